@@ -1,4 +1,4 @@
-"""python -m hostdev.launch: start this host's processes of a rank table; see whether all reach each other."""
+"""python -m hostdev.launch: start this host's processes of a rank table, or check that all ranks reach each other."""
 
 if __name__ == "__main__":  # first of all, as the imports take seconds: Ctrl-C ends these, too, with one line
     from hostdev.core import cli
@@ -43,9 +43,9 @@ def server_of(table: RankTable, wanted: str | None, path: Path) -> dict[str, Any
 
 
 def start(path: Path, table: RankTable, server: dict[str, Any], command: Sequence[str], folder: Path) -> int:
-    """Start the processes of a server, each with a folder and a log, and say at the end how it went; the exit code.
+    """Start a server's processes, each with a folder and a log, report failures at the end, and return the exit code.
 
-    Rank 0, where it is here, is in front: what it prints is shown, too.
+    The output of rank 0 is shown, too, if it runs on this host.
     """
     from hostdev.parallel.start import die_with_parent, wait_for
 
@@ -101,7 +101,7 @@ def start(path: Path, table: RankTable, server: dict[str, Any], command: Sequenc
 
 
 def _show(output: Any, log: IO[bytes]) -> None:
-    """Write what a process prints to its log and here."""
+    """Copy a process's output to its log and to stdout."""
     for line in output:
         log.write(line)
         log.flush()
@@ -110,7 +110,7 @@ def _show(output: Any, log: IO[bytes]) -> None:
 
 
 def check() -> int:
-    """Meet the other processes, give each some MiB, and say who they are and how long it took."""
+    """Meet the other processes, send each some MiB, and print who they are and how long it took."""
     from hostdev.parallel.place import find
 
     place = find()

@@ -19,9 +19,9 @@ from hostdev.parallel.trial import can_be_copied, steps_of
 from hostdev.parallel.world import World
 
 _SHOWN = 8
-_FINALISTS = 4  # at most so many of which steps are taken
-_NEAR = 2.0  # times the best one's expected time, at most, that theirs is
-_ALIKE = 1.05  # times the least that steps took: between what is within, what was expected decides
+_FINALISTS = 4  # most candidates that are measured
+_NEAR = 2.0  # their expected time is at most this multiple of the best one's
+_ALIKE = 1.05  # within this multiple of the least measured time the expected time decides
 
 
 class Chosen(NamedTuple):

@@ -17,10 +17,10 @@ from hostdev.parallel.ranks import Channel
 from hostdev.parallel.world import World
 
 _REPEATS = 4
-_BLOCK = 1 << 22  # bytes that are exchanged to find a bandwidth
-_ADDED = 1 << 20, 1 << 26  # bytes that are added to find one: as many as the parameters have, within these
-_ROW = 4  # calls one after the other: the ranks do not begin at quite the same moment
-_PASSES = 7  # over a parameter's bytes by Adam: it reads four arrays and writes three
+_BLOCK = 1 << 22  # bytes exchanged to measure the bandwidth
+_ADDED = 1 << 20, 1 << 26  # bounds of the bytes added to measure memory: as many as the parameters have
+_ROW = 4  # calls in a row, since ranks do not begin at the same moment
+_PASSES = 7  # passes of Adam over the parameters: it reads four arrays and writes three
 
 
 class PieceCost(NamedTuple):

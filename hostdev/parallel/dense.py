@@ -22,9 +22,9 @@ from hostdev.core.micro_batches import EXCHANGES, Node, TreeSum, nodes_of
 from hostdev.parallel.ranks import Channel
 
 BUCKET_BYTES = 4 << 20
-_FREE = 2  # references to memory that no tensor has any more: the attribute's and that of who asks
+_FREE = 2  # references to memory that no tensor uses: the attribute's and getrefcount's argument
 Grads = list[Tensor | None]
-Sum = tuple[Tensor, Any]  # and a mark in the device's stream when it is there; None in host memory
+Sum = tuple[Tensor, Any]  # and an event of its completion; None in host memory
 
 
 def add_lists(left: Grads, right: Grads) -> Grads:
@@ -53,15 +53,13 @@ class TreeAllReduce:
         self._edges = [n * rank // W for rank in range(W + 1)]
         self._widths = [stop - start for start, stop in pairwise(self._edges)]
         own = len(nodes[mine])
-        self.flat = torch.empty(
-            n if own == 1 else 0, device=device
-        )  # to be filled for `sum`, where the rank has one node
+        self.flat = torch.empty(n if own == 1 else 0, device=device)  # input buffer of `sum` if this rank has one node
         self._send = torch.empty(0 if own == 1 else own * n, device=device)
-        # What stays here need not be sent, where the rest is in one piece.
+        # This rank's own slice is not sent if the rest is contiguous.
         self._at_end = mine in (0, W - 1)
         self._received = [0 if rank == mine and self._at_end else len(each) for rank, each in enumerate(nodes)]
         self._come = torch.empty(self._widths[mine] * sum(self._received), device=device)
-        self._memory = np.empty(n, np.float32)  # of what was returned last
+        self._memory = np.empty(n, np.float32)  # of the last result
 
     def sum(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the sum, float32 [n].
@@ -88,14 +86,14 @@ class TreeAllReduce:
         total = tree.total()
         assert total is not None
         found = self._free()
-        torch.add(total, 0.0, out=found[begin:end])  # a sum of nothing but -0 is 0, as with one process
+        torch.add(total, 0.0, out=found[begin:end])  # turns -0 into 0, as in one process
         self._spread(found, begin, end)
         return found
 
     def _free(self) -> Tensor:
         """Return memory for a sum."""
         if self._channel.device.type != "cpu":
-            return torch.empty(self.n, device=self._channel.device)  # which torch keeps for reuse
+            return torch.empty(self.n, device=self._channel.device)  # torch reuses it
         if sys.getrefcount(self._memory) > _FREE:  # fresh memory costs a fault for each page
             self._memory = np.empty(self.n, np.float32)
         return torch.from_numpy(self._memory)
@@ -164,7 +162,7 @@ class DenseGradients:
             parameter.register_post_accumulate_grad_hook(partial(_on_gradient, this, number))  # type: ignore[no-untyped-call]
             for number, parameter in enumerate(self.parameters)
         ]
-        self._may_lead = False  # each gradient comes once with a micro-batch, so that it is whole when it comes
+        self._may_lead = False  # each parameter gets one gradient per micro-batch, complete on arrival
         self._counts = [0] * len(self.parameters)
         self._begin()
 
@@ -178,7 +176,7 @@ class DenseGradients:
         self._trees: list[TreeSum[Grads]] = [TreeSum(add_lists) for _ in self._buckets]
         self._totals: list[Future[Sum]] = []
         self._next = self._first
-        self._missing: list[set[int]] | None = None  # of each bucket in the last micro-batch
+        self._missing: list[set[int]] | None = None  # by bucket, in the last micro-batch
 
     def expect_last(self) -> None:
         """Prepare for the backward pass of the step's last micro-batch here."""
@@ -191,14 +189,14 @@ class DenseGradients:
         if self._missing is not None:
             if self._counts[number] > 1:
                 raise ValueError(
-                    "a second backward pass of a micro-batch, where the steps before had one: call backward() once"
+                    "a second backward pass of a micro-batch, but the steps before had one; call backward() once"
                 )
             self._missing[self._bucket_of[number]].discard(number)
             while len(self._totals) < len(self._buckets) and not self._missing[len(self._totals)]:
                 self._send(len(self._totals))
 
     def put(self) -> list[bool] | None:
-        """Take a micro-batch's gradients; with the step's last one here, return which have come to this rank."""
+        """Take a micro-batch's gradients; with the step's last one, return which parameters have any on this rank."""
         self._may_lead = max(self._counts, default=0) <= 1
         last = self._next == self._first + self._count - 1
         for bucket in range(len(self._totals), len(self._buckets)):
@@ -214,7 +212,7 @@ class DenseGradients:
         return [self._has[number] for number in range(len(self.parameters))]
 
     def put_nodes(self, nodes: Sequence[Node[Grads]]) -> list[bool]:
-        """Take the gradients of all micro-batches of the step here, in place of `put` for each; returns the same."""
+        """Take the gradients of all micro-batches of the step at once, instead of `put` for each; return the same."""
         for bucket, numbers in enumerate(self._buckets):
             self._trees[bucket].nodes = [
                 Node(start, size, None if value is None else [value[number] for number in numbers])
@@ -230,7 +228,7 @@ class DenseGradients:
             parameter.grad = None
 
     def _send(self, bucket: int) -> None:
-        """Let a bucket be on its way; all ranks do so in the same order."""
+        """Take a bucket's gradients and submit it; all ranks do so in the same order."""
         self._take(bucket)
         self._hand_on(bucket)
 
@@ -263,12 +261,12 @@ class DenseGradients:
 
     def _exchange(self, tree: "TreeAllReduce | AllReduce", parts: Sequence[Tensor], mark: Any) -> Sum:
         """Add up over all ranks, in the worker's thread."""
-        if self._stream is None:  # by way of host memory
+        if self._stream is None:  # through host memory
             if mark is not None:
                 mark.synchronize()
             return tree.sum([part.cpu() for part in parts]), None
         with torch.get_device_module(self._channel.device).stream(self._stream):
-            if mark is not None:  # else they are on the CPU
+            if mark is not None:  # None on the CPU
                 mark.wait(self._stream)
                 for part in parts:
                     part.record_stream(self._stream)

@@ -13,7 +13,7 @@ from hostdev.parallel.pieces import balanced, count_flops, cut, pieces_of
 from hostdev.parallel.plan import Strategies, get_slice_dim, settled
 from hostdev.parallel.plan_text import Plan
 
-Inputs = Callable[[int], tuple[Any, ...]]  # zeros in place of the network's inputs, for so many samples
+Inputs = Callable[[int], tuple[Any, ...]]  # returns zero inputs for a number of samples
 
 
 class Layout(NamedTuple):

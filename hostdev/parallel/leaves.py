@@ -1,4 +1,4 @@
-"""A network's parameters as those who add up gradients, optimize and save have them: plain tensors of this rank."""
+"""This rank's parameters as plain tensors, for gradient sums, optimizers and checkpoints."""
 
 from collections.abc import Iterable
 from typing import Any, cast
@@ -9,16 +9,17 @@ from hostdev.parallel.plan import Sliced, sliced
 
 
 class Leaves:
-    """The leaf of each parameter: itself, or this rank's slice of one that torch cuts (DTensor), over the same memory.
+    """The local tensor of each parameter: itself, or this rank's slice of a DTensor, over the same memory.
 
-    network     with its layers cut
-    strategies  by which they are, by the layer's name
+    Args:
+        network: With its layers sliced.
+        strategies: Of the sliced layers, by name.
     """
 
     def __init__(self, network: nn.Module, strategies: dict[str, Sliced]) -> None:
         self._leaves: dict[int, nn.Parameter] = {}
         self._cut: list[tuple[Any, nn.Parameter]] = []
-        self.names: dict[int, str] = {}  # by `id` of the leaf
+        self.names: dict[int, str] = {}  # by id of the local tensor
         for name, parameter in network.named_parameters():
             layer, _, key = name.rpartition(".")
             leaf, torchs = parameter, cast(Any, parameter)
@@ -32,23 +33,23 @@ class Leaves:
             self.names[id(leaf)] = name
 
     def leaf(self, parameter: Tensor) -> nn.Parameter:
-        """Return a parameter's leaf."""
+        """Return a parameter's local tensor."""
         return self._leaves[id(parameter)]
 
     def of(self, parameters: Iterable[Tensor]) -> list[nn.Parameter]:
-        """Return the leaves of parameters, each once."""
+        """Return the local tensors of parameters, each once."""
         return list({id(one): self.leaf(one) for one in parameters}.values())
 
     def named(self) -> dict[str, nn.Parameter]:
-        """Return all leaves by name, each once."""
+        """Return all local tensors by name, each once."""
         return {self.names[id(leaf)]: leaf for leaf in self._leaves.values()}
 
     def name(self, leaf: Tensor) -> str:
-        """Return a leaf's name."""
+        """Return a local tensor's name."""
         return self.names[id(leaf)]
 
     def collect(self) -> None:
-        """Give the leaves the gradients that have come to what is cut."""
+        """Move the gradients of DTensors to the local tensors."""
         for parameter, leaf in self._cut:
             if parameter.grad is not None:
                 grad = parameter.grad
@@ -57,7 +58,7 @@ class Leaves:
                 leaf.grad, parameter.grad = grad.to_local(), None
 
     def keep(self, parameters: Iterable[Tensor]) -> None:
-        """Let go of all parameters but these."""
+        """Release all parameters but these."""
         ids = {id(one) for one in parameters}
         self._leaves = {key: leaf for key, leaf in self._leaves.items() if key in ids}
         self._cut = [(parameter, leaf) for parameter, leaf in self._cut if id(parameter) in ids]

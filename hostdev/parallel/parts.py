@@ -1,4 +1,4 @@
-"""What a rank has of a network, stages of it and slices of its layers, and a step through these."""
+"""This rank's part of a network, stages and slices, and a training step through it."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -26,11 +26,12 @@ from hostdev.parallel.world import ALONE_WORLD, World
 
 
 class StepResult(NamedTuple):
-    """What a step has come to on this rank, before it is added up with that of others.
+    """The result of a step on this rank, before it is added up over all ranks.
 
-    parameters  whose gradients these are
-    nodes       sums of the gradients of micro-batches here: nodes of the tree
-    values      of each micro-batch; None where it has no samples, or another rank says them
+    Attributes:
+        parameters: Of this rank.
+        nodes: Sums of the micro-batches' gradients here: nodes of the tree.
+        values: Of each micro-batch; None if it has no samples or another rank reports it.
     """
 
     parameters: list[Tensor]
@@ -39,18 +40,21 @@ class StepResult(NamedTuple):
 
 
 class Parts:
-    """This rank's part of a network, which loses what other ranks have of it.
+    """This rank's part of a network, which releases the parts of other ranks.
 
-    layout    how it is cut
-    ranks     that have the other parts; None: there are no others
-    inputs    returns zeros in place of its inputs
-    device    where it goes
-    autocast  the dtype under which it runs, or None
-    aside     a further value [], float32, goes by: the last of its inputs, and beside what it gives
-    timeline  where the forward and backward passes of micro-batches go
-    ops       time these: each calls its first argument
+    Args:
+        network: The whole network.
+        layout: The requested layout.
+        ranks: The ranks of this run; None if there are no others.
+        inputs: Returns zeros in place of the network's inputs.
+        device: Where the part runs.
+        autocast: Dtype of autocast, or None.
+        aside: One more value [], float32, passes through unchanged: the last input, returned beside the output.
+        timeline: Records the micro-batches' forward and backward passes.
+        ops: Time forward and backward passes; each calls its first argument.
 
-    UserError where the layout does not fit.
+    Raises:
+        UserError: The layout does not fit.
     """
 
     def __init__(
@@ -92,7 +96,7 @@ class Parts:
         self._averages = Averages([])
         self._tied: Tied | None = None
         if stages:
-            from hostdev.parallel.stages import Ops, Stages  # what it stands on takes seconds to load
+            from hostdev.parallel.stages import Ops, Stages  # its imports take seconds
 
             between, host = self._own_backend("pipe"), ranks.channel("pipe")
             self._channels.append(host)
@@ -105,7 +109,7 @@ class Parts:
             self._passes = Whole(network, slices, device, autocast, timeline, ops, self._watching, aside=aside)
         for module in self._passes.modules:
             module.to(device)
-        for module in network.modules():  # what no piece can name, too
+        for module in network.modules():  # buffers that no piece holds, too
             for name, buffer in list(module.named_buffers(recurse=False)):
                 setattr(module, name, buffer.to(device))
         held = [one for module in self._passes.modules for one in module.parameters()]
@@ -114,7 +118,7 @@ class Parts:
         self._averages = Averages(self._passes.modules, data)
 
     def _own_backend(self, axis: str) -> Channel:
-        """Return a channel that brings values from device to device along an axis; UserError where there is none."""
+        """Return a channel between devices along an axis; UserError if there is none."""
         channel: Channel = self._ranks.device_channel(self._device, axis)
         self._require_own_backend(channel, axis)
         self._channels.append(channel)
@@ -132,12 +136,12 @@ class Parts:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes sent to other stages, and between slices, in training."""
+        """Bytes sent to other stages and slices in training."""
         return round(self._traffic.sent) + sum(channel.sent_bytes for channel in self._channels)
 
     @property
     def speaks(self) -> bool:
-        """Tell whether this rank, of those with slices of the same layers, says what its micro-batches come to."""
+        """Tell whether this rank, of those with slices of the same layers, reports its micro-batches' values."""
         return self._ranks.at.model == 0
 
     def step(
@@ -148,14 +152,15 @@ class Parts:
         loss: Callable[[int, Any], tuple[Tensor, Tensor]],
         came: Callable[[int], object] | None = None,
     ) -> StepResult:
-        """Take a step's micro-batches forward and back.
+        """Take a step's micro-batches forward and backward.
 
-        number  of the step, for the trace
-        sizes   samples of each micro-batch here; some may have none
-        inputs  returns the network's arguments of a micro-batch
-        loss    returns what to differentiate of a micro-batch, and values to be known everywhere, of its number and
-                what the network gives
-        came    called with a micro-batch's number when all gradients have come back to its inputs, where these are
+        Args:
+            number: Of the step, for the trace.
+            sizes: Samples of each micro-batch here; some may be empty.
+            inputs: Returns a micro-batch's arguments of the network.
+            loss: Returns the scalar to differentiate and the values to report, from a micro-batch's number and the
+                network's output.
+            came: Called with a micro-batch's number once all gradients of its inputs are there, on the first stage.
         """
         count = len(sizes)
         numbers = [number for number, size in enumerate(sizes) if size]
@@ -197,12 +202,12 @@ class Parts:
         return StepResult(parameters, nodes, values)
 
     def finish(self) -> None:
-        """Give all that use a parameter its sum, when the gradients of `step` have been added up over all ranks."""
+        """Copy the sums of shared parameters to all stages, once `step`'s gradients were added up over all ranks."""
         if self._tied is not None:
             self._tied.spread()
 
     def _by_stage(self) -> tuple[list[list[nn.Parameter]], list[list[nn.Parameter]]]:
-        """Return of each stage here the parameters that it alone uses, and those that another one uses, too."""
+        """Return the parameters of each stage here: those that it alone uses, and those that other stages use, too."""
         own, tied = [], []
         for module in self._passes.modules:
             trained = [one for one in self.leaves.of(module.parameters()) if one.requires_grad]
@@ -214,7 +219,7 @@ class Parts:
     def predict(
         self, number: int, sizes: Sequence[int], inputs: Callable[[int], tuple[Any, ...]]
     ) -> list[tuple[int, Any]]:
-        """Return what the network gives for the micro-batches that have samples, with their numbers, where it ends."""
+        """Return the network's outputs for the non-empty micro-batches, with their numbers, on the last stage."""
         numbers = [number for number, size in enumerate(sizes) if size]
         found = self._passes.predict(number, [sizes[one] for one in numbers], lambda at: inputs(numbers[at]))
         return list(zip(numbers, found, strict=False)) if self.speaks else []
@@ -224,7 +229,7 @@ class Parts:
         return self._state.norm(self.leaves)
 
     def state(self, optimizer: torch.optim.Optimizer) -> DenseState:
-        """Return the whole dense side's state in host memory, on rank 0, and nothing on others; all call it."""
+        """Return the whole dense state in host memory on rank 0, and an empty one on others; all ranks call it."""
         return self._state.whole(self.leaves, optimizer)
 
     def save(self, folder: Path, optimizer: torch.optim.Optimizer, steps: int, *, integrated: bool) -> None:
@@ -238,18 +243,18 @@ class Parts:
         save(folder, f"rank{self._ranks.rank}.safetensors", own, about, self._ranks)
 
     def restore(self, folder: Path, optimizer: torch.optim.Optimizer) -> int:
-        """See `network.Network.restore`; return the steps that had been taken."""
+        """See `network.Network.restore`; return the number of steps taken."""
         return int(self._state.read(self.leaves, folder, optimizer)["steps"])
 
     def load(self, model: dict[str, Any], optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Take what is here of the whole dense side's state; UserError where it is of another network."""
+        """Take this rank's part of the whole dense state; UserError if it belongs to another network."""
         self._state.load(self.leaves, model, optimizer, state)
 
 
 def begin_alike(network: nn.Module, ranks: World) -> None:
-    """Let all ranks begin with the parameters and buffers of rank 0; slices made by hand with those of the same one."""
+    """Broadcast parameters and buffers of rank 0; slices made by hand go to the ranks with the same slice."""
     if ranks.size == 1:
-        return  # copies to and from the host would serve nobody
+        return  # saves copies to and from the host
     along_data = ranks.channel("data")
     for tensor in [*network.parameters(), *network.buffers()]:
         there = tensor.detach().cpu().contiguous()
@@ -258,7 +263,7 @@ def begin_alike(network: nn.Module, ranks: World) -> None:
 
 
 def _release_others(network: nn.Module, modules: Sequence[nn.Module]) -> None:
-    """Let what other ranks have of a network take no memory here."""
+    """Free the memory of the parameters that only other ranks use."""
     held = {id(one) for module in modules for one in module.parameters()}
     for module in network.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -267,10 +272,10 @@ def _release_others(network: nn.Module, modules: Sequence[nn.Module]) -> None:
 
 
 class _OrderedSum:
-    """The tree's sum of a stage's gradients, of micro-batches that may come in an order of their own."""
+    """The tree's sum of a stage's gradients, for micro-batches that finish in any order."""
 
     def __init__(self, first: int, count: int, numbers: Sequence[int], parameters: int) -> None:
-        self._first = first  # the number in the step of the first one here: the tree's nodes go by it
+        self._first = first  # number of the first micro-batch here, which positions the tree's nodes
         self._tree: TreeSum[Grads] = TreeSum(add_lists)
         self._waiting: dict[int, Grads] = {
             number: [None] * parameters for number in range(count) if number not in numbers

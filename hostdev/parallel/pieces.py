@@ -104,7 +104,7 @@ class Shape(NamedTuple):
     slopes: tuple[int, ...]
     constants: tuple[int, ...]
     dtype: torch.dtype
-    trained: bool  # gradients come back to it
+    trained: bool  # gradients flow back to it
 
     def of(self, samples: int) -> list[int]:
         """Return the shape for a number of samples."""
@@ -188,7 +188,7 @@ def _require_crossing(name: str, values: Sequence[Any]) -> None:
         )
     if len({value.dim() for value in values}) > 1:
         raise UserError(
-            f"piece {name!r} gives a value of so many dimensions as there are samples: no stage can end there"
+            f"piece {name!r} gives a value whose number of dimensions depends on the samples: no stage can end there"
         )
 
 
@@ -229,7 +229,7 @@ def best_cut(
     n, sums = len(costs), [0, *accumulate(costs)]
     ends = [0.0, *crossing[:-1], 0.0]
     bad = unwanted or [False] * n
-    # best[k][i]: the costliest of k parts of the first i elements, and how many begin with an unwanted one
+    # best[k][i]: cost of the costliest of k parts of the first i elements, number of unwanted beginnings
     best: list[list[tuple[float, int, int]]] = [[(float("inf"), 0, 0)] * (n + 1) for _ in range(count + 1)]
     best[0][0] = (0, 0, 0)
     for k in range(1, count + 1):
@@ -266,7 +266,7 @@ def fake_mode(held: Iterable[Any]) -> Iterator[Callable[[Any], Any]]:
         held: Modules that are run; their buffers are left unchanged.
     """
     modules = [module for one in held if isinstance(one, nn.Module) for module in one.modules()]
-    # such a layer asks for the value of its count
+    # without momentum a layer reads the value of its count
     counting = [one for one in modules if isinstance(one, _NormBase) and one.momentum is None]
     buffers = [
         (module, name, value) for module in modules for name, value in module._buffers.items() if value is not None

@@ -1,10 +1,10 @@
-"""A network's state in a folder: brought together, or as the slices and stages that ranks have; any mesh loads both.
+"""A network's state in a folder: gathered in one file, or each rank's slices and stages; any mesh loads both.
 
-    manifest.json            the parameters, the optimizer's options, of each tensor its parts, of each file its SHA-256
-    state.safetensors        all of it, where it is integrated
-    rank<k>.safetensors      else what rank k has; of what several have, the first has it
+    manifest.json            parameters, the optimizer's options, each tensor's parts, each file's SHA-256
+    state.safetensors        everything, if integrated
+    rank<k>.safetensors      otherwise the part of rank k; the first rank writes what several have
 
-A folder comes to be at once, by its name: what has that name is whole.
+The folder gets its name by one rename when it is complete.
 """
 
 import hashlib
@@ -31,22 +31,27 @@ T = TypeVar("T")
 
 
 class Part(NamedTuple):
-    """A part of a tensor: in which file; along which dimension it is cut, the parts being in order, or None."""
+    """A part of a tensor: its file, and the dimension along which parts are concatenated in order, or None."""
 
     file: str
     dim: int | None
 
 
-Own = Mapping[str, tuple[Tensor, int | None]]  # tensors that a rank writes, and the dimension along which each is cut
+Own = Mapping[str, tuple[Tensor, int | None]]  # a rank's tensors, and the dimension of each slice
 
 
 def save(folder: Path, name: str, own: Own, about: Mapping[str, Any], ranks: World) -> None:
     """Write a folder; all ranks call it.
 
-    name   of this rank's file, which is there if it has tensors
-    about  what the manifest says beside
+    Args:
+        folder: The new folder.
+        name: This rank's file, written if the rank has tensors.
+        own: Tensors of this rank.
+        about: Further content of the manifest.
+        ranks: The ranks of this run.
 
-    UserError, on all ranks, where the folder is there already, or cannot be written.
+    Raises:
+        UserError: The folder exists or cannot be written; raised on all ranks.
     """
     temporary = folder.with_name(f".{folder.name}.part")
     _require_all(ranks, _make_folder(folder, temporary) if ranks.rank == 0 else "")
@@ -77,10 +82,7 @@ def save(folder: Path, name: str, own: Own, about: Mapping[str, Any], ranks: Wor
 
 
 def load(folder: Path, wants: Callable[[str], bool]) -> tuple[dict[str, Tensor | None], dict[str, Any]]:
-    """Return the tensors of a folder by name, whole, None for those that nobody wants; and its manifest.
-
-    UserError where it is not whole.
-    """
+    """Return a folder's tensors by name, None for unwanted ones, and its manifest; UserError if it is incomplete."""
     if not is_text(folder):
         raise UserError(f"{folder}: {_NO_TEXT}; rename the folder")
     try:
@@ -113,7 +115,7 @@ def load(folder: Path, wants: Callable[[str], bool]) -> tuple[dict[str, Tensor |
 
 
 def call_on_all(ranks: World, call: Callable[[], T]) -> T:
-    """Return what a call returns, if it raises UserError on no rank; all ranks call it, and all raise it."""
+    """Return a call's result unless it raises UserError on any rank; then all ranks raise it. All ranks call it."""
     found, problem = None, ""
     try:
         found = call()
@@ -124,13 +126,13 @@ def call_on_all(ranks: World, call: Callable[[], T]) -> T:
 
 
 def _make_folder(folder: Path, temporary: Path) -> str:
-    """Make the folder to write to; return what is wrong, or nothing."""
+    """Make the temporary folder; return an error's text, or ""."""
     if not is_text(folder):
         return f"{folder}: {_NO_TEXT}; choose another folder"
     if folder.exists():
         return f"{folder} exists; choose another folder"
     try:
-        shutil.rmtree(temporary, ignore_errors=True)  # of one that was killed
+        shutil.rmtree(temporary, ignore_errors=True)  # of a killed process
         temporary.mkdir(parents=True)
     except OSError as error:
         return f"{folder}: {error.strerror}; choose a folder that can be written"
@@ -138,7 +140,7 @@ def _make_folder(folder: Path, temporary: Path) -> str:
 
 
 def _require_all(ranks: World, problem: str, temporary: Path | None = None) -> None:
-    """UserError on all ranks where one has a problem."""
+    """Raise UserError on all ranks if any rank has a problem."""
     for one in ranks.control.share(problem):
         if one:
             if temporary is not None:

@@ -21,7 +21,7 @@ from hostdev.parallel.pieces import best_cut
 from hostdev.parallel.plan_text import Plan
 
 _NONE_SLICED = (
-    "--mesh {mesh} has {count} processes for slices, and no layer can be cut into so many, or --plan leaves none to be "
+    "--mesh {mesh} has {count} processes for slices, and no layer can be cut into {count}, or --plan leaves none to be "
     "cut; give another --mesh"
 )
 
@@ -101,7 +101,7 @@ class _Sliced(NamedTuple):
     plan: list[tuple[str, str]]
     saved: float  # seconds of compute
     exchange: float  # seconds
-    parameters: float  # bytes that are elsewhere
+    parameters: float  # bytes on other ranks
 
 
 def candidates(profile: Profile, machine: Machine, layers: Layers, wanted: Wanted) -> list[Candidate]:
@@ -119,7 +119,7 @@ def candidates(profile: Profile, machine: Machine, layers: Layers, wanted: Wante
             continue
         one = _candidate(profile, machine, layers, wanted, mesh, stages)
         if mesh.model > 1 and not one.plan and wanted.mesh is None:
-            continue  # nothing is cut
+            continue  # nothing is sliced
         if mesh.model > 1 and not one.plan and wanted.sliced:
             one = _sliced_candidate(profile, machine, layers, wanted, mesh, stages)
         found.append(one)
@@ -263,7 +263,7 @@ def _strategies(
         given = wanted.strategies.get(layer.name)
         return given == strategy or (given is None and layers.able(layer.name, strategy, T))
 
-    # best[i]: the seconds of the first i layers, and how they are cut
+    # best[i]: seconds of the first i layers, and their strategies
     best: list[tuple[float, _Sliced]] = [(0.0, _Sliced([], 0.0, 0.0, 0.0))]
     for at, layer in enumerate(own):
         before = best[at][1]

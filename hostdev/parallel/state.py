@@ -1,4 +1,4 @@
-"""The dense side's state as a whole, from what each rank has of it, and back."""
+"""The whole dense state, gathered from the ranks' parts, and each rank's part of it."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,12 +16,12 @@ from hostdev.parallel.world import World
 
 
 class DenseState(NamedTuple):
-    """A dense side that is whole, in the words of torch's `state_dict`s."""
+    """A whole dense state in the format of torch's `state_dict`s."""
 
     model: Mapping[str, Any]
     optimizer: Mapping[str, Any]
-    names: Sequence[str]  # of the parameters, each once, in the optimizer's order
-    buffers: Sequence[str]  # names of those that are persistent
+    names: Sequence[str]  # of parameters, each once, in the optimizer's order
+    buffers: Sequence[str]  # names of persistent ones
 
 
 def state_of(network: nn.Module, optimizer: torch.optim.Optimizer) -> DenseState:
@@ -42,11 +42,13 @@ def get_buffer_names(network: nn.Module) -> list[str]:
 class State:
     """The state of a network of which each rank has a part.
 
-    network  as it is whole
-    stages   its pieces, by stage; none: it is not cut into stages
-    ranks    that have the parts
+    Args:
+        network: The whole network.
+        stages: Its pieces by stage; empty without stages.
+        ranks: The ranks with the parts.
 
-    UserError for state that is no tensor.
+    Raises:
+        UserError: The network has state other than tensors.
     """
 
     def __init__(self, network: nn.Module, stages: Sequence[Sequence[Piece]], ranks: World) -> None:
@@ -58,11 +60,11 @@ class State:
         self._buffers = get_buffer_names(network)
         if any(key not in every and key not in self._buffers for key in self._keys):
             raise UserError("the network has state other than tensors (get_extra_state), which ranks cannot gather")
-        self._owners = dict.fromkeys([*self._order, *self._buffers], 0)  # of the first slice
+        self._owners = dict.fromkeys([*self._order, *self._buffers], 0)  # rank of the first slice
         self._owners |= _owners(network, stages, ranks)
 
     def whole(self, leaves: Leaves, optimizer: torch.optim.Optimizer) -> DenseState:
-        """Return all of it in host memory, on rank 0, and nothing on others; all call it."""
+        """Return the whole state in host memory on rank 0, and an empty one on others; all ranks call it."""
         _require_one_group(optimizer)
         mine = leaves.named()
         state, numbers = optimizer.state_dict()["state"], _numbers(optimizer)
@@ -85,11 +87,11 @@ class State:
         return DenseState(model, {"state": slots, "param_groups": groups}, self._order, self._buffers)
 
     def _buffer(self, name: str) -> Tensor:
-        """Return a buffer as it is now: a module may have put another tensor there."""
+        """Return the current tensor of a buffer, which a module may replace."""
         return dict(self._network.named_buffers(remove_duplicate=False))[name]
 
     def _gather_value(self, name: str, values: dict[str, Any], dim: int | None) -> dict[str, Any]:
-        """Return what those who own it have, on rank 0, with slices end to end; nothing on others."""
+        """Return values from their owners on rank 0, slices concatenated; nothing on others."""
         if self._ranks.size == 1:
             return {key: value.detach().cpu() for key, value in values.items()}
         control, ranks, first = self._ranks.control, self._ranks, self._owners[name]
@@ -121,7 +123,7 @@ class State:
         return found
 
     def own(self, leaves: Leaves, optimizer: torch.optim.Optimizer) -> Own:
-        """Return the tensors that this rank writes where they are not brought together: of what several have, one's."""
+        """Return the tensors that this rank writes to its own file; one rank writes those that several have."""
         state, numbers = optimizer.state_dict()["state"], _numbers(optimizer)
         found: dict[str, tuple[Tensor, int | None]] = {}
         for name, leaf in leaves.named().items():
@@ -135,7 +137,7 @@ class State:
         return found
 
     def flatten(self, state: DenseState) -> Own:
-        """Return the tensors of a state that has been brought together, by the same names; nothing where it is not."""
+        """Return the tensors of a gathered state under the names that `own` uses; empty if the state is."""
         found = {f"model.{name}": state.model[name] for name in [*state.names, *state.buffers]}
         for number, name in enumerate(state.names):
             slots = state.optimizer["state"].get(number, {})
@@ -145,8 +147,8 @@ class State:
     def norm(self, leaves: Leaves) -> Tensor:
         """Return the 2-norm of all gradients, [], the same on all ranks, which all call it.
 
-        From each parameter's in the network's order, as torch.nn.utils.get_total_norm has it: so the same bits whatever
-        stages there are.
+        It combines the parameters' norms in the network's order, as torch.nn.utils.get_total_norm does, so that stages
+        do not change its bits.
         """
         mine = {
             name: float(torch.linalg.vector_norm(leaf.grad))
@@ -165,15 +167,15 @@ class State:
         return self._ranks.rank == self._owners[name] + model
 
     def about(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return what a manifest says of it; UserError for several parameter groups."""
+        """Return the manifest's description of the state; UserError for several parameter groups."""
         _require_one_group(optimizer)
         group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
         return {"parameters": self._order, "buffers": self._buffers, "optimizer": group}
 
     def read(self, leaves: Leaves, folder: Path, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Take what is here from a folder, and return its manifest; all ranks call it.
+        """Load this rank's part from a folder, and return its manifest; all ranks call it.
 
-        UserError, on all ranks, where it is damaged, or of another network; before anything changes.
+        UserError on all ranks, before any change, if the folder is damaged or belongs to another network.
         """
         fitting, about = call_on_all(self._ranks, lambda: self._read(leaves, folder, optimizer))
         self._take(leaves, optimizer, fitting)
@@ -204,16 +206,16 @@ class State:
     def load(
         self, leaves: Leaves, model: Mapping[str, Any], optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     ) -> None:
-        """Take what is here of the whole state; all ranks call it.
+        """Take this rank's part of the whole state; all ranks call it.
 
-        UserError, on all ranks, where it is of another network; before anything changes.
+        UserError on all ranks, before any change, if the state belongs to another network.
         """
         self._take(leaves, optimizer, call_on_all(self._ranks, lambda: self._fitting(leaves, model, optimizer, state)))
 
     def _fitting(
         self, leaves: Leaves, model: Mapping[str, Any], optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     ) -> "_LoadedState":
-        """Return what is here of the whole state; UserError where it is of another network or optimizer."""
+        """Return this rank's part of the whole state; UserError if it belongs to another network or optimizer."""
         _require_one_group(optimizer)
         unknown = sorted(set(model) ^ set(self._keys))
         if unknown:
@@ -253,12 +255,12 @@ class State:
         n = like.shape[dim]
         if value.shape[dim] != n * self._ranks.mesh.model:
             return value
-        # In its own memory: a view's strides send torch's optimizers another way, to other bits.
+        # A copy: with a view's strides torch's optimizers take another path, with other bits.
         return value.narrow(dim, self._ranks.at.model * n, n).clone(memory_format=torch.contiguous_format)
 
 
 class _LoadedState(NamedTuple):
-    """What a rank takes of a state: values by name, the optimizer's if it has parameters."""
+    """A rank's part of a state: values by name, and the optimizer's state if the rank has parameters."""
 
     values: dict[str, Any]
     optimizer: dict[str, Any] | None
@@ -270,7 +272,7 @@ def _require_one_group(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _get_parameter_name(key: str) -> str:
-    """Return the parameter's name in an optimizer's tensor: optimizer.NAME.slot."""
+    """Return the parameter's name in a tensor's key: optimizer.NAME.slot."""
     return key.partition(".")[2].rpartition(".")[0]
 
 
@@ -280,7 +282,7 @@ def _numbers(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 
 
 def _owners(network: nn.Module, stages: Sequence[Sequence[Piece]], ranks: World) -> dict[str, int]:
-    """Return of each parameter and buffer the first rank that has it."""
+    """Return the first rank that has each parameter and buffer."""
     names = {id(parameter): name for name, parameter in network.named_parameters()}
     found: dict[str, int] = {}
     for number, stage in enumerate(stages):

@@ -1,7 +1,7 @@
-"""Parameters that several stages use: one parameter, whose gradients are added up and whose copies stay equal.
+"""Parameters that several stages share: their gradients are added up, and their copies stay equal.
 
-Of a micro-batch the uses of later stages come first, as in a backward pass of one process; so the bits are its bits
-where no stage uses the parameter twice and another one too.
+A micro-batch's gradients of later stages are added first, as in the backward pass of one process. So the bits are those
+of one process unless a stage uses such a parameter twice.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,10 @@ Come = dict[tuple[int, int], Tensor | None]  # by stage and micro-batch
 class Tied:
     """The parameters that more than one stage uses.
 
-    stages   the pieces of all stages
-    leaves   of the parameters: what is added up and spread
-    channel  of the host to the ranks along the pipe axis
+    Args:
+        stages: The pieces of all stages.
+        leaves: Local tensors of the parameters.
+        channel: Host channel to the ranks along the pipe axis.
     """
 
     def __init__(self, stages: Sequence[Sequence[Piece]], leaves: Leaves, channel: Channel) -> None:
@@ -31,7 +32,7 @@ class Tied:
         self._parameters: dict[str, Tensor] = {}
         for number, stage in enumerate(stages):
             for parameter in leaves.of(one for piece in stage for one in piece.parameters):
-                if not parameter.requires_grad:  # copies that nothing changes stay equal
+                if not parameter.requires_grad:  # frozen copies stay equal
                     continue
                 users.setdefault(leaves.name(parameter), []).append(number)
                 self._parameters[leaves.name(parameter)] = parameter
@@ -48,18 +49,18 @@ class Tied:
         return stage % self._channel.ranks
 
     def owned(self) -> list[Tensor]:
-        """Return those whose gradients are added up on this rank: that of the first stage that uses them."""
+        """Return the parameters whose gradients are added up on this rank, which has the first stage that uses them."""
         return [
             self._parameters[name] for name, users in self.users.items() if self._rank(users[0]) == self._channel.rank
         ]
 
     def came(self, stage: int, number: int, parameter: Tensor) -> None:
-        """Take a micro-batch's gradient of one of the stages here."""
+        """Take a micro-batch's gradient from a stage here."""
         self._come[self._ids[id(parameter)]][stage, number] = parameter.grad
         parameter.grad = None
 
     def gathered(self, count: int) -> list[list[Tensor | None]]:
-        """Return for each of `owned` the gradients of each of so many micro-batches; all ranks of the axis call it."""
+        """Return each micro-batch's gradient of each owned parameter; all ranks of the axis call it."""
         found = []
         for name, users in self.users.items():
             owner, parameter = self._rank(users[0]), self._parameters[name]
@@ -74,7 +75,7 @@ class Tied:
         return found
 
     def _send_to_owner(self, parameter: Tensor, come: Come, stage: int, owner: int, count: int) -> Come:
-        """Let the owner have what a stage has come to."""
+        """Send a stage's gradients to the owner."""
         mine, source, n = self._channel.rank, self._rank(stage), parameter.numel()
         has = [int(come.get((stage, number)) is not None) for number in range(count)]
         told = self._channel.share(has if mine == source else None)[source]
@@ -94,7 +95,7 @@ class Tied:
         }
 
     def spread(self) -> None:
-        """Give all that use one the owner's sum of the gradients; all ranks of the axis call it."""
+        """Copy the owner's sums to all stages that use the parameters; all ranks of the axis call it."""
         for name, users in self.users.items():
             owner, parameter = self._rank(users[0]), self._parameters[name]
             ranks = {self._rank(stage) for stage in users}

@@ -15,8 +15,8 @@ from hostdev.parallel.mesh import Mesh
 from hostdev.parallel.plan import get_slice_dim
 from hostdev.parallel.world import World
 
-_SECONDS = 6.0  # of all trials, about
-_ROUNDS = 3, 25  # at least, and at most
+_SECONDS = 6.0  # of all trials together
+_ROUNDS = 3, 25  # least and most
 
 
 def can_be_copied(network: nn.Module, ranks: World) -> bool:
@@ -60,7 +60,7 @@ def steps_of(
     before = ranks.mesh
     kind = None if device.type == "cpu" else device.type
     with torch.random.fork_rng([device] if kind else [], device_type=kind or "cuda"):
-        torch.manual_seed(1)  # on all ranks the same values
+        torch.manual_seed(1)  # the same values on all ranks
         values = filled(inputs(samples), device)
         try:
             trials = [_make_trial(network, inputs, ranks, *each, micro_batches, device, autocast) for each in layouts]
@@ -105,7 +105,7 @@ def _make_trial(
     autocast: torch.dtype | None,
 ) -> _Trial | None:
     """Return a trial; None if the layout does not fit, which all ranks find alike."""
-    from hostdev.parallel.network import Network  # whose layout may be chosen here
+    from hostdev.parallel.network import Network  # a circular import
 
     ranks.mesh = mesh
     try:

@@ -1,4 +1,4 @@
-"""A network that is not cut into stages, as `stages.Stages` has those that are: micro-batches one after the other."""
+"""A network without stages, with the interface of `stages.Stages`: micro-batches run one after the other."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,15 +18,17 @@ def called(call: Callable[..., Any], *values: Any, **named: Any) -> Any:
 
 
 class Whole:
-    """A network of which each rank has all layers, or slices of these.
+    """A network of which each rank has all layers, or slices of them.
 
-    channel   to the ranks with the other slices
-    device    where it is
-    autocast  the dtype under which it runs, or None
-    timeline  where forward and backward passes go
-    ops       call their first argument: what times these
-    aside     the last input goes by the network
-    watching  within what a micro-batch's forward pass is, of its number
+    Args:
+        network: The network.
+        channel: To the ranks with the other slices.
+        device: Where it runs.
+        autocast: Dtype of autocast, or None.
+        timeline: Records forward and backward passes.
+        ops: Time forward and backward passes; each calls its first argument.
+        watching: Returns a context for a forward pass, from the micro-batch's number.
+        aside: The last input bypasses the network.
     """
 
     numbers = (0,)
@@ -57,7 +59,7 @@ class Whole:
         loss: Callable[[int, Any], Tensor],
         came: Callable[[int, int], None],
     ) -> None:
-        """Take micro-batches forward and back; see `stages.Stages.train`."""
+        """Take micro-batches forward and backward; see `stages.Stages.train`."""
         for number in range(len(sizes)):
             given = inputs(number)
             with self._answering():
@@ -68,7 +70,7 @@ class Whole:
             came(0, number)
 
     def predict(self, batch: int, sizes: Sequence[int], inputs: Callable[[int], tuple[Any, ...]]) -> list[Any]:
-        """Take micro-batches forward; return what the network gives for each."""
+        """Take micro-batches forward; return the network's outputs."""
         found = []
         with torch.no_grad():
             for number in range(len(sizes)):
@@ -87,7 +89,7 @@ class Whole:
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
-        """PeerLostError where a rank with other slices does not answer; the network's own errors stay as they are."""
+        """Raise PeerLostError if a rank with other slices stops answering, and the network's own errors unchanged."""
         try:
             yield
         except RuntimeError as error:

@@ -44,7 +44,7 @@ def test_leads_have_all_micro_batches_once_and_in_order(mesh, count):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("data", "'data' is not data=N, model=N and pipe=N"),
+        ("data", "'data' is not data=N, model=N or pipe=N"),
         ("rows=2", "'rows=2' is not data=N"),
         ("data=2,", "'nothing' is not data=N"),
         ("data=2,data=2", "data is given twice"),

@@ -115,7 +115,7 @@ def test_what_crosses_is_known_before_anything_is_computed():
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda x: x.new_zeros(len(x) ** 2), "a value whose size is not so many for each sample"),
+        (lambda x: x.new_zeros(len(x) ** 2), "a value whose size does not grow with each sample alike"),
         (lambda x: x.t().contiguous().t(), "a value that is not contiguous"),
         (lambda x: {"x": x}, "gives a dict, and only tensors cross"),
         (lambda x: None, "gives a NoneType, and only tensors cross"),

@@ -238,14 +238,14 @@ def test_a_rank_table_goes_with_a_launcher_that_agrees(written):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{", "is none: JSONDecodeError"),
-        ("[]", "is none: TypeError"),
-        ('{"server_list": 3}', "is none: TypeError"),
-        ({"status": "completed"}, "is none: KeyError 'server_list'"),
-        (table({"device": []}), "is none: KeyError 'server_id'"),
-        (table({"server_id": "a"}), "is none: KeyError 'device'"),
-        (table({"server_id": "a", "device": [{"device_id": "0"}]}), "is none: KeyError 'rank_id'"),
-        (table({"server_id": "a", "device": [{"rank_id": "x"}]}), "is none: ValueError"),
+        ("{", "is invalid: JSONDecodeError"),
+        ("[]", "is invalid: TypeError"),
+        ('{"server_list": 3}', "is invalid: TypeError"),
+        ({"status": "completed"}, "is invalid: KeyError 'server_list'"),
+        (table({"device": []}), "is invalid: KeyError 'server_id'"),
+        (table({"server_id": "a"}), "is invalid: KeyError 'device'"),
+        (table({"server_id": "a", "device": [{"device_id": "0"}]}), "is invalid: KeyError 'rank_id'"),
+        (table({"server_id": "a", "device": [{"rank_id": "x"}]}), "is invalid: ValueError"),
         (table(server("a", [0, 1]), server_count="2"), "declares 2 servers but lists 1"),
         (table(server("a", [0, 1]), status="initializing"), "has the status 'initializing', not 'completed'"),
         (
