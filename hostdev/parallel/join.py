@@ -13,7 +13,7 @@ from hostdev.device.backend import take_turns
 from hostdev.kernels.pool import host_threads, set_host_threads
 from hostdev.parallel.alike import UnlikeError
 from hostdev.parallel.mesh import mesh_of
-from hostdev.parallel.place import Place, find
+from hostdev.parallel.env import Place, find
 from hostdev.parallel.ranks import MEETING, TIMEOUT, PeerLostError, Ranks
 
 _FAULT_SECONDS = 30.0  # until the monitor knows which rank is gone
@@ -41,30 +41,30 @@ def join(
             "torch.distributed is initialised already; leave out init_process_group(): hostdev.join() makes the "
             "process group, from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as launchers set them"
         )
-    place = find()
+    env = find()
     wanted = None if mesh is None else mesh_of(mesh)
-    if wanted is not None and wanted.size != place.ranks:
-        there = "this one is alone" if place.alone else f"{place.ranks} were started"
-        if place.rank:
+    if wanted is not None and wanted.size != env.ranks:
+        there = "this one is alone" if env.alone else f"{env.ranks} were started"
+        if env.rank:
             raise SystemExit(2)  # rank 0 reports it
         raise UserError(
             f"the mesh {mesh} needs {wanted.size} processes, and {there}; start them, for example by torchrun "
             f"--nproc-per-node {wanted.size}"
         )
-    if place.alone:
+    if env.alone:
         yield None
         return
-    share_host(place)
-    ranks = Ranks(place, partial(_end_process, place), timeout=timeout, meeting=meeting, backend=backend, mesh=wanted)
+    share_host(env)
+    ranks = Ranks(env, partial(_end_process, env), timeout=timeout, meeting=meeting, backend=backend, mesh=wanted)
     with together(ranks):
         yield ranks
 
 
-def share_host(place: Place) -> None:
+def share_host(env: Place) -> None:
     """Take this process's share of the host's devices, memory and CPUs."""
-    take_turns(place.local_rank if place.device is None else place.device)
-    share_memory(place.local_ranks)
-    set_host_threads(max(1, host_threads() // place.local_ranks))
+    take_turns(env.local_rank if env.device is None else env.device)
+    share_memory(env.local_ranks)
+    set_host_threads(max(1, host_threads() // env.local_ranks))
 
 
 @contextmanager
@@ -117,8 +117,8 @@ def _format_end(error: BaseException) -> str:
     return f"interrupted {error}".strip() if isinstance(error, KeyboardInterrupt) else in_words(error)
 
 
-def _end_process(place: Place, rank: int, why: str) -> None:
+def _end_process(env: Place, rank: int, why: str) -> None:
     """End this process because another rank has failed; called in a thread of the monitor."""
-    if place.rank == (0 if rank else 1):  # one rank tells the user
-        tell_at_once(f"error: rank {rank} of {place.ranks}: {why}")
+    if env.rank == (0 if rank else 1):  # one rank tells the user
+        tell_at_once(f"error: rank {rank} of {env.ranks}: {why}")
     os._exit(2)

@@ -22,7 +22,7 @@ from hostdev.core.errors import UserError
 from hostdev.parallel.alike import UnlikeError, Values, compare, format_ranks
 from hostdev.parallel.calls import ADVICE, Calls
 from hostdev.parallel.mesh import Mesh
-from hostdev.parallel.place import Place
+from hostdev.parallel.env import Place
 from hostdev.parallel.rendezvous import find_interface, make_key_prefix, versions
 from hostdev.parallel.rendezvous import meet as _meet
 from hostdev.parallel.rendezvous import short as _short
@@ -158,7 +158,7 @@ class Ranks(World):
     """The ranks of a run after their rendezvous.
 
     Args:
-        place: The rank environment of this process.
+        env: The rank environment of this process.
         on_fault: Called in a thread with the failed rank and the cause.
         timeout: Seconds that a rank waits for another within a step.
         meeting: Seconds until the rendezvous must be complete.
@@ -173,7 +173,7 @@ class Ranks(World):
 
     def __init__(
         self,
-        place: Place,
+        env: Place,
         on_fault: Callable[[int, str], None],
         *,
         timeout: float = TIMEOUT,
@@ -182,23 +182,23 @@ class Ranks(World):
         mesh: Mesh | None = None,
         values: Values | None = None,
     ) -> None:
-        self.place, self._backend = place, backend
+        self.env, self._backend = env, backend
         _joined[:] = [weakref.ref(self)]
-        self.mesh, self.mesh_is_given = mesh or Mesh(data=place.ranks), mesh is not None
-        if self.mesh.size != place.ranks:
-            raise ValueError(f"the mesh {self.mesh} is of {self.mesh.size} ranks, and there are {place.ranks}")
+        self.mesh, self.mesh_is_given = mesh or Mesh(data=env.ranks), mesh is not None
+        if self.mesh.size != env.ranks:
+            raise ValueError(f"the mesh {self.mesh} is of {self.mesh.size} ranks, and there are {env.ranks}")
         self._channels: weakref.WeakSet[Channel] = weakref.WeakSet()
         self._kept: list[Channel] = []
         self._slices: dict[Any, tuple[Channel, Any]] = {}
-        self.rank, self.size = place.rank, place.ranks
+        self.rank, self.size = env.rank, env.ranks
         self.failed = False  # this rank, or one that it waited for
         self.have_left = False  # together with all others
         self._loops: list[weakref.ref[Any]] = []
-        self.calls = Calls(place.rank, place.ranks)
+        self.calls = Calls(env.rank, env.ranks)
         alike = {**versions(), "the mesh": str(self.mesh), **(values or {})}
-        self.store = _meet(place, meeting, alike)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", find_interface(place))
-        self.watch = Watch(place, make_key_prefix(place), self.calls, on_fault)
+        self.store = _meet(env, meeting, alike)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", find_interface(env))
+        self.watch = Watch(env, make_key_prefix(env), self.calls, on_fault)
         # Flags that this rank contributes to each step, and their maximum over all ranks since the last step.
         self.telling = [0] * FLAGS
         self.told = [0] * FLAGS

@@ -18,23 +18,23 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from hostdev.core.errors import UserError
 from hostdev.core.printable import printable
 from hostdev.parallel.alike import Values, compare, format_ranks
-from hostdev.parallel.place import LISTEN_VARIABLE, Place
+from hostdev.parallel.env import LISTEN_VARIABLE, Place
 from hostdev.parallel.start import listen_at
 
 NOTICE_SECONDS = 0.5  # for others to read the cause before the store ends with rank 0
 _GRACE_SECONDS = 2.0  # beyond torch's own timeout
 
 
-def make_key_prefix(place: Place) -> str:
+def make_key_prefix(env: Place) -> str:
     """Return the prefix of this run's keys: the attempt separates restarts, the token keeps strangers out."""
-    return f"hostdev-{place.token}-{place.attempt}"
+    return f"hostdev-{env.token}-{env.attempt}"
 
 
-def meet(place: Place, seconds: float, values: Values | None = None) -> Any:
+def meet(env: Place, seconds: float, values: Values | None = None) -> Any:
     """Return the store at which all ranks have met.
 
     Args:
-        place: The rank environment of this process.
+        env: The rank environment of this process.
         seconds: Timeout.
         values: Values that must be equal on all ranks.
 
@@ -42,12 +42,12 @@ def meet(place: Place, seconds: float, values: Values | None = None) -> Any:
         UserError: Ranks are missing after the timeout; the message names them.
         UnlikeError: The values differ; raised on all ranks.
     """
-    where = f"{place.address}:{place.port}"
-    store = _open(place, seconds)
-    mine = PrefixStore(make_key_prefix(place), store)
-    missing = list(range(place.ranks))
+    where = f"{env.address}:{env.port}"
+    store = _open(env, seconds)
+    mine = PrefixStore(make_key_prefix(env), store)
+    missing = list(range(env.ranks))
     try:
-        announce(mine, place, values)
+        announce(mine, env, values)
         deadline = time.monotonic() + seconds
         while missing and time.monotonic() < deadline:
             if mine.check(["wrong"]):
@@ -57,27 +57,27 @@ def meet(place: Place, seconds: float, values: Values | None = None) -> Any:
             missing = [rank for rank in missing if not mine.check([f"here/{rank}"])]
             if missing:
                 time.sleep(0.05)  # others are starting
-        each = [] if missing else [_values(mine.get(f"values/{rank}")) for rank in range(place.ranks)]
+        each = [] if missing else [_values(mine.get(f"values/{rank}")) for rank in range(env.ranks)]
     except RuntimeError:
         raise UserError(
-            f"rank {place.rank} of {place.ranks}: rank 0 at {where} ended before {format_ranks(missing)} came"
+            f"rank {env.rank} of {env.ranks}: rank 0 at {where} ended before {format_ranks(missing)} came"
         ) from None
     if missing:
-        raise UserError(f"{format_ranks(missing)} of {place.ranks} did not reach {where} within {seconds:g} s")
-    _compare_together(mine, place, each)
+        raise UserError(f"{format_ranks(missing)} of {env.ranks} did not reach {where} within {seconds:g} s")
+    _compare_together(mine, env, each)
     return mine
 
 
-def announce(store: Any, place: Place, values: Values | None = None) -> None:
+def announce(store: Any, env: Place, values: Values | None = None) -> None:
     """Announce this rank in the store; UserError on all ranks that are there if it contradicts another rank."""
     me = f"{socket.gethostname()} pid {os.getpid()}"
     wrong = None
-    ranks = store.compare_set("ranks", "", f"{place.ranks}").decode(errors="replace")
-    store.set(f"values/{place.rank}", json.dumps(dict(values or {})))
-    if ranks != f"{place.ranks}":  # it does not count as present: others would think that all have met
-        wrong = f"rank {place.rank} ({me}) was started as one of {place.ranks}, another as one of {ranks}"
-    elif (first := store.compare_set(f"here/{place.rank}", "", me).decode(errors="replace")) != me:
-        wrong = f"two processes were started as rank {place.rank}: {first} and {me}"
+    ranks = store.compare_set("ranks", "", f"{env.ranks}").decode(errors="replace")
+    store.set(f"values/{env.rank}", json.dumps(dict(values or {})))
+    if ranks != f"{env.ranks}":  # it does not count as present: others would think that all have met
+        wrong = f"rank {env.rank} ({me}) was started as one of {env.ranks}, another as one of {ranks}"
+    elif (first := store.compare_set(f"here/{env.rank}", "", me).decode(errors="replace")) != me:
+        wrong = f"two processes were started as rank {env.rank}: {first} and {me}"
     if wrong is not None:
         store.set("wrong", wrong)
         time.sleep(NOTICE_SECONDS)
@@ -91,7 +91,7 @@ def versions() -> Values:
     return {"the version of hostdev": hostdev.__version__, "the version of torch": torch.__version__}
 
 
-def connect(place: Place, seconds: float, **how: Any) -> Any:
+def connect(env: Place, seconds: float, **how: Any) -> Any:
     """Return a TCPStore; UserError if the listener does not answer within the timeout.
 
     torch waits forever for a listener that accepts the connection and stays silent, so a thread of its own connects.
@@ -101,7 +101,7 @@ def connect(place: Place, seconds: float, **how: Any) -> Any:
     def make() -> None:
         try:
             within = timedelta(seconds=seconds)
-            found.append(TCPStore(place.address, place.port, timeout=within, **how))
+            found.append(TCPStore(env.address, env.port, timeout=within, **how))
         except Exception as error:
             found.append(error)
 
@@ -110,7 +110,7 @@ def connect(place: Place, seconds: float, **how: Any) -> Any:
     thread.join(seconds + _GRACE_SECONDS)
     if not found:
         raise UserError(
-            f"rank {place.rank} of {place.ranks}: the listener at {place.address}:{place.port} does not answer within "
+            f"rank {env.rank} of {env.ranks}: the listener at {env.address}:{env.port} does not answer within "
             f"{seconds:g} s; another program may have this port: choose another MASTER_PORT"
         )
     if isinstance(found[0], Exception):
@@ -118,13 +118,13 @@ def connect(place: Place, seconds: float, **how: Any) -> Any:
     return found[0]
 
 
-def find_interface(place: Place) -> str:
+def find_interface(env: Place) -> str:
     """Return the name of the network interface that reaches the other ranks."""
-    if place.all_here:
+    if env.all_here:
         host = "127.0.0.1"
     else:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((place.address, place.port or 1))
+            probe.connect((env.address, env.port or 1))
             host = probe.getsockname()[0]
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == host for address in addresses):
@@ -137,26 +137,26 @@ def short(error: BaseException) -> str:
     return printable(str(error).splitlines()[0]) if str(error) else type(error).__name__
 
 
-def _open(place: Place, seconds: float) -> Any:
+def _open(env: Place, seconds: float) -> Any:
     """Return the store, which rank 0 creates unless the launcher serves it; UserError if it cannot be reached."""
-    where, hosts = f"{place.address}:{place.port}", place.rank == 0 and not place.hosted
+    where, hosts = f"{env.address}:{env.port}", env.rank == 0 and not env.hosted
     how: dict[str, Any] = {}
-    if hosts and (listening := _listen(place)) is not None:
+    if hosts and (listening := _listen(env)) is not None:
         how["master_listen_fd"] = listening.detach()
     try:
         return connect(
-            place, seconds, world_size=place.ranks, is_master=hosts, wait_for_workers=False, multi_tenant=True, **how
+            env, seconds, world_size=env.ranks, is_master=hosts, wait_for_workers=False, multi_tenant=True, **how
         )
     except (RuntimeError, dist.DistError) as error:
         if hosts:
             raise UserError(f"rank 0 cannot listen at {where}: {short(error)}; choose another MASTER_PORT") from None
         raise UserError(
-            f"rank {place.rank} of {place.ranks} cannot reach rank 0 at {where} within {seconds:g} s; is it running, "
+            f"rank {env.rank} of {env.ranks} cannot reach rank 0 at {where} within {seconds:g} s; is it running, "
             "and are MASTER_ADDR and MASTER_PORT right?"
         ) from None
 
 
-def _listen(place: Place) -> socket.socket | None:
+def _listen(env: Place) -> socket.socket | None:
     """Return a socket that listens at the rendezvous address only, if all ranks run on this host.
 
     None leaves it to torch to listen on all interfaces for ranks of other hosts, or to report what is wrong.
@@ -165,12 +165,12 @@ def _listen(place: Place) -> socket.socket | None:
     if inherited.isdecimal():
         with contextlib.suppress(OSError):
             found = socket.socket(fileno=int(inherited))
-            if found.getsockname()[1] == place.port:
+            if found.getsockname()[1] == env.port:
                 return found
-    if not place.all_here:
+    if not env.all_here:
         return None
     with contextlib.suppress(OSError):
-        known = socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)
+        known = socket.getaddrinfo(env.address, env.port, type=socket.SOCK_STREAM)
         for family, kind, protocol, _, address in sorted(known, key=lambda one: one[0] != socket.AF_INET):
             with contextlib.suppress(OSError):
                 return listen_at(address, family, kind, protocol)
@@ -182,15 +182,15 @@ def _values(text: bytes) -> Values:
     return found if isinstance(found, dict) else {}
 
 
-def _compare_together(store: Any, place: Place, each: Sequence[Values]) -> None:
+def _compare_together(store: Any, env: Place, each: Sequence[Values]) -> None:
     """Compare the ranks' values. If they differ, rank 0 keeps its store until all ranks have seen them."""
-    store.set(f"seen/{place.rank}", "")
+    store.set(f"seen/{env.rank}", "")
     if not all(each):  # a program that only meets gives no values
         return
     try:
         compare(each)
     except UserError:
-        seen = [f"seen/{rank}" for rank in range(place.ranks)]
+        seen = [f"seen/{rank}" for rank in range(env.ranks)]
         _wait_until(lambda: store.check(seen), 10 * NOTICE_SECONDS)
         raise
 

@@ -133,13 +133,13 @@ class Stages:
         schedule._loss_fn = lambda output, number: _call_network(loss, number, output)
         losses = schedule._internal_losses
 
-        def told(stage: int, number: int) -> None:
+        def done(stage: int, number: int) -> None:
             if stage == self.count - 1:  # the schedule keeps losses, and so their graphs, to its end
                 losses[number] = losses[number].detach()
             came(stage, number)
 
         for stage in self._stages:
-            stage.begin(batch, sizes, inputs, told, backward=True)
+            stage.begin(batch, sizes, inputs, done, backward=True)
         try:
             with self._answering():
                 numbers = list(range(len(sizes)))
@@ -276,7 +276,7 @@ class _SizedStage(PipelineStage):
         self._batch = 0
         self._sizes: Sequence[int] = ()
         self._inputs: Callable[[int], tuple[Any, ...]] = _no_inputs
-        self._told: Callable[[int, int], None] = _nothing
+        self._on_gradients: Callable[[int, int], None] = _nothing
 
     def begin(
         self,
@@ -291,12 +291,12 @@ class _SizedStage(PipelineStage):
         self.has_backward = backward
         self.clear_runtime_states()
         self.chunks = len(sizes)  # torch keeps that of the first schedule
-        self._batch, self._sizes, self._inputs, self._told = batch, sizes, inputs, came
+        self._batch, self._sizes, self._inputs, self._on_gradients = batch, sizes, inputs, came
 
     def end(self) -> None:
         """Release the micro-batches."""
         self.clear_runtime_states()
-        self._sizes, self._inputs, self._told = (), _no_inputs, _nothing
+        self._sizes, self._inputs, self._on_gradients = (), _no_inputs, _nothing
         for infos in [*self.args_recv_info.values(), *self.grad_recv_info.values()]:
             for info in infos:
                 info.buffer = None
@@ -369,7 +369,7 @@ class _SizedStage(PipelineStage):
         for infos in (self.args_recv_info.get(bwd_chunk_id, ()), self.grad_recv_info.get(bwd_chunk_id, ())):
             for info in infos:
                 info.buffer = None  # frees the received tensors
-        _call_network(self._told, self.stage_index, bwd_chunk_id)
+        _call_network(self._on_gradients, self.stage_index, bwd_chunk_id)
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import PrefixStore
 from hostdev.core.printable import printable
 from hostdev.parallel.alike import format_ranks
 from hostdev.parallel.calls import LEFT, Call, Calls, describe_mismatch, find_mismatch, format_calls, parse_calls
-from hostdev.parallel.place import Place
+from hostdev.parallel.env import Place
 from hostdev.parallel.rendezvous import connect
 
 HUNG_SECONDS = 24.0  # without a heartbeat: a machine short of memory may stall a process for some seconds
@@ -39,15 +39,15 @@ class Watch:
     """Sends this rank's heartbeats, checks those of others, and reports failures.
 
     Args:
-        place: The rank environment of this process.
+        env: The rank environment of this process.
         prefix: Prefix of the store's keys.
         calls: The calls of this rank.
         on_fault: Called once in a thread of the monitor with the failed rank and the cause; it must end the process.
     """
 
-    def __init__(self, place: Place, prefix: str, calls: Calls, on_fault: Callable[[int, str], None]) -> None:
-        self._place, self._calls, self._on_fault = place, calls, on_fault
-        self._store = PrefixStore(prefix, connect(place, HUNG_SECONDS, is_master=False))
+    def __init__(self, env: Place, prefix: str, calls: Calls, on_fault: Callable[[int, str], None]) -> None:
+        self._env, self._calls, self._on_fault = env, calls, on_fault
+        self._store = PrefixStore(prefix, connect(env, HUNG_SECONDS, is_master=False))
         self._stop = threading.Event()
         self._found = threading.Lock()
         self._lost = False
@@ -83,7 +83,7 @@ class Watch:
         until = time.monotonic() + _ANSWER_SECONDS
 
         def tell() -> None:
-            self._tell(self._place.rank, why)
+            self._tell(self._env.rank, why)
             while not self._store.check(["answer"]) and time.monotonic() < until:
                 time.sleep(_EVERY / 10)
 
@@ -105,7 +105,7 @@ class Watch:
             before = self._signs()
             time.sleep(4 * _EVERY)
             now = self._signs()
-            others = [rank for rank in range(self._place.ranks) if rank != self._place.rank]
+            others = [rank for rank in range(self._env.ranks) if rank != self._env.rank]
             if not all(rank in before and rank in now and before[rank] != now[rank] for rank in others):
                 return
             calls = {rank: _parse_calls(now[rank]) for rank in others}
@@ -121,19 +121,19 @@ class Watch:
     def _signs(self) -> dict[int, bytes]:
         return {
             rank: self._store.get(f"alive/{rank}")
-            for rank in range(self._place.ranks)
+            for rank in range(self._env.ranks)
             if self._store.check([f"alive/{rank}"])
         }
 
     def _beat(self, count: int) -> None:
-        self._store.set(f"alive/{self._place.rank}", f"{count} {format_calls(self._calls.recent)}")
+        self._store.set(f"alive/{self._env.rank}", f"{count} {format_calls(self._calls.recent)}")
 
     def _tell(self, rank: int, why: str) -> None:
         said = why.encode(errors="backslashreplace").decode()  # a path may have surrogates
-        self._store.compare_set("fault", "", _signed(self._place.token, f"{rank} {said}"))
+        self._store.compare_set("fault", "", _signed(self._env.token, f"{rank} {said}"))
 
     def _ask(self) -> None:
-        ranks, rank = self._place.ranks, self._place.rank
+        ranks, rank = self._env.ranks, self._env.rank
         seen: dict[int, _Seen] = {}
         count = 0
         while not self._stop.wait(_EVERY):
@@ -159,14 +159,14 @@ class Watch:
             return
         self._stop.set()
         within(1.0, lambda: self._tell(rank, why))
-        if self._place.rank == 0 and not self._place.hosted:
+        if self._env.rank == 0 and not self._env.hosted:
             time.sleep(2 * _EVERY)  # the store ends with this process, and the others must read the cause first
         self._on_fault(rank, why)
 
     def _look(self, count: int, watched: list[int], seen: dict[int, _Seen]) -> tuple[int, str] | None:
         self._beat(count)
         if self._store.check(["fault"]):
-            fault = _verified(self._place, self._store.get("fault"))
+            fault = _verified(self._env, self._store.get("fault"))
             if fault is not None:
                 return fault
         patience = LOST_SECONDS if self._lost else HUNG_SECONDS
@@ -195,9 +195,9 @@ class Watch:
             self._calls.wrong = describe_mismatch(mine, rank, other)
             if LEFT in (mine.kind, other.kind) and together < _LEFT_SECONDS:
                 continue
-            if rank > self._place.rank:
-                return rank, describe_mismatch(other, self._place.rank, mine)
-            return self._place.rank, self._calls.wrong
+            if rank > self._env.rank:
+                return rank, describe_mismatch(other, self._env.rank, mine)
+            return self._env.rank, self._calls.wrong
         return None
 
 
@@ -222,12 +222,12 @@ def _signed(token: str, text: str) -> str:
     return f"{hmac.new(token.encode(), text.encode(), hashlib.sha256).hexdigest()} {text}"
 
 
-def _verified(place: Place, message: bytes) -> tuple[int, str] | None:
+def _verified(env: Place, message: bytes) -> tuple[int, str] | None:
     """Return the rank and the text of a signed message; None if no rank of this run has written it."""
     text = message.decode(errors="replace").partition(" ")[2]
-    if not hmac.compare_digest(message, _signed(place.token, text).encode()):
+    if not hmac.compare_digest(message, _signed(env.token, text).encode()):
         return None
     rank, _, why = text.partition(" ")
-    if not rank.isdecimal() or len(rank) > 9 or int(rank) >= place.ranks:
+    if not rank.isdecimal() or len(rank) > 9 or int(rank) >= env.ranks:
         return None
     return int(rank), printable(why)
