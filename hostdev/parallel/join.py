@@ -13,7 +13,7 @@ from hostdev.device.backend import take_turns
 from hostdev.kernels.pool import host_threads, set_host_threads
 from hostdev.parallel.alike import UnlikeError
 from hostdev.parallel.mesh import mesh_of
-from hostdev.parallel.env import Place, find
+from hostdev.parallel.place import Place, find
 from hostdev.parallel.ranks import MEETING, TIMEOUT, PeerLostError, Ranks
 
 _FAULT_SECONDS = 30.0  # until the monitor knows which rank is gone

@@ -22,7 +22,7 @@ from hostdev.core.errors import UserError
 from hostdev.parallel.alike import UnlikeError, Values, compare, format_ranks
 from hostdev.parallel.calls import ADVICE, Calls
 from hostdev.parallel.mesh import Mesh
-from hostdev.parallel.env import Place
+from hostdev.parallel.place import Place
 from hostdev.parallel.rendezvous import find_interface, make_key_prefix, versions
 from hostdev.parallel.rendezvous import meet as _meet
 from hostdev.parallel.rendezvous import short as _short

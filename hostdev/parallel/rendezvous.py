@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from hostdev.core.errors import UserError
 from hostdev.core.printable import printable
 from hostdev.parallel.alike import Values, compare, format_ranks
-from hostdev.parallel.env import LISTEN_VARIABLE, Place
+from hostdev.parallel.place import LISTEN_VARIABLE, Place
 from hostdev.parallel.start import listen_at
 
 NOTICE_SECONDS = 0.5  # for others to read the cause before the store ends with rank 0

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import PrefixStore
 from hostdev.core.printable import printable
 from hostdev.parallel.alike import format_ranks
 from hostdev.parallel.calls import LEFT, Call, Calls, describe_mismatch, find_mismatch, format_calls, parse_calls
-from hostdev.parallel.env import Place
+from hostdev.parallel.place import Place
 from hostdev.parallel.rendezvous import connect
 
 HUNG_SECONDS = 24.0  # without a heartbeat: a machine short of memory may stall a process for some seconds

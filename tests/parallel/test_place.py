@@ -72,7 +72,7 @@ def test_mpich():
 
 def test_mpich_with_a_script_between(tmp_path):
     """Each rank's parent is a script of its own then; the port is that of the job nevertheless."""
-    program = "from hostdev.parallel.place import find\nplace = find(); print(*place[:2], place.port)"
+    program = "from hostdev.parallel.place import find\nplace = find()\nprint(*place[:2], place.port)\n"
     command = ["sh", "-c", '"$0" -c "$1"; true', sys.executable, program]
     told = [
         subprocess.run(
