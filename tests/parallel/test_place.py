@@ -72,7 +72,8 @@ def test_mpich():
 
 def test_mpich_with_a_script_between(tmp_path):
     """Each rank's parent is a script of its own then; the port is that of the job nevertheless."""
-    program = "from hostdev.parallel.place import find\nplace = find()\nprint(*place[:2], place.port)\n"
+    lines = ["from hostdev.parallel.place import find", "place = find()", "print(*place[:2], place.port)"]
+    program = "\n".join(lines)
     command = ["sh", "-c", '"$0" -c "$1"; true', sys.executable, program]
     told = [
         subprocess.run(
