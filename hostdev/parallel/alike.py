@@ -30,11 +30,13 @@ def compare(each: Sequence[Values], where: str = "") -> None:
     ranks: dict[str, list[int]] = {}
     for rank, values in enumerate(each):
         ranks.setdefault(_shown(values.get(first)), []).append(rank)
-    told = "; ".join(f"{value} on {format_ranks(mine)}" for value, mine in ranks.items())
+    values_text = "; ".join(f"{value} on {format_ranks(mine)}" for value, mine in ranks.items())
     also = f", and so {'does' if len(others) == 1 else 'do'} {', '.join(others[:4])}" if others else ""
     also += ", ..." * (len(others) > 4)
     begin = f"{where}: " if where else ""
-    raise UnlikeError(printable(f"{begin}{first} differs between processes: {told}{also}; give all of them the same"))
+    raise UnlikeError(
+        printable(f"{begin}{first} differs between processes: {values_text}{also}; give all of them the same")
+    )
 
 
 def shown(value: Any, text: str) -> list[Any]:

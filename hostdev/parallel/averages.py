@@ -92,9 +92,9 @@ class Averages:
             return [[(mean, variance) for _, mean, variance in each] for each in seen]
         flat = [value.cpu().numpy() for each in seen for _, *both in each for value in both]
         counts = self._channel.gather(np.array([len(each) for each in seen], np.int64))
-        come = self._channel.gather(np.concatenate(flat) if flat else np.empty(0, np.float32))
+        received = self._channel.gather(np.concatenate(flat) if flat else np.empty(0, np.float32))
         found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self._layers]
-        for values, calls in zip(map(torch.from_numpy, come), counts, strict=True):
+        for values, calls in zip(map(torch.from_numpy, received), counts, strict=True):
             begin = 0
             for at, (layer, count) in enumerate(zip(self._layers, calls.tolist(), strict=True)):
                 end = begin + count * 2 * layer.num_features

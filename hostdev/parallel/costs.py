@@ -140,8 +140,8 @@ def profile_of(
 
 def of_all(ranks: World, profile: Profile) -> Profile:
     """Return the profile with the seconds of the slowest rank for each piece: the same on all ranks."""
-    come = ranks.control.share([piece.seconds for piece in profile.pieces])
-    slowest = [max(each) for each in zip(*come, strict=True)]
+    received = ranks.control.share([piece.seconds for piece in profile.pieces])
+    slowest = [max(each) for each in zip(*received, strict=True)]
     return profile._replace(
         pieces=[piece._replace(seconds=second) for piece, second in zip(profile.pieces, slowest, strict=True)]
     )
@@ -172,8 +172,14 @@ def measure_machine(ranks: World, available: int, parameters: int, *, slices: bo
         _measure_slicing(ranks) if slices else 0.0,
         float(available),
     ]
-    told = list(zip(*ranks.control.share(found), strict=True))
-    bandwidth, latency, memory, slicing, free = min(told[0]), max(told[1]), min(told[2]), max(told[3]), min(told[4])
+    each = list(zip(*ranks.control.share(found), strict=True))
+    bandwidth, latency, memory, slicing, free = (
+        min(each[0]),
+        max(each[1]),
+        min(each[2]),
+        max(each[3]),
+        min(each[4]),
+    )
     return Machine(bandwidth, latency, memory, max(0.0, slicing - latency), int(free))
 
 

@@ -58,7 +58,7 @@ class TreeAllReduce:
         # This rank's own slice is not sent if the rest is contiguous.
         self._at_end = mine in (0, W - 1)
         self._received = [0 if rank == mine and self._at_end else len(each) for rank, each in enumerate(nodes)]
-        self._come = torch.empty(self._widths[mine] * sum(self._received), device=device)
+        self._receive_buffer = torch.empty(self._widths[mine] * sum(self._received), device=device)
         self._memory = np.empty(n, np.float32)  # of the last result
 
     def sum(self, parts: Sequence[Tensor]) -> Tensor:
@@ -76,13 +76,15 @@ class TreeAllReduce:
             send = self._send
             torch.cat([part[start:stop] for start, stop in pairwise(edges) for part in parts], out=send)
         counts = [width * own for width in widths]
-        self._channel.all_to_all(*self._others(send, counts), [width * n for n in self._received], out=self._come)
+        self._channel.all_to_all(
+            *self._others(send, counts), [width * n for n in self._received], out=self._receive_buffer
+        )
         tree: TreeSum[Tensor] = TreeSum(lambda left, right: left.add_(right))
         here = [send[begin * own + number * width :][:width] for number in range(own)]
-        come = iter(self._come.view(-1, width) if width else [self._come] * sum(self._received))
+        received = iter(self._receive_buffer.view(-1, width) if width else [self._receive_buffer] * sum(self._received))
         for rank, nodes in enumerate(self._nodes):
             for number, (start, size) in enumerate(nodes):
-                tree.put(Node(start, size, next(come) if self._received[rank] else here[number]))
+                tree.put(Node(start, size, next(received) if self._received[rank] else here[number]))
         total = tree.total()
         assert total is not None
         found = self._free()
@@ -183,7 +185,7 @@ class DenseGradients:
         if self._may_lead:
             self._missing = [set(bucket) for bucket in self._buckets]
 
-    def came(self, number: int) -> None:
+    def count_gradient(self, number: int) -> None:
         """Count a gradient; send the buckets that are complete."""
         self._counts[number] += 1
         if self._missing is not None:
@@ -368,7 +370,7 @@ class DenseExchange:
 def _on_gradient(held: Any, number: int, _: Tensor) -> None:
     gradients = held()
     if gradients is not None:
-        gradients.came(number)
+        gradients.count_gradient(number)
 
 
 def _record_event(tensor: Tensor | None) -> Any:

@@ -49,7 +49,7 @@ class Incoming(NamedTuple):
 
     rows: list[list[Rows]]  # by group and table, float32 [U, D]; late rows are missing
     given: list[Mask] | None = None  # by group, which rows requested here have been sent; None means all
-    come: list[Mask] | None = None  # by group, which rows that this rank requested have arrived
+    received: list[Mask] | None = None  # by group, which rows that this rank requested have arrived
     shared: Sequence[Mask] = ()  # by group, which rows requested in the batch before their owners send late
 
 
@@ -100,24 +100,24 @@ class Exchange:
         ]
         flat = np.concatenate(parts).astype(self._dtype, copy=False)
         sums, receive = counts.sum(1).tolist(), wanted.sum(1).tolist()
-        come = self._ids.all_to_all(torch.from_numpy(flat), sums, receive).numpy()
+        received = self._ids.all_to_all(torch.from_numpy(flat), sums, receive).numpy()
         self._count((len(flat) - sums[self.ranks.rank]) * flat.itemsize)
-        pieces = np.split(come, np.cumsum(wanted.ravel())[:-1])  # by rank, by group
-        self._require_here(come, pieces)
+        pieces = np.split(received, np.cumsum(wanted.ravel())[:-1])  # by rank, by group
+        self._require_here(received, pieces)
         here = unique_groups([pieces[group :: len(groups)] for group in range(len(groups))])
         return [
             (ids, Asked(places, counts[:, group].tolist(), wanted[:, group].tolist(), inverse))
             for group, ((_, places, _), (ids, inverse)) in enumerate(zip(found, here, strict=True))
         ]
 
-    def _require_here(self, come: Ids, pieces: Sequence[Ids]) -> None:
+    def _require_here(self, received: Ids, pieces: Sequence[Ids]) -> None:
         """Raise ValueError if another rank requests rows that this one does not own, because kernels do not check ids.
 
         Args:
-            come: All requested ids.
+            received: All requested ids.
             pieces: The same ids by rank and group.
         """
-        if not len(come) or (come.min() >= 0 and come.max() < min(self._here)):
+        if not len(received) or (received.min() >= 0 and received.max() < min(self._here)):
             return
         for number, ids in enumerate(pieces):
             rank, group = divmod(number, len(self._here))
@@ -172,9 +172,9 @@ class Exchange:
         )
         if early is not None:
             wanted = [mask[one.inverse] for mask, one in zip(early, asked, strict=True)]
-            told = self._exchange_masks([*asked, *before], [*wanted, *shared])
-            incoming = incoming._replace(given=wanted, come=told[: len(asked)], shared=told[len(asked) :])
-        self._move(self._values, asked, values, incoming.given, _list_incoming(asked, incoming.come), incoming.rows)
+            masks = self._exchange_masks([*asked, *before], [*wanted, *shared])
+            incoming = incoming._replace(given=wanted, received=masks[: len(asked)], shared=masks[len(asked) :])
+        self._move(self._values, asked, values, incoming.given, _list_incoming(asked, incoming.received), incoming.rows)
         return incoming
 
     def late_rows(
@@ -192,19 +192,19 @@ class Exchange:
             values: Unique rows here by group and table, float32 [any, D].
             buffer: Allocates the received rows [L, D]; None writes them to their positions among the early rows.
         """
-        assert incoming.given is not None and incoming.come is not None
-        given, come = [~mask for mask in incoming.given], [~mask for mask in incoming.come]
+        assert incoming.given is not None and incoming.received is not None
+        given, received = [~mask for mask in incoming.given], [~mask for mask in incoming.received]
         if buffer is None:
-            out, taking = incoming.rows, _list_incoming(asked, come)
+            out, taking = incoming.rows, _list_incoming(asked, received)
         else:
             numbers = [
                 [int(part.sum()) for part in np.split(mask, np.cumsum(one.counts)[:-1])]
-                for mask, one in zip(come, asked, strict=True)
+                for mask, one in zip(received, asked, strict=True)
             ]
             out = [[buffer(sum(each), dim) for dim in dims] for each, dims in zip(numbers, self._dims, strict=True)]
             taking = [_list_positions(each, None) for each in numbers]
         self._move(self._late, asked, values, given, taking, out)
-        return [np.flatnonzero(mask).astype(np.int32) for mask in come], out
+        return [np.flatnonzero(mask).astype(np.int32) for mask in received], out
 
     def _exchange_masks(self, asked: Sequence[Asked], wanted: Sequence[Mask]) -> list[Mask]:
         """Announce which requested rows are sent early here; return the same for this rank's requests."""
@@ -213,11 +213,13 @@ class Exchange:
         bits = [np.packbits(np.concatenate([parts[rank] for parts in cut])) for rank in range(W)]
         sizes = [sum(one.counts[rank] for one in asked) for rank in range(W)]
         flat = torch.from_numpy(np.concatenate(bits))
-        come = self._values.all_to_all(flat, [len(each) for each in bits], [-(-size // 8) for size in sizes]).numpy()
+        received = self._values.all_to_all(
+            flat, [len(each) for each in bits], [-(-size // 8) for size in sizes]
+        ).numpy()
         found: list[list[Any]] = [[] for _ in asked]
         at = 0
         for rank, size in enumerate(sizes):
-            mine = np.unpackbits(come[at : at + -(-size // 8)], count=size).view(np.bool_)
+            mine = np.unpackbits(received[at : at + -(-size // 8)], count=size).view(np.bool_)
             at += -(-size // 8)
             for parts, each in zip(
                 found, np.split(mine, np.cumsum([one.counts[rank] for one in asked])[:-1]), strict=True
@@ -293,6 +295,6 @@ class Exchange:
         return out
 
 
-def _list_incoming(asked: Sequence[Asked], come: Sequence[Mask] | None) -> list[list[Any]]:
+def _list_incoming(asked: Sequence[Asked], received: Sequence[Mask] | None) -> list[list[Any]]:
     """Return the positions of the rows that arrive among those requested, by group and rank."""
-    return [_list_positions(one.counts, None if come is None else come[g]) for g, one in enumerate(asked)]
+    return [_list_positions(one.counts, None if received is None else received[g]) for g, one in enumerate(asked)]

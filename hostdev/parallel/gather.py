@@ -31,5 +31,5 @@ def rows_in_order(channel: Channel, rows: npt.NDArray[Any], total: int) -> Itera
         mine = np.ascontiguousarray(rows[local[begin : begin + counts[channel.rank]]])
         give = [len(mine) if rank == 0 else 0 for rank in range(W)]
         take = counts.tolist() if channel.rank == 0 else [0] * W
-        come = channel.all_to_all(torch.from_numpy(mine).view(-1), give, take, row=width).numpy().reshape(-1, width)
-        yield come[places] if channel.rank == 0 else mine
+        received = channel.all_to_all(torch.from_numpy(mine).view(-1), give, take, row=width).numpy().reshape(-1, width)
+        yield received[places] if channel.rank == 0 else mine

@@ -81,7 +81,7 @@ def give_gradients(
                 for number, part in enumerate(parts):
                     tasks += _copying(part, at, out[number * len(at) : (number + 1) * len(at)])
     run_tasks(tasks)
-    come = channel.all_to_all(torch.from_numpy(buffer), sizes, sizes_of(wanted, dims)).numpy()
+    received = channel.all_to_all(torch.from_numpy(buffer), sizes, sizes_of(wanted, dims)).numpy()
     begins = _begins(taking, dims, [len(each) for each in nodes], mine)
     firsts = [[start for start, _ in each] for each in nodes]
     for group, one in enumerate(asked):
@@ -93,7 +93,7 @@ def give_gradients(
         uses = uses_of(inverse, taking[group], rows)
         for table, total in enumerate(sums[group]):
             if total is not None:
-                tree_sums(come, uses, firsts, begins[group, table], total, mine, own[group][table], only)
+                tree_sums(received, uses, firsts, begins[group, table], total, mine, own[group][table], only)
     return 4 * sum(
         len(at) * sum(each)
         for places, each in zip(giving, dims, strict=True)

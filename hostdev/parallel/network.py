@@ -284,8 +284,10 @@ class Network:
             if one is not None:
                 mine[number] = one.reshape(-1).float().cpu()
         mesh = self.ranks.mesh
-        come = self.ranks.control.gather(mine.reshape(-1).numpy())
+        received = self.ranks.control.gather(mine.reshape(-1).numpy())
         ends = [mesh.rank(self.ranks.at._replace(data=data, model=0, pipe=mesh.pipe - 1)) for data in range(mesh.data)]
-        k = max(len(come[rank]) for rank in ends) // self._count
-        parts = [torch.from_numpy(come[rank]) if len(come[rank]) else torch.zeros(self._count * k) for rank in ends]
+        k = max(len(received[rank]) for rank in ends) // self._count
+        parts = [
+            torch.from_numpy(received[rank]) if len(received[rank]) else torch.zeros(self._count * k) for rank in ends
+        ]
         return torch.cat(parts).view(self.micro_batches, k)

@@ -150,7 +150,7 @@ class Parts:
         sizes: Sequence[int],
         inputs: Callable[[int], tuple[Any, ...]],
         loss: Callable[[int, Any], tuple[Tensor, Tensor]],
-        came: Callable[[int], object] | None = None,
+        on_gradients: Callable[[int], object] | None = None,
     ) -> StepResult:
         """Take a step's micro-batches forward and backward.
 
@@ -160,7 +160,7 @@ class Parts:
             inputs: Returns a micro-batch's arguments of the network.
             loss: Returns the scalar to differentiate and the values to report, from a micro-batch's number and the
                 network's output.
-            came: Called with a micro-batch's number once all gradients of its inputs are there, on the first stage.
+            on_gradients: Called with a micro-batch's number once its inputs have all gradients, on the first stage.
         """
         count = len(sizes)
         numbers = [number for number, size in enumerate(sizes) if size]
@@ -181,9 +181,9 @@ class Parts:
             sums[here].put(numbers[at], _take_grads(own[here]))
             for one in tied[here]:
                 assert self._tied is not None
-                self._tied.came(stage, numbers[at], one)
-            if stage == 0 and came is not None:
-                came(numbers[at])
+                self._tied.put(stage, numbers[at], one)
+            if stage == 0 and on_gradients is not None:
+                on_gradients(numbers[at])
 
         self._passes.train(number, [sizes[one] for one in numbers], lambda at: inputs(numbers[at]), differentiate, back)
         parameters: list[Tensor] = [one for each in own for one in each]

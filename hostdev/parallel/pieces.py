@@ -334,8 +334,8 @@ def _find_trained(ends: Sequence[Tensor], values: Sequence[Any]) -> list[bool]:
         return [False] * len(values)
     ones = [torch.ones_like(end) for end in ends]
     grads = torch.autograd.grad(ends, [values[number] for number in at], ones, retain_graph=True, allow_unused=True)
-    come = {number for number, grad in zip(at, grads, strict=True) if grad is not None}
-    return [number in come for number in range(len(values))]
+    received = {number for number, grad in zip(at, grads, strict=True) if grad is not None}
+    return [number in received for number in range(len(values))]
 
 
 def _unique(values: Iterable[Any]) -> list[Any]:

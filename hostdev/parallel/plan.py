@@ -249,14 +249,14 @@ class Traffic:
     def _count(self, how: Sliced, layer: nn.Module, taken: tuple[Any, ...], given: Tensor) -> None:
         if not torch.is_grad_enabled():
             return
-        came = (
+        bytes_in = (
             taken[0].numel() * taken[0].element_size() if taken[0].requires_grad else 0
         )  # a DTensor counts the whole tensor
-        gave = given.numel() * given.element_size()
+        bytes_out = given.numel() * given.element_size()
         if how.strategy == "colwise":
-            self.sent += self._away * (gave * how.joined + 2 * came)
+            self.sent += self._away * (bytes_out * how.joined + 2 * bytes_in)
         else:
-            self.sent += self._away * (2 * gave + came * how.joined)
+            self.sent += self._away * (2 * bytes_out + bytes_in * how.joined)
 
 
 def cut_layers(network: nn.Module, strategies: Mapping[str, Sliced], mesh: Any) -> Traffic:

@@ -106,9 +106,9 @@ class Channel(LocalChannel):
         """Exchange one number with each rank; return an error's text, or "". The first call allocates device memory."""
         try:
             one = torch.ones(self.ranks, device=self.device)
-            come = torch.empty_like(one)
-            dist.all_to_all_single(come, one, group=self.group)
-            return "" if bool((come == 1).all()) else "it brings wrong values"
+            received = torch.empty_like(one)
+            dist.all_to_all_single(received, one, group=self.group)
+            return "" if bool((received == 1).all()) else "it returns wrong values"
         except RuntimeError as error:
             return str(error).strip().replace("\n", " ")
 

@@ -60,7 +60,7 @@ def meet(env: Place, seconds: float, values: Values | None = None) -> Any:
         each = [] if missing else [_values(mine.get(f"values/{rank}")) for rank in range(env.ranks)]
     except RuntimeError:
         raise UserError(
-            f"rank {env.rank} of {env.ranks}: rank 0 at {where} ended before {format_ranks(missing)} came"
+            f"rank {env.rank} of {env.ranks}: rank 0 at {where} ended before {format_ranks(missing)} arrived"
         ) from None
     if missing:
         raise UserError(f"{format_ranks(missing)} of {env.ranks} did not reach {where} within {seconds:g} s")

@@ -64,14 +64,14 @@ def save(folder: Path, name: str, own: Own, about: Mapping[str, Any], ranks: Wor
             said = {"file": name, "sha256": _sha256(temporary / name), "parts": parts}
         except (OSError, SafetensorError) as error:
             problem = f"{temporary / name} cannot be written: {error}"
-    told = ranks.control.share(said)
+    written = ranks.control.share(said)
     _require_all(ranks, problem, temporary)
     if ranks.rank == 0:
         tensors: dict[str, list[Part]] = {}
-        for each in told:
+        for each in written:
             for key, dim in each.get("parts", {}).items():
                 tensors.setdefault(key, []).append(Part(each["file"], dim))
-        files = {each["file"]: each["sha256"] for each in told if each}
+        files = {each["file"]: each["sha256"] for each in written if each}
         try:
             text = json.dumps({"version": VERSION, **about, "files": files, "tensors": tensors}, indent=1)
             (temporary / MANIFEST).write_text(text + "\n")

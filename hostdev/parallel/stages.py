@@ -115,7 +115,7 @@ class Stages:
         sizes: Sequence[int],
         inputs: Callable[[int], tuple[Any, ...]],
         loss: Callable[[int, Any], Tensor],
-        came: Callable[[int, int], None],
+        on_gradients: Callable[[int, int], None],
     ) -> None:
         """Take micro-batches forward and backward.
 
@@ -125,7 +125,7 @@ class Stages:
             inputs: Returns a micro-batch's arguments of the network; called on the first stage.
             loss: Returns the scalar to differentiate, from a micro-batch's number and the network's output; called on
                 the last stage.
-            came: Called with the number of a stage here and of a micro-batch whose gradients are complete.
+            on_gradients: Called with the number of a stage here and of a micro-batch whose gradients are complete.
         """
         if not sizes:
             return
@@ -136,7 +136,7 @@ class Stages:
         def done(stage: int, number: int) -> None:
             if stage == self.count - 1:  # the schedule keeps losses, and so their graphs, to its end
                 losses[number] = losses[number].detach()
-            came(stage, number)
+            on_gradients(stage, number)
 
         for stage in self._stages:
             stage.begin(batch, sizes, inputs, done, backward=True)
@@ -283,7 +283,7 @@ class _SizedStage(PipelineStage):
         batch: int,
         sizes: Sequence[int],
         inputs: Callable[[int], tuple[Any, ...]],
-        came: Callable[[int, int], None],
+        on_gradients: Callable[[int, int], None],
         *,
         backward: bool,
     ) -> None:
@@ -291,7 +291,7 @@ class _SizedStage(PipelineStage):
         self.has_backward = backward
         self.clear_runtime_states()
         self.chunks = len(sizes)  # torch keeps that of the first schedule
-        self._batch, self._sizes, self._inputs, self._on_gradients = batch, sizes, inputs, came
+        self._batch, self._sizes, self._inputs, self._on_gradients = batch, sizes, inputs, on_gradients
 
     def end(self) -> None:
         """Release the micro-batches."""

@@ -100,12 +100,12 @@ class State:
         about = {
             key: [str(value.dtype).removeprefix("torch."), list(value.shape), dim] for key, value in values.items()
         }
-        told = control.share(about if mine else None)
+        each_rank = control.share(about if mine else None)
         found = {}
-        for key, (dtype, shape, along) in told[first].items():
+        for key, (dtype, shape, along) in each_rank[first].items():
             cut = along is not None and len(shape) > along
             sources = owners if cut else owners[:1]
-            sizes = [torch.Size(told[rank][key][1]) for rank in sources]
+            sizes = [torch.Size(each_rank[rank][key][1]) for rank in sources]
             has = ranks.rank in sources
             flat = (
                 values[key].detach().cpu().contiguous().view(-1) if has else torch.empty(0, dtype=getattr(torch, dtype))
@@ -115,9 +115,9 @@ class State:
             if ranks.rank == 0:
                 for rank, size in zip(sources, sizes, strict=True):
                     take[rank] = size.numel()
-            come = control.all_to_all(flat, give, take)
+            received = control.all_to_all(flat, give, take)
             if ranks.rank == 0:
-                flats = torch.split(come, [size.numel() for size in sizes])
+                flats = torch.split(received, [size.numel() for size in sizes])
                 parts = [part.view(size) for part, size in zip(flats, sizes, strict=True)]
                 found[key] = torch.cat(parts, along) if cut else parts[0]
         return found
@@ -155,8 +155,8 @@ class State:
             for name, leaf in leaves.named().items()
             if leaf.grad is not None and self._is_writer(name, get_slice_dim(leaf))
         }
-        told = self._ranks.control.share(mine)
-        found = [[each[name] for each in told if name in each] for name in self._order]
+        each_rank = self._ranks.control.share(mine)
+        found = [[each[name] for each in each_rank if name in each] for name in self._order]
         each = [torch.tensor(parts) for parts in found if parts]
         of_each = [one[0] if len(one) == 1 else torch.linalg.vector_norm(one) for one in each]
         total: Tensor = torch.linalg.vector_norm(torch.stack(of_each or [torch.zeros(())]))

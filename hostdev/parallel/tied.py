@@ -14,7 +14,7 @@ from hostdev.core.pieces import Piece
 from hostdev.parallel.leaves import Leaves
 from hostdev.parallel.ranks import Channel
 
-Come = dict[tuple[int, int], Tensor | None]  # by stage and micro-batch
+Gradients = dict[tuple[int, int], Tensor | None]  # by stage and micro-batch
 
 
 class Tied:
@@ -38,7 +38,7 @@ class Tied:
                 self._parameters[leaves.name(parameter)] = parameter
         self.users = {name: stages for name, stages in users.items() if len(stages) > 1}
         self._parameters = {name: self._parameters[name] for name in self.users}
-        self._come: dict[str, Come] = {name: {} for name in self.users}
+        self._gradients: dict[str, Gradients] = {name: {} for name in self.users}
         self._ids = {id(parameter): name for name, parameter in self._parameters.items()}
 
     def __contains__(self, parameter: Tensor) -> bool:
@@ -54,9 +54,9 @@ class Tied:
             self._parameters[name] for name, users in self.users.items() if self._rank(users[0]) == self._channel.rank
         ]
 
-    def came(self, stage: int, number: int, parameter: Tensor) -> None:
+    def put(self, stage: int, number: int, parameter: Tensor) -> None:
         """Take a micro-batch's gradient from a stage here."""
-        self._come[self._ids[id(parameter)]][stage, number] = parameter.grad
+        self._gradients[self._ids[id(parameter)]][stage, number] = parameter.grad
         parameter.grad = None
 
     def gathered(self, count: int) -> list[list[Tensor | None]]:
@@ -64,24 +64,29 @@ class Tied:
         found = []
         for name, users in self.users.items():
             owner, parameter = self._rank(users[0]), self._parameters[name]
-            come, self._come[name] = self._come[name], {}
+            received, self._gradients[name] = self._gradients[name], {}
             for stage in users[1:]:
                 if self._rank(stage) != owner:
-                    come |= self._send_to_owner(parameter, come, stage, owner, count)
+                    received |= self._send_to_owner(parameter, received, stage, owner, count)
             if self._channel.rank == owner:
                 found.append(
-                    [_sum_grads([come.get((stage, number)) for stage in reversed(users)]) for number in range(count)]
+                    [
+                        _sum_grads([received.get((stage, number)) for stage in reversed(users)])
+                        for number in range(count)
+                    ]
                 )
         return found
 
-    def _send_to_owner(self, parameter: Tensor, come: Come, stage: int, owner: int, count: int) -> Come:
+    def _send_to_owner(self, parameter: Tensor, received: Gradients, stage: int, owner: int, count: int) -> Gradients:
         """Send a stage's gradients to the owner."""
         mine, source, n = self._channel.rank, self._rank(stage), parameter.numel()
-        has = [int(come.get((stage, number)) is not None) for number in range(count)]
-        told = self._channel.share(has if mine == source else None)[source]
-        parts = [grad.reshape(-1).cpu() for number in range(count) if (grad := come.get((stage, number))) is not None]
+        has = [int(received.get((stage, number)) is not None) for number in range(count)]
+        has_gradient = self._channel.share(has if mine == source else None)[source]
+        parts = [
+            grad.reshape(-1).cpu() for number in range(count) if (grad := received.get((stage, number))) is not None
+        ]
         flat = torch.cat(parts) if mine == source and parts else torch.empty(0)
-        size = sum(told) * n
+        size = sum(has_gradient) * n
         give = [size * (mine == source and rank == owner) for rank in range(self._channel.ranks)]
         take = [size * (mine == owner and rank == source) for rank in range(self._channel.ranks)]
         come_flat = self._channel.all_to_all(flat, give, take)
@@ -90,7 +95,7 @@ class Tied:
         rows = iter(come_flat.view(-1, n)) if n else repeat(come_flat)
         return {
             (stage, number): next(rows).view_as(parameter).to(parameter.device)
-            for number, one in enumerate(told)
+            for number, one in enumerate(has_gradient)
             if one
         }
 
@@ -110,9 +115,9 @@ class Tied:
                 flat = parameter.grad.detach().reshape(-1).cpu().repeat(len(others))
             give = [n * (mine == owner and rank in others) for rank in range(self._channel.ranks)]
             take = [n * (mine in others and rank == owner) for rank in range(self._channel.ranks)]
-            come = self._channel.all_to_all(flat, give, take)
+            received = self._channel.all_to_all(flat, give, take)
             if mine in others:
-                parameter.grad = come.view_as(parameter).to(parameter.device)
+                parameter.grad = received.view_as(parameter).to(parameter.device)
 
 
 def _sum_grads(grads: Sequence[Tensor | None]) -> Tensor | None:

@@ -57,7 +57,7 @@ class Whole:
         sizes: Sequence[int],
         inputs: Callable[[int], tuple[Any, ...]],
         loss: Callable[[int, Any], Tensor],
-        came: Callable[[int, int], None],
+        on_gradients: Callable[[int, int], None],
     ) -> None:
         """Take micro-batches forward and backward; see `stages.Stages.train`."""
         for number in range(len(sizes)):
@@ -67,7 +67,7 @@ class Whole:
                     objective = self._run_forward(self._objective, number, given, loss)
                 with self._timeline.span("backward", batch, micro_batch=number):
                     self._run_backward(Tensor.backward, objective)
-            came(0, number)
+            on_gradients(0, number)
 
     def predict(self, batch: int, sizes: Sequence[int], inputs: Callable[[int], tuple[Any, ...]]) -> list[Any]:
         """Take micro-batches forward; return the network's outputs."""

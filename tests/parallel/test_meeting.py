@@ -69,7 +69,7 @@ def test_a_rank_that_never_comes(processes, small_data):
     first, second = refused(processes)
     words = f"rank 2 of 3 did not reach {where} within 15 s"
     assert first == words
-    assert second in (words, f"rank 1 of 3: rank 0 at {where} ended before rank 2 came")
+    assert second in (words, f"rank 1 of 3: rank 0 at {where} ended before rank 2 arrived")
 
 
 @pytest.mark.slow
