@@ -40,12 +40,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import hostdev
+from hostdev.distributed.mesh import SCHEDULES
+from hostdev.distributed.process_group import Ranks
+from hostdev.distributed.start import start_here
 from hostdev.parallel.costs import profile_of
 from hostdev.parallel.layout import like
-from hostdev.parallel.mesh import SCHEDULES
-from hostdev.parallel.pieces import balanced, cut, pieces_of
-from hostdev.parallel.ranks import Ranks
-from hostdev.parallel.start import start_here
+from hostdev.parallel.pieces import balanced, cut, get_pieces
 
 NETWORKS = Path(__file__).resolve().parents[1] / "examples" / "parallel"
 RANKS, MICRO_BATCHES = 2, 8
@@ -139,7 +139,7 @@ class Torchs(Ours):
         from torch.distributed import pipelining  # takes seconds to load
 
         self.inputs, self.labels = batch_of(network, batch)
-        parts = cut(pieces_of(made(**network)), begins)
+        parts = cut(get_pieces(made(**network)), begins)
         numbers = range(ranks.rank, len(parts), ranks.size)
         modules = [nn.Sequential(*(piece.call for piece in parts[number])) for number in numbers]  # type: ignore
         group = dist.new_group(list(range(ranks.size)))
@@ -238,7 +238,7 @@ class Worker:
     def costs(self, network: dict[str, Any], samples: int, repeats: int) -> list[tuple[str, float]]:
         """Return the pieces of a network, and the seconds that each takes for a micro-batch, forward and back."""
         whole = made(**network)
-        pieces, inputs = pieces_of(whole), like(batch_of(network, 1)[:1])
+        pieces, inputs = get_pieces(whole), like(batch_of(network, 1)[:1])
         found = [
             [piece.seconds for piece in profile_of(whole, pieces, inputs, samples, torch.device("cpu"), None, False)[0]]
             for _ in range(repeats)
@@ -332,7 +332,7 @@ def stages_of(case: Case, costs: Sequence[tuple[str, float]], count: int) -> tup
     if case.network["kind"] == "layers":
         begins = [names[len(names) * number // count] for number in range(1, count)]
     else:
-        begins = balanced(pieces_of(made(**case.network)), seconds, count)
+        begins = balanced(get_pieces(made(**case.network)), seconds, count)
     edges = [0, *map(names.index, begins), len(names)]
     return begins, [sum(seconds[start:stop]) / sum(seconds) for start, stop in itertools.pairwise(edges)]
 

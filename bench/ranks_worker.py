@@ -29,12 +29,12 @@ from hostdev.core.optimizers import FTRL, LazyAdam
 from hostdev.data.batch import Batch
 from hostdev.data.schema import Column, Schema, Space
 from hostdev.device.staging import Staging
+from hostdev.distributed.dense import DenseGradients
+from hostdev.distributed.process_group import Ranks
+from hostdev.distributed.rank_environment import find_rank_environment
 from hostdev.host.table import HostTable
 from hostdev.kernels.pool import set_host_threads
 from hostdev.models.wide_deep.network import LAYERS, WideDeep
-from hostdev.parallel.dense import DenseGradients
-from hostdev.parallel.place import find
-from hostdev.parallel.ranks import Ranks
 from hostdev.pipeline.flight import Flight, Gradients, Request
 from hostdev.pipeline.groups import Group
 from hostdev.pipeline.pipeline import Pipeline
@@ -302,7 +302,7 @@ def main() -> None:
     """Meet the others, and do what comes line by line until there is no more."""
     torch.set_num_threads(1)
     set_host_threads(1)
-    place = find()
+    place = find_rank_environment()
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[place.rank + int(os.environ[FIRST_CPU])]})
 

@@ -20,7 +20,7 @@ import psutil
 
 from hostdev.core import cli
 from hostdev.core.errors import UserError, tell_at_once
-from hostdev.parallel.place import RankTable
+from hostdev.distributed.rank_environment import RankTable
 
 PROG = "hostdev.launch"
 _CHECKED_BYTES = 8 << 20
@@ -47,7 +47,7 @@ def start(path: Path, table: RankTable, server: dict[str, Any], command: Sequenc
 
     The output of rank 0 is shown, too, if it runs on this host.
     """
-    from hostdev.parallel.start import die_with_parent, wait_for
+    from hostdev.distributed.start import die_with_parent, wait_for
 
     with_python = command[0].startswith("-") or command[0].endswith(".py")
     whole = [sys.executable, *command] if with_python else list(command)
@@ -111,9 +111,9 @@ def _show(output: Any, log: IO[bytes]) -> None:
 
 def check() -> int:
     """Meet the other processes, send each some MiB, and print who they are and how long it took."""
-    from hostdev.parallel.place import find
+    from hostdev.distributed.rank_environment import find_rank_environment
 
-    place = find()
+    place = find_rank_environment()
     if place.alone:
         raise UserError("there is one process only; start --check by torchrun, mpirun or --rank-table FILE --check")
     import hostdev.core.environment  # isort: skip  # noqa: F401  (before torch)
@@ -121,7 +121,7 @@ def check() -> int:
     import numpy as np
     import torch
 
-    from hostdev.parallel.ranks import Ranks
+    from hostdev.distributed.process_group import Ranks
 
     def fault(rank: int, why: str) -> None:
         tell_at_once(f"{PROG}: error: rank {rank} of {place.ranks}: {why}")

@@ -16,8 +16,8 @@ from hostdev.core import cli
 from hostdev.core.errors import tell_at_once
 from hostdev.data import manifest
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
+from hostdev.distributed.world import ALONE_WORLD
 from hostdev.parallel import saving
-from hostdev.parallel.world import ALONE_WORLD
 
 ODD = Path(os.fsdecode(b"caf\xe9"))  # in Latin-1
 

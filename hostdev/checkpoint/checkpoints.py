@@ -25,7 +25,7 @@ class Checkpoints:
     path  the folder; made where it is not there
     keep  so many of the newest checkpoints are kept, with those that they add to
     hold  keep others from writing there until `close`, and not only while a checkpoint is written
-    ranks  the processes that save together, each its part of the tables (`parallel.ranks`); all call what one calls
+    ranks  the processes that save together, each its part of the tables (`distributed`); all call what one calls
     """
 
     def __init__(self, path: Path, *, keep: int = 3, hold: bool = False, ranks: Any = None) -> None:

@@ -9,14 +9,14 @@ from hostdev.core.errors import UserError
 from hostdev.core.memory import available_bytes, gib
 from hostdev.core.pieces import Piece
 from hostdev.device.backend import free_bytes
+from hostdev.distributed.mesh import Mesh
+from hostdev.distributed.world import World
 from hostdev.parallel.costs import Machine, Profile, measure_machine, of_all, profile_of
 from hostdev.parallel.layout import Inputs, Layout
-from hostdev.parallel.mesh import Mesh
-from hostdev.parallel.pieces import pieces_of
+from hostdev.parallel.pieces import get_pieces
 from hostdev.parallel.plan import cuttable, divides, get_shared_layers, get_slice_dim, matched, pairable
-from hostdev.parallel.search import Candidate, Layers, Wanted, candidates
+from hostdev.parallel.search import Candidate, Layers, SearchOptions, candidates
 from hostdev.parallel.trial import can_be_copied, steps_of
-from hostdev.parallel.world import World
 
 _SHOWN = 8
 _FINALISTS = 4  # most candidates that are measured
@@ -24,7 +24,7 @@ _NEAR = 2.0  # their expected time is at most this multiple of the best one's
 _ALIKE = 1.05  # within this multiple of the least measured time the expected time decides
 
 
-class Chosen(NamedTuple):
+class LayoutChoice(NamedTuple):
     """A chosen layout.
 
     Attributes:
@@ -111,7 +111,7 @@ def choose(
     device: torch.device,
     autocast: torch.dtype | None = None,
     looked_up: bool = False,
-) -> Chosen:
+) -> LayoutChoice:
     """Return the fastest layout for batches of `samples`; all ranks call it. It takes some seconds.
 
     Args:
@@ -130,7 +130,7 @@ def choose(
         UserError: No layout is possible.
     """
     try:
-        pieces, has_stages = pieces_of(network), True
+        pieces, has_stages = get_pieces(network), True
     except UserError:
         if mesh is not None and mesh.pipe > 1:
             raise
@@ -145,7 +145,7 @@ def choose(
         pairable(network, lambda: inputs(2)),
         has_stages,
     )
-    wanted = Wanted(
+    wanted = SearchOptions(
         ranks.size,
         micro_batches,
         mesh,
@@ -186,7 +186,7 @@ def choose(
         rest = [one for one in tried if one not in last]
         tried = [*_order_measured(taken), *rest] or tried
     best = tried[0]
-    return Chosen(best.mesh, layout_of(best), tried, profile, machine)
+    return LayoutChoice(best.mesh, layout_of(best), tried, profile, machine)
 
 
 def _order_measured(taken: list[Candidate]) -> list[Candidate]:

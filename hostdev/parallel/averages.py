@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from hostdev.core.errors import UserError
-from hostdev.parallel.world import LocalChannel
+from hostdev.distributed.world import LocalChannel
 
 
 class Averages:

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from hostdev.core.pieces import Piece, run
+from hostdev.distributed.process_group import Channel
+from hostdev.distributed.world import World
 from hostdev.parallel.layout import Inputs
 from hostdev.parallel.pieces import fake_mode
-from hostdev.parallel.plan import cut_layers, cuttable, settled
-from hostdev.parallel.ranks import Channel
-from hostdev.parallel.world import World
+from hostdev.parallel.plan import cut_layers, cuttable, resolve_strategies
 
 _REPEATS = 4
 _BLOCK = 1 << 22  # bytes exchanged to measure the bandwidth
@@ -189,7 +189,7 @@ def _measure_slicing(ranks: World) -> float:
     W = channel.ranks
     plain, cut = (nn.Sequential(nn.Linear(W, W), nn.Linear(W, W)) for _ in range(2))
     plan = [("0", "colwise"), ("1", "rowwise")]
-    cut_layers(cut, settled(cut, plan, W, [], lambda: (torch.zeros(1, W),)), mesh)
+    cut_layers(cut, resolve_strategies(cut, plan, W, [], lambda: (torch.zeros(1, W),)), mesh)
     values = torch.zeros(1, W, requires_grad=True)
     each = [_median_seconds(channel, lambda net=net: net(values).sum().backward()) for net in (plain, cut)]  # type: ignore[misc]
     return (each[1] - each[0]) / 2

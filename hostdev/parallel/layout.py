@@ -8,9 +8,9 @@ from torch import nn
 
 from hostdev.core.errors import UserError
 from hostdev.core.pieces import Piece
-from hostdev.parallel.mesh import SCHEDULES, Mesh
-from hostdev.parallel.pieces import balanced, count_flops, cut, pieces_of
-from hostdev.parallel.plan import Strategies, get_slice_dim, settled
+from hostdev.distributed.mesh import SCHEDULES, Mesh
+from hostdev.parallel.pieces import balanced, count_flops, cut, get_pieces
+from hostdev.parallel.plan import Strategies, get_slice_dim, resolve_strategies
 from hostdev.parallel.plan_text import Plan
 
 Inputs = Callable[[int], tuple[Any, ...]]  # returns zero inputs for a number of samples
@@ -48,7 +48,9 @@ class ResolvedLayout(NamedTuple):
         return cut(pieces, self.begins)
 
 
-def settle(network: nn.Module, layout: Layout, mesh: Mesh, inputs: Inputs, *, searched: bool = False) -> ResolvedLayout:
+def resolve_layout(
+    network: nn.Module, layout: Layout, mesh: Mesh, inputs: Inputs, *, searched: bool = False
+) -> ResolvedLayout:
     """Return a network's layout on a mesh, without computing anything; UserError if the layout does not fit.
 
     Args:
@@ -61,14 +63,14 @@ def settle(network: nn.Module, layout: Layout, mesh: Mesh, inputs: Inputs, *, se
     pieces: list[Piece] = []
     begins: list[str] = []
     if mesh.pipe > 1:
-        pieces = pieces_of(network)
+        pieces = get_pieces(network)
         begins = _begins(pieces, layout, mesh.pipe, lambda: inputs(2))
     elif layout.begins is not None:
         raise UserError(f"--stage-cut {','.join(layout.begins)} has no effect without --mesh pipe=N; leave it out")
     if layout.plan and mesh.model == 1:
         raise UserError("--plan has no effect without --mesh model=N; leave it out")
     stages = cut(pieces, begins) if pieces else []
-    strategies = settled(network, layout.plan, mesh.model, stages, lambda: inputs(2))
+    strategies = resolve_strategies(network, layout.plan, mesh.model, stages, lambda: inputs(2))
     whole = all(get_slice_dim(one) is None for one in network.parameters())
     if mesh.model > 1 and whole and not strategies and not searched:
         raise UserError(

@@ -11,16 +11,16 @@ from hostdev.core.errors import UserError
 from hostdev.core.launched import require_alone
 from hostdev.core.micro_batches import EXCHANGES, TreeSum, cut
 from hostdev.device.backend import seed_draws
+from hostdev.distributed.dense import DenseExchange, Grads, add_lists
+from hostdev.distributed.mesh import SCHEDULES
+from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.kernels.counter import key64
-from hostdev.parallel.auto import Chosen, choose
-from hostdev.parallel.dense import DenseExchange, Grads, add_lists
+from hostdev.parallel.auto import LayoutChoice, choose
 from hostdev.parallel.layout import Layout, like
-from hostdev.parallel.mesh import SCHEDULES
 from hostdev.parallel.parts import Parts, StepResult
 from hostdev.parallel.plan import get_slice_dim
 from hostdev.parallel.plan_text import plan_of
 from hostdev.parallel.state import DenseState
-from hostdev.parallel.world import ALONE_WORLD, World
 
 Inputs = Callable[[slice], tuple[Any, ...]]
 
@@ -103,7 +103,7 @@ class Network:
             "the kind of device": torch.device(device).type,
         }
         ranks.agree("network", "hostdev.Network(...)", {**options, **shapes})
-        self.choice: Chosen | None = None
+        self.choice: LayoutChoice | None = None
         if auto is not None and ranks.size > 1:
             self.choice = choose(
                 module,
@@ -274,7 +274,7 @@ class Network:
                 parameter.grad = None if total is None else total.add_(0.0)
             return
         dense = self._exchange.of(ran.parameters)
-        dense.finish(self._exchange.told(dense.put_nodes(ran.nodes)))
+        dense.finish(self._exchange.reduce_flags(dense.put_nodes(ran.nodes)))
 
     def _of_all(self, values: Sequence[Tensor | None]) -> Tensor:
         """Return the values of all micro-batches of the step, float32 [M, k]; 0 for empty ones."""

@@ -11,18 +11,18 @@ from torch import Tensor, nn
 from hostdev.core.errors import UserError
 from hostdev.core.micro_batches import Node, TreeSum
 from hostdev.core.timeline import Timeline
+from hostdev.distributed.dense import Grads, add_lists
+from hostdev.distributed.process_group import Channel
+from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.parallel.averages import Averages, require_own_averages
-from hostdev.parallel.dense import Grads, add_lists
-from hostdev.parallel.layout import Inputs, Layout, described, settle
-from hostdev.parallel.leaves import Leaves
-from hostdev.parallel.pieces import pieces_of, trace, with_extra_value
+from hostdev.parallel.layout import Inputs, Layout, described, resolve_layout
+from hostdev.parallel.local_parameters import LocalParameters
+from hostdev.parallel.pieces import get_pieces, trace, with_extra_value
 from hostdev.parallel.plan import Traffic, cut_layers, get_slice_dim
-from hostdev.parallel.ranks import Channel
 from hostdev.parallel.saving import save
+from hostdev.parallel.single_stage import SingleStage, called
 from hostdev.parallel.state import DenseState, State
 from hostdev.parallel.tied import Tied
-from hostdev.parallel.whole import Whole, called
-from hostdev.parallel.world import ALONE_WORLD, World
 
 
 class StepResult(NamedTuple):
@@ -75,7 +75,7 @@ class Parts:
         mesh = ranks.mesh
         timeline, own = timeline or Timeline(), with_extra_value if aside else list
         like = (lambda samples: (*inputs(samples), torch.zeros((), requires_grad=True))) if aside else inputs
-        found = settle(network, layout, mesh, inputs)
+        found = resolve_layout(network, layout, mesh, inputs)
         self.text = described(found, layout, mesh)
         require_own_averages(network)
         crossing = []
@@ -90,8 +90,8 @@ class Parts:
             self._require_own_backend(slices, "model")
             network.to(device)
             self._traffic = cut_layers(network, found.strategies, device_mesh)
-        self.leaves = Leaves(network, found.strategies)
-        stages = found.stages(own(pieces_of(network))) if found.begins else []
+        self.leaves = LocalParameters(network, found.strategies)
+        stages = found.stages(own(get_pieces(network))) if found.begins else []
         self._state = State(network, stages, ranks)
         self._averages = Averages([])
         self._tied: Tied | None = None
@@ -106,7 +106,7 @@ class Parts:
             _release_others(network, self._passes.modules)
             self.leaves.keep(one for module in self._passes.modules for one in module.parameters())
         else:
-            self._passes = Whole(network, slices, device, autocast, timeline, ops, self._watching, aside=aside)
+            self._passes = SingleStage(network, slices, device, autocast, timeline, ops, self._watching, aside=aside)
         for module in self._passes.modules:
             module.to(device)
         for module in network.modules():  # buffers that no piece holds, too

@@ -34,7 +34,7 @@ class Stage(nn.Module):
         return run(self.pieces, *values)
 
 
-def pieces_of(network: nn.Module) -> list[Piece]:
+def get_pieces(network: nn.Module) -> list[Piece]:
     """Return the pieces of a network: from its method `pieces`, or the modules of an nn.Sequential.
 
     UserError for any other network, whose `forward` may do anything between its modules.

@@ -59,7 +59,7 @@ class Sliced(NamedTuple):
 Strategies = dict[str, Sliced]  # by layer name
 
 
-def settled(
+def resolve_strategies(
     network: nn.Module, plan: Plan, ranks: int, stages: Sequence[Sequence[Piece]], inputs: Callable[[], tuple[Any, ...]]
 ) -> Strategies:
     """Return how each layer is sliced, without computing anything; UserError if the plan does not fit.

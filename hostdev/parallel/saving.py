@@ -22,7 +22,7 @@ from torch import Tensor
 from hostdev.core.disk import is_text
 from hostdev.core.errors import UserError, in_words
 from hostdev.core.names import inside
-from hostdev.parallel.world import World
+from hostdev.distributed.world import World
 
 MANIFEST, VERSION = "manifest.json", 1
 _CHUNK = 1 << 22

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from hostdev.core.errors import UserError
+from hostdev.distributed.mesh import Mesh
 from hostdev.parallel.costs import LayerCost, Machine, PieceCost, Profile
-from hostdev.parallel.mesh import Mesh
 from hostdev.parallel.pieces import best_cut
 from hostdev.parallel.plan_text import Plan
 
@@ -26,7 +26,7 @@ _NONE_SLICED = (
 )
 
 
-class Wanted(NamedTuple):
+class SearchOptions(NamedTuple):
     """The constraints of a search.
 
     Attributes:
@@ -104,7 +104,7 @@ class _Sliced(NamedTuple):
     parameters: float  # bytes on other ranks
 
 
-def candidates(profile: Profile, machine: Machine, layers: Layers, wanted: Wanted) -> list[Candidate]:
+def candidates(profile: Profile, machine: Machine, layers: Layers, wanted: SearchOptions) -> list[Candidate]:
     """Return a candidate for each possible mesh, the fastest that fit into memory first; UserError if there is none."""
     found = []
     for mesh in [wanted.mesh] if wanted.mesh is not None else meshes(wanted.ranks):
@@ -142,7 +142,7 @@ def meshes(ranks: int) -> list[Mesh]:
 
 
 def _sliced_candidate(
-    profile: Profile, machine: Machine, layers: Layers, wanted: Wanted, mesh: Mesh, stages: int
+    profile: Profile, machine: Machine, layers: Layers, wanted: SearchOptions, mesh: Mesh, stages: int
 ) -> Candidate:
     """Return the fastest candidate with at least one sliced layer; UserError if no layer can be sliced."""
     free = [layer.name for layer in profile.layers if layer.name not in wanted.strategies]
@@ -170,7 +170,7 @@ def _sliced_candidate(
 
 
 def _candidate(
-    profile: Profile, machine: Machine, layers: Layers, wanted: Wanted, mesh: Mesh, stages: int
+    profile: Profile, machine: Machine, layers: Layers, wanted: SearchOptions, mesh: Mesh, stages: int
 ) -> Candidate:
     pieces, count = profile.pieces, wanted.micro_batches // mesh.data
     names = [piece.name for piece in pieces]
@@ -222,7 +222,7 @@ def _candidate(
     )
 
 
-def _in_flight(wanted: Wanted, mesh: Mesh, count: int, rank: int) -> int:
+def _in_flight(wanted: SearchOptions, mesh: Mesh, count: int, rank: int) -> int:
     """Return the number of micro-batches whose activations a stage holds."""
     if mesh.pipe == 1:
         return 1
@@ -234,7 +234,7 @@ def _strategies(
     pieces: Sequence[PieceCost],
     machine: Machine,
     layers: Layers,
-    wanted: Wanted,
+    wanted: SearchOptions,
     mesh: Mesh,
     count: int,
 ) -> _Sliced:

@@ -20,9 +20,9 @@ from torch.distributed.pipelining.schedules import ScheduleLoopedBFS
 from hostdev.core.errors import UserError
 from hostdev.core.pieces import Piece
 from hostdev.core.timeline import Timeline
+from hostdev.distributed.process_group import Channel
 from hostdev.parallel.pieces import Shape, Stage, Traced
-from hostdev.parallel.ranks import Channel
-from hostdev.parallel.whole import called
+from hostdev.parallel.single_stage import called
 
 _EXAMPLE = 2  # samples of the example tensors, which only show dtypes
 

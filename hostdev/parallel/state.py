@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from hostdev.core.errors import UserError
 from hostdev.core.pieces import Piece
-from hostdev.parallel.leaves import Leaves
+from hostdev.distributed.world import World
+from hostdev.parallel.local_parameters import LocalParameters
 from hostdev.parallel.plan import get_slice_dim
 from hostdev.parallel.saving import Own, call_on_all, load
-from hostdev.parallel.world import World
 
 
 class DenseState(NamedTuple):
@@ -63,7 +63,7 @@ class State:
         self._owners = dict.fromkeys([*self._order, *self._buffers], 0)  # rank of the first slice
         self._owners |= _owners(network, stages, ranks)
 
-    def whole(self, leaves: Leaves, optimizer: torch.optim.Optimizer) -> DenseState:
+    def whole(self, leaves: LocalParameters, optimizer: torch.optim.Optimizer) -> DenseState:
         """Return the whole state in host memory on rank 0, and an empty one on others; all ranks call it."""
         _require_one_group(optimizer)
         mine = leaves.named()
@@ -122,7 +122,7 @@ class State:
                 found[key] = torch.cat(parts, along) if cut else parts[0]
         return found
 
-    def own(self, leaves: Leaves, optimizer: torch.optim.Optimizer) -> Own:
+    def own(self, leaves: LocalParameters, optimizer: torch.optim.Optimizer) -> Own:
         """Return the tensors that this rank writes to its own file; one rank writes those that several have."""
         state, numbers = optimizer.state_dict()["state"], _numbers(optimizer)
         found: dict[str, tuple[Tensor, int | None]] = {}
@@ -144,7 +144,7 @@ class State:
             found |= {f"optimizer.{name}.{key}": torch.as_tensor(value) for key, value in slots.items()}
         return {key: (value, None) for key, value in found.items()}
 
-    def norm(self, leaves: Leaves) -> Tensor:
+    def norm(self, leaves: LocalParameters) -> Tensor:
         """Return the 2-norm of all gradients, [], the same on all ranks, which all call it.
 
         It combines the parameters' norms in the network's order, as torch.nn.utils.get_total_norm does, so that stages
@@ -172,7 +172,7 @@ class State:
         group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
         return {"parameters": self._order, "buffers": self._buffers, "optimizer": group}
 
-    def read(self, leaves: Leaves, folder: Path, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def read(self, leaves: LocalParameters, folder: Path, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Load this rank's part from a folder, and return its manifest; all ranks call it.
 
         UserError on all ranks, before any change, if the folder is damaged or belongs to another network.
@@ -182,7 +182,7 @@ class State:
         return about
 
     def _read(
-        self, leaves: Leaves, folder: Path, optimizer: torch.optim.Optimizer
+        self, leaves: LocalParameters, folder: Path, optimizer: torch.optim.Optimizer
     ) -> tuple["_LoadedState", dict[str, Any]]:
         here = {*leaves.named(), *self._buffers}
         tensors, about = load(folder, lambda key: key.split(".", 1)[1] in here or _get_parameter_name(key) in here)
@@ -204,7 +204,11 @@ class State:
             raise UserError(f"{folder} is of another network: {error}") from None
 
     def load(
-        self, leaves: Leaves, model: Mapping[str, Any], optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+        self,
+        leaves: LocalParameters,
+        model: Mapping[str, Any],
+        optimizer: torch.optim.Optimizer,
+        state: Mapping[str, Any],
     ) -> None:
         """Take this rank's part of the whole state; all ranks call it.
 
@@ -213,7 +217,11 @@ class State:
         self._take(leaves, optimizer, call_on_all(self._ranks, lambda: self._fitting(leaves, model, optimizer, state)))
 
     def _fitting(
-        self, leaves: Leaves, model: Mapping[str, Any], optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+        self,
+        leaves: LocalParameters,
+        model: Mapping[str, Any],
+        optimizer: torch.optim.Optimizer,
+        state: Mapping[str, Any],
     ) -> "_LoadedState":
         """Return this rank's part of the whole state; UserError if it belongs to another network or optimizer."""
         _require_one_group(optimizer)
@@ -239,7 +247,7 @@ class State:
         groups = [{**state["param_groups"][0], "params": list(range(len(numbers)))}]
         return _LoadedState(parts, {"state": slots, "param_groups": groups} if mine else None)
 
-    def _take(self, leaves: Leaves, optimizer: torch.optim.Optimizer, found: "_LoadedState") -> None:
+    def _take(self, leaves: LocalParameters, optimizer: torch.optim.Optimizer, found: "_LoadedState") -> None:
         mine = leaves.named()
         with torch.no_grad():
             for name, value in found.values.items():

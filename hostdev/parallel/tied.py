@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from hostdev.core.pieces import Piece
-from hostdev.parallel.leaves import Leaves
-from hostdev.parallel.ranks import Channel
+from hostdev.distributed.process_group import Channel
+from hostdev.parallel.local_parameters import LocalParameters
 
 Gradients = dict[tuple[int, int], Tensor | None]  # by stage and micro-batch
 
@@ -26,7 +26,7 @@ class Tied:
         channel: Host channel to the ranks along the pipe axis.
     """
 
-    def __init__(self, stages: Sequence[Sequence[Piece]], leaves: Leaves, channel: Channel) -> None:
+    def __init__(self, stages: Sequence[Sequence[Piece]], leaves: LocalParameters, channel: Channel) -> None:
         self._channel = channel
         users: dict[str, list[int]] = {}
         self._parameters: dict[str, Tensor] = {}

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from hostdev.core.errors import UserError
+from hostdev.distributed.mesh import Mesh
+from hostdev.distributed.world import World
 from hostdev.parallel.costs import filled, now
 from hostdev.parallel.layout import Inputs, Layout
-from hostdev.parallel.mesh import Mesh
 from hostdev.parallel.plan import get_slice_dim
-from hostdev.parallel.world import World
 
 _SECONDS = 6.0  # of all trials together
 _ROUNDS = 3, 25  # least and most

@@ -9,8 +9,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 from hostdev.cache.planner import Plan
-from hostdev.parallel.exchange import Asked
-from hostdev.parallel.gradients import Chosen, Parts, Rows
+from hostdev.distributed.exchange import Asked
+from hostdev.distributed.gradients import Parts, Rows, RowSubset
 from hostdev.pipeline.groups import Ids, Joint, Part
 from hostdev.pipeline.rows import BatchRows
 
@@ -104,7 +104,7 @@ class Flight:
         self.incoming: Any = None  # rows on their way from other ranks; arriving: those on the device
         self.arriving: list[Tensor] = []
         self.outgoing: Outgoing | None = None  # gradients for other ranks
-        self.first: list[Chosen] | None = None  # rows that the next batch waits for, where other ranks know of them
+        self.first: list[RowSubset] | None = None  # rows that the next batch waits for, where other ranks know of them
         self.clocks: tuple[Any, Any] = (None, None)
         self.span: Any = None  # of its step
 
@@ -127,7 +127,7 @@ class Outgoing(NamedTuple):
 
     grads: Parts
     micro_batches: int
-    chosen: list[Chosen] | None  # rows whose gradients go first; None: all at once
+    chosen: list[RowSubset] | None  # rows whose gradients go first; None: all at once
     sums: list[list[Rows | None]]  # of each group and table, what the rows here come to, float32 [any, D]
 
 

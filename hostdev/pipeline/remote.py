@@ -9,9 +9,9 @@ from torch import Tensor
 
 from hostdev.core.timeline import Timeline
 from hostdev.device.staging import Staging
+from hostdev.distributed.exchange import Asked, Exchange, Incoming
+from hostdev.distributed.gradients import RowSubset
 from hostdev.kernels.pool import urgent
-from hostdev.parallel.exchange import Asked, Exchange, Incoming
-from hostdev.parallel.gradients import Chosen
 from hostdev.pipeline.flight import Flight, Gradients, Outgoing
 from hostdev.pipeline.groups import Group
 from hostdev.pipeline.hazards import LateRows
@@ -93,7 +93,7 @@ class Remote:
                 flight.arriving, mark = self.staging.send(flat, flight.memory)
                 flight.sent.append((flight.arriving, mark))
 
-    def _shared(self, asked: Sequence[Asked], late: LateRows | None, before: Flight | None) -> list[Chosen]:
+    def _shared(self, asked: Sequence[Asked], late: LateRows | None, before: Flight | None) -> list[RowSubset]:
         """Return which rows of the batch before are late in this one, here."""
         found = []
         edges = before.writes.edges if before is not None else [0] * (len(asked) + 1)
@@ -106,7 +106,7 @@ class Remote:
             rows = np.zeros(edges[group + 1] - edges[group], np.bool_)
             rows[positions[at[group] : at[group + 1]] - edges[group]] = True
             wanted = rows[one.inverse] if before is not None else np.zeros(len(one.inverse), np.bool_)
-            found.append(Chosen(rows[:0], wanted, rows))
+            found.append(RowSubset(rows[:0], wanted, rows))
         return found
 
     def give_late(self, flight: Flight, update: bool) -> None:
@@ -176,7 +176,7 @@ class Remote:
         if outgoing is not None and outgoing.chosen is not None:
             self._give(flight, outgoing, [one.others() for one in outgoing.chosen])
 
-    def _give(self, flight: Flight, outgoing: Outgoing, chosen: list[Chosen] | None) -> None:
+    def _give(self, flight: Flight, outgoing: Outgoing, chosen: list[RowSubset] | None) -> None:
         with self.timeline.span("exchange gradients", flight.number):
             asked = [part.asked for part in flight.groups if part.asked is not None]
             self.exchanges[True].gradients(asked, outgoing.grads, outgoing.micro_batches, outgoing.sums, chosen)

@@ -16,10 +16,10 @@ from hostdev.cache.planner import renumber
 from hostdev.core.primitive import OpLog, Primitive
 from hostdev.core.timeline import Timeline
 from hostdev.device.staging import Staging
+from hostdev.distributed.exchange import Exchange
 from hostdev.kernels.claims import Claims, others
 from hostdev.kernels.groups import unique_groups
 from hostdev.kernels.pool import run_tasks, urgent
-from hostdev.parallel.exchange import Exchange
 from hostdev.pipeline.flight import End, Flight, Gradients, GroupBatch, Request, Stopped
 from hostdev.pipeline.groups import Group, Ids, Numbering, Part
 from hostdev.pipeline.hazards import LateRows, ask_for, find_late

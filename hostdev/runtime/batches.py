@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hostdev.device.rows import FeatureUses, GroupUses
-from hostdev.parallel.ranks import PeerLostError
-from hostdev.parallel.world import ALONE_WORLD
+from hostdev.distributed.process_group import PeerLostError
+from hostdev.distributed.world import ALONE_WORLD
 from hostdev.pipeline.flight import Flight, Request
 from hostdev.runtime.body import Body
 from hostdev.runtime.finite import Flags

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from hostdev.core.digest import Column, StateDigest, pieces_of
-from hostdev.parallel.gather import rows_in_order
-from hostdev.parallel.ranks import Ranks
+from hostdev.distributed.gather import rows_in_order
+from hostdev.distributed.process_group import Ranks
+from hostdev.distributed.world import ALONE_WORLD
 from hostdev.parallel.state import DenseState
-from hostdev.parallel.world import ALONE_WORLD
 
 
 class _Table(Protocol):

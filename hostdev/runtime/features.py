@@ -11,9 +11,9 @@ from torch import Tensor
 from hostdev.core.errors import UserError
 from hostdev.core.ids import BeyondInt64Error, int64_of, padding_of
 from hostdev.device.table import DeviceTable
+from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.host.table import HostTable
 from hostdev.kernels.groups import check_groups, drop_padding, offsets_of
-from hostdev.parallel.world import ALONE_WORLD, World
 from hostdev.runtime.spec import Bag, Feature
 
 Table = HostTable | DeviceTable

@@ -7,8 +7,8 @@ from weakref import ReferenceType, WeakSet, ref
 import torch
 
 from hostdev.core.errors import UserError
-from hostdev.parallel.ranks import Ranks
-from hostdev.parallel.world import ALONE_WORLD
+from hostdev.distributed.process_group import Ranks
+from hostdev.distributed.world import ALONE_WORLD
 from hostdev.pipeline.pipeline import Pipeline
 from hostdev.runtime import scaling
 from hostdev.runtime.access import Access

@@ -9,8 +9,8 @@ from hostdev.core.errors import UserError
 from hostdev.core.memory import TableShape
 from hostdev.device.backend import is_accelerator
 from hostdev.device.table import DeviceTable
-from hostdev.parallel.ranks import Ranks
-from hostdev.parallel.world import ALONE_WORLD
+from hostdev.distributed.process_group import Ranks
+from hostdev.distributed.world import ALONE_WORLD
 from hostdev.runtime import room
 from hostdev.runtime.features import GroupSpec, on_host
 from hostdev.runtime.spec import CacheSpec

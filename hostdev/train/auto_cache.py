@@ -20,11 +20,11 @@ from hostdev.data.manifest import Manifest
 from hostdev.data.shards import ShardReader
 from hostdev.device.backend import describe, is_accelerator
 from hostdev.device.bus import measure
+from hostdev.distributed.process_group import Ranks
+from hostdev.distributed.world import ALONE_WORLD
 from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.unique import count_uses, unique
 from hostdev.models.model import Model
-from hostdev.parallel.ranks import Ranks
-from hostdev.parallel.world import ALONE_WORLD
 from hostdev.runtime.spec import CacheSpec
 from hostdev.train.build import device_of, ids_of, known_counts, model_of
 from hostdev.train.cache_advice import (

@@ -26,9 +26,9 @@ from hostdev.data import manifest
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
 from hostdev.device.clock import EventClock, clock_for
+from hostdev.distributed.process_group import STOP
+from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.kernels.pool import host_threads, set_host_threads
-from hostdev.parallel.ranks import STOP
-from hostdev.parallel.world import ALONE_WORLD, World
 from hostdev.train import checkpointing, curve, report, starting, summary
 from hostdev.train.build import cache_of, layout_of, model_of, most_uses, seed_torch, warm_up_for
 from hostdev.train.checkpointing import CheckpointError, Progress, Saver
@@ -262,10 +262,10 @@ class Run:
         """Tell whether a signal asks for the end; with other ranks, where all knew of it in the last step."""
         if self.ranks is None:
             return stop.requested is not None
-        self.ranks.telling[STOP] = int(stop.requested or 0)
-        if self.ranks.told[STOP] and stop.requested is None:
-            stop.requested = signal.Signals(self.ranks.told[STOP])
-        return self.ranks.told[STOP] > 0
+        self.ranks.contributed[STOP] = int(stop.requested or 0)
+        if self.ranks.reduced[STOP] and stop.requested is None:
+            stop.requested = signal.Signals(self.ranks.reduced[STOP])
+        return self.ranks.reduced[STOP] > 0
 
     def _is_due(self, step: int) -> bool:
         """Tell whether a checkpoint is to be saved after this step, which has been queued."""

@@ -23,6 +23,8 @@ from hostdev.core.timeline import Timeline
 from hostdev.data.batch import Batch
 from hostdev.device.backend import is_accelerator, seed_draws
 from hostdev.device.table import DeviceTable
+from hostdev.distributed.process_group import Ranks
+from hostdev.distributed.world import ALONE_WORLD
 from hostdev.host.server import ParameterServer
 from hostdev.host.table import HostTable
 from hostdev.kernels.counter import key64
@@ -32,9 +34,7 @@ from hostdev.models.wide_deep.loss import deep_l2, wide_loss
 from hostdev.parallel.averages import Averages, require_own_averages
 from hostdev.parallel.layout import Layout
 from hostdev.parallel.parts import begin_alike
-from hostdev.parallel.ranks import Ranks
 from hostdev.parallel.state import DenseState, state_of
-from hostdev.parallel.world import ALONE_WORLD
 from hostdev.pipeline.outcome import Outcome
 from hostdev.runtime.digest import names_in_checkpoint, state_sha256
 from hostdev.runtime.rows import Rows

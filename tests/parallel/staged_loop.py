@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from hostdev.core.micro_batches import cut as cut_rows
-from hostdev.parallel.mesh import Mesh
-from hostdev.parallel.pieces import cut, pieces_of, trace
-from hostdev.parallel.place import find
-from hostdev.parallel.ranks import Ranks
+from hostdev.distributed.mesh import Mesh
+from hostdev.distributed.process_group import Ranks
+from hostdev.distributed.rank_environment import find_rank_environment
+from hostdev.parallel.pieces import cut, get_pieces, trace
 from hostdev.parallel.stages import Stages
 
 CPU = torch.device("cpu")
@@ -74,7 +74,7 @@ def alone(case):
 def check(ranks, channel, schedule):
     whole = network()
     names = {id(parameter): name for name, parameter in whole.named_parameters()}
-    parts = cut(pieces_of(whole), CUTS[ranks.size * (1 + (schedule == "interleaved"))])
+    parts = cut(get_pieces(whole), CUTS[ranks.size * (1 + (schedule == "interleaved"))])
     stages = Stages(parts, trace(parts, lambda n: (torch.zeros(n, 8),)), channel, schedule, CPU)
     for micro_batches, samples in CASES:
         wanted, grads, predicted = alone(Case(micro_batches, samples))
@@ -103,7 +103,7 @@ def check(ranks, channel, schedule):
 
 def main():
     torch.set_num_threads(1)
-    place = find()
+    place = find_rank_environment()
     ranks = Ranks(place, lambda rank, why: os._exit(2), mesh=Mesh(pipe=place.ranks))
     channel = ranks.channel("pipe")
     for schedule in sys.argv[1:]:

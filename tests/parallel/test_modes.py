@@ -10,7 +10,7 @@ import pytest
 from hostdev.commands import train
 from hostdev.core import cli
 from tests.conftest import ROOT
-from tests.parallel.processes import Processes
+from tests.distributed.processes import Processes
 
 EXAMPLES = ROOT / "examples" / "parallel"
 FEW = ("--epochs", "1", "--max-steps", "3", "--print-every", "1")

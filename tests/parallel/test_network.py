@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from hostdev.core.errors import UserError
+from hostdev.distributed.mesh import Mesh
 from hostdev.parallel.averages import Averages
-from hostdev.parallel.layout import Layout, like, settle
-from hostdev.parallel.leaves import Leaves
-from hostdev.parallel.mesh import Mesh
+from hostdev.parallel.layout import Layout, like, resolve_layout
+from hostdev.parallel.local_parameters import LocalParameters
 from hostdev.parallel.network import Network
 from hostdev.parallel.plan import sliced
 from hostdev.parallel.plan_text import plan_of
@@ -170,7 +170,7 @@ def test_slots_of_a_slice_are_as_if_they_had_been_made_here():
     adam, its = (torch.optim.Adam(network.parameters(), lr=0.1) for network in (wide, narrow))
     wide(torch.randn(2, 66)).sum().backward()
     adam.step()
-    State(narrow, [], ranks).load(Leaves(narrow, {}), wide.state_dict(), its, adam.state_dict())
+    State(narrow, [], ranks).load(LocalParameters(narrow, {}), wide.state_dict(), its, adam.state_dict())
     for key in ("exp_avg", "exp_avg_sq"):
         slot = its.state[narrow.weight][key]
         assert torch.equal(slot, adam.state[wide.weight][key][:, 33:])
@@ -261,7 +261,7 @@ class Shared(nn.Module):
 )
 def test_a_wrong_plan_is_named(plan, says):
     with pytest.raises(UserError, match=says):
-        settle(Shared(), Layout(plan=plan_of(plan)), Mesh(model=2), like((torch.zeros(1, 4),)))
+        resolve_layout(Shared(), Layout(plan=plan_of(plan)), Mesh(model=2), like((torch.zeros(1, 4),)))
 
 
 def test_what_cannot_be_cut_is_named():
@@ -271,16 +271,16 @@ def test_what_cannot_be_cut_is_named():
         ("0=colwise", Mesh(data=2), "--plan has no effect without --mesh model=N"),
     ):
         with pytest.raises(UserError, match=says):
-            settle(network, Layout(plan=plan_of(plan)), mesh, like((torch.zeros(1, 4),)))
+            resolve_layout(network, Layout(plan=plan_of(plan)), mesh, like((torch.zeros(1, 4),)))
     sliced(network[2].weight)
     with pytest.raises(UserError, match="its weight is marked as sliced by hand"):
-        settle(network, Layout(plan=plan_of("2=rowwise")), Mesh(model=2), like((torch.zeros(1, 4),)))
+        resolve_layout(network, Layout(plan=plan_of("2=rowwise")), Mesh(model=2), like((torch.zeros(1, 4),)))
     with pytest.raises(UserError, match="--stage-cut 1 has no effect without --mesh pipe=N"):
-        settle(network, Layout(begins=["1"]), Mesh(model=2), like((torch.zeros(1, 4),)))
+        resolve_layout(network, Layout(begins=["1"]), Mesh(model=2), like((torch.zeros(1, 4),)))
 
 
 def joined(network, plan, mesh=None):
-    found = settle(network, Layout(plan=plan_of(plan)), mesh or Mesh(model=2), like((torch.zeros(1, 4),)))
+    found = resolve_layout(network, Layout(plan=plan_of(plan)), mesh or Mesh(model=2), like((torch.zeros(1, 4),)))
     return {name: one.joined for name, one in found.strategies.items()}
 
 
@@ -331,7 +331,7 @@ def test_slices_stay_apart_only_where_nobody_else_needs_them():
     assert joined(in_place, "0=colwise,2=rowwise") == {"0": False, "2": False}
     assert joined(plain, "0=colwise,2=rowwise", Mesh(model=2, pipe=2)) == {"0": False, "2": False}
     layout = Layout(begins=["1"], plan=plan_of("0=colwise,2=rowwise"))
-    found = settle(plain, layout, Mesh(model=2, pipe=2), like((torch.zeros(1, 4),)))
+    found = resolve_layout(plain, layout, Mesh(model=2, pipe=2), like((torch.zeros(1, 4),)))
     assert [one.joined for one in found.strategies.values()] == [True, True], "a stage ends between them"
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hostdev.core.errors import UserError
+from hostdev.distributed.world import ALONE_WORLD
 from hostdev.parallel import saving
-from hostdev.parallel.world import ALONE_WORLD
 
 
 @pytest.mark.parametrize(

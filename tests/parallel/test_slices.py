@@ -6,8 +6,8 @@ import sys
 import numpy as np
 import pytest
 
-from tests.parallel.conftest import Trained, flags_of
-from tests.parallel.processes import wait_until
+from tests.distributed.conftest import Trained, flags_of
+from tests.distributed.processes import wait_until
 
 TRAIN = ("-m", "hostdev.train")
 SLICES = ("--mesh", "model=2", "--plan", "deep.0=colwise,deep.2=rowwise,deep.4=colwise")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.conftest import Trained, flags_of
-from tests.parallel.processes import wait_until
+from tests.distributed.conftest import Trained, flags_of
+from tests.distributed.processes import wait_until
 
 LOOP = Path(__file__).with_name("staged_loop.py")
 TRAIN = ("-m", "hostdev.train")
