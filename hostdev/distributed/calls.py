@@ -16,17 +16,11 @@ LEFT = "left"  # the kind of a call that leaves a loop early, maybe because of a
 
 
 class Call(NamedTuple):
-    """A call that all ranks make together.
+    """A call that all ranks make together."""
 
-    Attributes:
-        number: Number of calls that this rank has begun, equal on all ranks.
-        kind: Two calls of one number and different kinds deadlock.
-        text: Text for messages, such as "runtime.predict()".
-    """
-
-    number: int
-    kind: str
-    text: str
+    number: int  # number of calls that this rank has begun, equal on all ranks
+    kind: str  # two calls of one number and different kinds deadlock
+    text: str  # text for messages, such as "runtime.predict()"
 
     def __str__(self) -> str:
         return f"{self.number}|{self.kind}|{self.text}"
@@ -51,12 +45,7 @@ def parse_calls(text: str) -> tuple[Call, ...]:
 
 
 class Calls:
-    """The calls of this rank: its main thread begins them, the heartbeat's thread reads the latest.
-
-    Args:
-        rank: This rank.
-        ranks: Number of ranks.
-    """
+    """The calls of a rank: its main thread begins them, the heartbeat's thread reads the latest."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self._rank, self._ranks = rank, ranks

@@ -186,11 +186,7 @@ class Exchange:
     ) -> tuple[list[Places], list[list[Rows]]]:
         """Exchange the rows that `early_rows` left out; return their positions in each group, [L], and the rows.
 
-        Args:
-            incoming: Result of `early_rows`.
-            asked: Result of `ids`, by group.
-            values: Unique rows here by group and table, float32 [any, D].
-            buffer: Allocates the received rows [L, D]; None writes them to their positions among the early rows.
+        `buffer` allocates the received rows [L, D]; None writes them to their positions among the early rows.
         """
         assert incoming.given is not None and incoming.received is not None
         given, received = [~mask for mask in incoming.given], [~mask for mask in incoming.received]
@@ -238,13 +234,7 @@ class Exchange:
     ) -> None:
         """Send the `given` rows of `values` that are requested, and write received rows to `out` at positions `taking`.
 
-        Args:
-            channel: For the rows.
-            asked: Result of `ids`, by group.
-            values: Unique rows here by group and table.
-            given: By group, which requested rows to send; None means all.
-            taking: Positions by group and rank.
-            out: By group and table.
+        `given` has a mask of the requested rows for each group, None for all; `taking` has positions by group and rank.
         """
         W, own = self.ranks.size, self.ranks.rank
         giving = [_list_positions(one.wanted, None if given is None else given[g]) for g, one in enumerate(asked)]

@@ -19,17 +19,11 @@ Parts = Sequence[Sequence[Sequence[Rows] | None]]
 
 
 class RowSubset(NamedTuple):
-    """A subset of a group's rows in a batch, known to both sides.
+    """A subset of a group's rows in a batch, known to both sides."""
 
-    Attributes:
-        asked: Mask [U] of the rows that this rank requests.
-        wanted: Mask [any] of the rows requested here, sorted by requesting rank.
-        rows: Mask [any] of the unique rows here.
-    """
-
-    asked: Mask  # [U], of those that this rank asks for
-    wanted: Mask  # [any], of those here, rank by rank that asks for them
-    rows: Mask  # [any], of the unique rows here
+    asked: Mask  # mask [U] of the rows that this rank requests
+    wanted: Mask  # mask [any] of the rows requested here, sorted by requesting rank
+    rows: Mask  # mask [any] of the unique rows here
 
     def others(self) -> "RowSubset":
         """Return the complement."""

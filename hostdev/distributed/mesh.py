@@ -48,11 +48,7 @@ class Mesh(NamedTuple):
         return place.pipe == 0 and place.model == 0
 
     def nodes(self, micro_batches: int) -> list[list[tuple[int, int]]]:
-        """Return the nodes (start, size) of each rank's row gradients.
-
-        Args:
-            micro_batches: Of a step, for each place along the data axis.
-        """
+        """Return the nodes (start, size) of each rank's row gradients, of `micro_batches` for each place along data."""
         shares = [
             range(self.place(rank).data * micro_batches, (self.place(rank).data + 1) * micro_batches)
             for rank in range(self.size)

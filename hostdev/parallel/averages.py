@@ -21,9 +21,7 @@ from hostdev.distributed.world import LocalChannel
 class Averages:
     """The layers of some modules that keep running averages.
 
-    Args:
-        modules: The modules.
-        channel: Host channel to the ranks that run other micro-batches through the same layers; None if there are none.
+    `channel` connects, in host memory, the ranks that run other micro-batches through the same layers; None if none do.
     """
 
     def __init__(self, modules: Sequence[nn.Module], channel: LocalChannel | None = None) -> None:

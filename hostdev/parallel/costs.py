@@ -24,59 +24,35 @@ _PASSES = 7  # passes of Adam over the parameters: it reads four arrays and writ
 
 
 class PieceCost(NamedTuple):
-    """The cost of a piece for one micro-batch.
-
-    Attributes:
-        seconds: Forward and backward.
-        flops: Floating-point operations, forward.
-        parameters: Bytes of its parameters.
-        saved: Bytes saved for the backward pass.
-        given: Bytes of its output.
-    """
+    """The cost of a piece for one micro-batch."""
 
     name: str
-    seconds: float
-    flops: int
-    parameters: int
-    saved: int
-    given: int
+    seconds: float  # forward and backward
+    flops: int  # floating-point operations, forward
+    parameters: int  # bytes of its parameters
+    saved: int  # bytes saved for the backward pass
+    given: int  # bytes of its output
 
 
 class LayerCost(NamedTuple):
-    """The cost of a layer that can be sliced, for one micro-batch.
-
-    Attributes:
-        piece: Number of its piece.
-        share: Its share of the piece's operations.
-        parameters: Bytes of its parameters.
-        taken: Bytes of its input.
-        given: Bytes of its output.
-    """
+    """The cost of a layer that can be sliced, for one micro-batch."""
 
     name: str
-    piece: int
-    share: float
-    parameters: int
-    taken: int
-    given: int
+    piece: int  # number of its piece
+    share: float  # its share of the piece's operations
+    parameters: int  # bytes of its parameters
+    taken: int  # bytes of its input
+    given: int  # bytes of its output
 
 
 class Machine(NamedTuple):
-    """The cost of exchanges between ranks.
+    """The cost of exchanges between ranks."""
 
-    Attributes:
-        bandwidth: Bytes per second from one rank to others, while all exchange.
-        latency: Seconds of an empty exchange.
-        memory: Bytes per second read and written by additions.
-        slicing: Extra seconds of a sliced layer for one micro-batch, forward and backward, without its exchanges.
-        available: Bytes of free memory for each rank.
-    """
-
-    bandwidth: float
-    latency: float
-    memory: float
-    slicing: float
-    available: int
+    bandwidth: float  # bytes per second from one rank to others, while all exchange
+    latency: float  # seconds of an empty exchange
+    memory: float  # bytes per second read and written by additions
+    slicing: float  # extra seconds of a sliced layer for one micro-batch, forward and backward, without its exchanges
+    available: int  # bytes of free memory for each rank
 
     def exchange(self, size: float) -> float:
         """Return the seconds of an exchange of `size` bytes."""
@@ -92,17 +68,11 @@ class Machine(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """The costs of a network.
+    """The costs of a network."""
 
-    Attributes:
-        pieces: Of each piece.
-        layers: Of each layer that can be sliced.
-        inputs: Bytes of a micro-batch's inputs that one rank looks up and sends to the ranks with the other slices.
-    """
-
-    pieces: list[PieceCost]
-    layers: list[LayerCost]
-    inputs: int
+    pieces: list[PieceCost]  # of each piece
+    layers: list[LayerCost]  # of each layer that can be sliced
+    inputs: int  # bytes of a micro-batch's inputs that one rank looks up and sends to the ranks with the other slices
 
 
 def profile_of(
@@ -150,11 +120,7 @@ def of_all(ranks: World, profile: Profile) -> Profile:
 def measure_machine(ranks: World, available: int, parameters: int, *, slices: bool) -> Machine:
     """Measure exchanges between ranks while all do the same; all ranks call it.
 
-    Args:
-        ranks: The ranks of this run.
-        available: Bytes of free memory.
-        parameters: Bytes of the parameters.
-        slices: Measure sliced layers, too.
+    `available` and `parameters` are bytes of free memory and of the parameters; `slices` measures sliced layers, too.
     """
     channel, W = ranks.channel(), ranks.size
     part = _BLOCK // 4 // W

@@ -31,17 +31,11 @@ class Layout(NamedTuple):
 
 
 class ResolvedLayout(NamedTuple):
-    """A layout that fits a network.
+    """A layout that fits a network."""
 
-    Attributes:
-        pieces: Of the network; empty without stages.
-        begins: First pieces of all stages but the first.
-        strategies: Of the sliced layers.
-    """
-
-    pieces: list[Piece]
-    begins: list[str]
-    strategies: Strategies
+    pieces: list[Piece]  # of the network; empty without stages
+    begins: list[str]  # first pieces of all stages but the first
+    strategies: Strategies  # of the sliced layers
 
     def stages(self, pieces: Sequence[Piece]) -> list[list[Piece]]:
         """Return the pieces of each stage."""
@@ -53,12 +47,8 @@ def resolve_layout(
 ) -> ResolvedLayout:
     """Return a network's layout on a mesh, without computing anything; UserError if the layout does not fit.
 
-    Args:
-        network: The whole network.
-        layout: The requested layout.
-        mesh: The mesh.
-        inputs: Returns zeros in place of the network's inputs.
-        searched: A search will add strategies, so there need not be any yet.
+    `inputs` returns zeros in place of the network's inputs. If `searched`, a search will add strategies, so there need not
+    be any yet.
     """
     pieces: list[Piece] = []
     begins: list[str] = []

@@ -26,17 +26,11 @@ from hostdev.parallel.tied import Tied
 
 
 class StepResult(NamedTuple):
-    """The result of a step on this rank, before it is added up over all ranks.
+    """The result of a step on this rank, before it is added up over all ranks."""
 
-    Attributes:
-        parameters: Of this rank.
-        nodes: Sums of the micro-batches' gradients here: nodes of the tree.
-        values: Of each micro-batch; None if it has no samples or another rank reports it.
-    """
-
-    parameters: list[Tensor]
-    nodes: list[Node[Grads]]
-    values: list[Tensor | None]
+    parameters: list[Tensor]  # of this rank
+    nodes: list[Node[Grads]]  # sums of the micro-batches' gradients here: nodes of the tree
+    values: list[Tensor | None]  # of each micro-batch; None if it has no samples or another rank reports it
 
 
 class Parts:

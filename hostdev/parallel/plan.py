@@ -43,17 +43,11 @@ _ELEMENTWISE = (
 
 
 class Sliced(NamedTuple):
-    """A sliced layer.
+    """A sliced layer."""
 
-    Attributes:
-        strategy: "colwise" or "rowwise".
-        dims: The sliced dimension of each of its parameters; None if replicated.
-        joined: A colwise layer's slices are gathered at once; a rowwise layer slices its whole input.
-    """
-
-    strategy: str
-    dims: Mapping[str, int | None]
-    joined: bool
+    strategy: str  # "colwise" or "rowwise"
+    dims: Mapping[str, int | None]  # the sliced dimension of each of its parameters; None if replicated
+    joined: bool  # a colwise layer's slices are gathered at once; a rowwise layer slices its whole input
 
 
 Strategies = dict[str, Sliced]  # by layer name
@@ -64,12 +58,7 @@ def resolve_strategies(
 ) -> Strategies:
     """Return how each layer is sliced, without computing anything; UserError if the plan does not fit.
 
-    Args:
-        network: The whole network.
-        plan: Strategies by name or pattern.
-        ranks: Number of ranks along the model axis.
-        stages: The network's pieces, by stage; empty without stages.
-        inputs: Returns tensors in place of the network's inputs.
+    `stages` has the network's pieces by stage, or nothing; `inputs` returns tensors in place of the network's inputs.
     """
     wanted = {name: strategy for name, strategy in matched(network, plan).items() if strategy != "replicate"}
     modules = dict(network.named_modules())

@@ -41,7 +41,7 @@ Own = Mapping[str, tuple[Tensor, int | None]]  # a rank's tensors, and the dimen
 
 
 def save(folder: Path, name: str, own: Own, about: Mapping[str, Any], ranks: World) -> None:
-    """Write a folder; all ranks call it.
+    """Write a folder; all ranks call it. UserError on all ranks if the folder exists or cannot be written.
 
     Args:
         folder: The new folder.
@@ -49,9 +49,6 @@ def save(folder: Path, name: str, own: Own, about: Mapping[str, Any], ranks: Wor
         own: Tensors of this rank.
         about: Further content of the manifest.
         ranks: The ranks of this run.
-
-    Raises:
-        UserError: The folder exists or cannot be written; raised on all ranks.
     """
     temporary = folder.with_name(f".{folder.name}.part")
     _require_all(ranks, _make_folder(folder, temporary) if ranks.rank == 0 else "")

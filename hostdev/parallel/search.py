@@ -27,67 +27,38 @@ _NONE_SLICED = (
 
 
 class SearchOptions(NamedTuple):
-    """The constraints of a search.
+    """The constraints of a search."""
 
-    Attributes:
-        ranks: Number of ranks.
-        micro_batches: Of a step, on all ranks.
-        mesh: A fixed mesh; None searches for one.
-        begins: Fixed first pieces of the stages; None searches for them.
-        strategies: Fixed strategies by layer name.
-        interleaved: Two stages on each rank.
-        gpipe: All forward passes before all backward passes.
-        sliced: At least one layer must be sliced if the fixed mesh has an axis `model`.
-    """
-
-    ranks: int
-    micro_batches: int
-    mesh: Mesh | None = None
-    begins: Sequence[str] | None = None
-    strategies: Mapping[str, str] = {}
-    interleaved: bool = False
-    gpipe: bool = False
-    sliced: bool = False
+    ranks: int  # number of ranks
+    micro_batches: int  # of a step, on all ranks
+    mesh: Mesh | None = None  # a fixed mesh; None searches for one
+    begins: Sequence[str] | None = None  # fixed first pieces of the stages; None searches for them
+    strategies: Mapping[str, str] = {}  # fixed strategies by layer name
+    interleaved: bool = False  # two stages on each rank
+    gpipe: bool = False  # all forward passes before all backward passes
+    sliced: bool = False  # at least one layer must be sliced if the fixed mesh has an axis `model`
 
 
 class Layers(NamedTuple):
-    """The layers that can be sliced.
+    """The layers that can be sliced."""
 
-    Attributes:
-        able: Tells whether a layer can be sliced by a strategy over a number of ranks.
-        pairs: Pairs of layers of which the second consumes the first one's output elementwise.
-        stages: The network can be cut into stages.
-    """
-
-    able: Callable[[str, str, int], bool]
-    pairs: set[tuple[str, str]]
-    stages: bool
+    able: Callable[[str, str, int], bool]  # tells whether a layer can be sliced by a strategy over a number of ranks
+    pairs: set[tuple[str, str]]  # pairs of layers of which the second consumes the first one's output elementwise
+    stages: bool  # the network can be cut into stages
 
 
 class Candidate(NamedTuple):
-    """A layout and its cost by the model.
+    """A layout and its cost by the model."""
 
-    Attributes:
-        mesh: The mesh.
-        begins: First pieces of all stages but the first.
-        plan: Strategies of layers.
-        compute: Seconds of a step's computation.
-        waiting: Seconds of waiting for other stages.
-        exchange: Seconds of exchanges.
-        update: Seconds of additions and of the optimizer.
-        memory: Bytes on the fullest rank: parameters, gradients, optimizer state of two values, saved activations.
-        measured: Measured seconds of a step; None if it was not measured.
-    """
-
-    mesh: Mesh
-    begins: list[str]
-    plan: Plan
-    compute: float
-    waiting: float
-    exchange: float
-    update: float
-    memory: int
-    measured: float | None = None
+    mesh: Mesh  # the mesh
+    begins: list[str]  # first pieces of all stages but the first
+    plan: Plan  # strategies of layers
+    compute: float  # seconds of a step's computation
+    waiting: float  # seconds of waiting for other stages
+    exchange: float  # seconds of exchanges
+    update: float  # seconds of additions and of the optimizer
+    memory: int  # bytes on the fullest rank: parameters, gradients, optimizer state of two values, saved activations
+    measured: float | None = None  # measured seconds of a step; None if it was not measured
 
     @property
     def seconds(self) -> float:

@@ -18,14 +18,10 @@ def called(call: Callable[..., Any], *values: Any, **named: Any) -> Any:
 
 
 class SingleStage:
-    """A network of which each rank has all layers, or slices of them.
+    """A network of which each rank has all layers, or slices of them; arguments as in `stages.Stages`.
 
     Args:
-        network: The network.
         channel: To the ranks with the other slices.
-        device: Where it runs.
-        autocast: Dtype of autocast, or None.
-        timeline: Records forward and backward passes.
         ops: Time forward and backward passes; each calls its first argument.
         watching: Returns a context for a forward pass, from the micro-batch's number.
         aside: The last input bypasses the network.

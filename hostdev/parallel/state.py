@@ -40,15 +40,12 @@ def get_buffer_names(network: nn.Module) -> list[str]:
 
 
 class State:
-    """The state of a network of which each rank has a part.
+    """The state of a network of which each rank has a part; UserError if it has state other than tensors.
 
     Args:
         network: The whole network.
         stages: Its pieces by stage; empty without stages.
         ranks: The ranks with the parts.
-
-    Raises:
-        UserError: The network has state other than tensors.
     """
 
     def __init__(self, network: nn.Module, stages: Sequence[Sequence[Piece]], ranks: World) -> None:

@@ -44,18 +44,8 @@ def steps_of(
 ) -> list[float | None]:
     """Return the seconds of a step of each layout with Adam; None if it is not possible. All ranks call it.
 
-    The network is left unchanged; copies of it for all layouts are in memory together.
-
-    Args:
-        network: The whole network.
-        inputs: Returns zeros in place of the network's inputs.
-        ranks: The ranks of this run.
-        layouts: Mesh and layout of each trial.
-        expected: Seconds of each, the same on all ranks.
-        samples: Samples of a batch on all ranks.
-        micro_batches: Micro-batches of a step on all ranks.
-        device: Where the network runs.
-        autocast: Dtype of autocast, or None.
+    The network is left unchanged; copies of it for all layouts are in memory together. `expected` has the expected seconds
+    of each layout, the same on all ranks.
     """
     before = ranks.mesh
     kind = None if device.type == "cpu" else device.type
