@@ -12,7 +12,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 def sizes_of(counts: Sequence[Sequence[int]], dims: Sequence[Sequence[int]]) -> list[int]:
-    """Return the number of values for, or from, each rank; `counts` has each group's rows by rank, `dims` its tables' dims."""
+    """Return the number of values for each rank, from each group's rows by rank and its tables' dims."""
     widths = [sum(each) for each in dims]
     return [sum(n * width for n, width in zip(each, widths, strict=True)) for each in zip(*counts, strict=True)]
 

@@ -47,8 +47,8 @@ def resolve_layout(
 ) -> ResolvedLayout:
     """Return a network's layout on a mesh, without computing anything; UserError if the layout does not fit.
 
-    `inputs` returns zeros in place of the network's inputs. If `searched`, a search will add strategies, so there need not
-    be any yet.
+    `inputs` returns zeros in place of the network's inputs. If `searched`, a search will add strategies, so there
+    need not be any yet.
     """
     pieces: list[Piece] = []
     begins: list[str] = []

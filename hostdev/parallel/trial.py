@@ -44,8 +44,8 @@ def steps_of(
 ) -> list[float | None]:
     """Return the seconds of a step of each layout with Adam; None if it is not possible. All ranks call it.
 
-    The network is left unchanged; copies of it for all layouts are in memory together. `expected` has the expected seconds
-    of each layout, the same on all ranks.
+    The network is left unchanged; copies of it for all layouts are in memory together. `expected` has the expected
+    seconds of each layout, the same on all ranks.
     """
     before = ranks.mesh
     kind = None if device.type == "cpu" else device.type
