@@ -55,7 +55,7 @@ def test_a_store_listens_at_the_address_of_its_ranks():
 def test_what_is_not_signed_is_no_failure():
     here = place(free_port(), token="secret")
     store = rendezvous._open(here, 5)
-    ours = monitor.Watch(here, "hostdev", Calls(0, 2), lambda *_: None)
+    ours = monitor.Monitor(here, "hostdev", Calls(0, 2), lambda *_: None)
     theirs = PrefixStore("hostdev", store)
     for message in (
         "",
