@@ -12,7 +12,7 @@ from tests.distributed.processes import Processes
 
 
 class Trained:
-    """What a training has come to: the digest of its state, the bytes of its logs."""
+    """The result of a training: the digest of its state, the bytes of its logs."""
 
     def __init__(self, folder):
         summary = json.loads((folder / "summary.json").read_text())

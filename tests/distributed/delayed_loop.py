@@ -1,4 +1,4 @@
-"""A user's own loop by several processes, each of whose stages comes late at random; many small trainings.
+"""A user's own loop on several processes whose stages are delayed at random; many small trainings.
 
     python -m tests.distributed.delayed_loop FOLDER FIRST LAST [SEAM VALUE]
 
@@ -40,7 +40,7 @@ class Delays:
 
 
 def drawn(seed):
-    """Of a seed the steps, and the options that must not matter: with few samples, and often with none."""
+    """Return a seed's steps, and options that must not matter; few samples, often none."""
     noise = Random(seed)
     sizes = []
     for _ in range(noise.randint(3, 6)):
@@ -60,7 +60,7 @@ def drawn(seed):
 
 
 def alone(seed):
-    """What one process comes to, without delays, overlap or a cache."""
+    """Return the result of one process, without delays, overlap or a cache."""
     made, _ = drawn(seed)
     return own_loop.train(None, {"depth": 0}, made=made, seed=seed)
 

@@ -62,7 +62,7 @@ class Hosts:
         subprocess.run(["ip", "link", "del", self._bridge], capture_output=True, check=False)
 
     def on(self, number):
-        """What a command that runs on this host begins with."""
+        """Return the beginning of a command that runs on this host."""
         inside = ["unshare", "--uts", "--mount", "sh", "-c", _ENTER, self.names[number], str(self._folder / "hosts")]
         return ["ip", "netns", "exec", self._spaces[number], *inside]
 

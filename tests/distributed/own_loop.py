@@ -34,7 +34,7 @@ SPOILT = 3, 4  # of "not finite" the step, from 1, and the micro-batch whose gra
 
 
 def made_steps():
-    """Of each step M micro-batches: of different sizes, some without samples, and one step with one sample only."""
+    """Return each step's M micro-batches of different sizes, some empty; one step has a single sample."""
     sizes = [
         (12, 5, 0, 9, 2, 7),
         (3, 3, 3, 3, 3, 3),
@@ -74,7 +74,7 @@ def drawn_ids(batch):
 
 
 def train(ranks, options, *, spoilt=None, made=None, seed=None, saved=None):
-    """Train on all steps; what this rank's tables, the parameters and the losses have come to.
+    """Train on all steps; return this rank's tables, the parameters and the losses.
 
     options  of the runtime and of the loop, after how many steps the loop is left, and another one goes on, by what
              each micro-batch's dense gradients are multiplied before they are added up, and whether ids are drawn
@@ -160,7 +160,7 @@ class Beside:
 
 
 def misused(ranks):
-    """What is said, on this rank, where the gradients of ranks cannot do what is asked of them."""
+    """Return this rank's error message for a request that ranks cannot fulfil."""
 
     def scaled(rows, model, loss):
         scaler = torch.amp.GradScaler("cpu")

@@ -23,14 +23,14 @@ class Ended(NamedTuple):
 
 
 def free_port():
-    """A port that nobody listens at now."""
+    """Return a port without a listener."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
 
 
 class Processes:
-    """Processes whose output goes to files; those that are there at the end of the context are killed.
+    """Processes whose output goes to files; the context kills those that are left at its end.
 
     folder  for their output, and the one that they run in
     shared  a cache folder, which many may use
@@ -71,7 +71,7 @@ class Processes:
         return process
 
     def start_ranks(self, count, *arguments, port=None, **env):
-        """Start so many Python processes as a shell's loop does."""
+        """Start Python processes as a shell's loop does."""
         meeting = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port or free_port()}
         return [self.start(sys.executable, *arguments, RANK=rank, **meeting, **env) for rank in range(count)]
 
@@ -87,7 +87,7 @@ class Processes:
         self._files.clear()
 
     def _told(self):
-        """What has been printed so far, for a test that fails."""
+        """Return the output so far, for a failing test."""
         return "\n".join(
             f"{path.name}: code {process.poll()}\n{path.read_text()}"
             for process, files in zip(self.started, self._files, strict=True)
@@ -96,7 +96,7 @@ class Processes:
 
 
 def wait_until(is_so, seconds=LONGEST, told=lambda: ""):
-    """Ask again and again; fails after so many seconds."""
+    """Poll a condition; fail after a timeout."""
     deadline = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < deadline, f"not within {seconds} s; {told()}"

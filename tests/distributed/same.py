@@ -1,4 +1,4 @@
-"""What several processes' parts of a training are compared by: to the bit."""
+"""Comparison of several processes' parts of a training, to the bit."""
 
 import numpy as np
 

@@ -57,7 +57,7 @@ class Loads:
 
 
 def checkpoints(folder):
-    """Of the two that are there the first, and the folder, which means the last."""
+    """Return the first of two checkpoints, and the folder, which means the last."""
     return {"first": min(Path(folder).glob("step-*")), "last": Path(folder)}
 
 

@@ -1,4 +1,4 @@
-"""Processes that were given different data or options: all say in one line what differs, and end with 2."""
+"""Processes with different data or options: all name the difference in one line, and exit with 2."""
 
 import shutil
 
@@ -102,7 +102,7 @@ def test_every_option_is_compared_or_known_to_be_of_one_process():
 
 
 def test_data_that_is_not_there(tmp_path):
-    """It is compared, too: the first says what is wrong with it when all have met."""
+    """A broken data set is compared, too: rank 0 reports the problem after the rendezvous."""
     [value, text] = options(data=tmp_path / "none")["the data set"]
     assert value is None
     assert "is not a data set" in text

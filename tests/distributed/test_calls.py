@@ -1,4 +1,4 @@
-"""Ranks that call different things: all are told at once which rank called what, and end."""
+"""Ranks in different calls: all ranks end at once, and one line names both calls."""
 
 import re
 import time
@@ -66,7 +66,7 @@ def run(processes, what, rank=1):
 
 
 def told(done):
-    """What the watches of the processes have said: the same line, by one of them."""
+    """Return the line of the monitors, which one of the processes prints."""
     lines = [line for one in done for line in one.err.splitlines() if re.match(r"error: rank \d of 2: ", line)]
     assert len(lines) == 1, done
     return lines[0].removeprefix("error: ")
@@ -114,7 +114,7 @@ def test_all_ranks_call_sys_exit(processes):
 @pytest.mark.slow
 @pytest.mark.parametrize(("what", "words"), [("raise", "a program's own error"), ("exit3", "has called sys.exit(3)")])
 def test_one_rank_ends_in_the_body(processes, what, words):
-    """Though the loop that it leaves waits for the others, all are told its own error."""
+    """All ranks report the rank's own error, though the loop that it leaves waits for the others."""
     done, seconds = run(processes, what)
     assert told(done) == f"rank 1 of 2: {words}"
     assert (done[0].code, done[1].code) == (2, 3 if what == "exit3" else 1)
@@ -123,7 +123,7 @@ def test_one_rank_ends_in_the_body(processes, what, words):
 
 @pytest.mark.slow
 def test_one_rank_does_not_come(processes):
-    """It sleeps, and lives: so it is not said to be gone."""
+    """A rank that sleeps is alive, and is not reported as gone."""
     done, _ = run(processes, "sleep")
     assert told(done).startswith(f"rank 0 of 2: waits in {NEXT} for rank 1, which is alive in ")
 

@@ -1,4 +1,4 @@
-"""Checkpoints of several processes: gone on with by any number of them, merged, cut anew, and read by one."""
+"""Checkpoints of several processes: resumed by any number of them, merged, resharded, and read by one."""
 
 import pickle
 import random
@@ -93,7 +93,7 @@ def test_saved_by_any_number_and_gone_on_with_by_any_other(alone, processes, sma
 
 @pytest.mark.slow
 def test_saved_after_minutes(alone, processes, small_data, tmp_path):
-    """The first process says when; all save the same step."""
+    """Rank 0 decides when; all save the same step."""
     folder = tmp_path / "run"
     minutes = ("--checkpoint-minutes", 0.0005, "--keep-checkpoints", 20)
     processes.start_ranks(3, *TRAIN, *flags_of(small_data, folder, *SMALL, *minutes, "--max-steps", 14))
@@ -110,7 +110,7 @@ def test_saved_after_minutes(alone, processes, small_data, tmp_path):
 
 @pytest.mark.slow
 def test_saved_in_a_loop_of_ones_own(processes, tmp_path):
-    """By two processes and by one, in the middle of their loops; gone on with by two and by one."""
+    """Saved by two processes and by one, in the middle of their loops; resumed by two and by one."""
     options = {"depth": 2}
     wanted = own_loop.train(None, options, saved=saved_loop.Saves(tmp_path / "alone"))
     assert_same([wanted], own_loop.train(None, options))
@@ -127,7 +127,7 @@ def test_saved_in_a_loop_of_ones_own(processes, tmp_path):
 
 
 class Advance:
-    """Tells whether a run that starts anew has come so many steps further than its newest checkpoint, or has ended."""
+    """Tell whether a restarted run is several steps past its newest checkpoint, or has ended."""
 
     def __init__(self, folder, steps):
         self.log = folder / "loss.log"
@@ -149,7 +149,7 @@ class Advance:
 
 @pytest.mark.slow
 def test_each_is_killed_at_ten_moments(alone, processes, small_data, tmp_path):
-    """While they start and meet, at a step, while they save; then the run comes to its end."""
+    """Killed during start, rendezvous, a step and a save; then the run finishes."""
     folder, seed = tmp_path / "run", random.randrange(10**6)
     print("seed", seed)
     noise = random.Random(seed)
@@ -177,7 +177,7 @@ def test_each_is_killed_at_ten_moments(alone, processes, small_data, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_killed_at_random_moments_and_started_again(alone, processes, small_data, tmp_path, world):
-    """Five times one is killed, also while it starts, meets the others, or saves; then the run comes to its end."""
+    """Killed five times, also during start, rendezvous and saves; then the run finishes."""
     folder, noise = tmp_path / "run", random.Random(world)
     flags = flags_of(small_data, folder, *SMALL, *SAVED, "--cache-rows", "10%")
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""Many small trainings of two and three processes in which every stage comes late at random: the bits of one."""
+"""Many small trainings of two and three processes with stages delayed at random: the bits of one process."""
 
 import pickle
 
@@ -13,12 +13,12 @@ WRONG_SEEDS = 12
 
 @pytest.fixture(scope="module")
 def alone():
-    """What one process comes to, by seed."""
+    """Return the results of one process by seed."""
     return {seed: delayed_loop.alone(seed) for seed in range(SEEDS)}
 
 
 def run(processes, count, seeds, *seam):
-    """What all ranks come to, by seed and depth."""
+    """Return the results of all ranks by seed and depth."""
     processes.start_ranks(count, "-m", "tests.distributed.delayed_loop", processes.folder, 0, seeds, *seam)
     for process in processes.ended():
         assert process.code == 0, process
@@ -39,7 +39,7 @@ def test_delays_change_nothing(processes, alone, count):
 @pytest.mark.slow
 @pytest.mark.parametrize(("seam", "value"), [("broken", "[0, 1, 2, 3]"), ("staleness", "1")])
 def test_a_runtime_that_does_not_wait_is_found(processes, alone, seam, value):
-    """These trainings see whether rows come that an unfinished batch is going to write."""
+    """These trainings notice rows that are read before an unfinished batch writes them."""
     differ = 0
     for (seed, _), parts in run(processes, 2, WRONG_SEEDS, seam, value).items():
         try:

@@ -1,4 +1,4 @@
-"""Ranks whose dense layers are on accelerators, simulated ones: the bits of one process on the CPU."""
+"""Ranks with dense layers on simulated accelerators: the bits of one process on the CPU."""
 
 import json
 
@@ -11,7 +11,7 @@ SMALL = ("--emb-dim", 4)
 
 
 def trained(processes, schedule, data, *more, count=2):
-    """Train with a device each; what rank 0 has come to, and the summary's part about ranks."""
+    """Train with a device for each rank; return rank 0's result, and the summary's part about ranks."""
     folder = processes.folder / "run"
     flags = flags_of(data, folder, "--device", "standin", *SMALL, *more)
     processes.start_ranks(count, "-m", "tests.distributed.on_device", schedule, *flags)

@@ -1,4 +1,4 @@
-"""A process of several that is killed, interrupted, or fails: all end soon, and one line says which it was and why."""
+"""A process that is killed, interrupted, or fails: all end soon, and one line names the rank and the cause."""
 
 import os
 import re
@@ -37,7 +37,7 @@ def ended_soon(processes, since):
 
 
 def one_line(err):
-    """The one line about a rank; torch and its threads may say more."""
+    """Return the only line about a rank; torch and its threads may print more."""
     [line] = [line for line in err.splitlines() if re.search(r"rank \d+ of 2", line)]
     return line
 
@@ -58,7 +58,7 @@ def test_a_process_that_is_killed(processes, small_data):
 
 
 def test_a_spawned_process_that_is_killed(processes, small_data):
-    """Rank 0, so that another one says it; and the command that has started them ends, too."""
+    """Rank 0 is killed, so another rank reports it; the command that has started them ends, too."""
     folder = processes.folder / "run"
     parent = processes.start(sys.executable, *TRAIN, *flags_of(small_data, folder, *MANY, "--spawn", 2))
     begun(processes, folder)
@@ -91,7 +91,7 @@ def test_one_process_is_interrupted(processes, small_data, rank):
 
 @pytest.mark.slow
 def test_a_shard_that_is_damaged_on_one_host(processes, own_data):
-    """The rank that reads it says what is wrong in its log, and the first one says which rank it was and what."""
+    """The rank that reads the shard logs the cause, and rank 0 prints the rank and the cause."""
     folder, port = processes.folder / "run", free_port()
     shutil.copytree(own_data, processes.folder / "whole")
     rewrite(own_data, lambda table: table.slice(0, len(table) - 1))
@@ -135,7 +135,7 @@ assert "pt_gloo_runloop\\n" not in names, names
 
 
 def test_no_thread_exchanges_anything_after_leaving(processes):
-    """One that let go of its tensors when Python ends would abort the process."""
+    """A thread that releases tensors while Python exits would abort the process."""
     processes.start_ranks(2, "-c", LEAVING)
     for done in processes.ended():
         assert done.code == 0, done

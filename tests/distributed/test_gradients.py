@@ -1,4 +1,4 @@
-"""Gradients that ranks give to the owners of rows: those of some rows first come to what all at once come to."""
+"""Gradients sent to the rows' owners: some rows first gives the same sums as all at once."""
 
 import numpy as np
 import pytest

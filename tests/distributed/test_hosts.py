@@ -31,7 +31,7 @@ def example(processes, hosts, number, name, *flags, **more):
 
 
 def rank_table(processes, hosts, each):
-    """A rank table of these hosts, with so many processes on each."""
+    """Return a rank table of these hosts, with as many processes on each."""
     servers = [
         {
             "server_id": address,
@@ -59,7 +59,7 @@ def by_torchrun(processes, hosts, flags, each):
 
 
 def by_rank_table(processes, hosts, flags, each):
-    """The second host comes some seconds after the first."""
+    """The second host starts some seconds after the first."""
     path = rank_table(processes, hosts, each)
     for number in (0, 1):
         example(processes, hosts, number, "rank_table.sh", *flags, RANK_TABLE=path)
@@ -164,7 +164,7 @@ def test_two_hosts_do_not_disturb_each_other(alone, processes, hosts, small_data
 
 @pytest.mark.parametrize("gone", [0, 1])
 def test_a_host_whose_network_is_cut(processes, hosts, small_data, gone):
-    """Neither host hears of the other any more: each says so, and ends."""
+    """The hosts lose their connection: each reports it, and ends."""
     folder = processes.folder / "run"
     meeting = {"WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": hosts.addresses[0]}
     flags = flags_of(small_data, folder, *MANY)

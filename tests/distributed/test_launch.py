@@ -1,4 +1,4 @@
-"""python -m hostdev.launch: the processes of a rank table, what becomes of them, and options that make no sense."""
+"""python -m hostdev.launch: the processes of a rank table, their exit codes, and invalid options."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""How batches are cut into micro-batches and parts, and the order in which what comes of them is added."""
+"""How batches are cut into micro-batches and parts, and the order in which their gradients are added."""
 
 from itertools import pairwise
 
@@ -24,7 +24,7 @@ def added(left, right):
 
 
 def by_levels(values):
-    """The tree, level by level: neighbours are added, and one that is left over goes up."""
+    """The tree, level by level: neighbours are added, and a leftover moves up."""
     while len(values) > 1:
         pairs = [(values[i], values[i + 1] if i + 1 < len(values) else None) for i in range(0, len(values), 2)]
         values = [added(a, b) if a and b else a or b for a, b in pairs]
@@ -32,7 +32,7 @@ def by_levels(values):
 
 
 def in_parts(values, edges):
-    """The sum, where each part is added by somebody else as far as it goes."""
+    """Return the sum, with each part's nodes added first."""
     whole = TreeSum(added)
     for start, stop in pairwise(edges):
         part = TreeSum(added)
@@ -48,7 +48,7 @@ some = st.lists(st.booleans(), min_size=1, max_size=70)
 
 
 def named(present):
-    """A name for each micro-batch, None for those that come to nothing."""
+    """Name each micro-batch; None for those without a gradient."""
     return [f"g{number}" if here else None for number, here in enumerate(present)]
 
 

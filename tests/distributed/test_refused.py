@@ -1,4 +1,4 @@
-"""Options that do not go together with several processes, or only with them: a line that says what would."""
+"""Options that contradict several processes, or need them: a line says what to use instead."""
 
 import socket
 
@@ -37,7 +37,7 @@ def refused(in_process, small_data):
 
 @pytest.fixture
 def as_one_of(monkeypatch):
-    """Let a launcher have started this process as rank 0 of so many."""
+    """Set the environment of a launcher that has started this process as rank 0."""
 
     def be(ranks):
         where = {"RANK": 0, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
@@ -169,7 +169,7 @@ def test_a_port_that_is_taken():
 
 
 def test_ranks_with_different_numbers_of_steps():
-    """All are told, at the first step that some do not take."""
+    """All ranks raise it at the first step that some do not take."""
 
     def work(ranks):
         exchange = Exchange(ranks, [50, 20], [[4], [1, 2]])
@@ -194,7 +194,7 @@ def test_memory_for_the_part_of_a_table(monkeypatch):
 
 
 def test_a_rank_that_asks_for_rows_beyond_the_part():
-    """As where its tables are larger: kernels of the owner would read what is not there."""
+    """Rows beyond the owner's part, as of a larger table, would make its kernels read out of bounds."""
 
     def work(ranks):
         exchange = Exchange(ranks, [50, 400 if ranks.rank == 1 else 20], [[4], [1, 2]])

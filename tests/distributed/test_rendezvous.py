@@ -1,4 +1,4 @@
-"""Processes that do not find together: each says in one line what is wrong, and ends with 2."""
+"""A failed rendezvous: each process names the problem in one line, and exits with 2."""
 
 import re
 import sys
@@ -18,7 +18,7 @@ CHECK = ("-m", "hostdev.launch", "--check")
 
 
 def refused(processes):
-    """Wait for all, which must fail with a line each; these. Torch's store may warn of a connection beside it."""
+    """Wait for all processes, which must fail; return their error lines. torch's store may print warnings, too."""
     lines = []
     for process in processes.ended():
         assert process.code == 2, process

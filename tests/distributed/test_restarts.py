@@ -16,7 +16,7 @@ FLAGS = ("--emb-dim", 4, "--max-steps", 40, "--epochs", 3, "--checkpoint-every",
 
 
 def kill(parent, rank, but=()):
-    """Kill the process that torchrun has started as this rank; return its number, which is none of `but`."""
+    """Kill the process that torchrun has started as this rank; return its pid, which must not be in `but`."""
 
     def found():
         for child in psutil.Process(parent.pid).children(recursive=True):

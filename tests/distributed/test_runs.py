@@ -1,4 +1,4 @@
-"""Whole trainings of several processes come to the bits of one, however they were started."""
+"""Whole trainings of several processes, started in any way, have the bits of one process."""
 
 import os
 import shutil
@@ -51,7 +51,7 @@ def by_rank_table(processes, flags):
 
 
 def trained(processes, start, data, *more, M=6):
-    """Train by several processes, which must succeed; what rank 0 and then rank 1 have come to."""
+    """Train on several processes, which must succeed; return the results of rank 0 and rank 1."""
     folder = processes.folder / "run"
     start(processes, flags_of(data, folder, *more, M=M))
     for process in processes.ended():

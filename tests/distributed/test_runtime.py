@@ -1,4 +1,4 @@
-"""A user's own loop over micro-batches, by one process and by two: the same bits; and what goes wrong, in words."""
+"""A user's own loop over micro-batches on one process and on two: the same bits; and its error messages."""
 
 import pickle
 
@@ -16,7 +16,7 @@ from tests.runtime.cases import Case, batches_of, differing, ids
 
 @pytest.fixture(scope="module")
 def alone():
-    """What one process comes to, without overlap or a cache."""
+    """Return the result of one process, without overlap or a cache."""
     return own_loop.train(None, own_loop.CHOICES["serial"])
 
 
@@ -36,12 +36,12 @@ def test_one_process_with_and_without_overlap_and_a_cache(alone, choice):
 
 @pytest.fixture(scope="module")
 def spoilt():
-    """What one process comes to, where the gradients of a micro-batch are not finite."""
+    """Return the result of one process with non-finite gradients in a micro-batch."""
     return own_loop.train(None, own_loop.CHOICES["overlapped"], spoilt=own_loop.SPOILT)
 
 
 def test_gradients_that_are_not_finite(alone, spoilt):
-    """Nothing of that step, nor of later ones, comes to the tables."""
+    """Neither that step nor a later one changes the tables."""
     step, _ = own_loop.SPOILT
     assert spoilt["wrong"].startswith(f"step {step}: a gradient of the rows of 'users', ")
     assert spoilt["losses"][: step - 1] == alone["losses"][: step - 1]
@@ -95,7 +95,7 @@ def step(case, label, rows, weight=0.5):
 
 
 def test_sums_of_micro_batches_are_those_of_the_tree():
-    """Of the dense side, where autograd says what each is; to the bit."""
+    """The dense gradients that autograd computes, to the bit."""
     case = Case(options={"depth": 0})
     each, values = [], []
     for label, rows in case.loop(batches_of(3), micro_batches=3):
@@ -175,7 +175,7 @@ def test_without_micro_batches_reduce_changes_nothing():
 
 
 def test_the_unique_rows_of_a_micro_batch():
-    """Those that it uses itself, in the order in which they come."""
+    """Each micro-batch's own rows, in order of occurrence."""
     case = Case(options={"depth": 0})
     batches = batches_of(2)
     for batch, rows in case.runtime.train(batches, ids=ids, micro_batches=2):
@@ -273,7 +273,7 @@ def test_wrong_numbers(options, words):
 
 
 class Second:
-    """Ranks of which this is the second, as far as a runtime asks before it meets them."""
+    """Return ranks of which this is the second, as far as a runtime asks before it meets them."""
 
     def part(self):
         return 1, 2

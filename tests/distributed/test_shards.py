@@ -17,7 +17,7 @@ LARGE = 10**10
 
 
 def check_partition(ids, rows, ranks):
-    """Each id lies where its position says, those of a rank in the order of the ids."""
+    """Each id lies at its position; a rank's ids are in ascending order."""
     local, places, counts = partition(ids, rows, ranks)
     assert (local.dtype, places.dtype, counts.dtype) == (ids.dtype, np.int32, np.int64)
     multiplier, expected = multiplier_of(rows), []

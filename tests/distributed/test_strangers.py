@@ -1,4 +1,4 @@
-"""What listens for a run, and what others can do there: nothing from another host, and nothing without the token."""
+"""Listeners of a run, and what strangers can do there: nothing from another host, and nothing without the token."""
 
 import socket
 import sys
@@ -28,7 +28,7 @@ def place(port, rank=0, **more):
 
 @pytest.fixture
 def silent():
-    """A port at which a program listens that says nothing."""
+    """Return a port whose listener stays silent."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -77,7 +77,7 @@ def test_what_is_not_signed_is_no_failure():
 
 
 def listening(parent):
-    """What a process and those that it has started listen at."""
+    """Return the listening addresses of a process and its children."""
     found = []
     for process in [parent, *parent.children(recursive=True)]:
         try:

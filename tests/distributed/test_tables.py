@@ -9,7 +9,7 @@ from tests.distributed.same import assert_same
 
 
 def joined(parts):
-    """What all ranks have seen of each table after each step, by id."""
+    """Return the rows of each table that all ranks saw after each step, by id."""
     found = {}
     for part in parts:
         for step, name, steps, ids, weights, looked_up in part["seen"]:

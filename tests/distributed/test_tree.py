@@ -17,7 +17,7 @@ def plus(left, right):
 
 
 def numbers(rng, *shape):
-    """Of all magnitudes, 0 and -0 among them: another order has other bits."""
+    """Draw values of all magnitudes, 0 and -0 among them: another order has other bits."""
     values = (rng.standard_normal(shape) * 10.0 ** rng.integers(-4, 5, shape)).astype(np.float32)
     values[rng.random(shape) < 0.15] = -0.0
     values[rng.random(shape) < 0.05] = 0.0
@@ -31,7 +31,7 @@ def same(got, wanted):
 
 
 def run(nodes, uses, values, rows, dim):
-    """What the kernel comes to.
+    """Return the kernel's result.
 
     nodes   of each rank (start, size)
     uses    of each rank the rows that it uses, each once
@@ -95,7 +95,7 @@ def test_the_kernel_adds_in_the_order_of_the_tree(ranks, each, rows, dim, share,
 @settings(deadline=None)
 @given(**shapes)
 def test_ranks_come_to_what_one_process_does(ranks, each, rows, dim, share, seed, threads):
-    """Of a micro-batch without a use of a row that its rank has, there are zeros, as autograd gives them."""
+    """A micro-batch that does not use a row of its rank contributes zeros, as in autograd."""
     set_host_threads(threads)
     rng = np.random.default_rng(seed)
     M = ranks * each

@@ -1,4 +1,4 @@
-"""One of the processes of `test_stages`: stages of a network without tables, beside all of it here."""
+"""One of the processes of `test_stages`: stages of a network without tables, compared to the whole network."""
 
 import hostdev.core.environment  # isort: skip  # noqa: F401  (before torch)
 

@@ -104,7 +104,7 @@ def require_near(found, expected, tolerance):
 
 @pytest.fixture(scope="session")
 def one(tmp_path_factory, cache_folder, images):
-    """What one process comes to."""
+    """Return the result of one process."""
     found = {}
 
     def run(network, kind, *options):

@@ -28,7 +28,7 @@ LOOP = ("-m", "tests.parallel.network_loop")
 
 @pytest.fixture(scope="module")
 def alone():
-    """What one process comes to in cases."""
+    """Return the results of one process by case."""
     found = {}
 
     def run(*cases):
@@ -161,7 +161,7 @@ def test_any_mesh_goes_on_from_what_was_saved(processes, tmp_path, world):
 
 
 def test_slots_of_a_slice_are_as_if_they_had_been_made_here():
-    """An optimizer goes another way over a view of the whole slots, and the bits after loading would be others."""
+    """Optimizers take another path over a view of the whole state, and the bits after loading would differ."""
 
     wide, narrow = nn.Linear(66, 33, bias=False), nn.Linear(33, 33, bias=False)
     sliced(narrow.weight, 1)
@@ -180,7 +180,7 @@ def test_slots_of_a_slice_are_as_if_they_had_been_made_here():
 
 @pytest.mark.slow
 def test_a_file_that_one_rank_alone_reads_is_damaged(processes, tmp_path):
-    """All ranks raise the same, so that one that goes on in spite of it does not leave the others waiting."""
+    """All ranks raise the same error, so that none that continues leaves the others waiting."""
     gone_on(processes, 2, "pipe=2", tmp_path / "none")
     file = tmp_path / "parts" / "rank1.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
@@ -408,7 +408,7 @@ def test_a_state_of_another_optimizer_is_named(tmp_path):
 
 
 def test_the_sum_of_losses():
-    """Where the sum is wanted each micro-batch's mean counts whole."""
+    """With sums, each micro-batch's mean has weight 1."""
     torch.manual_seed(0)
     network, values = nn.Sequential(nn.Linear(4, 4)), torch.randn(10, 4)
     one = Network(network, (values,), micro_batches=4, gradients="sum")

@@ -1,4 +1,4 @@
-"""A saved network whose manifest names files elsewhere, or is no manifest, is refused in a line."""
+"""A saved network with an invalid manifest, or one that names files elsewhere, is refused in a line."""
 
 import json
 

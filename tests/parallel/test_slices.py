@@ -90,7 +90,7 @@ def test_slices_and_stages_at_once(processes, alone, small_data):
 
 @pytest.mark.slow
 def test_any_mesh_goes_on_from_slices(processes, small_data):
-    """Killed and gone on with slices: the bits of slices; on one process, stages or samples: all the same."""
+    """Killed and resumed with slices: the bits of slices; on one process, stages or samples: equal bits."""
     saves = ("--checkpoint-every", 2, "--checkpoint-dir", processes.folder / "saved")
     whole = trained(processes, small_data, 2, *OWN, *SLICES, name="whole")
     trained(processes, small_data, 2, *OWN, *SLICES, *saves, "--max-steps", 4, name="half")
@@ -121,7 +121,7 @@ def slow(*values):
     ],
 )
 def test_wrong_options_are_told_before_anybody_waits(processes, small_data, more, says):
-    """Of the other rank there is invalid: whoever waited would wait a minute."""
+    """Nobody listens at this rendezvous address: a process that waited there would take a minute."""
     processes.start(
         *[sys.executable, *TRAIN, *flags_of(small_data, processes.folder / "run", *more)],
         RANK=0,

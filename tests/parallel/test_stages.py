@@ -1,4 +1,4 @@
-"""Stages of a network on several ranks come to the bits of one process, in every schedule."""
+"""Stages of a network on several ranks have the bits of one process, in every schedule."""
 
 import json
 import sys
@@ -136,7 +136,7 @@ def test_one_process_goes_on_from_two_stages_and_the_other_way_round(processes, 
 
 @pytest.mark.slow
 def test_a_gradient_that_is_not_finite_on_one_stage_changes_nothing(processes, small_data):
-    """Of the last layer's weights alone: nobody else sees it."""
+    """Non-finite gradients of the last layer's weights, which only the last stage sees."""
     more = ("--emb-dim", 4, *PIPE, "--model", "tests.own_models:Overflowing")
     processes.start_ranks(2, *TRAIN, *flags_of(small_data, processes.folder / "run", *more))
     first, second = processes.ended()
