@@ -53,7 +53,7 @@ def give_gradients(
     dims = [[0 if out is None else out.shape[1] for out in each] for each in sums]
     giving = [places_of(one.counts, None if chosen is None else chosen[g].asked) for g, one in enumerate(asked)]
     taking = [_counts(one.wanted, None if chosen is None else chosen[g].wanted) for g, one in enumerate(asked)]
-    # What stays here is added up from where it is.
+    # Rows that stay here are added up in place.
     counts = [[len(at) * len(nodes[mine]) * (rank != mine) for rank, at in enumerate(each)] for each in giving]
     wanted = [[n * len(nodes[rank]) * (rank != mine) for rank, n in enumerate(each)] for each in taking]
     sizes = sizes_of(counts, dims)

@@ -186,7 +186,7 @@ class Ranks(World):
         _joined[:] = [weakref.ref(self)]
         self.mesh, self.mesh_is_given = mesh or Mesh(data=env.ranks), mesh is not None
         if self.mesh.size != env.ranks:
-            raise ValueError(f"the mesh {self.mesh} is of {self.mesh.size} ranks, and there are {env.ranks}")
+            raise ValueError(f"the mesh {self.mesh} has {self.mesh.size} ranks, but there are {env.ranks}")
         self._channels: weakref.WeakSet[Channel] = weakref.WeakSet()
         self._kept: list[Channel] = []
         self._slices: dict[Any, tuple[Channel, Any]] = {}

@@ -99,7 +99,7 @@ def _require_no_other(env: Mapping[str, str]) -> None:
         raise UserError(
             f"Slurm has started {ranks} processes without a rendezvous address: for srun's tasks, set "
             "RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID, MASTER_ADDR (the host of rank 0) "
-            "and MASTER_PORT; or RANK=0 WORLD_SIZE=1 where each is to be alone"
+            "and MASTER_PORT; or RANK=0 WORLD_SIZE=1 for independent processes"
         )
 
 

@@ -56,7 +56,7 @@ class Network:
         precision: "fp32", or "bf16" for bfloat16 arithmetic over float32 parameters.
         seed: Seed of layers that draw, such as dropout; with several micro-batches their draws are a function of the
             seed, the step and the micro-batch's number.
-        auto: Samples of a batch for which the fastest mesh and layout are searched, beside the given mesh, strategies
+        auto: Samples of a batch for which the fastest mesh and layout are searched, with the given mesh, strategies
             and cuts; `choice` says what was tried.
 
     Raises:
@@ -122,7 +122,7 @@ class Network:
             raise UserError(f"{micro_batches} micro-batches cannot be shared out equally by {shares} ranks along data")
         if micro_batches < shares * stages:
             raise UserError(
-                f"{stages} stages want at least as many micro-batches: give {shares * stages} or more, not "
+                f"{stages} stages need at least as many micro-batches: give {shares * stages} or more, not "
                 f"{micro_batches}"
             )
         for name, value, known in (

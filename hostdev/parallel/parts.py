@@ -43,7 +43,7 @@ class Parts:
         inputs: Returns zeros in place of the network's inputs.
         device: Where the part runs.
         autocast: Dtype of autocast, or None.
-        aside: One more value [], float32, passes through unchanged: the last input, returned beside the output.
+        aside: One more value [], float32, passes through unchanged: the last input, returned with the output.
         timeline: Records the micro-batches' forward and backward passes.
         ops: Time forward and backward passes; each calls its first argument.
 
@@ -121,8 +121,8 @@ class Parts:
     def _require_own_backend(self, channel: Channel, axis: str) -> None:
         if channel.device.type != self._device.type:
             raise UserError(
-                f"--mesh {self._mesh} gives values from device to device along {axis}, for which each process is to "
-                "have one of its own, and torch a backend for them; use --device cpu, or data alone"
+                f"--mesh {self._mesh} sends values between devices along {axis}: each process needs a device of its "
+                "own, and torch a backend for it; use --device cpu, or data only"
             )
 
     def _watching(self, number: int) -> AbstractContextManager[None]:

@@ -248,14 +248,14 @@ def best_cut(
 def with_extra_value(pieces: Sequence[Piece]) -> list[Piece]:
     """Return the pieces with one more value that passes unchanged from the last input to the end."""
 
-    def beside(call: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+    def append_extra(call: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
         def both(*values: Any) -> tuple[Any, ...]:
             result = call(*values[:-1])
             return (*(result if isinstance(result, tuple) else (result,)), values[-1])
 
         return both
 
-    return [piece._replace(call=beside(piece.call)) for piece in pieces]
+    return [piece._replace(call=append_extra(piece.call)) for piece in pieces]
 
 
 @contextmanager

@@ -91,7 +91,7 @@ def matched(network: nn.Module, plan: Plan) -> dict[str, str]:
         names = [pattern] if exact else [name for name in able if fnmatchcase(name, pattern)]
         if exact and pattern not in able:
             raise UserError(
-                f"--plan {pattern}={strategy}: {pattern} is of {type(modules[pattern]).__name__}; only Linear and "
+                f"--plan {pattern}={strategy}: {pattern} is a {type(modules[pattern]).__name__}; only Linear and "
                 "Embedding layers can be cut"
             )
         if not names:

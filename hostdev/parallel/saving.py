@@ -87,7 +87,7 @@ def load(folder: Path, wants: Callable[[str], bool]) -> tuple[dict[str, Tensor |
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: no saved network ({MANIFEST}: {error})") from None
     if manifest.get("version") != VERSION:
-        raise UserError(f"{folder} is of version {manifest.get('version')}, and this hostdev reads {VERSION}")
+        raise UserError(f"{folder} has version {manifest.get('version')}, but this hostdev reads {VERSION}")
     try:
         tensors = {key: [Part(*one) for one in parts] for key, parts in manifest["tensors"].items()}
         files = {part.file for key, parts in tensors.items() if wants(key) for part in parts}

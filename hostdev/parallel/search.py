@@ -261,6 +261,6 @@ def _strategies(
             less = sum(held(one) for one in own[: at + 1] if one.name in dict(sliced.plan))
             made.append((sliced.exchange - sliced.saved - less, sliced))
         if not made:
-            raise UserError(f"--plan: {layer.name} cannot be cut as it says over {T} processes")
+            raise UserError(f"--plan: {layer.name} cannot be sliced so over {T} processes")
         best.append(min(made, key=lambda one: one[0]))
     return best[-1][1]

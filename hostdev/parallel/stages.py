@@ -209,7 +209,7 @@ def _call_network(call: Callable[..., Any], *values: Any) -> Any:
 
 
 class _StageBody(nn.Module):
-    """A stage with the generator's state beside its values."""
+    """A stage with the generator's state and its values."""
 
     def __init__(
         self,

@@ -198,7 +198,7 @@ class State:
             group = {key: tuple(one) if isinstance(one, list) else one for key, one in about["optimizer"].items()}
             return self._fitting(leaves, model, optimizer, {"state": state, "param_groups": [group]}), about
         except UserError as error:
-            raise UserError(f"{folder} is of another network: {error}") from None
+            raise UserError(f"{folder} belongs to another network: {error}") from None
 
     def load(
         self,

@@ -113,7 +113,7 @@ def slow(*values):
     [
         (("--mesh", "model=2"), "has 2 processes for slices, and no layer is sliced; give --plan"),
         (("--plan", "deep.0=colwise"), "--plan has no effect without --mesh model=N"),
-        slow(("--mesh", "model=2", "--plan", "deep.1=colwise"), "deep.1 is of ReLU; only Linear and Embedding"),
+        slow(("--mesh", "model=2", "--plan", "deep.1=colwise"), "deep.1 is a ReLU; only Linear and Embedding"),
         slow(("--parallel", "none"), "--parallel none is for one process, and 2 were started"),
         slow(("--parallel", "data", "--mesh", "pipe=2"), "--parallel data is along data alone, not --mesh pipe=2"),
         (("--parallel", "auto", "--plan", "x=colwise"), "--plan x=colwise: no layer has such a name"),
