@@ -11,7 +11,7 @@ Rows = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]
 
 
-def sizes_of(counts: Sequence[Sequence[int]], dims: Sequence[Sequence[int]]) -> list[int]:
+def count_values(counts: Sequence[Sequence[int]], dims: Sequence[Sequence[int]]) -> list[int]:
     """Return the number of values for each rank, from each group's rows by rank and its tables' dims."""
     widths = [sum(each) for each in dims]
     return [sum(n * width for n, width in zip(each, widths, strict=True)) for each in zip(*counts, strict=True)]
@@ -32,7 +32,7 @@ def make_views(flat: Rows, counts: Sequence[Sequence[int]], dims: Sequence[Seque
     return views
 
 
-def places_of(counts: Sequence[int], mask: Mask | None) -> list[Any]:
+def find_positions(counts: Sequence[int], mask: Mask | None) -> list[Any]:
     """Return the ascending positions of each rank's rows among all rows: a range, or int32 of those in the mask."""
     edges = [0, *accumulate(counts)]
     if mask is None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from hostdev.distributed.agreement import format_ranks
-from hostdev.distributed.buffers import Mask, make_views, places_of, sizes_of
+from hostdev.distributed.buffers import Mask, count_values, find_positions, make_views
 from hostdev.distributed.gradients import Parts, RowSubset, give_gradients
 from hostdev.distributed.process_group import Channel, Ranks
 from hostdev.kernels.groups import unique_groups
@@ -56,7 +56,8 @@ class Incoming(NamedTuple):
 def _list_positions(counts: Sequence[int], mask: Mask | None) -> list[Places]:
     """Return `places_of` as arrays."""
     return [
-        np.arange(at.start, at.stop, dtype=np.int32) if isinstance(at, range) else at for at in places_of(counts, mask)
+        np.arange(at.start, at.stop, dtype=np.int32) if isinstance(at, range) else at
+        for at in find_positions(counts, mask)
     ]
 
 
@@ -245,7 +246,7 @@ class Exchange:
                 tasks += lookup_tasks(block[:, None], ids, out[group][table], taking[group][own])
         counts = [[0 if rank == own else len(each[rank]) for rank in range(W)] for each in giving]
         receive = [[0 if rank == own else len(each[rank]) for rank in range(W)] for each in taking]
-        sizes = sizes_of(counts, self._dims)
+        sizes = count_values(counts, self._dims)
         buffer = np.empty(sum(sizes), np.float32)
         views = make_views(buffer, counts, self._dims)
         for group, one in enumerate(asked):
@@ -255,7 +256,7 @@ class Exchange:
                     for table, block in enumerate(values[group] or ()):
                         tasks += lookup_tasks(block[:, None], ids, views[rank][group][table])
         run_tasks(tasks)
-        there = self._give(channel, buffer, sizes, sizes_of(receive, self._dims))
+        there = self._give(channel, buffer, sizes, count_values(receive, self._dims))
         views, tasks = make_views(there, receive, self._dims), []
         for group in range(len(asked)):
             for rank in range(W):

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hostdev.distributed.buffers import Mask, make_views, places_of, sizes_of
+from hostdev.distributed.buffers import Mask, count_values, find_positions, make_views
 from hostdev.distributed.process_group import Channel
 from hostdev.kernels.lookup import lookup_tasks
 from hostdev.kernels.pool import Task, run_tasks
@@ -51,12 +51,12 @@ def give_gradients(
     """
     mine = channel.rank
     dims = [[0 if out is None else out.shape[1] for out in each] for each in sums]
-    giving = [places_of(one.counts, None if chosen is None else chosen[g].asked) for g, one in enumerate(asked)]
+    giving = [find_positions(one.counts, None if chosen is None else chosen[g].asked) for g, one in enumerate(asked)]
     taking = [_counts(one.wanted, None if chosen is None else chosen[g].wanted) for g, one in enumerate(asked)]
     # Rows that stay here are added up in place.
     counts = [[len(at) * len(nodes[mine]) * (rank != mine) for rank, at in enumerate(each)] for each in giving]
     wanted = [[n * len(nodes[rank]) * (rank != mine) for rank, n in enumerate(each)] for each in taking]
-    sizes = sizes_of(counts, dims)
+    sizes = count_values(counts, dims)
     buffer = np.empty(sum(sizes), np.float32)
     views, tasks = make_views(buffer, counts, dims), list[Task]()
     own: list[list[Rows | None]] = [[None] * len(each) for each in dims]
@@ -75,7 +75,7 @@ def give_gradients(
                 for number, part in enumerate(parts):
                     tasks += _copying(part, at, out[number * len(at) : (number + 1) * len(at)])
     run_tasks(tasks)
-    received = channel.all_to_all(torch.from_numpy(buffer), sizes, sizes_of(wanted, dims)).numpy()
+    received = channel.all_to_all(torch.from_numpy(buffer), sizes, count_values(wanted, dims)).numpy()
     begins = _begins(taking, dims, [len(each) for each in nodes], mine)
     firsts = [[start for start, _ in each] for each in nodes]
     for group, one in enumerate(asked):

@@ -25,8 +25,8 @@ from hostdev.distributed.mesh import Mesh
 from hostdev.distributed.monitor import LOST_SECONDS, Monitor
 from hostdev.distributed.rank_environment import RankEnvironment
 from hostdev.distributed.rendezvous import find_interface, make_key_prefix, versions
+from hostdev.distributed.rendezvous import get_first_line as _short
 from hostdev.distributed.rendezvous import meet as _meet
-from hostdev.distributed.rendezvous import short as _short
 from hostdev.distributed.world import LocalChannel, World
 
 HOST_BACKEND = "gloo"

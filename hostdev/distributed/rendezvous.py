@@ -132,7 +132,7 @@ def find_interface(env: RankEnvironment) -> str:
     raise UserError(f"no network interface has the address {host}; set GLOO_SOCKET_IFNAME")
 
 
-def short(error: BaseException) -> str:
+def get_first_line(error: BaseException) -> str:
     """Return the first line of an error."""
     return printable(str(error).splitlines()[0]) if str(error) else type(error).__name__
 
@@ -149,7 +149,9 @@ def _open(env: RankEnvironment, seconds: float) -> Any:
         )
     except (RuntimeError, dist.DistError) as error:
         if hosts:
-            raise UserError(f"rank 0 cannot listen at {where}: {short(error)}; choose another MASTER_PORT") from None
+            raise UserError(
+                f"rank 0 cannot listen at {where}: {get_first_line(error)}; choose another MASTER_PORT"
+            ) from None
         raise UserError(
             f"rank {env.rank} of {env.ranks} cannot reach rank 0 at {where} within {seconds:g} s; is it running, "
             "and are MASTER_ADDR and MASTER_PORT right?"

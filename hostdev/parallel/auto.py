@@ -11,12 +11,12 @@ from hostdev.core.pieces import Piece
 from hostdev.device.backend import free_bytes
 from hostdev.distributed.mesh import Mesh
 from hostdev.distributed.world import World
-from hostdev.parallel.costs import Machine, Profile, measure_machine, of_all, profile_of
+from hostdev.parallel.costs import Machine, Profile, measure_machine, profile_of, take_slowest
 from hostdev.parallel.layout import Inputs, Layout
 from hostdev.parallel.pieces import get_pieces
 from hostdev.parallel.plan import cuttable, divides, get_shared_layers, get_slice_dim, matched, pairable
 from hostdev.parallel.search import Candidate, Layers, SearchOptions, candidates
-from hostdev.parallel.trial import can_be_copied, steps_of
+from hostdev.parallel.trial import can_be_copied, time_steps
 
 _SHOWN = 8
 _FINALISTS = 4  # most candidates that are measured
@@ -56,14 +56,14 @@ class LayoutChoice(NamedTuple):
             fits = "" if one.memory <= machine.available else "  (does not fit)"
             taken = "-" if one.measured is None else f"{one.measured * 1e3:.1f}"
             numbers = f"{taken:>10} " + " ".join(f"{value * 1e3:8.1f}" for value in each)
-            found.append(f"{numbers} {gib(one.memory):>10}  {described(one)}{fits}")
+            found.append(f"{numbers} {gib(one.memory):>10}  {describe_candidate(one)}{fits}")
         more = len(self.tried) - _SHOWN
         if more > 0:
             found.append(f"... and {more} slower ones")
-        return [*found, f"chosen: {described(best)}, {reason(self.tried, machine)}"]
+        return [*found, f"chosen: {describe_candidate(best)}, {reason(self.tried, machine)}"]
 
 
-def described(one: Candidate) -> str:
+def describe_candidate(one: Candidate) -> str:
     """Return a candidate as command-line options."""
     cut = f" --stage-cut {','.join(one.begins)}" if one.begins else ""
     plan = f" --plan {','.join(f'{name}={strategy}' for name, strategy in one.plan)}" if one.plan else ""
@@ -136,7 +136,7 @@ def choose(
             raise
         pieces, has_stages = [Piece("network", network, (network,))], False
     each = max(1, samples // micro_batches)
-    profile = of_all(ranks, profile_of(network, pieces, inputs, each, device, autocast, looked_up))
+    profile = take_slowest(ranks, profile_of(network, pieces, inputs, each, device, autocast, looked_up))
     strategies = matched(network, given.plan)
     modules = dict(network.named_modules())
     shared = get_shared_layers(network)
@@ -166,7 +166,7 @@ def choose(
 
     last = _pick_finalists(tried, machine)
     if len(last) > 1 and can_be_copied(network, ranks):
-        seconds = steps_of(
+        seconds = time_steps(
             network,
             inputs,
             ranks,

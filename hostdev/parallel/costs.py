@@ -108,7 +108,7 @@ def profile_of(
     return Profile(costs, layers, sum(one.nbytes for one in floats) if looked_up else 0)
 
 
-def of_all(ranks: World, profile: Profile) -> Profile:
+def take_slowest(ranks: World, profile: Profile) -> Profile:
     """Return the profile with the seconds of the slowest rank for each piece: the same on all ranks."""
     received = ranks.control.share([piece.seconds for piece in profile.pieces])
     slowest = [max(each) for each in zip(*received, strict=True)]

@@ -89,7 +89,7 @@ def _begins(pieces: Sequence[Piece], layout: Layout, pipe: int, inputs: Callable
     return list(layout.begins)
 
 
-def described(settled: ResolvedLayout, layout: Layout, mesh: Mesh) -> str:
+def describe_layout(settled: ResolvedLayout, layout: Layout, mesh: Mesh) -> str:
     """Describe a resolved layout."""
     parts = []
     if settled.begins:

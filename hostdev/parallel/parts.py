@@ -15,7 +15,7 @@ from hostdev.distributed.dense import Grads, add_lists
 from hostdev.distributed.process_group import Channel
 from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.parallel.averages import Averages, require_own_averages
-from hostdev.parallel.layout import Inputs, Layout, described, resolve_layout
+from hostdev.parallel.layout import Inputs, Layout, describe_layout, resolve_layout
 from hostdev.parallel.local_parameters import LocalParameters
 from hostdev.parallel.pieces import get_pieces, trace, with_extra_value
 from hostdev.parallel.plan import Traffic, cut_layers, get_slice_dim
@@ -70,7 +70,7 @@ class Parts:
         timeline, own = timeline or Timeline(), with_extra_value if aside else list
         like = (lambda samples: (*inputs(samples), torch.zeros((), requires_grad=True))) if aside else inputs
         found = resolve_layout(network, layout, mesh, inputs)
-        self.text = described(found, layout, mesh)
+        self.text = describe_layout(found, layout, mesh)
         require_own_averages(network)
         crossing = []
         if found.begins:

@@ -30,7 +30,7 @@ def can_be_copied(network: nn.Module, ranks: World) -> bool:
     return all(ranks.control.share(possible))
 
 
-def steps_of(
+def time_steps(
     network: nn.Module,
     inputs: Inputs,
     ranks: World,
