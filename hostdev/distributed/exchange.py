@@ -54,7 +54,7 @@ class Incoming(NamedTuple):
 
 
 def _list_positions(counts: Sequence[int], mask: Mask | None) -> list[Places]:
-    """Return `places_of` as arrays."""
+    """Return `find_positions` as arrays."""
     return [
         np.arange(at.start, at.stop, dtype=np.int32) if isinstance(at, range) else at
         for at in find_positions(counts, mask)
