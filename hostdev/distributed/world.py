@@ -1,4 +1,4 @@
-"""The processes that train together: a world of one, whose collectives return their input. `ranks` has several."""
+"""The processes that train together: a world of one, whose collectives return their input (or see `process_group`)."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -32,7 +32,7 @@ class LocalChannel:
 
 
 class World:
-    """This process, rank 0 of 1. `ranks.Ranks` overrides whatever several processes do together."""
+    """This process, rank 0 of 1. `process_group.Ranks` overrides whatever several processes do together."""
 
     rank, size = 0, 1
     mesh, mesh_is_given = Mesh(), False
