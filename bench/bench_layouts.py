@@ -20,10 +20,10 @@ from torch import nn
 
 import hostdev
 from bench.record import make_parser, record
-from hostdev.parallel.mesh import Mesh
+from hostdev.distributed.mesh import Mesh
+from hostdev.distributed.process_group import Ranks
+from hostdev.distributed.start import start_here, wait_for
 from hostdev.parallel.plan import cuttable, divides
-from hostdev.parallel.ranks import Ranks
-from hostdev.parallel.start import start_here, wait_for
 
 MOST = 1.10  # of the best one's time
 RANKS = 2
@@ -77,9 +77,9 @@ class Tried(NamedTuple):
 def all_layouts(network: nn.Sequential) -> Iterator[Tried]:
     """Yield every layout on two processes."""
     yield Tried(Mesh(data=RANKS), None, None)
-    from hostdev.parallel.pieces import pieces_of
+    from hostdev.parallel.pieces import get_pieces
 
-    for piece in pieces_of(network)[1:]:
+    for piece in get_pieces(network)[1:]:
         yield Tried(Mesh(pipe=RANKS), piece.name, None)
     layers = [(name, module) for name, module in network.named_modules() if cuttable(module)]
     ways = [

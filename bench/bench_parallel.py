@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 from bench.parallel_worker import OURS, TORCH, make_network
 from bench.record import get_versions, make_parser, record
 from bench.team import Team
-from hostdev.parallel.mesh import SCHEDULES
-from hostdev.parallel.pieces import balanced, pieces_of
-from hostdev.parallel.start import start_here
+from hostdev.distributed.mesh import SCHEDULES
+from hostdev.distributed.start import start_here
+from hostdev.parallel.pieces import balanced, get_pieces
 
 RANKS, MICRO_BATCHES = 2, 8
 EFFICIENCY, MOST_OVER_TORCH = 0.85, 1.05
@@ -75,7 +75,7 @@ def choose_stages(case: Case, costs: Sequence[tuple[str, float]], count: int) ->
     if case.network["kind"] == "layers":
         begins = [names[len(names) * number // count] for number in range(1, count)]
     else:
-        begins = balanced(pieces_of(make_network(**case.network)), seconds, count)
+        begins = balanced(get_pieces(make_network(**case.network)), seconds, count)
     edges = [0, *map(names.index, begins), len(names)]
     return begins, [sum(seconds[start:stop]) / sum(seconds) for start, stop in itertools.pairwise(edges)]
 

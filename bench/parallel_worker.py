@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_leaves
 
 import hostdev
 from bench.team import serve
+from hostdev.distributed.mesh import SCHEDULES
+from hostdev.distributed.process_group import Ranks
 from hostdev.parallel.costs import profile_of
 from hostdev.parallel.layout import like
-from hostdev.parallel.mesh import SCHEDULES
-from hostdev.parallel.pieces import cut, pieces_of
-from hostdev.parallel.ranks import Ranks
+from hostdev.parallel.pieces import cut, get_pieces
 
 NETWORKS = Path(__file__).resolve().parents[1] / "examples" / "parallel"
 OURS, TORCH = "hostdev", "torch"
@@ -95,7 +95,7 @@ class Torchs(Ours):
         from torch.distributed import pipelining  # takes seconds to load
 
         self.inputs, self.labels = make_batch(network, batch)
-        parts = cut(pieces_of(make_network(**network)), begins)
+        parts = cut(get_pieces(make_network(**network)), begins)
         numbers = range(ranks.rank, len(parts), ranks.size)
         modules = [nn.Sequential(*(piece.call for piece in parts[number])) for number in numbers]  # type: ignore
         group = dist.new_group(list(range(ranks.size)))
@@ -196,7 +196,7 @@ class Worker:
     def costs(self, network: dict[str, Any], samples: int, repeats: int) -> list[tuple[str, float]]:
         """Return a network's pieces, each with its seconds for a micro-batch, forward and backward."""
         whole = make_network(**network)
-        pieces, inputs = pieces_of(whole), like(make_batch(network, 1)[:1])
+        pieces, inputs = get_pieces(whole), like(make_batch(network, 1)[:1])
         found = [
             [piece.seconds for piece in profile_of(whole, pieces, inputs, samples, torch.device("cpu"), None, False)[0]]
             for _ in range(repeats)

@@ -26,12 +26,12 @@ from hostdev.core.optimizers import FTRL, LazyAdam
 from hostdev.data.batch import Batch
 from hostdev.data.schema import Column, Schema, Space
 from hostdev.device.staging import Staging
+from hostdev.distributed.dense import DenseGradients
+from hostdev.distributed.process_group import Ranks
+from hostdev.distributed.rank_environment import find_rank_environment
 from hostdev.host.table import HostTable
 from hostdev.kernels.pool import set_host_threads
 from hostdev.models.wide_deep.network import LAYERS, WideDeep
-from hostdev.parallel.dense import DenseGradients
-from hostdev.parallel.place import find
-from hostdev.parallel.ranks import Ranks
 from hostdev.pipeline.groups import Group
 from hostdev.pipeline.pipeline import Pipeline
 from hostdev.pipeline.results import Flight, Gradients, Request
@@ -310,7 +310,7 @@ def main() -> None:
     """Join the other ranks, and answer calls until standard input ends."""
     torch.set_num_threads(1)
     set_host_threads(1)
-    place = find()
+    place = find_rank_environment()
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[place.rank + int(os.environ[FIRST_CPU])]})
 

@@ -19,14 +19,14 @@ from .core.primitive import FusedSparseRowWiseAdagrad as FusedSparseRowWiseAdagr
 from .core.primitive import FusedSparseSGD as FusedSparseSGD
 from .core.primitive import Primitive as Primitive
 from .device.table import DeviceTable as DeviceTable
+from .distributed.process_group import ranks as ranks
+from .distributed.session import join as join
 from .host.server import ParameterServer as ParameterServer
 from .host.table import HostTable as HostTable
 from .kernels.pool import set_host_threads as set_host_threads
 from .kernels.unique import unique as unique
-from .parallel.join import join as join
 from .parallel.network import Network as Network
 from .parallel.plan import sliced as sliced
-from .parallel.ranks import ranks as ranks
 from .predict.predictor import Predictor as Predictor
 from .runtime.ema import EMA as EMA
 from .runtime.finite import NonFiniteError as NonFiniteError

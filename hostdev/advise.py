@@ -22,10 +22,10 @@ from hostdev.data.batch import Batch
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
 from hostdev.device.bus import Bus, measure
+from hostdev.distributed.rank_environment import find_rank_environment
 from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.unique import unique
 from hostdev.models.model import Model
-from hostdev.parallel.place import find
 from hostdev.runtime.spec import TableSpec
 from hostdev.train import config
 from hostdev.train.build import groups_of, ids_of, model_of
@@ -170,7 +170,7 @@ def advise_mesh(settings: TrainConfig, processes: int) -> None:
     from hostdev.train.layouts import advise_alone, advise_together
 
     settings = replace(settings, data=settings.data or lookalike.ensure()[0])
-    if find().alone:
+    if find_rank_environment().alone:
         raise SystemExit(advise_alone(settings, processes))
     advise_together(settings)
 

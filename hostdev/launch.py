@@ -1,4 +1,4 @@
-"""python -m hostdev.launch: start this host's processes of a rank table; see whether all reach each other."""
+"""python -m hostdev.launch: start this host's processes of a rank table, or check that all ranks reach each other."""
 
 if __name__ == "__main__":  # first of all, as the imports take seconds: Ctrl-C ends these, too, with one line
     from hostdev.core import cli
@@ -20,7 +20,7 @@ import psutil
 
 from hostdev.core import cli
 from hostdev.core.errors import UserError, tell_at_once
-from hostdev.parallel.place import RankTable
+from hostdev.distributed.rank_environment import RankTable
 
 PROG = "hostdev.launch"
 _CHECKED_BYTES = 8 << 20
@@ -43,11 +43,11 @@ def server_of(table: RankTable, wanted: str | None, path: Path) -> dict[str, Any
 
 
 def start(path: Path, table: RankTable, server: dict[str, Any], command: Sequence[str], folder: Path) -> int:
-    """Start the processes of a server, each with a folder and a log, and say at the end how it went; the exit code.
+    """Start a server's processes, each with a folder and a log, report failures at the end, and return the exit code.
 
-    Rank 0, where it is here, is in front: what it prints is shown, too.
+    The output of rank 0 is shown, too, if it runs on this host.
     """
-    from hostdev.parallel.start import end_with_parent, wait_for
+    from hostdev.distributed.start import die_with_parent, wait_for
 
     with_python = command[0].startswith("-") or command[0].endswith(".py")
     whole = [sys.executable, *command] if with_python else list(command)
@@ -72,9 +72,12 @@ def start(path: Path, table: RankTable, server: dict[str, Any], command: Sequenc
             log = files.enter_context((mine / "output.log").open("wb"))
             try:
                 process = subprocess.Popen(
-                    whole, env={**os.environ, **own}, stdout=subprocess.PIPE if rank == 0 else log,
-                    stderr=subprocess.STDOUT, preexec_fn=end_with_parent if sys.platform == "linux" else None,
-                )  # fmt: skip
+                    whole,
+                    env={**os.environ, **own},
+                    stdout=subprocess.PIPE if rank == 0 else log,
+                    stderr=subprocess.STDOUT,
+                    preexec_fn=die_with_parent if sys.platform == "linux" else None,
+                )
             except OSError as error:
                 raise UserError(f"{whole[0]} cannot be started: {error.strerror}") from None
             processes.append(process)
@@ -98,7 +101,7 @@ def start(path: Path, table: RankTable, server: dict[str, Any], command: Sequenc
 
 
 def _show(output: Any, log: IO[bytes]) -> None:
-    """Write what a process prints to its log and here."""
+    """Copy a process's output to its log and to stdout."""
     for line in output:
         log.write(line)
         log.flush()
@@ -107,10 +110,10 @@ def _show(output: Any, log: IO[bytes]) -> None:
 
 
 def check() -> int:
-    """Meet the other processes, give each some MiB, and say who they are and how long it took."""
-    from hostdev.parallel.place import find
+    """Meet the other processes, send each some MiB, and print who they are and how long it took."""
+    from hostdev.distributed.rank_environment import find_rank_environment
 
-    place = find()
+    place = find_rank_environment()
     if place.alone:
         raise UserError("there is one process only; start --check by torchrun, mpirun or --rank-table FILE --check")
     import hostdev.core.environment  # isort: skip  # noqa: F401  (before torch)
@@ -118,7 +121,7 @@ def check() -> int:
     import numpy as np
     import torch
 
-    from hostdev.parallel.ranks import Ranks
+    from hostdev.distributed.process_group import Ranks
 
     def fault(rank: int, why: str) -> None:
         tell_at_once(f"{PROG}: error: rank {rank} of {place.ranks}: {why}")

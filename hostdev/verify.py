@@ -25,15 +25,15 @@ from hostdev.data.batch import Batch
 from hostdev.data.schema import Schema
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
+from hostdev.distributed.mesh import Mesh
+from hostdev.distributed.process_group import Ranks
 from hostdev.kernels.buffers import identity
 from hostdev.kernels.fingerprint import hash_rows
 from hostdev.kernels.pool import host_threads, set_host_threads
 from hostdev.models.model import Model
-from hostdev.parallel.layout import Layout, settle
-from hostdev.parallel.mesh import Mesh
+from hostdev.parallel.layout import Layout, resolve_layout
 from hostdev.parallel.plan import divides, pairable
 from hostdev.parallel.plan_text import STRATEGIES
-from hostdev.parallel.ranks import Ranks
 from hostdev.parallel.state import DenseState
 from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.runtime.digest import dense_arrays
@@ -309,7 +309,7 @@ def layout_on(mesh: Mesh, layout: Layout, model: Model, sample: Batch) -> Layout
                 plan = [*plan, *zip(pair, STRATEGIES, strict=False)]
     mine = Layout(layout.schedule, layout.begins if mesh.pipe > 1 else None, plan if mesh.model > 1 else ())
     if mesh.size > mesh.data:
-        settle(model, mine, mesh, inputs)
+        resolve_layout(model, mine, mesh, inputs)
     return mine
 
 

@@ -22,11 +22,11 @@ from hostdev.data import lookalike, manifest
 from hostdev.data.batch import Batch
 from hostdev.data.schema import Schema
 from hostdev.data.shards import ShardReader
-from hostdev.parallel.join import join
+from hostdev.distributed.mesh import Mesh
+from hostdev.distributed.process_group import Ranks
+from hostdev.distributed.session import join
+from hostdev.distributed.start import start_here, wait_for
 from hostdev.parallel.layout import Layout
-from hostdev.parallel.mesh import Mesh
-from hostdev.parallel.ranks import Ranks
-from hostdev.parallel.start import start_here, wait_for
 from hostdev.train.build import device_of
 from hostdev.train.config import TrainConfig, to_flags
 from hostdev.verify import Mode, Record, batches_of, compare, size_of, train

@@ -16,6 +16,7 @@ from hostdev.core import cli
 from hostdev.core.errors import tell_at_once
 from hostdev.data import manifest
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
+from hostdev.distributed.world import ALONE_WORLD
 from hostdev.parallel import saving
 
 ODD = Path(os.fsdecode(b"caf\xe9"))  # in Latin-1
@@ -85,11 +86,11 @@ def test_a_runtime_is_saved(odd):
 def test_a_network_in_parts_is_not(odd):
     """Safetensors would write the file, and not read it again."""
     with pytest.raises(UserError, match="the name is not UTF-8"):
-        saving.save(odd / "network", "a.safetensors", {"w": (torch.ones(3), None)}, {}, None)
+        saving.save(odd / "network", "a.safetensors", {"w": (torch.ones(3), None)}, {}, ALONE_WORLD)
 
 
 def test_a_network_in_parts_that_was_moved_there(odd):
-    saving.save(Path("network"), "a.safetensors", {"w": (torch.ones(3), None)}, {}, None)
+    saving.save(Path("network"), "a.safetensors", {"w": (torch.ones(3), None)}, {}, ALONE_WORLD)
     Path("network").rename(odd / "network")
     with pytest.raises(UserError, match="the name is not UTF-8, and safetensors reads no such file; rename"):
         saving.load(odd / "network", lambda name: True)

@@ -103,6 +103,8 @@ def test_a_module_has_one_name(tmp_path):
         ("hostdev.host", ("torch", "hostdev.device", "hostdev.data", "hostdev.models", "pyarrow")),
         ("hostdev.device", ("hostdev.host", "hostdev.data", "hostdev.models", "hostdev.cache", "pyarrow", *UPPER)),
         ("hostdev.cache", ("hostdev.host", "hostdev.data", "hostdev.models", "pyarrow", *UPPER)),
+        ("hostdev.distributed", ("hostdev.parallel", "hostdev.data", "hostdev.models", "pyarrow", *UPPER)),
+        ("hostdev.parallel", ("hostdev.data", "hostdev.models", "pyarrow", *UPPER)),
         ("hostdev.pipeline", ("hostdev.data", "hostdev.models", "hostdev.runtime", "hostdev.train", "pyarrow")),
         ("hostdev.runtime", ("hostdev.data", "hostdev.models", "hostdev.train", "pyarrow")),
         (

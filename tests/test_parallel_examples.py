@@ -11,7 +11,7 @@ from torch import nn
 
 from hostdev.core import cli
 from hostdev.core.errors import UserError
-from hostdev.parallel.pieces import pieces_of
+from hostdev.parallel.pieces import get_pieces
 from tests.conftest import ROOT
 
 with pytest.MonkeyPatch.context() as patch:  # as in a script beside them
@@ -350,7 +350,7 @@ class TestNetworks:
         network = networks.resnet50(4)
         layers = [f"layer{layer}.{block}" for layer, count in enumerate((3, 4, 6, 3), 1) for block in range(count)]
         head = ["head.conv", "head.bn", "head.relu", "head.pool"]
-        assert [piece.name for piece in pieces_of(network)] == [*head, *layers, "pool", "flatten", "fc"]
+        assert [piece.name for piece in get_pieces(network)] == [*head, *layers, "pool", "flatten", "fc"]
         assert not any(one.inplace for one in network.modules() if isinstance(one, nn.ReLU))
 
     @pytest.mark.parametrize(("small", "sides"), [(False, (32, 16, 16, 8, 4, 2)), (True, (64, 64, 64, 32, 16, 8))])
@@ -389,7 +389,7 @@ class TestNetworks:
     def test_mnist_net(self):
         torch.manual_seed(0)
         network = networks.mnist_net()
-        assert [piece.name for piece in pieces_of(network)] == ["flatten", "dense1", "relu1"]
+        assert [piece.name for piece in get_pieces(network)] == ["flatten", "dense1", "relu1"]
         assert network.dense1.weight.shape == (10, 784)
         assert network.dense1.weight.std().item() == pytest.approx(0.01, rel=0.05)
         assert not network.dense1.bias.any()
@@ -401,7 +401,7 @@ class TestNetworks:
         torch.manual_seed(0)
         network = networks.mnist_net((300, 200), pixels=64, bias=1.0)
         names = ["flatten", "dense1", "relu1", "dense2", "relu2", "dense3", "relu3"]
-        assert [piece.name for piece in pieces_of(network)] == names
+        assert [piece.name for piece in get_pieces(network)] == names
         layers = [network.dense1, network.dense2, network.dense3]
         assert [tuple(one.weight.shape) for one in layers] == [(300, 64), (200, 300), (10, 200)]
         stds = [(2 / 64) ** 0.5, (2 / 300) ** 0.5, 0.01]

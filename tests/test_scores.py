@@ -16,7 +16,7 @@ from hostdev.train.scores import Scores
 from hostdev.train.together import Together
 from tests import naive
 from tests.conftest import environment
-from tests.parallel.threads import with_ranks
+from tests.distributed.threads import with_ranks
 
 SPECIAL = np.array([np.inf, -np.inf, 0.0, -0.0, 1e-45, -1e-45, 3.4e38, -3.4e38, 1, np.nextafter(np.float32(1), 0)], "f")
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import hostdev
 from hostdev.core import cli
-from hostdev.parallel.mesh import SCHEDULES
+from hostdev.distributed.mesh import SCHEDULES
 from hostdev.runtime.digest import state_sha256
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -80,9 +80,9 @@ def mesh_of(options: Any, world: int) -> str | None:
 
 def train(options: Any) -> None:
     """Train, and print the losses, the accuracy and the digest of what was learned."""
-    from hostdev.parallel.place import find
+    from hostdev.distributed.rank_environment import find_rank_environment
 
-    with hostdev.join(mesh_of(options, find().ranks), timeout=options.timeout) as ranks:
+    with hostdev.join(mesh_of(options, find_rank_environment().ranks), timeout=options.timeout) as ranks:
         say = print if ranks is None or ranks.rank == 0 else (lambda *_, **__: None)
         torch.set_num_threads(options.threads)
         task = task_of(options)

@@ -54,7 +54,7 @@ class Source(Protocol):
 
 
 class Channel(Protocol):
-    """A channel between processes that write a checkpoint together; `parallel.ranks.Channel` is one."""
+    """What processes tell one another of a checkpoint that they write together; `distributed.Channel` is one."""
 
     rank: int
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from hostdev.core import cli
 from hostdev.core.errors import UserError
+from hostdev.distributed.rank_environment import read_table
 from hostdev.launch import PROG, check, server_of, start
-from hostdev.parallel.place import read_table
 
 
 def parser(prog: str = PROG) -> cli.Parser:

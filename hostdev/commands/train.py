@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hostdev.core import cli
 from hostdev.core.errors import UserError
-from hostdev.parallel.place import speaks_for_host
+from hostdev.distributed.rank_environment import speaks_for_host
 from hostdev.train import config
 
 PROG = "hostdev.train"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.core.launched import alone
-from hostdev.parallel.mesh import SCHEDULES, Mesh, mesh_of
+from hostdev.distributed.mesh import SCHEDULES, Mesh, mesh_of
 from hostdev.parallel.plan_text import plan_of
 from hostdev.train import config
 

@@ -1,1 +1,8 @@
-"""Many processes: where each finds its place, how they meet, and what crosses between them."""
+"""Networks in parts: layers cut into stages and slices over several processes. Experimental: names may change.
+
+`__init__.pyi` lists the public names. A name is imported at its first use.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

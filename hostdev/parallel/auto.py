@@ -1,4 +1,4 @@
-"""The layout of a network that takes the least time on the processes that are there: measured, searched, and told."""
+"""Automatic choice of a layout: measure costs, search, try the best candidates, and explain the choice."""
 
 from typing import NamedTuple
 
@@ -9,25 +9,30 @@ from hostdev.core.errors import UserError
 from hostdev.core.memory import available_bytes, gib
 from hostdev.core.pieces import Piece
 from hostdev.device.backend import free_bytes
-from hostdev.parallel.costs import Machine, Profile, machine_of, of_all, profile_of
+from hostdev.distributed.mesh import Mesh
+from hostdev.distributed.world import World
+from hostdev.parallel.costs import Machine, Profile, measure_machine, profile_of, take_slowest
 from hostdev.parallel.layout import Inputs, Layout
-from hostdev.parallel.mesh import Mesh
-from hostdev.parallel.pieces import pieces_of
-from hostdev.parallel.plan import cuttable, divides, is_shared, matched, pairable, slice_of
-from hostdev.parallel.ranks import Ranks
-from hostdev.parallel.search import Candidate, Layers, Wanted, candidates
-from hostdev.parallel.trial import can_be_tried, steps_of
+from hostdev.parallel.pieces import get_pieces
+from hostdev.parallel.plan import cuttable, divides, get_shared_layers, get_slice_dim, matched, pairable
+from hostdev.parallel.search import Candidate, Layers, SearchOptions, candidates
+from hostdev.parallel.trial import can_be_copied, time_steps
 
 _SHOWN = 8
-_FINALISTS = 4  # at most so many of which steps are taken
-_NEAR = 2.0  # times the best one's expected time, at most, that theirs is
-_ALIKE = 1.05  # times the least that steps took: between what is within, what was expected decides
+_FINALISTS = 4  # most candidates that are measured
+_NEAR = 2.0  # their expected time is at most this multiple of the best one's
+_ALIKE = 1.05  # within this multiple of the least measured time the expected time decides
 
 
-class Chosen(NamedTuple):
-    """A layout, and why.
+class LayoutChoice(NamedTuple):
+    """A chosen layout.
 
-    tried  all candidates, the chosen one first
+    Attributes:
+        mesh: The mesh.
+        layout: The layout.
+        tried: All candidates, the chosen one first.
+        profile: Costs of the network.
+        machine: Costs of exchanges.
     """
 
     mesh: Mesh
@@ -37,7 +42,7 @@ class Chosen(NamedTuple):
     machine: Machine
 
     def lines(self) -> list[str]:
-        """Return the table, and the reason, as lines of text."""
+        """Return the table and the reason as lines of text."""
         machine, best = self.machine, self.tried[0]
         slicing = f", {machine.slicing * 1e6:,.0f} us for a sliced layer" if machine.slicing else ""
         found = [
@@ -51,22 +56,22 @@ class Chosen(NamedTuple):
             fits = "" if one.memory <= machine.available else "  (does not fit)"
             taken = "-" if one.measured is None else f"{one.measured * 1e3:.1f}"
             numbers = f"{taken:>10} " + " ".join(f"{value * 1e3:8.1f}" for value in each)
-            found.append(f"{numbers} {gib(one.memory):>10}  {described(one)}{fits}")
+            found.append(f"{numbers} {gib(one.memory):>10}  {describe_candidate(one)}{fits}")
         more = len(self.tried) - _SHOWN
         if more > 0:
             found.append(f"... and {more} slower ones")
-        return [*found, f"chosen: {described(best)}, {reason(self.tried, machine)}"]
+        return [*found, f"chosen: {describe_candidate(best)}, {reason(self.tried, machine)}"]
 
 
-def described(one: Candidate) -> str:
-    """Return a candidate as options."""
+def describe_candidate(one: Candidate) -> str:
+    """Return a candidate as command-line options."""
     cut = f" --stage-cut {','.join(one.begins)}" if one.begins else ""
     plan = f" --plan {','.join(f'{name}={strategy}' for name, strategy in one.plan)}" if one.plan else ""
     return f"--mesh {one.mesh}{cut}{plan}"
 
 
 def reason(tried: list[Candidate], machine: Machine) -> str:
-    """Return why the first candidate is the best."""
+    """Return why the first candidate was chosen."""
     best, others = tried[0], [one for one in tried[1:] if one.memory <= machine.available]
     if best.memory > machine.available:
         return f"which needs the least time, though no layout fits the {gib(machine.available)} that are free"
@@ -77,68 +82,101 @@ def reason(tried: list[Candidate], machine: Machine) -> str:
         longer = (other.measured / best.measured - 1) * 100
         if abs(longer) < (_ALIKE - 1) * 100:
             return f"as steps of --mesh {other.mesh} took about as long, and are not expected to be faster"
-        return f"as steps of --mesh {other.mesh} took {longer:.0f}% longer{_most(best, other)}"
+        return f"as steps of --mesh {other.mesh} took {longer:.0f}% longer{_explain_difference(best, other)}"
     longer = (other.seconds / best.seconds - 1) * 100
-    return f"as --mesh {other.mesh} would take {longer:.0f}% longer{_most(best, other)}"
+    return f"as --mesh {other.mesh} would take {longer:.0f}% longer{_explain_difference(best, other)}"
 
 
-def _most(best: Candidate, other: Candidate) -> str:
-    """Return what a candidate takes longer for, by the model; nothing where that has it the other way round."""
+def _explain_difference(best: Candidate, other: Candidate) -> str:
+    """Return the largest cost by which a candidate is slower by the model; "" if the model expects it to be faster."""
     costs = {
-        "compute": other.compute - best.compute, "waiting for stages": other.waiting - best.waiting,
-        "exchanges": other.exchange - best.exchange, "the optimizer": other.update - best.update,
-    }  # fmt: skip
+        "compute": other.compute - best.compute,
+        "waiting for stages": other.waiting - best.waiting,
+        "exchanges": other.exchange - best.exchange,
+        "the optimizer": other.update - best.update,
+    }
     most = max(costs, key=lambda name: costs[name])
     return f", most of it for {most} ({costs[most] * 1e3:.1f} ms)" if other.seconds > best.seconds else ""
 
 
 def choose(
-    network: nn.Module, inputs: Inputs, ranks: Ranks, *, samples: int, micro_batches: int, given: Layout,
-    mesh: Mesh | None, device: torch.device, autocast: torch.dtype | None = None, looked_up: bool = False,
-) -> Chosen:  # fmt: skip
-    """Return the layout that takes the least time for batches of so many samples; all ranks call it.
+    network: nn.Module,
+    inputs: Inputs,
+    ranks: World,
+    *,
+    samples: int,
+    micro_batches: int,
+    given: Layout,
+    mesh: Mesh | None,
+    device: torch.device,
+    autocast: torch.dtype | None = None,
+    looked_up: bool = False,
+) -> LayoutChoice:
+    """Return the fastest layout for batches of `samples`; all ranks call it. It takes some seconds.
 
-    inputs     returns zeros in place of the network's inputs
-    given      what is kept: the schedule, stages if it says with what they begin, strategies
-    mesh       kept, too; None: it is to be found
-    looked_up  the network's inputs are rows, which one rank of those with slices brings to the others
+    Args:
+        network: The whole network, which is left unchanged.
+        inputs: Returns zeros in place of the network's inputs.
+        ranks: The ranks of this run.
+        samples: Samples of a batch on all ranks.
+        micro_batches: Micro-batches of a step on all ranks.
+        given: Fixed parts of the layout: the schedule, first pieces of stages, strategies.
+        mesh: A fixed mesh; None searches for one.
+        device: Where the network will run.
+        autocast: Dtype of autocast, or None.
+        looked_up: The network's inputs are rows that one rank sends to the ranks with the other slices.
 
-    UserError where nothing is possible. Takes some seconds; the network stays as it is.
+    Raises:
+        UserError: No layout is possible.
     """
     try:
-        pieces, has_stages = pieces_of(network), True
+        pieces, has_stages = get_pieces(network), True
     except UserError:
         if mesh is not None and mesh.pipe > 1:
             raise
         pieces, has_stages = [Piece("network", network, (network,))], False
     each = max(1, samples // micro_batches)
-    profile = of_all(ranks, profile_of(network, pieces, inputs, each, device, autocast, looked_up))
+    profile = take_slowest(ranks, profile_of(network, pieces, inputs, each, device, autocast, looked_up))
     strategies = matched(network, given.plan)
     modules = dict(network.named_modules())
-    shared = is_shared(network)
+    shared = get_shared_layers(network)
     layers = Layers(
         lambda name, strategy, count: name not in shared and divides(modules[name], strategy, count),
-        pairable(network, lambda: inputs(2)), has_stages,
-    )  # fmt: skip
-    wanted = Wanted(
-        ranks.size, micro_batches, mesh, given.begins, strategies, given.schedule == "interleaved",
-        given.schedule == "gpipe", sliced=all(slice_of(one) is None for one in network.parameters()),
-    )  # fmt: skip
+        pairable(network, lambda: inputs(2)),
+        has_stages,
+    )
+    wanted = SearchOptions(
+        ranks.size,
+        micro_batches,
+        mesh,
+        given.begins,
+        strategies,
+        given.schedule == "interleaved",
+        given.schedule == "gpipe",
+        sliced=all(get_slice_dim(one) is None for one in network.parameters()),
+    )
     free = available_bytes() if device.type == "cpu" else free_bytes(device)
     slices = any(cuttable(module) for module in network.modules()) and (mesh is None or mesh.model > 1)
     parameters = sum(one.nbytes for one in network.parameters())
-    machine = machine_of(ranks, free or 1 << 62, parameters, slices=slices)
+    machine = measure_machine(ranks, free or 1 << 62, parameters, slices=slices)
     tried = candidates(profile, machine, layers, wanted)
 
     def layout_of(one: Candidate) -> Layout:
         return Layout(given.schedule, one.begins or None, one.plan)
 
-    last = _finalists(tried, machine)
-    if len(last) > 1 and can_be_tried(network, ranks):
-        seconds = steps_of(
-            network, inputs, ranks, [(one.mesh, layout_of(one)) for one in last], [one.seconds for one in last],
-            samples=samples, micro_batches=micro_batches, device=device, autocast=autocast,
-        )  # fmt: skip
+    last = _pick_finalists(tried, machine)
+    if len(last) > 1 and can_be_copied(network, ranks):
+        seconds = time_steps(
+            network,
+            inputs,
+            ranks,
+            [(one.mesh, layout_of(one)) for one in last],
+            [one.seconds for one in last],
+            samples=samples,
+            micro_batches=micro_batches,
+            device=device,
+            autocast=autocast,
+        )
         carried = micro_batches * machine.exchange(profile.inputs) if looked_up else 0.0
         taken = [
             one._replace(measured=second + carried / one.mesh.data * (one.mesh.model > 1))
@@ -146,20 +184,20 @@ def choose(
             if second is not None
         ]
         rest = [one for one in tried if one not in last]
-        tried = [*_ordered(taken), *rest] or tried
+        tried = [*_order_measured(taken), *rest] or tried
     best = tried[0]
-    return Chosen(best.mesh, layout_of(best), tried, profile, machine)
+    return LayoutChoice(best.mesh, layout_of(best), tried, profile, machine)
 
 
-def _ordered(taken: list[Candidate]) -> list[Candidate]:
-    """Return candidates of which steps were taken, the one to choose first, the others by what they took."""
+def _order_measured(taken: list[Candidate]) -> list[Candidate]:
+    """Return measured candidates, the one to choose first, the others by their seconds."""
     order = sorted(taken, key=lambda one: one.measured or 0.0)
     alike = [one for one in order if (one.measured or 0.0) <= _ALIKE * (order[0].measured or 0.0)]
     return sorted(order, key=lambda one: one is not min(alike, key=lambda each: each.seconds))
 
 
-def _finalists(tried: list[Candidate], machine: Machine) -> list[Candidate]:
-    """Return the best candidates, between which the model may be wrong; together they are to fit into memory."""
+def _pick_finalists(tried: list[Candidate], machine: Machine) -> list[Candidate]:
+    """Return the best candidates, to be measured since the model may be wrong; all must fit into memory."""
     found: list[Candidate] = []
     for one in tried[:_FINALISTS]:
         fits = one.memory + sum(each.memory for each in found) <= machine.available

@@ -1,8 +1,7 @@
-"""Averages that layers keep of what they have seen (BatchNorm): the same on all ranks, in the order of micro-batches.
+"""Running averages of BatchNorm layers: equal on all ranks, updated in the order of the micro-batches.
 
-A micro-batch's own mean and variance are what the layer takes for it, wherever it is computed. All ranks with the layer
-are told those of the step, and move the averages by each in turn, as one process that takes the micro-batches one after
-the other: Ioffe & Szegedy, ICML 2015.
+A layer normalises a micro-batch by its own mean and variance, wherever it runs. All ranks with the layer exchange these
+statistics after a step, and update the averages by each in turn, as one process would: Ioffe & Szegedy, ICML 2015.
 """
 
 import weakref
@@ -16,50 +15,50 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from hostdev.core.errors import UserError
-from hostdev.parallel.ranks import Channel
+from hostdev.distributed.world import LocalChannel
 
 
 class Averages:
-    """The layers of some modules that keep averages.
+    """The layers of some modules that keep running averages.
 
-    channel  of the host to the ranks that compute other micro-batches with the same layers; None: there are none
+    `channel` connects, in host memory, the ranks that run other micro-batches through the same layers; None if none do.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], channel: Channel | None) -> None:
+    def __init__(self, modules: Sequence[nn.Module], channel: LocalChannel | None = None) -> None:
         self._layers = list({id(layer): layer for module in modules for layer in averaging(module)}.values())
-        self._channel = channel
-        self._number: int | None = None  # of the micro-batch that is watched
-        self._kept: dict[int, _Kept] = {}  # of layers that are within their forward pass
-        self._seen: list[list[tuple[int, Tensor, Tensor]]] = [[] for _ in self._layers]  # of each call: micro-batch
+        self._channel = channel or LocalChannel()
+        self._number: int | None = None  # of the current micro-batch
+        self._kept: dict[int, _KeptBuffers] = {}  # by layer, during its forward pass
+        self._seen: list[list[tuple[int, Tensor, Tensor]]] = [[] for _ in self._layers]  # by layer
         for at, layer in enumerate(self._layers):
-            layer.register_forward_pre_hook(_Hook(self, Averages._begun, at))
-            layer.register_forward_hook(_Hook(self, Averages._ended, at))
+            layer.register_forward_pre_hook(_Hook(self, Averages._before_forward, at))
+            layer.register_forward_hook(_Hook(self, Averages._after_forward, at))
 
     @contextmanager
     def watching(self, number: int) -> Iterator[None]:
-        """Within, layers that train tell what they see of a micro-batch, and their averages stay as they are."""
+        """Within, training layers record a micro-batch's statistics, and leave their averages unchanged."""
         self._number = number
         try:
             yield
         finally:
             self._number = None
-            for at in list(self._kept):  # whose forward pass has failed
+            for at in list(self._kept):  # after a failed forward pass
                 self._restore(at)
 
-    def _begun(self, at: int) -> None:
-        """Let a layer have other averages, which it moves by all of what it sees: then they are that."""
+    def _before_forward(self, at: int) -> None:
+        """Replace a layer's averages by zeros with momentum 1, so that they become the micro-batch's statistics."""
         layer = self._layers[at]
         if self._number is None or not layer.training:
             return
-        buffers = layer._buffers  # past nn.Module.__setattr__, which takes its time
+        buffers = layer._buffers  # bypasses the slow nn.Module.__setattr__
         mean, variance, count = (buffers[name] for name in _NAMES)
-        self._kept[at] = _Kept(mean, variance, count, layer.momentum)
+        self._kept[at] = _KeptBuffers(mean, variance, count, layer.momentum)
         layer.__dict__["momentum"] = 1.0
         for name in _NAMES:
             buffers[name] = torch.zeros_like(buffers[name])
 
-    def _ended(self, at: int) -> None:
-        """Take what a layer has seen, and give it its averages back."""
+    def _after_forward(self, at: int) -> None:
+        """Record a layer's statistics, and restore its averages."""
         if at in self._kept:
             assert self._number is not None
             mean, variance = (self._layers[at]._buffers[name] for name in _NAMES[:2])
@@ -72,7 +71,7 @@ class Averages:
         self._layers[at]._buffers.update(zip(_NAMES, buffers, strict=True))
 
     def move(self) -> None:
-        """Move the averages by what has been seen in a step; all ranks of the channel call it."""
+        """Update the averages by a step's statistics; all ranks of the channel call it."""
         if not self._layers:
             return
         seen = [sorted(each, key=lambda one: one[0]) for each in self._seen]
@@ -86,14 +85,14 @@ class Averages:
                 torch._foreach_add_([mean, variance], [value.to(mean.device), other.to(mean.device)], alpha=by)
 
     def _of_all(self, seen: list[list[tuple[int, Tensor, Tensor]]]) -> list[list[tuple[Tensor, Tensor]]]:
-        """Return what the layers of all ranks have seen, in the order of the micro-batches."""
-        if self._channel is None or self._channel.ranks == 1:
+        """Return the statistics of all ranks' layers in the order of the micro-batches."""
+        if self._channel.ranks == 1:
             return [[(mean, variance) for _, mean, variance in each] for each in seen]
         flat = [value.cpu().numpy() for each in seen for _, *both in each for value in both]
         counts = self._channel.gather(np.array([len(each) for each in seen], np.int64))
-        come = self._channel.gather(np.concatenate(flat) if flat else np.empty(0, np.float32))
+        received = self._channel.gather(np.concatenate(flat) if flat else np.empty(0, np.float32))
         found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self._layers]
-        for values, calls in zip(map(torch.from_numpy, come), counts, strict=True):
+        for values, calls in zip(map(torch.from_numpy, received), counts, strict=True):
             begin = 0
             for at, (layer, count) in enumerate(zip(self._layers, calls.tolist(), strict=True)):
                 end = begin + count * 2 * layer.num_features
@@ -103,8 +102,8 @@ class Averages:
         return found
 
 
-class _Kept(NamedTuple):
-    """A layer's own averages while it has others."""
+class _KeptBuffers(NamedTuple):
+    """A layer's own averages while they are replaced."""
 
     mean: Any
     variance: Any
@@ -116,7 +115,7 @@ _NAMES = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class _Hook:
-    """Calls a method of averages, as long as they live, for a layer; not for a copy of the layer."""
+    """Calls a method of living averages for a layer; a copy of the layer gets a hook without effect."""
 
     def __init__(
         self, averages: Averages | None = None, method: Callable[[Averages, int], None] | None = None, at: int = 0
@@ -133,12 +132,12 @@ class _Hook:
 
 
 def averaging(module: nn.Module) -> list[Any]:
-    """Return the layers of a module that keep averages over batches."""
+    """Return the layers of a module that keep running averages."""
     return [layer for layer in module.modules() if isinstance(layer, _NormBase) and layer.track_running_stats]
 
 
 def require_own_averages(module: nn.Module) -> None:
-    """Raise UserError for layers that average over ranks on their own, which would wait for those that do not come."""
+    """Raise UserError for layers that exchange statistics themselves and would wait for ranks with other layers."""
     for name, layer in module.named_modules():
         if isinstance(layer, nn.SyncBatchNorm):
             raise UserError(

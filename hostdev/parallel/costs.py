@@ -1,4 +1,4 @@
-"""What a network's pieces and a machine's exchanges cost, measured: what a search for a layout goes by."""
+"""Measured costs of a network's pieces and of a machine's exchanges, for the search of a layout."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -10,98 +10,81 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from hostdev.core.pieces import Piece, run
+from hostdev.distributed.process_group import Channel
+from hostdev.distributed.world import World
 from hostdev.parallel.layout import Inputs
-from hostdev.parallel.pieces import not_computing
-from hostdev.parallel.plan import cut_layers, cuttable, settled
-from hostdev.parallel.ranks import Channel, Ranks
+from hostdev.parallel.pieces import fake_mode
+from hostdev.parallel.plan import cut_layers, cuttable, resolve_strategies
 
 _REPEATS = 4
-_BLOCK = 1 << 22  # bytes that are exchanged to find a bandwidth
-_ADDED = 1 << 20, 1 << 26  # bytes that are added to find one: as many as the parameters have, within these
-_ROW = 4  # calls one after the other: the ranks do not begin at quite the same moment
-_PASSES = 7  # over a parameter's bytes by Adam: it reads four arrays and writes three
+_BLOCK = 1 << 22  # bytes exchanged to measure the bandwidth
+_ADDED = 1 << 20, 1 << 26  # bounds of the bytes added to measure memory: as many as the parameters have
+_ROW = 4  # calls in a row, since ranks do not begin at the same moment
+_PASSES = 7  # passes of Adam over the parameters: it reads four arrays and writes three
 
 
 class PieceCost(NamedTuple):
-    """What a piece costs for one micro-batch.
-
-    seconds     forward and backward
-    flops       floating-point operations, forward
-    parameters  their bytes
-    saved       bytes that the backward pass keeps
-    given       bytes of what it gives
-    """
+    """The cost of a piece for one micro-batch."""
 
     name: str
-    seconds: float
-    flops: int
-    parameters: int
-    saved: int
-    given: int
+    seconds: float  # forward and backward
+    flops: int  # floating-point operations, forward
+    parameters: int  # bytes of its parameters
+    saved: int  # bytes saved for the backward pass
+    given: int  # bytes of its output
 
 
 class LayerCost(NamedTuple):
-    """What a layer that can be cut costs for one micro-batch.
-
-    piece       its number
-    share       of its piece's operations
-    parameters  their bytes
-    taken       bytes that it takes, given: that it gives
-    """
+    """The cost of a layer that can be sliced, for one micro-batch."""
 
     name: str
-    piece: int
-    share: float
-    parameters: int
-    taken: int
-    given: int
+    piece: int  # number of its piece
+    share: float  # its share of the piece's operations
+    parameters: int  # bytes of its parameters
+    taken: int  # bytes of its input
+    given: int  # bytes of its output
 
 
 class Machine(NamedTuple):
-    """What ranks cost one another.
+    """The cost of exchanges between ranks."""
 
-    bandwidth  bytes a second from one rank to others, while all do the same
-    latency    seconds of an exchange of nothing
-    memory     bytes a second that are read and written where arrays are added
-    slicing    seconds that a layer that is cut takes more for one micro-batch, forward and back, beside its exchanges
-    available  bytes of memory for each rank
-    """
-
-    bandwidth: float
-    latency: float
-    memory: float
-    slicing: float
-    available: int
+    bandwidth: float  # bytes per second from one rank to others, while all exchange
+    latency: float  # seconds of an empty exchange
+    memory: float  # bytes per second read and written by additions
+    slicing: float  # extra seconds of a sliced layer for one micro-batch, forward and backward, without its exchanges
+    available: int  # bytes of free memory for each rank
 
     def exchange(self, size: float) -> float:
-        """Return the seconds of an exchange."""
+        """Return the seconds of an exchange of `size` bytes."""
         return self.latency + size / self.bandwidth
 
     def update(self, parameters: float) -> float:
-        """Return the seconds of an optimizer's step over so many bytes."""
+        """Return the seconds of an optimizer's step over `parameters` bytes."""
         return _PASSES * parameters / self.memory
 
     def add(self, parameters: float) -> float:
-        """Return the seconds of adding so many bytes to others."""
+        """Return the seconds of adding `parameters` bytes to others."""
         return 3 * parameters / self.memory
 
 
 class Profile(NamedTuple):
-    """What a network costs.
+    """The costs of a network."""
 
-    inputs  bytes of its inputs for one micro-batch that are looked up by one rank, and brought to those with slices
-    """
-
-    pieces: list[PieceCost]
-    layers: list[LayerCost]
-    inputs: int
+    pieces: list[PieceCost]  # of each piece
+    layers: list[LayerCost]  # of each layer that can be sliced
+    inputs: int  # bytes of a micro-batch's inputs that one rank looks up and sends to the ranks with the other slices
 
 
 def profile_of(
-    network: nn.Module, pieces: Sequence[Piece], inputs: Inputs, samples: int, device: torch.device,
-    autocast: torch.dtype | None, looked_up: bool,
-) -> Profile:  # fmt: skip
-    """Return what the pieces of a network cost for so many samples, on this rank; the network stays as it is."""
+    network: nn.Module,
+    pieces: Sequence[Piece],
+    inputs: Inputs,
+    samples: int,
+    device: torch.device,
+    autocast: torch.dtype | None,
+    looked_up: bool,
+) -> Profile:
+    """Measure a network's pieces for a number of samples on this rank; the network is left unchanged."""
     buffers = [(one, one.clone()) for one in network.buffers()]
     training = network.training
     network.train()
@@ -109,8 +92,8 @@ def profile_of(
         with torch.random.fork_rng(enabled=device.type == "cpu"):
             given = filled(inputs(samples), device)
             network.to(device)
-            about = _timed(pieces, given, device, autocast, looking=True)[1]
-            timed = [_timed(pieces, given, device, autocast)[0] for _ in range(_REPEATS)]
+            about = _time_pieces(pieces, given, device, autocast, looking=True)[1]
+            timed = [_time_pieces(pieces, given, device, autocast)[0] for _ in range(_REPEATS)]
     finally:
         network.train(training)
         with torch.no_grad():
@@ -125,55 +108,61 @@ def profile_of(
     return Profile(costs, layers, sum(one.nbytes for one in floats) if looked_up else 0)
 
 
-def of_all(ranks: Ranks | None, profile: Profile) -> Profile:
-    """Return the profile of the slowest rank in each piece: on all ranks the same."""
-    if ranks is None:
-        return profile
-    come = ranks.control.share([piece.seconds for piece in profile.pieces])
-    slowest = [max(each) for each in zip(*come, strict=True)]
+def take_slowest(ranks: World, profile: Profile) -> Profile:
+    """Return the profile with the seconds of the slowest rank for each piece: the same on all ranks."""
+    received = ranks.control.share([piece.seconds for piece in profile.pieces])
+    slowest = [max(each) for each in zip(*received, strict=True)]
     return profile._replace(
         pieces=[piece._replace(seconds=second) for piece, second in zip(profile.pieces, slowest, strict=True)]
     )
 
 
-def machine_of(ranks: Ranks, available: int, parameters: int, *, slices: bool) -> Machine:
-    """Return what exchanges between ranks cost, measured while all do the same; all ranks call it.
+def measure_machine(ranks: World, available: int, parameters: int, *, slices: bool) -> Machine:
+    """Measure exchanges between ranks while all do the same; all ranks call it.
 
-    parameters  their bytes
-    slices      measure what a layer that is cut takes more, too
+    `available` and `parameters` are bytes of free memory and of the parameters; `slices` measures sliced layers, too.
     """
     channel, W = ranks.channel(), ranks.size
     part = _BLOCK // 4 // W
     values, counts = torch.zeros(part * W), [part] * W
     nothing = torch.zeros(W)
-    send = _usual(channel, lambda: channel.all_to_all(values, counts, counts))
-    wait = _usual(channel, lambda: channel.all_to_all(nothing, [1] * W, [1] * W))
+    send = _median_seconds(channel, lambda: channel.all_to_all(values, counts, counts))
+    wait = _median_seconds(channel, lambda: channel.all_to_all(nothing, [1] * W, [1] * W))
     size = min(max(parameters, _ADDED[0]), _ADDED[1])
     one, other = torch.zeros(size // 4), torch.zeros(size // 4)
-    added = _usual(channel, lambda: one.add_(other))
+    added = _median_seconds(channel, lambda: one.add_(other))
     found = [
-        _BLOCK * (W - 1) / W / max(send - wait, 1e-9), wait, 3 * size / added,
-        _slicing(ranks) if slices else 0.0, float(available),
-    ]  # fmt: skip
-    told = list(zip(*ranks.control.share(found), strict=True))
-    bandwidth, latency, memory, slicing, free = min(told[0]), max(told[1]), min(told[2]), max(told[3]), min(told[4])
+        _BLOCK * (W - 1) / W / max(send - wait, 1e-9),
+        wait,
+        3 * size / added,
+        _measure_slicing(ranks) if slices else 0.0,
+        float(available),
+    ]
+    each = list(zip(*ranks.control.share(found), strict=True))
+    bandwidth, latency, memory, slicing, free = (
+        min(each[0]),
+        max(each[1]),
+        min(each[2]),
+        max(each[3]),
+        min(each[4]),
+    )
     return Machine(bandwidth, latency, memory, max(0.0, slicing - latency), int(free))
 
 
-def _slicing(ranks: Ranks) -> float:
-    """Return the seconds that a tiny layer of a pair that is cut takes more than another one, an exchange in it."""
+def _measure_slicing(ranks: World) -> float:
+    """Return the extra seconds of a tiny layer of a sliced pair, including one exchange."""
     channel, mesh = ranks.slices(torch.device("cpu"))
     W = channel.ranks
     plain, cut = (nn.Sequential(nn.Linear(W, W), nn.Linear(W, W)) for _ in range(2))
     plan = [("0", "colwise"), ("1", "rowwise")]
-    cut_layers(cut, settled(cut, plan, W, [], lambda: (torch.zeros(1, W),)), mesh)
+    cut_layers(cut, resolve_strategies(cut, plan, W, [], lambda: (torch.zeros(1, W),)), mesh)
     values = torch.zeros(1, W, requires_grad=True)
-    each = [_usual(channel, lambda net=net: net(values).sum().backward()) for net in (plain, cut)]  # type: ignore[misc]
+    each = [_median_seconds(channel, lambda net=net: net(values).sum().backward()) for net in (plain, cut)]  # type: ignore[misc]
     return (each[1] - each[0]) / 2
 
 
-def _usual(channel: Channel, call: Callable[[], object]) -> float:
-    """Return the seconds of a call, the median of several rows of some, which begin together."""
+def _median_seconds(channel: Channel, call: Callable[[], object]) -> float:
+    """Return the median seconds of a call over several rounds that all ranks begin together."""
     found = []
     for _ in range(9):
         channel.barrier()
@@ -185,7 +174,7 @@ def _usual(channel: Channel, call: Callable[[], object]) -> float:
 
 
 def filled(values: Any, device: torch.device) -> Any:
-    """Return values like zeros of the network's inputs: numbers that are drawn, where they are floating-point."""
+    """Return values like the network's zero inputs, with random floating-point numbers."""
 
     def drawn(one: Tensor) -> Tensor:
         if not one.is_floating_point():
@@ -195,10 +184,10 @@ def filled(values: Any, device: torch.device) -> Any:
     return torch.utils._pytree.tree_map_only(Tensor, drawn, values)
 
 
-def _timed(
+def _time_pieces(
     pieces: Sequence[Piece], given: Any, device: torch.device, autocast: torch.dtype | None, *, looking: bool = False
 ) -> tuple[list[float], list[tuple[int, int]]]:
-    """Return of each piece the seconds forward and back, and the bytes that it saves (0 if not looking) and gives."""
+    """Return each piece's seconds forward and backward, and the bytes that it saves (0 unless looking) and returns."""
     seconds, about, values = [], [], given
     for piece in pieces:
         values = values if isinstance(values, tuple) else (values,)
@@ -230,16 +219,14 @@ def _timed(
 
 
 def now(device: torch.device) -> float:
-    """Return the seconds of a clock, when a device has done all that it was given."""
+    """Return a clock's seconds after a device synchronisation."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()
 
 
-def _counted(
-    network: nn.Module, pieces: Sequence[Piece], given: tuple[Any, ...]
-) -> tuple[list[int], list[LayerCost]]:  # fmt: skip
-    """Return the operations of each piece, and what the layers that can be cut take and give."""
+def _counted(network: nn.Module, pieces: Sequence[Piece], given: tuple[Any, ...]) -> tuple[list[int], list[LayerCost]]:
+    """Return each piece's operations, and the inputs and outputs of the layers that can be sliced."""
     names = {id(module): name for name, module in network.named_modules() if cuttable(module)}
     found: dict[str, LayerCost] = {}
     flops: list[int] = []
@@ -251,7 +238,7 @@ def _counted(
 
     hooks = [module.register_forward_hook(after) for module in network.modules() if id(module) in names]
     try:
-        with not_computing([network]) as fake:
+        with fake_mode([network]) as fake:
             result: Any = fake(given)
             for piece in pieces:
                 with FlopCounterMode(display=False) as counter:

@@ -1,4 +1,4 @@
-"""How a network is shared out by layers: where it is cut into stages, and which layers are cut into slices."""
+"""The layout of a network on a mesh: where it is cut into stages, and which layers are sliced."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -8,20 +8,21 @@ from torch import nn
 
 from hostdev.core.errors import UserError
 from hostdev.core.pieces import Piece
-from hostdev.parallel.mesh import SCHEDULES, Mesh
-from hostdev.parallel.pieces import balanced, costs_of, cut, pieces_of
-from hostdev.parallel.plan import Strategies, settled, slice_of
+from hostdev.distributed.mesh import SCHEDULES, Mesh
+from hostdev.parallel.pieces import balanced, count_flops, cut, get_pieces
+from hostdev.parallel.plan import Strategies, get_slice_dim, resolve_strategies
 from hostdev.parallel.plan_text import Plan
 
-Inputs = Callable[[int], tuple[Any, ...]]  # zeros in place of the network's inputs, for so many samples
+Inputs = Callable[[int], tuple[Any, ...]]  # returns zero inputs for a number of samples
 
 
 class Layout(NamedTuple):
-    """What a user says of it.
+    """A requested layout.
 
-    schedule  in which order micro-batches go through the stages: one of `mesh.SCHEDULES`
-    begins    pieces with which the second and later stages begin; None: so that all cost the same
-    plan      strategies of layers, by name or pattern: see `plan`
+    Attributes:
+        schedule: Order of micro-batches through the stages, one of `mesh.SCHEDULES`.
+        begins: First pieces of all stages but the first; None balances the stages' costs.
+        plan: Strategies of layers, by name or pattern: see `plan`.
     """
 
     schedule: str = SCHEDULES[0]
@@ -29,52 +30,50 @@ class Layout(NamedTuple):
     plan: Plan = ()
 
 
-class Settled(NamedTuple):
-    """What comes of it.
+class ResolvedLayout(NamedTuple):
+    """A layout that fits a network."""
 
-    pieces      of the network; none where it is not cut into stages
-    begins      with which the second and later stages begin
-    strategies  of the layers that are cut into slices
-    """
-
-    pieces: list[Piece]
-    begins: list[str]
-    strategies: Strategies
+    pieces: list[Piece]  # of the network; empty without stages
+    begins: list[str]  # first pieces of all stages but the first
+    strategies: Strategies  # of the sliced layers
 
     def stages(self, pieces: Sequence[Piece]) -> list[list[Piece]]:
         """Return the pieces of each stage."""
         return cut(pieces, self.begins)
 
 
-def settle(network: nn.Module, layout: Layout, mesh: Mesh, inputs: Inputs, *, searched: bool = False) -> Settled:
-    """Return how a network is laid out on a mesh; UserError where the layout does not fit. Nothing is computed.
+def resolve_layout(
+    network: nn.Module, layout: Layout, mesh: Mesh, inputs: Inputs, *, searched: bool = False
+) -> ResolvedLayout:
+    """Return a network's layout on a mesh, without computing anything; UserError if the layout does not fit.
 
-    searched  strategies are going to be found, beside those that are given: there need not be any yet
+    `inputs` returns zeros in place of the network's inputs. If `searched`, a search will add strategies, so there
+    need not be any yet.
     """
     pieces: list[Piece] = []
     begins: list[str] = []
     if mesh.pipe > 1:
-        pieces = pieces_of(network)
+        pieces = get_pieces(network)
         begins = _begins(pieces, layout, mesh.pipe, lambda: inputs(2))
     elif layout.begins is not None:
         raise UserError(f"--stage-cut {','.join(layout.begins)} has no effect without --mesh pipe=N; leave it out")
     if layout.plan and mesh.model == 1:
         raise UserError("--plan has no effect without --mesh model=N; leave it out")
     stages = cut(pieces, begins) if pieces else []
-    strategies = settled(network, layout.plan, mesh.model, stages, lambda: inputs(2))
-    whole = all(slice_of(one) is None for one in network.parameters())
+    strategies = resolve_strategies(network, layout.plan, mesh.model, stages, lambda: inputs(2))
+    whole = all(get_slice_dim(one) is None for one in network.parameters())
     if mesh.model > 1 and whole and not strategies and not searched:
         raise UserError(
             f"--mesh {mesh} has {mesh.model} processes for slices, and no layer is sliced; give --plan, or mark "
             "parameters as sliced by hand"
         )
-    return Settled(pieces, begins, strategies)
+    return ResolvedLayout(pieces, begins, strategies)
 
 
 def _begins(pieces: Sequence[Piece], layout: Layout, pipe: int, inputs: Callable[[], tuple[Any, ...]]) -> list[str]:
     several = layout.schedule == "interleaved"
     if layout.begins is None:
-        return balanced(pieces, costs_of(pieces, inputs()), pipe * (1 + several))
+        return balanced(pieces, count_flops(pieces, inputs()), pipe * (1 + several))
     cut(pieces, layout.begins)
     stages = len(layout.begins) + 1
     if several and (stages % pipe or stages == pipe):
@@ -90,8 +89,8 @@ def _begins(pieces: Sequence[Piece], layout: Layout, pipe: int, inputs: Callable
     return list(layout.begins)
 
 
-def described(settled: Settled, layout: Layout, mesh: Mesh) -> str:
-    """Return how the network is laid out, as text."""
+def describe_layout(settled: ResolvedLayout, layout: Layout, mesh: Mesh) -> str:
+    """Describe a resolved layout."""
     parts = []
     if settled.begins:
         stages = [(stage[0].name, stage[-1].name) for stage in settled.stages(settled.pieces)]
@@ -104,7 +103,7 @@ def described(settled: Settled, layout: Layout, mesh: Mesh) -> str:
 
 
 def like(example: Mapping[str, Any] | Sequence[Any]) -> Inputs:
-    """Return zeros like an example of the network's inputs, tensors [B, ...] each, for any number of samples."""
+    """Return a function that makes zeros like an example of the network's inputs, tensors [B, ...], for any B."""
 
     def zeros(samples: int) -> tuple[Any, ...]:
         return torch.utils._pytree.tree_map_only(  # type: ignore[no-any-return]

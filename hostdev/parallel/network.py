@@ -1,4 +1,4 @@
-"""A network without tables, on as many processes as there are: what a training loop of one's own needs of it."""
+"""A network without tables on any number of processes, for training loops of one's own."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,15 +11,15 @@ from hostdev.core.errors import UserError
 from hostdev.core.launched import require_alone
 from hostdev.core.micro_batches import EXCHANGES, TreeSum, cut
 from hostdev.device.backend import seed_draws
+from hostdev.distributed.dense import DenseExchange, Grads, add_lists
+from hostdev.distributed.mesh import SCHEDULES
+from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.kernels.counter import key64
-from hostdev.parallel.auto import Chosen, choose
-from hostdev.parallel.dense import DenseExchange, Grads, add_lists
+from hostdev.parallel.auto import LayoutChoice, choose
 from hostdev.parallel.layout import Layout, like
-from hostdev.parallel.mesh import SCHEDULES
-from hostdev.parallel.parts import Parts, Ran
-from hostdev.parallel.plan import slice_of
+from hostdev.parallel.parts import Parts, StepResult
+from hostdev.parallel.plan import get_slice_dim
 from hostdev.parallel.plan_text import plan_of
-from hostdev.parallel.ranks import Ranks
 from hostdev.parallel.state import DenseState
 
 Inputs = Callable[[slice], tuple[Any, ...]]
@@ -40,61 +40,89 @@ class Network:
                 sgd.step()
                 sgd.zero_grad()
 
-    Losses and parameters are a function of the number of micro-batches, to the bit, whatever the ranks share out along
-    data and pipe; with slices (model) to rounding.
+    Losses and parameters depend, to the bit, on the number of micro-batches but not on the axes data and pipe; with
+    slices (model) they agree to rounding.
 
-    module         it loses what other ranks have of it
-    example        its inputs for some samples: tensors [B, ...], or what has such
-    ranks          as `join` gives them; None: there are no others, or `hostdev.alone()` says that this is meant
-    micro_batches  into which a batch is cut
-    gradients      "mean": of the loss of the whole batch; "sum": of the sum of the micro-batches' losses
-    schedule, stage_cut, plan  as the options --schedule, --stage-cut and --plan of hostdev.train
-    device         where it goes
-    precision      "fp32", or "bf16" for arithmetic over float32 parameters
-    auto           samples of a batch: so that the mesh and the layout that take the least time for it are found, beside
-                   the mesh, the strategies and the cuts that are given; `choice` says what was tried
-    seed           of what its layers draw, such as dropout: with several micro-batches a function of this, the step and
-                   the micro-batch's number
+    Args:
+        module: The whole network; it releases the parts of other ranks.
+        example: Inputs for some samples: tensors [B, ...], or containers of such.
+        ranks: Result of `join`; None for a single process, or after `hostdev.alone()`.
+        micro_batches: Number of micro-batches of a batch.
+        gradients: "mean" for the loss of the whole batch, or "sum" for the sum of the micro-batches' losses.
+        schedule: As --schedule of hostdev.train.
+        stage_cut: As --stage-cut of hostdev.train.
+        plan: As --plan of hostdev.train.
+        device: Where the network runs.
+        precision: "fp32", or "bf16" for bfloat16 arithmetic over float32 parameters.
+        seed: Seed of layers that draw, such as dropout; with several micro-batches their draws are a function of the
+            seed, the step and the micro-batch's number.
+        auto: Samples of a batch for which the fastest mesh and layout are searched, with the given mesh, strategies
+            and cuts; `choice` says what was tried.
 
-    UserError where the layout does not fit the network or the ranks.
+    Raises:
+        UserError: The layout does not fit the network or the ranks.
     """
 
     def __init__(
-        self, module: nn.Module, example: Sequence[Any], *, ranks: Ranks | None = None, micro_batches: int = 1,
-        gradients: str = "mean", schedule: str | None = None, stage_cut: str | None = None, plan: str | None = None,
-        device: torch.device | str = "cpu", precision: str = "fp32", seed: int = 1, auto: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        module: nn.Module,
+        example: Sequence[Any],
+        *,
+        ranks: World | None = None,
+        micro_batches: int = 1,
+        gradients: str = "mean",
+        schedule: str | None = None,
+        stage_cut: str | None = None,
+        plan: str | None = None,
+        device: torch.device | str = "cpu",
+        precision: str = "fp32",
+        seed: int = 1,
+        auto: int | None = None,
+    ) -> None:
         layout = Layout(
             schedule or SCHEDULES[0], None if stage_cut is None else stage_cut.split(","), plan_of(plan) if plan else ()
         )
         if ranks is None:
             require_alone("a Network", "give the Network ranks=ranks")
+            ranks = ALONE_WORLD
         autocast = torch.bfloat16 if precision == "bf16" else None
-        if ranks is not None:
-            shapes = {
-                f"parameter {name}": f"{one.dtype} {list(one.shape)}".removeprefix("torch.")
-                for name, one in module.named_parameters()
-                if slice_of(one) is None
-            }
-            options = {"micro_batches": micro_batches, "gradients": gradients, "schedule": schedule, "plan": plan,
-                       "stage_cut": stage_cut, "precision": precision, "seed": seed, "auto": auto,
-                       "the kind of device": torch.device(device).type}  # fmt: skip
-            ranks.agree("network", "hostdev.Network(...)", {**options, **shapes})
-        self.choice: Chosen | None = None
-        if auto is not None and ranks is not None:
+        shapes = {
+            f"parameter {name}": f"{one.dtype} {list(one.shape)}".removeprefix("torch.")
+            for name, one in module.named_parameters()
+            if get_slice_dim(one) is None
+        }
+        options = {
+            "micro_batches": micro_batches,
+            "gradients": gradients,
+            "schedule": schedule,
+            "plan": plan,
+            "stage_cut": stage_cut,
+            "precision": precision,
+            "seed": seed,
+            "auto": auto,
+            "the kind of device": torch.device(device).type,
+        }
+        ranks.agree("network", "hostdev.Network(...)", {**options, **shapes})
+        self.choice: LayoutChoice | None = None
+        if auto is not None and ranks.size > 1:
             self.choice = choose(
-                module, like(example), ranks, samples=auto, micro_batches=micro_batches, given=layout,
+                module,
+                like(example),
+                ranks,
+                samples=auto,
+                micro_batches=micro_batches,
+                given=layout,
                 mesh=ranks.mesh if ranks.mesh_is_given else None,
-                device=torch.device(device), autocast=autocast,
-            )  # fmt: skip
+                device=torch.device(device),
+                autocast=autocast,
+            )
             ranks.mesh, layout = self.choice.mesh, self.choice.layout
-        shares = 1 if ranks is None else ranks.mesh.data
-        stages = 1 if ranks is None else ranks.mesh.pipe
+        shares, stages = ranks.mesh.data, ranks.mesh.pipe
         if micro_batches < 1 or micro_batches % shares:
             raise UserError(f"{micro_batches} micro-batches cannot be shared out equally by {shares} ranks along data")
         if micro_batches < shares * stages:
             raise UserError(
-                f"{stages} stages want at least as many micro-batches: give {shares * stages} or more, not "
+                f"{stages} stages need at least as many micro-batches: give {shares * stages} or more, not "
                 f"{micro_batches}"
             )
         for name, value, known in (
@@ -107,32 +135,32 @@ class Network:
         self.module, self.ranks, self.micro_batches = module, ranks, micro_batches
         self._mean, self._seed, self._steps = gradients == "mean", seed, 0
         self._count = micro_batches // shares
-        self._first = 0 if ranks is None else ranks.share()[0] * self._count
+        self._first = ranks.share()[0] * self._count
         self._device = torch.device(device)
         self._parts = Parts(module, layout, ranks, like(example), torch.device(device), autocast=autocast)
-        # an optimizer wants one, where a stage has none
+        # an optimizer needs at least one parameter
         self.parameters = self._parts.parameters or [nn.Parameter(torch.zeros(0))]
         self._exchange: DenseExchange | None = None
         if shares > 1:
-            assert ranks is not None
             along_data = ranks.device_channel(torch.device(device), "data")
             self._exchange = DenseExchange(
                 along_data, self._count, EXCHANGES[0], (ranks.channel("data"), ranks.channel())
             )
 
     def describe(self) -> str:
-        """Return how it is laid out, as text; nothing where it is whole here."""
+        """Describe the layout; "" if the network is whole here."""
         return self._parts.text
 
     def step(self, samples: int, inputs: Inputs, loss: Callable[[Any, slice], Tensor]) -> float:
-        """Take a batch forward and back, and add its gradients to those that parameters have. Return the loss.
+        """Take a batch forward and backward, and add its gradients to the parameters'. Return the loss.
 
-        samples  of the whole batch, on all ranks the same
-        inputs   returns the network's inputs for a part of them; called where the network begins
-        loss     returns the mean loss, [], of what the network gives for a part; called where it ends
+        Args:
+            samples: Of the whole batch, the same on all ranks.
+            inputs: Returns the network's inputs for a slice of the samples; called on the first stage.
+            loss: Returns the mean loss, [], from the network's output and the slice; called on the last stage.
         """
         if samples < 1:
-            raise ValueError(f"a step is of at least one sample, not {samples}")
+            raise ValueError(f"a step needs at least one sample, not {samples}")
         self._begin("step", f"network.step() {self._steps + 1}")
         self.module.train()
         spans = self._spans(samples)
@@ -163,9 +191,9 @@ class Network:
         return float(sum(value * weight for value, weight in zip(values.tolist(), weights, strict=True)))
 
     def clip_grad_norm(self, most: float) -> float:
-        """Scale the gradients so that their 2-norm is at most so much; return what it was. All ranks call it.
+        """Scale the gradients so that their 2-norm is at most `most`; return the norm before. All ranks call it.
 
-        As torch.nn.utils.clip_grad_norm_, which sees the slices and stages of this rank alone.
+        torch.nn.utils.clip_grad_norm_ would see this rank's slices and stages only.
         """
         self._begin("clip_grad_norm")
         norm = self._parts.norm()
@@ -176,10 +204,12 @@ class Network:
         return float(norm)
 
     def evaluate(self, samples: int, inputs: Inputs, measure: Callable[[Any, slice], Tensor]) -> list[float]:
-        """Take a batch forward, in evaluation mode; return the sums over all parts of what `measure` returns of each.
+        """Take a batch forward in evaluation mode; return the sums of a measure over all micro-batches.
 
-        samples, inputs  as in `step`
-        measure          returns numbers, [] or [k], of what the network gives for a part; called where it ends
+        Args:
+            samples: Of the whole batch, the same on all ranks.
+            inputs: Returns the network's inputs for a slice of the samples; called on the first stage.
+            measure: Returns numbers, [] or [k], from the network's output and the slice; called on the last stage.
         """
         self._begin("evaluate")
         training = self.module.training
@@ -197,43 +227,46 @@ class Network:
         return self._of_all(values).double().sum(0).tolist()
 
     def state(self, optimizer: torch.optim.Optimizer) -> DenseState:
-        """Return the whole network's state and the optimizer's, in host memory, on rank 0; all ranks call it."""
+        """Return the whole network's and the optimizer's state in host memory on rank 0; all ranks call it."""
         self._begin("state")
         return self._parts.state(optimizer)
 
     def save(self, folder: Path | str, optimizer: torch.optim.Optimizer, *, integrated: bool = True) -> None:
-        """Write the network's state and the optimizer's to a new folder; all ranks, which see the same one, call it.
+        """Write the network's and the optimizer's state to a new folder, which all ranks must see; all ranks call it.
 
-        integrated  brought together by rank 0, in one file; else each rank writes the slices and stages that it has
+        Args:
+            folder: The new folder.
+            optimizer: With one parameter group.
+            integrated: Rank 0 gathers everything in one file; otherwise each rank writes its slices and stages.
 
-        UserError, on all ranks, where it cannot be written; then nothing is there.
+        Raises:
+            UserError: The folder cannot be written, and is not there; raised on all ranks.
         """
         self._begin("save")
         self._parts.save(Path(folder), optimizer, self._steps, integrated=integrated)
 
     def restore(self, folder: Path | str, optimizer: torch.optim.Optimizer) -> None:
-        """Take this rank's part of a folder that `save` wrote, on any mesh; all ranks call it.
+        """Load this rank's part from a folder of `save`, on any mesh; all ranks call it.
 
-        UserError where it is damaged, or of another network; before anything changes.
+        UserError, before any change, if the folder is damaged or belongs to another network.
         """
         self._begin("restore")
         self._steps = self._parts.restore(Path(folder), optimizer)
 
     def load(self, state: DenseState, optimizer: torch.optim.Optimizer) -> None:
-        """Take this rank's part of a whole state, of any mesh; UserError where it is of another network."""
+        """Load this rank's part of a whole state, of any mesh; UserError if it belongs to another network."""
         self._parts.load(dict(state.model), optimizer, dict(state.optimizer))
 
     def _begin(self, name: str, text: str | None = None) -> None:
-        """Begin something that all ranks do together."""
-        if self.ranks is not None:
-            self.ranks.calls.begin(f"network.{name}", text or f"network.{name}()")
+        """Begin a call that all ranks make."""
+        self.ranks.begin(f"network.{name}", text or f"network.{name}()")
 
     def _spans(self, samples: int) -> list[tuple[int, int]]:
-        """Return where the micro-batches here begin and end."""
+        """Return the bounds of this rank's micro-batches."""
         return cut(samples, self.micro_batches)[self._first : self._first + self._count]
 
-    def _reduce(self, ran: Ran) -> None:
-        """Give the parameters the sums over all micro-batches."""
+    def _reduce(self, ran: StepResult) -> None:
+        """Assign the sums over all micro-batches to the parameters."""
         if self._exchange is None:
             tree: TreeSum[Grads] = TreeSum(add_lists)
             tree.nodes = list(ran.nodes)
@@ -241,20 +274,20 @@ class Network:
                 parameter.grad = None if total is None else total.add_(0.0)
             return
         dense = self._exchange.of(ran.parameters)
-        dense.finish(self._exchange.told(dense.put_nodes(ran.nodes)))
+        dense.finish(self._exchange.reduce_flags(dense.put_nodes(ran.nodes)))
 
     def _of_all(self, values: Sequence[Tensor | None]) -> Tensor:
-        """Return what all micro-batches of the step have come to, float32 [M, k]; 0 of those without samples."""
+        """Return the values of all micro-batches of the step, float32 [M, k]; 0 for empty ones."""
         k = next((one.numel() for one in values if one is not None), 0)
         mine = torch.zeros(self._count, k)
         for number, one in enumerate(values):
             if one is not None:
                 mine[number] = one.reshape(-1).float().cpu()
-        if self.ranks is None:
-            return mine
         mesh = self.ranks.mesh
-        come = self.ranks.control.gather(mine.reshape(-1).numpy())
+        received = self.ranks.control.gather(mine.reshape(-1).numpy())
         ends = [mesh.rank(self.ranks.at._replace(data=data, model=0, pipe=mesh.pipe - 1)) for data in range(mesh.data)]
-        k = max(len(come[rank]) for rank in ends) // self._count
-        parts = [torch.from_numpy(come[rank]) if len(come[rank]) else torch.zeros(self._count * k) for rank in ends]
-        return torch.cat(parts).view(-1, k)
+        k = max(len(received[rank]) for rank in ends) // self._count
+        parts = [
+            torch.from_numpy(received[rank]) if len(received[rank]) else torch.zeros(self._count * k) for rank in ends
+        ]
+        return torch.cat(parts).view(self.micro_batches, k)

@@ -1,4 +1,4 @@
-"""What a rank has of a network, stages of it and slices of its layers, and a step through these."""
+"""This rank's part of a network, stages and slices, and a training step through it."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -11,106 +11,109 @@ from torch import Tensor, nn
 from hostdev.core.errors import UserError
 from hostdev.core.micro_batches import Node, TreeSum
 from hostdev.core.timeline import Timeline
+from hostdev.distributed.dense import Grads, add_lists
+from hostdev.distributed.process_group import Channel
+from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.parallel.averages import Averages, require_own_averages
-from hostdev.parallel.dense import Grads, add_lists
-from hostdev.parallel.layout import Inputs, Layout, described, settle
-from hostdev.parallel.leaves import Leaves
-from hostdev.parallel.mesh import Mesh
-from hostdev.parallel.pieces import pieces_of, trace, with_aside
-from hostdev.parallel.plan import Traffic, cut_layers, slice_of
-from hostdev.parallel.ranks import Channel, Ranks
+from hostdev.parallel.layout import Inputs, Layout, describe_layout, resolve_layout
+from hostdev.parallel.local_parameters import LocalParameters
+from hostdev.parallel.pieces import get_pieces, trace, with_extra_value
+from hostdev.parallel.plan import Traffic, cut_layers, get_slice_dim
 from hostdev.parallel.saving import save
+from hostdev.parallel.single_stage import SingleStage, called
 from hostdev.parallel.state import DenseState, State
 from hostdev.parallel.tied import Tied
-from hostdev.parallel.whole import Whole, called
 
 
-class Ran(NamedTuple):
-    """What a step has come to on this rank, before it is added up with that of others.
+class StepResult(NamedTuple):
+    """The result of a step on this rank, before it is added up over all ranks."""
 
-    parameters  whose gradients these are
-    nodes       sums of the gradients of micro-batches here: nodes of the tree
-    values      of each micro-batch; None where it has no samples, or another rank says them
-    """
-
-    parameters: list[Tensor]
-    nodes: list[Node[Grads]]
-    values: list[Tensor | None]
+    parameters: list[Tensor]  # of this rank
+    nodes: list[Node[Grads]]  # sums of the micro-batches' gradients here: nodes of the tree
+    values: list[Tensor | None]  # of each micro-batch; None if it has no samples or another rank reports it
 
 
 class Parts:
-    """This rank's part of a network, which loses what other ranks have of it.
+    """This rank's part of a network, which releases the parts of other ranks.
 
-    layout    how it is cut
-    ranks     None: there are no others
-    inputs    returns zeros in place of its inputs
-    device    where it goes
-    autocast  the dtype under which it runs, or None
-    aside     a further value [], float32, goes by: the last of its inputs, and beside what it gives
-    timeline  where the forward and backward passes of micro-batches go
-    ops       time these: each calls its first argument
+    Args:
+        network: The whole network.
+        layout: The requested layout.
+        ranks: The ranks of this run; None if there are no others.
+        inputs: Returns zeros in place of the network's inputs.
+        device: Where the part runs.
+        autocast: Dtype of autocast, or None.
+        aside: One more value [], float32, passes through unchanged: the last input, returned with the output.
+        timeline: Records the micro-batches' forward and backward passes.
+        ops: Time forward and backward passes; each calls its first argument.
 
-    UserError where the layout does not fit.
+    Raises:
+        UserError: The layout does not fit.
     """
 
     def __init__(
-        self, network: nn.Module, layout: Layout, ranks: Ranks | None, inputs: Inputs, device: torch.device, *,
-        autocast: torch.dtype | None = None, aside: bool = False,
-        timeline: Timeline | None = None, ops: Sequence[Callable[..., Any]] = (called, called),
-    ) -> None:  # fmt: skip
-        self._ranks, self._device = ranks, device
-        self._mesh = mesh = Mesh() if ranks is None else ranks.mesh
-        timeline, own = timeline or Timeline(), with_aside if aside else list
+        self,
+        network: nn.Module,
+        layout: Layout,
+        ranks: World | None,
+        inputs: Inputs,
+        device: torch.device,
+        *,
+        autocast: torch.dtype | None = None,
+        aside: bool = False,
+        timeline: Timeline | None = None,
+        ops: Sequence[Callable[..., Any]] = (called, called),
+    ) -> None:
+        self._ranks = ranks = ranks or ALONE_WORLD
+        self._device, self._mesh = device, ranks.mesh
+        mesh = ranks.mesh
+        timeline, own = timeline or Timeline(), with_extra_value if aside else list
         like = (lambda samples: (*inputs(samples), torch.zeros((), requires_grad=True))) if aside else inputs
-        found = settle(network, layout, mesh, inputs)
-        self.text = described(found, layout, mesh)
+        found = resolve_layout(network, layout, mesh, inputs)
+        self.text = describe_layout(found, layout, mesh)
         require_own_averages(network)
         crossing = []
         if found.begins:
             crossing = trace(found.stages(own(found.pieces)), like, device=device.type, autocast=autocast)
-        if ranks is not None:
-            begin_alike(network, ranks)
+        begin_alike(network, ranks)
         self._channels: list[Channel] = []
         self._traffic = Traffic(mesh.model)
-        slices: Channel | None = None
+        slices = ALONE_WORLD.control
         if mesh.model > 1:
-            assert ranks is not None
             slices, device_mesh = ranks.slices(device, "model")
             self._require_own_backend(slices, "model")
             network.to(device)
             self._traffic = cut_layers(network, found.strategies, device_mesh)
-        self.leaves = Leaves(network, found.strategies)
-        stages = found.stages(own(pieces_of(network))) if found.begins else []
+        self.leaves = LocalParameters(network, found.strategies)
+        stages = found.stages(own(get_pieces(network))) if found.begins else []
         self._state = State(network, stages, ranks)
-        self._averages = Averages([], None)
+        self._averages = Averages([])
         self._tied: Tied | None = None
         if stages:
-            from hostdev.parallel.stages import Ops, Stages  # what it stands on takes seconds to load
+            from hostdev.parallel.stages import Ops, Stages  # its imports take seconds
 
-            assert ranks is not None
             between, host = self._own_backend("pipe"), ranks.channel("pipe")
             self._channels.append(host)
             around = Ops(timeline, ops[0], ops[1], self._watching)
             self._passes: Any = Stages(stages, crossing, between, layout.schedule, device, autocast, around)
             self._tied = Tied(stages, self.leaves, host)
-            _let_go(network, self._passes.modules)
+            _release_others(network, self._passes.modules)
             self.leaves.keep(one for module in self._passes.modules for one in module.parameters())
         else:
-            self._passes = Whole(network, slices, device, autocast, timeline, ops, self._watching, aside=aside)
+            self._passes = SingleStage(network, slices, device, autocast, timeline, ops, self._watching, aside=aside)
         for module in self._passes.modules:
             module.to(device)
-        for module in network.modules():  # what no piece can name, too
+        for module in network.modules():  # buffers that no piece holds, too
             for name, buffer in list(module.named_buffers(recurse=False)):
                 setattr(module, name, buffer.to(device))
         held = [one for module in self._passes.modules for one in module.parameters()]
         self.parameters = self.leaves.of(held)
-        data = ranks.channel("data") if ranks is not None and mesh.data > 1 else None
+        data = ranks.channel("data") if mesh.data > 1 else None
         self._averages = Averages(self._passes.modules, data)
 
     def _own_backend(self, axis: str) -> Channel:
-        """Return a channel that brings values from device to device along an axis; UserError where there is none."""
-        assert self._ranks is not None
-        channel = self._ranks.device_channel(self._device, axis)
+        """Return a channel between devices along an axis; UserError if there is none."""
+        channel: Channel = self._ranks.device_channel(self._device, axis)
         self._require_own_backend(channel, axis)
         self._channels.append(channel)
         return channel
@@ -118,8 +121,8 @@ class Parts:
     def _require_own_backend(self, channel: Channel, axis: str) -> None:
         if channel.device.type != self._device.type:
             raise UserError(
-                f"--mesh {self._mesh} gives values from device to device along {axis}, for which each process is to "
-                "have one of its own, and torch a backend for them; use --device cpu, or data alone"
+                f"--mesh {self._mesh} sends values between devices along {axis}: each process needs a device of its "
+                "own, and torch a backend for it; use --device cpu, or data only"
             )
 
     def _watching(self, number: int) -> AbstractContextManager[None]:
@@ -127,13 +130,13 @@ class Parts:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes sent to other stages, and between slices, in training."""
+        """Bytes sent to other stages and slices in training."""
         return round(self._traffic.sent) + sum(channel.sent_bytes for channel in self._channels)
 
     @property
     def speaks(self) -> bool:
-        """Tell whether this rank, of those with slices of the same layers, says what its micro-batches come to."""
-        return self._ranks is None or self._ranks.at.model == 0
+        """Tell whether this rank, of those with slices of the same layers, reports its micro-batches' values."""
+        return self._ranks.at.model == 0
 
     def step(
         self,
@@ -141,23 +144,24 @@ class Parts:
         sizes: Sequence[int],
         inputs: Callable[[int], tuple[Any, ...]],
         loss: Callable[[int, Any], tuple[Tensor, Tensor]],
-        came: Callable[[int], object] | None = None,
-    ) -> Ran:
-        """Take a step's micro-batches forward and back.
+        on_gradients: Callable[[int], object] | None = None,
+    ) -> StepResult:
+        """Take a step's micro-batches forward and backward.
 
-        number  of the step, for the trace
-        sizes   samples of each micro-batch here; some may have none
-        inputs  returns the network's arguments of a micro-batch
-        loss    returns what to differentiate of a micro-batch, and values to be known everywhere, of its number and
-                what the network gives
-        came    called with a micro-batch's number when all gradients have come back to its inputs, where these are
+        Args:
+            number: Of the step, for the trace.
+            sizes: Samples of each micro-batch here; some may be empty.
+            inputs: Returns a micro-batch's arguments of the network.
+            loss: Returns the scalar to differentiate and the values to report, from a micro-batch's number and the
+                network's output.
+            on_gradients: Called with a micro-batch's number once its inputs have all gradients, on the first stage.
         """
         count = len(sizes)
         numbers = [number for number, size in enumerate(sizes) if size]
         values: list[Tensor | None] = [None] * count
         own, tied = self._by_stage()
-        first = 0 if self._ranks is None else self._ranks.share()[0] * count
-        sums = [_InOrder(first, count, numbers, len(each)) for each in own]
+        first = self._ranks.share()[0] * count
+        sums = [_OrderedSum(first, count, numbers, len(each)) for each in own]
 
         def differentiate(at: int, output: Any) -> Tensor:
             objective, said = loss(numbers[at], output)
@@ -168,17 +172,17 @@ class Parts:
         def back(stage: int, at: int) -> None:
             self.leaves.collect()
             here = self._passes.numbers.index(stage)
-            sums[here].put(numbers[at], _taken(own[here]))
+            sums[here].put(numbers[at], _take_grads(own[here]))
             for one in tied[here]:
                 assert self._tied is not None
-                self._tied.came(stage, numbers[at], one)
-            if stage == 0 and came is not None:
-                came(numbers[at])
+                self._tied.put(stage, numbers[at], one)
+            if stage == 0 and on_gradients is not None:
+                on_gradients(numbers[at])
 
         self._passes.train(number, [sizes[one] for one in numbers], lambda at: inputs(numbers[at]), differentiate, back)
         parameters: list[Tensor] = [one for each in own for one in each]
         if self._tied is not None and (owned := self._tied.owned()):
-            shared = _InOrder(first, count, range(count), len(owned))
+            shared = _OrderedSum(first, count, range(count), len(owned))
             for at, grads in enumerate(zip(*self._tied.gathered(count), strict=True)):
                 shared.put(at, list(grads))
             parameters, sums = parameters + owned, [*sums, shared]
@@ -189,15 +193,15 @@ class Parts:
             for each in zip(*(one.nodes() for one in sums), strict=True)
         ]
         self._averages.move()
-        return Ran(parameters, nodes, values)
+        return StepResult(parameters, nodes, values)
 
     def finish(self) -> None:
-        """Give all that use a parameter its sum, when the gradients of `step` have been added up over all ranks."""
+        """Copy the sums of shared parameters to all stages, once `step`'s gradients were added up over all ranks."""
         if self._tied is not None:
             self._tied.spread()
 
     def _by_stage(self) -> tuple[list[list[nn.Parameter]], list[list[nn.Parameter]]]:
-        """Return of each stage here the parameters that it alone uses, and those that another one uses, too."""
+        """Return the parameters of each stage here: those that it alone uses, and those that other stages use, too."""
         own, tied = [], []
         for module in self._passes.modules:
             trained = [one for one in self.leaves.of(module.parameters()) if one.requires_grad]
@@ -209,7 +213,7 @@ class Parts:
     def predict(
         self, number: int, sizes: Sequence[int], inputs: Callable[[int], tuple[Any, ...]]
     ) -> list[tuple[int, Any]]:
-        """Return what the network gives for the micro-batches that have samples, with their numbers, where it ends."""
+        """Return the network's outputs for the non-empty micro-batches, with their numbers, on the last stage."""
         numbers = [number for number, size in enumerate(sizes) if size]
         found = self._passes.predict(number, [sizes[one] for one in numbers], lambda at: inputs(numbers[at]))
         return list(zip(numbers, found, strict=False)) if self.speaks else []
@@ -219,39 +223,41 @@ class Parts:
         return self._state.norm(self.leaves)
 
     def state(self, optimizer: torch.optim.Optimizer) -> DenseState:
-        """Return the whole dense side's state in host memory, on rank 0, and nothing on others; all call it."""
+        """Return the whole dense state in host memory on rank 0, and an empty one on others; all ranks call it."""
         return self._state.whole(self.leaves, optimizer)
 
     def save(self, folder: Path, optimizer: torch.optim.Optimizer, steps: int, *, integrated: bool) -> None:
         """See `network.Network.save`."""
         about = {"steps": steps, **self._state.about(optimizer)}
         if integrated:
-            own = self._state.whole_as_own(self.state(optimizer))
+            own = self._state.flatten(self.state(optimizer))
             save(folder, "state.safetensors", own, about, self._ranks)
             return
-        rank = 0 if self._ranks is None else self._ranks.rank
-        save(folder, f"rank{rank}.safetensors", self._state.own(self.leaves, optimizer), about, self._ranks)
+        own = self._state.own(self.leaves, optimizer)
+        save(folder, f"rank{self._ranks.rank}.safetensors", own, about, self._ranks)
 
     def restore(self, folder: Path, optimizer: torch.optim.Optimizer) -> int:
-        """See `network.Network.restore`; return the steps that had been taken."""
+        """See `network.Network.restore`; return the number of steps taken."""
         return int(self._state.read(self.leaves, folder, optimizer)["steps"])
 
     def load(self, model: dict[str, Any], optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Take what is here of the whole dense side's state; UserError where it is of another network."""
+        """Take this rank's part of the whole dense state; UserError if it belongs to another network."""
         self._state.load(self.leaves, model, optimizer, state)
 
 
-def begin_alike(network: nn.Module, ranks: Ranks) -> None:
-    """Let all ranks begin with the parameters and buffers of rank 0; slices made by hand with those of the same one."""
+def begin_alike(network: nn.Module, ranks: World) -> None:
+    """Broadcast parameters and buffers of rank 0; slices made by hand go to the ranks with the same slice."""
+    if ranks.size == 1:
+        return  # saves copies to and from the host
     along_data = ranks.channel("data")
     for tensor in [*network.parameters(), *network.buffers()]:
         there = tensor.detach().cpu().contiguous()
-        (ranks.control if slice_of(tensor) is None else along_data).broadcast(there)
+        (ranks.control if get_slice_dim(tensor) is None else along_data).broadcast(there)
         tensor.data.copy_(there)
 
 
-def _let_go(network: nn.Module, modules: Sequence[nn.Module]) -> None:
-    """Let what other ranks have of a network take no memory here."""
+def _release_others(network: nn.Module, modules: Sequence[nn.Module]) -> None:
+    """Free the memory of the parameters that only other ranks use."""
     held = {id(one) for module in modules for one in module.parameters()}
     for module in network.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -259,11 +265,11 @@ def _let_go(network: nn.Module, modules: Sequence[nn.Module]) -> None:
                 setattr(module, name, nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad))
 
 
-class _InOrder:
-    """The tree's sum of a stage's gradients, of micro-batches that may come in an order of their own."""
+class _OrderedSum:
+    """The tree's sum of a stage's gradients, for micro-batches that finish in any order."""
 
     def __init__(self, first: int, count: int, numbers: Sequence[int], parameters: int) -> None:
-        self._first = first  # the number in the step of the first one here: the tree's nodes go by it
+        self._first = first  # number of the first micro-batch here, which positions the tree's nodes
         self._tree: TreeSum[Grads] = TreeSum(add_lists)
         self._waiting: dict[int, Grads] = {
             number: [None] * parameters for number in range(count) if number not in numbers
@@ -272,19 +278,19 @@ class _InOrder:
 
     def put(self, number: int, grads: Grads) -> None:
         self._waiting[number] = grads
-        self._go_on()
+        self._advance()
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         while self._next in self._waiting:
             self._tree.put(Node(self._first + self._next, 1, self._waiting.pop(self._next)))
             self._next += 1
 
     def nodes(self) -> list[Node[Grads]]:
-        self._go_on()
+        self._advance()
         return self._tree.nodes
 
 
-def _taken(parameters: Sequence[Tensor]) -> Grads:
+def _take_grads(parameters: Sequence[Tensor]) -> Grads:
     grads = [one.grad for one in parameters]
     for one in parameters:
         one.grad = None

@@ -1,4 +1,4 @@
-"""A network as pieces in order, of which stages take some each: where it may be cut, and what crosses there."""
+"""A network as a sequence of pieces: where stages may begin, and which tensors cross from stage to stage."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,27 +17,27 @@ from hostdev.core.pieces import Piece, run
 
 
 class Stage(nn.Module):
-    """Some neighbouring pieces of a network as one module."""
+    """Consecutive pieces of a network as one module."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         super().__init__()
         self.pieces = list(pieces)
         self.modules_held = nn.ModuleList(
-            _once(one for piece in pieces for one in piece.holds if isinstance(one, nn.Module))
+            _unique(one for piece in pieces for one in piece.holds if isinstance(one, nn.Module))
         )
         self.parameters_held = nn.ParameterList(
-            _once(one for piece in pieces for one in piece.holds if isinstance(one, nn.Parameter))
+            _unique(one for piece in pieces for one in piece.holds if isinstance(one, nn.Parameter))
         )
 
     def forward(self, *values: Any) -> Any:
-        """Return what the last piece makes of what the first one is given."""
+        """Run the pieces."""
         return run(self.pieces, *values)
 
 
-def pieces_of(network: nn.Module) -> list[Piece]:
-    """Return the pieces of a network: what its method `pieces` says, or the modules of an nn.Sequential.
+def get_pieces(network: nn.Module) -> list[Piece]:
+    """Return the pieces of a network: from its method `pieces`, or the modules of an nn.Sequential.
 
-    UserError for another one: nobody knows what its `forward` does between its modules.
+    UserError for any other network, whose `forward` may do anything between its modules.
     """
     if callable(getattr(network, "pieces", None)):
         pieces = list(network.pieces())  # type: ignore[operator]
@@ -45,8 +45,8 @@ def pieces_of(network: nn.Module) -> list[Piece]:
         pieces = _sequential(network)
     else:
         raise UserError(
-            f"{type(network).__name__} cannot be cut into stages: it is no nn.Sequential, and has no method pieces() "
-            "that says which parts follow each other (docs/parallel.md)"
+            f"{type(network).__name__} cannot be cut into stages: it is not an nn.Sequential and has no method "
+            "pieces() that returns its parts in order (docs/parallel.md)"
         )
     held = {id(parameter) for piece in pieces for parameter in piece.parameters}
     if not pieces or len({piece.name for piece in pieces}) < len(pieces):
@@ -74,7 +74,7 @@ def _sequential(network: nn.Sequential, prefix: str = "") -> list[Piece]:
 
 
 def cut(pieces: Sequence[Piece], begins: Sequence[str]) -> list[list[Piece]]:
-    """Return the pieces of each stage; each but the first begins with one that is named. UserError for wrong names."""
+    """Return the pieces of each stage. Each but the first begins with a named piece; UserError for wrong names."""
     names = [piece.name for piece in pieces]
     at = [0]
     for name in begins:
@@ -95,28 +95,29 @@ def cut(pieces: Sequence[Piece], begins: Sequence[str]) -> list[list[Piece]]:
     return [list(pieces[start:stop]) for start, stop in pairwise([*at, len(pieces)])]
 
 
-_SAMPLES = (2, 3, 5)  # with which a network is run to find out what crosses
+_SAMPLES = (2, 3, 5)  # batch sizes of the fake runs
 
 
 class Shape(NamedTuple):
-    """A tensor's shape as a function of the samples B: each dimension is slope * B + constant."""
+    """A tensor's shape as a function of the number of samples B: each dimension is slope * B + constant."""
 
     slopes: tuple[int, ...]
     constants: tuple[int, ...]
     dtype: torch.dtype
-    trained: bool  # gradients come back to it
+    trained: bool  # gradients flow back to it
 
     def of(self, samples: int) -> list[int]:
-        """Return the shape for so many samples."""
+        """Return the shape for a number of samples."""
         return [slope * samples + constant for slope, constant in zip(self.slopes, self.constants, strict=True)]
 
 
 class Traced(NamedTuple):
-    """What a stage gives to the next one.
+    """The tensors that a stage passes on.
 
-    shapes  of the values that cross, each once
-    places  of each value that the stage returns, which of these it is: one may be there twice
-    draws   the stage draws from torch's generator, as dropout does
+    Attributes:
+        shapes: Of the tensors, each once.
+        places: For each value that the stage returns, its index among these tensors; one tensor may be returned twice.
+        draws: The stage draws from torch's generator, as dropout does.
     """
 
     shapes: list[Shape]
@@ -124,26 +125,32 @@ class Traced(NamedTuple):
     draws: bool
 
     def once(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Return of what the stage returns each value once."""
+        """Return each tensor of the returned values once."""
         return [values[self.places.index(number)] for number in range(len(self.shapes))]
 
     def all_of(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Return what the stage returns of the values that have crossed: one leaf for one tensor, as without a cut."""
+        """Return the stage's values from the received tensors: one leaf for each tensor, as without stages."""
         return [values[number] for number in self.places]
 
 
 def trace(
-    stages: Sequence[Sequence[Piece]], inputs: Callable[[int], Any], *, device: str = "cpu",
+    stages: Sequence[Sequence[Piece]],
+    inputs: Callable[[int], Any],
+    *,
+    device: str = "cpu",
     autocast: torch.dtype | None = None,
-) -> list[Traced]:  # fmt: skip
-    """Return what crosses after each stage, found by running all of them without computing anything.
+) -> list[Traced]:
+    """Return what crosses after each stage, found by running all of them on fake tensors.
 
-    inputs    returns the first stage's arguments for so many samples
-    device    its type, on which they will run
-    autocast  the dtype under which they run
+    Args:
+        stages: Pieces of each stage.
+        inputs: Returns the first stage's arguments for a number of samples.
+        device: Device type on which the stages will run.
+        autocast: Dtype of autocast, or None.
 
-    UserError for what cannot cross: what is no tensor, is not contiguous, or has a size that is not a multiple of
-    the number of samples, and a constant.
+    Raises:
+        UserError: A value cannot cross: it is not a tensor, is not contiguous, or its size is not a linear function of
+            the number of samples.
     """
     runs = [_run_fake(stages, inputs(samples), device, autocast) for samples in _SAMPLES]
     found = []
@@ -162,7 +169,8 @@ def trace(
             shapes.append(Shape(slopes, constants, values[0].dtype, each[0].trained[at]))
             if not last and shapes[-1].of(_SAMPLES[2]) != list(values[2].shape):
                 raise UserError(
-                    f"piece {name!r} gives a value whose size is not so many for each sample: no stage ends there"
+                    f"piece {name!r} gives a value whose size does not grow with each sample alike: no stage can end "
+                    "there"
                 )
         found.append(Traced(shapes, places, each[0].draws))
     return found
@@ -171,21 +179,23 @@ def trace(
 def _require_crossing(name: str, values: Sequence[Any]) -> None:
     if not all(isinstance(value, Tensor) for value in values):
         raise UserError(
-            f"piece {name!r} gives a {type(values[0]).__name__}, and only tensors cross to another stage: no "
-            "stage ends there"
+            f"piece {name!r} gives a {type(values[0]).__name__}, and only tensors cross to another stage: no stage can "
+            "end there"
         )
     if not all(value.is_contiguous() for value in values):
         raise UserError(
             f"piece {name!r} gives a value that is not contiguous; let it call contiguous(), or cut elsewhere"
         )
     if len({value.dim() for value in values}) > 1:
-        raise UserError(f"piece {name!r} gives a value of so many dimensions as there are samples: no stage ends there")
+        raise UserError(
+            f"piece {name!r} gives a value whose number of dimensions depends on the samples: no stage can end there"
+        )
 
 
-def costs_of(pieces: Sequence[Piece], inputs: tuple[Any, ...]) -> list[int]:
-    """Return the floating-point operations of each piece, forward; nothing is computed."""
+def count_flops(pieces: Sequence[Piece], inputs: tuple[Any, ...]) -> list[int]:
+    """Return the floating-point operations of each piece's forward pass, without computing anything."""
     found = []
-    with not_computing(one for piece in pieces for one in piece.holds) as fake:
+    with fake_mode(one for piece in pieces for one in piece.holds) as fake:
         result: Any = fake(inputs)
         for piece in pieces:
             with FlopCounterMode(display=False) as counter:
@@ -195,9 +205,9 @@ def costs_of(pieces: Sequence[Piece], inputs: tuple[Any, ...]) -> list[int]:
 
 
 def balanced(pieces: Sequence[Piece], costs: Sequence[float], count: int) -> list[str]:
-    """Return the pieces with which the second and later of `count` stages begin, so that the costliest costs least.
+    """Return the first pieces of all stages but the first, so that the costliest stage costs least.
 
-    Of equal cuts those where a stage begins with a piece that has parameters. UserError where there are too few pieces.
+    Among equal cuts it prefers stages that begin with a piece that has parameters. UserError for too few pieces.
     """
     if len(pieces) < count:
         raise UserError(f"the network has {len(pieces)} pieces, too few for {count} stages")
@@ -208,16 +218,18 @@ def balanced(pieces: Sequence[Piece], costs: Sequence[float], count: int) -> lis
 def best_cut(
     costs: Sequence[float], crossing: Sequence[float], count: int, unwanted: Sequence[bool] | None = None
 ) -> list[int]:
-    """Return where `count` parts of a sequence begin, so that the costliest costs least.
+    """Return where `count` parts of a sequence begin, so that the costliest part costs least.
 
-    costs     of each element
-    crossing  what it adds to both parts where one ends with it
-    unwanted  elements with which a part rather does not begin, where that costs nothing
+    Args:
+        costs: Of each element.
+        crossing: Cost added to both parts if one ends with this element.
+        count: Number of parts.
+        unwanted: Elements that should not begin a part if another cut costs the same.
     """
     n, sums = len(costs), [0, *accumulate(costs)]
     ends = [0.0, *crossing[:-1], 0.0]
     bad = unwanted or [False] * n
-    # best[k][i]: the costliest of k parts of the first i elements, and how many begin with an unwanted one
+    # best[k][i]: cost of the costliest of k parts of the first i elements, number of unwanted beginnings
     best: list[list[tuple[float, int, int]]] = [[(float("inf"), 0, 0)] * (n + 1) for _ in range(count + 1)]
     best[0][0] = (0, 0, 0)
     for k in range(1, count + 1):
@@ -233,27 +245,28 @@ def best_cut(
     return begins[::-1]
 
 
-def with_aside(pieces: Sequence[Piece]) -> list[Piece]:
-    """Return the pieces with a further value that goes by, from the last of the first one's inputs to the end."""
+def with_extra_value(pieces: Sequence[Piece]) -> list[Piece]:
+    """Return the pieces with one more value that passes unchanged from the last input to the end."""
 
-    def beside(call: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+    def append_extra(call: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
         def both(*values: Any) -> tuple[Any, ...]:
             result = call(*values[:-1])
             return (*(result if isinstance(result, tuple) else (result,)), values[-1])
 
         return both
 
-    return [piece._replace(call=beside(piece.call)) for piece in pieces]
+    return [piece._replace(call=append_extra(piece.call)) for piece in pieces]
 
 
 @contextmanager
-def not_computing(held: Iterable[Any]) -> Iterator[Callable[[Any], Any]]:
-    """Within, torch finds shapes and computes nothing; yields what makes such values of tensors.
+def fake_mode(held: Iterable[Any]) -> Iterator[Callable[[Any], Any]]:
+    """Run modules on fake tensors, which have shapes and no values; yields a function that makes such tensors.
 
-    held  the modules that are run: their buffers stay as they are
+    Args:
+        held: Modules that are run; their buffers are left unchanged.
     """
     modules = [module for one in held if isinstance(one, nn.Module) for module in one.modules()]
-    # such a layer asks for the value of its count
+    # without momentum a layer reads the value of its count
     counting = [one for one in modules if isinstance(one, _NormBase) and one.momentum is None]
     buffers = [
         (module, name, value) for module in modules for name, value in module._buffers.items() if value is not None
@@ -272,8 +285,8 @@ def not_computing(held: Iterable[Any]) -> Iterator[Callable[[Any], Any]]:
                 one.momentum = None
 
 
-class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes whether something is drawn from torch's generator."""
+class _DrawDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records whether an operation draws from torch's generator."""
 
     seen = False
 
@@ -284,8 +297,8 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class _Given(NamedTuple):
-    """What a stage has returned, without values: each tensor once, and which of these each is."""
+class _StageOutput(NamedTuple):
+    """A stage's fake output: each tensor once, and the index of each returned value among them."""
 
     values: list[Any]
     places: list[int]
@@ -295,11 +308,11 @@ class _Given(NamedTuple):
 
 def _run_fake(
     stages: Sequence[Sequence[Piece]], values: tuple[Any, ...], device: str, autocast: torch.dtype | None
-) -> list[_Given]:
+) -> list[_StageOutput]:
     found = []
     cast = torch.autocast(device, autocast or torch.bfloat16, enabled=autocast is not None)
-    draws = _Draws()  # type: ignore[no-untyped-call]
-    with not_computing(one for stage in stages for piece in stage for one in piece.holds) as fake, draws:
+    draws = _DrawDetector()  # type: ignore[no-untyped-call]
+    with fake_mode(one for stage in stages for piece in stage for one in piece.holds) as fake, draws:
         result: Any = fake(values)
         for stage in stages:
             draws.seen = False
@@ -307,23 +320,23 @@ def _run_fake(
                 result = run(stage, *(result if isinstance(result, tuple) else (result,)))
             given = list(result) if isinstance(result, tuple) else [result]
             numbers = {number: place for place, number in enumerate(dict.fromkeys(map(id, given)))}
-            found.append(_Given(_once(given), [numbers[id(one)] for one in given], draws.seen, []))
+            found.append(_StageOutput(_unique(given), [numbers[id(one)] for one in given], draws.seen, []))
         ends = [one for one in found[-1].values if isinstance(one, Tensor) and one.requires_grad]
         for each in found:
-            each.trained.extend(_reached(ends, each.values))
+            each.trained.extend(_find_trained(ends, each.values))
     return found
 
 
-def _reached(ends: Sequence[Tensor], values: Sequence[Any]) -> list[bool]:
-    """Tell of each value whether gradients of the network's outputs come back to it."""
+def _find_trained(ends: Sequence[Tensor], values: Sequence[Any]) -> list[bool]:
+    """Tell for each value whether gradients flow back to it from the network's outputs."""
     at = [number for number, one in enumerate(values) if isinstance(one, Tensor) and one.requires_grad]
     if not at or not ends:
         return [False] * len(values)
     ones = [torch.ones_like(end) for end in ends]
     grads = torch.autograd.grad(ends, [values[number] for number in at], ones, retain_graph=True, allow_unused=True)
-    come = {number for number, grad in zip(at, grads, strict=True) if grad is not None}
-    return [number in come for number in range(len(values))]
+    received = {number for number, grad in zip(at, grads, strict=True) if grad is not None}
+    return [number in received for number in range(len(values))]
 
 
-def _once(values: Iterable[Any]) -> list[Any]:
+def _unique(values: Iterable[Any]) -> list[Any]:
     return list({id(value): value for value in values}.values())

@@ -1,9 +1,9 @@
-"""Strategies of layers: which are cut into slices over the ranks along the model axis, and how.
+"""Strategies of layers: which layers are sliced over the ranks along the model axis, and how.
 
-colwise cuts a layer's outputs, rowwise its inputs (Shoeybi et al., "Megatron-LM", 2019): where a rowwise layer takes
-what a colwise one gives, with nothing but elementwise functions between, each rank goes on with its own slice, and one
-sum over the ranks follows. Elsewhere a colwise layer's slices are brought together. What has no strategy is replicated:
-each rank of the axis computes all of it. The slices, and what the ranks exchange, are torch.distributed.tensor's.
+colwise slices a layer's outputs, rowwise its inputs (Shoeybi et al., "Megatron-LM", 2019). If a rowwise layer consumes
+a colwise layer's output with only elementwise functions between, each rank continues with its own slice, and one sum
+over the ranks follows. Otherwise a colwise layer's slices are gathered at once. Layers without a strategy are
+replicated: each rank of the axis computes all of them. Slices and collectives are torch.distributed.tensor's.
 """
 
 from collections import Counter
@@ -18,58 +18,62 @@ from torch.overrides import TorchFunctionMode
 
 from hostdev.core.errors import UserError
 from hostdev.core.pieces import Piece, run
-from hostdev.parallel.pieces import not_computing
+from hostdev.parallel.pieces import fake_mode
 from hostdev.parallel.plan_text import Plan
 
-# Of each layer that can be cut: the dimension of each of its parameters that a strategy cuts; None: it is replicated.
+# The dimension along which each strategy slices a layer's parameters; None if they are replicated.
 _CUTS: Mapping[type[nn.Module], Mapping[str, Mapping[str, int | None]]] = {
     nn.Linear: {"colwise": {"weight": 0, "bias": 0}, "rowwise": {"weight": 1, "bias": None}},
     nn.Embedding: {"colwise": {"weight": 1}, "rowwise": {"weight": 0}},
 }
 _ELEMENTWISE = (
-    nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Identity, nn.Softplus, nn.ReLU6,
-    nn.Mish, nn.Hardswish,
-)  # fmt: skip
+    nn.ReLU,
+    nn.GELU,
+    nn.SiLU,
+    nn.Tanh,
+    nn.Sigmoid,
+    nn.LeakyReLU,
+    nn.ELU,
+    nn.Identity,
+    nn.Softplus,
+    nn.ReLU6,
+    nn.Mish,
+    nn.Hardswish,
+)
 
 
 class Sliced(NamedTuple):
-    """A layer that is cut.
+    """A sliced layer."""
 
-    strategy  "colwise" or "rowwise"
-    dims      of its parameters, the dimension that is cut; None: replicated
-    joined    a colwise one's slices are brought together at once; a rowwise one is given all, and takes its slice
-    """
-
-    strategy: str
-    dims: Mapping[str, int | None]
-    joined: bool
+    strategy: str  # "colwise" or "rowwise"
+    dims: Mapping[str, int | None]  # the sliced dimension of each of its parameters; None if replicated
+    joined: bool  # a colwise layer's slices are gathered at once; a rowwise layer slices its whole input
 
 
-Strategies = dict[str, Sliced]  # by the layer's name
+Strategies = dict[str, Sliced]  # by layer name
 
 
-def settled(
+def resolve_strategies(
     network: nn.Module, plan: Plan, ranks: int, stages: Sequence[Sequence[Piece]], inputs: Callable[[], tuple[Any, ...]]
 ) -> Strategies:
-    """Return how each layer is cut over so many ranks; UserError where a plan does not fit. Nothing is computed.
+    """Return how each layer is sliced, without computing anything; UserError if the plan does not fit.
 
-    stages  the network's pieces, by stage; none: it is not cut into stages
-    inputs  returns tensors in place of the network's inputs
+    `stages` has the network's pieces by stage, or nothing; `inputs` returns tensors in place of the network's inputs.
     """
     wanted = {name: strategy for name, strategy in matched(network, plan).items() if strategy != "replicate"}
     modules = dict(network.named_modules())
     for name, strategy in wanted.items():
         for parameter, dim in _CUTS[type(modules[name])][strategy].items():
             value = getattr(modules[name], parameter)
-            if value is not None and slice_of(value) is not None:
+            if value is not None and get_slice_dim(value) is not None:
                 raise UserError(f"--plan {name}={strategy}: its {parameter} is marked as sliced by hand; leave it out")
-            if dim is not None and value is not None and value.shape[dim] % ranks:  # as `divides` has it
+            if dim is not None and value is not None and value.shape[dim] % ranks:  # as in `divides`
                 raise UserError(
                     f"--plan {name}={strategy}: its {parameter} is {list(value.shape)}, and {value.shape[dim]} cannot "
                     f"be cut into {ranks} slices of one size; use another --mesh, or {name}=replicate"
                 )
-    _require_alike(network, wanted)
-    pairs = _pairs(network, wanted, stages, inputs) if "colwise" in wanted.values() else set()
+    _require_same_cut(network, wanted)
+    pairs = _find_pairs(network, wanted, stages, inputs) if "colwise" in wanted.values() else set()
     kept = {name for pair in pairs for name in pair}
     return {
         name: Sliced(strategy, _CUTS[type(modules[name])][strategy], name not in kept)
@@ -78,7 +82,7 @@ def settled(
 
 
 def matched(network: nn.Module, plan: Plan) -> dict[str, str]:
-    """Return the strategy of each layer that a plan names; UserError where it names what cannot be cut."""
+    """Return the strategy of each layer that a plan names; UserError if it names a layer that cannot be sliced."""
     modules = dict(network.named_modules())
     able = [name for name, module in modules.items() if type(module) in _CUTS]
     found: dict[str, tuple[str, str]] = {}
@@ -87,14 +91,14 @@ def matched(network: nn.Module, plan: Plan) -> dict[str, str]:
         names = [pattern] if exact else [name for name in able if fnmatchcase(name, pattern)]
         if exact and pattern not in able:
             raise UserError(
-                f"--plan {pattern}={strategy}: {pattern} is of {type(modules[pattern]).__name__}; only Linear and "
+                f"--plan {pattern}={strategy}: {pattern} is a {type(modules[pattern]).__name__}; only Linear and "
                 "Embedding layers can be cut"
             )
         if not names:
             raise UserError(f"--plan {pattern}={strategy}: no layer has such a name; they are {', '.join(able)}")
         for name in names:
             before = found.get(name)
-            if before is None or exact:  # what names it counts more than what matches it
+            if before is None or exact:  # an exact name overrides a pattern
                 found[name] = (pattern, strategy)
             elif before[0] != name and before[1] != strategy:
                 raise UserError(
@@ -103,8 +107,8 @@ def matched(network: nn.Module, plan: Plan) -> dict[str, str]:
     return {name: found[name][1] for name in able if name in found}
 
 
-def _require_alike(network: nn.Module, wanted: Mapping[str, str]) -> None:
-    """UserError where two layers use one parameter and cut it differently."""
+def _require_same_cut(network: nn.Module, wanted: Mapping[str, str]) -> None:
+    """Raise UserError if two layers share a parameter and slice it differently."""
     users: dict[int, tuple[str, int | None]] = {}
     for name, module in network.named_modules():
         for parameter, value in module._parameters.items():
@@ -120,17 +124,19 @@ def _require_alike(network: nn.Module, wanted: Mapping[str, str]) -> None:
                 )
 
 
-def _pairs(
-    network: nn.Module, wanted: Mapping[str, str], stages: Sequence[Sequence[Piece]],
+def _find_pairs(
+    network: nn.Module,
+    wanted: Mapping[str, str],
+    stages: Sequence[Sequence[Piece]],
     inputs: Callable[[], tuple[Any, ...]],
-) -> set[tuple[str, str]]:  # fmt: skip
-    """Return the colwise layers whose output goes to a rowwise one and nowhere else, elementwise, within one stage."""
+) -> set[tuple[str, str]]:
+    """Return pairs of a colwise layer and a rowwise one that alone consumes its output, elementwise, in one stage."""
     names = {id(module): name for name, module in network.named_modules() if name in wanted}
     calls: dict[str, int] = dict.fromkeys(wanted, 0)
-    # Of a value: the colwise layer, what it has been on the way, and its version, which changes where it is written to.
+    # By id of a value: the colwise layer, the values since then, and the version, which changes on writes.
     source: dict[int, tuple[str, list[Tensor], int]] = {}
-    found: dict[str, tuple[str, list[Tensor]]] = {}  # of a rowwise layer
-    hooks, uses = [], _Uses()
+    found: dict[str, tuple[str, list[Tensor]]] = {}  # by rowwise layer
+    hooks, uses = [], _UseCounter()
 
     def after(module: nn.Module, given: tuple[Any, ...], result: Any) -> None:
         name = names.get(id(module))
@@ -142,7 +148,7 @@ def _pairs(
         if name is not None and wanted[name] == "rowwise" and as_given:
             found[name] = begin, way
         if id(result) != id(value):
-            uses.of.pop(id(result), None)  # those of another one that was there before
+            uses.of.pop(id(result), None)  # counts of an earlier tensor with the same id
         if name is not None and wanted[name] == "colwise":
             source[id(result)] = (name, [result], result._version)
         elif type(module) in _ELEMENTWISE and as_given:
@@ -152,7 +158,7 @@ def _pairs(
         if id(module) in names or type(module) in _ELEMENTWISE:
             hooks.append(module.register_forward_hook(after))
     try:
-        with not_computing([network]) as fake:
+        with fake_mode([network]) as fake:
             given = fake(inputs())
             pieces = [piece for stage in stages for piece in stage]
             with uses:
@@ -178,8 +184,8 @@ def _pairs(
     }
 
 
-class _Uses(TorchFunctionMode):
-    """Counts of tensors the calls of torch's that take one, and do not give itself: looks at its shape among them."""
+class _UseCounter(TorchFunctionMode):
+    """Counts the torch calls that consume each tensor, including those that only read its shape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,53 +207,56 @@ class _Uses(TorchFunctionMode):
 def sliced(parameter: nn.Parameter, dim: int = 0) -> nn.Parameter:
     """Mark a parameter as this rank's slice of one that is cut along a dimension over the ranks of the model axis.
 
-    It is saved as slices, and brought together where a checkpoint is of one process; its gradient is added up with
-    those of ranks that have the same slice only. What the ranks exchange to compute with it is the caller's own.
+    Checkpoints save it as slices and gather it for one process; its gradient is added up over the ranks with the same
+    slice. The network itself must exchange what its computation needs.
+
+    Args:
+        parameter: This rank's slice.
+        dim: The dimension that is cut.
     """
     parameter._hostdev_slice = dim  # type: ignore[attr-defined]
     return parameter
 
 
-def slice_of(parameter: Tensor) -> int | None:
-    """Return the dimension along which a parameter is a slice; None: it is whole."""
+def get_slice_dim(parameter: Tensor) -> int | None:
+    """Return the dimension along which a parameter is a slice; None if it is whole."""
     found: int | None = getattr(parameter, "_hostdev_slice", None)
     return found
 
 
 class Traffic:
-    """Bytes that this rank sends to those with other slices in training, where gathers and sums go round a ring."""
+    """Counts the bytes that this rank sends to other slices in training, assuming ring collectives."""
 
     def __init__(self, ranks: int) -> None:
         self._away = (ranks - 1) / ranks
         self.sent = 0.0
 
     def watch(self, layer: nn.Module, how: Sliced) -> None:
-        """Count what a layer that is cut exchanges, forward and back."""
+        """Count the exchanges of a sliced layer, forward and backward."""
         layer.register_forward_hook(partial(self._count, how))
 
     def _count(self, how: Sliced, layer: nn.Module, taken: tuple[Any, ...], given: Tensor) -> None:
         if not torch.is_grad_enabled():
             return
-        came = (
+        bytes_in = (
             taken[0].numel() * taken[0].element_size() if taken[0].requires_grad else 0
-        )  # a DTensor's are the whole's
-        gave = given.numel() * given.element_size()
+        )  # a DTensor counts the whole tensor
+        bytes_out = given.numel() * given.element_size()
         if how.strategy == "colwise":
-            self.sent += self._away * (gave * how.joined + 2 * came)
+            self.sent += self._away * (bytes_out * how.joined + 2 * bytes_in)
         else:
-            self.sent += self._away * (2 * gave + came * how.joined)
+            self.sent += self._away * (2 * bytes_out + bytes_in * how.joined)
 
 
 def cut_layers(network: nn.Module, strategies: Mapping[str, Sliced], mesh: Any) -> Traffic:
-    """Cut the layers that are here over the ranks of a DeviceMesh, by torch's parallelize_module.
+    """Slice layers over the ranks of a DeviceMesh by torch's parallelize_module; return the counter of exchanged bytes.
 
-    Their parameters become slices, marked as `sliced` does: leaves that optimizers take, of which the layers' own
-    DTensors are views. Returns what counts the bytes that they exchange.
+    Their parameters become DTensors. `LocalParameters` has the local slices, marked by `sliced`, over the same memory.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    aliases, traffic = _aliases(network), Traffic(mesh.size())
+    aliases, traffic = _find_aliases(network), Traffic(mesh.size())
     modules = dict(network.named_modules())
     for name, one in strategies.items():
         whole = Replicate()
@@ -257,13 +266,13 @@ def cut_layers(network: nn.Module, strategies: Mapping[str, Sliced], mesh: Any) 
             style = RowwiseParallel(input_layouts=whole if one.joined else Shard(-1))
         parallelize_module(modules[name], mesh, style, src_data_rank=None)
         traffic.watch(modules[name], one)
-    for (first, key), *others in aliases:  # a parameter of several layers stays one
+    for (first, key), *others in aliases:  # layers keep sharing their parameters
         for module, other in others:
             module._parameters[other] = first._parameters[key]
     return traffic
 
 
-def _aliases(network: nn.Module) -> Iterator[list[tuple[nn.Module, str]]]:
+def _find_aliases(network: nn.Module) -> Iterator[list[tuple[nn.Module, str]]]:
     found: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in network.modules():
         for key, value in module._parameters.items():
@@ -273,30 +282,30 @@ def _aliases(network: nn.Module) -> Iterator[list[tuple[nn.Module, str]]]:
 
 
 def cuttable(module: nn.Module) -> bool:
-    """Tell whether a layer is of a kind that can be cut."""
+    """Tell whether a layer's type can be sliced."""
     return type(module) in _CUTS
 
 
 def divides(module: nn.Module, strategy: str, ranks: int) -> bool:
-    """Tell whether a layer can be cut by a strategy into so many slices of one size."""
+    """Tell whether a strategy cuts a layer into equal slices."""
     values = [(getattr(module, name), dim) for name, dim in _CUTS[type(module)][strategy].items()]
     return all(value is None or dim is None or value.shape[dim] % ranks == 0 for value, dim in values) and not any(
-        value is not None and slice_of(value) is not None for value, _ in values
+        value is not None and get_slice_dim(value) is not None for value, _ in values
     )
 
 
-def is_shared(network: nn.Module) -> set[str]:
-    """Return the layers that have a parameter which another one has, too."""
+def get_shared_layers(network: nn.Module) -> set[str]:
+    """Return the layers that share a parameter with another layer."""
     names = {id(module): name for name, module in network.named_modules()}
-    return {names[id(module)] for users in _aliases(network) for module, _ in users}
+    return {names[id(module)] for users in _find_aliases(network) for module, _ in users}
 
 
 def pairable(network: nn.Module, inputs: Callable[[], tuple[Any, ...]]) -> set[tuple[str, str]]:
-    """Return the layers of which the second takes what the first gives, elementwise, and nobody else does."""
+    """Return pairs of layers of which the second alone consumes the first one's output, elementwise."""
     names = [name for name, module in network.named_modules() if type(module) is nn.Linear]
     found: set[tuple[str, str]] = set()
     for first in range(2):
         kinds = ("colwise", "rowwise") if not first else ("rowwise", "colwise")
         wanted = {name: kinds[number % 2] for number, name in enumerate(names)}
-        found |= _pairs(network, wanted, [], inputs)
+        found |= _find_pairs(network, wanted, [], inputs)
     return found

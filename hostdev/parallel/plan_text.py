@@ -9,16 +9,16 @@ Plan = Sequence[tuple[str, str]]  # a layer's name or a pattern of names, and it
 
 
 def plan_of(text: str) -> Plan:
-    """Return the plan that `--plan` names, such as deep.0=colwise,deep.2=rowwise; UserError where it names none."""
+    """Return the plan of a `--plan` value, such as deep.0=colwise,deep.2=rowwise; UserError if it is invalid."""
     found: list[tuple[str, str]] = []
     for part in text.split(","):
         name, equals, strategy = (each.strip() for each in part.partition("="))
         if not name or not equals or strategy not in STRATEGIES:
             raise UserError(
-                f"--plan {text}: {part.strip() or 'nothing'!r} names no layer and one of {', '.join(STRATEGIES)}; give "
-                "such as deep.0=colwise,deep.2=rowwise"
+                f"--plan {text}: {part.strip() or 'nothing'!r} is not LAYER=STRATEGY with one of "
+                f"{', '.join(STRATEGIES)}; give, for example, deep.0=colwise,deep.2=rowwise"
             )
         if name in dict(found):
-            raise UserError(f"--plan {text}: {name} is there twice; give it once")
+            raise UserError(f"--plan {text}: {name} is given twice; give it once")
         found.append((name, strategy))
     return found

@@ -1,10 +1,10 @@
-"""A network's state in a folder: brought together, or as the slices and stages that ranks have; any mesh loads both.
+"""A network's state in a folder: gathered in one file, or each rank's slices and stages; any mesh loads both.
 
-    manifest.json            the parameters, the optimizer's options, of each tensor its parts, of each file its SHA-256
-    state.safetensors        all of it, where it is integrated
-    rank<k>.safetensors      else what rank k has; of what several have, the first has it
+    manifest.json            parameters, the optimizer's options, each tensor's parts, each file's SHA-256
+    state.safetensors        everything, if integrated
+    rank<k>.safetensors      otherwise the part of rank k; the first rank writes what several have
 
-A folder comes to be at once, by its name: what has that name is whole.
+The folder gets its name by one rename when it is complete.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from torch import Tensor
 from hostdev.core.disk import is_text
 from hostdev.core.errors import UserError, in_words
 from hostdev.core.names import inside
-from hostdev.parallel.ranks import Ranks
+from hostdev.distributed.world import World
 
 MANIFEST, VERSION = "manifest.json", 1
 _CHUNK = 1 << 22
@@ -31,26 +31,27 @@ T = TypeVar("T")
 
 
 class Part(NamedTuple):
-    """A part of a tensor: in which file; along which dimension it is cut, the parts being in order, or None."""
+    """A part of a tensor: its file, and the dimension along which parts are concatenated in order, or None."""
 
     file: str
     dim: int | None
 
 
-Own = Mapping[str, tuple[Tensor, int | None]]  # tensors that a rank writes, and the dimension along which each is cut
+Own = Mapping[str, tuple[Tensor, int | None]]  # a rank's tensors, and the dimension of each slice
 
 
-def save(folder: Path, name: str, own: Own, about: Mapping[str, Any], ranks: Ranks | None) -> None:
-    """Write a folder; all ranks call it.
+def save(folder: Path, name: str, own: Own, about: Mapping[str, Any], ranks: World) -> None:
+    """Write a folder; all ranks call it. UserError on all ranks if the folder exists or cannot be written.
 
-    name   of this rank's file, which is there if it has tensors
-    about  what the manifest says beside
-
-    UserError, on all ranks, where the folder is there already, or cannot be written.
+    Args:
+        folder: The new folder.
+        name: This rank's file, written if the rank has tensors.
+        own: Tensors of this rank.
+        about: Further content of the manifest.
+        ranks: The ranks of this run.
     """
-    rank = 0 if ranks is None else ranks.rank
     temporary = folder.with_name(f".{folder.name}.part")
-    _require_all(ranks, _made(folder, temporary) if rank == 0 else "")
+    _require_all(ranks, _make_folder(folder, temporary) if ranks.rank == 0 else "")
     said: dict[str, Any] = {}
     problem = ""
     if own:
@@ -60,14 +61,14 @@ def save(folder: Path, name: str, own: Own, about: Mapping[str, Any], ranks: Ran
             said = {"file": name, "sha256": _sha256(temporary / name), "parts": parts}
         except (OSError, SafetensorError) as error:
             problem = f"{temporary / name} cannot be written: {error}"
-    told = [said] if ranks is None else ranks.control.share(said)
+    written = ranks.control.share(said)
     _require_all(ranks, problem, temporary)
-    if rank == 0:
+    if ranks.rank == 0:
         tensors: dict[str, list[Part]] = {}
-        for each in told:
+        for each in written:
             for key, dim in each.get("parts", {}).items():
                 tensors.setdefault(key, []).append(Part(each["file"], dim))
-        files = {each["file"]: each["sha256"] for each in told if each}
+        files = {each["file"]: each["sha256"] for each in written if each}
         try:
             text = json.dumps({"version": VERSION, **about, "files": files, "tensors": tensors}, indent=1)
             (temporary / MANIFEST).write_text(text + "\n")
@@ -78,10 +79,7 @@ def save(folder: Path, name: str, own: Own, about: Mapping[str, Any], ranks: Ran
 
 
 def load(folder: Path, wants: Callable[[str], bool]) -> tuple[dict[str, Tensor | None], dict[str, Any]]:
-    """Return the tensors of a folder by name, whole, None for those that nobody wants; and its manifest.
-
-    UserError where it is not whole.
-    """
+    """Return a folder's tensors by name, None for unwanted ones, and its manifest; UserError if it is incomplete."""
     if not is_text(folder):
         raise UserError(f"{folder}: {_NO_TEXT}; rename the folder")
     try:
@@ -89,7 +87,7 @@ def load(folder: Path, wants: Callable[[str], bool]) -> tuple[dict[str, Tensor |
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: no saved network ({MANIFEST}: {error})") from None
     if manifest.get("version") != VERSION:
-        raise UserError(f"{folder} is of version {manifest.get('version')}, and this hostdev reads {VERSION}")
+        raise UserError(f"{folder} has version {manifest.get('version')}, but this hostdev reads {VERSION}")
     try:
         tensors = {key: [Part(*one) for one in parts] for key, parts in manifest["tensors"].items()}
         files = {part.file for key, parts in tensors.items() if wants(key) for part in parts}
@@ -113,8 +111,8 @@ def load(folder: Path, wants: Callable[[str], bool]) -> tuple[dict[str, Tensor |
     return found, manifest
 
 
-def agreed(ranks: Ranks | None, call: Callable[[], T]) -> T:
-    """Return what a call returns, if it raises UserError on no rank; all ranks call it, and all raise it."""
+def call_on_all(ranks: World, call: Callable[[], T]) -> T:
+    """Return a call's result unless it raises UserError on any rank; then all ranks raise it. All ranks call it."""
     found, problem = None, ""
     try:
         found = call()
@@ -124,24 +122,23 @@ def agreed(ranks: Ranks | None, call: Callable[[], T]) -> T:
     return cast(T, found)
 
 
-def _made(folder: Path, temporary: Path) -> str:
-    """Make the folder to write to; return what is wrong, or nothing."""
+def _make_folder(folder: Path, temporary: Path) -> str:
+    """Make the temporary folder; return an error's text, or ""."""
     if not is_text(folder):
         return f"{folder}: {_NO_TEXT}; choose another folder"
     if folder.exists():
         return f"{folder} exists; choose another folder"
     try:
-        shutil.rmtree(temporary, ignore_errors=True)  # of one that was killed
+        shutil.rmtree(temporary, ignore_errors=True)  # of a killed process
         temporary.mkdir(parents=True)
     except OSError as error:
         return f"{folder}: {error.strerror}; choose a folder that can be written"
     return ""
 
 
-def _require_all(ranks: Ranks | None, problem: str, temporary: Path | None = None) -> None:
-    """UserError on all ranks where one has a problem."""
-    problems = [problem] if ranks is None else ranks.control.share(problem)
-    for one in problems:
+def _require_all(ranks: World, problem: str, temporary: Path | None = None) -> None:
+    """Raise UserError on all ranks if any rank has a problem."""
+    for one in ranks.control.share(problem):
         if one:
             if temporary is not None:
                 shutil.rmtree(temporary, ignore_errors=True)

@@ -1,100 +1,82 @@
-"""Which layout of a network takes the least time: meshes, cuts and strategies, by a model of what each costs.
+"""The search for a layout: it enumerates meshes, and orders them by a cost model; `trial` measures the best of them.
 
 A step of M micro-batches on a mesh of D x T x P (data, model, pipe), M / D of them on each rank, takes
 
     (M / D + P - 1) * t        micro-batches through the stages, the slowest of which takes t for one
     + additions of gradients, their exchange along data, the optimizer's step
 
-and t is what the stage's pieces take, less what slices save, plus what goes to other stages and between slices. Stages
-are cut so that t is least (Narayanan et al., SC 2021, have the same bubble); strategies of layers are the shortest way
-through them, as in Jia et al., "Beyond Data and Model Parallelism", MLSys 2019. All figures are measured: `costs`.
+where t is the time of the stage's pieces, minus what slices save, plus the exchanges with other stages and between
+slices. Stages are cut so that t is least (Narayanan et al., SC 2021, have the same bubble); strategies of layers are
+the shortest path through them, as in Jia et al., "Beyond Data and Model Parallelism", MLSys 2019. `costs` measures all
+inputs of the model.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from hostdev.core.errors import UserError
+from hostdev.distributed.mesh import Mesh
 from hostdev.parallel.costs import LayerCost, Machine, PieceCost, Profile
-from hostdev.parallel.mesh import Mesh
 from hostdev.parallel.pieces import best_cut
 from hostdev.parallel.plan_text import Plan
 
 _NONE_SLICED = (
-    "--mesh {mesh} has {count} processes for slices, and no layer can be cut into so many, or --plan leaves none to be "
+    "--mesh {mesh} has {count} processes for slices, and no layer can be cut into {count}, or --plan leaves none to be "
     "cut; give another --mesh"
 )
 
 
-class Wanted(NamedTuple):
-    """What is given, and kept.
+class SearchOptions(NamedTuple):
+    """The constraints of a search."""
 
-    ranks          how many there are
-    micro_batches  of a step, on all ranks
-    mesh, begins   None: to be found
-    strategies     of layers by name
-    interleaved    two stages on each rank
-    gpipe          all forward passes first
-    sliced         at least one layer is to be cut, where the mesh is given and has processes for slices
-    """
-
-    ranks: int
-    micro_batches: int
-    mesh: Mesh | None = None
-    begins: Sequence[str] | None = None
-    strategies: Mapping[str, str] = {}
-    interleaved: bool = False
-    gpipe: bool = False
-    sliced: bool = False
+    ranks: int  # number of ranks
+    micro_batches: int  # of a step, on all ranks
+    mesh: Mesh | None = None  # a fixed mesh; None searches for one
+    begins: Sequence[str] | None = None  # fixed first pieces of the stages; None searches for them
+    strategies: Mapping[str, str] = {}  # fixed strategies by layer name
+    interleaved: bool = False  # two stages on each rank
+    gpipe: bool = False  # all forward passes before all backward passes
+    sliced: bool = False  # at least one layer must be sliced if the fixed mesh has an axis `model`
 
 
 class Layers(NamedTuple):
-    """What can be cut.
+    """The layers that can be sliced."""
 
-    able    tells whether a layer can be cut by a strategy over so many ranks
-    pairs   of layers of which the second takes what the first gives, elementwise
-    stages  the network can be cut into stages
-    """
-
-    able: Callable[[str, str, int], bool]
-    pairs: set[tuple[str, str]]
-    stages: bool
+    able: Callable[[str, str, int], bool]  # tells whether a layer can be sliced by a strategy over a number of ranks
+    pairs: set[tuple[str, str]]  # pairs of layers of which the second consumes the first one's output elementwise
+    stages: bool  # the network can be cut into stages
 
 
 class Candidate(NamedTuple):
-    """A layout, and what it costs by the model.
+    """A layout and its cost by the model."""
 
-    seconds   of a step: compute + waiting + exchange + update
-    measured  seconds of steps that were taken; None: there were none
-    memory    bytes on the fullest rank: parameters, gradients, an optimizer's two slots, what backward passes keep
-    """
-
-    mesh: Mesh
-    begins: list[str]
-    plan: Plan
-    compute: float
-    waiting: float
-    exchange: float
-    update: float
-    memory: int
-    measured: float | None = None
+    mesh: Mesh  # the mesh
+    begins: list[str]  # first pieces of all stages but the first
+    plan: Plan  # strategies of layers
+    compute: float  # seconds of a step's computation
+    waiting: float  # seconds of waiting for other stages
+    exchange: float  # seconds of exchanges
+    update: float  # seconds of additions and of the optimizer
+    memory: int  # bytes on the fullest rank: parameters, gradients, optimizer state of two values, saved activations
+    measured: float | None = None  # measured seconds of a step; None if it was not measured
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step by the model."""
         return self.compute + self.waiting + self.exchange + self.update
 
 
 class _Sliced(NamedTuple):
-    """What strategies change for one micro-batch of a stage."""
+    """The effect of strategies on one micro-batch of a stage."""
 
     plan: list[tuple[str, str]]
     saved: float  # seconds of compute
     exchange: float  # seconds
-    parameters: float  # bytes that are elsewhere
+    parameters: float  # bytes on other ranks
 
 
-def candidates(profile: Profile, machine: Machine, layers: Layers, wanted: Wanted) -> list[Candidate]:
-    """Return a candidate for each mesh that is possible, the fastest that fit first; UserError where there is none."""
+def candidates(profile: Profile, machine: Machine, layers: Layers, wanted: SearchOptions) -> list[Candidate]:
+    """Return a candidate for each possible mesh, the fastest that fit into memory first; UserError if there is none."""
     found = []
     for mesh in [wanted.mesh] if wanted.mesh is not None else meshes(wanted.ranks):
         stages = mesh.pipe * (1 + wanted.interleaved) if mesh.pipe > 1 else 1
@@ -108,19 +90,19 @@ def candidates(profile: Profile, machine: Machine, layers: Layers, wanted: Wante
             continue
         one = _candidate(profile, machine, layers, wanted, mesh, stages)
         if mesh.model > 1 and not one.plan and wanted.mesh is None:
-            continue  # nothing is cut
+            continue  # nothing is sliced
         if mesh.model > 1 and not one.plan and wanted.sliced:
             one = _sliced_candidate(profile, machine, layers, wanted, mesh, stages)
         found.append(one)
     if not found:
         raise UserError(
-            f"no layout of {wanted.ranks} processes goes with {wanted.micro_batches} micro-batches and what was given"
+            f"no layout of {wanted.ranks} processes fits {wanted.micro_batches} micro-batches and the given options"
         )
     return sorted(found, key=lambda one: (one.memory > machine.available, one.seconds))
 
 
 def meshes(ranks: int) -> list[Mesh]:
-    """Return all meshes of so many ranks."""
+    """Return all meshes of a number of ranks."""
     return [
         Mesh(data, model, ranks // data // model)
         for data in range(1, ranks + 1)
@@ -131,12 +113,9 @@ def meshes(ranks: int) -> list[Mesh]:
 
 
 def _sliced_candidate(
-    profile: Profile, machine: Machine, layers: Layers, wanted: Wanted, mesh: Mesh, stages: int
-) -> Candidate:  # fmt: skip
-    """Return the fastest candidate that has slices, where one without them would be faster.
-
-    UserError where no layer can be cut.
-    """
+    profile: Profile, machine: Machine, layers: Layers, wanted: SearchOptions, mesh: Mesh, stages: int
+) -> Candidate:
+    """Return the fastest candidate with at least one sliced layer; UserError if no layer can be sliced."""
     free = [layer.name for layer in profile.layers if layer.name not in wanted.strategies]
     ways = [
         {name: strategy}
@@ -147,9 +126,11 @@ def _sliced_candidate(
     ways += [
         {first: "colwise", second: "rowwise"}
         for first, second in sorted(layers.pairs)
-        if first in free and second in free
-        and layers.able(first, "colwise", mesh.model) and layers.able(second, "rowwise", mesh.model)
-    ]  # fmt: skip
+        if first in free
+        and second in free
+        and layers.able(first, "colwise", mesh.model)
+        and layers.able(second, "rowwise", mesh.model)
+    ]
     found = [
         _candidate(profile, machine, layers, wanted._replace(strategies={**wanted.strategies, **way}), mesh, stages)
         for way in ways
@@ -160,8 +141,8 @@ def _sliced_candidate(
 
 
 def _candidate(
-    profile: Profile, machine: Machine, layers: Layers, wanted: Wanted, mesh: Mesh, stages: int
-) -> Candidate:  # fmt: skip
+    profile: Profile, machine: Machine, layers: Layers, wanted: SearchOptions, mesh: Mesh, stages: int
+) -> Candidate:
     pieces, count = profile.pieces, wanted.micro_batches // mesh.data
     names = [piece.name for piece in pieces]
     if stages == 1:
@@ -201,23 +182,34 @@ def _candidate(
         for rank, own in enumerate(by_rank)
     )
     return Candidate(
-        mesh, [names[start] for start in starts[1:]], plan, work, (mesh.pipe - 1) * busy[slowest] / rounds,
-        moved + along_data, (count - 1) * machine.add(held) + machine.update(held), int(memory),
-    )  # fmt: skip
+        mesh,
+        [names[start] for start in starts[1:]],
+        plan,
+        work,
+        (mesh.pipe - 1) * busy[slowest] / rounds,
+        moved + along_data,
+        (count - 1) * machine.add(held) + machine.update(held),
+        int(memory),
+    )
 
 
-def _in_flight(wanted: Wanted, mesh: Mesh, count: int, rank: int) -> int:
-    """Return of how many micro-batches a stage keeps what its backward passes need."""
+def _in_flight(wanted: SearchOptions, mesh: Mesh, count: int, rank: int) -> int:
+    """Return the number of micro-batches whose activations a stage holds."""
     if mesh.pipe == 1:
         return 1
     return count if wanted.gpipe else min(count, mesh.pipe - rank + (mesh.pipe if wanted.interleaved else 0))
 
 
 def _strategies(
-    own: Sequence[LayerCost], pieces: Sequence[PieceCost], machine: Machine, layers: Layers, wanted: Wanted,
-    mesh: Mesh, count: int,
-) -> _Sliced:  # fmt: skip
-    """Return the strategies of a stage's layers that take the least time."""
+    own: Sequence[LayerCost],
+    pieces: Sequence[PieceCost],
+    machine: Machine,
+    layers: Layers,
+    wanted: SearchOptions,
+    mesh: Mesh,
+    count: int,
+) -> _Sliced:
+    """Return the fastest strategies of a stage's layers."""
     T = mesh.model
     if T == 1:
         return _Sliced([], 0.0, 0.0, 0.0)
@@ -242,7 +234,7 @@ def _strategies(
         given = wanted.strategies.get(layer.name)
         return given == strategy or (given is None and layers.able(layer.name, strategy, T))
 
-    # best[i]: the seconds of the first i layers, and how they are cut
+    # best[i]: seconds of the first i layers, and their strategies
     best: list[tuple[float, _Sliced]] = [(0.0, _Sliced([], 0.0, 0.0, 0.0))]
     for at, layer in enumerate(own):
         before = best[at][1]
@@ -261,12 +253,14 @@ def _strategies(
         made = []
         for base, plan, cost, cut in ways:
             sliced = _Sliced(
-                base.plan + plan, base.saved + sum(map(gain, cut)), base.exchange + cost,
+                base.plan + plan,
+                base.saved + sum(map(gain, cut)),
+                base.exchange + cost,
                 base.parameters + sum(one.parameters * away for one in cut),
-            )  # fmt: skip
+            )
             less = sum(held(one) for one in own[: at + 1] if one.name in dict(sliced.plan))
             made.append((sliced.exchange - sliced.saved - less, sliced))
         if not made:
-            raise UserError(f"--plan: {layer.name} cannot be cut as it says over {T} processes")
+            raise UserError(f"--plan: {layer.name} cannot be sliced so over {T} processes")
         best.append(min(made, key=lambda one: one[0]))
     return best[-1][1]

@@ -1,12 +1,11 @@
-"""Stages of a network on ranks: micro-batches go from one to the next and gradients back, by torch's schedules.
+"""Stages of a network on ranks, scheduled by torch.distributed.pipelining.
 
-GPipe (Huang et al., NeurIPS 2019): all forward passes, then all backward ones. 1F1B (Narayanan et al., SOSP 2019): as
-soon as a stage can, a backward pass after each forward one, so that it holds the activations of as many micro-batches
-as there are stages behind it, and no more. Interleaved (Narayanan et al., SC 2021): with several stages
-a rank.
+GPipe (Huang et al., NeurIPS 2019): all forward passes, then all backward passes. 1F1B (Narayanan et al., SOSP 2019): a
+backward pass as soon as possible after each forward pass, so that a stage holds the activations of only as many
+micro-batches as there are stages behind it. Interleaved (Narayanan et al., SC 2021): several stages on each rank.
 
-Beside what torch.distributed.pipelining has: micro-batches of different sizes, the state of torch's generator that goes
-along, so that dropout draws what it draws in one process, and shapes that are known before anything is computed.
+Beyond torch's stages, micro-batches may differ in size, the state of torch's generator is passed along, so that
+dropout draws the same values as in one process, and shapes are known before the first step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,19 +20,21 @@ from torch.distributed.pipelining.schedules import ScheduleLoopedBFS
 from hostdev.core.errors import UserError
 from hostdev.core.pieces import Piece
 from hostdev.core.timeline import Timeline
+from hostdev.distributed.process_group import Channel
 from hostdev.parallel.pieces import Shape, Stage, Traced
-from hostdev.parallel.ranks import Channel
-from hostdev.parallel.whole import called
+from hostdev.parallel.single_stage import called
 
-_EXAMPLE = 2  # samples, of tensors that only show dtypes
+_EXAMPLE = 2  # samples of the example tensors, which only show dtypes
 
 
 class Ops(NamedTuple):
-    """What is around a micro-batch's way through a stage.
+    """Hooks around a micro-batch's passes through a stage.
 
-    timeline           gets a span of each pass
-    forward, backward  call their first argument: what times these
-    watching           within what a forward pass is, of the micro-batch's number
+    Attributes:
+        timeline: Records a span of each pass.
+        forward: Times a forward pass: calls its first argument.
+        backward: Times a backward pass: calls its first argument.
+        watching: Returns a context for a forward pass, from the micro-batch's number.
     """
 
     timeline: Timeline
@@ -45,19 +46,26 @@ class Ops(NamedTuple):
 class Stages:
     """This rank's stages of a network.
 
-    stages    the pieces of all stages
-    traced    what each gives to the next
-    channel   to the ranks along the pipe axis; of S stages and P ranks, rank r has r, r + P, r + 2 P, ...
-    schedule  one of `mesh.SCHEDULES`
-    device    of the stages here
-    autocast  the dtype under which they run, or None
-    ops       time what a stage does with a micro-batch
+    Args:
+        stages: The pieces of all stages.
+        traced: The tensors that each stage passes on.
+        channel: To the ranks along the pipe axis; of S stages and P ranks, rank r has r, r + P, r + 2 P, ...
+        schedule: One of `mesh.SCHEDULES`.
+        device: Of the stages here.
+        autocast: Dtype of autocast, or None.
+        ops: Hooks around each pass.
     """
 
     def __init__(
-        self, stages: Sequence[Sequence[Piece]], traced: Sequence[Traced], channel: Channel, schedule: str,
-        device: torch.device, autocast: torch.dtype | None = None, ops: "Ops | None" = None,
-    ) -> None:  # fmt: skip
+        self,
+        stages: Sequence[Sequence[Piece]],
+        traced: Sequence[Traced],
+        channel: Channel,
+        schedule: str,
+        device: torch.device,
+        autocast: torch.dtype | None = None,
+        ops: "Ops | None" = None,
+    ) -> None:
         self._channel, self._schedule, self._device = channel, schedule, device
         self.count = len(stages)
         self.numbers = list(range(channel.rank, self.count, channel.ranks))
@@ -68,8 +76,15 @@ class Stages:
             before = traced[number - 1] if number else None
             after = traced[number] if number < self.count - 1 else None
             state = [_state_shape(device)] if draws else []
-            body = _Body(module, device, autocast, before, after, takes_state=draws and before is not None,
-                         gives_state=draws and after is not None)  # fmt: skip
+            body = _StageBody(
+                module,
+                device,
+                autocast,
+                before,
+                after,
+                takes_state=draws and before is not None,
+                gives_state=draws and after is not None,
+            )
             self._stages.append(
                 _SizedStage(
                     body,
@@ -100,44 +115,46 @@ class Stages:
         sizes: Sequence[int],
         inputs: Callable[[int], tuple[Any, ...]],
         loss: Callable[[int, Any], Tensor],
-        came: Callable[[int, int], None],
+        on_gradients: Callable[[int, int], None],
     ) -> None:
-        """Take micro-batches forward and back.
+        """Take micro-batches forward and backward.
 
-        batch   its number, for the trace
-        sizes   samples of each, at least 1
-        inputs  returns the network's arguments of a micro-batch; called where it begins
-        loss    returns what to differentiate of a micro-batch, of its number and the network's output; where it ends
-        came    called with the number of one of the stages here and that of a micro-batch, whose gradients have come
+        Args:
+            batch: Its number, for the trace.
+            sizes: Samples of each micro-batch, at least 1.
+            inputs: Returns a micro-batch's arguments of the network; called on the first stage.
+            loss: Returns the scalar to differentiate, from a micro-batch's number and the network's output; called on
+                the last stage.
+            on_gradients: Called with the number of a stage here and of a micro-batch whose gradients are complete.
         """
         if not sizes:
             return
-        schedule = self._schedule_of(len(sizes), backward=True)
-        schedule._loss_fn = lambda output, number: _own(loss, number, output)
+        schedule = self._get_schedule(len(sizes), backward=True)
+        schedule._loss_fn = lambda output, number: _call_network(loss, number, output)
         losses = schedule._internal_losses
 
-        def told(stage: int, number: int) -> None:
-            if stage == self.count - 1:  # the schedule keeps losses to its end, and their graphs by that
+        def done(stage: int, number: int) -> None:
+            if stage == self.count - 1:  # the schedule keeps losses, and so their graphs, to its end
                 losses[number] = losses[number].detach()
-            came(stage, number)
+            on_gradients(stage, number)
 
         for stage in self._stages:
-            stage.begin(batch, sizes, inputs, told, backward=True)
+            stage.begin(batch, sizes, inputs, done, backward=True)
         try:
             with self._answering():
                 numbers = list(range(len(sizes)))
                 schedule._step_microbatches([()] * len(sizes), None, numbers, None, return_outputs=False)
-        finally:  # or a step would be held until the next one of so many micro-batches
+        finally:  # otherwise the cached schedule would keep the step alive
             schedule._loss_fn = _nothing
             for stage in self._stages:
                 stage.end()
 
     def predict(self, batch: int, sizes: Sequence[int], inputs: Callable[[int], tuple[Any, ...]]) -> list[Any]:
-        """Take micro-batches forward; return what the network gives for each, where it ends."""
+        """Take micro-batches forward; return the network's outputs on the last stage."""
         found: list[Any] = []
         if not sizes:
             return found
-        schedule = self._schedule_of(len(sizes), backward=False)
+        schedule = self._get_schedule(len(sizes), backward=False)
         for stage in self._stages:
             stage.begin(batch, sizes, inputs, _nothing, backward=False)
         try:
@@ -151,15 +168,15 @@ class Stages:
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
-        """Raise an error of this rank's network as it is, and PeerLostError where another rank does not answer."""
+        """Raise errors of this rank's network unchanged, and PeerLostError if another rank stops answering."""
         try:
             with self._channel.answering():
                 yield
-        except _Failed as failed:
+        except _NetworkError as failed:
             raise failed.error from None
 
-    def _schedule_of(self, count: int, *, backward: bool) -> Any:
-        """Return what takes so many micro-batches; the bits are the same with each."""
+    def _get_schedule(self, count: int, *, backward: bool) -> Any:
+        """Return the schedule for a number of micro-batches; all schedules give the same bits."""
         found = self._made.get((count, backward))
         if found is None:
             loss = _nothing if backward else None
@@ -168,44 +185,51 @@ class Stages:
                 kind: Any = ScheduleLoopedBFS if count % rounds or not backward else ScheduleInterleaved1F1B
                 found = kind(self._stages, count, loss_fn=loss, scale_grads=False)
             else:
-                # A last batch may be of fewer than 1F1B takes.
+                # A last batch may have fewer micro-batches than 1F1B needs.
                 kind = Schedule1F1B if self._schedule == "1f1b" and backward and count >= self.count else ScheduleGPipe
                 found = kind(self._stages[0], count, loss_fn=loss, scale_grads=False)
             self._made[count, backward] = found
         return found
 
 
-class _Failed(BaseException):
-    """An error of the network itself; torch, which wraps exceptions in others, lets it pass."""
+class _NetworkError(BaseException):
+    """An error of the network itself; a BaseException, because torch wraps an Exception."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
         self.error = error
 
 
-def _own(call: Callable[..., Any], *values: Any) -> Any:
-    """Call what is the network's own; errors are none of the exchange's."""
+def _call_network(call: Callable[..., Any], *values: Any) -> Any:
+    """Call the network's own code, and mark its errors."""
     try:
         return call(*values)
     except Exception as error:
-        raise _Failed(error) from None
+        raise _NetworkError(error) from None
 
 
-class _Body(nn.Module):
-    """A stage with what goes along beside its values."""
+class _StageBody(nn.Module):
+    """A stage with the generator's state and its values."""
 
     def __init__(
-        self, stage: Stage, device: torch.device, autocast: torch.dtype | None, takes: Traced | None,
-        gives: Traced | None, *, takes_state: bool, gives_state: bool,
-    ) -> None:  # fmt: skip
+        self,
+        stage: Stage,
+        device: torch.device,
+        autocast: torch.dtype | None,
+        takes: Traced | None,
+        gives: Traced | None,
+        *,
+        takes_state: bool,
+        gives_state: bool,
+    ) -> None:
         super().__init__()
         self._takes, self._gives = takes, gives
         self.stage, self._device, self._autocast = stage, device, autocast
         self._takes_state, self._gives_state = takes_state, gives_state
-        self.inputs: tuple[Any, ...] = ()  # of the micro-batch that comes, where the network begins
+        self.inputs: tuple[Any, ...] = ()  # of the next micro-batch, on the first stage
 
     def forward(self, *values: Any) -> Any:
-        return _own(self._forward, *values)
+        return _call_network(self._forward, *values)
 
     def _forward(self, *values: Any) -> Any:
         if self.inputs:
@@ -225,49 +249,65 @@ class _Body(nn.Module):
 
 
 class _SizedStage(PipelineStage):
-    """A stage whose micro-batches may have different sizes."""
+    """A stage whose micro-batches may differ in size."""
 
     def __init__(
-        self, body: _Body, number: int, count: int, device: torch.device, channel: Channel, ops: "Ops",
-        takes: Sequence[Shape], gives: Sequence[Shape],
-    ) -> None:  # fmt: skip
+        self,
+        body: _StageBody,
+        number: int,
+        count: int,
+        device: torch.device,
+        channel: Channel,
+        ops: "Ops",
+        takes: Sequence[Shape],
+        gives: Sequence[Shape],
+    ) -> None:
         super().__init__(
-            body, number, count, device, group=channel.group,
+            body,
+            number,
+            count,
+            device,
+            group=channel.group,
             input_args=tuple(_example(shape) for shape in takes),
             output_args=tuple(_example(shape) for shape in gives) or (torch.empty(0, device="meta"),),
-        )  # fmt: skip
-        self._runtime_validate = False  # of sizes that are all the same
+        )
+        self._runtime_validate = False  # it expects equal sizes
         self._takes, self._gives, self._channel, self._ops = takes, gives, channel, ops
         self._batch = 0
         self._sizes: Sequence[int] = ()
         self._inputs: Callable[[int], tuple[Any, ...]] = _no_inputs
-        self._told: Callable[[int, int], None] = _nothing
+        self._on_gradients: Callable[[int, int], None] = _nothing
 
     def begin(
-        self, batch: int, sizes: Sequence[int], inputs: Callable[[int], tuple[Any, ...]],
-        came: Callable[[int, int], None], *, backward: bool,
-    ) -> None:  # fmt: skip
-        """Be ready for micro-batches of these sizes."""
+        self,
+        batch: int,
+        sizes: Sequence[int],
+        inputs: Callable[[int], tuple[Any, ...]],
+        on_gradients: Callable[[int, int], None],
+        *,
+        backward: bool,
+    ) -> None:
+        """Prepare for micro-batches of these sizes."""
         self.has_backward = backward
         self.clear_runtime_states()
-        self.chunks = len(sizes)  # torch's is that of the schedule that came first
-        self._batch, self._sizes, self._inputs, self._told = batch, sizes, inputs, came
+        self.chunks = len(sizes)  # torch keeps that of the first schedule
+        self._batch, self._sizes, self._inputs, self._on_gradients = batch, sizes, inputs, on_gradients
 
     def end(self) -> None:
-        """Let go of them."""
+        """Release the micro-batches."""
         self.clear_runtime_states()
-        self._sizes, self._inputs, self._told = (), _no_inputs, _nothing
+        self._sizes, self._inputs, self._on_gradients = (), _no_inputs, _nothing
         for infos in [*self.args_recv_info.values(), *self.grad_recv_info.values()]:
             for info in infos:
                 info.buffer = None
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
-        _own(self._fit, self.args_recv_info[fwd_chunk_id], self._takes, fwd_chunk_id, False)
+        _call_network(self._fit, self.args_recv_info[fwd_chunk_id], self._takes, fwd_chunk_id, False)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
         if self.has_backward and not self.is_last:
-            _own(self._fit, self.grad_recv_info[bwd_chunk_id], self._gives, bwd_chunk_id, True)
+            _call_network(self._fit, self.grad_recv_info[bwd_chunk_id], self._gives, bwd_chunk_id, True)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
@@ -277,12 +317,12 @@ class _SizedStage(PipelineStage):
         return self._counted(super().get_bwd_send_ops(bwd_chunk_id))
 
     def _counted(self, ops: Sequence[Any]) -> Sequence[Any]:
-        if self.has_backward:  # what is sent in training
+        if self.has_backward:  # count training only
             self._channel.sent_bytes += sum(op.tensor.nbytes for op in ops)
         return ops
 
     def _fit(self, infos: Sequence[Any], shapes: Sequence[Shape], chunk: int, only_trained: bool) -> None:
-        """Let what comes of a micro-batch have memory of its size."""
+        """Allocate receive buffers of the micro-batch's size."""
         for info, shape in zip(infos, shapes, strict=True) if infos and not infos[0].is_root_arg else ():
             if shape.trained or not only_trained:
                 info.buffer = torch.empty(shape.of(self._sizes[chunk]), dtype=shape.dtype, device=self.device)
@@ -290,23 +330,25 @@ class _SizedStage(PipelineStage):
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
     ) -> Any:
-        if self.is_first:  # beside torch's arguments, whose gradients it would take away
-            self.submod.inputs = _own(self._inputs, fwd_chunk_id)
+        if self.is_first:  # torch would drop the gradients of its own arguments
+            self.submod.inputs = _call_network(self._inputs, fwd_chunk_id)
         span = self._ops.timeline.span("forward", self._batch, at=self.stage_index, micro_batch=fwd_chunk_id)
         with span, self._ops.watching(fwd_chunk_id):
-            output = self._ops.forward(_own, super().forward_one_chunk, fwd_chunk_id, (), kwargs, save_forward_output)
+            output = self._ops.forward(
+                _call_network, super().forward_one_chunk, fwd_chunk_id, (), kwargs, save_forward_output
+            )
         if not self.is_last:
-            _own(self._require_known, _as_tuple(output), self._sizes[fwd_chunk_id])
+            _call_network(self._require_known, _as_tuple(output), self._sizes[fwd_chunk_id])
         return output
 
     def _require_known(self, values: Sequence[Tensor], samples: int) -> None:
-        """UserError for what the next stage has no memory for: it would take it for something else."""
+        """Raise UserError for an output that differs from the traced shape, which the next stage would misread."""
         for value, shape in zip(values, self._gives, strict=True):
             if list(value.shape) != shape.of(samples) or value.dtype != shape.dtype or not value.is_contiguous():
                 raise UserError(
-                    f"stage {self.stage_index} gives {list(value.shape)} {value.dtype} for {samples} samples, where a "
-                    f"contiguous {shape.of(samples)} {shape.dtype} was found before the first step: what crosses to "
-                    "another stage is to depend on the number of samples alone"
+                    f"stage {self.stage_index} gives {list(value.shape)} {value.dtype} for {samples} samples, but a "
+                    f"contiguous {shape.of(samples)} {shape.dtype} was traced before the first step; shapes of values "
+                    "that cross to another stage must depend on the number of samples alone"
                 )
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
@@ -316,18 +358,18 @@ class _SizedStage(PipelineStage):
         try:
             with self._ops.timeline.span("backward", self._batch, at=self.stage_index, micro_batch=bwd_chunk_id):
                 self._ops.backward(super().backward_one_chunk, bwd_chunk_id, *args, **kwargs)
-        except Exception as error:  # torch's has one line for each tensor
+        except Exception as error:  # torch's message has a line for each tensor
             cause = error.__cause__
-            raise _Failed(cause if isinstance(cause, Exception) else error) from None
-        if not self.is_first:  # the stage before waits for a gradient of all that may have one
+            raise _NetworkError(cause if isinstance(cause, Exception) else error) from None
+        if not self.is_first:  # the stage before waits for a gradient of each trained value
             self.bwd_cache[bwd_chunk_id] = tuple(
                 torch.zeros_like(value) if grad is None and shape.trained else grad
                 for grad, value, shape in zip(self.bwd_cache[bwd_chunk_id], values, self._takes, strict=True)
             )
         for infos in (self.args_recv_info.get(bwd_chunk_id, ()), self.grad_recv_info.get(bwd_chunk_id, ())):
             for info in infos:
-                info.buffer = None  # what came of the micro-batch is not needed any more
-        _own(self._told, self.stage_index, bwd_chunk_id)
+                info.buffer = None  # frees the received tensors
+        _call_network(self._on_gradients, self.stage_index, bwd_chunk_id)
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
@@ -351,7 +393,7 @@ def _state_shape(device: torch.device) -> Shape:
 
 
 def random_state(device: torch.device) -> Tensor:
-    """Return the state of torch's generator on a device, uint8 [any], there."""
+    """Return the state of torch's generator on a device, uint8 [any], on that device."""
     if device.type == "cpu":
         return torch.get_rng_state()
     state: Tensor = torch.get_device_module(device).get_rng_state(device)
@@ -359,7 +401,7 @@ def random_state(device: torch.device) -> Tensor:
 
 
 def set_random_state(device: torch.device, state: Tensor) -> None:
-    """Let torch's generator on a device go on from a state."""
+    """Set the state of torch's generator on a device."""
     if device.type == "cpu":
         torch.set_rng_state(state)
     else:

@@ -1,4 +1,4 @@
-"""The dense side's state as a whole, from what each rank has of it, and back."""
+"""The whole dense state, gathered from the ranks' parts, and each rank's part of it."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,29 +9,29 @@ from torch import Tensor, nn
 
 from hostdev.core.errors import UserError
 from hostdev.core.pieces import Piece
-from hostdev.parallel.leaves import Leaves
-from hostdev.parallel.plan import slice_of
-from hostdev.parallel.ranks import Ranks
-from hostdev.parallel.saving import Own, agreed, load
+from hostdev.distributed.world import World
+from hostdev.parallel.local_parameters import LocalParameters
+from hostdev.parallel.plan import get_slice_dim
+from hostdev.parallel.saving import Own, call_on_all, load
 
 
 class DenseState(NamedTuple):
-    """A dense side that is whole, in the words of torch's `state_dict`s."""
+    """A whole dense state in the format of torch's `state_dict`s."""
 
     model: Mapping[str, Any]
     optimizer: Mapping[str, Any]
-    names: Sequence[str]  # of the parameters, each once, in the optimizer's order
-    buffers: Sequence[str]  # names of those that are persistent
+    names: Sequence[str]  # of parameters, each once, in the optimizer's order
+    buffers: Sequence[str]  # names of persistent ones
 
 
 def state_of(network: nn.Module, optimizer: torch.optim.Optimizer) -> DenseState:
     """Return the state of a dense side that is whole here."""
     names = {id(parameter): name for name, parameter in network.named_parameters()}
     numbered = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-    return DenseState(network.state_dict(), optimizer.state_dict(), numbered, buffers_of(network))
+    return DenseState(network.state_dict(), optimizer.state_dict(), numbered, get_buffer_names(network))
 
 
-def buffers_of(network: nn.Module) -> list[str]:
+def get_buffer_names(network: nn.Module) -> list[str]:
     """Return the names of a network's persistent buffers."""
     parameters = dict(network.named_parameters(remove_duplicate=False))
     return [
@@ -40,32 +40,28 @@ def buffers_of(network: nn.Module) -> list[str]:
 
 
 class State:
-    """The state of a network of which each rank has a part.
+    """The state of a network of which each rank has a part; UserError if it has state other than tensors.
 
-    network  as it is whole
-    stages   its pieces, by stage; none: it is not cut into stages
-    ranks    that have the parts; None: there are no others
-
-    UserError for state that is no tensor.
+    Args:
+        network: The whole network.
+        stages: Its pieces by stage; empty without stages.
+        ranks: The ranks with the parts.
     """
 
-    def __init__(self, network: nn.Module, stages: Sequence[Sequence[Piece]], ranks: Ranks | None) -> None:
+    def __init__(self, network: nn.Module, stages: Sequence[Sequence[Piece]], ranks: World) -> None:
         self._network, self._ranks = network, ranks
         self._order = [name for name, _ in network.named_parameters()]
         names = {id(parameter): name for name, parameter in network.named_parameters()}
         every = dict(network.named_parameters(remove_duplicate=False))
         self._keys = {key: names[id(every[key])] if key in every else key for key in network.state_dict()}
-        self._buffers = buffers_of(network)
+        self._buffers = get_buffer_names(network)
         if any(key not in every and key not in self._buffers for key in self._keys):
-            raise UserError(
-                "the network has state that is no tensor (get_extra_state), which ranks do not bring together"
-            )
-        self._owners = dict.fromkeys([*self._order, *self._buffers], 0)  # of the first slice
-        if ranks is not None and stages:
-            self._owners |= _owners(network, stages, ranks)
+            raise UserError("the network has state other than tensors (get_extra_state), which ranks cannot gather")
+        self._owners = dict.fromkeys([*self._order, *self._buffers], 0)  # rank of the first slice
+        self._owners |= _owners(network, stages, ranks)
 
-    def whole(self, leaves: Leaves, optimizer: torch.optim.Optimizer) -> DenseState:
-        """Return all of it in host memory, on rank 0, and nothing on others; all call it."""
+    def whole(self, leaves: LocalParameters, optimizer: torch.optim.Optimizer) -> DenseState:
+        """Return the whole state in host memory on rank 0, and an empty one on others; all ranks call it."""
         _require_one_group(optimizer)
         mine = leaves.named()
         state, numbers = optimizer.state_dict()["state"], _numbers(optimizer)
@@ -77,23 +73,23 @@ class State:
             if leaf is not None:
                 mine_of = state.get(numbers.get(id(leaf)), {})
                 own = {"": leaf.detach(), **{key: torch.as_tensor(value) for key, value in mine_of.items()}}
-            slots[number] = self._brought(name, own, None if leaf is None else slice_of(leaf))
+            slots[number] = self._gather_value(name, own, None if leaf is None else get_slice_dim(leaf))
             model[name] = slots[number].pop("", None)
         for name in self._buffers:
-            model[name] = self._brought(name, {"": self._buffer(name)}, None).get("")
-        if self._ranks is not None and self._ranks.rank:
+            model[name] = self._gather_value(name, {"": self._buffer(name)}, None).get("")
+        if self._ranks.rank:
             return DenseState({}, {"state": {}, "param_groups": []}, [], [])
         model = {key: model[name] for key, name in self._keys.items() if name in model}
         groups = [{**optimizer.state_dict()["param_groups"][0], "params": list(range(len(self._order)))}]
         return DenseState(model, {"state": slots, "param_groups": groups}, self._order, self._buffers)
 
     def _buffer(self, name: str) -> Tensor:
-        """Return a buffer as it is now: a module may have put another tensor there."""
+        """Return the current tensor of a buffer, which a module may replace."""
         return dict(self._network.named_buffers(remove_duplicate=False))[name]
 
-    def _brought(self, name: str, values: dict[str, Any], dim: int | None) -> dict[str, Any]:
-        """Return what those who own it have, on rank 0, with slices end to end; nothing on others."""
-        if self._ranks is None:
+    def _gather_value(self, name: str, values: dict[str, Any], dim: int | None) -> dict[str, Any]:
+        """Return values from their owners on rank 0, slices concatenated; nothing on others."""
+        if self._ranks.size == 1:
             return {key: value.detach().cpu() for key, value in values.items()}
         control, ranks, first = self._ranks.control, self._ranks, self._owners[name]
         owners = range(first, first + ranks.mesh.model)
@@ -101,12 +97,12 @@ class State:
         about = {
             key: [str(value.dtype).removeprefix("torch."), list(value.shape), dim] for key, value in values.items()
         }
-        told = control.share(about if mine else None)
+        each_rank = control.share(about if mine else None)
         found = {}
-        for key, (dtype, shape, along) in told[first].items():
+        for key, (dtype, shape, along) in each_rank[first].items():
             cut = along is not None and len(shape) > along
             sources = owners if cut else owners[:1]
-            sizes = [torch.Size(told[rank][key][1]) for rank in sources]
+            sizes = [torch.Size(each_rank[rank][key][1]) for rank in sources]
             has = ranks.rank in sources
             flat = (
                 values[key].detach().cpu().contiguous().view(-1) if has else torch.empty(0, dtype=getattr(torch, dtype))
@@ -116,130 +112,139 @@ class State:
             if ranks.rank == 0:
                 for rank, size in zip(sources, sizes, strict=True):
                     take[rank] = size.numel()
-            come = control.all_to_all(flat, give, take)
+            received = control.all_to_all(flat, give, take)
             if ranks.rank == 0:
-                flats = torch.split(come, [size.numel() for size in sizes])
+                flats = torch.split(received, [size.numel() for size in sizes])
                 parts = [part.view(size) for part, size in zip(flats, sizes, strict=True)]
                 found[key] = torch.cat(parts, along) if cut else parts[0]
         return found
 
-    def own(self, leaves: Leaves, optimizer: torch.optim.Optimizer) -> Own:
-        """Return the tensors that this rank writes where they are not brought together: of what several have, one's."""
+    def own(self, leaves: LocalParameters, optimizer: torch.optim.Optimizer) -> Own:
+        """Return the tensors that this rank writes to its own file; one rank writes those that several have."""
         state, numbers = optimizer.state_dict()["state"], _numbers(optimizer)
         found: dict[str, tuple[Tensor, int | None]] = {}
         for name, leaf in leaves.named().items():
-            dim = slice_of(leaf)
-            if self._writes(name, dim):
+            dim = get_slice_dim(leaf)
+            if self._is_writer(name, dim):
                 found[f"model.{name}"] = leaf, dim
                 for key, value in state.get(numbers.get(id(leaf)), {}).items():
                     slot = torch.as_tensor(value)
                     found[f"optimizer.{name}.{key}"] = slot, dim if dim is not None and slot.dim() > dim else None
-        found |= {f"model.{name}": (self._buffer(name), None) for name in self._buffers if self._writes(name, None)}
+        found |= {f"model.{name}": (self._buffer(name), None) for name in self._buffers if self._is_writer(name, None)}
         return found
 
-    def whole_as_own(self, state: DenseState) -> Own:
-        """Return the tensors of a state that has been brought together, by the same names; nothing where it is not."""
+    def flatten(self, state: DenseState) -> Own:
+        """Return the tensors of a gathered state under the names that `own` uses; empty if the state is."""
         found = {f"model.{name}": state.model[name] for name in [*state.names, *state.buffers]}
         for number, name in enumerate(state.names):
             slots = state.optimizer["state"].get(number, {})
             found |= {f"optimizer.{name}.{key}": torch.as_tensor(value) for key, value in slots.items()}
         return {key: (value, None) for key, value in found.items()}
 
-    def norm(self, leaves: Leaves) -> Tensor:
+    def norm(self, leaves: LocalParameters) -> Tensor:
         """Return the 2-norm of all gradients, [], the same on all ranks, which all call it.
 
-        From each parameter's in the network's order, as torch.nn.utils.get_total_norm has it: so the same bits whatever
-        stages there are.
+        It combines the parameters' norms in the network's order, as torch.nn.utils.get_total_norm does, so that stages
+        do not change its bits.
         """
         mine = {
             name: float(torch.linalg.vector_norm(leaf.grad))
             for name, leaf in leaves.named().items()
-            if leaf.grad is not None and self._writes(name, slice_of(leaf))
+            if leaf.grad is not None and self._is_writer(name, get_slice_dim(leaf))
         }
-        told = [mine] if self._ranks is None else self._ranks.control.share(mine)
-        found = [[each[name] for each in told if name in each] for name in self._order]
+        each_rank = self._ranks.control.share(mine)
+        found = [[each[name] for each in each_rank if name in each] for name in self._order]
         each = [torch.tensor(parts) for parts in found if parts]
         of_each = [one[0] if len(one) == 1 else torch.linalg.vector_norm(one) for one in each]
         total: Tensor = torch.linalg.vector_norm(torch.stack(of_each or [torch.zeros(())]))
         return total
 
-    def _writes(self, name: str, dim: int | None) -> bool:
-        if self._ranks is None:
-            return True
+    def _is_writer(self, name: str, dim: int | None) -> bool:
         model = self._ranks.at.model if dim is not None else 0
         return self._ranks.rank == self._owners[name] + model
 
     def about(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return what a manifest says of it; UserError for several parameter groups."""
+        """Return the manifest's description of the state; UserError for several parameter groups."""
         _require_one_group(optimizer)
         group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
         return {"parameters": self._order, "buffers": self._buffers, "optimizer": group}
 
-    def read(self, leaves: Leaves, folder: Path, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Take what is here from a folder, and return its manifest; all ranks call it.
+    def read(self, leaves: LocalParameters, folder: Path, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Load this rank's part from a folder, and return its manifest; all ranks call it.
 
-        UserError, on all ranks, where it is damaged, or of another network; before anything changes.
+        UserError on all ranks, before any change, if the folder is damaged or belongs to another network.
         """
-        fitting, about = agreed(self._ranks, lambda: self._read(leaves, folder, optimizer))
+        fitting, about = call_on_all(self._ranks, lambda: self._read(leaves, folder, optimizer))
         self._take(leaves, optimizer, fitting)
         return about
 
     def _read(
-        self, leaves: Leaves, folder: Path, optimizer: torch.optim.Optimizer
-    ) -> tuple["_Fitting", dict[str, Any]]:
+        self, leaves: LocalParameters, folder: Path, optimizer: torch.optim.Optimizer
+    ) -> tuple["_LoadedState", dict[str, Any]]:
         here = {*leaves.named(), *self._buffers}
-        tensors, about = load(folder, lambda key: key.split(".", 1)[1] in here or _named(key) in here)
+        tensors, about = load(folder, lambda key: key.split(".", 1)[1] in here or _get_parameter_name(key) in here)
         model = {key: tensors.get(f"model.{name}") for key, name in self._keys.items() if f"model.{name}" in tensors}
         known = {*self._order, *self._buffers}
         model |= {name: None for name in [*about["parameters"], *about["buffers"]] if name not in known}
         state = {
             number: {
-                key.rpartition(".")[2]: value for key, value in tensors.items() if key.startswith("optimizer.")
-                and _named(key) == name and value is not None
+                key.rpartition(".")[2]: value
+                for key, value in tensors.items()
+                if key.startswith("optimizer.") and _get_parameter_name(key) == name and value is not None
             }
             for number, name in enumerate(self._order)
-        }  # fmt: skip
+        }
         try:
             group = {key: tuple(one) if isinstance(one, list) else one for key, one in about["optimizer"].items()}
             return self._fitting(leaves, model, optimizer, {"state": state, "param_groups": [group]}), about
         except UserError as error:
-            raise UserError(f"{folder} is of another network: {error}") from None
+            raise UserError(f"{folder} belongs to another network: {error}") from None
 
     def load(
-        self, leaves: Leaves, model: Mapping[str, Any], optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+        self,
+        leaves: LocalParameters,
+        model: Mapping[str, Any],
+        optimizer: torch.optim.Optimizer,
+        state: Mapping[str, Any],
     ) -> None:
-        """Take what is here of the whole state; all ranks call it.
+        """Take this rank's part of the whole state; all ranks call it.
 
-        UserError, on all ranks, where it is of another network; before anything changes.
+        UserError on all ranks, before any change, if the state belongs to another network.
         """
-        self._take(leaves, optimizer, agreed(self._ranks, lambda: self._fitting(leaves, model, optimizer, state)))
+        self._take(leaves, optimizer, call_on_all(self._ranks, lambda: self._fitting(leaves, model, optimizer, state)))
 
     def _fitting(
-        self, leaves: Leaves, model: Mapping[str, Any], optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
-    ) -> "_Fitting":
-        """Return what is here of the whole state; UserError where it is of another network or optimizer."""
+        self,
+        leaves: LocalParameters,
+        model: Mapping[str, Any],
+        optimizer: torch.optim.Optimizer,
+        state: Mapping[str, Any],
+    ) -> "_LoadedState":
+        """Return this rank's part of the whole state; UserError if it belongs to another network or optimizer."""
         _require_one_group(optimizer)
         unknown = sorted(set(model) ^ set(self._keys))
         if unknown:
             raise UserError(f"it {'has' if unknown[0] in model else 'lacks'} {unknown[0]}")
         mine = leaves.named()
         here: dict[str, Tensor] = {**mine, **{name: self._buffer(name) for name in self._buffers}}
-        parts = {name: self._part(model[name], value) for name, value in here.items()}
+        parts = {name: self._slice_for_rank(model[name], value) for name, value in here.items()}
         for name, value in here.items():
             if parts[name].shape != value.shape:
                 raise UserError(f"{name} has the shape {list(parts[name].shape)}, not {list(value.shape)}")
         lacking = sorted({*optimizer.param_groups[0]} - {"params", *state["param_groups"][0]})
         if mine and lacking:
-            raise UserError(f"its optimizer is another one, without {', '.join(lacking)}")
+            raise UserError(f"its optimizer differs: it lacks {', '.join(lacking)}")
         numbers, slots = _numbers(optimizer), {}
         for number, name in enumerate(self._order):
             if name in mine and number in state["state"] and id(mine[name]) in numbers:
                 own = state["state"][number]
-                slots[numbers[id(mine[name])]] = {key: self._part(value, mine[name]) for key, value in own.items()}
+                slots[numbers[id(mine[name])]] = {
+                    key: self._slice_for_rank(value, mine[name]) for key, value in own.items()
+                }
         groups = [{**state["param_groups"][0], "params": list(range(len(numbers)))}]
-        return _Fitting(parts, {"state": slots, "param_groups": groups} if mine else None)
+        return _LoadedState(parts, {"state": slots, "param_groups": groups} if mine else None)
 
-    def _take(self, leaves: Leaves, optimizer: torch.optim.Optimizer, found: "_Fitting") -> None:
+    def _take(self, leaves: LocalParameters, optimizer: torch.optim.Optimizer, found: "_LoadedState") -> None:
         mine = leaves.named()
         with torch.no_grad():
             for name, value in found.values.items():
@@ -247,20 +252,20 @@ class State:
         if found.optimizer is not None:
             optimizer.load_state_dict(dict(found.optimizer))
 
-    def _part(self, value: Any, like: Tensor) -> Any:
+    def _slice_for_rank(self, value: Any, like: Tensor) -> Any:
         """Return this rank's slice of a whole value."""
-        dim = slice_of(like)
-        if dim is None or self._ranks is None or value.dim() <= dim:
+        dim = get_slice_dim(like)
+        if dim is None or value.dim() <= dim:
             return value
         n = like.shape[dim]
         if value.shape[dim] != n * self._ranks.mesh.model:
             return value
-        # In its own memory: a view's strides send torch's optimizers another way, to other bits.
+        # A copy: with a view's strides torch's optimizers take another path, with other bits.
         return value.narrow(dim, self._ranks.at.model * n, n).clone(memory_format=torch.contiguous_format)
 
 
-class _Fitting(NamedTuple):
-    """What a rank takes of a state: values by name, the optimizer's if it has parameters."""
+class _LoadedState(NamedTuple):
+    """A rank's part of a state: values by name, and the optimizer's state if the rank has parameters."""
 
     values: dict[str, Any]
     optimizer: dict[str, Any] | None
@@ -271,8 +276,8 @@ def _require_one_group(optimizer: torch.optim.Optimizer) -> None:
         raise UserError("ranks save the state of an optimizer with one parameter group only, not of several")
 
 
-def _named(key: str) -> str:
-    """Return the parameter's name in an optimizer's tensor: optimizer.NAME.slot."""
+def _get_parameter_name(key: str) -> str:
+    """Return the parameter's name in a tensor's key: optimizer.NAME.slot."""
     return key.partition(".")[2].rpartition(".")[0]
 
 
@@ -281,8 +286,8 @@ def _numbers(optimizer: torch.optim.Optimizer) -> dict[int, int]:
     return {id(parameter): number for number, parameter in enumerate(given)}
 
 
-def _owners(network: nn.Module, stages: Sequence[Sequence[Piece]], ranks: Ranks) -> dict[str, int]:
-    """Return of each parameter and buffer the first rank that has it."""
+def _owners(network: nn.Module, stages: Sequence[Sequence[Piece]], ranks: World) -> dict[str, int]:
+    """Return the first rank that has each parameter and buffer."""
     names = {id(parameter): name for name, parameter in network.named_parameters()}
     found: dict[str, int] = {}
     for number, stage in enumerate(stages):
@@ -290,7 +295,8 @@ def _owners(network: nn.Module, stages: Sequence[Sequence[Piece]], ranks: Ranks)
         for piece in stage:
             for parameter in piece.parameters:
                 found.setdefault(names[id(parameter)], rank)
-        held = {id(value) for piece in stage for one in piece.holds if isinstance(one, nn.Module)
-                for value in one.buffers()}  # fmt: skip
+        held = {
+            id(value) for piece in stage for one in piece.holds if isinstance(one, nn.Module) for value in one.buffers()
+        }
         found |= {name: rank for name, value in network.named_buffers() if id(value) in held and name not in found}
     return found

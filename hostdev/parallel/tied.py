@@ -1,7 +1,7 @@
-"""Parameters that several stages use: one parameter, whose gradients are added up and whose copies stay equal.
+"""Parameters that several stages share: their gradients are added up, and their copies stay equal.
 
-Of a micro-batch the uses of later stages come first, as in a backward pass of one process; so the bits are its bits
-where no stage uses the parameter twice and another one too.
+A micro-batch's gradients of later stages are added first, as in the backward pass of one process. So the bits are those
+of one process unless a stage uses such a parameter twice.
 """
 
 from collections.abc import Sequence
@@ -11,33 +11,34 @@ import torch
 from torch import Tensor
 
 from hostdev.core.pieces import Piece
-from hostdev.parallel.leaves import Leaves
-from hostdev.parallel.ranks import Channel
+from hostdev.distributed.process_group import Channel
+from hostdev.parallel.local_parameters import LocalParameters
 
-Come = dict[tuple[int, int], Tensor | None]  # by stage and micro-batch
+Gradients = dict[tuple[int, int], Tensor | None]  # by stage and micro-batch
 
 
 class Tied:
     """The parameters that more than one stage uses.
 
-    stages   the pieces of all stages
-    leaves   of the parameters: what is added up and spread
-    channel  of the host to the ranks along the pipe axis
+    Args:
+        stages: The pieces of all stages.
+        leaves: Local tensors of the parameters.
+        channel: Host channel to the ranks along the pipe axis.
     """
 
-    def __init__(self, stages: Sequence[Sequence[Piece]], leaves: Leaves, channel: Channel) -> None:
+    def __init__(self, stages: Sequence[Sequence[Piece]], leaves: LocalParameters, channel: Channel) -> None:
         self._channel = channel
         users: dict[str, list[int]] = {}
         self._parameters: dict[str, Tensor] = {}
         for number, stage in enumerate(stages):
             for parameter in leaves.of(one for piece in stage for one in piece.parameters):
-                if not parameter.requires_grad:  # copies that nothing changes stay equal
+                if not parameter.requires_grad:  # frozen copies stay equal
                     continue
                 users.setdefault(leaves.name(parameter), []).append(number)
                 self._parameters[leaves.name(parameter)] = parameter
         self.users = {name: stages for name, stages in users.items() if len(stages) > 1}
         self._parameters = {name: self._parameters[name] for name in self.users}
-        self._come: dict[str, Come] = {name: {} for name in self.users}
+        self._gradients: dict[str, Gradients] = {name: {} for name in self.users}
         self._ids = {id(parameter): name for name, parameter in self._parameters.items()}
 
     def __contains__(self, parameter: Tensor) -> bool:
@@ -48,50 +49,58 @@ class Tied:
         return stage % self._channel.ranks
 
     def owned(self) -> list[Tensor]:
-        """Return those whose gradients are added up on this rank: that of the first stage that uses them."""
+        """Return the parameters whose gradients are added up on this rank, which has the first stage that uses them."""
         return [
             self._parameters[name] for name, users in self.users.items() if self._rank(users[0]) == self._channel.rank
         ]
 
-    def came(self, stage: int, number: int, parameter: Tensor) -> None:
-        """Take a micro-batch's gradient of one of the stages here."""
-        self._come[self._ids[id(parameter)]][stage, number] = parameter.grad
+    def put(self, stage: int, number: int, parameter: Tensor) -> None:
+        """Take a micro-batch's gradient from a stage here."""
+        self._gradients[self._ids[id(parameter)]][stage, number] = parameter.grad
         parameter.grad = None
 
     def gathered(self, count: int) -> list[list[Tensor | None]]:
-        """Return for each of `owned` the gradients of each of so many micro-batches; all ranks of the axis call it."""
+        """Return each micro-batch's gradient of each owned parameter; all ranks of the axis call it."""
         found = []
         for name, users in self.users.items():
             owner, parameter = self._rank(users[0]), self._parameters[name]
-            come, self._come[name] = self._come[name], {}
+            received, self._gradients[name] = self._gradients[name], {}
             for stage in users[1:]:
                 if self._rank(stage) != owner:
-                    come |= self._moved(parameter, come, stage, owner, count)
+                    received |= self._send_to_owner(parameter, received, stage, owner, count)
             if self._channel.rank == owner:
                 found.append(
-                    [_added([come.get((stage, number)) for stage in reversed(users)]) for number in range(count)]
+                    [
+                        _sum_grads([received.get((stage, number)) for stage in reversed(users)])
+                        for number in range(count)
+                    ]
                 )
         return found
 
-    def _moved(self, parameter: Tensor, come: Come, stage: int, owner: int, count: int) -> Come:
-        """Let the owner have what a stage has come to."""
+    def _send_to_owner(self, parameter: Tensor, received: Gradients, stage: int, owner: int, count: int) -> Gradients:
+        """Send a stage's gradients to the owner."""
         mine, source, n = self._channel.rank, self._rank(stage), parameter.numel()
-        has = [int(come.get((stage, number)) is not None) for number in range(count)]
-        told = self._channel.share(has if mine == source else None)[source]
-        parts = [grad.reshape(-1).cpu() for number in range(count) if (grad := come.get((stage, number))) is not None]
+        has = [int(received.get((stage, number)) is not None) for number in range(count)]
+        has_gradient = self._channel.share(has if mine == source else None)[source]
+        parts = [
+            grad.reshape(-1).cpu() for number in range(count) if (grad := received.get((stage, number))) is not None
+        ]
         flat = torch.cat(parts) if mine == source and parts else torch.empty(0)
-        size = sum(told) * n
+        size = sum(has_gradient) * n
         give = [size * (mine == source and rank == owner) for rank in range(self._channel.ranks)]
         take = [size * (mine == owner and rank == source) for rank in range(self._channel.ranks)]
         come_flat = self._channel.all_to_all(flat, give, take)
         if mine != owner:
             return {}
         rows = iter(come_flat.view(-1, n)) if n else repeat(come_flat)
-        return {(stage, number): next(rows).view_as(parameter).to(parameter.device)
-                for number, one in enumerate(told) if one}  # fmt: skip
+        return {
+            (stage, number): next(rows).view_as(parameter).to(parameter.device)
+            for number, one in enumerate(has_gradient)
+            if one
+        }
 
     def spread(self) -> None:
-        """Give all that use one the owner's sum of the gradients; all ranks of the axis call it."""
+        """Copy the owner's sums to all stages that use the parameters; all ranks of the axis call it."""
         for name, users in self.users.items():
             owner, parameter = self._rank(users[0]), self._parameters[name]
             ranks = {self._rank(stage) for stage in users}
@@ -106,12 +115,12 @@ class Tied:
                 flat = parameter.grad.detach().reshape(-1).cpu().repeat(len(others))
             give = [n * (mine == owner and rank in others) for rank in range(self._channel.ranks)]
             take = [n * (mine in others and rank == owner) for rank in range(self._channel.ranks)]
-            come = self._channel.all_to_all(flat, give, take)
+            received = self._channel.all_to_all(flat, give, take)
             if mine in others:
-                parameter.grad = come.view_as(parameter).to(parameter.device)
+                parameter.grad = received.view_as(parameter).to(parameter.device)
 
 
-def _added(grads: Sequence[Tensor | None]) -> Tensor | None:
+def _sum_grads(grads: Sequence[Tensor | None]) -> Tensor | None:
     given = [grad for grad in grads if grad is not None]
     if not given:
         return None

@@ -1,4 +1,4 @@
-"""A few steps of each of the layouts that a search has found best: what they take, measured in turn."""
+"""Trials: a few steps of each of the best layouts, measured in turn."""
 
 import copy
 import statistics
@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from hostdev.core.errors import UserError
+from hostdev.distributed.mesh import Mesh
+from hostdev.distributed.world import World
 from hostdev.parallel.costs import filled, now
 from hostdev.parallel.layout import Inputs, Layout
-from hostdev.parallel.mesh import Mesh
-from hostdev.parallel.plan import slice_of
-from hostdev.parallel.ranks import Ranks
+from hostdev.parallel.plan import get_slice_dim
 
-_SECONDS = 6.0  # of all trials, about
-_ROUNDS = 3, 25  # at least, and at most
+_SECONDS = 6.0  # of all trials together
+_ROUNDS = 3, 25  # least and most
 
 
-def can_be_tried(network: nn.Module, ranks: Ranks) -> bool:
-    """Tell whether all ranks can copy a network; slices made by hand are of one mesh alone."""
-    possible = all(slice_of(one) is None for one in network.parameters())
+def can_be_copied(network: nn.Module, ranks: World) -> bool:
+    """Tell whether all ranks can copy a network; slices made by hand fit one mesh only."""
+    possible = all(get_slice_dim(one) is None for one in network.parameters())
     if possible:
         try:
             copy.deepcopy(network)
@@ -30,23 +30,30 @@ def can_be_tried(network: nn.Module, ranks: Ranks) -> bool:
     return all(ranks.control.share(possible))
 
 
-def steps_of(
-    network: nn.Module, inputs: Inputs, ranks: Ranks, layouts: Sequence[tuple[Mesh, Layout]], expected: Sequence[float],
-    *, samples: int, micro_batches: int, device: torch.device, autocast: torch.dtype | None,
-) -> list[float | None]:  # fmt: skip
-    """Return the seconds of a step of each layout with Adam; None: it is not possible. All ranks call it.
+def time_steps(
+    network: nn.Module,
+    inputs: Inputs,
+    ranks: World,
+    layouts: Sequence[tuple[Mesh, Layout]],
+    expected: Sequence[float],
+    *,
+    samples: int,
+    micro_batches: int,
+    device: torch.device,
+    autocast: torch.dtype | None,
+) -> list[float | None]:
+    """Return the seconds of a step of each layout with Adam; None if it is not possible. All ranks call it.
 
-    expected  seconds of each, the same on all ranks
-
-    The network stays as it is; copies of it take what the layouts do, all at once.
+    The network is left unchanged; copies of it for all layouts are in memory together. `expected` has the expected
+    seconds of each layout, the same on all ranks.
     """
     before = ranks.mesh
     kind = None if device.type == "cpu" else device.type
     with torch.random.fork_rng([device] if kind else [], device_type=kind or "cuda"):
-        torch.manual_seed(1)  # on all ranks the same values
+        torch.manual_seed(1)  # the same values on all ranks
         values = filled(inputs(samples), device)
         try:
-            trials = [_made(network, inputs, ranks, *each, micro_batches, device, autocast) for each in layouts]
+            trials = [_make_trial(network, inputs, ranks, *each, micro_batches, device, autocast) for each in layouts]
             there = [one for one in trials if one is not None]
             for one in there:
                 one.step(samples, values)
@@ -60,9 +67,9 @@ def steps_of(
 
 
 class _Trial:
-    """A copy of a network that is laid out."""
+    """A copy of a network in one layout."""
 
-    def __init__(self, network: Any, ranks: Ranks, mesh: Mesh, device: torch.device) -> None:
+    def __init__(self, network: Any, ranks: World, mesh: Mesh, device: torch.device) -> None:
         self._network, self._ranks, self._mesh, self._device = network, ranks, mesh, device
         self._adam = torch.optim.Adam(network.parameters, fused=True)
 
@@ -71,34 +78,45 @@ class _Trial:
         self._ranks.mesh = self._mesh
         self._ranks.control.barrier()
         begin = now(self._device)
-        self._network.step(samples, lambda part: _part_of(values, part), lambda output, _: _mean(output))
+        self._network.step(samples, lambda part: _slice_inputs(values, part), lambda output, _: _mean(output))
         self._adam.step()
         self._adam.zero_grad()
         return float(max(self._ranks.control.share(now(self._device) - begin)))
 
 
-def _made(
-    network: nn.Module, inputs: Inputs, ranks: Ranks, mesh: Mesh, layout: Layout, micro_batches: int,
-    device: torch.device, autocast: torch.dtype | None,
-) -> _Trial | None:  # fmt: skip
-    """Return a trial; None where the layout does not fit, which all ranks find alike."""
-    from hostdev.parallel.network import Network  # whose layout may be chosen here
+def _make_trial(
+    network: nn.Module,
+    inputs: Inputs,
+    ranks: World,
+    mesh: Mesh,
+    layout: Layout,
+    micro_batches: int,
+    device: torch.device,
+    autocast: torch.dtype | None,
+) -> _Trial | None:
+    """Return a trial; None if the layout does not fit, which all ranks find alike."""
+    from hostdev.parallel.network import Network  # a circular import
 
     ranks.mesh = mesh
     try:
         made = Network(
-            copy.deepcopy(network), inputs(1), ranks=ranks, micro_batches=micro_batches, schedule=layout.schedule,
+            copy.deepcopy(network),
+            inputs(1),
+            ranks=ranks,
+            micro_batches=micro_batches,
+            schedule=layout.schedule,
             stage_cut=",".join(layout.begins) if layout.begins else None,
-            plan=",".join(f"{name}={strategy}" for name, strategy in layout.plan) or None, device=device,
+            plan=",".join(f"{name}={strategy}" for name, strategy in layout.plan) or None,
+            device=device,
             precision="fp32" if autocast is None else "bf16",
-        )  # fmt: skip
+        )
     except UserError:
         return None
     return _Trial(made, ranks, mesh, device)
 
 
-def _part_of(values: tuple[Any, ...], part: slice) -> tuple[Any, ...]:
-    """Return some samples of the network's inputs, as new ones."""
+def _slice_inputs(values: tuple[Any, ...], part: slice) -> tuple[Any, ...]:
+    """Return some samples of the network's inputs as new tensors."""
 
     def taken(one: Tensor) -> Tensor:
         return one.detach()[part].requires_grad_(one.requires_grad)
@@ -107,6 +125,6 @@ def _part_of(values: tuple[Any, ...], part: slice) -> tuple[Any, ...]:
 
 
 def _mean(output: Any) -> Tensor:
-    """Return something to differentiate of whatever a network gives."""
+    """Return a scalar to differentiate from a network's output."""
     trained = [one for one in torch.utils._pytree.tree_leaves(output) if isinstance(one, Tensor) and one.requires_grad]
     return torch.stack([one.float().mean() for one in trained]).sum()

@@ -7,9 +7,9 @@ import torch
 from hostdev.core.primitive import OpLog, Primitive
 from hostdev.core.timeline import Timeline
 from hostdev.device.staging import Staging
+from hostdev.distributed.exchange import Asked, Exchange
 from hostdev.kernels.claims import Claims
 from hostdev.kernels.groups import unique_groups
-from hostdev.parallel.exchange import Asked, Exchange
 from hostdev.pipeline.groups import Group
 from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.pipeline.row_ids import RowOffsets

@@ -9,9 +9,9 @@ import numpy as np
 from hostdev.core.primitive import OpLog
 from hostdev.core.timeline import Timeline
 from hostdev.device.staging import Staging
+from hostdev.distributed.exchange import Exchange
+from hostdev.distributed.process_group import Ranks
 from hostdev.kernels.claims import MOST_UNFINISHED, Claims
-from hostdev.parallel.exchange import Exchange
-from hostdev.parallel.ranks import Ranks
 from hostdev.pipeline.context import Context
 from hostdev.pipeline.groups import Group, Ids
 from hostdev.pipeline.hooks import PipelineHooks

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from hostdev.device.pinned import Slab
+from hostdev.distributed.exchange import Asked
+from hostdev.distributed.gradients import SelectedRows
 from hostdev.kernels.pool import urgent
-from hostdev.parallel.exchange import Asked
-from hostdev.parallel.gradients import Chosen
 from hostdev.pipeline.context import Context
 from hostdev.pipeline.results import (
     EarlyRows,
@@ -88,7 +88,7 @@ def exchange_early(
         return EarlyRows(incoming, *context.staging.send(flat, batch.memory))
 
 
-def _choose_shared(asked: Sequence[Asked], conflicts: Conflicts | None, before: InFlight | None) -> list[Chosen]:
+def _choose_shared(asked: Sequence[Asked], conflicts: Conflicts | None, before: InFlight | None) -> list[SelectedRows]:
     """Return which rows of the batch before conflict in this one, here."""
     found = []
     starts, positions = [0] * (len(asked) + 1), _NONE
@@ -103,7 +103,7 @@ def _choose_shared(asked: Sequence[Asked], conflicts: Conflicts | None, before: 
         rows = np.zeros(starts[group + 1] - starts[group], np.bool_)
         rows[positions[at[group] : at[group + 1]] - starts[group]] = True
         wanted = rows[one.inverse] if before is not None else np.zeros(len(one.inverse), np.bool_)
-        found.append(Chosen(rows[:0], wanted, rows))
+        found.append(SelectedRows(rows[:0], wanted, rows))
     return found
 
 
@@ -198,7 +198,9 @@ def exchange_rest(context: Context, batch: SteppedBatch) -> None:
         _exchange(context, batch, batch.outgoing, [one.others() for one in batch.outgoing.chosen])
 
 
-def _exchange(context: Context, batch: Flight | SteppedBatch, outgoing: Outgoing, chosen: list[Chosen] | None) -> None:
+def _exchange(
+    context: Context, batch: Flight | SteppedBatch, outgoing: Outgoing, chosen: list[SelectedRows] | None
+) -> None:
     with context.timeline.span("exchange gradients", batch.number):
         asked = _get_asked([group.planned for group in batch.groups])
         context.exchanges[True].gradients(asked, outgoing.grads, outgoing.micro_batches, outgoing.sums, chosen)

@@ -14,8 +14,8 @@ from torch import Tensor
 from hostdev.cache.planner import Plan
 from hostdev.core.timeline import Span
 from hostdev.device.pinned import Slab
-from hostdev.parallel.exchange import Asked, Incoming
-from hostdev.parallel.gradients import Chosen, Parts, Rows
+from hostdev.distributed.exchange import Asked, Incoming
+from hostdev.distributed.gradients import Parts, Rows, SelectedRows
 from hostdev.pipeline.row_ids import ConcatenatedIds, Ids, Positions
 from hostdev.pipeline.rows import BatchRows, FetchedRows
 from hostdev.pipeline.scheduling.in_flight import Conflicts, InFlight, SharedRows
@@ -189,7 +189,7 @@ class Flight(NamedTuple):
     span: Span  # open until the step ends
 
     @property
-    def first(self) -> list[Chosen] | None:
+    def first(self) -> list[SelectedRows] | None:
         """Which rows the next batch waits for, where other ranks know of them; None: not yet known."""
         return self.in_flight.first
 
@@ -199,7 +199,7 @@ class Outgoing(NamedTuple):
 
     grads: Parts
     micro_batches: int
-    chosen: list[Chosen] | None  # rows whose gradients go first; None: all at once
+    chosen: list[SelectedRows] | None  # rows whose gradients go first; None: all at once
     sums: list[list[Rows | None]]  # by group and table, the sums for the rows here, float32 [any, D]
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hostdev.distributed.agreement import UnlikeError, shown
 from hostdev.host.table import HostTable
-from hostdev.parallel.alike import UnlikeError, shown
 from hostdev.runtime.features import GroupSpec, Table, Wanted
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from hostdev.device.rows import FeatureUses, GroupUses
-from hostdev.parallel.ranks import PeerLostError
+from hostdev.distributed.process_group import PeerLostError
+from hostdev.distributed.world import ALONE_WORLD
 from hostdev.pipeline.results import Flight, Request
 from hostdev.runtime.body import Body
 from hostdev.runtime.finite import Flags
@@ -50,7 +51,7 @@ class Loop:
         self._steps_ahead = None if read_ahead is None else read_ahead // reader.together
         self._reading: Reading | None = None  # None before the first batch and after the last
         self._runtime, self._reader, self._batches = runtime, reader, batches
-        self._asks = runtime.ranks is None or runtime.ranks.leads  # else other ranks have the rows of its samples
+        self._asks = (runtime.ranks or ALONE_WORLD).leads  # else other ranks have the rows of its samples
         self._stack = ExitStack()  # whose callbacks do not refer to the loop: it is to end when nobody holds it
         self._pass: Any = None  # None before the first batch and after the last
         self._ended = False
@@ -237,8 +238,7 @@ class Loop:
                     if self._pass is None:
                         self._pass = self._open()
                         _open_loops.add(self)
-                        if self._runtime.ranks is not None:
-                            self._runtime.ranks.note_loop(self)
+                        (self._runtime.ranks or ALONE_WORLD).note_loop(self)
                     flight = self._take_next()
                     if flight is None:
                         if self._reading is not None and self._reading.kept is not None:

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from hostdev.core.digest import Column, StateDigest, pieces_of
-from hostdev.parallel.gather import rows_in_order
-from hostdev.parallel.ranks import Ranks
+from hostdev.distributed.gather import rows_in_order
+from hostdev.distributed.process_group import Ranks
+from hostdev.distributed.world import ALONE_WORLD
 from hostdev.parallel.state import DenseState
 
 
@@ -41,7 +42,7 @@ def state_sha256(tables: Iterable[_Table], dense: DenseState, ranks: Ranks | Non
         rows = values if values.ndim else values.reshape(1)
         dtype = str(values.dtype).removeprefix("torch.")
         digest.array(name, dtype, values.shape, pieces_of(rows, fetched))
-    return digest.hexdigest() if ranks is None else str(ranks.control.share(digest.hexdigest())[0])
+    return str((ranks or ALONE_WORLD).control.share(digest.hexdigest())[0])
 
 
 def columns_of(table: _Table, ranks: Ranks | None = None) -> list[Column]:

@@ -11,9 +11,9 @@ from torch import Tensor
 from hostdev.core.errors import UserError
 from hostdev.core.ids import BeyondInt64Error, int64_of, padding_of
 from hostdev.device.table import DeviceTable
+from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.host.table import HostTable
 from hostdev.kernels.groups import check_groups, drop_padding, offsets_of
-from hostdev.parallel.ranks import Ranks
 from hostdev.runtime.spec import Bag, Feature
 
 Table = HostTable | DeviceTable
@@ -79,10 +79,9 @@ def resolve(features: Mapping[str, Any]) -> tuple[list[Wanted], list[GroupSpec]]
     return wanted, list(groups.values())
 
 
-def require_seeds(groups: Sequence[GroupSpec], ranks: Ranks | None) -> None:
+def require_seeds(groups: Sequence[GroupSpec], ranks: World | None) -> None:
     """UserError, on all ranks, where the parts of a table have other seeds, and so are not parts of one table."""
-    if ranks is None:
-        return
+    ranks = ranks or ALONE_WORLD
     seeds = {table.name: table.seed for group in groups for table in group.tables}
     for rank, others in enumerate(ranks.control.share(seeds)):
         for name, seed in others.items():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hostdev.core.signals import deferred
-from hostdev.parallel.dense import DenseExchange
+from hostdev.distributed.dense import DenseExchange
 from hostdev.pipeline.outcome import Outcome
 from hostdev.pipeline.results import Flight, Gradients
 from hostdev.runtime import clipping, scaling

@@ -7,7 +7,8 @@ from weakref import ReferenceType, WeakSet, ref
 import torch
 
 from hostdev.core.errors import HostdevError
-from hostdev.parallel.ranks import Ranks
+from hostdev.distributed.process_group import Ranks
+from hostdev.distributed.world import ALONE_WORLD
 from hostdev.pipeline.pipeline import Pipeline
 from hostdev.runtime import scaling
 from hostdev.runtime.access import Access
@@ -90,7 +91,7 @@ class ForLoops:
 
     def random_streams(self, place: Place | None, each: int) -> RandomStreams:
         """Return the streams of a loop's batches, of which a step here has so many; `place` is where they go on."""
-        share, shares = (0, 1) if self.ranks is None else self.ranks.share()
+        share, shares = (self.ranks or ALONE_WORLD).share()
         if shares == 1:
             return RandomStreams(self.device, place)
         return RandomStreams(self.device, place, stride=each * shares, each=each, first=each * share)

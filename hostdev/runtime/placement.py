@@ -9,7 +9,8 @@ from hostdev.core.errors import UserError
 from hostdev.core.memory import TableShape
 from hostdev.device.backend import is_accelerator
 from hostdev.device.table import DeviceTable
-from hostdev.parallel.ranks import Ranks
+from hostdev.distributed.process_group import Ranks
+from hostdev.distributed.world import ALONE_WORLD
 from hostdev.runtime import room
 from hostdev.runtime.features import GroupSpec, on_host
 from hostdev.runtime.spec import CacheSpec
@@ -51,7 +52,7 @@ def cache_specs(cache: Any, groups: list[GroupSpec]) -> list[CacheSpec | None]:
 
 def require_parts(groups: list[GroupSpec], ranks: Ranks | None) -> None:
     """ValueError unless every table is this rank's part, or all of it where there are no others."""
-    wanted = None if ranks is None else ranks.part()
+    wanted = (ranks or ALONE_WORLD).part()
     for table in (table for group in groups for table in group.tables):
         part = getattr(table, "part", None)
         if part != wanted:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from hostdev.core.micro_batches import Node, TreeSum
-from hostdev.parallel.dense import DenseExchange, DenseGradients, Grads, add_lists
-from hostdev.parallel.ranks import Channel, Ranks
+from hostdev.distributed.dense import DenseExchange, DenseGradients, Grads, add_lists
+from hostdev.distributed.process_group import Channel, Ranks
 from hostdev.pipeline.results import Flight
 from hostdev.runtime import alike
 from hostdev.runtime.finite import Flags
@@ -123,8 +123,8 @@ class Reduction:
         size, single = (0, False) if shape is None else (shape.numel(), not shape)
         not_ready = self._flight.first is None
         same = self._exchange.is_of_all  # else others have other parameters
-        given_dense: Sequence[int] = has_dense if same else self._exchange.told(has_dense)
-        telling = [*has_rows, *(has_dense if same else ()), size, single, not_ready, *ranks.telling,
+        given_dense: Sequence[int] = has_dense if same else self._exchange.reduce_flags(has_dense)
+        telling = [*has_rows, *(has_dense if same else ()), size, single, not_ready, *ranks.contributed,
                    *alike.marks_of([leaf.table for leaf in self._leaves], [not leaf.trained for leaf in self._leaves]),
                    ranks.calls.last.number]  # fmt: skip
         assert self._steps is not None
@@ -135,7 +135,7 @@ class Reduction:
         given_rows, told = told[: len(has_rows)], told[len(has_rows) :]
         if same:
             given_dense, told = told[: len(has_dense)], told[len(has_dense) :]
-        size, single, self.in_two, ranks.told = told[0], bool(told[1]), not told[2], told[3:]
+        size, single, self.in_two, ranks.reduced = told[0], bool(told[1]), not told[2], told[3:]
         found = [(part, leaf.table) for node in rows for part, leaf in zip(node.value or (), self._leaves, strict=False)
                  if part is not None]  # fmt: skip
         flag = self._flags.stop

@@ -14,7 +14,8 @@ from hostdev.core.primitive import OpLog
 from hostdev.core.timeline import Timeline
 from hostdev.device import backend
 from hostdev.device.staging import Staging
-from hostdev.parallel.ranks import Ranks
+from hostdev.distributed.process_group import Ranks
+from hostdev.distributed.world import ALONE_WORLD
 from hostdev.pipeline.groups import Group
 from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.pipeline.pipeline import Pipeline, require_depth
@@ -57,7 +58,7 @@ class Runtime(ForFrameworks, ForLoops):
     cache     hot rows on the device: a number of rows or a share of each table such as "10%", or a `CacheSpec`; or a
               dict of these by the name of a table, for it and those that are looked up with the same ids. None for none
     depth     how many batches ahead are read and looked up while one is in its step; 0: one stage after the other
-    ranks     the processes that have met (`hostdev.parallel`), each with a part of every table; all make their
+    ranks     the processes that have met (`hostdev.distributed`), each with a part of every table; all make their
               runtimes in the same order. None: this one is alone; where a launcher has started several, it is to
               say that this is meant, by `hostdev.alone()`
     dense_exchange  how ranks add up the gradients of `Rows.reduce`: "tree", in an order that does not depend on their
@@ -236,7 +237,7 @@ class Runtime(ForFrameworks, ForLoops):
     @property
     def _asks(self) -> bool:
         """Tell whether this rank looks up the rows of its samples."""
-        return self.ranks is None or self.ranks.leads
+        return (self.ranks or ALONE_WORLD).leads
 
     def predict(
         self, batches: Iterable[Any], *, ids: IdsOf | None = None, send: Callable[[Any], Any] | None = None,
@@ -409,8 +410,7 @@ class Runtime(ForFrameworks, ForLoops):
 
     def _begin_call(self, name: str) -> None:
         """Begin something that all ranks do together."""
-        if self.ranks is not None:
-            self.ranks.agree(name, f"runtime.{name}()")
+        (self.ranks or ALONE_WORLD).agree(name, f"runtime.{name}()")
 
     @property
     def is_saved(self) -> bool:

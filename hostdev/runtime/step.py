@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from hostdev.core.micro_batches import Node
-from hostdev.parallel.dense import Grads
+from hostdev.distributed.dense import Grads
 from hostdev.runtime.reduction import Reduction
 from hostdev.runtime.rows import Rows
 

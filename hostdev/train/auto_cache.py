@@ -20,10 +20,11 @@ from hostdev.data.manifest import Manifest
 from hostdev.data.shards import ShardReader
 from hostdev.device.backend import describe, is_accelerator
 from hostdev.device.bus import measure
+from hostdev.distributed.process_group import Ranks
+from hostdev.distributed.world import ALONE_WORLD
 from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.unique import count_uses, unique
 from hostdev.models.model import Model
-from hostdev.parallel.ranks import Ranks
 from hostdev.runtime.spec import CacheSpec
 from hostdev.train.build import device_of, ids_of, known_counts, model_of
 from hostdev.train.cache_advice import (
@@ -65,20 +66,18 @@ def decided(
     groups = measured(model, reader, settings.batch_size, settings.seed)
     batches = _sample(model, groups, reader, settings)
     room = _room(settings, model, found, reader, device, groups, batches, ranks)
-    if ranks is not None:
-        rooms = ranks.control.share(room)
-        room = min(rooms) * len(rooms)  # each has its part of the rows
+    world = ranks or ALONE_WORLD
+    rooms = world.control.share(room)
+    room = min(rooms) * len(rooms)  # each has its part of the rows
     told: Any = None
-    if ranks is None or ranks.rank == 0:
+    if world.rank == 0:
         counts: list[Any] = [None] * len(groups)
         counts[0] = known_counts(model, data, found, reader)
         curves = _simulate(settings, groups, batches, counts, room, device)
         chosen = recommend(curves, room) if curves else None
         line = _line(chosen, room, device, len(batches[0]))
         told = [_size(chosen[1], ranks), chosen[0], line] if chosen is not None else ["0", None, line]
-    if ranks is not None:
-        told = ranks.control.share(told)[0]
-    rows, policy, line = told
+    rows, policy, line = world.control.share(told)[0]
     window = settings.cache_window if policy == POLICIES[0] else None
     return replace(settings, cache_rows=rows, cache_policy=policy, cache_window=window).resolved(), [line]
 
@@ -105,10 +104,10 @@ def _room(
 ) -> int:  # fmt: skip
     """Return the bytes that this process's device has for slots."""
     assert settings.batch_size is not None
-    shares = 1 if ranks is None else ranks.share()[1]
+    shares = (ranks or ALONE_WORLD).share()[1]
     if not is_accelerator(device):
         most = CacheSpec("100%", window=WINDOW if settings.cache_window is None else settings.cache_window)
-        part = None if ranks is None else ranks.part()
+        part = (ranks or ALONE_WORLD).part()
         uses = -(-max(sum(int(uses.sum()) for _, uses in each) for each in zip(*batches, strict=True)) // shares)
         kept = kept_on_host(
             model, most, part, device, depth=settings.pipeline_depth, uses=uses, saves=settings.saves

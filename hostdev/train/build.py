@@ -21,13 +21,13 @@ from hostdev.data.batch import Batch
 from hostdev.data.manifest import Manifest, read_counts
 from hostdev.data.schema import Schema
 from hostdev.data.shards import ShardReader
+from hostdev.distributed.mesh import SCHEDULES, mesh_of
 from hostdev.host.warm_up import warm_up, warm_up_feature
 from hostdev.kernels.counter import key64
 from hostdev.models import registry
 from hostdev.models.model import Model
-from hostdev.parallel.layout import Layout, settle
-from hostdev.parallel.mesh import SCHEDULES, mesh_of
-from hostdev.parallel.pieces import cut, pieces_of
+from hostdev.parallel.layout import Layout, resolve_layout
+from hostdev.parallel.pieces import cut, get_pieces
 from hostdev.parallel.plan import matched
 from hostdev.parallel.plan_text import plan_of
 from hostdev.runtime.features import read_ids
@@ -81,10 +81,10 @@ def require_layout(settings: TrainConfig, data: Path) -> None:
     if mesh is None:
         matched(model, layout_of(settings).plan)
         if settings.stage_cut is not None:
-            cut(pieces_of(model), settings.stage_cut.split(","))
+            cut(get_pieces(model), settings.stage_cut.split(","))
         return
     is_searched = settings.parallel == "auto"
-    settle(model, layout_of(settings), mesh, partial(inputs_like, model, sample, None), searched=is_searched)
+    resolve_layout(model, layout_of(settings), mesh, partial(inputs_like, model, sample, None), searched=is_searched)
 
 
 def vector_tables(model: Model) -> dict[str, TableSpec]:

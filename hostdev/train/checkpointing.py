@@ -19,7 +19,7 @@ from hostdev.core.progress import note
 from hostdev.core.table_dtypes import FP32
 from hostdev.data.manifest import FILE_NAME as DATA_MANIFEST
 from hostdev.data.manifest import Manifest
-from hostdev.parallel.ranks import SAVE, Ranks
+from hostdev.distributed.process_group import SAVE, Ranks
 from hostdev.train.build import model_of
 from hostdev.train.config import TrainConfig
 from hostdev.train.quality import Quality
@@ -324,8 +324,8 @@ class CheckpointSchedule:
         )
         if self._ranks is None:
             return due or late
-        due |= bool(self._ranks.told[SAVE])  # in the last step, by the first
-        self._ranks.telling[SAVE] = int(late and not due and self._ranks.rank == 0)
+        due |= bool(self._ranks.reduced[SAVE])  # in the last step, by the first
+        self._ranks.contributed[SAVE] = int(late and not due and self._ranks.rank == 0)
         return due
 
     def save(self, step: int, state_sha256: str | None = None) -> None:

@@ -14,7 +14,7 @@ from hostdev.core.micro_batches import EXCHANGES
 from hostdev.core.optimizers import OPTIMIZERS
 from hostdev.core.table_dtypes import FP32, TABLE_DTYPES
 from hostdev.data import folder
-from hostdev.parallel.mesh import SCHEDULES, mesh_of
+from hostdev.distributed.mesh import SCHEDULES, mesh_of
 from hostdev.parallel.plan_text import plan_of
 
 REFERENCE_BATCH_SIZE = 16_000

@@ -13,11 +13,11 @@ from hostdev.data import manifest
 from hostdev.data.manifest import Manifest
 from hostdev.data.shards import ShardReader
 from hostdev.device.backend import describe, select
+from hostdev.distributed.mesh import mesh_of
+from hostdev.distributed.process_group import Ranks
+from hostdev.distributed.session import join
+from hostdev.distributed.start import start_here, wait_for
 from hostdev.parallel.auto import choose
-from hostdev.parallel.join import join
-from hostdev.parallel.mesh import mesh_of
-from hostdev.parallel.ranks import Ranks
-from hostdev.parallel.start import start_here, wait_for
 from hostdev.train.build import device_of, layout_of, model_of, require_layout, seed_torch
 from hostdev.train.config import TrainConfig
 from hostdev.train.staged import inputs_like

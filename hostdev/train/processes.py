@@ -17,14 +17,14 @@ from hostdev.cache.options import AUTO
 from hostdev.core.errors import HostdevError, UserError, in_words, tell_at_once
 from hostdev.core.memory import share_memory
 from hostdev.data import manifest
+from hostdev.distributed.agreement import shown
+from hostdev.distributed.mesh import Mesh, mesh_of
+from hostdev.distributed.monitor import run_within
+from hostdev.distributed.process_group import MEETING, TIMEOUT, Ranks
+from hostdev.distributed.rank_environment import RankEnvironment, find_rank_environment
+from hostdev.distributed.session import leave_together, share_host
+from hostdev.distributed.start import start_here, wait_for
 from hostdev.models import registry
-from hostdev.parallel.alike import shown
-from hostdev.parallel.join import share_host, together
-from hostdev.parallel.mesh import Mesh, mesh_of
-from hostdev.parallel.place import Place, find
-from hostdev.parallel.ranks import MEETING, TIMEOUT, Ranks
-from hostdev.parallel.start import start_here, wait_for
-from hostdev.parallel.watch import within
 from hostdev.train.config import TrainConfig, to_flags
 from hostdev.train.interrupt import Interrupted
 from hostdev.train.layouts import meshed
@@ -79,7 +79,7 @@ class Company:
     on_fault completes what must not be lost before the process ends for another's failure; set by the run
     """
 
-    def __init__(self, place: Place, settings: TrainConfig) -> None:
+    def __init__(self, place: RankEnvironment, settings: TrainConfig) -> None:
         self.on_fault: Callable[[], object] = lambda: None
         self._answer: Callable[[], object] = lambda: None  # a rank may fail before all have been here
         self._place, self.settings = place, settings
@@ -93,7 +93,7 @@ class Company:
             mesh=mesh_of(settings.mesh) if settings.mesh is not None else None,
             values=alike(settings, place.ranks),
         )
-        self._answer = self.ranks.watch.answer
+        self._answer = self.ranks.monitor.answer
         if place.rank:
             sys.stdout = sys.stderr = self.output
 
@@ -111,7 +111,9 @@ class Company:
 
     def _fault(self, rank: int, why: str) -> None:
         """End this process, in the watching thread: another rank has failed."""
-        within(_BOOKS_SECONDS, self.on_fault)  # a thread that has its locks may wait for a device that does not answer
+        run_within(
+            _BOOKS_SECONDS, self.on_fault
+        )  # a thread that has its locks may wait for a device that does not answer
         if self._place.rank == (0 if rank else 1):  # one of all tells the user
             tell_at_once(f"hostdev.train: error: rank {rank} of {self._place.ranks}: {why}")
         else:
@@ -177,7 +179,7 @@ def joined(settings: TrainConfig, require: Callable[[TrainConfig], object]) -> I
 
     require  raises UserError where there is no use in meeting them
     """
-    place = find()
+    place = find_rank_environment()
     if place.alone:
         meshed(settings, 1)
         for name in ("dist_timeout", "dist_backend", "dist_url", "batch_per_rank", "dense_exchange", "mesh"):
@@ -200,7 +202,7 @@ def joined(settings: TrainConfig, require: Callable[[TrainConfig], object]) -> I
     except BaseException:
         share_memory(1)
         raise
-    with together(company.ranks, alike=(Interrupted,)), company.printing():
+    with leave_together(company.ranks, alike=(Interrupted,)), company.printing():
         yield company
 
 
@@ -253,7 +255,7 @@ def resolved(settings: TrainConfig, shares: int) -> TrainConfig:
 def spawn(settings: TrainConfig) -> int:
     """Start the processes of --spawn on this host, wait for them, and return the exit code of the first that failed."""
     assert settings.spawn is not None
-    if not find().alone:
+    if not find_rank_environment().alone:
         raise UserError("--spawn starts processes, but a launcher has started this one as one of several; leave it out")
     require_shares(meshed(settings, settings.spawn), settings.spawn)
     command = [sys.executable, "-m", "hostdev.train", *to_flags(replace(settings, spawn=None))]

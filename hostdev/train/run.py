@@ -26,8 +26,9 @@ from hostdev.data import manifest
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
 from hostdev.device.clock import EventClock, clock_for
+from hostdev.distributed.process_group import STOP
+from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.kernels.pool import host_threads, set_host_threads
-from hostdev.parallel.ranks import STOP, Ranks
 from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.train import checkpointing, curve, report, starting, summary
 from hostdev.train.build import cache_of, layout_of, model_of, most_uses, seed_torch, warm_up_for
@@ -52,7 +53,7 @@ class Run:
         company: Company | None = None, origin: starting.Origin | None = None,
     ) -> None:  # fmt: skip
         self.ranks = company.ranks if company is not None else None
-        self._part = (0, 1) if self.ranks is None else self.ranks.share()
+        self._part = (self.ranks or ALONE_WORLD).share()
         assert settings.epochs is not None
         assert settings.batch_size is not None
         self.settings, self.data = settings, found
@@ -110,7 +111,7 @@ class Run:
                 gradients=settings.gradients or "mean",
                 ranks=self.ranks,
                 dense_exchange=settings.dense_exchange or EXCHANGES[0],
-                layout=layout_of(settings) if self.ranks is not None and self.ranks.has_parts else None,
+                layout=layout_of(settings) if (self.ranks or ALONE_WORLD).has_parts else None,
                 sample=sample,
             )
             self.progress, self.quality = Progress(), Quality(settings.early_stop)
@@ -262,10 +263,10 @@ class Run:
         """Tell whether a signal asks for the end; with other ranks, where all knew of it in the last step."""
         if self.ranks is None:
             return stop.requested is not None
-        self.ranks.telling[STOP] = int(stop.requested or 0)
-        if self.ranks.told[STOP] and stop.requested is None:
-            stop.requested = signal.Signals(self.ranks.told[STOP])
-        return self.ranks.told[STOP] > 0
+        self.ranks.contributed[STOP] = int(stop.requested or 0)
+        if self.ranks.reduced[STOP] and stop.requested is None:
+            stop.requested = signal.Signals(self.ranks.reduced[STOP])
+        return self.ranks.reduced[STOP] > 0
 
     def _is_due(self, step: int) -> bool:
         """Tell whether a checkpoint is to be saved after this step, which has been queued."""
@@ -346,7 +347,7 @@ class Run:
 
     def draw(self) -> str | None:
         """Draw the run's picture; return why there is none, as it is not worth a failure; "" where rank 0 draws it."""
-        if self.ranks is not None and self.ranks.rank:
+        if (self.ranks or ALONE_WORLD).rank:
             return ""
         try:
             curve.draw(self.files.curve, self.progress.wide, self.progress.rows, self.quality)
@@ -472,9 +473,9 @@ def _counted(steps: int) -> str:
     return f"{counted(steps, 'step')} {'is' if steps == 1 else 'are'}"
 
 
-def _trace_of(path: Path | None, ranks: Ranks | None) -> Path | None:
+def _trace_of(path: Path | None, ranks: World | None) -> Path | None:
     """Return where a rank's trace goes: rank 0's to the file named, that of rank k to NAME.rank<k> beside it."""
-    if path is None or ranks is None or not ranks.rank:
+    if path is None or not (ranks := ranks or ALONE_WORLD).rank:
         return path
     return path.with_name(f"{path.stem}.rank{ranks.rank}{path.suffix}")
 

@@ -11,10 +11,10 @@ from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 from hostdev.core.errors import UserError
 from hostdev.core.timeline import Timeline
 from hostdev.data.batch import Batch
+from hostdev.distributed.process_group import Ranks
 from hostdev.models.model import Model
 from hostdev.parallel.layout import Layout
 from hostdev.parallel.parts import Parts
-from hostdev.parallel.ranks import Ranks
 from hostdev.runtime.features import read_ids
 from hostdev.runtime.step import Step
 

@@ -12,7 +12,7 @@ from hostdev.core.errors import UserError
 from hostdev.data import manifest
 from hostdev.data.manifest import FILE_NAME, Manifest
 from hostdev.data.preprocess.meaning import difference
-from hostdev.parallel.ranks import Ranks
+from hostdev.distributed.process_group import Ranks
 from hostdev.train.config import TrainConfig
 from hostdev.train.trainer import Trainer
 

@@ -8,7 +8,7 @@ from hostdev.core.errors import in_words
 from hostdev.core.micro_batches import EXCHANGES
 from hostdev.core.progress import bar
 from hostdev.core.rotation import RotatedFile
-from hostdev.parallel.ranks import Ranks
+from hostdev.distributed.process_group import Ranks
 from hostdev.train.host_time import host_costs_of
 from hostdev.train.interrupt import Skippable
 from hostdev.train.trainer import Trainer

@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.parallel.ranks import Ranks
+from hostdev.distributed.process_group import Ranks
 from hostdev.train.scores import Figures, Scores
 
 _AT_ONCE = 1 << 20  # rows of all ranks

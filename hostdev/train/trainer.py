@@ -23,6 +23,8 @@ from hostdev.core.timeline import Timeline
 from hostdev.data.batch import Batch
 from hostdev.device.backend import is_accelerator, seed_draws
 from hostdev.device.table import DeviceTable
+from hostdev.distributed.process_group import Ranks
+from hostdev.distributed.world import ALONE_WORLD
 from hostdev.host.server import ParameterServer
 from hostdev.host.table import HostTable
 from hostdev.kernels.counter import key64
@@ -32,7 +34,6 @@ from hostdev.models.wide_deep.loss import deep_l2, wide_loss
 from hostdev.parallel.averages import Averages, require_own_averages
 from hostdev.parallel.layout import Layout
 from hostdev.parallel.parts import begin_alike
-from hostdev.parallel.ranks import Ranks
 from hostdev.parallel.state import DenseState, state_of
 from hostdev.pipeline.outcome import Outcome
 from hostdev.runtime.digest import names_in_checkpoint, state_sha256
@@ -128,13 +129,13 @@ class Trainer:
         require_own_averages(model)
         log = log or OpLog()
         self._micro_batches, self._gradients, self._seed = micro_batches, gradients, seed
-        self.ranks = ranks
-        share, shares = (0, 1) if ranks is None else ranks.share()
+        self.ranks, world = ranks, ranks or ALONE_WORLD
+        share, shares = world.share()
         self._parts_here = micro_batches // shares
         self._first_part = share * self._parts_here
         self._device, self._l2, self._precision = device, l2, precision
         self.server = ParameterServer()
-        part = ranks.part() if ranks is not None else None
+        part = world.part()
         free = require_room(model.tables, host_device_mix, device, part)
         self.room = Room(free, {})  # what is kept of the host's memory
         uses = -(-most_uses // shares)
@@ -167,11 +168,10 @@ class Trainer:
             self._averages = Averages([], None)
             self._parameters = self._staged.parameters or [torch.nn.Parameter(torch.zeros(0, device=device))]
         else:
-            if ranks is not None:
-                begin_alike(model, ranks)
+            begin_alike(model, world)
             self._parameters = list(model.to(self.runtime.device).parameters())
             # with whole batches the layers themselves move theirs
-            self._averages = Averages([model] if micro_batches > 1 else [], None if ranks is None else ranks.channel())
+            self._averages = Averages([model] if micro_batches > 1 else [], world.channel())
         self.adam = torch.optim.Adam(self._parameters, lr=model.lr if lr is None else lr, eps=DENSE_EPS, fused=True)
         self._start_adam()
         self._parts_begun = 0  # micro-batches here of all steps

@@ -8,8 +8,8 @@ import pytest
 from hostdev import NonFiniteError, UserError, errors
 from hostdev.core import cli
 from hostdev.core.errors import raise_passing
-from hostdev.parallel.alike import UnlikeError
-from hostdev.parallel.join import PeerLostError
+from hostdev.distributed.agreement import UnlikeError
+from hostdev.distributed.session import PeerLostError
 
 
 def test_only_wrong_input_is_a_value_error():

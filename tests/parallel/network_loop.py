@@ -37,7 +37,7 @@ class Tied(nn.Module):
 
 
 def by_hand(ranks):
-    """A network whose first layer is one slice of each rank's, and all of it where there are no others."""
+    """A network whose first layer is sliced over the ranks, and whole on one process."""
     count, at = (1, 0) if ranks is None else (ranks.mesh.model, ranks.at.model)
 
     class Half(nn.Module):
@@ -143,7 +143,7 @@ def error(output, values):
 
 
 def shared(state, ranks):
-    """What rank 0 has, on all."""
+    """Share rank 0's results with all ranks."""
     found = [state]
     if ranks is not None:
         torch.distributed.broadcast_object_list(found, 0)

@@ -1,4 +1,4 @@
-"""One of the processes of `test_stages`: stages of a network without tables, beside all of it here."""
+"""One of the processes of `test_stages`: stages of a network without tables, compared to the whole network."""
 
 import hostdev.core.environment  # isort: skip  # noqa: F401  (before torch)
 
@@ -9,17 +9,29 @@ import torch
 from torch import nn
 
 from hostdev.core.micro_batches import cut as cut_rows
-from hostdev.parallel.mesh import Mesh
-from hostdev.parallel.pieces import cut, pieces_of, trace
-from hostdev.parallel.place import find
-from hostdev.parallel.ranks import Ranks
+from hostdev.distributed.mesh import Mesh
+from hostdev.distributed.process_group import Ranks
+from hostdev.distributed.rank_environment import find_rank_environment
+from hostdev.parallel.pieces import cut, get_pieces, trace
 from hostdev.parallel.stages import Stages
 
 CPU = torch.device("cpu")
 CUTS = {2: ["3"], 3: ["2", "4"], 4: ["1", "3", "6"], 6: ["1", "2", "3", "4", "6"]}  # by stages; some without parameters
 CASES = [  # micro-batches and samples: of equal sizes, uneven, fewer than stages, one sample, none
-    (4, 32), (4, 30), (8, 61), (5, 23), (4, 3), (4, 1), (2, 8), (3, 9), (6, 31), (7, 20), (4, 0), (8, 61), (4, 32),
-]  # fmt: skip
+    (4, 32),
+    (4, 30),
+    (8, 61),
+    (5, 23),
+    (4, 3),
+    (4, 1),
+    (2, 8),
+    (3, 9),
+    (6, 31),
+    (7, 20),
+    (4, 0),
+    (8, 61),
+    (4, 32),
+]
 
 
 def network():
@@ -62,7 +74,7 @@ def alone(case):
 def check(ranks, channel, schedule):
     whole = network()
     names = {id(parameter): name for name, parameter in whole.named_parameters()}
-    parts = cut(pieces_of(whole), CUTS[ranks.size * (1 + (schedule == "interleaved"))])
+    parts = cut(get_pieces(whole), CUTS[ranks.size * (1 + (schedule == "interleaved"))])
     stages = Stages(parts, trace(parts, lambda n: (torch.zeros(n, 8),)), channel, schedule, CPU)
     for micro_batches, samples in CASES:
         wanted, grads, predicted = alone(Case(micro_batches, samples))
@@ -91,7 +103,7 @@ def check(ranks, channel, schedule):
 
 def main():
     torch.set_num_threads(1)
-    place = find()
+    place = find_rank_environment()
     ranks = Ranks(place, lambda rank, why: os._exit(2), mesh=Mesh(pipe=place.ranks))
     channel = ranks.channel("pipe")
     for schedule in sys.argv[1:]:

@@ -10,7 +10,7 @@ import pytest
 from hostdev.commands import train
 from hostdev.core import cli
 from tests.conftest import ROOT
-from tests.parallel.processes import Processes
+from tests.distributed.processes import Processes
 
 EXAMPLES = ROOT / "examples" / "parallel"
 FEW = ("--epochs", "1", "--max-steps", "3", "--print-every", "1")
@@ -104,7 +104,7 @@ def require_near(found, expected, tolerance):
 
 @pytest.fixture(scope="session")
 def one(tmp_path_factory, cache_folder, images):
-    """What one process comes to."""
+    """Return the result of one process."""
     found = {}
 
     def run(network, kind, *options):

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from hostdev.core.errors import UserError
+from hostdev.distributed.mesh import Mesh
 from hostdev.parallel.averages import Averages
-from hostdev.parallel.layout import Layout, like, settle
-from hostdev.parallel.leaves import Leaves
-from hostdev.parallel.mesh import Mesh
+from hostdev.parallel.layout import Layout, like, resolve_layout
+from hostdev.parallel.local_parameters import LocalParameters
 from hostdev.parallel.network import Network
 from hostdev.parallel.plan import sliced
 from hostdev.parallel.plan_text import plan_of
@@ -28,14 +28,20 @@ LOOP = ("-m", "tests.parallel.network_loop")
 
 @pytest.fixture(scope="module")
 def alone():
-    """What one process comes to in cases."""
+    """Return the results of one process by case."""
     found = {}
 
     def run(*cases):
         missing = [case for case in cases if case not in found]
         if missing:
-            made = subprocess.run([sys.executable, *LOOP, ",".join(missing)], cwd=ROOT, env={**os.environ}, text=True,
-                                  check=True, capture_output=True)  # fmt: skip
+            made = subprocess.run(
+                [sys.executable, *LOOP, ",".join(missing)],
+                cwd=ROOT,
+                env={**os.environ},
+                text=True,
+                check=True,
+                capture_output=True,
+            )
             found.update(zip(missing, json.loads(made.stdout), strict=True))
         return [found[case] for case in cases]
 
@@ -155,7 +161,7 @@ def test_any_mesh_goes_on_from_what_was_saved(processes, tmp_path, world):
 
 
 def test_slots_of_a_slice_are_as_if_they_had_been_made_here():
-    """An optimizer goes another way over a view of the whole slots, and the bits after loading would be others."""
+    """Optimizers take another path over a view of the whole state, and the bits after loading would differ."""
 
     wide, narrow = nn.Linear(66, 33, bias=False), nn.Linear(33, 33, bias=False)
     sliced(narrow.weight, 1)
@@ -164,7 +170,7 @@ def test_slots_of_a_slice_are_as_if_they_had_been_made_here():
     adam, its = (torch.optim.Adam(network.parameters(), lr=0.1) for network in (wide, narrow))
     wide(torch.randn(2, 66)).sum().backward()
     adam.step()
-    State(narrow, [], ranks).load(Leaves(narrow, {}), wide.state_dict(), its, adam.state_dict())
+    State(narrow, [], ranks).load(LocalParameters(narrow, {}), wide.state_dict(), its, adam.state_dict())
     for key in ("exp_avg", "exp_avg_sq"):
         slot = its.state[narrow.weight][key]
         assert torch.equal(slot, adam.state[wide.weight][key][:, 33:])
@@ -174,7 +180,7 @@ def test_slots_of_a_slice_are_as_if_they_had_been_made_here():
 
 @pytest.mark.slow
 def test_a_file_that_one_rank_alone_reads_is_damaged(processes, tmp_path):
-    """All ranks raise the same, so that one that goes on in spite of it does not leave the others waiting."""
+    """All ranks raise the same error, so that none that continues leaves the others waiting."""
     gone_on(processes, 2, "pipe=2", tmp_path / "none")
     file = tmp_path / "parts" / "rank1.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
@@ -202,7 +208,7 @@ def test_what_was_saved_and_is_damaged_is_named(tmp_path):
         assert str(its.state_dict()) == str(adam.state_dict())
         with pytest.raises(UserError, match="exists; choose another folder"):
             network.save(folder, adam, integrated=integrated)
-        with pytest.raises(UserError, match=r"of another network: 0.weight has the shape \[5, 4\], not \[4, 4\]"):
+        with pytest.raises(UserError, match=r"another network: 0.weight has the shape \[5, 4\], not \[4, 4\]"):
             wide, optimizer = made(5)
             wide.save(tmp_path / f"wide{integrated}", optimizer, integrated=integrated)
             other.restore(tmp_path / f"wide{integrated}", its)
@@ -217,7 +223,7 @@ def test_what_was_saved_and_is_damaged_is_named(tmp_path):
             other.restore(folder, its)
     with pytest.raises(UserError, match="no saved network"):
         other.restore(tmp_path / "nothing", its)
-    with pytest.raises(UserError, match=r"of another network: it has extra, |lacks"):
+    with pytest.raises(UserError, match=r"another network: it has extra, |lacks"):
         network = Network(nn.Sequential(nn.Linear(4, 4)), (torch.zeros(2, 4),))
         network.save(tmp_path / "small", torch.optim.SGD(network.parameters))
         other.restore(tmp_path / "small", its)
@@ -240,11 +246,11 @@ class Shared(nn.Module):
 @pytest.mark.parametrize(
     ("plan", "says"),
     [
-        ("one", "'one' names no layer and one of colwise, rowwise, replicate"),
-        ("one=", "'one=' names no layer and one of"),
-        ("one=cols", "'one=cols' names no layer"),
-        ("", "'nothing' names no layer"),
-        ("one=colwise,one=rowwise", "one is there twice"),
+        ("one", "'one' is not LAYER=STRATEGY with one of colwise, rowwise, replicate"),
+        ("one=", "'one=' is not LAYER=STRATEGY with one of"),
+        ("one=cols", "'one=cols' is not LAYER=STRATEGY"),
+        ("", "'nothing' is not LAYER=STRATEGY"),
+        ("one=colwise,one=rowwise", "one is given twice"),
         ("four=colwise", "no layer has such a name; they are one, two, three"),
         ("f*=colwise", "no layer has such a name; they are one, two, three"),
         ("one=colwise", "one and two use one parameter, and one=colwise and two=replicate cut it differently"),
@@ -252,29 +258,29 @@ class Shared(nn.Module):
         ("three=colwise", r"its weight is \[3, 4\], and 3 cannot be cut into 2 slices of one size"),
         ("t*=colwise,*o=rowwise", r"t\*=colwise and \*o=rowwise both are about two; name it itself"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_plan_is_named(plan, says):
     with pytest.raises(UserError, match=says):
-        settle(Shared(), Layout(plan=plan_of(plan)), Mesh(model=2), like((torch.zeros(1, 4),)))
+        resolve_layout(Shared(), Layout(plan=plan_of(plan)), Mesh(model=2), like((torch.zeros(1, 4),)))
 
 
 def test_what_cannot_be_cut_is_named():
     network = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     for plan, mesh, says in (
-        ("1=colwise", Mesh(model=2), "1 is of ReLU; only Linear and Embedding layers can be cut"),
+        ("1=colwise", Mesh(model=2), "1 is a ReLU; only Linear and Embedding layers can be cut"),
         ("0=colwise", Mesh(data=2), "--plan has no effect without --mesh model=N"),
     ):
         with pytest.raises(UserError, match=says):
-            settle(network, Layout(plan=plan_of(plan)), mesh, like((torch.zeros(1, 4),)))
+            resolve_layout(network, Layout(plan=plan_of(plan)), mesh, like((torch.zeros(1, 4),)))
     sliced(network[2].weight)
     with pytest.raises(UserError, match="its weight is marked as sliced by hand"):
-        settle(network, Layout(plan=plan_of("2=rowwise")), Mesh(model=2), like((torch.zeros(1, 4),)))
+        resolve_layout(network, Layout(plan=plan_of("2=rowwise")), Mesh(model=2), like((torch.zeros(1, 4),)))
     with pytest.raises(UserError, match="--stage-cut 1 has no effect without --mesh pipe=N"):
-        settle(network, Layout(begins=["1"]), Mesh(model=2), like((torch.zeros(1, 4),)))
+        resolve_layout(network, Layout(begins=["1"]), Mesh(model=2), like((torch.zeros(1, 4),)))
 
 
 def joined(network, plan, mesh=None):
-    found = settle(network, Layout(plan=plan_of(plan)), mesh or Mesh(model=2), like((torch.zeros(1, 4),)))
+    found = resolve_layout(network, Layout(plan=plan_of(plan)), mesh or Mesh(model=2), like((torch.zeros(1, 4),)))
     return {name: one.joined for name, one in found.strategies.items()}
 
 
@@ -325,7 +331,7 @@ def test_slices_stay_apart_only_where_nobody_else_needs_them():
     assert joined(in_place, "0=colwise,2=rowwise") == {"0": False, "2": False}
     assert joined(plain, "0=colwise,2=rowwise", Mesh(model=2, pipe=2)) == {"0": False, "2": False}
     layout = Layout(begins=["1"], plan=plan_of("0=colwise,2=rowwise"))
-    found = settle(plain, layout, Mesh(model=2, pipe=2), like((torch.zeros(1, 4),)))
+    found = resolve_layout(plain, layout, Mesh(model=2, pipe=2), like((torch.zeros(1, 4),)))
     assert [one.joined for one in found.strategies.values()] == [True, True], "a stage ends between them"
 
 
@@ -372,7 +378,7 @@ def test_wrong_arguments_are_named():
             Network(network, example, **how)
     with pytest.raises(UserError, match=r"layer '0' \(SyncBatchNorm\) exchanges with other processes"):
         Network(nn.Sequential(nn.SyncBatchNorm(4)), example)
-    with pytest.raises(ValueError, match="a step is of at least one sample"):
+    with pytest.raises(ValueError, match="a step needs at least one sample"):
         Network(network, example).step(0, lambda part: example, lambda output, part: output.sum())
 
 
@@ -393,7 +399,7 @@ def test_gradients_are_added_up_and_clipped_as_torch_does_it():
 def test_a_state_of_another_optimizer_is_named(tmp_path):
     network = Network(nn.Linear(4, 4), (torch.zeros(2, 4),))
     network.save(tmp_path / "saved", torch.optim.SGD(network.parameters, lr=0.1))
-    with pytest.raises(UserError, match="saved is of another network: its optimizer is another one, without amsgrad"):
+    with pytest.raises(UserError, match="saved belongs to another network: its optimizer differs: it lacks amsgrad"):
         network.restore(tmp_path / "saved", torch.optim.Adam(network.parameters))
     groups = torch.optim.SGD([{"params": network.parameters[:1]}, {"params": network.parameters[1:]}], lr=0.1)
     for integrated in (True, False):
@@ -402,7 +408,7 @@ def test_a_state_of_another_optimizer_is_named(tmp_path):
 
 
 def test_the_sum_of_losses():
-    """Where the sum is wanted each micro-batch's mean counts whole."""
+    """With sums, each micro-batch's mean has weight 1."""
     torch.manual_seed(0)
     network, values = nn.Sequential(nn.Linear(4, 4)), torch.randn(10, 4)
     one = Network(network, (values,), micro_batches=4, gradients="sum")

@@ -13,7 +13,7 @@ from torch import nn
 from hostdev import UserError
 from hostdev.core.pieces import Piece, run
 from hostdev.models.deepfm.network import DeepFM
-from hostdev.parallel.pieces import balanced, costs_of, cut, pieces_of, trace
+from hostdev.parallel.pieces import balanced, count_flops, cut, get_pieces, trace
 from tests.conftest import ROOT
 from tests.models.samples import schema_of
 
@@ -26,7 +26,7 @@ def sequential():
 
 def test_a_sequential_network_is_cut_at_its_modules():
     network = sequential()
-    pieces = pieces_of(network)
+    pieces = get_pieces(network)
     assert [piece.name for piece in pieces] == ["0", "1.0", "1.1", "2", "3", "4"]
     assert [len(piece.parameters) for piece in pieces] == [2, 0, 0, 0, 2, 2]
     stages = [[piece.name for piece in stage] for stage in cut(pieces, ["1.1", "3"])]
@@ -47,7 +47,7 @@ def test_a_sequential_network_is_cut_at_its_modules():
 )
 def test_a_wrong_cut_is_named(begins, says):
     with pytest.raises(UserError, match=says.replace("(", r"\(")) as error:
-        cut(pieces_of(sequential()), begins)
+        cut(get_pieces(sequential()), begins)
     assert "\n" not in str(error.value)
 
 
@@ -56,8 +56,8 @@ def test_a_network_that_does_not_say_its_parts_is_refused():
         def forward(self, x):
             return x
 
-    with pytest.raises(UserError, match=r"Own cannot be cut into stages: it is no nn\.Sequential, and has no"):
-        pieces_of(Own())
+    with pytest.raises(UserError, match=r"Own cannot be cut into stages: it is not an nn\.Sequential and has no"):
+        get_pieces(Own())
 
 
 def test_a_parameter_that_no_piece_holds_is_named():
@@ -70,7 +70,7 @@ def test_a_parameter_that_no_piece_holds_is_named():
             return [Piece("first", self.first, (self.first,)), Piece("scale", lambda x: x * self.scale)]
 
     with pytest.raises(UserError, match="no piece of Forgets holds its parameter scale"):
-        pieces_of(Forgets())
+        get_pieces(Forgets())
 
 
 def test_a_parameter_of_nobody_and_pieces_of_one_name_are_named():
@@ -83,11 +83,11 @@ def test_a_parameter_of_nobody_and_pieces_of_one_name_are_named():
             return self.given
 
     with pytest.raises(UserError, match="piece 'x' of Wrong holds a parameter that the network does not have"):
-        pieces_of(Wrong(Piece("x", abs, (nn.Linear(1, 1),))))
+        get_pieces(Wrong(Piece("x", abs, (nn.Linear(1, 1),))))
     with pytest.raises(UserError, match=r"pieces\(\) of Wrong gives two with one name"):
-        pieces_of(Wrong(Piece("x", abs), Piece("x", abs)))
+        get_pieces(Wrong(Piece("x", abs), Piece("x", abs)))
     with pytest.raises(UserError, match=r"pieces\(\) of Wrong gives none"):
-        pieces_of(Wrong())
+        get_pieces(Wrong())
 
 
 def test_what_crosses_is_known_before_anything_is_computed():
@@ -101,7 +101,7 @@ def test_what_crosses_is_known_before_anything_is_computed():
 
     network = nn.Sequential(nn.Linear(6, 8), Counts(), nn.Dropout(0.5), nn.Unflatten(1, (4, 2)), nn.Flatten(0, 1))
     state = torch.get_rng_state()
-    first, second = trace(cut(pieces_of(network), ["3"]), lambda samples: (torch.zeros(samples, 6),))
+    first, second = trace(cut(get_pieces(network), ["3"]), lambda samples: (torch.zeros(samples, 6),))
     assert [(each.shapes[0].of(0), each.shapes[0].of(5), each.draws) for each in (first, second)] == [
         ([0, 8], [5, 8], True),
         ([0, 2], [20, 2], False),
@@ -115,7 +115,7 @@ def test_what_crosses_is_known_before_anything_is_computed():
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda x: x.new_zeros(len(x) ** 2), "a value whose size is not so many for each sample"),
+        (lambda x: x.new_zeros(len(x) ** 2), "a value whose size does not grow with each sample alike"),
         (lambda x: x.t().contiguous().t(), "a value that is not contiguous"),
         (lambda x: {"x": x}, "gives a dict, and only tensors cross"),
         (lambda x: None, "gives a NoneType, and only tensors cross"),
@@ -135,12 +135,15 @@ def test_a_tensor_crosses_once_and_without_a_gradient_where_nobody_uses_it():
     assert [shape.trained for shape in crossing.shapes] == [False, True, True]
     values = list(torch.arange(4))
     assert crossing.all_of(crossing.once([values[0], values[1], values[1], values[2]])) == [
-        values[0], values[1], values[1], values[2],
-    ]  # fmt: skip
+        values[0],
+        values[1],
+        values[1],
+        values[2],
+    ]
 
 
 def test_what_crosses_under_autocast():
-    [first, _] = trace(cut(pieces_of(sequential()), ["3"]), lambda n: (torch.zeros(n, 6),), autocast=torch.bfloat16)
+    [first, _] = trace(cut(get_pieces(sequential()), ["3"]), lambda n: (torch.zeros(n, 6),), autocast=torch.bfloat16)
     assert first.shapes[0].dtype == torch.bfloat16
 
 
@@ -161,15 +164,15 @@ def test_the_costliest_stage_costs_as_little_as_it_can(costs, count):
 
 
 def test_stages_begin_with_layers_rather_than_with_what_follows_them():
-    pieces = pieces_of(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU()))
-    costs = costs_of(pieces, (torch.zeros(2, 8),))
+    pieces = get_pieces(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU()))
+    costs = count_flops(pieces, (torch.zeros(2, 8),))
     assert costs == [256, 0, 256, 0]
     assert balanced(pieces, costs, 2) == ["2"]
 
 
 def test_names_of_a_models_pieces():
     model = DeepFM(schema_of(), 4, seed=1, layers=(8, 6))
-    assert [piece.name for piece in pieces_of(model)] == ["input", "deep.0", "deep.1", "deep.2", "deep.3", "output"]
+    assert [piece.name for piece in get_pieces(model)] == ["input", "deep.0", "deep.1", "deep.2", "deep.3", "output"]
 
 
 def test_torchs_schedules_are_loaded_where_there_are_stages():

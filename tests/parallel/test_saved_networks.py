@@ -1,4 +1,4 @@
-"""A saved network whose manifest names files elsewhere, or is no manifest, is refused in a line."""
+"""A saved network with an invalid manifest, or one that names files elsewhere, is refused in a line."""
 
 import json
 
@@ -6,18 +6,22 @@ import pytest
 import torch
 
 from hostdev.core.errors import UserError
+from hostdev.distributed.world import ALONE_WORLD
 from hostdev.parallel import saving
 
 
-@pytest.mark.parametrize("change", [
-    lambda content: content["tensors"].update(w=[["../secret.safetensors", None]]),
-    lambda content: content["tensors"].update(w=[["/etc/passwd", None]]),
-    lambda content: content["tensors"].update(w=[["linked.safetensors", None]]),
-    lambda content: content["tensors"].update(w=3),
-    lambda content: content.pop("tensors"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content["tensors"].update(w=[["../secret.safetensors", None]]),
+        lambda content: content["tensors"].update(w=[["/etc/passwd", None]]),
+        lambda content: content["tensors"].update(w=[["linked.safetensors", None]]),
+        lambda content: content["tensors"].update(w=3),
+        lambda content: content.pop("tensors"),
+    ],
+)
 def test_files_elsewhere_are_not_read(tmp_path, change):
-    saving.save(tmp_path / "net", "state.safetensors", {"w": (torch.ones(2), None)}, {}, None)
+    saving.save(tmp_path / "net", "state.safetensors", {"w": (torch.ones(2), None)}, {}, ALONE_WORLD)
     found, _ = saving.load(tmp_path / "net", lambda name: True)
     assert found["w"].tolist() == [1, 1]
     (tmp_path / "secret.safetensors").write_bytes((tmp_path / "net/state.safetensors").read_bytes())

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from hostdev.core.errors import UserError
-from hostdev.parallel.auto import Chosen, _finalists, _ordered, reason
+from hostdev.distributed.mesh import Mesh
+from hostdev.parallel.auto import LayoutChoice, _order_measured, _pick_finalists, reason
 from hostdev.parallel.costs import LayerCost, Machine, PieceCost, Profile, profile_of
 from hostdev.parallel.layout import Layout, like
-from hostdev.parallel.mesh import Mesh
-from hostdev.parallel.pieces import best_cut, pieces_of
-from hostdev.parallel.search import Layers, Wanted, candidates, meshes
+from hostdev.parallel.pieces import best_cut, get_pieces
+from hostdev.parallel.search import Layers, SearchOptions, candidates, meshes
 
 FAST = Machine(bandwidth=1e12, latency=1e-7, memory=1e12, slicing=1e-7, available=1 << 40)
 SLOW = Machine(bandwidth=1e6, latency=1e-3, memory=1e12, slicing=1e-3, available=1 << 40)
@@ -36,17 +36,17 @@ def test_all_meshes_of_eight():
 
 
 def test_data_where_parameters_are_few():
-    [first, *_] = candidates(profile(0.1, 0.1, 0.1), SLOW, layers(), Wanted(2, 8))
+    [first, *_] = candidates(profile(0.1, 0.1, 0.1), SLOW, layers(), SearchOptions(2, 8))
     assert first.mesh == Mesh(data=2)
 
 
 def test_stages_where_parameters_are_many_and_little_crosses():
-    [first, *_] = candidates(profile(0.1, 0.1, parameters=10**8, given=8), SLOW, layers(), Wanted(2, 32))
+    [first, *_] = candidates(profile(0.1, 0.1, parameters=10**8, given=8), SLOW, layers(), SearchOptions(2, 32))
     assert (first.mesh, first.begins) == (Mesh(pipe=2), ["1"])
 
 
 def test_slices_where_one_layer_has_all_the_work():
-    found = candidates(profile(1e-6, 0.5, 1e-6, parameters=10**9, given=8), FAST, layers(), Wanted(2, 1))
+    found = candidates(profile(1e-6, 0.5, 1e-6, parameters=10**9, given=8), FAST, layers(), SearchOptions(2, 1))
     assert found[0].mesh == Mesh(model=2)
     assert "1" in dict(found[0].plan)
     assert [one.mesh for one in found] == [Mesh(model=2)], "one micro-batch is for one stage, and one share"
@@ -54,20 +54,20 @@ def test_slices_where_one_layer_has_all_the_work():
 
 def test_layers_in_pairs_where_an_exchange_costs():
     machine = FAST._replace(latency=0.01)
-    [first, *_] = candidates(profile(0.1, 0.1), machine, layers(("0", "1")), Wanted(2, 1))
+    [first, *_] = candidates(profile(0.1, 0.1), machine, layers(("0", "1")), SearchOptions(2, 1))
     assert first.plan == [("0", "colwise"), ("1", "rowwise")]
 
 
 def test_what_is_given_is_kept():
     known = profile(0.1, 0.1, 0.1)
-    found = candidates(known, FAST, layers(), Wanted(2, 8, strategies={"0": "rowwise", "1": "replicate"}))
+    found = candidates(known, FAST, layers(), SearchOptions(2, 8, strategies={"0": "rowwise", "1": "replicate"}))
     assert found
     for one in found:
         assert one.mesh.model == 2
         assert dict(one.plan)["0"] == "rowwise"
         assert "1" not in dict(one.plan)
-    assert {one.mesh for one in candidates(known, FAST, layers(), Wanted(2, 8, Mesh(pipe=2)))} == {Mesh(pipe=2)}
-    [one] = candidates(known, FAST, layers(), Wanted(2, 8, begins=["2"]))
+    assert {one.mesh for one in candidates(known, FAST, layers(), SearchOptions(2, 8, Mesh(pipe=2)))} == {Mesh(pipe=2)}
+    [one] = candidates(known, FAST, layers(), SearchOptions(2, 8, begins=["2"]))
     assert (one.mesh, one.begins) == (Mesh(pipe=2), ["2"])
 
 
@@ -75,7 +75,7 @@ def test_a_mesh_that_is_given_has_slices():
     """Also where the network would be faster whole: those that cost the least."""
     known = profile(0.1, 0.3, 0.1, given=10**6)
     for mesh in (Mesh(model=2), Mesh(data=2, model=2), Mesh(model=2, pipe=2)):
-        wanted = Wanted(mesh.size, 8, mesh, sliced=True)
+        wanted = SearchOptions(mesh.size, 8, mesh, sliced=True)
         [one] = candidates(known, SLOW, layers(("0", "1")), wanted)
         assert (one.mesh, bool(one.plan)) == (mesh, True)
         plans = [{name: strategy} for name in "012" for strategy in ("colwise", "rowwise")]
@@ -84,13 +84,15 @@ def test_a_mesh_that_is_given_has_slices():
             for plan in [*plans, {"0": "colwise", "1": "rowwise"}]
         ]
         assert one.seconds == min(tried)
-    [one] = candidates(known, SLOW, layers(), Wanted(2, 8, Mesh(model=2), strategies={"1": "replicate"}, sliced=True))
+    [one] = candidates(
+        known, SLOW, layers(), SearchOptions(2, 8, Mesh(model=2), strategies={"1": "replicate"}, sliced=True)
+    )
     assert one.plan
     assert "1" not in dict(one.plan)
 
 
 def test_a_mesh_that_is_given_and_nothing_can_be_cut():
-    whole, wanted = layers(able=lambda *_: False), Wanted(2, 8, Mesh(model=2), sliced=True)
+    whole, wanted = layers(able=lambda *_: False), SearchOptions(2, 8, Mesh(model=2), sliced=True)
     with pytest.raises(UserError, match="--mesh model=2 has 2 processes for slices, and no layer can be cut"):
         candidates(profile(0.1, 0.1), SLOW, whole, wanted)
 
@@ -98,18 +100,18 @@ def test_a_mesh_that_is_given_and_nothing_can_be_cut():
 def test_what_does_not_fit_comes_last():
     known = profile(0.1, 0.1, parameters=1000, saved=0)
     machine = FAST._replace(available=4500)  # of 8,000 on each rank along data
-    found = candidates(known, machine, layers(able=lambda *_: False), Wanted(2, 8))
+    found = candidates(known, machine, layers(able=lambda *_: False), SearchOptions(2, 8))
     assert [one.mesh for one in found] == [Mesh(pipe=2), Mesh(data=2)]
-    chosen = Chosen(found[0].mesh, Layout(), found, known, machine)
+    chosen = LayoutChoice(found[0].mesh, Layout(), found, known, machine)
     assert "(does not fit)" in chosen.lines()[-2]
     assert chosen.lines()[-1].endswith("the only one that fits")
 
 
 def test_nothing_is_possible():
-    with pytest.raises(UserError, match="no layout of 2 processes goes with 1 micro-batches and what was given"):
-        candidates(profile(0.1), FAST, layers(stages=False, able=lambda *_: False), Wanted(2, 1))
-    with pytest.raises(UserError, match="no layout of 3 processes goes with 4 micro-batches"):
-        candidates(profile(0.1), FAST, layers(stages=False, able=lambda *_: False), Wanted(3, 4))
+    with pytest.raises(UserError, match="no layout of 2 processes fits 1 micro-batches and the given options"):
+        candidates(profile(0.1), FAST, layers(stages=False, able=lambda *_: False), SearchOptions(2, 1))
+    with pytest.raises(UserError, match="no layout of 3 processes fits 4 micro-batches"):
+        candidates(profile(0.1), FAST, layers(stages=False, able=lambda *_: False), SearchOptions(3, 4))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -121,14 +123,14 @@ def test_strategies_are_the_best_of_all(seed):
         [PieceCost(f"{i}", 0.02 * a, 1, int(1e6 * b), 0, int(1e5 * c)) for i, (a, b, c) in enumerate(numbers)],
         [LayerCost(f"{i}", i, 1.0, int(1e6 * b), int(1e5 * a), int(1e5 * c)) for i, (a, b, c) in enumerate(numbers)],
         0,
-    )  # fmt: skip
+    )
     machine = Machine(1e8, 1e-3, 1e9, 1e-3, 1 << 40)
     may = layers(("0", "1"), ("1", "2"))
-    [found] = candidates(known, machine, may, Wanted(2, 4, Mesh(model=2)))
+    [found] = candidates(known, machine, may, SearchOptions(2, 4, Mesh(model=2)))
     tried = []
     for combination in itertools.product(("replicate", "colwise", "rowwise"), repeat=3):
         strategies = {f"{i}": one for i, one in enumerate(combination)}
-        [one] = candidates(known, machine, may, Wanted(2, 4, Mesh(model=2), strategies=strategies))
+        [one] = candidates(known, machine, may, SearchOptions(2, 4, Mesh(model=2), strategies=strategies))
         tried.append(one.seconds)
     assert found.seconds == pytest.approx(min(tried))
 
@@ -155,7 +157,7 @@ def test_a_profile_says_what_a_network_has():
     before = {name: value.clone() for name, value in network.state_dict().items()}
     state = torch.get_rng_state()
     cpu = torch.device("cpu")
-    found = profile_of(network, pieces_of(network), like((torch.zeros(1, 64),)), 16, cpu, None, looked_up=False)
+    found = profile_of(network, get_pieces(network), like((torch.zeros(1, 64),)), 16, cpu, None, looked_up=False)
     assert [piece.flops for piece in found.pieces] == [2 * 16 * 64 * 32, 0, 0, 2 * 16 * 32 * 8]
     assert [piece.given for piece in found.pieces] == [16 * 32 * 4] * 3 + [16 * 8 * 4]
     assert [piece.parameters for piece in found.pieces] == [4 * (64 * 32 + 32), 4 * 64, 0, 4 * (32 * 8 + 8)]
@@ -169,8 +171,8 @@ def test_a_profile_says_what_a_network_has():
 
 
 def test_the_lines():
-    found = candidates(profile(0.1, 0.1, parameters=10**8, given=8), SLOW, layers(), Wanted(2, 32))
-    lines = Chosen(found[0].mesh, Layout(), found, profile(0.1, 0.1), SLOW).lines()
+    found = candidates(profile(0.1, 0.1, parameters=10**8, given=8), SLOW, layers(), SearchOptions(2, 32))
+    lines = LayoutChoice(found[0].mesh, Layout(), found, profile(0.1, 0.1), SLOW).lines()
     assert lines[0].startswith("measured: 0.00 GB/s between processes, 1,000 us an exchange")
     assert " ".join(lines[1].split()) == "ms a step expected compute waiting exchange update memory layout"
     assert all(line.split()[0] == "-" for line in lines[2:-1])
@@ -181,9 +183,9 @@ def test_the_lines():
 
 
 def test_the_reason_is_what_was_measured_where_it_was():
-    found = candidates(profile(0.1, 0.1, parameters=10**8, given=8), SLOW, layers(), Wanted(2, 32))
+    found = candidates(profile(0.1, 0.1, parameters=10**8, given=8), SLOW, layers(), SearchOptions(2, 32))
     measured = [found[0]._replace(measured=0.2), found[1]._replace(measured=0.25), *found[2:]]
-    lines = Chosen(found[0].mesh, Layout(), measured, profile(0.1, 0.1), SLOW).lines()
+    lines = LayoutChoice(found[0].mesh, Layout(), measured, profile(0.1, 0.1), SLOW).lines()
     assert [line.split()[0] for line in lines[2:5]] == ["200.0", "250.0", "-"]
     assert f"as steps of --mesh {found[1].mesh} took 25% longer, most of it for" in lines[-1]
     other_way = [measured[1], measured[0], *found[2:]]
@@ -191,19 +193,19 @@ def test_the_reason_is_what_was_measured_where_it_was():
 
 
 def test_between_what_takes_about_as_long_the_expected_time_decides():
-    first, second, third = candidates(profile(0.1, 0.1, 0.1), FAST, layers(), Wanted(2, 8))[:3]
+    first, second, third = candidates(profile(0.1, 0.1, 0.1), FAST, layers(), SearchOptions(2, 8))[:3]
     taken = [third._replace(measured=0.3), second._replace(measured=0.2), first._replace(measured=0.208)]
-    assert [one.measured for one in _ordered(taken)] == [0.208, 0.2, 0.3]
-    assert reason(_ordered(taken), FAST) == (
+    assert [one.measured for one in _order_measured(taken)] == [0.208, 0.2, 0.3]
+    assert reason(_order_measured(taken), FAST) == (
         f"as steps of --mesh {second.mesh} took about as long, and are not expected to be faster"
     )
     taken[2] = first._replace(measured=0.22)
-    assert [one.measured for one in _ordered(taken)] == [0.2, 0.22, 0.3]
+    assert [one.measured for one in _order_measured(taken)] == [0.2, 0.22, 0.3]
 
 
 def test_steps_are_taken_of_what_is_near_and_fits():
-    found = candidates(profile(0.1, 0.1, 0.1, parameters=10**6, given=8), FAST, layers(), Wanted(2, 8))
-    near = _finalists(found, FAST)
+    found = candidates(profile(0.1, 0.1, 0.1, parameters=10**6, given=8), FAST, layers(), SearchOptions(2, 8))
+    near = _pick_finalists(found, FAST)
     assert 2 <= len(near) <= 4
     assert near == [one for one in found if one.seconds <= 2 * found[0].seconds][: len(near)]
-    assert _finalists(found, FAST._replace(available=found[0].memory)) == found[:1], "two would not fit at once"
+    assert _pick_finalists(found, FAST._replace(available=found[0].memory)) == found[:1], "two would not fit at once"

@@ -6,8 +6,8 @@ import sys
 import numpy as np
 import pytest
 
-from tests.parallel.conftest import Trained, flags_of
-from tests.parallel.processes import wait_until
+from tests.distributed.conftest import Trained, flags_of
+from tests.distributed.processes import wait_until
 
 TRAIN = ("-m", "hostdev.train")
 SLICES = ("--mesh", "model=2", "--plan", "deep.0=colwise,deep.2=rowwise,deep.4=colwise")
@@ -15,8 +15,10 @@ OWN = ("--emb-dim", 4, "--l2", "batch")
 
 
 def losses(trained):
-    return [[float(each) for each in line.replace(",", "").split() if each[0].isdigit() and "." in each]
-            for line in trained.losses.decode().splitlines()]  # fmt: skip
+    return [
+        [float(each) for each in line.replace(",", "").split() if each[0].isdigit() and "." in each]
+        for line in trained.losses.decode().splitlines()
+    ]
 
 
 def trained(processes, data, world, *more, name="run"):
@@ -63,11 +65,13 @@ def test_slices_are_the_same_in_every_mode(processes, alone, small_data, own):
     chaos = 10 * apart(alone(small_data, *own, M=1), whole) if own[-1] == "dcn" else 0
     require_near(first, whole, max(1e-5, chaos))
     assert np.allclose(losses(first)[:3], losses(whole)[:3], rtol=1e-6)
-    for number, (world, more) in enumerate([
-        (2, (*slices, "--pipeline-depth", 0)),
-        (2, (*slices, "--cache-rows", "10%")),
-        (4, ("--mesh", "data=2,model=2", "--plan", plan)),
-    ]):  # fmt: skip
+    for number, (world, more) in enumerate(
+        [
+            (2, (*slices, "--pipeline-depth", 0)),
+            (2, (*slices, "--cache-rows", "10%")),
+            (4, ("--mesh", "data=2,model=2", "--plan", plan)),
+        ]
+    ):
         assert trained(processes, small_data, world, *own, *more, name=f"again{number}") == first
 
 
@@ -86,7 +90,7 @@ def test_slices_and_stages_at_once(processes, alone, small_data):
 
 @pytest.mark.slow
 def test_any_mesh_goes_on_from_slices(processes, small_data):
-    """Killed and gone on with slices: the bits of slices; on one process, stages or samples: all the same."""
+    """Killed and resumed with slices: the bits of slices; on one process, stages or samples: equal bits."""
     saves = ("--checkpoint-every", 2, "--checkpoint-dir", processes.folder / "saved")
     whole = trained(processes, small_data, 2, *OWN, *SLICES, name="whole")
     trained(processes, small_data, 2, *OWN, *SLICES, *saves, "--max-steps", 4, name="half")
@@ -109,17 +113,22 @@ def slow(*values):
     [
         (("--mesh", "model=2"), "has 2 processes for slices, and no layer is sliced; give --plan"),
         slow(("--plan", "deep.0=colwise"), "--plan has no effect without --mesh model=N"),
-        slow(("--mesh", "model=2", "--plan", "deep.1=colwise"), "deep.1 is of ReLU; only Linear and Embedding"),
+        slow(("--mesh", "model=2", "--plan", "deep.1=colwise"), "deep.1 is a ReLU; only Linear and Embedding"),
         slow(("--parallel", "none"), "--parallel none is for one process, and 2 were started"),
         slow(("--parallel", "data", "--mesh", "pipe=2"), "--parallel data is along data alone, not --mesh pipe=2"),
         slow(("--parallel", "auto", "--plan", "x=colwise"), "--plan x=colwise: no layer has such a name"),
         slow(("--parallel", "auto", "--stage-cut", "deep.99"), "--stage-cut deep.99: the network has no such piece"),
     ],
-)  # fmt: skip
+)
 def test_wrong_options_are_told_before_anybody_waits(processes, small_data, more, says):
-    """Of the other rank there is none: whoever waited would wait a minute."""
-    processes.start(*[sys.executable, *TRAIN, *flags_of(small_data, processes.folder / "run", *more)],
-                    RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=1)  # fmt: skip
+    """Nobody listens at this rendezvous address: a process that waited there would take a minute."""
+    processes.start(
+        *[sys.executable, *TRAIN, *flags_of(small_data, processes.folder / "run", *more)],
+        RANK=0,
+        WORLD_SIZE=2,
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=1,
+    )
     [process] = processes.ended(30)
     assert process.code == 2
     assert says in process.err

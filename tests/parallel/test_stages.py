@@ -1,4 +1,4 @@
-"""Stages of a network on several ranks come to the bits of one process, in every schedule."""
+"""Stages of a network on several ranks have the bits of one process, in every schedule."""
 
 import json
 import sys
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.conftest import Trained, flags_of
-from tests.parallel.processes import wait_until
+from tests.distributed.conftest import Trained, flags_of
+from tests.distributed.processes import wait_until
 
 LOOP = Path(__file__).with_name("staged_loop.py")
 TRAIN = ("-m", "hostdev.train")
@@ -88,14 +88,17 @@ def test_two_stages_of_groups_of_tables_and_bags(processes, alone, films, more):
     [
         ((), ("--mesh", "data=2,pipe=2", *CACHED), 8),
         # Shares whose micro-batches make up two nodes of the tree; epochs that end with two samples.
-        (("--model", "tests.own_models:Tied", "--batch-size", 396, "--epochs", 2, "--max-steps", 20),
-         ("--mesh", "data=2,pipe=2", "--stage-cut", "deep.4"), 6),
+        (
+            ("--model", "tests.own_models:Tied", "--batch-size", 396, "--epochs", 2, "--max-steps", 20),
+            ("--mesh", "data=2,pipe=2", "--stage-cut", "deep.4"),
+            6,
+        ),
         (("--l2", "batch", "--batch-size", 1), ("--mesh", "data=2,pipe=2"), 12),
         (("--model", "tests.own_models:Dropout"), ("--mesh", "data=2,pipe=2", "--schedule", "interleaved"), 4),
         ((), ("--mesh", "pipe=4", "--pipeline-depth", 0), 8),
         (("--model", "dcn"), ("--mesh", "pipe=4", "--schedule", "interleaved"), 4),
     ],
-)  # fmt: skip
+)
 def test_four_processes(processes, alone, small_data, own, more, M):
     check(processes, alone, small_data, 4, ("--emb-dim", 4, *own), more, M=M)
 
@@ -133,7 +136,7 @@ def test_one_process_goes_on_from_two_stages_and_the_other_way_round(processes, 
 
 @pytest.mark.slow
 def test_a_gradient_that_is_not_finite_on_one_stage_changes_nothing(processes, small_data):
-    """Of the last layer's weights alone: nobody else sees it."""
+    """Non-finite gradients of the last layer's weights, which only the last stage sees."""
     more = ("--emb-dim", 4, *PIPE, "--model", "tests.own_models:Overflowing")
     processes.start_ranks(2, *TRAIN, *flags_of(small_data, processes.folder / "run", *more))
     first, second = processes.ended()

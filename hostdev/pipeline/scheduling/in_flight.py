@@ -3,7 +3,7 @@
 import threading
 from typing import Any, NamedTuple
 
-from hostdev.parallel.gradients import Chosen
+from hostdev.distributed.gradients import SelectedRows
 from hostdev.pipeline.row_ids import ConcatenatedIds, Positions, RowSubset
 from hostdev.pipeline.rows import FetchedRows
 
@@ -20,7 +20,9 @@ class InFlight:
         self.number = number
         self.writes: ConcatenatedIds | None = None  # rows of the host that its update writes
         self.rows: FetchedRows | None = None  # once they are looked up
-        self.first: list[Chosen] | None = None  # rows that the next batch waits for, where other ranks know of them
+        self.first: list[SelectedRows] | None = (
+            None  # rows that the next batch waits for, where other ranks know of them
+        )
         self.missing = 0  # parts of the rows that have not been fetched
         self.ready: list[RowSubset] = []  # conflicting rows that may be looked up now
         self.shared: SharedRows | None = None  # rows that the next batch waits for

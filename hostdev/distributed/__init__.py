@@ -1,0 +1,8 @@
+"""Processes that train together, each with a part of every table: rendezvous, collectives, failures.
+
+`__init__.pyi` lists the public names. A name is imported at its first use.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

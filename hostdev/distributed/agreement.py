@@ -1,0 +1,59 @@
+"""Values that must be equal on all ranks, compared at the rendezvous and before each shared operation."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hostdev.core.errors import UserError
+from hostdev.core.printable import printable
+
+Values = Mapping[str, Any]  # by name: values that JSON can hold, or `Shown`
+_MOST_SHOWN = 160  # characters of a value
+
+
+class UnlikeError(UserError):
+    """Ranks differ in a value that must be equal; all ranks raise it with the same message."""
+
+
+def compare(each: Sequence[Values], where: str = "") -> None:
+    """Raise UnlikeError unless all ranks have the same values.
+
+    Args:
+        each: Values of each rank, as JSON returns them; a list [value, text] is compared by its value and shown as its
+            text.
+        where: Beginning of the message, such as "hostdev.Runtime(...)".
+    """
+    names = list(dict.fromkeys(name for values in each for name in values))
+    unlike = [name for name in names if len({_key(values.get(name)) for values in each}) > 1]
+    if not unlike:
+        return
+    first, *others = unlike
+    ranks: dict[str, list[int]] = {}
+    for rank, values in enumerate(each):
+        ranks.setdefault(_shown(values.get(first)), []).append(rank)
+    values_text = "; ".join(f"{value} on {format_ranks(mine)}" for value, mine in ranks.items())
+    also = f", and so {'does' if len(others) == 1 else 'do'} {', '.join(others[:4])}" if others else ""
+    also += ", ..." * (len(others) > 4)
+    begin = f"{where}: " if where else ""
+    raise UnlikeError(
+        printable(f"{begin}{first} differs between processes: {values_text}{also}; give all of them the same")
+    )
+
+
+def shown(value: Any, text: str) -> list[Any]:
+    """Return a value that `compare` shows as `text`."""
+    return [value, text]
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 3", or "ranks 0, 2", limited to the first eight."""
+    return f"rank{'s' * (len(ranks) > 1)} " + ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
+
+
+def _key(value: Any) -> str:
+    return repr(value[0] if isinstance(value, list) else value)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return printable(str(value[1]), _MOST_SHOWN)
+    return "not given" if value is None else printable(str(value), _MOST_SHOWN)

@@ -1,0 +1,41 @@
+"""Flat buffers of an all-to-all: by rank, group and table, end to end."""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Rows = npt.NDArray[np.float32]
+Mask = npt.NDArray[np.bool_]
+
+
+def count_values(counts: Sequence[Sequence[int]], dims: Sequence[Sequence[int]]) -> list[int]:
+    """Return the number of values for each rank, from each group's rows by rank and its tables' dims."""
+    widths = [sum(each) for each in dims]
+    return [sum(n * width for n, width in zip(each, widths, strict=True)) for each in zip(*counts, strict=True)]
+
+
+def make_views(flat: Rows, counts: Sequence[Sequence[int]], dims: Sequence[Sequence[int]]) -> list[list[list[Rows]]]:
+    """Return views of a buffer by rank, group and table, each [counts[group][rank], D]."""
+    at, views = 0, []
+    for of_rank in zip(*counts, strict=True):
+        groups = []
+        for n, each in zip(of_rank, dims, strict=True):
+            tables = []
+            for dim in each:
+                tables.append(flat[at : at + n * dim].reshape(n, dim))
+                at += n * dim
+            groups.append(tables)
+        views.append(groups)
+    return views
+
+
+def find_positions(counts: Sequence[int], mask: Mask | None) -> list[Any]:
+    """Return the ascending positions of each rank's rows among all rows: a range, or int32 of those in the mask."""
+    edges = [0, *accumulate(counts)]
+    if mask is None:
+        return [range(start, stop) for start, stop in pairwise(edges)]
+    chosen = np.flatnonzero(mask).astype(np.int32)
+    return np.split(chosen, np.searchsorted(chosen, edges[1:-1]))

@@ -1,0 +1,97 @@
+"""Numbered calls of each rank, which detect ranks that wait in different collectives.
+
+All ranks must call collectives in the same order. If one rank predicts while another trains, each waits for the other.
+So each rank numbers its calls, and its heartbeat carries their numbers and names.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hostdev.core.errors import UserError
+from hostdev.core.printable import printable
+
+ADVICE = "all ranks must make the same calls in the same order (docs/parallel.md)"
+_MOST_RECENT = 8
+LEFT = "left"  # the kind of a call that leaves a loop early, maybe because of an error that is still on its way
+
+
+class Call(NamedTuple):
+    """A call that all ranks make together."""
+
+    number: int  # number of calls that this rank has begun, equal on all ranks
+    kind: str  # two calls of one number and different kinds deadlock
+    text: str  # text for messages, such as "runtime.predict()"
+
+    def __str__(self) -> str:
+        return f"{self.number}|{self.kind}|{self.text}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Call | None":
+        """Return a call from another rank's heartbeat; None if the text is not valid."""
+        number, _, rest = text.partition("|")
+        kind, _, name = rest.partition("|")
+        return cls(int(number), kind, printable(name, 120)) if number.isdecimal() and len(number) < 19 else None
+
+
+def format_calls(calls: Sequence[Call]) -> str:
+    """Return calls as a heartbeat carries them."""
+    return "\n".join(map(str, calls))
+
+
+def parse_calls(text: str) -> tuple[Call, ...]:
+    """Return the calls of a heartbeat."""
+    found = (Call.parse(line) for line in text.split("\n"))
+    return tuple(call for call in found if call is not None)
+
+
+class Calls:
+    """The calls of a rank: its main thread begins them, the heartbeat's thread reads the latest."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self._rank, self._ranks = rank, ranks
+        self.recent: tuple[Call, ...] = (Call(0, "join", "hostdev.join()"),)  # since all ranks last agreed
+        self.wrong: str | None = None  # why this rank waits in vain
+
+    @property
+    def last(self) -> Call:
+        """The current call."""
+        return self.recent[-1]
+
+    def begin(self, kind: str, text: str) -> None:
+        """Begin a call that all ranks make; UserError if ranks were found in different calls before."""
+        self.require_same_calls()
+        self._count(kind, text)
+
+    def leave(self, text: str) -> None:
+        """Leave a loop early, as all ranks must."""
+        self._count(LEFT, text)
+
+    def _count(self, kind: str, text: str) -> None:
+        self.recent = (*self.recent, Call(self.last.number + 1, kind, text))[-_MOST_RECENT:]
+
+    def require_same_calls(self) -> None:
+        """Raise UserError if ranks were found in different calls."""
+        if self.wrong is not None:
+            raise UserError(f"rank {self._rank} of {self._ranks} {self.wrong}")
+
+    def catch_up(self, number: int) -> None:
+        """Continue from the largest number of calls that any rank has counted."""
+        self.recent = (self.last._replace(number=max(number, self.last.number)),)
+
+
+def find_mismatch(mine: Sequence[Call], others: Sequence[Call]) -> tuple[Call, Call] | None:
+    """Return the first two calls of one number whose kinds differ; None if there are none.
+
+    The caller has seen that both ranks wait.
+    """
+    theirs = {call.number: call for call in others}
+    for call in mine:
+        other = theirs.get(call.number)
+        if other is not None and other.kind != call.kind:
+            return call, other
+    return None
+
+
+def describe_mismatch(mine: Call, rank: int, other: Call) -> str:
+    """Return a message's text, which follows the name of the rank whose call is `mine`."""
+    return f"is in {mine.text}, and rank {rank} in {other.text}: {ADVICE}"

@@ -1,0 +1,407 @@
+"""All-reduce of the dense parameters' gradients over all micro-batches, in the order of a tree.
+
+Each rank owns a slice of a bucket's elements: it receives that slice of every node, adds them up, and sends the sum to
+all. This moves as many bytes as a ring all-reduce, and the order of the additions does not depend on the ranks. A
+bucket is sent once the last micro-batch's backward pass has produced all of its gradients, as in
+torch.nn.parallel.DistributedDataParallel (Li et al., VLDB 2020).
+"""
+
+import sys
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hostdev.core.micro_batches import EXCHANGES, Node, TreeSum, nodes_of
+from hostdev.distributed.process_group import Channel
+
+BUCKET_BYTES = 4 << 20
+_FREE = 2  # references to memory that no tensor uses: the attribute's and getrefcount's argument
+Grads = list[Tensor | None]
+Sum = tuple[Tensor, Any]  # and an event of its completion; None in host memory
+
+
+def add_lists(left: Grads, right: Grads) -> Grads:
+    """Add in place; None counts as zero."""
+    both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
+    if both:
+        torch._foreach_add_([a for a, _ in both], [b for _, b in both])
+    return [b if a is None else a for a, b in zip(left, right, strict=True)]
+
+
+class TreeAllReduce:
+    """Sums over the nodes of all ranks, in the tree's order: the same bits on all ranks.
+
+    On an accelerator's channel all work is queued on the current stream.
+
+    Args:
+        channel: To the other ranks.
+        nodes: (start, size) of each rank's nodes.
+        n: Values of each node.
+    """
+
+    def __init__(self, channel: Channel, nodes: Sequence[Sequence[tuple[int, int]]], n: int) -> None:
+        self._channel, self._nodes, self.n = channel, nodes, n
+        device = channel.device
+        W, mine = channel.ranks, channel.rank
+        self._edges = [n * rank // W for rank in range(W + 1)]
+        self._widths = [stop - start for start, stop in pairwise(self._edges)]
+        own = len(nodes[mine])
+        self.flat = torch.empty(n if own == 1 else 0, device=device)  # input buffer of `sum` if this rank has one node
+        self._send = torch.empty(0 if own == 1 else own * n, device=device)
+        # This rank's own slice is not sent if the rest is contiguous.
+        self._at_end = mine in (0, W - 1)
+        self._received = [0 if rank == mine and self._at_end else len(each) for rank, each in enumerate(nodes)]
+        self._receive_buffer = torch.empty(self._widths[mine] * sum(self._received), device=device)
+        self._memory = np.empty(n, np.float32)  # of the last result
+
+    def sum(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the sum, float32 [n].
+
+        The next call overwrites it unless somebody still holds a part of it.
+
+        Args:
+            parts: This rank's nodes, float32 [n], where the channel's buffers are.
+        """
+        mine, edges, widths, own = self._channel.rank, self._edges, self._widths, len(parts)
+        width, begin, end = widths[mine], edges[mine], edges[mine + 1]
+        send = parts[0]
+        if own > 1:
+            send = self._send
+            torch.cat([part[start:stop] for start, stop in pairwise(edges) for part in parts], out=send)
+        counts = [width * own for width in widths]
+        self._channel.all_to_all(
+            *self._others(send, counts), [width * n for n in self._received], out=self._receive_buffer
+        )
+        tree: TreeSum[Tensor] = TreeSum(lambda left, right: left.add_(right))
+        here = [send[begin * own + number * width :][:width] for number in range(own)]
+        received = iter(self._receive_buffer.view(-1, width) if width else [self._receive_buffer] * sum(self._received))
+        for rank, nodes in enumerate(self._nodes):
+            for number, (start, size) in enumerate(nodes):
+                tree.put(Node(start, size, next(received) if self._received[rank] else here[number]))
+        total = tree.total()
+        assert total is not None
+        found = self._free()
+        torch.add(total, 0.0, out=found[begin:end])  # turns -0 into 0, as in one process
+        self._spread(found, begin, end)
+        return found
+
+    def _free(self) -> Tensor:
+        """Return memory for a sum."""
+        if self._channel.device.type != "cpu":
+            return torch.empty(self.n, device=self._channel.device)  # torch reuses it
+        if sys.getrefcount(self._memory) > _FREE:  # fresh memory costs a fault for each page
+            self._memory = np.empty(self.n, np.float32)
+        return torch.from_numpy(self._memory)
+
+    def _others(self, values: Tensor, counts: list[int]) -> tuple[Tensor, list[int]]:
+        """Return what other ranks receive of a flat buffer, if that is contiguous, and the counts."""
+        if not self._at_end:
+            return values, counts
+        mine = self._channel.rank
+        rest = values[counts[0] :] if mine == 0 else values[: sum(counts[:mine])]
+        return rest, [0 if rank == mine else count for rank, count in enumerate(counts)]
+
+    def _spread(self, found: Tensor, begin: int, end: int) -> None:
+        """Send the slice that was added up here to all others, and receive theirs in place."""
+        mine, W = self._channel.rank, self._channel.ranks
+        give = [0 if rank == mine and self._at_end else end - begin for rank in range(W)]
+        copies = W - 1 if self._at_end else W
+        total = found[begin:end]
+        rest, take = self._others(found, list(self._widths))
+        self._channel.all_to_all(total if copies == 1 else total.repeat(copies), give, take, out=rest)
+
+
+class AllReduce:
+    """Sums over all micro-batches in an order that depends on the ranks; otherwise as `TreeAllReduce`."""
+
+    def __init__(self, channel: Channel, nodes: Sequence[Sequence[tuple[int, int]]], n: int) -> None:
+        self._channel, self.flat = channel, torch.empty(0, device=channel.device)
+
+    def sum(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the sum, float32 [n], in new memory; `parts` as in `TreeAllReduce.sum`."""
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total.add_(part)
+        self._channel.all_reduce(total)
+        return total.add_(0.0)
+
+
+class DenseGradients:
+    """Gradients of a fixed list of parameters, step after step.
+
+    Args:
+        channel: To the ranks that have the same parameters.
+        parameters: Those with gradients, the same on all ranks.
+        count: Micro-batches of a step on each rank.
+        exchange: One of `EXCHANGES`.
+    """
+
+    def __init__(
+        self, channel: Channel, parameters: Sequence[Tensor], count: int, exchange: str = EXCHANGES[0]
+    ) -> None:
+        self._channel, self._count = channel, count
+        self.parameters = list(parameters)
+        self._first = channel.rank * count
+        self._nodes = [nodes_of(rank * count, (rank + 1) * count) for rank in range(channel.ranks)]
+        self._buckets = _buckets(self.parameters)
+        made = TreeAllReduce if exchange == EXCHANGES[0] else AllReduce
+        self._sums = [made(channel, self._nodes, sum(map(self._size, bucket))) for bucket in self._buckets]
+        self._small: TreeAllReduce | None = None
+        self._bucket_of = {number: b for b, bucket in enumerate(self._buckets) for number in bucket}
+        if any(parameter.dtype != torch.float32 for parameter in self.parameters):
+            raise ValueError("ranks add up gradients of float32 only; keep the parameters float32, as autocast does")
+        self._worker = ThreadPoolExecutor(1, "hostdev-dense", partial(_enter, channel.device))
+        self._stream = _new_stream(channel.device)
+        this = weakref.ref(self)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(_on_gradient, this, number))  # type: ignore[no-untyped-call]
+            for number, parameter in enumerate(self.parameters)
+        ]
+        self._may_lead = False  # each parameter gets one gradient per micro-batch, complete on arrival
+        self._counts = [0] * len(self.parameters)
+        self._begin()
+
+    def close(self) -> None:
+        """Remove the hooks and stop the thread."""
+        for hook in self._hooks:
+            hook.remove()
+        self._worker.shutdown(wait=False)
+
+    def _begin(self) -> None:
+        self._trees: list[TreeSum[Grads]] = [TreeSum(add_lists) for _ in self._buckets]
+        self._totals: list[Future[Sum]] = []
+        self._next = self._first
+        self._missing: list[set[int]] | None = None  # by bucket, in the last micro-batch
+
+    def expect_last(self) -> None:
+        """Prepare for the backward pass of the step's last micro-batch here."""
+        if self._may_lead:
+            self._missing = [set(bucket) for bucket in self._buckets]
+
+    def count_gradient(self, number: int) -> None:
+        """Count a gradient; send the buckets that are complete."""
+        self._counts[number] += 1
+        if self._missing is not None:
+            if self._counts[number] > 1:
+                raise ValueError(
+                    "a second backward pass of a micro-batch, but the steps before had one; call backward() once"
+                )
+            self._missing[self._bucket_of[number]].discard(number)
+            while len(self._totals) < len(self._buckets) and not self._missing[len(self._totals)]:
+                self._send(len(self._totals))
+
+    def put(self) -> list[bool] | None:
+        """Take a micro-batch's gradients; with the step's last one, return which parameters have any on this rank."""
+        self._may_lead = max(self._counts, default=0) <= 1
+        last = self._next == self._first + self._count - 1
+        for bucket in range(len(self._totals), len(self._buckets)):
+            if last:
+                self._send(bucket)
+            else:
+                self._take(bucket)
+        self._next += 1
+        self._counts = [0] * len(self.parameters)
+        if not last:
+            return None
+        self._missing = None
+        return [self._has[number] for number in range(len(self.parameters))]
+
+    def put_nodes(self, nodes: Sequence[Node[Grads]]) -> list[bool]:
+        """Take the gradients of all micro-batches of the step at once, instead of `put` for each; return the same."""
+        for bucket, numbers in enumerate(self._buckets):
+            self._trees[bucket].nodes = [
+                Node(start, size, None if value is None else [value[number] for number in numbers])
+                for start, size, value in nodes
+            ]
+            self._hand_on(bucket)
+        return [self._has[number] for number in range(len(self.parameters))]
+
+    def _take(self, bucket: int) -> None:
+        parameters = [self.parameters[number] for number in self._buckets[bucket]]
+        self._trees[bucket].put(Node(self._next, 1, [parameter.grad for parameter in parameters]))
+        for parameter in parameters:
+            parameter.grad = None
+
+    def _send(self, bucket: int) -> None:
+        """Take a bucket's gradients and submit it; all ranks do so in the same order."""
+        self._take(bucket)
+        self._hand_on(bucket)
+
+    def _hand_on(self, bucket: int) -> None:
+        if not bucket:
+            self._has = [False] * len(self.parameters)
+        parts = []
+        for node in self._trees[bucket].nodes:
+            pieces = []
+            for number, grad in zip(self._buckets[bucket], node.value or [], strict=True):
+                self._has[number] |= grad is not None
+                like = self.parameters[number]
+                pieces.append((torch.zeros_like(like, requires_grad=False) if grad is None else grad).reshape(-1))
+            parts.append(self._joined(bucket, pieces))
+        self._trees[bucket] = TreeSum(add_lists)
+        self._totals.append(self._submit(self._sums[bucket], parts))
+
+    def _joined(self, bucket: int, pieces: Sequence[Tensor]) -> Tensor:
+        """Return a node's gradients as one flat float32 tensor on their device."""
+        flat = self._sums[bucket].flat
+        if not len(flat) or any(piece.device != flat.device or piece.dtype != flat.dtype for piece in pieces):
+            return torch.cat(list(pieces)).float()
+        return torch.cat(list(pieces), out=flat)
+
+    def _size(self, number: int) -> int:
+        return self.parameters[number].numel()
+
+    def _submit(self, tree: "TreeAllReduce | AllReduce", parts: Sequence[Tensor]) -> Future[Sum]:
+        return self._worker.submit(self._exchange, tree, parts, _record_event(parts[0]))
+
+    def _exchange(self, tree: "TreeAllReduce | AllReduce", parts: Sequence[Tensor], mark: Any) -> Sum:
+        """Add up over all ranks, in the worker's thread."""
+        if self._stream is None:  # through host memory
+            if mark is not None:
+                mark.synchronize()
+            return tree.sum([part.cpu() for part in parts]), None
+        with torch.get_device_module(self._channel.device).stream(self._stream):
+            if mark is not None:  # None on the CPU
+                mark.wait(self._stream)
+                for part in parts:
+                    part.record_stream(self._stream)
+            return tree.sum([part.to(self._channel.device) for part in parts]), self._stream.record_event()
+
+    def _summed(self, found: Future[Sum]) -> Tensor:
+        """Return a sum that the current stream may read."""
+        total, done = found.result()
+        if done is not None:
+            current = torch.get_device_module(total.device).current_stream(total.device)
+            done.wait(current)
+            total.record_stream(current)
+        return total
+
+    def small(self, values: Tensor) -> Tensor:
+        """Return the sum of a few numbers over all ranks, float32 [n], after the step's gradients."""
+        if self._small is None or self._small.n != len(values):
+            self._small = TreeAllReduce(self._channel, self._nodes, len(values))
+        values = values.to(self._channel.device)
+        parts = [values] + [torch.zeros_like(values)] * (len(self._nodes[self._channel.rank]) - 1)
+        return self._summed(self._submit(self._small, parts))
+
+    def finish(self, given: Sequence[int]) -> None:
+        """Assign the sums to the parameters; None where no rank had a gradient."""
+        for bucket, total in zip(self._buckets, self._totals, strict=True):
+            flat, at = self._summed(total), 0
+            for number in bucket:
+                parameter = self.parameters[number]
+                n = parameter.numel()
+                grad = flat[at : at + n].view_as(parameter).to(parameter.device, parameter.dtype)
+                parameter.grad = grad if given[number] else None
+                at += n
+        self._begin()
+
+
+class DenseExchange:
+    """The `DenseGradients` of the parameters that a loop reduces.
+
+    Args:
+        channel: To the ranks that have the same parameters; None if there are none.
+        count: Micro-batches of a step on each rank.
+        kind: One of `EXCHANGES`.
+        others: Host channels to the same ranks, and to all; None if these are all ranks.
+    """
+
+    def __init__(
+        self, channel: Channel | None, count: int, kind: str, others: tuple[Channel, Channel] | None = None
+    ) -> None:
+        self._channel, self._count, self._kind, self._others = channel, count, kind, others
+        self._current: DenseGradients | None = None
+        self._sums: dict[int, TreeAllReduce] = {}  # over all ranks, by the number of values
+
+    @property
+    def is_of_all(self) -> bool:
+        """Tell whether all ranks have the same parameters."""
+        return self._others is None
+
+    def reduce_flags(self, has: Sequence[bool]) -> list[bool]:
+        """Return which parameters have a gradient on any rank that has them."""
+        assert self._others is not None
+        [found] = np.max([self._others[0].gather(np.array(has, np.int64))], axis=1)
+        return [bool(one) for one in found]
+
+    def small(self, dense: DenseGradients, values: Tensor) -> Tensor:
+        """Return the sum of a few numbers over all ranks, float32 [n]."""
+        if self._others is None:
+            return dense.small(values)
+        to_all, n = self._others[1], len(values)
+        if n not in self._sums:
+            self._sums[n] = TreeAllReduce(to_all, [[(rank, 1)] for rank in range(to_all.ranks)], n)
+        return self._sums[n].sum([values.cpu()])
+
+    def is_new(self, parameters: list[Tensor]) -> bool:
+        """Tell whether the parameters differ from those of the step before."""
+        before = self._current
+        return before is None or [id(one) for one in before.parameters] != [id(one) for one in parameters]
+
+    def of(self, parameters: list[Tensor]) -> DenseGradients:
+        """Return the `DenseGradients` of these parameters."""
+        before = self._current
+        if before is None or self.is_new(parameters):
+            self.close()
+            assert self._channel is not None
+            before = self._current = DenseGradients(self._channel, parameters, self._count, self._kind)
+        return before
+
+    def expect_last(self) -> None:
+        """Prepare for the backward pass of the step's last micro-batch here."""
+        if self._current is not None:
+            self._current.expect_last()
+
+    def close(self) -> None:
+        """Release the parameters."""
+        if self._current is not None:
+            self._current.close()
+            self._current = None
+
+
+def _on_gradient(held: Any, number: int, _: Tensor) -> None:
+    gradients = held()
+    if gradients is not None:
+        gradients.count_gradient(number)
+
+
+def _record_event(tensor: Tensor | None) -> Any:
+    """Record an event on the device's current stream; None on the CPU."""
+    if tensor is None or tensor.device.type == "cpu":
+        return None
+    module = torch.get_device_module(tensor.device)
+    event = module.Event()
+    event.record(module.current_stream(tensor.device))
+    return event
+
+
+def _enter(device: torch.device) -> None:
+    """Make the device current in a new thread, which would start with the first one."""
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
+
+
+def _new_stream(device: torch.device) -> Any:
+    """Return a stream of the device; None on the CPU."""
+    return None if device.type == "cpu" else torch.get_device_module(device).Stream(device)
+
+
+def _buckets(parameters: Sequence[Tensor]) -> list[list[int]]:
+    """Return the parameters' numbers in buckets, in the reverse order in which gradients arrive."""
+    buckets: list[list[int]] = []
+    have = BUCKET_BYTES
+    for number in reversed(range(len(parameters))):
+        if have >= BUCKET_BYTES:
+            buckets.append([])
+            have = 0
+        buckets[-1].append(number)
+        have += 4 * parameters[number].numel()
+    return buckets

@@ -1,0 +1,291 @@
+"""Exchange of embedding rows between ranks: ids to the rows' owners, rows back, and gradients to the owners.
+
+Each rank looks up the rows of its own samples, and owns a part of every table. All ranks call the same collectives for
+every batch, even with nothing to send: no collective depends on the data.
+
+W ranks, G groups of tables that share ids, U unique ids of a group on this rank.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hostdev.distributed.agreement import format_ranks
+from hostdev.distributed.buffers import Mask, count_values, find_positions, make_views
+from hostdev.distributed.gradients import Parts, SelectedRows, give_gradients
+from hostdev.distributed.process_group import Channel, Ranks
+from hostdev.kernels.groups import unique_groups
+from hostdev.kernels.lookup import lookup_tasks, store_tasks
+from hostdev.kernels.pool import run_tasks
+from hostdev.kernels.shards import partition, range_of
+
+Ids = npt.NDArray[Any]
+Rows = npt.NDArray[np.float32]
+Positions = npt.NDArray[np.int32]
+Places = npt.NDArray[np.int32]
+_END = -1  # in place of a number of ids: no further batch
+
+
+class Asked(NamedTuple):
+    """The rows of a group that this rank requests for a batch, and those that all ranks request here."""
+
+    places: Positions  # int32 [U], position of each unique id's row, sorted by owner
+    counts: list[int]  # rows requested from each rank
+    wanted: list[int]  # rows that each rank requests here
+    inverse: Positions  # int32 [sum(wanted)], index of each requested row among the unique rows here
+
+    @property
+    def size(self) -> int:
+        """U."""
+        return len(self.places)
+
+
+class Incoming(NamedTuple):
+    """A batch's rows on their way from their owners."""
+
+    rows: list[list[Rows]]  # by group and table, float32 [U, D]; late rows are missing
+    given: list[Mask] | None = None  # by group, which rows requested here have been sent; None means all
+    received: list[Mask] | None = None  # by group, which rows that this rank requested have arrived
+    shared: Sequence[Mask] = ()  # by group, which rows requested in the batch before their owners send late
+
+
+def _list_positions(counts: Sequence[int], mask: Mask | None) -> list[Places]:
+    """Return `find_positions` as arrays."""
+    return [
+        np.arange(at.start, at.stop, dtype=np.int32) if isinstance(at, range) else at
+        for at in find_positions(counts, mask)
+    ]
+
+
+class Exchange:
+    """All-to-all exchanges for the batches of one pass at a time; all ranks make theirs in the same order.
+
+    Args:
+        ranks: The ranks of this run.
+        rows: Total rows of each group's tables.
+        dims: Dims of each group's tables.
+    """
+
+    def __init__(self, ranks: Ranks, rows: Sequence[int], dims: Sequence[Sequence[int]]) -> None:
+        self.ranks, self._rows, self._dims = ranks, list(rows), [list(each) for each in dims]
+        self._here = [stop - start for start, stop in (range_of(each, *ranks.part()) for each in rows)]  # by group
+        self._channels = self._ids, self._values, self._late, self._gradients = [ranks.channel() for _ in range(4)]
+        self.least_bytes = 0  # lower bound of the bytes sent: ids, rows and gradients once
+        self._counting = threading.Lock()  # several threads exchange
+        self._dtype = np.dtype(np.int32 if max(rows) < 2**31 else np.int64)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes sent to others so far."""
+        return sum(channel.sent_bytes for channel in self._channels)
+
+    def ids(self, groups: Sequence[Ids]) -> list[tuple[Ids, Asked]]:
+        """Request rows from their owners; return each group's unique ids requested here, and who requests them.
+
+        Args:
+            groups: Unique ids [U] of each group.
+        """
+        found = [partition(ids, rows, self.ranks.size) for ids, rows in zip(groups, self._rows, strict=True)]
+        counts = np.stack([counts for _, _, counts in found], axis=1)  # [W, G]
+        wanted = self._ids.exchange_counts(counts)
+        self._require_all(wanted)
+        ends = [np.concatenate([[0], np.cumsum(counts)]) for _, _, counts in found]
+        parts = [
+            local[end[rank] : end[rank + 1]]
+            for rank in range(self.ranks.size)
+            for (local, _, _), end in zip(found, ends, strict=True)
+        ]
+        flat = np.concatenate(parts).astype(self._dtype, copy=False)
+        sums, receive = counts.sum(1).tolist(), wanted.sum(1).tolist()
+        received = self._ids.all_to_all(torch.from_numpy(flat), sums, receive).numpy()
+        self._count((len(flat) - sums[self.ranks.rank]) * flat.itemsize)
+        pieces = np.split(received, np.cumsum(wanted.ravel())[:-1])  # by rank, by group
+        self._require_here(received, pieces)
+        here = unique_groups([pieces[group :: len(groups)] for group in range(len(groups))])
+        return [
+            (ids, Asked(places, counts[:, group].tolist(), wanted[:, group].tolist(), inverse))
+            for group, ((_, places, _), (ids, inverse)) in enumerate(zip(found, here, strict=True))
+        ]
+
+    def _require_here(self, received: Ids, pieces: Sequence[Ids]) -> None:
+        """Raise ValueError if another rank requests rows that this one does not own, because kernels do not check ids.
+
+        Args:
+            received: All requested ids.
+            pieces: The same ids by rank and group.
+        """
+        if not len(received) or (received.min() >= 0 and received.max() < min(self._here)):
+            return
+        for number, ids in enumerate(pieces):
+            rank, group = divmod(number, len(self._here))
+            if len(ids) and not (ids.min() >= 0 and ids.max() < self._here[group]):
+                wrong = ids[(ids < 0) | (ids >= self._here[group])][0]
+                raise ValueError(
+                    f"rank {rank} asks rank {self.ranks.rank} for row {wrong} of its part of tables with "
+                    f"{self._rows[group]:,} rows, which has {self._here[group]:,}; are the tables of both of one size?"
+                )
+
+    def end(self) -> None:
+        """Announce that this rank has no further batch."""
+        counts = np.full((self.ranks.size, len(self._rows)), _END, np.int64)
+        self._require_all(self._ids.exchange_counts(counts), ended=True)
+
+    def _require_all(self, wanted: npt.NDArray[np.int64], *, ended: bool = False) -> None:
+        """Raise ValueError if some ranks have no more batches while others have."""
+        have_ended = wanted[:, 0] == _END
+        if (wanted < _END).any():
+            rank = int(np.flatnonzero((wanted < _END).any(1))[0])
+            raise ValueError(f"rank {rank} asks for a negative number of rows: {wanted[rank].min()}")
+        if have_ended.all() if ended else not have_ended.any():
+            return
+        done, going = np.flatnonzero(have_ended).tolist(), np.flatnonzero(~have_ended).tolist()
+        raise ValueError(
+            f"{format_ranks(done)} {'has' if len(done) == 1 else 'have'} no more batches, but {format_ranks(going)} "
+            f"{'has' if len(going) == 1 else 'have'}; all ranks must take equally many steps, with empty batches once "
+            "their samples run out"
+        )
+
+    def early_rows(
+        self,
+        asked: Sequence[Asked],
+        values: Sequence[Sequence[Rows] | None],
+        early: Sequence[Mask] | None,
+        buffer: Callable[[int, int], Rows],
+        before: Sequence[Asked] = (),
+        shared: Sequence[Mask] = (),
+    ) -> "Incoming":
+        """Send the rows that are ready, and receive those of other ranks; `late_rows` must follow for the rest.
+
+        Args:
+            asked: Result of `ids`, by group.
+            values: Unique rows here by group and table, float32 [any, D]; None for a group without early rows.
+            early: By group, which rows are ready, [any]; None means all of every group, and no `late_rows` follows.
+            buffer: Allocates rows [U, D] of a table.
+            before: Requests of the batch before, on all ranks or on none.
+            shared: By group, which rows of these requests are sent late here, so that their gradients go first.
+        """
+        incoming = Incoming(
+            [[buffer(one.size, dim) for dim in dims] for one, dims in zip(asked, self._dims, strict=True)]
+        )
+        if early is not None:
+            wanted = [mask[one.inverse] for mask, one in zip(early, asked, strict=True)]
+            masks = self._exchange_masks([*asked, *before], [*wanted, *shared])
+            incoming = incoming._replace(given=wanted, received=masks[: len(asked)], shared=masks[len(asked) :])
+        self._move(self._values, asked, values, incoming.given, _list_incoming(asked, incoming.received), incoming.rows)
+        return incoming
+
+    def late_rows(
+        self,
+        incoming: "Incoming",
+        asked: Sequence[Asked],
+        values: Sequence[Sequence[Rows]],
+        buffer: Callable[[int, int], Rows] | None = None,
+    ) -> tuple[list[Places], list[list[Rows]]]:
+        """Exchange the rows that `early_rows` left out; return their positions in each group, [L], and the rows.
+
+        `buffer` allocates the received rows [L, D]; None writes them to their positions among the early rows.
+        """
+        assert incoming.given is not None and incoming.received is not None
+        given, received = [~mask for mask in incoming.given], [~mask for mask in incoming.received]
+        if buffer is None:
+            out, taking = incoming.rows, _list_incoming(asked, received)
+        else:
+            numbers = [
+                [int(part.sum()) for part in np.split(mask, np.cumsum(one.counts)[:-1])]
+                for mask, one in zip(received, asked, strict=True)
+            ]
+            out = [[buffer(sum(each), dim) for dim in dims] for each, dims in zip(numbers, self._dims, strict=True)]
+            taking = [_list_positions(each, None) for each in numbers]
+        self._move(self._late, asked, values, given, taking, out)
+        return [np.flatnonzero(mask).astype(np.int32) for mask in received], out
+
+    def _exchange_masks(self, asked: Sequence[Asked], wanted: Sequence[Mask]) -> list[Mask]:
+        """Announce which requested rows are sent early here; return the same for this rank's requests."""
+        W = self.ranks.size
+        cut = [np.split(mask, np.cumsum(one.wanted)[:-1]) for mask, one in zip(wanted, asked, strict=True)]
+        bits = [np.packbits(np.concatenate([parts[rank] for parts in cut])) for rank in range(W)]
+        sizes = [sum(one.counts[rank] for one in asked) for rank in range(W)]
+        flat = torch.from_numpy(np.concatenate(bits))
+        received = self._values.all_to_all(
+            flat, [len(each) for each in bits], [-(-size // 8) for size in sizes]
+        ).numpy()
+        found: list[list[Any]] = [[] for _ in asked]
+        at = 0
+        for rank, size in enumerate(sizes):
+            mine = np.unpackbits(received[at : at + -(-size // 8)], count=size).view(np.bool_)
+            at += -(-size // 8)
+            for parts, each in zip(
+                found, np.split(mine, np.cumsum([one.counts[rank] for one in asked])[:-1]), strict=True
+            ):
+                parts.append(each)
+        return [np.concatenate(parts) for parts in found]
+
+    def _move(
+        self,
+        channel: Channel,
+        asked: Sequence[Asked],
+        values: Sequence[Sequence[Rows] | None],
+        given: Sequence[Mask] | None,
+        taking: Sequence[Sequence[Any]],
+        out: Sequence[Sequence[Rows]],
+    ) -> None:
+        """Send the `given` rows of `values` that are requested, and write received rows to `out` at positions `taking`.
+
+        `given` has a mask of the requested rows for each group, None for all; `taking` has positions by group and rank.
+        """
+        W, own = self.ranks.size, self.ranks.rank
+        giving = [_list_positions(one.wanted, None if given is None else given[g]) for g, one in enumerate(asked)]
+        tasks = []
+        for group, one in enumerate(asked):  # rows that stay here are copied once
+            for table, block in enumerate(values[group] or ()):
+                ids = one.inverse[giving[group][own]]
+                tasks += lookup_tasks(block[:, None], ids, out[group][table], taking[group][own])
+        counts = [[0 if rank == own else len(each[rank]) for rank in range(W)] for each in giving]
+        receive = [[0 if rank == own else len(each[rank]) for rank in range(W)] for each in taking]
+        sizes = count_values(counts, self._dims)
+        buffer = np.empty(sum(sizes), np.float32)
+        views = make_views(buffer, counts, self._dims)
+        for group, one in enumerate(asked):
+            for rank in range(W):
+                if counts[group][rank]:
+                    ids = one.inverse[giving[group][rank]]
+                    for table, block in enumerate(values[group] or ()):
+                        tasks += lookup_tasks(block[:, None], ids, views[rank][group][table])
+        run_tasks(tasks)
+        there = self._give(channel, buffer, sizes, count_values(receive, self._dims))
+        views, tasks = make_views(there, receive, self._dims), []
+        for group in range(len(asked)):
+            for rank in range(W):
+                for table, rows in enumerate(out[group]) if receive[group][rank] else ():
+                    tasks += store_tasks(rows, taking[group][rank], views[rank][group][table])
+        run_tasks(tasks)
+        self._count(4 * sum(int(n) * sum(dims) for each, dims in zip(counts, self._dims, strict=True) for n in each))
+
+    def gradients(
+        self,
+        asked: Sequence[Asked],
+        grads: Parts,
+        micro_batches: int,
+        sums: Sequence[Sequence[Rows | None]],
+        chosen: Sequence[SelectedRows] | None = None,
+    ) -> None:
+        """See `give_gradients`."""
+        nodes = self.ranks.mesh.nodes(micro_batches)
+        self._count(give_gradients(self._gradients, asked, grads, nodes, sums, chosen))
+
+    def _count(self, least: int) -> None:
+        with self._counting:
+            self.least_bytes += least
+
+    def _give(self, channel: Channel, values: Rows, counts: Sequence[int], receive: Sequence[int]) -> Rows:
+        out: Rows = channel.all_to_all(torch.from_numpy(values), counts, receive).numpy()
+        return out
+
+
+def _list_incoming(asked: Sequence[Asked], received: Sequence[Mask] | None) -> list[list[Any]]:
+    """Return the positions of the rows that arrive among those requested, by group and rank."""
+    return [_list_positions(one.counts, None if received is None else received[g]) for g, one in enumerate(asked)]

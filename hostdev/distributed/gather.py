@@ -1,0 +1,35 @@
+"""Gather a table's rows from all ranks on rank 0, in the order of their ids."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hostdev.distributed.process_group import Channel
+from hostdev.kernels.shards import partition, range_of
+
+_PIECE_BYTES = 1 << 24
+
+
+def rows_in_order(channel: Channel, rows: npt.NDArray[Any], total: int) -> Iterator[npt.NDArray[Any]]:
+    """Yield all rows of a table on rank 0 in the order of their ids, in chunks; other ranks iterate, too.
+
+    Args:
+        channel: To all ranks.
+        rows: This rank's rows, float32 [any, D].
+        total: V, the number of rows on all ranks.
+    """
+    width, W = rows.shape[1], channel.ranks
+    step = max(1, _PIECE_BYTES // (4 * width))
+    start, stop = range_of(total, channel.rank, W)
+    assert len(rows) == stop - start
+    for first in range(0, total, step):
+        local, places, counts = partition(np.arange(first, min(first + step, total)), total, W)
+        begin = int(counts[: channel.rank].sum())
+        mine = np.ascontiguousarray(rows[local[begin : begin + counts[channel.rank]]])
+        give = [len(mine) if rank == 0 else 0 for rank in range(W)]
+        take = counts.tolist() if channel.rank == 0 else [0] * W
+        received = channel.all_to_all(torch.from_numpy(mine).view(-1), give, take, row=width).numpy().reshape(-1, width)
+        yield received[places] if channel.rank == 0 else mine

@@ -1,0 +1,130 @@
+"""Gradients of rows, sent to the rows' owners and added up there: all at once, or some rows first."""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hostdev.distributed.buffers import Mask, count_values, find_positions, make_views
+from hostdev.distributed.process_group import Channel
+from hostdev.kernels.lookup import lookup_tasks
+from hostdev.kernels.pool import Task, run_tasks
+from hostdev.kernels.tree import tree_sums, uses_of
+
+Rows = npt.NDArray[np.float32]
+Parts = Sequence[Sequence[Sequence[Rows] | None]]
+
+
+class SelectedRows(NamedTuple):
+    """A subset of a group's rows in a batch, known to both sides."""
+
+    asked: Mask  # mask [U] of the rows that this rank requests
+    wanted: Mask  # mask [any] of the rows requested here, sorted by requesting rank
+    rows: Mask  # mask [any] of the unique rows here
+
+    def others(self) -> "SelectedRows":
+        """Return the complement."""
+        return SelectedRows(~self.asked, ~self.wanted, ~self.rows)
+
+
+def give_gradients(
+    channel: Channel,
+    asked: Sequence[Any],
+    grads: Parts,
+    nodes: Sequence[Sequence[tuple[int, int]]],
+    sums: Sequence[Sequence[Rows | None]],
+    chosen: Sequence[SelectedRows] | None = None,
+) -> int:
+    """Send gradients to the rows' owners, add up those of the rows here, and return the bytes that other ranks need.
+
+    Args:
+        channel: For the gradients.
+        asked: This rank's requests and those of others, by group (`exchange.Asked`).
+        grads: By group and table, gradients of this rank's nodes (`core.micro_batches`), float32 [U, D]; None if no
+            rank has any.
+        nodes: (start, size) of each rank's nodes; none for a rank that requests nothing.
+        sums: By group and table with gradients, float32 [any, D]; the chosen rows are written.
+        chosen: By group; None means all rows.
+    """
+    mine = channel.rank
+    dims = [[0 if out is None else out.shape[1] for out in each] for each in sums]
+    giving = [find_positions(one.counts, None if chosen is None else chosen[g].asked) for g, one in enumerate(asked)]
+    taking = [_counts(one.wanted, None if chosen is None else chosen[g].wanted) for g, one in enumerate(asked)]
+    # Rows that stay here are added up in place.
+    counts = [[len(at) * len(nodes[mine]) * (rank != mine) for rank, at in enumerate(each)] for each in giving]
+    wanted = [[n * len(nodes[rank]) * (rank != mine) for rank, n in enumerate(each)] for each in taking]
+    sizes = count_values(counts, dims)
+    buffer = np.empty(sum(sizes), np.float32)
+    views, tasks = make_views(buffer, counts, dims), list[Task]()
+    own: list[list[Rows | None]] = [[None] * len(each) for each in dims]
+    for group, places in enumerate(giving):
+        for table, parts in enumerate(grads[group]):
+            if parts is None:
+                continue
+            for rank, at in enumerate(places):
+                out = views[rank][group][table]
+                if rank == mine:
+                    if isinstance(at, range) and len(parts) == 1:
+                        own[group][table] = parts[0][at.start : at.stop].reshape(-1)
+                        continue
+                    out = np.empty((len(at) * len(parts), dims[group][table]), np.float32)
+                    own[group][table] = out.reshape(-1)
+                for number, part in enumerate(parts):
+                    tasks += _copying(part, at, out[number * len(at) : (number + 1) * len(at)])
+    run_tasks(tasks)
+    received = channel.all_to_all(torch.from_numpy(buffer), sizes, count_values(wanted, dims)).numpy()
+    begins = _begins(taking, dims, [len(each) for each in nodes], mine)
+    firsts = [[start for start, _ in each] for each in nodes]
+    for group, one in enumerate(asked):
+        if not any(dims[group]):
+            continue
+        only = None if chosen is None else chosen[group].rows
+        inverse = one.inverse if chosen is None else one.inverse[chosen[group].wanted]
+        rows = next(len(out) for out in sums[group] if out is not None)
+        uses = uses_of(inverse, taking[group], rows)
+        for table, total in enumerate(sums[group]):
+            if total is not None:
+                tree_sums(received, uses, firsts, begins[group, table], total, mine, own[group][table], only)
+    return 4 * sum(
+        len(at) * sum(each)
+        for places, each in zip(giving, dims, strict=True)
+        for rank, at in enumerate(places)
+        if rank != mine
+    )
+
+
+def _counts(wanted: Sequence[int], mask: Mask | None) -> list[int]:
+    """Return the number of rows that arrive from each rank."""
+    if mask is None:
+        return list(wanted)
+    return [int(np.count_nonzero(mask[start:stop])) for start, stop in pairwise([0, *accumulate(wanted)])]
+
+
+def _copying(part: Rows, at: Any, out: Rows) -> list[Task]:
+    if not isinstance(at, range):
+        return lookup_tasks(part[:, None], at, out)
+    out[:] = part[at.start : at.stop]
+    return []
+
+
+def _begins(
+    counts: Sequence[Sequence[int]], dims: Sequence[Sequence[int]], nodes: Sequence[int], mine: int
+) -> dict[tuple[int, int], list[list[int]]]:
+    """Return where the rows of each rank's nodes begin in the received buffer, by group and table.
+
+    Rows of this rank are not received: they begin at 0 of their own buffer.
+    """
+    begins: dict[tuple[int, int], list[list[int]]] = {}
+    at = 0
+    for rank, of_rank in enumerate(nodes):
+        place = at
+        for group, each in enumerate(dims):
+            for table, dim in enumerate(each):
+                size, first = counts[group][rank] * dim, 0 if rank == mine else place
+                begins.setdefault((group, table), []).append([first + number * size for number in range(of_rank)])
+                place += size * of_rank
+        at = at if rank == mine else place
+    return begins

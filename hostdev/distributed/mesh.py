@@ -1,0 +1,86 @@
+"""The mesh: how ranks share a network by samples (data), stages (pipe) and slices of layers (model).
+
+Names and order are those of torch.distributed.device_mesh: neighbours along `model` are neighbouring ranks, because
+they exchange most; stages are farthest apart.
+"""
+
+from typing import NamedTuple
+
+from hostdev.core.errors import UserError
+from hostdev.core.micro_batches import nodes_of
+
+AXES = ("pipe", "data", "model")  # outermost first
+SCHEDULES = ("1f1b", "gpipe", "interleaved")  # of stages
+
+
+class Mesh(NamedTuple):
+    """Number of ranks along each axis."""
+
+    data: int = 1
+    model: int = 1
+    pipe: int = 1
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.data * self.model * self.pipe
+
+    def place(self, rank: int) -> "MeshPlace":
+        """Return a rank's place."""
+        outer, model = divmod(rank, self.model)
+        pipe, data = divmod(outer, self.data)
+        return MeshPlace(data, model, pipe)
+
+    def rank(self, place: "MeshPlace") -> int:
+        """Return the rank at a place."""
+        return (place.pipe * self.data + place.data) * self.model + place.model
+
+    def groups(self, axis: str) -> list[list[int]]:
+        """Return the groups of ranks that differ along one axis only, in order."""
+        found: dict[MeshPlace, list[int]] = {}
+        for rank in range(self.size):
+            found.setdefault(self.place(rank)._replace(**{axis: 0}), []).append(rank)
+        return list(found.values())
+
+    def leads(self, rank: int) -> bool:
+        """Tell whether a rank looks up the rows of its samples: one rank does so for all slices of the first stage."""
+        place = self.place(rank)
+        return place.pipe == 0 and place.model == 0
+
+    def nodes(self, micro_batches: int) -> list[list[tuple[int, int]]]:
+        """Return the nodes (start, size) of each rank's row gradients, of `micro_batches` for each place along data."""
+        shares = [
+            range(self.place(rank).data * micro_batches, (self.place(rank).data + 1) * micro_batches)
+            for rank in range(self.size)
+        ]
+        return [nodes_of(share.start, share.stop) if self.leads(rank) else [] for rank, share in enumerate(shares)]
+
+    def __str__(self) -> str:
+        """Return the value of `--mesh`."""
+        return ",".join(f"{axis}={getattr(self, axis)}" for axis in self._fields if getattr(self, axis) > 1) or "data=1"
+
+
+class MeshPlace(NamedTuple):
+    """A rank's index along each axis."""
+
+    data: int
+    model: int
+    pipe: int
+
+
+def mesh_of(text: str) -> Mesh:
+    """Return the mesh of a `--mesh` value, such as data=2,pipe=2; UserError if it is invalid."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, equals, number = (each.strip() for each in part.partition("="))
+        if axis not in Mesh._fields or not equals:
+            raise UserError(
+                f"--mesh {text}: {part.strip() or 'nothing'!r} is not data=N, model=N or pipe=N; give the axes that "
+                "are above 1, with commas between"
+            )
+        if axis in sizes:
+            raise UserError(f"--mesh {text}: {axis} is given twice; give it once")
+        if not (number.isascii() and number.isdigit() and int(number) > 0):
+            raise UserError(f"--mesh {text}: {axis}={number} is not a number of processes, 1 or more")
+        sizes[axis] = int(number)
+    return Mesh(**sizes)

@@ -1,0 +1,370 @@
+"""Process groups of a run on torch.distributed: `Ranks` has met, and makes `Channel`s."""
+
+import contextlib
+import json
+import os
+import socket
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+
+from hostdev.core.errors import RankError, UserError
+from hostdev.distributed.agreement import UnlikeError, Values, compare, format_ranks
+from hostdev.distributed.calls import ADVICE, Calls
+from hostdev.distributed.mesh import Mesh
+from hostdev.distributed.monitor import LOST_SECONDS, Monitor
+from hostdev.distributed.rank_environment import RankEnvironment
+from hostdev.distributed.rendezvous import find_interface, make_key_prefix, versions
+from hostdev.distributed.rendezvous import get_first_line as _short
+from hostdev.distributed.rendezvous import meet as _meet
+from hostdev.distributed.world import LocalChannel, World
+
+HOST_BACKEND = "gloo"
+TIMEOUT = 600.0  # seconds that a rank waits for another within a step
+MEETING = 60.0  # seconds until the rendezvous must be complete
+FLAGS = 2
+STOP, SAVE = range(FLAGS)  # a signal's number; a checkpoint is due
+
+
+_joined: "list[weakref.ref[Ranks]]" = []
+
+
+def ranks() -> "Ranks | None":
+    """Return the ranks that this process has joined; None if it is alone."""
+    return _joined[-1]() if _joined else None
+
+
+class PeerLostError(RankError):
+    """Another rank stopped answering; the monitor reports which one, and why."""
+
+
+class Channel(LocalChannel):
+    """A process group. One thread at a time calls its collectives, in the same order on every rank.
+
+    Args:
+        rank: This rank within the group.
+        ranks: Number of ranks in the group.
+        group: Of torch.distributed.
+        lost: Called when a rank stops answering.
+        backend: Name of torch.distributed's backend.
+        device: Device of the buffers of `all_to_all` and `all_reduce`; None for host memory. On an accelerator both
+            are queued on the current stream, and the group has no other collective.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        group: Any,
+        lost: Callable[[], None],
+        backend: str = HOST_BACKEND,
+        device: torch.device | None = None,
+    ) -> None:
+        self.rank, self.ranks, self.group, self._lost = rank, ranks, group, lost
+        self.backend, self.device = backend, torch.device("cpu") if device is None else device
+        self.sent_bytes = 0  # to others
+        self._end = weakref.finalize(self, _close, group)
+        self._end.atexit = False  # leave few sockets and threads to the operating system
+
+    def let_go(self) -> None:
+        """Release the destroyed group; returns once its threads have ended."""
+        self._end.detach()
+        self.group = None  # the last reference
+
+    def all_to_all(
+        self, values: Tensor, counts: Sequence[int], receive: Sequence[int], row: int = 1, out: Tensor | None = None
+    ) -> Tensor:
+        """Send each rank its part of a flat buffer, and return what all ranks send here, by rank.
+
+        Args:
+            values: Of any dtype, 1-dimensional, C-contiguous.
+            counts: Rows for each rank.
+            receive: Rows from each rank.
+            row: Values of a row.
+            out: Where the received values go; None for new memory.
+        """
+        if out is None:
+            out = torch.empty(sum(receive) * row, dtype=values.dtype, device=self.device)
+        own = slice(sum(counts[: self.rank]) * row, sum(counts[: self.rank + 1]) * row)
+        self.sent_bytes += (len(values) - (own.stop - own.start)) * values.element_size()
+        splits = [n * row for n in receive], [n * row for n in counts]
+        with self.answering():
+            dist.all_to_all_single(out, values, *splits, group=self.group)
+        return out
+
+    def try_out(self) -> str:
+        """Exchange one number with each rank; return an error's text, or "". The first call allocates device memory."""
+        try:
+            one = torch.ones(self.ranks, device=self.device)
+            received = torch.empty_like(one)
+            dist.all_to_all_single(received, one, group=self.group)
+            return "" if bool((received == 1).all()) else "it returns wrong values"
+        except RuntimeError as error:
+            return str(error).strip().replace("\n", " ")
+
+    def all_reduce(self, values: Tensor) -> None:
+        """Overwrite values with their sum over all ranks, in an unspecified order."""
+        self.sent_bytes += 2 * (self.ranks - 1) * values.nbytes // self.ranks
+        with self.answering():
+            dist.all_reduce(values, group=self.group)
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Raise PeerLostError if another rank stops answering within."""
+        try:
+            yield
+        except RuntimeError as error:
+            self._lost()
+            raise PeerLostError(f"another rank stopped answering ({_short(error)})") from None
+
+    def exchange_counts(self, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Send each rank its row of numbers, int64 [W, any]; return the rows that all ranks send here."""
+        flat = torch.from_numpy(np.ascontiguousarray(counts)).view(-1)
+        each = [counts.shape[1]] * self.ranks
+        return self.all_to_all(flat, each, each).numpy().reshape(counts.shape)
+
+    def gather(self, values: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+        """Return the arrays of all ranks, 1-dimensional, of one dtype and any lengths, by rank."""
+        lengths = self.exchange_counts(np.full((self.ranks, 1), len(values), np.int64))[:, 0].tolist()
+        flat = torch.from_numpy(np.tile(values, self.ranks))
+        return np.split(self.all_to_all(flat, [len(values)] * self.ranks, lengths).numpy(), np.cumsum(lengths)[:-1])
+
+    def share(self, value: Any) -> list[Any]:
+        """Return a JSON value of each rank, by rank."""
+        text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+        return [json.loads(each.tobytes()) for each in self.gather(text)]
+
+    def broadcast(self, values: Tensor) -> None:
+        """Overwrite values in host memory with those of the group's first rank."""
+        with self.answering():
+            dist.broadcast(values, group_src=0, group=self.group)
+
+    def barrier(self) -> None:
+        """Wait for all ranks of the group."""
+        self.exchange_counts(np.zeros((self.ranks, 1), np.int64))
+
+
+class Ranks(World):
+    """The ranks of a run after their rendezvous.
+
+    Args:
+        env: The rank environment of this process.
+        on_fault: Called in a thread with the failed rank and the cause.
+        timeout: Seconds that a rank waits for another within a step.
+        meeting: Seconds until the rendezvous must be complete.
+        backend: Backend for buffers on devices: see `device_channel`.
+        mesh: How the ranks share the network; None means that each has all of it, and its part of the samples.
+        values: Further values that must be equal on all ranks, by name, as `compare` takes them.
+
+    Raises:
+        UserError: The rendezvous failed.
+        UnlikeError: The versions, the mesh or the values differ; raised on all ranks.
+    """
+
+    def __init__(
+        self,
+        env: RankEnvironment,
+        on_fault: Callable[[int, str], None],
+        *,
+        timeout: float = TIMEOUT,
+        meeting: float = MEETING,
+        backend: str | None = None,
+        mesh: Mesh | None = None,
+        values: Values | None = None,
+    ) -> None:
+        self.env, self._backend = env, backend
+        _joined[:] = [weakref.ref(self)]
+        self.mesh, self.mesh_is_given = mesh or Mesh(data=env.ranks), mesh is not None
+        if self.mesh.size != env.ranks:
+            raise ValueError(f"the mesh {self.mesh} has {self.mesh.size} ranks, but there are {env.ranks}")
+        self._channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+        self._kept: list[Channel] = []
+        self._slices: dict[Any, tuple[Channel, Any]] = {}
+        self.rank, self.size = env.rank, env.ranks
+        self.failed = False  # this rank, or one that it waited for
+        self.have_left = False  # together with all others
+        self._loops: list[weakref.ref[Any]] = []
+        self.calls = Calls(env.rank, env.ranks)
+        alike = {**versions(), "the mesh": str(self.mesh), **(values or {})}
+        self.store = _meet(env, meeting, alike)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", find_interface(env))
+        self.monitor = Monitor(env, make_key_prefix(env), self.calls, on_fault)
+        # Flags that this rank contributes to each step, and their maximum over all ranks since the last step.
+        self.contributed = [0] * FLAGS
+        self.reduced = [0] * FLAGS
+        self._within = timedelta(seconds=timeout)
+        self.monitor.start()
+        try:
+            dist.init_process_group(
+                HOST_BACKEND,
+                store=PrefixStore("groups", self.store),
+                rank=self.rank,
+                world_size=self.size,
+                timeout=timedelta(seconds=meeting),
+            )
+            self.control = self.channel()  # the main thread's
+            self.control.barrier()
+        except (RuntimeError, PeerLostError) as error:
+            self.monitor.lost()
+            time.sleep(LOST_SECONDS + 1)  # if a rank is gone, the monitor ends this process meanwhile
+            why = f"all ranks have met but cannot reach one another: {_short(error)}"
+            self.monitor.fail(why)
+            raise UserError(f"rank {self.rank} of {self.size}: {why}") from None
+
+    @property
+    def have_parted(self) -> bool:  # type: ignore[override]
+        """Tell whether no rank waits for another any more: all have left, or one has failed or is in another call."""
+        return self.failed or self.have_left or self.calls.wrong is not None
+
+    def note_loop(self, loop: Any) -> None:
+        """Note an open loop, which is closed before the ranks leave."""
+        self._loops = [*(known for known in self._loops if known() is not None), weakref.ref(loop)]
+
+    def channel(self, axis: str | None = None) -> Channel:
+        """Return a new channel; all ranks make theirs in the same order.
+
+        Each thread that exchanges needs its own channel, so that the order within a channel is the same on every rank.
+
+        Args:
+            axis: Connect the ranks along this axis of the mesh; None connects all.
+        """
+        return self._channel(HOST_BACKEND, None, axis)
+
+    def device_channel(self, device: torch.device, axis: str | None = None) -> Channel:
+        """Return a new channel for tensors on a device; all ranks make theirs in the same order.
+
+        Its buffers are on the device if torch has a backend for this kind of device, such as NCCL, and each rank has a
+        device of its own. Otherwise they are in host memory. UserError if the requested backend is not possible.
+        """
+        own = _get_backend(device)
+        said = self.control.share([self._backend, own, _get_device_name(device)])
+        wanted, backends, names = map(list, zip(*said, strict=True))
+        possible = own is not None and len(set(backends)) == 1 and len(set(names)) == self.size
+        for rank, name in enumerate(wanted):
+            if name in (None, HOST_BACKEND, own if possible else None):
+                continue
+            where = f"rank {rank}'s dense layers are on {names[rank]}"
+            why = (
+                "which another rank has too, or others have another kind"
+                if name == backends[rank]
+                else (f"for which this torch has {backends[rank] or 'no backend but ' + HOST_BACKEND}")
+            )
+            raise UserError(f"--dist-backend {name}: {where}, {why}; leave it out, or use {HOST_BACKEND}")
+        if own is None or not possible or HOST_BACKEND in wanted:
+            return self.channel(axis)
+        # The monitor ends all ranks if one is gone, and names it; NCCL's own watchdog would abort this process first.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        channel = self._channel(own, device, axis)
+        for rank, error in enumerate(self.control.share(channel.try_out())):
+            if error:
+                raise UserError(
+                    f"rank {rank}: {own} does not work with {names[rank]}: {error}; use --dist-backend gloo"
+                )
+        self._kept.append(channel)  # closing it may wait for other ranks, so it must not happen at a random time
+        return channel
+
+    def slices(self, device: torch.device, axis: str | None = None) -> tuple[Channel, Any]:
+        """Return a channel for tensors on a device, and torch's DeviceMesh over it; all ranks call it in one order.
+
+        Both are cached for each set of groups: DTensor treats two meshes of the same ranks as one, and uses the first.
+        """
+        from torch.distributed.device_mesh import DeviceMesh  # its imports take a second
+
+        groups = self.mesh.groups(axis) if axis is not None else [list(range(self.size))]
+        key = device.type, tuple(map(tuple, groups))
+        if key not in self._slices:
+            channel = self.device_channel(device, axis)
+            mesh = DeviceMesh.from_group(channel.group, device.type, mesh_dim_names=("model",))
+            self._slices[key] = channel, mesh
+        return self._slices[key]
+
+    def _channel(self, backend: str, device: torch.device | None, axis: str | None) -> Channel:
+        mine, group = list(range(self.size)), None
+        for members in [mine] if axis is None else self.mesh.groups(axis):  # torch wants all ranks to make all groups
+            made = dist.new_group(members, backend=backend, timeout=self._within)
+            if self.rank in members:
+                mine, group = members, made
+        channel = Channel(mine.index(self.rank), len(mine), group, self.monitor.lost, backend, device)
+        self._channels.add(channel)
+        return channel
+
+    def part(self) -> tuple[int, int]:
+        """Return this rank and the number of ranks, as `HostTable` takes them."""
+        return self.rank, self.size
+
+    def begin(self, kind: str, text: str) -> None:
+        """Begin a call that all ranks make: see `Calls.begin`."""
+        self.calls.begin(kind, text)
+
+    def agree(self, kind: str, text: str, values: Values | None = None) -> None:
+        """Begin a call that all ranks make with equal values; UnlikeError on all ranks otherwise.
+
+        Args:
+            kind: Kind of the `Call`.
+            text: Text of the `Call`.
+            values: Values that must be equal, as `compare` takes them.
+        """
+        self.calls.begin(kind, text)
+        said = self.control.share([kind, text, dict(values or {}), self.calls.last.number])
+        self.calls.catch_up(max(one[3] for one in said))
+        kinds = [one[0] for one in said]
+        if len(set(kinds)) > 1:
+            calls: dict[str, list[int]] = {}
+            for rank, (_, one, *_) in enumerate(said):
+                calls.setdefault(one, []).append(rank)
+            each = ", and ".join(
+                f"{format_ranks(mine)} {'are' if len(mine) > 1 else 'is'} in {one}" for one, mine in calls.items()
+            )
+            raise UnlikeError(f"{each}: {ADVICE}")
+        compare([one[2] for one in said], text)
+
+    def leave(self, text: str = "the end of hostdev.join()") -> None:
+        """Leave, once all ranks have arrived here."""
+        for known in reversed(self._loops):
+            if (loop := known()) is not None:
+                loop.close()
+        self.agree("end", text)
+        self.monitor.stop()
+        self.control.barrier()
+        _joined.clear()
+        self._kept.clear()
+        self._slices.clear()
+        dist.destroy_process_group()
+        # A group's thread that releases tensors while Python exits takes the interpreter's lock, and aborts the
+        # process (torch 2.13).
+        for channel in list(self._channels):
+            channel.let_go()
+        self.have_left = True
+
+
+def _get_backend(device: torch.device) -> str | None:
+    """Return torch's collective backend for this kind of device; None if this build has none."""
+    if device.type == "cpu":
+        return None
+    backend = dist.Backend.default_device_backend_map.get(device.type)
+    return backend if backend is not None and dist.is_backend_available(backend) else None
+
+
+def _get_device_name(device: torch.device) -> str:
+    """Return a device's name that is unique among all hosts; an index may mean different devices in two processes."""
+    if device.type == "cpu":
+        return f"the CPU of {socket.gethostname()}"
+    module = torch.get_device_module(device)
+    about = module.get_device_properties(device) if hasattr(module, "get_device_properties") else None
+    return f"{device.type} {getattr(about, 'uuid', device.index)} of {socket.gethostname()}"
+
+
+def _close(group: Any) -> None:
+    if dist.is_initialized():
+        with contextlib.suppress(ValueError):  # all have been closed
+            dist.destroy_process_group(group)

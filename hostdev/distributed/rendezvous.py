@@ -1,0 +1,204 @@
+"""The rendezvous of a run's processes: they meet at a store on the host of rank 0."""
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from hostdev.core.errors import UserError
+from hostdev.core.printable import printable
+from hostdev.distributed.agreement import Values, compare, format_ranks
+from hostdev.distributed.rank_environment import LISTEN_VARIABLE, RankEnvironment
+from hostdev.distributed.start import listen_at
+
+NOTICE_SECONDS = 0.5  # for others to read the cause before the store ends with rank 0
+_GRACE_SECONDS = 2.0  # beyond torch's own timeout
+
+
+def make_key_prefix(env: RankEnvironment) -> str:
+    """Return the prefix of this run's keys: the attempt separates restarts, the token keeps strangers out."""
+    return f"hostdev-{env.token}-{env.attempt}"
+
+
+def meet(env: RankEnvironment, seconds: float, values: Values | None = None) -> Any:
+    """Return the store at which all ranks have met.
+
+    Args:
+        env: The rank environment of this process.
+        seconds: Timeout.
+        values: Values that must be equal on all ranks.
+
+    Raises:
+        UserError: Ranks are missing after the timeout; the message names them.
+        UnlikeError: The values differ; raised on all ranks.
+    """
+    where = f"{env.address}:{env.port}"
+    store = _open(env, seconds)
+    mine = PrefixStore(make_key_prefix(env), store)
+    missing = list(range(env.ranks))
+    try:
+        announce(mine, env, values)
+        deadline = time.monotonic() + seconds
+        while missing and time.monotonic() < deadline:
+            if mine.check(["wrong"]):
+                wrong = mine.get("wrong").decode(errors="replace")
+                time.sleep(NOTICE_SECONDS)
+                raise UserError(printable(wrong))
+            missing = [rank for rank in missing if not mine.check([f"here/{rank}"])]
+            if missing:
+                time.sleep(0.05)  # others are starting
+        each = [] if missing else [_values(mine.get(f"values/{rank}")) for rank in range(env.ranks)]
+    except RuntimeError:
+        raise UserError(
+            f"rank {env.rank} of {env.ranks}: rank 0 at {where} ended before {format_ranks(missing)} arrived"
+        ) from None
+    if missing:
+        raise UserError(f"{format_ranks(missing)} of {env.ranks} did not reach {where} within {seconds:g} s")
+    _compare_together(mine, env, each)
+    return mine
+
+
+def announce(store: Any, env: RankEnvironment, values: Values | None = None) -> None:
+    """Announce this rank in the store; UserError on all ranks that are there if it contradicts another rank."""
+    me = f"{socket.gethostname()} pid {os.getpid()}"
+    wrong = None
+    ranks = store.compare_set("ranks", "", f"{env.ranks}").decode(errors="replace")
+    store.set(f"values/{env.rank}", json.dumps(dict(values or {})))
+    if ranks != f"{env.ranks}":  # it does not count as present: others would think that all have met
+        wrong = f"rank {env.rank} ({me}) was started as one of {env.ranks}, another as one of {ranks}"
+    elif (first := store.compare_set(f"here/{env.rank}", "", me).decode(errors="replace")) != me:
+        wrong = f"two processes were started as rank {env.rank}: {first} and {me}"
+    if wrong is not None:
+        store.set("wrong", wrong)
+        time.sleep(NOTICE_SECONDS)
+        raise UserError(printable(wrong))
+
+
+def versions() -> Values:
+    """Return the versions that all ranks must share: others would compute other bits or speak another protocol."""
+    import hostdev
+
+    return {"the version of hostdev": hostdev.__version__, "the version of torch": torch.__version__}
+
+
+def connect(env: RankEnvironment, seconds: float, **how: Any) -> Any:
+    """Return a TCPStore; UserError if the listener does not answer within the timeout.
+
+    torch waits forever for a listener that accepts the connection and stays silent, so a thread of its own connects.
+    """
+    found: list[Any] = []
+
+    def make() -> None:
+        try:
+            within = timedelta(seconds=seconds)
+            found.append(TCPStore(env.address, env.port, timeout=within, **how))
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=make, name="hostdev-connect", daemon=True)
+    thread.start()
+    thread.join(seconds + _GRACE_SECONDS)
+    if not found:
+        raise UserError(
+            f"rank {env.rank} of {env.ranks}: the listener at {env.address}:{env.port} does not answer within "
+            f"{seconds:g} s; another program may have this port: choose another MASTER_PORT"
+        )
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]
+
+
+def find_interface(env: RankEnvironment) -> str:
+    """Return the name of the network interface that reaches the other ranks."""
+    if env.all_here:
+        host = "127.0.0.1"
+    else:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((env.address, env.port or 1))
+            host = probe.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == host for address in addresses):
+            return str(name)
+    raise UserError(f"no network interface has the address {host}; set GLOO_SOCKET_IFNAME")
+
+
+def get_first_line(error: BaseException) -> str:
+    """Return the first line of an error."""
+    return printable(str(error).splitlines()[0]) if str(error) else type(error).__name__
+
+
+def _open(env: RankEnvironment, seconds: float) -> Any:
+    """Return the store, which rank 0 creates unless the launcher serves it; UserError if it cannot be reached."""
+    where, hosts = f"{env.address}:{env.port}", env.rank == 0 and not env.hosted
+    how: dict[str, Any] = {}
+    if hosts and (listening := _listen(env)) is not None:
+        how["master_listen_fd"] = listening.detach()
+    try:
+        return connect(
+            env, seconds, world_size=env.ranks, is_master=hosts, wait_for_workers=False, multi_tenant=True, **how
+        )
+    except (RuntimeError, dist.DistError) as error:
+        if hosts:
+            raise UserError(
+                f"rank 0 cannot listen at {where}: {get_first_line(error)}; choose another MASTER_PORT"
+            ) from None
+        raise UserError(
+            f"rank {env.rank} of {env.ranks} cannot reach rank 0 at {where} within {seconds:g} s; is it running, "
+            "and are MASTER_ADDR and MASTER_PORT right?"
+        ) from None
+
+
+def _listen(env: RankEnvironment) -> socket.socket | None:
+    """Return a socket that listens at the rendezvous address only, if all ranks run on this host.
+
+    None leaves it to torch to listen on all interfaces for ranks of other hosts, or to report what is wrong.
+    """
+    inherited = os.environ.pop(LISTEN_VARIABLE, "")
+    if inherited.isdecimal():
+        with contextlib.suppress(OSError):
+            found = socket.socket(fileno=int(inherited))
+            if found.getsockname()[1] == env.port:
+                return found
+    if not env.all_here:
+        return None
+    with contextlib.suppress(OSError):
+        known = socket.getaddrinfo(env.address, env.port, type=socket.SOCK_STREAM)
+        for family, kind, protocol, _, address in sorted(known, key=lambda one: one[0] != socket.AF_INET):
+            with contextlib.suppress(OSError):
+                return listen_at(address, family, kind, protocol)
+    return None
+
+
+def _values(text: bytes) -> Values:
+    found = json.loads(text)
+    return found if isinstance(found, dict) else {}
+
+
+def _compare_together(store: Any, env: RankEnvironment, each: Sequence[Values]) -> None:
+    """Compare the ranks' values. If they differ, rank 0 keeps its store until all ranks have seen them."""
+    store.set(f"seen/{env.rank}", "")
+    if not all(each):  # a program that only meets gives no values
+        return
+    try:
+        compare(each)
+    except UserError:
+        seen = [f"seen/{rank}" for rank in range(env.ranks)]
+        _wait_until(lambda: store.check(seen), 10 * NOTICE_SECONDS)
+        raise
+
+
+def _wait_until(is_so: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    with contextlib.suppress(RuntimeError):
+        while not is_so() and time.monotonic() < deadline:
+            time.sleep(0.05)

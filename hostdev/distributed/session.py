@@ -1,0 +1,124 @@
+"""The process session: launched processes meet, and end together when all are done or one fails."""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from hostdev.core.errors import RankError, UserError, in_words, tell_at_once
+from hostdev.core.launched import group_size
+from hostdev.core.memory import share_memory
+from hostdev.device.backend import take_turns
+from hostdev.distributed.agreement import UnlikeError
+from hostdev.distributed.mesh import mesh_of
+from hostdev.distributed.process_group import MEETING, TIMEOUT, PeerLostError, Ranks
+from hostdev.distributed.rank_environment import RankEnvironment, find_rank_environment
+from hostdev.kernels.pool import host_threads, set_host_threads
+
+_FAULT_SECONDS = 30.0  # until the monitor knows which rank is gone
+
+
+@contextmanager
+def join(
+    mesh: str | None = None, *, timeout: float = TIMEOUT, meeting: float = MEETING, backend: str | None = None
+) -> Iterator[Ranks | None]:
+    """Join the processes that a launcher has started; yields None if this process is alone.
+
+    Args:
+        mesh: How the ranks share a network, such as "data=2,pipe=2"; None means data parallel.
+        timeout: Seconds that a rank waits for another within a step.
+        meeting: Seconds until the rendezvous must be complete.
+        backend: Backend of torch.distributed between devices; None for the devices' own.
+
+    If a rank fails, all end with exit code 2, and one line on stderr names the rank and the cause.
+
+    Raises:
+        UserError: The mesh has another size, the rendezvous failed, or torch.distributed is initialised already.
+    """
+    if group_size() > 1:
+        raise UserError(
+            "torch.distributed is initialised already; leave out init_process_group(): hostdev.join() makes the "
+            "process group, from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as launchers set them"
+        )
+    env = find_rank_environment()
+    wanted = None if mesh is None else mesh_of(mesh)
+    if wanted is not None and wanted.size != env.ranks:
+        there = "this one is alone" if env.alone else f"{env.ranks} were started"
+        if env.rank:
+            raise SystemExit(2)  # rank 0 reports it
+        raise UserError(
+            f"the mesh {mesh} needs {wanted.size} processes, and {there}; start them, for example by torchrun "
+            f"--nproc-per-node {wanted.size}"
+        )
+    if env.alone:
+        yield None
+        return
+    share_host(env)
+    ranks = Ranks(env, partial(_end_process, env), timeout=timeout, meeting=meeting, backend=backend, mesh=wanted)
+    with leave_together(ranks):
+        yield ranks
+
+
+def share_host(env: RankEnvironment) -> None:
+    """Take this process's share of the host's devices, memory and CPUs."""
+    take_turns(env.local_rank if env.device is None else env.device)
+    share_memory(env.local_ranks)
+    set_host_threads(max(1, host_threads() // env.local_ranks))
+
+
+@contextmanager
+def leave_together(ranks: Ranks, alike: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
+    """Report an error within to all other ranks, which then end; without an error leave together.
+
+    Args:
+        ranks: The ranks of this run.
+        alike: Exceptions that all ranks raise after the same step.
+    """
+    try:
+        with _leave_at_end(ranks, (UnlikeError, *alike)):
+            yield
+    except PeerLostError as error:
+        ranks.failed = True
+        why = ranks.monitor.absent() if ranks.calls.wrong is None else None
+        if why is None:
+            time.sleep(_FAULT_SECONDS)  # the monitor finds the rank and ends this process
+        ranks.monitor.fail(why or in_words(error))
+        if why is not None:
+            raise RankError(f"rank {ranks.rank} of {ranks.size} {why}") from None
+        raise
+    except BaseException as error:
+        if not ranks.have_left:
+            ranks.failed = True
+            ranks.monitor.fail(_format_end(error))
+        raise
+
+
+@contextmanager
+def _leave_at_end(ranks: Ranks, alike: tuple[type[BaseException], ...]) -> Iterator[None]:
+    """Leave with the other ranks at the end, or after an exception that all raise."""
+    try:
+        yield
+    except SystemExit as error:
+        if not error.code:
+            ranks.leave("sys.exit(0)")
+        raise
+    except BaseException as error:
+        if isinstance(error, alike):
+            ranks.leave()
+        raise
+    ranks.leave()
+
+
+def _format_end(error: BaseException) -> str:
+    """Return how this rank has ended, for the others."""
+    if isinstance(error, SystemExit):
+        return f"has called sys.exit({error.code!r})"
+    return f"interrupted {error}".strip() if isinstance(error, KeyboardInterrupt) else in_words(error)
+
+
+def _end_process(env: RankEnvironment, rank: int, why: str) -> None:
+    """End this process because another rank has failed; called in a thread of the monitor."""
+    if env.rank == (0 if rank else 1):  # one rank tells the user
+        tell_at_once(f"error: rank {rank} of {env.ranks}: {why}")
+    os._exit(2)

@@ -1,0 +1,87 @@
+"""The processes that train together: a world of one, whose collectives return their input (or see `process_group`)."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from hostdev.distributed.agreement import Values
+from hostdev.distributed.mesh import Mesh, MeshPlace
+
+
+class LocalChannel:
+    """The collectives of a process group with one member: they return their input."""
+
+    rank, ranks, sent_bytes = 0, 1, 0
+
+    def answering(self) -> AbstractContextManager[None]:
+        """Return a context in which no other rank can be lost."""
+        return nullcontext()
+
+    def gather(self, values: Any) -> list[Any]:
+        """Return the arrays of all ranks."""
+        return [values]
+
+    def share(self, value: Any) -> list[Any]:
+        """Return the values of all ranks."""
+        return [value]
+
+    def broadcast(self, values: Any) -> None:
+        """Overwrite values with those of the first rank, which is this one."""
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+
+
+class World:
+    """This process, rank 0 of 1. `process_group.Ranks` overrides whatever several processes do together."""
+
+    rank, size = 0, 1
+    mesh, mesh_is_given = Mesh(), False
+    have_parted = False
+    control: Any = LocalChannel()
+
+    @property
+    def at(self) -> MeshPlace:
+        """This rank's place in the mesh."""
+        return self.mesh.place(self.rank)
+
+    def share(self) -> tuple[int, int]:
+        """Return which share of the samples this rank computes, and the number of shares."""
+        return self.at.data, self.mesh.data
+
+    @property
+    def has_parts(self) -> bool:
+        """Tell whether ranks hold different parts of the network."""
+        return self.mesh.data < self.size
+
+    @property
+    def leads(self) -> bool:
+        """Tell whether this rank looks up the rows of its samples."""
+        return self.mesh.leads(self.rank)
+
+    def part(self) -> tuple[int, int] | None:
+        """Return this rank and the number of ranks as `HostTable` takes them; None for a world of one."""
+        return None
+
+    def channel(self, axis: str | None = None) -> Any:
+        """Return a channel to the ranks along an axis of the mesh."""
+        return self.control
+
+    def device_channel(self, device: Any, axis: str | None = None) -> Any:
+        """Return a channel for tensors on a device."""
+        return self.control
+
+    def slices(self, device: Any, axis: str | None = None) -> tuple[Any, Any]:
+        """Return a channel and a DeviceMesh; a world of one slices no layer and has no mesh."""
+        return self.control, None
+
+    def begin(self, kind: str, text: str) -> None:
+        """Count a call that all ranks make."""
+
+    def agree(self, kind: str, text: str, values: Values | None = None) -> None:
+        """Begin a call that all ranks make with equal values."""
+
+    def note_loop(self, loop: Any) -> None:
+        """Note an open loop, which must be closed before the ranks leave."""
+
+
+ALONE_WORLD = World()

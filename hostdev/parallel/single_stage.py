@@ -1,0 +1,95 @@
+"""A network without stages, with the interface of `stages.Stages`: micro-batches run one after the other."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hostdev.core.timeline import Timeline
+from hostdev.distributed.world import LocalChannel
+
+
+def called(call: Callable[..., Any], *values: Any, **named: Any) -> Any:
+    """Call the first argument with the others."""
+    return call(*values, **named)
+
+
+class SingleStage:
+    """A network of which each rank has all layers, or slices of them; arguments as in `stages.Stages`.
+
+    Args:
+        channel: To the ranks with the other slices.
+        ops: Time forward and backward passes; each calls its first argument.
+        watching: Returns a context for a forward pass, from the micro-batch's number.
+        aside: The last input bypasses the network.
+    """
+
+    numbers = (0,)
+
+    def __init__(
+        self,
+        network: nn.Module,
+        channel: LocalChannel,
+        device: torch.device,
+        autocast: torch.dtype | None,
+        timeline: Timeline | None = None,
+        ops: Sequence[Callable[..., Any]] = (called, called),
+        watching: Callable[[int], AbstractContextManager[None]] = nullcontext,  # type: ignore[assignment]
+        *,
+        aside: bool = False,
+    ) -> None:
+        self.modules = [network]
+        self._channel, self._device, self._autocast = channel, device, autocast
+        self._timeline = timeline or Timeline()
+        self._run_forward, self._run_backward = ops
+        self._watching, self._aside = watching, aside
+
+    def train(
+        self,
+        batch: int,
+        sizes: Sequence[int],
+        inputs: Callable[[int], tuple[Any, ...]],
+        loss: Callable[[int, Any], Tensor],
+        on_gradients: Callable[[int, int], None],
+    ) -> None:
+        """Take micro-batches forward and backward; see `stages.Stages.train`."""
+        for number in range(len(sizes)):
+            given = inputs(number)
+            with self._answering():
+                with self._timeline.span("forward", batch, micro_batch=number), self._watching(number):
+                    objective = self._run_forward(self._objective, number, given, loss)
+                with self._timeline.span("backward", batch, micro_batch=number):
+                    self._run_backward(Tensor.backward, objective)
+            on_gradients(0, number)
+
+    def predict(self, batch: int, sizes: Sequence[int], inputs: Callable[[int], tuple[Any, ...]]) -> list[Any]:
+        """Take micro-batches forward; return the network's outputs."""
+        found = []
+        with torch.no_grad():
+            for number in range(len(sizes)):
+                given = inputs(number)
+                with self._answering():
+                    found.append(self._output(given))
+        return found
+
+    def _objective(self, number: int, given: tuple[Any, ...], loss: Callable[[int, Any], Tensor]) -> Tensor:
+        return loss(number, self._output(given))
+
+    def _output(self, given: tuple[Any, ...]) -> Any:
+        enabled = self._autocast is not None
+        with torch.autocast(self._device.type, self._autocast or torch.bfloat16, enabled=enabled):
+            return (self.modules[0](*given[:-1]), given[-1]) if self._aside else self.modules[0](*given)
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Raise PeerLostError if a rank with other slices stops answering, and the network's own errors unchanged."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+                raise
+            with self._channel.answering():
+                raise
