@@ -157,7 +157,7 @@ def train(
         if stage == "update":
             time.sleep(_FAULT_SECONDS)
 
-    fault: dict[str, Any] = {"broken": [broken], "before_stage": hold_up} if broken is not None else {}
+    fault: dict[str, Any] = {"ignore_hazards": [broken], "before_stage": hold_up} if broken is not None else {}
     trainer = Trainer(
         model, host_device_mix=mode.host_device_mix, device=backend.select(settings.device), l2=settings.l2,
         precision=settings.precision, seed=settings.seed, lr=settings.lr, depth=mode.depth,

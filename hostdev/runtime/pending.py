@@ -99,17 +99,18 @@ class Pending:
                 if grad is not None and leaf.trained:
                     leaf.add_grad(torch.zeros_like(leaf.rows, requires_grad=False).index_copy_(0, at.long(), grad))
 
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The dense optimizers that have gradients of the same batches."""
+        return [one.optimizer for one in self._held]
+
     def stepped(self, optimizer: Optimizer) -> None:
-        """Take the step with an optimizer of the dense side that takes it after the loop; see `scaling.Stepped`."""
-        if self.waits_for(optimizer) and self.is_kept():
+        """Apply the gradients with the step that a dense optimizer takes after the loop; see `scaling.Waiting`."""
+        if threading.get_ident() == self.thread and self.is_kept():
             self._apply(self)
 
-    def waits_for(self, optimizer: Optimizer) -> bool:
-        """Tell whether the dense side's gradients of the same batches are this optimizer's."""
-        return any(optimizer is one.optimizer for one in self._held)
-
     def is_scaled(self) -> bool:
-        """Tell whether the gradients are of scaled losses; see `scaling.Stepped`."""
+        """Tell whether the gradients are of scaled losses; see `scaling.Waiting`."""
         return self._scaler is not None
 
     def unscale(self, scaler: Any) -> dict[torch.device, Tensor]:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hostdev.kernels.counter import key64
+from hostdev.parallel.ranks import Ranks
 from hostdev.runtime.generators import generators_of
 
 
@@ -107,3 +108,18 @@ class RandomStreams:
             if one.name in drew and one.name not in self._advanced:
                 self._advanced.add(one.name)
                 one.draw()
+
+
+def make_streams(device: torch.device, ranks: Ranks | None, place: Place | None, each: int) -> RandomStreams:
+    """Return the streams of a loop's batches.
+
+    Args:
+        device: The runtime's.
+        ranks: The other processes, each of which reads its share of a step's batches.
+        place: Where the batches continue; None: they begin.
+        each: Batches of a step that are read here.
+    """
+    share, shares = (0, 1) if ranks is None else ranks.share()
+    if shares == 1:
+        return RandomStreams(device, place)
+    return RandomStreams(device, place, stride=each * shares, each=each, first=each * share)

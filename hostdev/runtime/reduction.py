@@ -44,6 +44,15 @@ class Reduction:
         self.in_two = False  # on all ranks it is known whose gradients go first
         self.parts: list[list[Tensor] | None] = []  # with other ranks, of each leaf the gradients of this one's nodes
 
+    @property
+    def has_ranks(self) -> bool:
+        """Whether other ranks have micro-batches of the step."""
+        return self._ranks is not None
+
+    def has_sums(self, *, reduced: bool) -> bool:
+        """Return whether the rows have the gradients of the whole step, here."""
+        return self._ranks is None and reduced and self._next >= self.count
+
     def require_sums(self, *, reduced: bool) -> None:
         """ValueError where this process does not have, now or ever, the rows' gradients of the whole step."""
         if self._ranks is not None:
@@ -51,7 +60,7 @@ class Reduction:
                 "the gradients of rows are added up where the rows are, so that no rank has their norm: with ranks, "
                 "clip those of model.parameters() alone"
             )
-        if not reduced or self._next < self.count:
+        if not self.has_sums(reduced=reduced):
             raise ValueError("rows.parameters() is for the step's sums: call it after the last reduce() of the step")
 
     @property
@@ -108,7 +117,7 @@ class Reduction:
         """Give all ranks the sums over all of the parameters' gradients, and of the rows' what is to be sent."""
         trained = [one for one in self._parameters if one.requires_grad]
         if self._exchange.is_of_all and self._exchange.is_new(trained):
-            ranks.agree("parameters", "the first rows.reduce()", alike.of_parameters(trained))
+            ranks.agree("parameters", "the first rows.reduce()", alike.get_parameters(trained))
         dense = self._exchange.of(trained)
         has_dense = dense.put()
         self._next += 1
@@ -124,9 +133,9 @@ class Reduction:
         not_ready = self._flight.first is None
         same = self._exchange.is_of_all  # else others have other parameters
         given_dense: Sequence[int] = has_dense if same else self._exchange.told(has_dense)
-        telling = [*has_rows, *(has_dense if same else ()), size, single, not_ready, *ranks.telling,
-                   *alike.marks_of([leaf.table for leaf in self._leaves], [not leaf.trained for leaf in self._leaves]),
-                   ranks.calls.last.number]  # fmt: skip
+        marks = alike.make_marks([leaf.table for leaf in self._leaves], [not leaf.trained for leaf in self._leaves])
+        telling = [*has_rows, *(has_dense if same else ()), size, single, not_ready, *ranks.telling, *marks]
+        telling.append(ranks.calls.last.number)
         assert self._steps is not None
         told = _largest(self._steps, telling)
         ranks.calls.catch_up(told.pop())

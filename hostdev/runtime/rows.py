@@ -15,7 +15,7 @@ from hostdev.device.rows import GroupUses, pull
 from hostdev.device.staging import Staging
 from hostdev.pipeline.flight import Flight
 from hostdev.pipeline.outcome import Outcome
-from hostdev.runtime.features import Wanted
+from hostdev.runtime.features import FeatureBinding
 from hostdev.runtime.finite import Flags
 
 Value = Tensor | tuple[Tensor, ...]
@@ -400,22 +400,31 @@ class Rows:
 
 
 def values_of(
-    wanted: Sequence[Wanted], features: Sequence[Sequence[int]], leaves: Sequence[Sequence[Leaf]],
-    uses: Sequence[GroupUses], shapes: Sequence[tuple[int, ...] | None],
-) -> dict[str, Value]:  # fmt: skip
-    """Return each feature's rows of the leaves.
+    bindings: Sequence[FeatureBinding],
+    features: Sequence[Sequence[int]],
+    leaves: Sequence[Sequence[Leaf]],
+    uses: Sequence[GroupUses],
+    shapes: Sequence[tuple[int, ...] | None],
+) -> dict[str, Value]:
+    """Return each feature's rows.
 
-    features  of each group, the numbers of its features
-    shapes    of the ids of each feature that is not pooled; None for one that is
+    Args:
+        bindings: Of the features.
+        features: Of each group, the numbers of its features.
+        leaves: The unique rows of each group's tables.
+        uses: Of each group's rows.
+        shapes: Of the ids of each feature; None for one that is pooled.
     """
     parts: dict[tuple[int, int], dict[int, Tensor]] = {}
     for group, (mine, group_uses) in enumerate(zip(leaves, uses, strict=True)):
         for place, leaf in enumerate(mine):
-            dtypes = [wanted[number].dtypes[wanted[number].tables.index((group, place))] for number in features[group]]
+            dtypes = [
+                bindings[number].dtypes[bindings[number].tables.index((group, place))] for number in features[group]
+            ]
             pulled = pull(leaf.rows, group_uses, dtypes)
             parts[group, place] = dict(zip(features[group], pulled, strict=True))
     values: dict[str, Value] = {}
-    for number, feature in enumerate(wanted):
+    for number, feature in enumerate(bindings):
         outputs = [parts[at][number] for at in feature.tables]
         shape = shapes[number]
         if shape is not None:

@@ -11,6 +11,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hostdev.runtime.table_optimizer import TableOptimizer
+
 
 def leaves_of(roots: Iterable[Any]) -> list[Tensor]:
     """Return the leaves that gradients of these tensors, or edges of a graph, go to."""
@@ -35,8 +37,12 @@ def optimizers_of(parameters: Sequence[Tensor]) -> list[Optimizer]:
         return []
     gc.collect()  # one that nobody holds does not count
     wanted = {id(parameter) for parameter in parameters}
-    optimizers = [found for found in gc.get_objects() if issubclass(type(found), Optimizer)]
+    optimizers = [found for found in gc.get_objects() if _is_dense(type(found))]
     return [one for one in optimizers if any(id(parameter) in wanted for parameter in _parameters(one))]
+
+
+def _is_dense(kind: type) -> bool:
+    return issubclass(kind, Optimizer) and not issubclass(kind, TableOptimizer)
 
 
 def first_parameter(optimizer: Optimizer) -> Tensor | None:

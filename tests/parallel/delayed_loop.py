@@ -1,9 +1,9 @@
 """A user's own loop by several processes, each of whose stages comes late at random; many small trainings.
 
-    python -m tests.parallel.delayed_loop FOLDER FIRST LAST [SEAM VALUE]
+    python -m tests.parallel.delayed_loop FOLDER FIRST LAST [HOOK VALUE]
 
-Writes what this rank has at the end of each training, by seed and depth, to FOLDER/rankN.pickle. With a seam of the
-runtime that makes it wrong only one depth is tried.
+Writes what this rank has at the end of each training, by seed and depth, to FOLDER/rankN.pickle. With a hook of the
+pipeline that makes it wrong only one depth is tried.
 """
 
 import hostdev.core.environment  # noqa: F401  # isort: skip
@@ -18,6 +18,7 @@ from random import Random
 
 from hostdev.parallel.place import find
 from hostdev.parallel.ranks import Ranks
+from hostdev.pipeline.hooks import PipelineHooks
 from tests.parallel import own_loop
 from tests.runtime import cases
 
@@ -77,7 +78,7 @@ def main(folder, first, last, *seam):
         made, options = drawn(seed)
         for depth in DEPTHS[-1:] if wrong else DEPTHS:
             delays = Delays(seed, depth, place.rank)
-            own = {**options, **wrong, "depth": depth, "before_stage": delays}
+            own = {**options, "depth": depth, "hooks": PipelineHooks(before_stage=delays, **wrong)}
             found[seed, depth] = own_loop.train(ranks, own, made=made, seed=seed)
     (Path(folder) / f"rank{place.rank}.pickle").write_bytes(pickle.dumps(found))
     ranks.leave()

@@ -37,7 +37,7 @@ def test_delays_change_nothing(processes, alone, count):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seam", "value"), [("broken", "[0, 1, 2, 3]"), ("staleness", "1")])
+@pytest.mark.parametrize(("seam", "value"), [("ignore_hazards", "[0, 1, 2, 3]"), ("staleness", "1")])
 def test_a_runtime_that_does_not_wait_is_found(processes, alone, seam, value):
     """These trainings see whether rows come that an unfinished batch is going to write."""
     differ = 0
