@@ -12,7 +12,8 @@ from hostdev.runtime.features import Table
 from hostdev.runtime.finite import Flags
 from hostdev.runtime.reduction import Reduction
 from hostdev.runtime.requests import MicroBatch
-from hostdev.runtime.rows import Leaf, Order, Rows, Value, values_of
+from hostdev.runtime.row_parameter import RowOrder, RowParameter
+from hostdev.runtime.rows import Rows, Value, values_of
 
 
 class BodyBatch:
@@ -48,7 +49,7 @@ class BodyBatch:
         """Release everything."""
         self.flight: Flight | None = None
         self.micros: list[MicroBatch] = []
-        self.leaves: list[list[Leaf]] = []
+        self.leaves: list[list[RowParameter]] = []
         self.inverses: list[Tensor] = []
         self.rows: list[Rows] = []
         self.reduction: Reduction | None = None
@@ -71,13 +72,15 @@ class BodyBatch:
         staging = self._runtime.staging
         self.leaves = []
         for group, part in zip(self._runtime.pipeline.groups, flight.groups, strict=True):
-            order = None if part.own_places is None else Order(part.own_places, staging, flight.memory)
+            order = None if part.own_places is None else RowOrder(part.own_places, staging, flight.memory)
             pairs = zip(group.embeddings, part.values, strict=True)
-            self.leaves.append([Leaf(one.table, values, order, trained=trains(one.table)) for one, values in pairs])
+            self.leaves.append(
+                [RowParameter(one.table, values, order, trained=trains(one.table)) for one, values in pairs]
+            )
             part.values = []
 
     @property
-    def all_leaves(self) -> Iterator[Leaf]:
+    def all_leaves(self) -> Iterator[RowParameter]:
         """The rows of all tables."""
         return (leaf for group in self.leaves for leaf in group)
 

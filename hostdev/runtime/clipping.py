@@ -46,7 +46,7 @@ def remove(loop: Clipped) -> None:
     """End what `add` began; after the last loop torch has its own functions again."""
     with _hooks.lock:
         _loops.discard(loop)
-        if not _loops:
+        if not list(_loops):
             _hooks.remove()
 
 

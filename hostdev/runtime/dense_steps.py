@@ -74,8 +74,8 @@ class DenseSteps:
         if missing:
             raise ValueError(
                 f"gradients of {missing} batches came without an optimizer's step, and those of others with one. To "
-                "sum the gradients of N batches before a step, use runtime.train(..., accumulate=N), which sums those of "
-                "the rows, too; to skip a batch, do not call backward(), or set the gradients of rows.parameters() "
+                "sum the gradients of N batches before a step, use runtime.train(..., accumulate=N), which sums those "
+                "of the rows, too; to skip a batch, do not call backward(), or set the gradients of rows.parameters() "
                 "to None"
             )
         if self.stepped:

@@ -22,7 +22,7 @@ from hostdev.runtime.random_streams import Place
 from hostdev.runtime.reading import Reading
 from hostdev.runtime.reduction import Reduction
 from hostdev.runtime.requests import Reader
-from hostdev.runtime.rows import Leaf
+from hostdev.runtime.row_parameter import RowParameter
 from hostdev.runtime.step_gradients import make_gradients
 from hostdev.runtime.watcher import TrainWatcher
 
@@ -64,7 +64,7 @@ class TrainLoop(Loop[Item]):
         self._dense = DenseExchange(
             runtime.dense_channel, micro_batches, runtime.dense_exchange, runtime.other_channels
         )
-        self._late: list[Leaf] = []  # of a batch that was finished before the loop came back
+        self._late: list[RowParameter] = []  # of a batch that was finished before the loop came back
         self._clipped = False  # the rows of the batch, with the parameters
 
     @property

@@ -20,7 +20,7 @@ from hostdev.kernels.pool import run_tasks
 from hostdev.pipeline.flight import Flight, Gradients, Request
 from hostdev.runtime import scaling
 from hostdev.runtime.finite import Flags, NonFiniteError
-from hostdev.runtime.rows import Leaf
+from hostdev.runtime.row_parameter import RowParameter
 from hostdev.runtime.waiting import first_parameter
 
 Ids = npt.NDArray[Any]
@@ -89,7 +89,7 @@ class Pending:
         ]
         return request._replace(ids=ids)
 
-    def add_to(self, leaves: Sequence[Sequence[Leaf]], places: Sequence[Tensor]) -> None:
+    def add_to(self, leaves: Sequence[Sequence[RowParameter]], places: Sequence[Tensor]) -> None:
         """Add the gradients to those of rows which have been requested with them.
 
         places  of each group, int32 [P]: where its rows are among the leaves'
@@ -127,7 +127,10 @@ class Pending:
 
 
 def gradients_left(
-    flight: Flight, leaves: Sequence[Sequence[Leaf]], uses: Sequence[Sequence[GroupUses]], more: Sequence[Tensor] | None
+    flight: Flight,
+    leaves: Sequence[Sequence[RowParameter]],
+    uses: Sequence[Sequence[GroupUses]],
+    more: Sequence[Tensor] | None,
 ) -> list[GroupGradients]:
     """Take the gradients of a batch that is given up.
 
@@ -171,7 +174,7 @@ class FirstBatch:
             self._before += [(table, ids, *_read(table, ids)) for table in group if len(ids)]
         return self.pending.added_to(request)
 
-    def came(self, leaves: Sequence[Sequence[Leaf]], inverses: Sequence[Tensor]) -> None:
+    def came(self, leaves: Sequence[Sequence[RowParameter]], inverses: Sequence[Tensor]) -> None:
         """Decide, when the batch's first gradients have come, and add the pending ones to them if they count."""
         if self.counts is None:
             self.counts = self.pending.is_kept()
@@ -235,7 +238,7 @@ def take_step(pipeline: Any, pending: Pending, frozen: set[str]) -> None:
     with pipeline.train([request]) as one:
         flight = one.take()
         leaves = [
-            [Leaf(embedding.table, values, None, trained=embedding.name not in frozen)
+            [RowParameter(embedding.table, values, None, trained=embedding.name not in frozen)
              for embedding, values in zip(group.embeddings, part.values, strict=True)]
             for group, part in zip(pipeline.groups, flight.groups, strict=True)
         ]  # fmt: skip

@@ -12,7 +12,7 @@ from hostdev.parallel.ranks import Channel, Ranks
 from hostdev.pipeline.flight import Flight
 from hostdev.runtime import alike
 from hostdev.runtime.finite import Flags
-from hostdev.runtime.rows import Leaf
+from hostdev.runtime.row_parameter import RowParameter
 
 
 class Reduction:
@@ -29,7 +29,7 @@ class Reduction:
     """
 
     def __init__(
-        self, leaves: Sequence[Leaf], count: int, flags: Flags, ranks: Ranks | None,
+        self, leaves: Sequence[RowParameter], count: int, flags: Flags, ranks: Ranks | None,
         dense: DenseExchange, flight: Flight, losses: Sequence[Tensor], steps: Channel | None = None,
     ) -> None:  # fmt: skip
         self._flight, self._losses, self._steps = flight, losses, steps

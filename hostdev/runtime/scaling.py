@@ -221,7 +221,7 @@ def forget_pending(pending: Waiting) -> None:
 
 def _remove_if_idle() -> None:
     with _hooks.lock:
-        if not _watchers and not _pending:
+        if not [*_watchers, *_pending]:  # their lengths may count one that is just going
             _hooks.remove()
 
 

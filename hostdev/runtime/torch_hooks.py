@@ -128,5 +128,5 @@ def end_calls(optimizer: Optimizer, callback: Any = None) -> None:
     if after is not None:
         if callback is not None:
             after.callbacks.discard(callback)
-        if not after.callbacks:
+        if not list(after.callbacks):  # its length may count one that is just going
             after.remove(optimizer)
