@@ -136,8 +136,7 @@ class TrainLoop(Loop[Item]):
         batch = self._batch
         if batch.reduction is not None and not batch.is_reduced() and (batch.micros or batch.gradients):
             raise ValueError(
-                "a micro-batch was left out of the sums: call rows.reduce(model.parameters()) after the backward() of "
-                "each"
+                "a micro-batch was not added up: call rows.reduce(model.parameters()) after the backward() of each"
             )
 
     def _trains(self, table: Table) -> bool:

@@ -104,7 +104,7 @@ class Reader:
                 return
             if self._whole and len(micros) < self.together:
                 raise ValueError(
-                    f"the loader ended within a step, after {len(micros)} of its {self.together} micro-batches"
+                    f"the batches end within a step: {len(micros)} of {self.together} micro-batches are there"
                 )
             checks, self._checks = self._checks, []
             yield self._make_request(micros)._replace(check=partial(self._require_in_range, checks))

@@ -281,7 +281,7 @@ class Runtime(FrameworkLoaders):
             raise ValueError(
                 f"micro_batches is a number of batches, not {micro_batches}"
                 if micro_batches < 1
-                else "micro_batches and accumulate both set the number of batches of a step; give one of them"
+                else "micro_batches and accumulate are two ways to say how many batches make a step; give one"
             )
         if by_step and self.ranks is None:
             raise ValueError("by_step requires other ranks, and this process is alone")

@@ -119,10 +119,10 @@ def test_a_prediction_ends_with_its_last_batch(device, depth, cache):
         for _, (_, found) in zip(range(2), loop, strict=False):
             shape = found["user"].shape
         assert shape == (12, 4)
-        assert case.runtime.predicting == 0
+        assert case.runtime.loops.predicting == 0
         again = case.runtime.predict(batches[:1], ids=ids)
         _, found = next(again)
-        assert case.runtime.predicting == 0
+        assert case.runtime.loops.predicting == 0
         assert found["user"].shape == (12, 4)  # as long as the batch is held
         assert found.to_host([torch.ones(1, device=device)], lambda arrays: float(arrays[0][0])).get() == 1.0
     assert next(again, None) is None
@@ -160,7 +160,7 @@ def test_a_loader_whose_length_is_wrong(device):
             for _ in case.runtime.predict(Wrong(4, OSError("at its end")), ids=ids):
                 seen += 1
         assert seen == 4
-        assert case.runtime.predicting == 0
+        assert case.runtime.loops.predicting == 0
 
     class Stream(IterableDataset):
         def __len__(self):

@@ -78,7 +78,7 @@ def test_an_average_is_saved_and_goes_on(tmp_path):
     again.update()
     assert (again.decay, again.steps) == (DECAY, 4)
     assert average.steps == 6
-    with pytest.raises(ValueError, match=r"table 'words' is \[30, 4\], and the average is of one that is \[40, 4\]"):
+    with pytest.raises(ValueError, match=r"table 'words' .* \[30, 4\], .* \[40, 4\]"):
         EMA(case.tables["words"], 0.5).load_state_dict(average.state_dict())
 
 
@@ -87,11 +87,11 @@ def test_wrong_averages(device):
     for decay in (1, -0.1, True, "0.9"):
         with pytest.raises(ValueError, match="table 't': decay must be in"):
             EMA(table, decay)
-    with pytest.raises(TypeError, match="EMA is of a hostdev.HostTable or a DeviceTable, not of a Parameter"):
+    with pytest.raises(TypeError, match="EMA .*HostTable .*DeviceTable, not a Parameter"):
         EMA(torch.nn.Parameter(torch.zeros(2, 2)), 0.9)
     with pytest.raises(hostdev.UserError, match="table 't': id 5 at position 0 is outside 0..4"):
         EMA(table, 0.9).update([5])
     EMA(DeviceTable(5, 2, hostdev.SGD(), device, name="t"), 0.9).update(torch.tensor([[1], [4]], device=device))
     part = HostTable(5, 2, hostdev.SGD(), name="t", part=(1, 2))
-    with pytest.raises(ValueError, match=r"table 't': this rank has some of its rows, .*; call update\(\) without ids"):
+    with pytest.raises(ValueError, match=r"table 't': this rank .*; call update\(\) without ids"):
         EMA(part, 0.9).update([3])

@@ -56,9 +56,9 @@ def test_epochs_of_an_iterator_go_on_where_the_one_before_ended(depth):
 
 def test_a_loader_without_a_length():
     runtime, stream = make_runtime(), DataLoader(Stream(), batch_size=16)
-    with pytest.raises(TypeError, match=r"the loader, a generator, has no len\(\): say how many batches an epoch has"):
+    with pytest.raises(TypeError, match=r"the loader, a generator, has no len\(\): .*length=N"):
         runtime.train_loader((batch for batch in loader()), ids=ids)
-    with pytest.raises(TypeError, match=r"a DataLoader, has no len\(\): say how many batches an epoch has, length=N"):
+    with pytest.raises(TypeError, match=r"a DataLoader, has no len\(\): .*length=N"):
         runtime.predict_loader(stream, ids=ids)
     assert train(runtime, runtime.train_loader(stream, ids=ids, length=16), 2) == plain(2, clip=0.02)[:2]
     assert len(list(runtime.predict_loader(stream, ids=ids, length=3))) == 3
@@ -68,7 +68,7 @@ def test_errors():
     runtime = make_runtime()
     with pytest.raises(ValueError, match="the loader ended after 16 batches; its length is 17"):
         train(runtime, runtime.train_loader(loader(), ids=ids, length=17), 1)
-    with pytest.raises(ValueError, match="an epoch of 5 batches of an iterator is not whole steps of 2 batches"):
+    with pytest.raises(ValueError, match="5 batches .*accumulate=2"):
         runtime.train_loader(iter(loader()), ids=ids, length=5, accumulate=2)
     for length in (0, 2.5, True):
         with pytest.raises(ValueError, match="length is a number of batches, 1 or more, not "):

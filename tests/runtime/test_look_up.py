@@ -113,11 +113,11 @@ def test_features_that_are_none():
         case.runtime.look_up({"user": [1]}, features=["item"])
     with pytest.raises(ValueError, match="batch 1: ids for 'usr', but the runtime's features are user"):
         next(case.runtime.predict([1], ids=lambda _: {"usr": [1], "item": [2]}, features=["item"]))
-    with pytest.raises(TypeError, match="batch 1: `ids` returns a dict: .* not a list"):
+    with pytest.raises(TypeError, match="batch 1: `ids` .* dict .* not a list"):
         case.runtime.look_up([1], features=["item"])
     with pytest.raises(hostdev.UserError, match="batch 1: feature 'user': id 40 at position 0 is outside 0..39"):
         case.runtime.look_up({"user": [40]}, features=["user"])
-    with pytest.raises(ValueError, match="features and micro_batches do not go together"):
+    with pytest.raises(ValueError, match="features and micro_batches"):
         case.runtime.predict([batch], micro_batches=1, features=["user"])
     case.runtime.look_up(batch)
 

@@ -21,7 +21,7 @@ IDS = {
     "strings": (["a", "b"], TypeError, "feature 'x': ids must be integers, not a list of <U1"),
     "a string": ("abc", TypeError, "feature 'x': ids must be integers, not 'abc' of <U3"),
     "None": (None, TypeError, "feature 'x': ids must be integers, not a NoneType of object"),
-    "lists of several lengths": ([[1], [2, 3]], ValueError, "feature 'x': ids are no array .*inhomogeneous"),
+    "lists of several lengths": ([[1], [2, 3]], ValueError, "feature 'x': ids are not an array .*inhomogeneous"),
     "a number": (3, ValueError, r"feature 'x': ids are \[B\] or \[B, k\], or \[N\] with lengths, not \[\]"),
     "three dimensions": (np.zeros((2, 2, 2), int), ValueError, r"\[N\] with lengths, not \[2, 2, 2\]"),
     "a tuple of four": ((ARRAY,) * 4, ValueError, r"a tuple of ids is \(values, lengths\) or \(values, lengths, weig"),
@@ -85,10 +85,10 @@ def test_ids_outside_of_one_of_several_tables(device):
 
 def test_batches_that_have_no_ids():
     runtime = Runtime({"x": table_of()}, device="cpu")
-    with pytest.raises(TypeError, match="batch 1: the batches are to be dicts, or `ids` is to be given: .* not a list"):
+    with pytest.raises(TypeError, match="batch 1: .* dicts .*`ids` .* not a list"):
         next(runtime.train([[1, 2]]))
     with pytest.raises(
-        TypeError, match="batch 1: `ids` returns a dict: the ids of each feature by its name, not a nda"
+        TypeError, match="batch 1: `ids` .* dict .* not a nda"
     ):
         next(runtime.train([[1, 2]], ids=np.array))
     with pytest.raises(TypeError, match="not iterable"):
@@ -106,13 +106,13 @@ def test_features_that_are_none():
         ((table, 3), "an int"),
         (None, "a None"),
     ]:
-        with pytest.raises(TypeError, match=f"feature 'x': its ids come from a hostdev.HostTable .* not from {what}"):
+        with pytest.raises(TypeError, match=f"feature 'x' .*HostTable .*DeviceTable, not {what}"):
             Runtime({"x": wrong}, device="cpu")
     with pytest.raises(ValueError, match="feature 'x' names table 't' twice"):
         Runtime({"x": (table, other, table)}, device="cpu")
     with pytest.raises(ValueError, match="a feature takes its ids from at least one table"):
         Runtime({"x": ()}, device="cpu")
-    with pytest.raises(ValueError, match="several tables are named 't'; their names tell them apart"):
+    with pytest.raises(ValueError, match="several tables are named 't'"):
         Runtime({"x": table, "y": table_of()}, device="cpu")
     with pytest.raises(ValueError, match="feature 'x' has 2 tables and 3 dtypes"):
         Runtime({"x": Feature((table, other), dtype=("float32",) * 3)}, device="cpu")
@@ -147,7 +147,7 @@ def test_caches_that_have_no_effect(device):
         Runtime(features, device=device, cache={"users": 3})
     with pytest.raises(UserError, match="a cache has no effect where all tables are on the device; leave it out"):
         Runtime({"a": tables["users"]}, device=device, cache="10%")
-    with pytest.raises(ValueError, match="table 'first' shares its ids, and so its cache, with another one that has a"):
+    with pytest.raises(ValueError, match="table 'first' shares its ids, and so its cache"):
         Runtime(features, device=device, cache={"items": 3, "first": 5})
     assert [cache.capacity for cache in Runtime(features, device=device, cache={"first": 5}).caches] == [5]
     assert Runtime(features, device=device, cache={"first": None}).caches == []
