@@ -122,7 +122,7 @@ class Pending:
         """Return whether the gradients are of scaled losses; see `scaling.Scaled`."""
         return self._scaler is not None
 
-    def unscale(self, scaler: Any) -> dict[torch.device, Tensor]:
+    def unscale(self, scaler: GradScaler) -> dict[torch.device, Tensor]:
         """Divide the gradients by the scale that the scaler has now, as it does those of the dense side."""
         if scaler is not self._scaler or not self.is_kept():
             return {}

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 from weakref import WeakSet
 
 import torch
@@ -21,14 +21,15 @@ from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.pipeline.pipeline import Pipeline, require_depth
 from hostdev.runtime import alike
 from hostdev.runtime.access import Access
+from hostdev.runtime.checkpointed import CheckpointedState
 from hostdev.runtime.features import FeatureTables, Table, require_seeds, resolve
 from hostdev.runtime.loaders import FrameworkLoaders
-from hostdev.runtime.look_up import look_up
+from hostdev.runtime.lookup import lookup_rows
 from hostdev.runtime.loop import PredictLoop, TrainLoop
 from hostdev.runtime.open_loops import Loops
+from hostdev.runtime.options import B, PredictKwargs, S, Send, TrainKwargs
 from hostdev.runtime.partial import get_ids_of_some, some_features
 from hostdev.runtime.placement import CacheSize, cache_specs, make_cache, require_parts, require_place, require_room
-from hostdev.runtime.random_streams import Place
 from hostdev.runtime.read_ahead import require_read_ahead
 from hostdev.runtime.requests import GetIds, Reader
 from hostdev.runtime.rows import Rows, Value
@@ -40,27 +41,6 @@ from hostdev.runtime.table_settings import TableSettings
 if TYPE_CHECKING:
     from hostdev.checkpoint.saving import Saving
     from hostdev.runtime.saving import Keeper
-
-B = TypeVar("B")  # a loader's batch
-S = TypeVar("S")  # what `send` returns
-
-
-class TrainOptions(TypedDict, total=False):
-    """Options of `Runtime.train`, for its types."""
-
-    accumulate: int
-    micro_batches: int | None
-    reduce_early: bool
-    read_ahead: int | None
-    background: bool
-
-
-class PredictOptions(TypedDict, total=False):
-    """Options of `Runtime.predict`, for its types."""
-
-    features: Iterable[str] | None
-    read_ahead: int | None
-    background: bool
 
 
 class Runtime(FrameworkLoaders):
@@ -190,23 +170,11 @@ class Runtime(FrameworkLoaders):
 
     @overload
     def train(
-        self,
-        batches: Iterable[B],
-        *,
-        ids: GetIds[B] | None = None,
-        send: None = None,
-        by_step: Literal[False] = False,
-        **options: Unpack[TrainOptions],
+        self, batches: Iterable[B], *, ids: GetIds[B] | None = None, send: None = None, **options: Unpack[TrainKwargs]
     ) -> TrainLoop[tuple[B, Rows]]: ...
     @overload
     def train(
-        self,
-        batches: Iterable[B],
-        *,
-        ids: GetIds[B] | None = None,
-        send: Callable[[B], S],
-        by_step: Literal[False] = False,
-        **options: Unpack[TrainOptions],
+        self, batches: Iterable[B], *, ids: GetIds[B] | None = None, send: Send[B, S], **options: Unpack[TrainKwargs]
     ) -> TrainLoop[tuple[S, Rows]]: ...
     @overload
     def train(
@@ -214,9 +182,10 @@ class Runtime(FrameworkLoaders):
         batches: Iterable[B],
         *,
         ids: GetIds[B] | None = None,
-        send: Callable[[B], S],
+        send: Send[B, S],
         by_step: Literal[True],
-        **options: Unpack[TrainOptions],
+        micro_batches: int | None = None,
+        background: bool = False,
     ) -> TrainLoop[Step]: ...
     def train(
         self,
@@ -292,23 +261,11 @@ class Runtime(FrameworkLoaders):
 
     @overload
     def predict(
-        self,
-        batches: Iterable[B],
-        *,
-        ids: GetIds[B] | None = None,
-        send: None = None,
-        micro_batches: None = None,
-        **options: Unpack[PredictOptions],
+        self, batches: Iterable[B], *, ids: GetIds[B] | None = None, send: None = None, **options: Unpack[PredictKwargs]
     ) -> PredictLoop[tuple[B, Rows]]: ...
     @overload
     def predict(
-        self,
-        batches: Iterable[B],
-        *,
-        ids: GetIds[B] | None = None,
-        send: Callable[[B], S],
-        micro_batches: None = None,
-        **options: Unpack[PredictOptions],
+        self, batches: Iterable[B], *, ids: GetIds[B] | None = None, send: Send[B, S], **options: Unpack[PredictKwargs]
     ) -> PredictLoop[tuple[S, Rows]]: ...
     @overload
     def predict(
@@ -316,9 +273,9 @@ class Runtime(FrameworkLoaders):
         batches: Iterable[B],
         *,
         ids: GetIds[B] | None = None,
-        send: Callable[[B], S],
+        send: Send[B, S],
         micro_batches: int,
-        **options: Unpack[PredictOptions],
+        background: bool = False,
     ) -> PredictLoop[Step]: ...
     def predict(
         self,
@@ -393,7 +350,7 @@ class Runtime(FrameworkLoaders):
         get_ids: GetIds[Any] | None = None if chosen is None else get_ids_of_some(chosen, None, self.bindings)
         request = Reader(self.bindings, self.group_specs, get_ids, None).request(ids)
         with torch.inference_mode(False), torch.no_grad():
-            found = look_up(request, self.bindings, self.group_specs, self.device)
+            found = lookup_rows(request, self.bindings, self.group_specs, self.device)
         return found if chosen is None else {name: found[name] for name in chosen}
 
     look_up = lookup  # its name before; for one release
@@ -526,32 +483,3 @@ class Runtime(FrameworkLoaders):
         """Raise ValueError where the runtime is closed."""
         if self._closed:
             raise ValueError("this runtime is closed; make another one over its tables")
-
-
-class CheckpointedState:
-    """What a checkpoint saves of a runtime, and restores.
-
-    Args:
-        runtime: Whose tables, optimizer and position in the batches these are.
-    """
-
-    def __init__(self, runtime: Runtime) -> None:
-        self.tables, self.pipeline, self.ranks = runtime.tables, runtime.pipeline, runtime.ranks
-        self._settings, self._loops = runtime.settings, runtime.loops
-        self.learning_rates = self._settings.learning_rates
-        self.go_on_at = self._loops.iterators.continue_at
-
-    @property
-    def optimizer(self) -> TableOptimizer:
-        """The tables as a torch optimizer."""
-        return self._settings.make_optimizer(lambda: self._loops)
-
-    @property
-    def has_optimizer(self) -> bool:
-        """Whether the program uses `optimizer`."""
-        return self._settings.optimizer is not None
-
-    @property
-    def place(self) -> Place | None:
-        """The position of a loop over `train` in its batches."""
-        return self._loops.place

@@ -33,7 +33,7 @@ def test_a_runtime_that_is_closed(device, depth, cache):
     assert list(loop.close() or [None]) == [None]
     assert case.tables["users"].step == 2
     for call in (
-        lambda: runtime.train(batches), lambda: runtime.predict(batches), lambda: runtime.look_up({}),
+        lambda: runtime.train(batches), lambda: runtime.predict(batches), lambda: runtime.lookup({}),
         lambda: runtime.write_back(), lambda: runtime.save("nowhere"), lambda: runtime.load("nowhere"),
         lambda: runtime.freeze(), lambda: runtime.unfreeze("users"), lambda: runtime.optimizer, runtime.__enter__,
     ):  # fmt: skip
@@ -103,7 +103,7 @@ def test_a_body_that_has_raised_can_be_gone_on_with(device):
                 case.step(label, rows)
             break
         except BodyError:
-            case.runtime.look_up(ids(batches[0]))
+            case.runtime.lookup(ids(batches[0]))
     wanted = Case(device).train(batch for number, batch in enumerate(batches) if number != 2)
     assert differing(case.state(), wanted.state()) == []
 

@@ -160,4 +160,4 @@ def test_a_torch_without_the_function_that_clips_share(monkeypatch):
         next(case.loop(batches_of(1)))
     monkeypatch.undo()
     case.train(batches_of(1))
-    assert case.runtime.look_up(ids(batches_of(1)[0]))["user"].shape[0] == len(send(batches_of(1)[0]))
+    assert case.runtime.lookup(ids(batches_of(1)[0]))["user"].shape[0] == len(send(batches_of(1)[0]))

@@ -19,7 +19,7 @@ from hostdev.runtime.rows import Value
 _FEW = 2048  # ids, whose rows are looked up without deduplication
 
 
-def look_up(
+def lookup_rows(
     request: Request, bindings: Sequence[FeatureBinding], groups: Sequence[GroupSpec], device: torch.device
 ) -> dict[str, Value]:
     """Return the rows of a request by feature, as a loop does; the tables must be up to date.
