@@ -60,9 +60,7 @@ def _make_outcome(batch: BodyBatch, flight: Flight, flags: Flags, staging: Stagi
             what = "a loss is not finite"
         else:
             what = f"a gradient of the rows of {names} is too large for its optimizer"
-        message = (
-            f"step {step}: {what}; no row was updated. Check the loss before backward(), or lower the learning rate"
-        )
-        raise NonFiniteError(message, step)
+        advice = "Look at the loss before backward(), or use a smaller learning rate"
+        raise NonFiniteError(f"step {step}: {what}; no row was updated. {advice}", step)
 
     return Outcome([flags.now()], read, staging, flight.memory)

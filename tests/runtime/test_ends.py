@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import hostdev
+from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.runtime.loop import NonFiniteError
 from tests.conftest import ROOT
 from tests.runtime.cases import (
@@ -141,7 +142,7 @@ def test_an_error_in_a_stage(device, depth, cache, stage):
             failed.append(number)
             raise OSError(f"in {stage}")
 
-    case = Case(device, options={"depth": depth, "cache": cache, "before_stage": fail})
+    case = Case(device, options={"depth": depth, "cache": cache, "hooks": PipelineHooks(before_stage=fail)})
     try:
         case.train(batches)
     except OSError as error:
@@ -213,7 +214,7 @@ def test_ctrl_c_in_a_stage_of_the_callers_thread(device, stage):
         if at == stage and number == 4:
             raise KeyboardInterrupt
 
-    case = Case(device, options={"depth": 0, "cache": "20%", "before_stage": interrupt})
+    case = Case(device, options={"depth": 0, "cache": "20%", "hooks": PipelineHooks(before_stage=interrupt)})
     with pytest.raises(KeyboardInterrupt):
         case.train(batches)
     assert case.tables["users"].step == 3
@@ -230,7 +231,7 @@ def test_ctrl_c_while_a_step_is_taken(device, stage, cache):
         if at == stage and number == 4:
             signal.raise_signal(signal.SIGINT)
 
-    case = Case(device, options={"depth": 0, "cache": cache, "before_stage": interrupt})
+    case = Case(device, options={"depth": 0, "cache": cache, "hooks": PipelineHooks(before_stage=interrupt)})
     with pytest.raises(KeyboardInterrupt):
         case.train(batches)
     stepped = 4 if stage == "update" else 3

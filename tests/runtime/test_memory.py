@@ -10,6 +10,7 @@ import torch
 
 import hostdev
 from hostdev import UserError
+from hostdev.pipeline.hooks import PipelineHooks
 from tests.runtime.cases import ROWS, Case, batches_of, ids
 
 
@@ -38,7 +39,7 @@ def test_memory_is_bounded(depth, window):
         time.sleep(0.001 * (stage == ("step", "update", "unique", "send")[number // 30 % 4]))
 
     cache = None if window is None else hostdev.CacheSpec("20%", window=window)
-    case = Case(options={"depth": depth, "cache": cache, "before_stage": hold_up})
+    case = Case(options={"depth": depth, "cache": cache, "hooks": PipelineHooks(before_stage=hold_up)})
     loop = case.runtime.train(loader(), ids=ids)
     for _ in range(120):
         case.step(*_label_of(next(loop)))
@@ -76,7 +77,7 @@ def _train_to_the(end, device, depth, cache):
         if (end, stage) in (("stage", "lookup"), ("late", "update")) and number == 3:
             raise UserError(f"in {stage}")
 
-    case = Case(device, options={"depth": depth, "cache": cache, "before_stage": fail})
+    case = Case(device, options={"depth": depth, "cache": cache, "hooks": PipelineHooks(before_stage=fail)})
     for _ in case.runtime.predict(batches_of(2), ids=ids):
         pass
     error = None

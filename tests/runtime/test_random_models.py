@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import hostdev
 from hostdev import Bag, CacheSpec, DeviceTable, Feature, HostTable, Runtime
+from hostdev.pipeline.hooks import PipelineHooks
 from tests.conftest import devices
 from tests.runtime.cases import ROWS, Case, batches_of, bits, differing, tables_state
 
@@ -131,7 +132,7 @@ def run(draw, device, *, reference):
     def hold_up(stage, number):
         time.sleep(draw.delays.get(stage, 0.0) * noise.random())
 
-    options = {"depth": 0} if reference else {"depth": draw.depth, "before_stage": hold_up}
+    options = {"depth": 0} if reference else {"depth": draw.depth, "hooks": PipelineHooks(before_stage=hold_up)}
     runtime = Runtime(features, device=device, **options)
     if not reference:
         caches = {}
@@ -209,7 +210,7 @@ def test_a_hazard_that_is_not_seen_is_found(device, group, cache):
         time.sleep(0.01 * (stage == "update"))
 
     for broken, found in (([], False), ([group], True)):
-        options = {"depth": 3, "broken": broken, "before_stage": hold_up}
+        options = {"depth": 3, "hooks": PipelineHooks(ignore_hazards=broken, before_stage=hold_up)}
         options["cache"] = None if cache is None else {name: CacheSpec(3, cache)}
         wrong = differing(Case(device, options=options).train(batches).state(), wanted)
         assert ((name, "weights") in wrong) == found
@@ -218,6 +219,7 @@ def test_a_hazard_that_is_not_seen_is_found(device, group, cache):
 
 def test_staleness_is_found(device):
     batches = batches_of(8)
-    options = {"depth": 3, "staleness": 2, "before_stage": lambda stage, number: time.sleep(0.01 * (stage == "update"))}
+    hooks = PipelineHooks(staleness=2, before_stage=lambda stage, _: time.sleep(0.01 * (stage == "update")))
+    options = {"depth": 3, "hooks": hooks}
     wrong = differing(Case(device, options=options).train(batches).state(), Case(device).train(batches).state())
     assert {(name, "weights") for name in ROWS} <= set(wrong)
