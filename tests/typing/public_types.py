@@ -32,7 +32,7 @@ def send(batch: Batch) -> Tensor:
 
 
 table = hostdev.HostTable(10, 4, hostdev.LazyAdam(), name="users")
-runtime = hostdev.Runtime({"user": table, "both": (table, table), "bag": hostdev.Feature(table, pooling="sum")}, depth=1)
+runtime = hostdev.Runtime({"user": table, "two": (table, table), "bag": hostdev.Feature(table, pooling="sum")}, depth=1)
 loader: list[Batch] = []
 
 for batch, rows in runtime.train(loader, ids=get_ids):
