@@ -154,8 +154,7 @@ class Trainer:
         features = {name: self._feature(feature) for name, feature in model.features.items()}
         self.runtime = Runtime(
             features, device=device, cache=cache, depth=depth, ranks=ranks, log=log, timeline=timeline,
-            hooks=PipelineHooks(**overlap),
-        )  # fmt: skip
+            hooks=PipelineHooks(**overlap))  # fmt: skip
         self.timeline = self.runtime.pipeline.timeline
         self.model, self._staged = model, None
         self._reading: dict[str, Any] = {"ids": model.ids, "send": _sent, "background": True}  # it draws nothing
