@@ -195,7 +195,7 @@ class Waiting:
                 for embedding, slots in zip(group.embeddings, group.cache.slots, strict=True):
                     embedding.use_cache(slots)
         given = [dict(zip(names, map(torch.from_numpy, batch), strict=True)) for batch in batches]
-        requests = Reader(runtime.wanted, runtime.group_specs, None, None).requests(itertools.cycle(given))
+        requests = Reader(runtime.bindings, runtime.group_specs, None, None).requests(itertools.cycle(given))
         self._open = ExitStack()
         self._pass = self._open.enter_context(runtime.pipeline.train(requests))
 

@@ -58,7 +58,7 @@ def train_hostdev(data: films.Films, epochs: int, *, whole: bool = False, **opti
                 nn.functional.binary_cross_entropy_with_logits(logits, batch[2]).backward()
         runtime.save(folder)
     at, films_at, _, liked, _ = data.events("test").tensors
-    rows = runtime.look_up({"user": at, "film": films_at})
+    rows = runtime.lookup({"user": at, "film": films_at})
     return films.auc(score(rows["user"], rows["film"]).numpy(), liked.numpy()), np.array(tables["user"].weights)
 
 

@@ -99,7 +99,7 @@ def train_hostdev(data: films.Films, epochs: int, **options) -> float:
         loss.backward()
         optimizer.step()
     everything = np.arange(len(data.genre))
-    rows = runtime.look_up({"history": data.film[:, 1:-1], "following": everything, "negative": everything[:1]})
+    rows = runtime.lookup({"history": data.film[:, 1:-1], "following": everything, "negative": everything[:1]})
     with torch.no_grad():
         return recall(data, model(rows["history"]), rows["following"])
 

@@ -100,7 +100,7 @@ def train_hostdev(data: films.Films, epochs: int, **options) -> float:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    rows = runtime.look_up({"user": np.arange(len(data.film)), "film": np.arange(len(data.genre)), "genre": data.genre})
+    rows = runtime.lookup({"user": np.arange(len(data.film)), "film": np.arange(len(data.genre)), "genre": data.genre})
     with torch.no_grad():
         return recall(data, model.users(rows["user"]), model.films(rows["film"], rows["genre"]))
 

@@ -1,4 +1,4 @@
-"""What a runtime's open loops do where somebody reads or writes one of their tables."""
+"""Reads and writes of tables while loops over them are open."""
 
 import os
 import threading
@@ -11,17 +11,21 @@ from hostdev.core.reading_ahead import is_reading_ahead
 
 
 class Access:
-    """The runtime's part as `core.tables.Owner`; it does not keep the runtime alive."""
+    """A runtime as the owner of its tables, `core.tables.Owner`; it does not keep the runtime alive.
+
+    Args:
+        runtime: Whose module imports this one.
+    """
 
     def __init__(self, runtime: Any) -> None:
         self._runtime = ref(runtime)
         self._process = os.getpid()
-        self._is_busy = False  # bringing tables up to date, in the loop's thread
+        self._is_busy = False  # writing tables back, in the loop's thread
 
     def before_read(self, table: Any) -> None:
         """See `Owner`."""
         runtime = self._runtime()
-        loop = None if runtime is None else runtime.open_loop
+        loop = None if runtime is None else runtime.loops.training
         if runtime is None or loop is None:
             return
         self._require_body(table, loop.thread)
@@ -37,7 +41,7 @@ class Access:
         """See `Owner`."""
         self.before_read(table)
         runtime = self._runtime()
-        loop = None if runtime is None else runtime.open_loop
+        loop = None if runtime is None else runtime.loops.training
         if runtime is not None and runtime.ranks is not None and runtime.pipeline.depth and loop is not None:
             raise ValueError(
                 f"table {table.name!r}: other ranks have its rows for the next batches already; write it between "
@@ -50,12 +54,12 @@ class Access:
         if runtime is not None and table.primitive_target == "CPU":
             with torch.inference_mode(False), torch.no_grad():
                 runtime.pipeline.reload(table, ids)
-        loop = None if runtime is None else runtime.open_loop
+        loop = None if runtime is None else runtime.loops.training
         if loop is not None:
             loop.wrote(table, ids)
 
     def _require_body(self, table: Any, thread: int) -> None:
-        """ValueError unless this is called from the body of the loop."""
+        """Raise ValueError unless this is called from the body of the loop."""
         if is_reading_ahead():
             raise ValueError(
                 f"table {table.name!r}: the loader, `ids` and `send` run ahead of the loop, where a table's rows are "

@@ -1,4 +1,4 @@
-"""What the ranks' runtimes must have alike: rows of tables that differ would drift apart, or their exchange fail."""
+"""Settings that must be equal on all ranks: else their rows would drift apart, or their exchange would fail."""
 
 import zlib
 from collections.abc import Mapping, Sequence
@@ -10,27 +10,37 @@ from torch import Tensor
 
 from hostdev.distributed.agreement import UnlikeError, shown
 from hostdev.host.table import HostTable
-from hostdev.runtime.features import GroupSpec, Table, Wanted
+from hostdev.runtime.features import FeatureBinding, GroupSpec, Table
 
 
-def of_runtime(
-    wanted: Sequence[Wanted], groups: Sequence[GroupSpec], *, device: torch.device, depth: int, dense_exchange: str,
+def get_settings(
+    bindings: Sequence[FeatureBinding],
+    groups: Sequence[GroupSpec],
+    device: str,
+    depth: int,
+    dense_exchange: str,
     windows: Sequence[int | None],
-) -> Mapping[str, Any]:  # fmt: skip
-    """Return the tables, the features and the options by name.
+) -> Mapping[str, Any]:
+    """Return the tables, the features and the options of a runtime by name.
 
-    windows  of each group how many batches its cache looks ahead, None without a cache; how large it is, and by which
-             policy, each rank may choose
+    Args:
+        bindings: The features.
+        groups: The tables.
+        device: The kind of device.
+        depth: Batches that are read ahead.
+        dense_exchange: How the dense gradients are summed.
+        windows: Of each group, the number of batches that its cache looks ahead; None without a cache. The size and the
+            policy of a cache may differ between ranks.
     """
     tables = [table for group in groups for table in group.tables]
     names = ", ".join(table.name for table in tables)
     found: dict[str, Any] = {"the list of tables": names}
     for table in tables:
-        found |= {f"{what} of table {table.name!r}": value for what, value in _of_table(table).items()}
-    features = [_of_feature(one, groups) for one in wanted]
-    found["the list of features"] = ", ".join(one.name for one in wanted)
-    found |= {f"feature {one.name!r}": text for one, text in zip(wanted, features, strict=True)}
-    found["the kind of device"] = device.type
+        found |= {f"{what} of table {table.name!r}": value for what, value in _get_table(table).items()}
+    features = [_describe_feature(one, groups) for one in bindings]
+    found["the list of features"] = ", ".join(one.name for one in bindings)
+    found |= {f"feature {one.name!r}": text for one, text in zip(bindings, features, strict=True)}
+    found["the kind of device"] = device
     found["depth"] = depth  # ranks exchange the ids of what each has read ahead
     found["dense_exchange"] = dense_exchange
     for group, window in zip(groups, windows, strict=True):
@@ -39,8 +49,8 @@ def of_runtime(
     return found
 
 
-def of_parameters(parameters: Sequence[Tensor]) -> Mapping[str, Any]:
-    """Return the parameters that ranks reduce, with a checksum of each: ranks that begin apart stay apart."""
+def get_parameters(parameters: Sequence[Tensor]) -> Mapping[str, Any]:
+    """Return the parameters that ranks reduce, with a checksum of each: ranks that begin different stay different."""
     found: dict[str, Any] = {"the number of parameters": len(parameters)}
     for number, one in enumerate(parameters):
         values = one.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -50,15 +60,15 @@ def of_parameters(parameters: Sequence[Tensor]) -> Mapping[str, Any]:
     return found
 
 
-def marks_of(tables: Sequence[Table], frozen: Sequence[bool]) -> list[int]:
-    """Return what ranks tell each other with each step, to find by the largest of each whether all have the same."""
+def make_marks(tables: Sequence[Table], frozen: Sequence[bool]) -> list[int]:
+    """Return numbers whose maxima over the ranks show whether all ranks have the same rates and frozen tables."""
     rates = [float(table.optimizer.lr) for table in tables]
     marks = [zlib.crc32(np.array(values, np.float64).tobytes()) for values in (rates, frozen)]
     return [*marks, *(-mark for mark in marks)]
 
 
 def require_marks(largest: Sequence[int], step: int) -> None:
-    """Raise UnlikeError, on all ranks, unless all have told the same `marks_of`."""
+    """Raise UnlikeError, on all ranks, unless all have the same `make_marks`."""
     whats = "the learning rates of the tables differ", "which tables are frozen differs"
     for what, most, least in zip(whats, largest[: len(whats)], largest[len(whats) :], strict=True):
         if most != -least:
@@ -68,7 +78,7 @@ def require_marks(largest: Sequence[int], step: int) -> None:
 MARKS = 4
 
 
-def _of_table(table: Table) -> dict[str, Any]:
+def _get_table(table: Table) -> dict[str, Any]:
     return {
         "the number of rows": table.total_rows,
         "dim": table.dim,
@@ -80,7 +90,7 @@ def _of_table(table: Table) -> dict[str, Any]:
     }
 
 
-def _of_feature(one: Wanted, groups: Sequence[GroupSpec]) -> str:
+def _describe_feature(one: FeatureBinding, groups: Sequence[GroupSpec]) -> str:
     tables = ", ".join(groups[group].tables[place].name for group, place in one.tables)
     feature = one.feature
     return f"of {tables}, pooling {feature.pooling}, padding {feature.padding}, dtype {feature.dtype}"

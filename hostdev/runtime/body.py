@@ -1,17 +1,19 @@
-"""The `for` statement over a loop: whether its body was left by `break` or by an exception.
+"""How the body of a `for` statement over a loop ended: by `break` or by an exception.
 
-A loop without a dense optimizer takes its step at the end of the body, so the two must be told apart, and Python tells
-a `__del__` nothing about an exception on its way. But a `for` statement drops its iterator at the instruction that
-leaves it: `POP_TOP` (`POP_ITER` from Python 3.14 on) for `break` and `return`, the one that raised for an exception.
-Where a variable or a generator holds the iterator, it is dropped later: at a call that returns, when the function that
-has it returns, and elsewhere, when a traceback that held the function's frame is gone.
+A loop without a dense optimizer takes its step at the end of the body, so it must distinguish the two, and Python does
+not report a propagating exception to `__del__`. But a `for` statement drops its iterator at the instruction that leaves
+it: `POP_TOP` (`POP_ITER` from Python 3.14 on) for `break` and `return`, the raising one for an exception. An iterator
+that a variable or a generator holds is dropped later: at a call that returns when its function returns, and at another
+instruction when the last traceback with the function's frame is gone.
 """
 
 import sys
 from collections.abc import Iterator
 from dis import opmap
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
+
+Item = TypeVar("Item")
 
 _GENERATOR = 0x20 | 0x80 | 0x200  # co_flags of generators and coroutines
 _LEAVING = {opmap[name] for name in ("POP_TOP", "POP_ITER", "END_FOR") if name in opmap}
@@ -21,27 +23,59 @@ _DELEGATING = opmap["SEND"]  # of `yield from`
 _ADVANCING = {opmap["FOR_ITER"], _DELEGATING}
 
 
-class Body(Iterator[Any]):
-    """The iterator of one `for` statement over a loop, which is told how the statement was left."""
+class BodyState:
+    """How the last body of a loop ended, as far as is known.
+
+    Attributes:
+        raised: Whether an exception left it; None: it has not ended.
+        abandoned: Whether an exception left the `for` statement, and nobody has come back since.
+    """
+
+    def __init__(self) -> None:
+        self.raised: bool | None = None
+        self.abandoned = False
+        self._handled: int | None = None  # the exception that was being handled when the body began
+
+    def begin(self) -> None:
+        """Begin a body."""
+        handled = sys.exception()
+        self.raised, self.abandoned = None, False
+        self._handled = None if handled is None else id(handled)  # not itself: its frames hold the loop
+
+    def has_raised(self) -> bool:
+        """Return whether an exception has left the body."""
+        if self.raised is not None:
+            return self.raised
+        handled = sys.exception()
+        return handled is not None and id(handled) != self._handled
+
+
+class Body(Iterator[Item]):
+    """The iterator of one `for` statement over a loop, which reports how the statement ended.
+
+    Args:
+        loop: A `batches.Loop`, whose module imports this one.
+    """
 
     def __init__(self, loop: Any) -> None:
         self._loop = loop
-        self._in_for: tuple[int, int] | None = None  # whose; None: the caller calls `next`, and there is no body
+        self._in_for: tuple[int, int] | None = None  # the statement; None: the caller calls `next`, without a body
         self._in_yield_from = False
 
-    def __iter__(self) -> "Body":
+    def __iter__(self) -> "Body[Item]":
         """Return an iterator of its own for each `for` statement; ValueError where the loop is over."""
-        body: Body = iter(self._loop)
+        body: Body[Item] = iter(self._loop)
         return body
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Item:
         """Return the loop's next batch with its rows."""
         frame = sys._getframe(1)
         opcode = _opcode(frame)
         self._in_for = _identity(_outside(frame, _ADVANCING)) if opcode in _ADVANCING else None
         self._in_yield_from = opcode == _DELEGATING
         del frame  # it may hold the loop
-        return next(self._loop)
+        item: Item = next(self._loop)
+        return item
 
     def __len__(self) -> int:
         """Return the loop's number of batches; TypeError where the loader has no length."""
@@ -70,7 +104,7 @@ def _opcode(frame: FrameType) -> int:
 
 
 def _outside(frame: FrameType, within: set[int]) -> FrameType:
-    """Return the frame that goes through the loop, outside of generators around it, such as tqdm's."""
+    """Return the frame that iterates over the loop, outside any generators around it, such as tqdm's."""
     while frame.f_code.co_flags & _GENERATOR and _opcode(frame) in within and frame.f_back is not None:
         frame = frame.f_back
     return frame

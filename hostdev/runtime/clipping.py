@@ -1,26 +1,28 @@
-"""torch's clipping of gradients with the rows of the batch in it, where a framework calls it.
+"""torch's clipping of gradients, with the rows of the batch among the parameters, where a framework calls it.
 
-A trainer clips the parameters that its optimizers have. The rows of a batch are in no optimizer, so they are added
-while the loop of a `train_loader` is open: once a step, as a table's gradients belong to one optimizer. Frameworks
-call `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` by their module; so these are replaced there.
+A trainer clips the parameters of its optimizers, which do not include the rows of the batch. They are added, once a
+step, while the loop of a `train_loader` is open. Frameworks call `torch.nn.utils.clip_grad_norm_` and
+`clip_grad_value_` through their module, so the two are replaced there until the last such loop ends.
 """
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-_MARK = "_hostdev_rows"
+from hostdev.runtime.torch_hooks import Function, Replacement, TorchHooks
 
 
 class Clipped(Protocol):
     """A loop whose rows are clipped with the parameters."""
 
-    thread: int
+    @property
+    def thread(self) -> int:
+        """The loop's thread."""
 
     def take_clipped(self, given: Sequence[Tensor]) -> list[Tensor]:
         """Return the rows to clip together with these parameters."""
@@ -30,24 +32,25 @@ _loops: WeakSet[Any] = WeakSet()
 
 
 def add(loop: Clipped) -> None:
-    """Clip the rows of a loop with the parameters, until it is gone or `remove` is called."""
-    _loops.add(loop)
+    """Clip the rows of a loop with the parameters, until it is gone or `remove` is called.
+
+    Raises:
+        RuntimeError: This torch lacks one of the two functions.
+    """
+    with _hooks.lock:
+        _hooks.place()
+        _loops.add(loop)
 
 
 def remove(loop: Clipped) -> None:
-    """End what `add` began."""
-    _loops.discard(loop)
+    """End what `add` began; after the last loop torch has its own functions again."""
+    with _hooks.lock:
+        _loops.discard(loop)
+        if not list(_loops):
+            _hooks.remove()
 
 
-def install() -> None:
-    """Replace torch's two functions, once in a process."""
-    for name in ("clip_grad_norm_", "clip_grad_value_"):
-        original = getattr(torch.nn.utils, name)
-        if not hasattr(original, _MARK):
-            setattr(torch.nn.utils, name, _with_rows(original))
-
-
-def _with_rows(original: Callable[..., Any]) -> Callable[..., Any]:
+def _add_rows(original: Function) -> Function:
     @functools.wraps(original)
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -56,5 +59,12 @@ def _with_rows(original: Callable[..., Any]) -> Callable[..., Any]:
                 given += loop.take_clipped(given)
         return original(given, *args, **kwargs)
 
-    setattr(clip, _MARK, True)
     return clip
+
+
+_hooks = TorchHooks(
+    [
+        Replacement(torch.nn.utils, name, _add_rows, "the clipping of a trainer")
+        for name in ("clip_grad_norm_", "clip_grad_value_")
+    ]
+)

@@ -1,4 +1,4 @@
-"""`core.digest` of tables and of torch's modules, wherever they lie."""
+"""`core.digest` of tables and of torch's modules, on host and device."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -27,12 +27,15 @@ class _Table(Protocol):
 def state_sha256(tables: Iterable[_Table], dense: DenseState, ranks: Ranks | None = None) -> str:
     """Return the SHA-256, in hexadecimal, of the logical state; with other ranks, all of them call it.
 
-    Tables by name: the number of steps, the weights, then the slots by name; then the dense parameters by name, each
-    followed by its optimizer state by name; then the network's persistent buffers by name. Before each array goes a
-    line with its name, dtype and shape; arrays are row-major and little-endian. Where a table lies, and how its rows
-    are laid out in memory, does not matter.
+    Its order: tables by name, each with the number of steps, the weights, then the optimizer state by name; the dense
+    parameters by name, each followed by its optimizer state by name; the network's persistent buffers by name. A line
+    with name, dtype and shape precedes each array; arrays are row-major and little-endian. The device and the memory
+    layout of a table do not matter.
 
-    dense  the same on all ranks, or on rank 0
+    Args:
+        tables: The tables.
+        dense: The same on all ranks, or on rank 0.
+        ranks: The other processes.
     """
     digest = StateDigest()
     for table in sorted(tables, key=lambda table: table.name):
@@ -46,7 +49,7 @@ def state_sha256(tables: Iterable[_Table], dense: DenseState, ranks: Ranks | Non
 
 
 def columns_of(table: _Table, ranks: Ranks | None = None) -> list[Column]:
-    """Return a table's weights and slots; with other ranks all rows, on rank 0."""
+    """Return a table's weights and optimizer state; with other ranks all rows, on rank 0."""
     found = table.columns().items()
     if ranks is not None:
         total = table.total_rows
@@ -58,7 +61,7 @@ def columns_of(table: _Table, ranks: Ranks | None = None) -> list[Column]:
 
 
 def dense_arrays(dense: DenseState) -> Iterator[tuple[str, torch.Tensor, str]]:
-    """Yield what the digest says of the dense side, in order: its name, and where it is in {"model", "optimizer"}."""
+    """Yield the dense side in the digest's order: name, values, and path in {"model", "optimizer"}."""
     numbers = {name: number for number, name in enumerate(dense.names)}
     for name in sorted(dense.names):
         yield name, dense.model[name].detach(), f"model.{name}"
@@ -80,5 +83,5 @@ def fetched(rows: Any) -> Any:
 
 
 def names_in_checkpoint(dense: DenseState) -> list[tuple[str, str]]:
-    """Return for each of `dense_arrays` its name and where it is among {"model", "optimizer"}'s `state_dict`s."""
+    """Return the name of each of `dense_arrays`, and its path in {"model", "optimizer"}'s `state_dict`s."""
     return [(name, place) for name, _, place in dense_arrays(dense)]

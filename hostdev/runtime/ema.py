@@ -35,42 +35,46 @@ class EMA:
             for batch, rows in runtime.predict(test_loader, ids=ids):
                 ...
 
-    With a step's weights w, average <- decay * average + (1 - decay) * w, from the weights at first. It is what a dense
-    average would be: rows that no step has changed are brought up to date when they are read. Host memory: 2 x rows x
-    dim x 4 bytes, and 8 bytes a row. `update` reads the table, which ends the batch in the body as any read does.
+    With a step's weights w, average <- decay * average + (1 - decay) * w; it begins with the weights. The result is
+    that of a dense average: rows that no step has changed are computed when they are read. It takes 2 x rows x dim x 4
+    bytes of host memory, and 8 bytes a row. `update` reads the table, which finishes the body's batch as any read does.
 
-    table  a HostTable or a DeviceTable
-    decay  in [0, 1)
+    Args:
+        table: A HostTable or a DeviceTable.
+        decay: In [0, 1).
 
-    UserError where there is not enough host memory.
+    Raises:
+        UserError: There is not enough host memory.
     """
 
     def __init__(self, table: HostTable | DeviceTable, decay: float) -> None:
         if not isinstance(table, HostTable | DeviceTable):
-            raise TypeError(f"EMA is of a hostdev.HostTable or a DeviceTable, not of a {type(table).__name__}")
+            raise TypeError(f"EMA takes a hostdev.HostTable or a DeviceTable, not a {type(table).__name__}")
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
             raise ValueError(f"table {table.name!r}: decay must be in [0, 1), not {decay!r}")
         needed, free = table.rows * (8 * table.dim + 8), available_bytes()
         if needed > free:
             raise UserError(
-                f"table {table.name!r}: the average of its rows needs {gib(needed)}, but {gib(free)} of host memory "
-                "are free"
+                f"table {table.name!r}: the average of its rows needs {gib(needed)} of host memory, but only "
+                f"{gib(free)} is free"
             )
         self.table, self.decay = table, float(decay)
-        self.steps = 0  # so many updates
-        self._rows: Rows = np.empty((table.rows, table.dim), np.float32)  # the weights at the last update of each row
+        self.steps = 0  # updates
+        self._rows: Rows = np.empty((table.rows, table.dim), np.float32)  # the weights at each row's last update
         for part, values in self._parts(self._read(None)):
             self._rows[part] = values
-        self._average = self._rows.copy()  # of that time
-        self._last = np.zeros(table.rows, np.int64)  # that time
+        self._average = self._rows.copy()  # at the same update
+        self._last = np.zeros(table.rows, np.int64)  # the number of that update
 
-    def update(self, ids: Any = None) -> None:
-        """Take the weights of a step in.
+    def update(self, ids: npt.ArrayLike | torch.Tensor | None = None) -> None:
+        """Add the weights after a step to the average.
 
-        ids  integers [N] or of any shape, an array or a tensor, each in [0, rows), duplicates allowed: all rows that
-             the step may have changed. None: find them by comparing all rows
+        Args:
+            ids: Of all rows that the step may have changed: integers of any shape, each in [0, rows), duplicates
+                allowed. None: find these rows by comparing all.
 
-        Raises as `HostTable.lookup`, and nothing is taken in then.
+        Raises:
+            UserError: An id is out of range; the average is unchanged. Other wrong ids raise as for `HostTable.lookup`.
         """
         if ids is None:
             read = self._read(None)
@@ -82,8 +86,8 @@ class EMA:
         else:
             if getattr(self.table, "part", None) is not None:
                 raise ValueError(
-                    f"table {self.table.name!r}: this rank has some of its rows, and those of its batch may be "
-                    "others'; call update() without ids, which finds what has changed here"
+                    f"table {self.table.name!r}: this rank has only some of its rows, and its batch uses other "
+                    "ranks', too; call update() without ids, which finds the rows that have changed here"
                 )
             array = ids.detach().cpu().numpy() if isinstance(ids, torch.Tensor) else np.asarray(ids)
             rows = np.unique(checked_ids(array.reshape(-1), self.table.rows, self.table.name))
@@ -111,11 +115,13 @@ class EMA:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Let the table have the averages within a `with`, and then the same bits as before.
+        """Put the averages into the table within a `with`, and restore the same bits afterwards.
 
-        Slots stay. With dtype="bf16" the averages are rounded to the nearest. A checkpoint that is saved within has
-        the averages; what is written to the weights within is lost. ValueError where the table cannot be written, as
-        with other ranks in a loop at depth > 0.
+        Optimizer state is kept. With dtype="bf16" the averages are rounded to nearest. A checkpoint that is saved
+        within has the averages; writes to the weights within are lost.
+
+        Raises:
+            ValueError: The table cannot be written, as with other ranks in a loop at depth > 0.
         """
         average = self.weights
         if self.table.dtype == BF16:
@@ -129,26 +135,26 @@ class EMA:
             with self.table.writing() as w:
                 w.weights = before
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` takes, for `extra` of `Runtime.save`: tensors, which share the memory."""
+    def state_dict(self) -> dict[str, Any]:  # numbers and tensors
+        """Return the state for `load_state_dict` and `extra` of `Runtime.save`; its tensors share the memory."""
         names = ("rows", "average", "last")
         arrays = (self._rows, self._average, self._last)
         tensors = {name: torch.from_numpy(array) for name, array in zip(names, arrays, strict=True)}
         return {"decay": self.decay, "steps": self.steps, **tensors}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` has returned, of a table of the same shape; ValueError for another."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # as `state_dict` returns it
+        """Load the state of an average; ValueError for a table of another shape."""
         shape = list(state["rows"].shape)
         if shape != list(self._rows.shape):
             raise ValueError(
-                f"table {self.table.name!r} is {list(self._rows.shape)}, and the average is of one that is {shape}"
+                f"table {self.table.name!r} has the shape {list(self._rows.shape)}, but the average has {shape}"
             )
         self.decay, self.steps = float(state["decay"]), int(state["steps"])
         for array, name in ((self._rows, "rows"), (self._average, "average"), (self._last, "last")):
             array[...] = state[name].cpu().numpy()
 
     def _at(self, rows: Ids, step: int) -> npt.NDArray[np.float64]:
-        """Return the averages of rows [N] at a step, float64 [N, D]: their weights have not changed since the last."""
+        """Return the averages of rows [N] at a step, float64 [N, D], if their weights are those of the last update."""
         there = self._rows[rows].astype(np.float64)
         gone = np.power(self.decay, (step - self._last[rows]).astype(np.float64))[:, None]
         return there + gone * (self._average[rows].astype(np.float64) - there)

@@ -1,7 +1,7 @@
-"""From features to groups of tables, and from what a caller gives for a batch to ids: flat and without padding."""
+"""Features to groups of tables, and a batch's ids, as the caller has them, to flat ids without padding."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -14,18 +14,19 @@ from hostdev.device.table import DeviceTable
 from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.host.table import HostTable
 from hostdev.kernels.groups import check_groups, drop_padding, offsets_of
-from hostdev.runtime.spec import Bag, Feature
+from hostdev.runtime.spec import Bag, Feature, FeatureInput
 
 Table = HostTable | DeviceTable
+FeatureTables: TypeAlias = Table | Sequence[Table] | Feature
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class Wanted(NamedTuple):
-    """A feature, and where its tables are."""
+class FeatureBinding(NamedTuple):
+    """A feature with the places of its tables."""
 
     name: str
     feature: Feature
-    tables: tuple[tuple[int, int], ...]  # of each table its group, and its place in that
+    tables: tuple[tuple[int, int], ...]  # of each table: its group, and its place in that
     dtypes: tuple[torch.dtype, ...]  # of the rows of each
 
 
@@ -33,20 +34,23 @@ class GroupSpec(NamedTuple):
     """Tables that the same features look up, and so with the same ids."""
 
     tables: list[Table]
-    features: list[int]  # in the order in which they were given
+    features: list[int]  # their numbers, in order
 
 
 def on_host(group: GroupSpec) -> bool:
-    """Tell whether a group's tables are in host memory."""
+    """Return whether a group's tables are in host memory."""
     return group.tables[0].primitive_target == "CPU"
 
 
-def resolve(features: Mapping[str, Any]) -> tuple[list[Wanted], list[GroupSpec]]:
+def resolve(features: Mapping[str, FeatureTables]) -> tuple[list[FeatureBinding], list[GroupSpec]]:
     """Return the features with their tables' places, and the groups.
 
-    features  a table, a tuple of tables, or a `Feature` of these, by name
+    Args:
+        features: By name a table, a tuple of tables, or a `Feature` of these.
 
-    Raises TypeError or ValueError for what is none of these.
+    Raises:
+        TypeError: A feature's tables are no tables.
+        ValueError: There is no feature, or a name is there twice.
     """
     if not isinstance(features, Mapping) or not features:
         raise ValueError("features are a dict: a table, a tuple of tables or a hostdev.Feature for each name")
@@ -62,7 +66,7 @@ def resolve(features: Mapping[str, Any]) -> tuple[list[Wanted], list[GroupSpec]]
     names = [table.name for table in tables.values()]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"several tables are named {twice[0]!r}; their names tell them apart in digests and errors")
+        raise ValueError(f"several tables are named {twice[0]!r}; digests and errors need different names")
     groups: dict[tuple[Any, ...], GroupSpec] = {}
     for key, table in tables.items():
         same = (table.primitive_target, table.total_rows, *users[key])
@@ -72,15 +76,17 @@ def resolve(features: Mapping[str, Any]) -> tuple[list[Wanted], list[GroupSpec]]
         for number, group in enumerate(groups.values())
         for place, table in enumerate(group.tables)
     }
-    wanted = [
-        Wanted(name, feature, tuple(places[id(table)] for table in _tables(name, feature)), _dtypes(name, feature))
+    bindings = [
+        FeatureBinding(
+            name, feature, tuple(places[id(table)] for table in _tables(name, feature)), _dtypes(name, feature)
+        )
         for name, feature in specs.items()
     ]
-    return wanted, list(groups.values())
+    return bindings, list(groups.values())
 
 
 def require_seeds(groups: Sequence[GroupSpec], ranks: World | None) -> None:
-    """UserError, on all ranks, where the parts of a table have other seeds, and so are not parts of one table."""
+    """Raise UserError, on all ranks, where parts of a table have different seeds, and so are not parts of one table."""
     ranks = ranks or ALONE_WORLD
     seeds = {table.name: table.seed for group in groups for table in group.tables}
     for rank, others in enumerate(ranks.control.share(seeds)):
@@ -96,9 +102,7 @@ def _tables(name: str, feature: Feature) -> tuple[Table, ...]:
     tables = (feature.tables,) if feature.is_single else tuple(feature.tables)
     for table in tables:
         if not isinstance(table, HostTable | DeviceTable):
-            raise TypeError(
-                f"feature {name!r}: its ids come from a hostdev.HostTable or a DeviceTable, not from {described(table)}"
-            )
+            raise TypeError(f"feature {name!r} needs a hostdev.HostTable or a DeviceTable, not {describe(table)}")
     return tables
 
 
@@ -126,10 +130,17 @@ class FeatureIds(NamedTuple):
         return self._replace(values=self.values.copy(), weights=weights)
 
 
-def read_ids(name: str, feature: Feature, given: Any) -> FeatureIds:
-    """Return the ids of a feature from what the caller gave: an array, a tensor, a `Bag` or (values, lengths).
+def read_ids(name: str, feature: Feature, given: FeatureInput) -> FeatureIds:
+    """Return the ids of a feature.
 
-    Raises TypeError or ValueError, with the feature's name, for what is none of these or does not add up.
+    Args:
+        name: The feature's, for messages.
+        feature: Its pooling and padding.
+        given: An array, a tensor, a `Bag` or (values, lengths).
+
+    Raises:
+        TypeError: The ids are no integers.
+        ValueError: Shapes, lengths or offsets do not match.
     """
     bag = _bag(name, given)
     values = _integers(name, "ids", bag.values, feature.padding)
@@ -154,7 +165,7 @@ def read_ids(name: str, feature: Feature, given: Any) -> FeatureIds:
     return FeatureIds(flat, offsets, sent, None if pooled else shape, samples)
 
 
-def _bag(name: str, given: Any) -> Bag:
+def _bag(name: str, given: FeatureInput) -> Bag:
     if isinstance(given, Bag):
         return given
     if isinstance(given, tuple):
@@ -200,11 +211,11 @@ def _integers(name: str, what: str, given: Any, padding: int | None = None) -> n
     except BeyondInt64Error as error:
         raise ValueError(f"feature {name!r}: {'an id' if what == 'ids' else what}: {error}") from None
     except ValueError as error:
-        raise ValueError(f"feature {name!r}: {what} are no array ({error})") from None
+        raise ValueError(f"feature {name!r}: {what} are not an array ({error})") from None
     if array.size == 0 and array.dtype == np.float64:
         array = array.astype(np.int64)  # numpy's dtype for an empty list
     if array.dtype.kind not in "iu":
-        raise TypeError(f"feature {name!r}: {what} must be integers, not {described(given)} of {array.dtype}")
+        raise TypeError(f"feature {name!r}: {what} must be integers, not {describe(given)} of {array.dtype}")
     if array.dtype in (np.int32, np.int64):
         return array
     return array.astype(np.int32 if array.dtype.itemsize < 4 else np.int64)
@@ -224,15 +235,22 @@ def _weights(name: str, given: Any, shape: tuple[int, ...]) -> npt.NDArray[np.fl
         raise TypeError(f"feature {name!r}: weights must be numbers, not {array.dtype}")
     if array.shape != shape:
         raise ValueError(f"feature {name!r}: weights are {list(array.shape)}, but the ids {list(shape)}")
-    return np.require(array, np.float32, ["C", "W"]).reshape(-1)  # what is torch's is to be writable
+    return np.require(array, np.float32, ["C", "W"]).reshape(-1)  # torch warns of arrays that are read-only
 
 
 def check_ranges(
-    ids: Sequence[FeatureIds], groups: Sequence[GroupSpec], wanted: Sequence[Wanted], given: Mapping[str, Any]
+    ids: Sequence[FeatureIds],
+    groups: Sequence[GroupSpec],
+    bindings: Sequence[FeatureBinding],
+    given: Mapping[str, FeatureInput],
 ) -> None:
     """Raise UserError for an id outside its table.
 
-    ids    of each feature, from `read_ids` of what was given
+    Args:
+        ids: Of each feature, from `read_ids`.
+        groups: The groups of tables.
+        bindings: Of the features.
+        given: The caller's ids, for the position in the message.
     """
     found = check_groups(
         [([ids[feature].values for feature in group.features], group.tables[0].total_rows) for group in groups]
@@ -241,9 +259,9 @@ def check_ranges(
         return
     group, place, position = found
     spec = groups[group]
-    name, table = wanted[spec.features[place]].name, spec.tables[0]
+    name, table = bindings[spec.features[place]].name, spec.tables[0]
     value = ids[spec.features[place]].values[position]
-    padding = wanted[spec.features[place]].feature.padding
+    padding = bindings[spec.features[place]].feature.padding
     every = _integers(name, "ids", _bag(name, given[name]).values, padding).reshape(-1)  # with padding
     raise UserError(
         f"feature {name!r}: id {value} at position {np.flatnonzero(every == value)[0]} is outside "
@@ -251,7 +269,7 @@ def check_ranges(
     )
 
 
-def described(value: Any) -> str:
-    """Return text as it is, and of anything else what it is."""
+def describe(value: object) -> str:
+    """Return text as it is, and the type of anything else."""
     kind = type(value).__name__
     return repr(value) if isinstance(value, str) else f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"

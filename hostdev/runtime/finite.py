@@ -1,4 +1,4 @@
-"""Whether gradients of rows are finite, and so small that an optimizer's arithmetic stays finite, too."""
+"""Checks that gradients of rows are finite, and small enough for an optimizer's arithmetic to stay finite."""
 
 import math
 from collections.abc import Sequence
@@ -13,11 +13,12 @@ from hostdev.kernels.finite import largest_of_each
 
 
 class Flags:
-    """Numbers on the device that are 0 until a step is not finite, float32 [].
+    """Flags on the device, float32 []: 0 until a step is not finite.
 
-    stop        set where no row may change
-    not_finite  set where that is since a gradient itself is not finite
-    loss        set where that is since a loss is not
+    Attributes:
+        stop: No row may change.
+        not_finite: The reason is a gradient that is not finite.
+        loss: The reason is a loss that is not finite.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,10 +27,12 @@ class Flags:
         )
 
     def check(self, grads: Sequence[Tensor], tables: Sequence[Any], losses: Sequence[Tensor] = ()) -> None:
-        """Look at gradients of rows; nobody waits for an accelerator.
+        """Check gradients of rows, without a device sync.
 
-        grads   float32 [U, D] of each of these tables; larger ones than its optimizer takes set `stop`
-        losses  float32 [], 0, or NaN for one that is not finite
+        Args:
+            grads: float32 [U, D] of each table; those too large for its optimizer set `stop`.
+            tables: The tables.
+            losses: float32 [], 0, or NaN for a loss that is not finite.
         """
         if losses:
             torch._amp_foreach_non_finite_check_and_unscale_(list(losses), self.loss, _power(0, self.loss.device))
@@ -44,28 +47,28 @@ class Flags:
         by_scale: dict[int, list[Tensor]] = {}
         for grad, table in zip(grads, tables, strict=True):
             by_scale.setdefault(_scale(table), []).append(grad)
-        for scale, some in by_scale.items():  # powers of 2: unless something overflows, the bits are those of before
+        for scale, some in by_scale.items():  # powers of 2: the bits stay the same unless something overflows
             up, down = (_power(power, self.stop.device) for power in (scale, -scale))
             torch._amp_foreach_non_finite_check_and_unscale_(some, self.not_finite, up)
             torch._amp_foreach_non_finite_check_and_unscale_(some, self.stop, down)
 
     def check_others(self, tensors: Sequence[Tensor]) -> None:
-        """Look at tensors which are only to be finite."""
-        # As GradScaler does, with a scale of 1: one pass, nobody waits.
+        """Check tensors that must be finite."""
+        # GradScaler's check with a scale of 1: one pass, no device sync
         torch._amp_foreach_non_finite_check_and_unscale_(list(tensors), self.stop, _power(0, self.stop.device))
 
     def now(self) -> Tensor:
-        """Return all, float32 [3]: later steps change them while they are on their way to the host."""
+        """Return all flags, float32 [3], a copy: later steps may change them before they reach the host."""
         return torch.stack([self.stop, self.not_finite, self.loss])
 
     def set(self, values: Tensor) -> None:
-        """Set all, from float32 [3]."""
+        """Set all flags, from float32 [3]."""
         for flag, value in zip((self.stop, self.not_finite, self.loss), values, strict=True):
             flag.copy_(value)
 
 
 def _scale(table: Any) -> int:
-    """Return the power of 2 that makes a gradient overflow float32 if it is more than the table's optimizer takes."""
+    """Return the power of 2 by which a gradient overflows float32 if it is too large for the table's optimizer."""
     return 128 - math.floor(math.log2(table.optimizer.largest_gradient))
 
 

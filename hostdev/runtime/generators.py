@@ -1,4 +1,4 @@
-"""The global generators of random numbers, one interface for all: torch's, NumPy's, Python's, the device's."""
+"""One interface for the global generators of random numbers: torch's, NumPy's, Python's, the device's."""
 
 import ctypes
 import random
@@ -30,8 +30,8 @@ class Generator(Protocol):
         """Return 64 bits that the state determines."""
 
 
-def generators_of(device: torch.device) -> list[Generator]:
-    """Return the global generators: those of the host, and a device's where it has one that torch lets us set."""
+def get_generators(device: torch.device) -> list[Generator]:
+    """Return the global generators of the host, and a device's where torch can set its state."""
     found: list[Generator] = [_Torch(torch.default_generator, "torch"), _NumPy(), _Python()]
     if device.type != "cpu":
         defaults = getattr(torch.get_device_module(device), "default_generators", ())
@@ -42,12 +42,12 @@ def generators_of(device: torch.device) -> list[Generator]:
 
 
 def torch_state(generator: torch.Generator) -> bytes:
-    """Return the state of one of torch's generators, which `==` compares."""
+    """Return the state of one of torch's generators, comparable by `==`."""
     return generator.get_state().numpy().tobytes()
 
 
 def set_torch_state(generator: torch.Generator, state: bytes) -> None:
-    """Set what `torch_state` has returned."""
+    """Set a state that `torch_state` has returned."""
     generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
@@ -86,9 +86,9 @@ class _Python:
 
 
 class _State(NamedTuple):
-    raw: bytes  # of the bit generator; empty where it is not known how that lies in memory
-    full: str  # all of the state, as text that can be compared; empty where `raw` says it all
-    values: Any  # what sets it again, where `full` is not empty
+    raw: bytes  # of the bit generator; empty where its memory layout is unknown
+    full: str  # the full state as text; empty where `raw` is all of it
+    values: Any  # NumPy's own state, where `full` is not empty
 
 
 _WORDS = 625  # of a Mersenne Twister: 624 of its state, and the position
@@ -97,15 +97,15 @@ _WORDS = 625  # of a Mersenne Twister: 624 of its state, and the position
 class _NumPy:
     """The generator behind the functions of `numpy.random`.
 
-    NumPy takes 35 us to return its state as a dict, and as long to set it. Here the memory of the bit generator is
-    copied. A dict is made only where that memory has changed since it was last known that no normal value is kept:
-    NumPy draws these in pairs, and keeps the second one beside the bit generator.
+    NumPy takes 35 us to return its state as a dict, and as long to set it. This class copies the bit generator's
+    memory. It makes a dict only if that memory has changed since NumPy was last known to hold no normal value: NumPy
+    draws normal values in pairs, and holds the second one outside the bit generator.
     """
 
     name = "NumPy"
 
     def __init__(self) -> None:
-        self._plain = b""  # the last memory without a kept value
+        self._plain = b""  # the last memory without a held value
 
     def state(self) -> _State:
         raw = _raw()
@@ -125,7 +125,7 @@ class _NumPy:
             np.random.set_state(state.values)
             return
         if self.state().full:
-            np.random.seed(0)  # forgets the kept value
+            np.random.seed(0)  # forgets the held value
         bits = _bits()
         with bits.lock:
             ctypes.memmove(bits.ctypes.state_address, state.raw, len(state.raw))
@@ -136,7 +136,7 @@ class _NumPy:
         if isinstance(bits, np.random.MT19937):
             np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
             self._plain = _raw()
-        else:  # somebody has given NumPy another one
+        else:  # the program has set another one
             np.random.set_state({**type(bits)(seed).state, "has_gauss": 0, "gauss": 0.0})
 
     def draw(self) -> None:
@@ -153,7 +153,7 @@ def _bits() -> Any:
 
 
 def _raw() -> bytes:
-    """Return the memory of NumPy's Mersenne Twister; b"" where it has another bit generator."""
+    """Return the memory of NumPy's Mersenne Twister; b"" for another bit generator."""
     bits = _bits()
     if not isinstance(bits, np.random.MT19937) or not _is_known():
         return b""
@@ -162,7 +162,7 @@ def _raw() -> bytes:
 
 
 def _is_known() -> bool:
-    """Tell whether a Mersenne Twister lies in memory as it does in the NumPy that this was written for."""
+    """Return whether this NumPy's Mersenne Twister has the memory layout that this module expects."""
     global _known
     if _known is None:
         bits = np.random.MT19937(1)

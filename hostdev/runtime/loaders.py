@@ -1,19 +1,22 @@
-"""Batches with their rows as other people's training loops take them: an object with a length, a new loop an epoch."""
+"""Batches with their rows for the training loops of frameworks: an object with a length, and a new loop each epoch."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, Generic, TypeVar, overload
 from weakref import WeakSet
 
 from hostdev.core.errors import UserError
-from hostdev.runtime import clipping
 from hostdev.runtime.batches import Loop
-from hostdev.runtime.requests import IdsOf
+from hostdev.runtime.requests import GetIds
+from hostdev.runtime.rows import Rows
+
+B = TypeVar("B")  # a loader's batch
+S = TypeVar("S")  # what `send` returns
 
 
 class _First:
-    """The first batches of a loader, each time anew."""
+    """The first batches of a loader, from its beginning each time."""
 
     def __init__(self, loader: Iterable[Any], length: int, skip: int) -> None:
         self._loader, self._length, self._skip = loader, length, skip
@@ -32,43 +35,51 @@ def _length(loader: Any) -> int | None:
         return None
 
 
-class RowsLoader:
-    """Batches with their rows, a new loop for each epoch.
+class RowsLoader(Generic[B]):
+    """Batches with their rows, with a new loop for each epoch.
 
-    open    returns a loop over some batches
-    loader  a DataLoader or another iterable
-    length  batches of an epoch; None: those of the loader, whose `len` says how many
+    Args:
+        open: Returns a loop over some batches.
+        loader: A DataLoader or another iterable.
+        length: Batches of an epoch; None: `len(loader)`.
 
-    TypeError for a loader without `len` where no length is given: a framework would read such a loader one batch
-    ahead, to know the last batch, and so leave each batch before its step.
+    Raises:
+        TypeError: The loader has no `len`, and no length is given. A framework would read such a loader one batch
+            ahead, to know the last batch, and so leave each batch before its step.
     """
 
-    def __init__(self, open: Callable[[Iterable[Any]], Loop], loader: Iterable[Any], length: int | None) -> None:
+    def __init__(
+        self,
+        open: Callable[[Iterable[Any]], Loop[tuple[B, Rows]]],
+        loader: Iterable[Any],  # of any type: B is what the loop yields
+        length: int | None,
+    ) -> None:
         self._open, self._loader, self._length = open, loader, length
         if length is None and _length(loader) is None:
             raise TypeError(
-                f"the loader, a {type(loader).__name__}, has no len(): say how many batches an epoch has, length=N"
+                f"the loader, a {type(loader).__name__}, has no len(): give the number of batches of an epoch, length=N"
             )
         if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
             raise ValueError(f"length is a number of batches, 1 or more, not {length!r}")
-        self._loop: Loop | None = None
-        self._given = 0  # batches of the epoch, so far
-        self._skip = 0  # batches that the next epoch begins after
+        self._loop: Loop[tuple[B, Rows]] | None = None
+        self._given = 0  # batches of the epoch so far
+        self._skip = 0  # batches that the next epoch leaves out
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch."""
         return len(self._loader) if self._length is None else self._length  # type: ignore[arg-type]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[tuple[B, Rows]]:
         """Return an epoch's iterator of (batch, rows). Its loop opens with the first batch, and closes the one before.
 
-        ValueError where the loader ends before the length.
+        Raises:
+            ValueError: The loader ended before the length.
         """
         length, skip = len(self), self._skip
         self.close()
         self._begin()
-        goes_on = iter(self._loader) is self._loader  # what is read beyond this epoch is kept for the next one
-        loop = self._open(self._loader if goes_on else _First(self._loader, length, skip))
+        is_iterator = iter(self._loader) is self._loader  # what is read beyond this epoch is kept for the next one
+        loop = self._open(self._loader if is_iterator else _First(self._loader, length, skip))
         self._loop, self._given = loop, skip
         try:
             while self._given < length:
@@ -78,7 +89,7 @@ class RowsLoader:
                 self._given, self._skip = self._given + 1, 0
                 yield item  # after the last one a trainer may not come back: the next loop closes this one
                 del item
-            if goes_on:
+            if is_iterator:
                 loop.finish()
             else:
                 next(loop, None)
@@ -95,31 +106,34 @@ class RowsLoader:
         """Prepare for an epoch."""
 
 
-class PredictLoader(RowsLoader):
-    """Batches with rows that no gradient goes to; what `Runtime.predict_loader` returns."""
+class PredictLoader(RowsLoader[B]):
+    """Batches with rows that get no gradients; what `Runtime.predict_loader` returns."""
 
 
-class TrainLoader(RowsLoader):
+class TrainLoader(RowsLoader[B]):
     """Batches with their rows, from which a framework trains; what `Runtime.train_loader` returns."""
 
     def __init__(
-        self, runtime: Any, open: Callable[[Iterable[Any]], Loop], loader: Iterable[Any], length: int | None,
+        self,
+        runtime: Any,  # a `Runtime`, whose module imports this one
+        open: Callable[[Iterable[Any]], Loop[tuple[B, Rows]]],
+        loader: Iterable[Any],
+        length: int | None,
         accumulate: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(open, loader, length)
         self._runtime = runtime
         self._has_warned = False
         if length is not None and length % accumulate and iter(loader) is loader:
-            raise ValueError(f"an epoch of {length} batches of an iterator is not whole steps of {accumulate} batches")
+            raise ValueError(f"an iterator's epoch of {length} batches is no multiple of accumulate={accumulate}")
 
     def _begin(self) -> None:
         self._runtime.close_loaders()
-        clipping.install()
 
     def state_dict(self) -> dict[str, int]:
-        """Return where the epoch and the tables are, for a framework's checkpoint.
+        """Return the position in the epoch and the tables' step, for a framework's checkpoint.
 
-        Warns where nobody has arranged for the tables to be saved with it.
+        Warns where the program does not save the tables with it.
         """
         if not self._runtime.is_saved and not self._has_warned:
             self._has_warned = True
@@ -132,7 +146,7 @@ class TrainLoader(RowsLoader):
         return {"given": self._given % len(self), "steps": self._runtime.pipeline.steps}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Begin the next epoch after the batches that were given. UserError where the tables are of another step."""
+        """Begin the next epoch after the batches that were yielded. UserError where the tables are of another step."""
         steps = self._runtime.pipeline.steps
         if state["steps"] != steps:
             raise UserError(
@@ -142,67 +156,116 @@ class TrainLoader(RowsLoader):
         self._skip = state["given"]
 
 
-class ForFrameworks:
-    """What `Runtime` has for the training loops of others."""
+def close_loaders(loaders: Iterable[RowsLoader[Any]], kind: type[RowsLoader[Any]]) -> None:
+    """Close the loops of loaders of one kind, which frameworks leave open."""
+    for loader in list(loaders):
+        if isinstance(loader, kind):
+            loader.close()
 
-    train: Any
-    predict: Any
-    _loaders: WeakSet[RowsLoader]
 
+class FrameworkLoaders:
+    """The part of `Runtime` for the training loops of frameworks."""
+
+    train: Callable[..., Any]  # `Runtime`'s, whose overloads have the types
+    predict: Callable[..., Any]
+    loaders: WeakSet[RowsLoader[Any]]
+
+    @overload
     def train_loader(
-        self, loader: Iterable[Any], *, ids: IdsOf | None = None, send: Callable[[Any], Any] | None = None,
-        accumulate: int = 1, length: int | None = None,
-    ) -> TrainLoader:  # fmt: skip
+        self,
+        loader: Iterable[B],
+        *,
+        ids: GetIds[B] | None = None,
+        send: None = None,
+        accumulate: int = 1,
+        length: int | None = None,
+    ) -> TrainLoader[B]: ...
+    @overload
+    def train_loader(
+        self,
+        loader: Iterable[B],
+        *,
+        ids: GetIds[B] | None = None,
+        send: Callable[[B], S],
+        accumulate: int = 1,
+        length: int | None = None,
+    ) -> TrainLoader[S]: ...
+    def train_loader(
+        self,
+        loader: Iterable[Any],  # the overloads have the types
+        *,
+        ids: GetIds[Any] | None = None,
+        send: Callable[[Any], Any] | None = None,
+        accumulate: int = 1,
+        length: int | None = None,
+    ) -> TrainLoader[Any]:
         """Return the batches with their rows for the trainer of a framework, such as Lightning's.
 
         ::
 
             trainer.fit(module, runtime.train_loader(loader, ids=ids))  # training_step gets (batch, rows)
 
-        An object with `len`, and a new loop over `train` for each iteration; the arguments are those of `train`. The
-        trainer's own clipping (`gradient_clip_val`) clips the rows with the parameters. A resumed trainer goes on after
-        the batch at which it saved.
+        The result has `len`, and a new loop over `train` for each iteration. The trainer's own clipping
+        (`gradient_clip_val`) clips the rows with the parameters. A resumed trainer continues after the batch at which
+        it saved.
 
-        accumulate  the same number as the trainer's, such as `accumulate_grad_batches`
-        length      batches of an epoch; None: `len(loader)`. With an iterator each epoch goes on where the one before
-                    ended
+        Args:
+            loader: As `batches` of `train`.
+            ids: As for `train`.
+            send: As for `train`.
+            accumulate: The trainer's number, such as `accumulate_grad_batches`.
+            length: Batches of an epoch; None: `len(loader)`. An iterator continues in each epoch where the one before
+                ended.
 
-        TypeError for a loader without `len` and no length.
+        Raises:
+            TypeError: The loader has no `len`, and no length is given.
         """
-        made = TrainLoader(
+        made = TrainLoader[Any](
             self,
             lambda batches: self.train(batches, ids=ids, send=send, accumulate=accumulate).clipping_rows(),
-            loader, length, accumulate,
-        )  # fmt: skip
-        self._loaders.add(made)
+            loader,
+            length,
+            accumulate,
+        )
+        self.loaders.add(made)
         return made
 
+    @overload
     def predict_loader(
-        self, loader: Iterable[Any], *, ids: IdsOf | None = None, send: Callable[[Any], Any] | None = None,
+        self, loader: Iterable[B], *, ids: GetIds[B] | None = None, send: None = None, length: int | None = None
+    ) -> PredictLoader[B]: ...
+    @overload
+    def predict_loader(
+        self, loader: Iterable[B], *, ids: GetIds[B] | None = None, send: Callable[[B], S], length: int | None = None
+    ) -> PredictLoader[S]: ...
+    def predict_loader(
+        self,
+        loader: Iterable[Any],  # the overloads have the types
+        *,
+        ids: GetIds[Any] | None = None,
+        send: Callable[[Any], Any] | None = None,
         length: int | None = None,
-    ) -> PredictLoader:  # fmt: skip
+    ) -> PredictLoader[Any]:
         """Return the batches with their rows as `train_loader` does, for validation, tests and predictions."""
-        made = PredictLoader(lambda batches: self.predict(batches, ids=ids, send=send), loader, length)
-        self._loaders.add(made)
+        made = PredictLoader[Any](lambda batches: self.predict(batches, ids=ids, send=send), loader, length)
+        self.loaders.add(made)
         return made
 
-    def close_loaders(self, kind: type[RowsLoader] = RowsLoader) -> None:
+    def close_loaders(self, kind: type[RowsLoader[Any]] = RowsLoader) -> None:
         """Close the loops of all loaders, or of one kind, which frameworks leave open."""
-        for loader in list(self._loaders):
-            if isinstance(loader, kind):
-                loader.close()
+        close_loaders(self.loaders, kind)
 
-    def __copy__(self) -> Any:
+    def __copy__(self) -> "FrameworkLoaders":
         """Return itself: a copy of a module that holds a runtime shares it, and so the tables."""
         return self
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> "FrameworkLoaders":
         """Return itself, as `__copy__` does."""
         return self
 
-    def __reduce__(self) -> Any:
-        """Refuse to be pickled."""
+    def __reduce__(self) -> str:
+        """Raise TypeError: a runtime cannot be pickled."""
         raise TypeError(
-            "a Runtime cannot be pickled, such as with save_hyperparameters() or to another process; leave it out of "
+            "a Runtime cannot be pickled, such as by save_hyperparameters() or for another process; leave it out of "
             "what is pickled, and save its tables with runtime.save(path)"
         )

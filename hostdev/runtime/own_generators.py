@@ -1,10 +1,10 @@
-"""Generators of a program's own: the same draws at any depth, or an error.
+"""Random generators that the program made: the same draws at any depth, or an error.
 
-A global generator has streams for reading (`random_streams`). One that the program made, such as
-`numpy.random.default_rng(0)`, belongs to whoever draws from it. Where that is the loader, or `ids`, alone, or the body
-alone, the order of its draws is the same at any depth. Where it is both, it is not, and the loop refuses. So the
-generators that reading can reach are looked up once, and their states compared around each read. A loop that is left
-before its end sets them back to where the batch that was given out last had left them.
+A global generator has streams for reading (`random_streams`). A generator of the program, such as
+`numpy.random.default_rng(0)`, has the same order of draws at any depth if only reading (the loader, `ids`, `send`) or
+only the body uses it. If both do, the order depends on the depth, and the loop raises an error. For this the generators
+that reading can reach are found once, and their states are compared around each read. A loop that ends early sets them
+back to their states after the last batch that was yielded.
 """
 
 import functools
@@ -22,13 +22,13 @@ import torch
 
 from hostdev.runtime.generators import set_torch_state, torch_state
 
-_MOST_OBJECTS = 2000  # that are looked at
+_MOST_OBJECTS = 2000  # that are searched
 _DEEPEST = 6
 _LONGEST = 64  # items of a container
 
 
 class Draw(NamedTuple):
-    """What the loader has drawn for a batch that the loop did not come to: the next loop finds the batch, and this."""
+    """The loader's draw for a prefetched batch that the loop did not use; the next loop gets both."""
 
     generator: Any
     before: bytes
@@ -38,31 +38,33 @@ class Draw(NamedTuple):
 class OwnGenerators:
     """The generators that reading can reach.
 
-    roots  the loader, `ids` and `send`
+    Args:
+        roots: The loader, `ids` and `send`.
     """
 
     def __init__(self, *roots: Any) -> None:
         self._found = {id(one): one for one in _generators_in(roots)}
-        self._states = {key: _state(one) for key, one in self._found.items()}  # as they were seen last
-        self._ahead: deque[dict[int, bytes]] = deque()  # before each read ahead: the states of those it has drawn from
+        self._states = {key: _state(one) for key, one in self._found.items()}  # at the last comparison
+        self._ahead: deque[dict[int, bytes]] = (
+            deque()
+        )  # of each prefetch: the states, before it, of the generators it drew from
         self._is_first = True
-        self._read: set[int] = set()  # those from which reading has drawn, after the first read: none is ahead of it
-        self._elsewhere: set[int] = set()  # those from which somebody else has, between two reads
+        self._read: set[int] = set()  # those that reading has drawn from, after the first read, which is not ahead
+        self._elsewhere: set[int] = set()  # those that other code has drawn from, between two reads
 
     def before_read(self) -> None:
-        """Note which somebody else has drawn from since the last read; ValueError for one that both draw from."""
+        """Note which generators other code has drawn from since the last read; ValueError for a shared one."""
         self._elsewhere |= self._changed().keys()
         self._require_own()
 
     def loaded(self) -> list[Draw]:
-        """Return what the loader has drawn in this read, before `ids` and `send` are called."""
+        """Return the loader's draws in this read, before `ids` and `send` are called."""
         now = {key: _state(one) for key, one in self._found.items()}
-        return [
-            Draw(self._found[key], before, now[key]) for key, before in self._states.items() if now[key] != before
-        ]  # fmt: skip
+        changed = [(key, before) for key, before in self._states.items() if now[key] != before]
+        return [Draw(self._found[key], before, now[key]) for key, before in changed]
 
     def after_read(self) -> None:
-        """Note from which the read has drawn; ValueError for one that both draw from."""
+        """Note which generators the read has drawn from; ValueError for a shared one."""
         changed = self._changed()
         if not self._is_first:
             self._read |= changed.keys()
@@ -71,18 +73,19 @@ class OwnGenerators:
         self._require_own()
 
     def failed(self) -> None:
-        """Take what a read that raises has drawn as it is; depth 0 would have drawn it, too."""
+        """Accept the draws of a read that raises; depth 0 would have made them, too."""
         self._changed()
 
     def give(self) -> None:
-        """Count a batch as given out; ValueError where the body of the one before has drawn from a shared generator."""
+        """Count a batch as yielded; ValueError where the body before it has drawn from a shared generator."""
         self.before_read()
         self._ahead.popleft()
 
     def leave(self) -> None:
-        """Set the generators back to where they would be if nothing had been read ahead.
+        """Set the generators back to their states without any prefetch.
 
-        ValueError for one from which the last body has drawn, after reading had gone on with it.
+        Raises:
+            ValueError: The last body has drawn from a generator that reading had used before.
         """
         before: dict[int, bytes] = {}
         for changed in reversed(self._ahead):
@@ -94,7 +97,7 @@ class OwnGenerators:
         self._require_own()
 
     def _changed(self) -> dict[int, bytes]:
-        """Return those that have been drawn from since this was called last, each with its state of then."""
+        """Return the generators that were drawn from since the last call, each with its state at that time."""
         changed = {}
         for key, one in self._found.items():
             state = _state(one)
@@ -108,22 +111,22 @@ class OwnGenerators:
 
 
 def repeat(draws: list[Draw]) -> None:
-    """Draw what the loader has drawn for a batch that is there from an earlier loop; ValueError where others drew."""
+    """Repeat the loader's draws for a batch of an earlier loop; ValueError where other code has drawn since."""
     for draw in draws:
         if _state(draw.generator) != draw.before:
-            raise ValueError(_SHARED.format("what comes between two loops", type(draw.generator).__name__))
+            raise ValueError(_SHARED.format("the code between two loops", type(draw.generator).__name__))
         _restore(draw.generator, draw.after)
 
 
 _SHARED = (
     "the loader, `ids` or `send` and {} draw from one {}, and the loop reads ahead: the order of the draws would "
-    "depend on the depth. Give each a generator of its own, or draw from the global ones, or read nothing ahead, with "
-    "read_ahead=0"
+    "depend on the depth. Give each its own generator, draw from the global ones, or use read_ahead=0, which reads "
+    "nothing ahead"
 )
 
 
 def _generators_in(roots: tuple[Any, ...]) -> Iterator[Any]:
-    """Yield the generators that these objects refer to: in containers, fields, closures, globals that code names."""
+    """Yield the generators that objects refer to, in containers, fields, closures and globals that their code names."""
     seen: set[int] = set()
     level = list(roots)
     for _ in range(_DEEPEST):
@@ -141,7 +144,7 @@ def _generators_in(roots: tuple[Any, ...]) -> Iterator[Any]:
 
 
 def _is_global(generator: Any) -> bool:
-    """Tell whether it is one that has streams for reading: `from random import choice` leads to Python's."""
+    """Return whether it is a global generator: `from random import choice` leads to Python's."""
     if isinstance(generator, torch.Generator):
         return generator is torch.default_generator
     if isinstance(generator, np.random.RandomState):
@@ -150,7 +153,7 @@ def _is_global(generator: Any) -> bool:
 
 
 def _referred(thing: Any) -> list[Any]:
-    """Return what an object refers to, as far as a generator may be there."""
+    """Return the objects to which an object refers, where a generator may be."""
     if thing is None or isinstance(thing, _LEAVES):
         return []
     if isinstance(thing, dict):
@@ -176,7 +179,7 @@ def _referred(thing: Any) -> list[Any]:
 
 
 def _cells(function: types.FunctionType) -> list[Any]:
-    """Return what a function has of the functions around it; a variable may have no value yet."""
+    """Return the variables of enclosing functions that a function uses; some may have no value yet."""
     found = []
     for cell in function.__closure__ or ():
         with suppress(ValueError):
@@ -198,12 +201,11 @@ def _slots(thing: Any) -> list[Any]:
 
 
 def _methods(kind: type) -> list[Any]:
-    """Return the functions of a class that reading calls; of torch's and NumPy's own none draws by a global's name."""
-    return [
-        found for base in kind.__mro__ if base.__module__.split(".")[0] not in ("torch", "numpy", "hostdev")
-        for name in ("__getitem__", "__getitems__", "__iter__", "__next__", "__call__")
-        if isinstance(found := vars(base).get(name), types.FunctionType)
-    ]  # fmt: skip
+    """Return the methods of a class that reading calls; torch's and NumPy's own use no global by name."""
+    names = ("__getitem__", "__getitems__", "__iter__", "__next__", "__call__")
+    bases = [base for base in kind.__mro__ if base.__module__.split(".")[0] not in ("torch", "numpy", "hostdev")]
+    found = [vars(base).get(name) for base in bases for name in names]
+    return [one for one in found if isinstance(one, types.FunctionType)]
 
 
 def _named(code: types.CodeType, globals_: dict[str, Any]) -> list[Any]:
@@ -214,10 +216,9 @@ def _named(code: types.CodeType, globals_: dict[str, Any]) -> list[Any]:
 
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_LEAVES = (
-    str, bytes, int, float, complex, bool, type, types.ModuleType, types.CodeType, types.BuiltinFunctionType,
-    np.ndarray, torch.Tensor, torch.nn.Module,
-)  # fmt: skip
+_PLAIN = (str, bytes, int, float, complex, bool, type)
+_CODE = (types.ModuleType, types.CodeType, types.BuiltinFunctionType)
+_LEAVES = (*_PLAIN, *_CODE, np.ndarray, torch.Tensor, torch.nn.Module)
 
 
 def _state(generator: Any) -> bytes:

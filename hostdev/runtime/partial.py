@@ -1,19 +1,21 @@
-"""Looking up some of a runtime's features, such as those of one tower."""
+"""Lookups of some of a runtime's features, such as those of one tower."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
-from hostdev.runtime.features import Wanted
+from hostdev.runtime.features import FeatureBinding
+from hostdev.runtime.spec import FeatureInput
 
+B = TypeVar("B")
 _NONE = np.empty(0, np.int64)
 
 
-def some_features(names: Iterable[str], wanted: Sequence[Wanted]) -> list[str]:
-    """Return the names of features as a list, each once; ValueError unless they are of the runtime's."""
+def some_features(names: Iterable[str], bindings: Sequence[FeatureBinding]) -> list[str]:
+    """Return the names of features as a list, each once; ValueError for names that the runtime does not have."""
     chosen = list(dict.fromkeys([names] if isinstance(names, str) else names))
-    known = [feature.name for feature in wanted]
+    known = [feature.name for feature in bindings]
     unknown = [name for name in chosen if name not in known]
     if unknown or not chosen:
         what = f"no feature {unknown[0]!r}" if unknown else "no features are given"
@@ -21,20 +23,25 @@ def some_features(names: Iterable[str], wanted: Sequence[Wanted]) -> list[str]:
     return chosen
 
 
-def ids_of_some(
-    chosen: Sequence[str], ids: Callable[[Any], Mapping[str, Any]] | None, wanted: Sequence[Wanted]
-) -> Callable[[Any], Mapping[str, Any]]:
-    """Return a function that gives a batch's ids of these features, and none for the others.
+def get_ids_of_some(
+    chosen: Sequence[str],
+    ids: Callable[[B], Mapping[str, FeatureInput]] | None,
+    bindings: Sequence[FeatureBinding],
+) -> Callable[[B], Mapping[str, FeatureInput]]:
+    """Return a function that returns a batch's ids of these features, and no ids for the others.
 
-    ids  gives those of a batch; None where the batches are dicts that have them
+    Args:
+        chosen: The features' names.
+        ids: Returns all ids of a batch; None where the batches are dicts that have them.
+        bindings: Of the runtime's features.
     """
-    left_out = [feature.name for feature in wanted if feature.name not in chosen]
+    left_out = [feature.name for feature in bindings if feature.name not in chosen]
 
-    def found(batch: Any) -> Mapping[str, Any]:
-        given: Any = batch if ids is None else ids(batch)
+    def get_ids(batch: B) -> Mapping[str, FeatureInput]:
+        given = batch if ids is None else ids(batch)
         if not isinstance(given, Mapping):
-            return given  # type: ignore[no-any-return]  # whoever asked says what is wrong
+            return given  # type: ignore[return-value]  # the caller raises an error
         own = {name: given[name] for name in chosen if name in given} if ids is None else dict(given)
         return own | dict.fromkeys(left_out, _NONE)
 
-    return found
+    return get_ids

@@ -1,18 +1,21 @@
-"""Gradients of rows that wait for a step, after a loop was left between `backward` and the optimizer's step.
+"""Gradients of rows that wait for a step, after a loop ended between `backward` and the optimizer's step.
 
 The dense side keeps such gradients in its parameters' `.grad`: they count in its next step, unless `zero_grad` is
-called before. Those of the rows count in the same one. The next loop gives its first batch their rows, too, alone in
-the pipeline, and when that batch's first gradients come, it is seen whether the dense side still has those of before.
+called before. The gradients of the rows count in the same step. The next loop adds their rows to its first batch, which
+is alone in the pipeline. When that batch's first gradients arrive, it checks whether the dense side still has the
+earlier ones.
 """
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from hostdev.device.rows import GroupUses
@@ -20,7 +23,7 @@ from hostdev.kernels.pool import run_tasks
 from hostdev.pipeline.results import Flight, Gradients, Request
 from hostdev.runtime import scaling
 from hostdev.runtime.finite import Flags, NonFiniteError
-from hostdev.runtime.rows import Leaf
+from hostdev.runtime.row_parameter import RowParameter
 from hostdev.runtime.waiting import first_parameter
 
 Ids = npt.NDArray[Any]
@@ -39,46 +42,50 @@ class _Held(NamedTuple):
     optimizer: Optimizer
     parameter: Tensor
     grad: Tensor
-    version: int  # torch's count of the writes to it; -1: it is 0 as it is
+    version: int  # torch's count of the writes to it; -1: all of it is 0
 
     def is_gone(self) -> bool:
-        """Tell whether `zero_grad` has taken it away, or, with `set_to_none=False`, has made it 0."""
+        """Return whether `zero_grad` has removed it, or, with `set_to_none=False`, has set it to 0."""
         return self.parameter.grad is not self.grad or (
             self.version not in (-1, self.grad._version) and not self.grad.any()
         )
 
 
 class Pending:
-    """Gradients that have come to rows in batches that no step was taken with.
+    """Gradients of rows in batches without a step.
 
-    groups      of tables, as the runtime has them
-    optimizers  of the dense side, which wait with the same batches' gradients; none: the loop has none
-    apply       takes the step for these gradients alone
-    scaler      has multiplied the losses; it divides these gradients when it divides those of the dense side
+    Args:
+        groups: The gradients by group of tables, in the runtime's order.
+        optimizers: Of the dense side, with gradients of the same batches; none where the loop has none.
+        apply: Takes the step for these gradients alone.
+        scaler: The scaler that has multiplied the losses; it divides these gradients with those of the dense side.
     """
 
     def __init__(
-        self, groups: Sequence[GroupGradients], optimizers: Iterable[Optimizer], apply: Callable[["Pending"], None],
-        scaler: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        groups: Sequence[GroupGradients],
+        optimizers: Iterable[Optimizer],
+        apply: Callable[["Pending"], None],
+        scaler: GradScaler | None = None,
+    ) -> None:
         self.groups = groups
         self._held = [
             _Held(optimizer, found, found.grad, found.grad._version if found.grad.any() else -1)
             for optimizer in optimizers
             if (found := first_parameter(optimizer)) is not None and found.grad is not None
-        ]  # fmt: skip
+        ]
         self._apply, self._scaler = apply, scaler
         self._dropped = False
         self.thread = threading.get_ident()
 
     def is_kept(self) -> bool:
-        """Tell whether the dense side still has its gradients of the same batches."""
+        """Return whether the dense side still has its gradients of the same batches."""
         if any(one.is_gone() for one in self._held):
             self._dropped = True
         return not self._dropped
 
     def drop(self) -> None:
-        """Forget them."""
+        """Let them not count in the next step."""
         self._dropped = True
 
     def added_to(self, request: Request) -> Request:
@@ -89,30 +96,33 @@ class Pending:
         ]
         return request._replace(ids=ids)
 
-    def add_to(self, leaves: Sequence[Sequence[Leaf]], places: Sequence[Tensor]) -> None:
-        """Add the gradients to those of rows which have been requested with them.
+    def add_to(self, leaves: Sequence[Sequence[RowParameter]], places: Sequence[Tensor]) -> None:
+        """Add the gradients to those of the rows that were requested with them.
 
-        places  of each group, int32 [P]: where its rows are among the leaves'
+        Args:
+            leaves: The rows, by group and by table.
+            places: Of each group, int32 [P]: the positions of its rows among the leaves'.
         """
         for rows, group, at in zip(self.groups, leaves, places, strict=True):
             for grad, leaf in zip(rows.grads, group, strict=True):
                 if grad is not None and leaf.trained:
                     leaf.add_grad(torch.zeros_like(leaf.rows, requires_grad=False).index_copy_(0, at.long(), grad))
 
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The dense optimizers that have gradients of the same batches."""
+        return [one.optimizer for one in self._held]
+
     def stepped(self, optimizer: Optimizer) -> None:
-        """Take the step with an optimizer of the dense side that takes it after the loop; see `scaling.Stepped`."""
-        if self.waits_for(optimizer) and self.is_kept():
+        """Apply the gradients with the step that a dense optimizer takes after the loop; see `scaling.Waiting`."""
+        if threading.get_ident() == self.thread and self.is_kept():
             self._apply(self)
 
-    def waits_for(self, optimizer: Optimizer) -> bool:
-        """Tell whether the dense side's gradients of the same batches are this optimizer's."""
-        return any(optimizer is one.optimizer for one in self._held)
-
     def is_scaled(self) -> bool:
-        """Tell whether the gradients are of scaled losses; see `scaling.Stepped`."""
+        """Return whether the gradients are of scaled losses; see `scaling.Scaled`."""
         return self._scaler is not None
 
-    def unscale(self, scaler: Any) -> dict[torch.device, Tensor]:
+    def unscale(self, scaler: GradScaler) -> dict[torch.device, Tensor]:
         """Divide the gradients by the scale that the scaler has now, as it does those of the dense side."""
         if scaler is not self._scaler or not self.is_kept():
             return {}
@@ -126,12 +136,18 @@ class Pending:
 
 
 def gradients_left(
-    flight: Flight, leaves: Sequence[Sequence[Leaf]], uses: Sequence[Sequence[GroupUses]], more: Sequence[Tensor] | None
+    flight: Flight,
+    leaves: Sequence[Sequence[RowParameter]],
+    uses: Sequence[Sequence[GroupUses]],
+    more: Sequence[Tensor] | None,
 ) -> list[GroupGradients]:
-    """Take the gradients of a batch that is given up.
+    """Take the gradients of a batch that the loop leaves without a step.
 
-    uses  of each of its batches that was given out, of each group; rows that no such batch uses are left out
-    more  of each group, further places of rows that have gradients
+    Args:
+        flight: The batch.
+        leaves: Its rows, by group and by table.
+        uses: Of each of its batches that was yielded, by group; rows that none of them uses are left out.
+        more: Of each group, positions of further rows with gradients.
     """
     left = []
     for number, (part, group) in enumerate(zip(flight.groups, leaves, strict=True)):
@@ -143,56 +159,58 @@ def gradients_left(
         chosen = np.flatnonzero(used[order])
         at = torch.from_numpy(order[chosen]).long()
         grads = [leaf.take_grad() for leaf in group]
-        left.append(GroupGradients(
-            part.ids[chosen], [None if grad is None else grad.index_select(0, at.to(grad.device)) for grad in grads]
-        ))  # fmt: skip
+        found = [None if grad is None else grad.index_select(0, at.to(grad.device)) for grad in grads]
+        left.append(GroupGradients(part.ids[chosen], found))
     return left
 
 
 class FirstBatch:
-    """The first batch after a loop was left, which has the rows of what is pending, too.
+    """The first batch after gradients were left, which has their rows, too.
 
-    What the rows are is kept until it is known whether the pending gradients count: if not, the batch must not have
-    changed them, but an optimizer changes a row whose gradient is 0.
+    The rows' values are kept until it is known whether the pending gradients count: if not, the batch must not change
+    them, but an optimizer changes a row whose gradient is 0.
+
+    Args:
+        pending: The gradients.
+        tables: By group.
+        pipeline: Of the runtime.
+        done: Called when the gradients have been added or dropped.
     """
 
     def __init__(
         self, pending: Pending, tables: Sequence[Sequence[Any]], pipeline: Any, done: Callable[[Pending], None]
     ) -> None:
         self.pending, self._tables, self._pipeline, self._done = pending, tables, pipeline, done
-        self.counts: bool | None = None  # None: no gradient has come
+        self.counts: bool | None = None  # None: the batch has no gradients yet
         self._before: list[tuple[Any, Ids, Any, Any]] = []
 
     def request(self, request: Request) -> Request:
-        """Return a request for the pending rows, too, after their values have been kept."""
+        """Return a request for the pending rows, too; keep their values."""
         for group, own, rows in zip(self._tables, request.ids, self.pending.groups, strict=True):
             ids = rows.ids[~np.isin(rows.ids, np.concatenate(own))] if own else rows.ids
             self._before += [(table, ids, *_read(table, ids)) for table in group if len(ids)]
         return self.pending.added_to(request)
 
-    def came(self, leaves: Sequence[Sequence[Leaf]], inverses: Sequence[Tensor]) -> None:
-        """Decide, when the batch's first gradients have come, and add the pending ones to them if they count."""
+    def came(self, leaves: Sequence[Sequence[RowParameter]], inverses: Sequence[Tensor]) -> None:
+        """Decide at the batch's first gradients whether the pending ones count; if so, add them."""
         if self.counts is None:
             self.counts = self.pending.is_kept()
             if self.counts:
                 self.pending.add_to(leaves, self.places(inverses))
 
     def places(self, inverses: Sequence[Tensor]) -> list[Tensor]:
-        """Return where the pending rows are among the batch's: at the end of each group's places of ids."""
+        """Return the positions of the pending rows in the batch, which are the last ones of each group."""
         groups = self.pending.groups
         return [at[len(at) - len(rows.ids) :] for at, rows in zip(inverses, groups, strict=True)]
 
     def wrote(self, table: Any, ids: Ids | None) -> None:
-        """Keep what somebody has written to rows as what they are to be; None for all of the table's.
-
-        ids  int32 or int64 [N]
-        """
+        """Keep the values that the program has written to rows, int32 or int64 [N], or to all of a table (None)."""
         for number, (one, own, _, _) in enumerate(self._before):
             if one is table and (ids is None or np.isin(own, ids).any()):
                 self._before[number] = (table, own, *_read(table, own))
 
     def end(self) -> None:
-        """Let rows that were not to change have their values again; after the batch's update."""
+        """Restore the rows that must not change, after the batch's update."""
         if self.counts is None:
             return
         before, self._before = self._before, []
@@ -206,7 +224,7 @@ class FirstBatch:
 
 
 def _read(table: Any, ids: Ids) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """Return rows with their slots, [N, 1 + S, D] and [N, R]; for the table's loop, which has brought it up to date."""
+    """Return rows with their optimizer state, [N, 1 + S, D] and [N, R]; the table has been written back."""
     if table.primitive_target == "DEVICE":
         at = torch.from_numpy(ids).to(table.device)
         block, row_slots = (one.index_select(0, at).cpu().numpy() for one in table.memory)
@@ -219,7 +237,7 @@ def _read(table: Any, ids: Ids) -> tuple[npt.NDArray[np.float32], npt.NDArray[np
 
 
 def _write(table: Any, ids: Ids, block: npt.NDArray[np.float32], row_slots: npt.NDArray[np.float32]) -> None:
-    """Overwrite rows with what `_read` returned of them."""
+    """Overwrite rows with the result of `_read`."""
     if table.primitive_target == "CPU":
         run_tasks(table.write_rows_tasks(ids, block, row_slots))
         return
@@ -233,19 +251,22 @@ def take_step(pipeline: Any, pending: Pending, frozen: set[str]) -> None:
     request = pending.added_to(Request(None, 0, [[]] * len(pending.groups)))
     with pipeline.train([request]) as one:
         flight = one.take()
-        leaves = [
-            [Leaf(embedding.table, values, None, trained=embedding.name not in frozen)
-             for embedding, values in zip(group.embeddings, part.values, strict=True)]
-            for group, part in zip(pipeline.groups, flight.groups, strict=True)
-        ]  # fmt: skip
+        leaves = []
+        for group, part in zip(pipeline.groups, flight.groups, strict=True):
+            pairs = zip(group.embeddings, part.values, strict=True)
+            leaves.append(
+                [RowParameter(one.table, values, None, trained=one.name not in frozen) for one, values in pairs]
+            )
         pending.add_to(leaves, [part.inverse for part in flight.groups])
         grads = [[leaf.take_grad() for leaf in group] for group in leaves]
-        come = [(grad, leaf.table) for taken, group in zip(grads, leaves, strict=True)
-                for grad, leaf in zip(taken, group, strict=True) if grad is not None]  # fmt: skip
+        flat = zip(chain(*grads), chain(*leaves), strict=True)
+        found = [(grad, leaf.table) for grad, leaf in flat if grad is not None]
         flags = Flags(pipeline.staging.device)
-        flags.check(*zip(*come, strict=True))
+        flags.check(*zip(*found, strict=True))
         if flags.stop.item():
-            raise NonFiniteError("gradients of the rows that a loop was left with are not finite; no row was updated")
+            raise NonFiniteError(
+                "the gradients of rows that wait for a step since an earlier loop are not finite; no row was updated"
+            )
         one.finish(flight, Gradients(grads))
         del flight
         assert one.take() is None

@@ -1,12 +1,14 @@
-"""What a runtime's groups of tables must be for its device, its caches and its ranks."""
+"""Checks of a runtime's groups of tables: their device, their caches, their ranks and the host's memory."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from hostdev.cache.cache import EmbeddingCache
 from hostdev.core.errors import UserError
 from hostdev.core.memory import TableShape
+from hostdev.core.primitive import OpLog
 from hostdev.device.backend import is_accelerator
 from hostdev.device.table import DeviceTable
 from hostdev.distributed.process_group import Ranks
@@ -14,6 +16,8 @@ from hostdev.distributed.world import ALONE_WORLD
 from hostdev.runtime import room
 from hostdev.runtime.features import GroupSpec, on_host
 from hostdev.runtime.spec import CacheSpec
+
+CacheSize = int | str | CacheSpec
 
 
 def require_place(groups: list[GroupSpec], device: torch.device) -> None:
@@ -24,8 +28,10 @@ def require_place(groups: list[GroupSpec], device: torch.device) -> None:
                 raise ValueError(f"table {table.name!r} is on {table.device}, and the rows go to {device}")
 
 
-def cache_specs(cache: Any, groups: list[GroupSpec]) -> list[CacheSpec | None]:
-    """Return each group's cache."""
+def cache_specs(
+    cache: CacheSize | Mapping[str, CacheSize | None] | None, groups: list[GroupSpec]
+) -> list[CacheSpec | None]:
+    """Return each group's cache, from the argument `cache` of `Runtime`."""
     if cache is None:
         return [None] * len(groups)
     if not isinstance(cache, Mapping):
@@ -43,15 +49,28 @@ def cache_specs(cache: Any, groups: list[GroupSpec]) -> list[CacheSpec | None]:
             raise UserError(f"a cache for table {name!r}, which is on the device, has no effect; leave it out")
         if specs[found[0]] is not None:
             raise ValueError(
-                f"table {name!r} shares its ids, and so its cache, with another one that has a cache given"
+                f"table {name!r} shares its ids, and so its cache, with another table for which a cache is given"
             )
         if value is not None:
             specs[found[0]] = value if isinstance(value, CacheSpec) else CacheSpec(value)
     return specs
 
 
+def make_cache(
+    group: GroupSpec, spec: CacheSpec | None, device: torch.device, ranks: Ranks | None, log: OpLog | None
+) -> EmbeddingCache | None:
+    """Return a group's cache; None where it has none."""
+    if spec is None:
+        return None
+    counts = spec.counts
+    if counts is not None and ranks is not None:
+        counts = counts[group.tables[0].ids(0, group.tables[0].rows)]  # type: ignore[union-attr]
+    options: dict[str, Any] = {"counts": counts, "record": spec.record, "log": log}
+    return EmbeddingCache(group.tables, spec.rows, spec.policy, device, spec.window, **options)  # type: ignore[arg-type]
+
+
 def require_parts(groups: list[GroupSpec], ranks: Ranks | None) -> None:
-    """ValueError unless every table is this rank's part, or all of it where there are no others."""
+    """Raise ValueError unless every table is this rank's part, or the full table without other ranks."""
     wanted = (ranks or ALONE_WORLD).part()
     for table in (table for group in groups for table in group.tables):
         part = getattr(table, "part", None)
@@ -64,7 +83,7 @@ def require_parts(groups: list[GroupSpec], ranks: Ranks | None) -> None:
 
 
 def require_room(groups: list[GroupSpec], specs: list[CacheSpec | None], depth: int, device: torch.device) -> None:
-    """Raise UserError where the host's memory does not hold what a runtime keeps beside its tables."""
+    """Raise UserError where the host's memory is too small for what a runtime needs with its tables."""
     sizes = [
         room.GroupSize(
             group.tables[0].rows,

@@ -1,4 +1,4 @@
-"""Random numbers for reading: what a loader, `ids` and `send` draw from global generators, the same at any depth.
+"""Random numbers for reading: a loader, `ids` and `send` draw the same ones from global generators at any depth.
 
 A loop reads ahead of its body, and both may draw from the same global generator: torch's, NumPy's, Python's `random`,
 the device's. The order of their draws would depend on how far ahead the loop reads. So each batch is read with streams
@@ -16,16 +16,19 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hostdev.distributed.process_group import Ranks
+from hostdev.distributed.world import ALONE_WORLD
 from hostdev.kernels.counter import key64
-from hostdev.runtime.generators import generators_of
+from hostdev.runtime.generators import get_generators
 
 
 class Place(NamedTuple):
-    """A place in a sequence of batches, and the seeds of their streams.
+    """A position in a sequence of batches, and the seeds of their streams.
 
-    seeds     of each generator by name
-    position  batches that have been given out, those of other processes included
-    advanced  names of generators that have been advanced since the sequence began
+    Attributes:
+        seeds: Of each generator by name.
+        position: Batches that were yielded, including those of other processes.
+        advanced: Names of the generators that have been advanced since the sequence began.
     """
 
     seeds: dict[str, int]
@@ -33,13 +36,13 @@ class Place(NamedTuple):
     advanced: tuple[str, ...] = ()
 
     def to_state(self) -> dict[str, Any]:
-        """Return it for a checkpoint; the seeds as text, since they take all of 64 bits."""
+        """Return it for a checkpoint; the seeds as text, because they take all of 64 bits."""
         seeds = {name: str(seed) for name, seed in self.seeds.items()}
         return {"seeds": seeds, "position": self.position, "advanced": list(self.advanced)}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "Place":
-        """Return what `to_state` was called on."""
+        """Return the place of a `to_state`."""
         seeds = {name: int(seed) for name, seed in state["seeds"].items()}
         return cls(seeds, state["position"], tuple(state["advanced"]))
 
@@ -47,19 +50,21 @@ class Place(NamedTuple):
 class RandomStreams:
     """Random streams for the batches of one loader, each with a number.
 
-    device  the runtime's, whose generator counts as a global one
-    place   where an earlier loop over the same batches, or a checkpoint, ended; None: a new sequence
-    stride  batches of a step, of which this process reads
-    each    so many in a row, the first of them after
-    first   so many: other processes read the rest
+    Args:
+        device: The runtime's, whose generator counts as a global one.
+        place: The end of an earlier loop over the same batches, or of a checkpoint; None: a new sequence.
+        stride: Batches of a step, of all processes.
+        each: Consecutive batches of a step that this process reads.
+        first: Batches of a step before these.
 
-    start   batches that this process had given out when the loop began
+    Attributes:
+        start: Batches that this process had yielded when the loop began.
     """
 
     def __init__(
         self, device: torch.device, place: Place | None = None, *, stride: int = 1, each: int = 1, first: int = 0
     ) -> None:
-        self._generators = generators_of(device)
+        self._generators = get_generators(device)
         self.is_new = place is None
         if place is None:
             place = Place({one.name: one.fingerprint() for one in self._generators})
@@ -70,15 +75,19 @@ class RandomStreams:
 
     @property
     def place(self) -> Place:
-        """Where the batches that have been given out end."""
+        """The position after the batches that were yielded."""
         position = self._given // self._each * self._stride
         return Place(dict(self._seeds), position, tuple(sorted(self._advanced)))
 
     @contextmanager
     def reading(self, position: int) -> Iterator[list[str]]:
-        """Read a batch with streams of its own; the list has afterwards the names of the generators that it drew from.
+        """Read a batch with streams of its own.
 
-        position  how many batches of the sequence come before it, in this process
+        Args:
+            position: The number of batches of the sequence before it, in this process.
+
+        Yields:
+            A list that afterwards has the names of the generators that reading drew from.
         """
         step, place = divmod(position, self._each)
         number = step * self._stride + self._first + place
@@ -98,12 +107,27 @@ class RandomStreams:
                 one.restore(state)
 
     def give(self, drew: Sequence[str]) -> None:
-        """Count a batch as given out, for which reading drew from these generators.
+        """Count a batch as yielded, for which reading drew from these generators.
 
-        The first time that a generator was used it is advanced by one number: another loop begins from another state.
+        At its first use a generator is advanced by one number, so that another loop begins from another state.
         """
         self._given += 1
         for one in self._generators:
             if one.name in drew and one.name not in self._advanced:
                 self._advanced.add(one.name)
                 one.draw()
+
+
+def make_streams(device: torch.device, ranks: Ranks | None, place: Place | None, each: int) -> RandomStreams:
+    """Return the streams of a loop's batches.
+
+    Args:
+        device: The runtime's.
+        ranks: The other processes, each of which reads its share of a step's batches.
+        place: Where the batches continue; None: they begin.
+        each: Batches of a step that are read here.
+    """
+    share, shares = (ranks or ALONE_WORLD).share()
+    if shares == 1:
+        return RandomStreams(device, place)
+    return RandomStreams(device, place, stride=each * shares, each=each, first=each * share)

@@ -1,4 +1,4 @@
-"""An iterator that is read ahead of a loop: what the loop did not come to is there for the next one."""
+"""Iterators that loops read ahead: prefetched batches that a loop did not use are replayed by the next one."""
 
 import sys
 import threading
@@ -13,33 +13,33 @@ _OWN_REFERENCES = 2  # to the iterator: the field's, and that of the call which 
 
 
 class ReadAhead:
-    """The batches of an iterator that were read, and not yet given out.
+    """The batches of an iterator that were read and not yet used.
 
-    A loop that is left early has read further than it has come, by its depth and the window of its caches. Where the
-    next one goes on with the same iterator, it gets those first, so that no batch is lost.
+    A loop that ends early has read further than its body got, by its depth and the window of its caches. A next loop
+    over the same iterator gets these batches first, so that none is lost.
     """
 
     def __init__(self, source: Iterator[Any]) -> None:
         self.source = source
-        self.streams: RandomStreams | None = None  # of random numbers, as the last loop over it had them
-        self.states: Any = None  # accelerate's, with each batch that is kept
-        self.draws: deque[list[Draw]] = deque()  # of the loader's from generators of its own, for each that is kept
+        self.streams: RandomStreams | None = None  # random streams of the last loop over it
+        self.states: Any = None  # accelerate's, for each kept batch
+        self.draws: deque[list[Draw]] = deque()  # what the loader drew from generators of its own, for each kept batch
         self._kept: deque[Any] = deque()
         self._readers = 0
-        self._reading = threading.Lock()  # a reader of before may still be in somebody's code
+        self._reading = threading.Lock()  # an earlier reader may still run the loader's code
 
     @property
     def is_held(self) -> bool:
-        """Tell whether somebody else has the iterator, and so may go on with it."""
+        """Whether somebody else holds the iterator, and so may continue with it."""
         return sys.getrefcount(self.source) > _OWN_REFERENCES
 
     @property
     def place(self) -> Place | None:
-        """Where in its batches the last loop over it is, for their random streams."""
+        """The position of the last loop over it, for the random streams."""
         return None if self.streams is None else self.streams.place
 
     def batches(self) -> Iterator[Any]:
-        """Yield what was kept, then what the iterator has; for one reader at a time."""
+        """Yield the kept batches, then those of the iterator; for one reader at a time."""
         with self._reading:
             again = deque(self._kept)
             self._readers += 1
@@ -56,16 +56,60 @@ class ReadAhead:
                     return
                 self._kept.append(held[0])
                 self.draws.append([])
-            yield held.pop()  # not kept here: a batch lives no longer than the caller has it
+            yield held.pop()  # not kept here: only the caller keeps a batch alive
 
     def given(self) -> None:
-        """Note that the first of them has been given out."""
+        """Remove the first kept batch, which the loop's body got."""
         self._kept.popleft()
         self.draws.popleft()
 
 
+class Iterators:
+    """The iterators that a runtime's loops have read ahead, and where they are."""
+
+    def __init__(self) -> None:
+        self._held: list[ReadAhead] = []
+        self._last: ReadAhead | None = None  # of the last loop over train
+        self._loaded: Place | None = None
+
+    def get(self, source: Iterator[Any], *, train: bool) -> ReadAhead:
+        """Return an iterator's batches; those that an earlier loop has read and not used come first."""
+        self._held = [one for one in self._held if one.is_held or one is self._last]
+        found = next((one for one in self._held if one.source is source), None)
+        if found is None:
+            found = ReadAhead(source)
+            self._held.append(found)
+        if train:
+            self._last = found
+        return found
+
+    def remove(self, ahead: ReadAhead) -> None:
+        """Forget an iterator that is at its end."""
+        self._held = [one for one in self._held if one is not ahead]
+        if self._last is ahead:
+            self._last = None
+
+    def clear(self) -> None:
+        """Forget all iterators."""
+        self._held, self._last = [], None
+
+    @property
+    def place(self) -> Place | None:
+        """The position at which the last loop over `train` left an iterator."""
+        return None if self._last is None else self._last.place
+
+    def continue_at(self, place: Place | None) -> None:
+        """Begin the next loop over `train` at a checkpoint's position in the batches."""
+        self._loaded = place
+
+    def take_loaded(self) -> Place | None:
+        """Return a checkpoint's position, once."""
+        place, self._loaded = self._loaded, None
+        return place
+
+
 def require_read_ahead(read_ahead: Any, *, background: bool) -> None:
-    """Raise ValueError for what is no number of batches, or has no effect."""
+    """Raise ValueError unless `read_ahead` is a number of batches and has an effect."""
     if read_ahead is None:
         return
     if isinstance(read_ahead, bool) or not isinstance(read_ahead, int) or read_ahead < 0:

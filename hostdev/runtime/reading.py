@@ -1,9 +1,9 @@
-"""How a loop reads its loader: what a program's own code does there is the same at any depth, or refused.
+"""How a loop reads its loader, so that the program's own code there has the same results at any depth, or an error.
 
-The loader, `ids` and `send` are somebody's program. They run in the loop's own thread, but batches ahead of the body.
-What follows from that has an owner each: random numbers (`random_streams`, `own_generators`), memory that is filled
-again (`refills`), batches that a loop was left before (`read_ahead`), and what accelerate tells the body. This is where
-a batch passes them all, once as it is read and once as it is given out.
+The loader, `ids` and `send` are the program's code. They run in the loop's thread, but batches ahead of the body. Each
+consequence has a module: random numbers (`random_streams`, `own_generators`), reused memory (`refills`), prefetched
+batches that a loop did not use (`read_ahead`), and accelerate's state. A batch passes all of them here, when it is read
+and when the loop yields it.
 """
 
 from collections import deque
@@ -22,19 +22,20 @@ from hostdev.runtime.refills import InFlight
 class Reading:
     """The batches of one loop, from its loader to its body.
 
-    batches  the loader, which begins here
-    program  what else of the program is called for each batch: `ids` and `send`
-    keep     returns what is kept of an iterator, in which another loop may go on where this one is left
+    Args:
+        batches: The loader, which begins here.
+        program: The other functions that are called for each batch: `ids` and `send`.
+        keep: Returns the record of an iterator, in which another loop may continue after this one.
     """
 
     def __init__(
         self, batches: Iterable[Any], program: Sequence[Any], keep: Callable[[Iterator[Any]], ReadAhead]
-    ) -> None:  # fmt: skip
+    ) -> None:
         source = iter(batches)
         self.kept = kept = keep(source) if source is batches else None
         self._repeated = deque[list[Draw]]() if kept is None else kept.draws.copy()  # of batches of earlier loops
         self._streams: RandomStreams | None = None
-        self._in_flight: InFlight | None = None  # None: nothing is read before the batch before it is given out
+        self._in_flight: InFlight | None = None  # None: each batch is read after the one before was yielded
         self._own: OwnGenerators | None = None
         self._states: accelerate.States | None = None
         self._drew: deque[Sequence[str]] = deque()  # the global generators that each batch's reading drew from
@@ -47,10 +48,11 @@ class Reading:
                 kept.states = self._states
 
     def watch(self, streams: RandomStreams, *, ahead: bool) -> None:
-        """Let reading be seen: the program's own code runs in it.
+        """Watch the program's code while it reads.
 
-        streams  of random numbers, for the batches
-        ahead    batches are read before the loop comes to them
+        Args:
+            streams: The batches' random streams.
+            ahead: Batches are read before the body needs them.
         """
         self._streams = streams
         if ahead:
@@ -61,19 +63,23 @@ class Reading:
 
     @property
     def copies(self) -> bool:
-        """Tell whether ids are to be copied when they are read: the loader may write to its own again."""
+        """Whether ids must be copied when they are read, because the loader may reuse their memory."""
         return self._in_flight is not None
 
     @property
     def place(self) -> Place | None:
-        """Where in its batches the loop is, for their random streams."""
+        """The loop's position in its batches, for their random streams."""
         return None if self._streams is None else self._streams.place
 
     @contextmanager
     def batch(self, number: int) -> Iterator[list[Any]]:
-        """Read the next batch, and what the block makes of it; the list has it, to be taken out, or nothing at the end.
+        """Read the next batch around a `with` that processes it.
 
-        number  of batches that were read before it
+        Args:
+            number: Of batches that were read before it.
+
+        Yields:
+            A list with the batch, which the block takes out; empty at the end.
         """
         if self._in_flight is not None:
             self._in_flight.before_read()
@@ -94,7 +100,7 @@ class Reading:
 
     @contextmanager
     def _reading(self, number: int) -> Iterator[tuple[list[Any], Sequence[str]]]:
-        """Read the next batch with random streams of its own: the loader's, and what of the program comes after it."""
+        """Read the next batch with random streams of its own, for the loader and the program's functions."""
         streams = self._streams
         position = 0 if streams is None else streams.start + number
         is_first = streams is not None and streams.is_new and not number  # it draws as in a loop of plain torch
@@ -107,7 +113,7 @@ class Reading:
                 yield held if is_first else self._next(), drew
 
     def _next(self) -> list[Any]:
-        """Return the loader's next batch in a list, out of which it is taken so that nothing keeps it alive."""
+        """Return the loader's next batch in a list, from which the caller takes it so that nothing keeps it alive."""
         is_new = not self._repeated
         if not is_new:
             repeat(self._repeated.popleft())
@@ -118,15 +124,12 @@ class Reading:
         return []
 
     def has_read(self, batch: Any, number: int) -> None:
-        """Note the memory of a batch; ValueError where reading it has changed one before it.
-
-        number  of the batch, for the message
-        """
+        """Note the memory of a batch; ValueError, with its number, where reading it has changed an earlier one."""
         if self._in_flight is not None:
             self._in_flight.after_read(batch, number)
 
     def give(self) -> None:
-        """Give out the first of the batches that were read; ValueError where what came after it has changed it."""
+        """Yield the first of the prefetched batches; ValueError where a later one has changed it."""
         if self.kept is not None:
             self.kept.given()
         if self._in_flight is not None:
@@ -139,14 +142,14 @@ class Reading:
             self._states.show()
 
     def leave(self) -> None:
-        """End before the last batch; ValueError for draws that would have been others at depth 0."""
+        """End before the last batch; ValueError for random draws that would differ at depth 0."""
         own = self._own
         self.end()
         if own is not None:
             own.leave()
 
     def end(self) -> None:
-        """Let go of the batches."""
+        """Release the batches."""
         self._source, self._in_flight, self._own = iter(()), None, None
         if self._states is not None:
             self._states.hide()

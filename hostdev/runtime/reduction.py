@@ -1,4 +1,4 @@
-"""The gradients of a step's micro-batches added up, in the order of a tree: those of rows and of dense parameters."""
+"""Sums of the gradients of a step's micro-batches, of rows and of dense parameters, in the order of a tree."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,51 +12,68 @@ from hostdev.distributed.process_group import Channel, Ranks
 from hostdev.pipeline.results import Flight
 from hostdev.runtime import alike
 from hostdev.runtime.finite import Flags
-from hostdev.runtime.rows import Leaf
+from hostdev.runtime.row_parameter import RowParameter
 
 
 class Reduction:
-    """What the micro-batches of one step have come to so far.
+    """The sums over the micro-batches of one step so far.
 
-    leaves  the rows of every table
-    count   micro-batches of the step on each rank
-    flags   that tell of a step which is not finite
-    ranks   that have the others; None: all are here
-    dense   exchanges the gradients of parameters with other ranks
-    flight  the step's batch
-    losses  that `backward` was called on: 0, or not finite
-    steps   to the other ranks, for what they tell one another with each step
+    Args:
+        leaves: The rows of every table.
+        count: Micro-batches of the step on each rank.
+        flags: Whether steps are finite.
+        ranks: The processes that have the other micro-batches; None: all are here.
+        dense: Exchanges the gradients of parameters with other ranks.
+        flight: The step's batch.
+        losses: Of each `backward`: 0, or not finite.
+        steps: To the other ranks, for small values of each step.
     """
 
     def __init__(
-        self, leaves: Sequence[Leaf], count: int, flags: Flags, ranks: Ranks | None,
-        dense: DenseExchange, flight: Flight, losses: Sequence[Tensor], steps: Channel | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        leaves: Sequence[RowParameter],
+        count: int,
+        flags: Flags,
+        ranks: Ranks | None,
+        dense: DenseExchange,
+        flight: Flight,
+        losses: Sequence[Tensor],
+        steps: Channel | None = None,
+    ) -> None:
         self._flight, self._losses, self._steps = flight, losses, steps
         self._leaves, self._flags, self._ranks, self.count, self._exchange = leaves, flags, ranks, count, dense
         self._rows: TreeSum[Grads] = TreeSum(add_lists)
         self._dense: TreeSum[Grads] = TreeSum(add_lists)
         self._first = 0 if ranks is None else ranks.share()[0] * count
-        self._rows_come: dict[int, Grads] = {}  # of micro-batches, where these come in an order of their own
+        self._rows_come: dict[int, Grads] = {}  # by micro-batch, where these end in an order of their own
         self._next = self._first
         self._parameters: list[Tensor] = []
         self._values: list[Tensor | None] = []
-        self.in_two = False  # on all ranks it is known whose gradients go first
-        self.parts: list[list[Tensor] | None] = []  # with other ranks, of each leaf the gradients of this one's nodes
+        self.in_two = False  # all ranks know which gradients are sent first
+        self.parts: list[list[Tensor] | None] = []  # with other ranks, of each leaf: the gradients of this rank's nodes
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether other ranks have micro-batches of the step."""
+        return self._ranks is not None
+
+    def has_sums(self, *, reduced: bool) -> bool:
+        """Return whether the rows have the gradients of the whole step, here."""
+        return self._ranks is None and reduced and self._next >= self.count
 
     def require_sums(self, *, reduced: bool) -> None:
-        """ValueError where this process does not have, now or ever, the rows' gradients of the whole step."""
+        """Raise ValueError where this process does not have, now or ever, the rows' gradients of the step."""
         if self._ranks is not None:
             raise ValueError(
-                "the gradients of rows are added up where the rows are, so that no rank has their norm: with ranks, "
+                "the gradients of rows are summed where the rows are, so that no rank has their norm: with ranks, "
                 "clip those of model.parameters() alone"
             )
-        if not reduced or self._next < self.count:
-            raise ValueError("rows.parameters() is for the step's sums: call it after the last reduce() of the step")
+        if not self.has_sums(reduced=reduced):
+            raise ValueError("rows.parameters() has the step's sums: call it after the last reduce() of the step")
 
     @property
     def has_rows(self) -> bool:
-        """Tell whether gradients of rows have come, to whatever rank."""
+        """Whether rows have gradients, on any rank."""
         return any(part is not None for part in self.parts)
 
     def add(self, parameters: Iterable[Tensor], values: Tensor | None) -> Tensor | None:
@@ -75,7 +92,7 @@ class Reduction:
         self._next += 1
         if self._next < self.count:
             return None
-        # What is not there is left out here, and 0 where ranks exchange it: both come to the same, but for a -0.
+        # Missing gradients are left out here, and 0 where ranks exchange them: equal sums, except for a -0.
         for leaf, total in zip(self._leaves, self._rows.total() or (), strict=False):
             leaf.rows.grad = None if total is None else total.add_(0.0)
         for parameter, total in zip(given, self._dense.total() or (), strict=False):
@@ -105,10 +122,10 @@ class Reduction:
         return self._exchanged(self._ranks, dense, dense.put_nodes(nodes))
 
     def _to_ranks(self, ranks: Ranks) -> Tensor | None:
-        """Give all ranks the sums over all of the parameters' gradients, and of the rows' what is to be sent."""
+        """Give all ranks the sums of the parameters' gradients, and prepare those of the rows for sending."""
         trained = [one for one in self._parameters if one.requires_grad]
         if self._exchange.is_of_all and self._exchange.is_new(trained):
-            ranks.agree("parameters", "the first rows.reduce()", alike.of_parameters(trained))
+            ranks.agree("parameters", "the first rows.reduce()", alike.get_parameters(trained))
         dense = self._exchange.of(trained)
         has_dense = dense.put()
         self._next += 1
@@ -117,16 +134,18 @@ class Reduction:
     def _exchanged(self, ranks: Ranks, dense: DenseGradients, has_dense: Sequence[bool]) -> Tensor | None:
         ranks.calls.begin("reduce", f"rows.reduce() of step {self._flight.position}")
         rows = self._rows.nodes
-        has_rows = [any(node.value is not None and node.value[leaf] is not None for node in rows)
-                    for leaf in range(len(self._leaves))]  # fmt: skip
+        has_rows = [
+            any(node.value is not None and node.value[leaf] is not None for node in rows)
+            for leaf in range(len(self._leaves))
+        ]
         shape = next((value.shape for value in self._values if value is not None), None)
         size, single = (0, False) if shape is None else (shape.numel(), not shape)
         not_ready = self._flight.first is None
         same = self._exchange.is_of_all  # else others have other parameters
         given_dense: Sequence[int] = has_dense if same else self._exchange.reduce_flags(has_dense)
-        telling = [*has_rows, *(has_dense if same else ()), size, single, not_ready, *ranks.contributed,
-                   *alike.marks_of([leaf.table for leaf in self._leaves], [not leaf.trained for leaf in self._leaves]),
-                   ranks.calls.last.number]  # fmt: skip
+        marks = alike.make_marks([leaf.table for leaf in self._leaves], [not leaf.trained for leaf in self._leaves])
+        telling = [*has_rows, *(has_dense if same else ()), size, single, not_ready, *ranks.contributed, *marks]
+        telling.append(ranks.calls.last.number)
         assert self._steps is not None
         told = _largest(self._steps, telling)
         ranks.calls.catch_up(told.pop())
@@ -136,10 +155,10 @@ class Reduction:
         if same:
             given_dense, told = told[: len(has_dense)], told[len(has_dense) :]
         size, single, self.in_two, ranks.reduced = told[0], bool(told[1]), not told[2], told[3:]
-        found = [(part, leaf.table) for node in rows for part, leaf in zip(node.value or (), self._leaves, strict=False)
-                 if part is not None]  # fmt: skip
+        pairs = [pair for node in rows for pair in zip(node.value or (), self._leaves, strict=False)]
+        found = [(part, leaf.table) for part, leaf in pairs if part is not None]
         flag = self._flags.stop
-        if found:  # of the dense side's gradients the sums show it
+        if found:  # the sums show whether the dense side's gradients are finite
             parts, tables = zip(*found, strict=True)
             self._flags.check(parts, tables, self._losses)
         self.parts = [
@@ -151,7 +170,7 @@ class Reduction:
         for number, value in enumerate(self._values, self._first):
             if value is not None:
                 all_values[number] = value.view(-1)
-        if not same:  # those who have other parameters do not see these sums
+        if not same:  # ranks with other parameters do not have these sums
             dense.finish(given_dense)
             summed = [one.grad for one in dense.parameters if one.grad is not None]
             if summed:
@@ -165,7 +184,7 @@ class Reduction:
 
 
 def _largest(channel: Channel, telling: Sequence[int]) -> list[int]:
-    """Tell all ranks some numbers; return the largest of each."""
+    """Send numbers to all ranks; return the maximum of each."""
     rows = np.repeat(np.array([telling], np.int64), channel.ranks, axis=0)
     found: list[int] = channel.exchange_counts(rows).max(0).tolist()
     return found
@@ -184,7 +203,7 @@ def _taken(tensors: Sequence[Tensor]) -> Grads:
 
 
 def _stacked(values: Sequence[Tensor | None]) -> Tensor | None:
-    """Return all values, those of a micro-batch without any as 0; None where there are none at all."""
+    """Return all values, with 0 for a micro-batch without any; None where none has any."""
     given = next((value for value in values if value is not None), None)
     if given is None:
         return None

@@ -1,9 +1,9 @@
-"""Batches that were read ahead and whose memory the loader writes again before the loop gives them out.
+"""Loaders that reuse the memory of prefetched batches before the loop yields these.
 
-A loader may fill one buffer again and again: a plain loop is done with a batch when the next one is read. A loop that
-reads ahead is not. Ids are copied when they are read; the rest of a batch stays the loader's. So the memory of batches
-in flight is compared with that of each new batch: torch counts the writes to a tensor, and where two batches share
-memory their contents are compared before and after the read.
+A loader may refill one buffer: a plain loop has finished a batch when the next one is read, but a loop that reads ahead
+has not. Ids are copied when they are read; the rest of a batch stays in the loader's memory. Therefore the memory of
+in-flight batches is compared with that of each new batch: torch counts the writes to a tensor, and where two batches
+share memory, their contents are compared before and after the read.
 """
 
 from collections import deque
@@ -15,15 +15,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-_DEEPEST = 4  # levels of containers and objects that are looked into
+_DEEPEST = 4  # levels of containers and objects that are searched
 _LONGEST = 256  # items of a container
-_MOST_BYTES = 1 << 13  # of an array that are looked at: a refill changes them all over
+_MOST_BYTES = 1 << 13  # of an array that are compared: a refill changes all of it
 
-Leaf = Tensor | npt.NDArray[Any]
+ArrayOrTensor = Tensor | npt.NDArray[Any]
 
 
-def arrays_in(thing: Any, depth: int = _DEEPEST) -> Iterator[Leaf]:
-    """Yield the tensors and arrays in host memory that a batch holds: in lists, tuples, dicts, and objects' fields."""
+def arrays_in(thing: Any, depth: int = _DEEPEST) -> Iterator[ArrayOrTensor]:
+    """Yield a batch's tensors and arrays in host memory, in lists, tuples, dicts and fields of objects."""
     if isinstance(thing, Tensor):
         if thing.device.type == "cpu" and thing.layout is torch.strided and thing.numel():
             yield thing
@@ -49,7 +49,7 @@ def arrays_in(thing: Any, depth: int = _DEEPEST) -> Iterator[Leaf]:
 class _Held:
     """An array of a batch in flight."""
 
-    def __init__(self, leaf: Leaf) -> None:
+    def __init__(self, leaf: ArrayOrTensor) -> None:
         self.leaf = leaf
         self.start, self.stop = _range(leaf)
         self.version = _version(leaf)
@@ -69,23 +69,20 @@ class _Batch:
 
 
 class InFlight:
-    """The memory of the batches that were read and are not yet given out."""
+    """The memory of the batches that were read and not yet yielded."""
 
     def __init__(self) -> None:
         self._batches: deque[_Batch] = deque()
 
     def before_read(self) -> None:
-        """Note the contents that the loader must not change, as the loop's body may have since they were noted."""
+        """Note the contents that the loader must not change; the body may have changed them since the last note."""
         for held in self._all():
             held.version = _version(held.leaf)
             if held.is_shared:
                 held.content = _content(held.leaf)
 
     def after_read(self, batch: Any, number: int) -> None:
-        """Add a batch; ValueError where reading it has changed one that is in flight.
-
-        number  of the batch, for the message
-        """
+        """Add a batch; ValueError, with the batch's number, where reading it has changed an in-flight one."""
         new, changed = _Batch(batch), False
         for earlier in self._batches:
             for held in earlier.arrays:
@@ -99,7 +96,7 @@ class InFlight:
         self._batches.append(new)
 
     def given(self) -> None:
-        """Forget the first batch, which the loop gives out; ValueError where it was changed after it was read."""
+        """Forget the first batch, which the loop yields; ValueError where it was changed after it was read."""
         first = self._batches.popleft()
         if first.changed_by is not None:
             raise ValueError(_REFILLED.format(first.changed_by))
@@ -108,13 +105,13 @@ class InFlight:
         return (held for batch in self._batches for held in batch.arrays)
 
 
-def _version(leaf: Leaf) -> int:
-    """Return how often torch has written to a tensor; 0 of what has no such count."""
+def _version(leaf: ArrayOrTensor) -> int:
+    """Return how often torch has written to a tensor; 0 without such a count."""
     return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
 
 
-def _range(leaf: Leaf) -> tuple[int, int]:
-    """Return the addresses between which an array lies."""
+def _range(leaf: ArrayOrTensor) -> tuple[int, int]:
+    """Return the addresses of an array's beginning and end."""
     if isinstance(leaf, Tensor):
         reach = sum((n - 1) * stride for n, stride in zip(leaf.shape, leaf.stride(), strict=True)) + 1
         return leaf.data_ptr(), leaf.data_ptr() + reach * leaf.element_size()
@@ -123,8 +120,8 @@ def _range(leaf: Leaf) -> tuple[int, int]:
     return np.lib.array_utils.byte_bounds(leaf)
 
 
-def _content(leaf: Leaf) -> bytes:
-    """Return an array's contents, of a large one some rows at equal distances."""
+def _content(leaf: ArrayOrTensor) -> bytes:
+    """Return an array's contents; some evenly spaced rows of a large one."""
     values = _as_numpy(leaf) if isinstance(leaf, Tensor) else leaf
     if values.nbytes > _MOST_BYTES and values.ndim:
         values = values[:: -(-values.nbytes // _MOST_BYTES)]
@@ -141,7 +138,7 @@ def _as_numpy(leaf: Tensor) -> npt.NDArray[Any]:
 
 
 _REFILLED = (
-    "reading batch {0} has changed a batch that was read before it and that the loop has not given out: the loop reads "
-    "ahead, and the loader writes to memory that it gave before. Let it give new memory each time (tensor.clone(), "
-    "array.copy()). With read_ahead=0 a loop that does not accumulate reads nothing ahead"
+    "reading batch {0} has changed an earlier batch that the loop has not yet yielded: the loop reads ahead, and the "
+    "loader reuses memory. Make new memory for each batch (tensor.clone(), array.copy()), or use read_ahead=0, with "
+    "which a loop that does not accumulate reads nothing ahead"
 )

@@ -1,8 +1,8 @@
-"""What a loop wants of each batch: its ids by group, and the tensors that are to be on the device with its rows."""
+"""Requests to the pipeline: a batch's ids by group, and the tensors that go to the device with its rows."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -10,31 +10,33 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from hostdev.pipeline.results import Request
-from hostdev.runtime.features import FeatureIds, GroupSpec, Wanted, check_ranges, described, read_ids
+from hostdev.runtime.features import FeatureBinding, FeatureIds, GroupSpec, check_ranges, describe, read_ids
 from hostdev.runtime.reading import Reading
+from hostdev.runtime.spec import FeatureInput
 
-IdsOf = Callable[[Any], Mapping[str, Any]]
+B = TypeVar("B")
+GetIds: TypeAlias = Callable[[B], Mapping[str, FeatureInput]]  # of a batch, by feature
 
 
-class Micro(NamedTuple):
+class MicroBatch(NamedTuple):
     """One of the loader's batches in a request."""
 
-    leaves: list[Any]  # of what the loop yields
-    structure: TreeSpec | None  # of these, whose tensors are sent; None: it yields the loader's batch as it is
+    leaves: list[Any]  # of the structure that the loop yields
+    structure: TreeSpec | None  # whose tensors are sent; None: the loop yields the loader's batch
     ids: list[FeatureIds]
 
     @property
     def samples(self) -> int:
-        """How many samples it has."""
+        """The number of its samples."""
         return self.ids[0].samples
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What is sent to the device."""
+        """The tensors that are sent to the device."""
         return [] if self.structure is None else [leaf for leaf in self.leaves if _is_sent(leaf)]
 
     def batch(self, tensors: Sequence[Tensor]) -> Any:
-        """Return what the loop yields, with these tensors in the places of those that were sent."""
+        """Return what the loop yields, with these tensors in place of those that were sent."""
         if self.structure is None:
             return self.leaves[0]
         there = iter(tensors)
@@ -42,11 +44,11 @@ class Micro(NamedTuple):
 
 
 def _is_sent(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.device.type == "cpu"  # others are where the caller wants them
+    return isinstance(leaf, Tensor) and leaf.device.type == "cpu"  # others are where the caller has put them
 
 
-def _tensor_of(leaf: Any) -> Any:
-    """Return a tensor of an array of numbers, which is copied only if torch cannot use its memory."""
+def _to_tensor(leaf: Any) -> Any:
+    """Return an array of numbers as a tensor, copied only if torch cannot use its memory."""
     if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "biufc":
         return leaf
     native = leaf.astype(leaf.dtype.newbyteorder("="), copy=False)
@@ -56,19 +58,21 @@ def _tensor_of(leaf: Any) -> Any:
 class Reader:
     """Makes requests of a loader's batches, in the thread that asks for them.
 
-    wanted, groups  of the runtime
-    ids             returns a batch's ids by feature; None where the batches are dicts that have them
-    send            returns what of a batch is to be on the device, in any structure, with what else the loop needs
-    together        batches that make one step
-    whole           no step may have fewer: they are micro-batches
-    asks            the rows are looked up; else another rank does that, for the same samples
+    Args:
+        bindings: Of the runtime's features.
+        groups: Of the runtime's tables.
+        ids: Returns a batch's ids by feature; None where the batches are dicts that have them.
+        send: Returns what the loop needs of a batch, in any structure, whose tensors go to the device.
+        together: Batches that make one step.
+        whole: No step may have fewer: they are micro-batches.
+        asks: Look the rows up; else another rank does this for the same samples.
     """
 
     def __init__(
         self,
-        wanted: Sequence[Wanted],
+        bindings: Sequence[FeatureBinding],
         groups: Sequence[GroupSpec],
-        ids: IdsOf | None,
+        ids: GetIds[Any] | None,
         send: Callable[[Any], Any] | None,
         together: int = 1,
         *,
@@ -77,18 +81,20 @@ class Reader:
     ) -> None:
         self._asks = asks
         self.program = ids, send
-        self._wanted, self._groups, self._ids, self._send, self._together = wanted, groups, ids, send, together
+        self._bindings, self._groups, self._ids, self._send = bindings, groups, ids, send
         self.together = together
         self._whole = whole
-        self._names = [feature.name for feature in wanted]
-        self._checks: list[tuple[int, list[FeatureIds], Mapping[str, Any]]] = []  # to come, of the request's batches
+        self._names = [feature.name for feature in bindings]
+        self._checks: list[
+            tuple[int, list[FeatureIds], Mapping[str, FeatureInput]]
+        ] = []  # of the request's batches, not yet done
 
     def requests(self, reading: Reading) -> Iterator[Request]:
-        """Yield a request for each batch that is read, or for so many together."""
+        """Yield a request for each batch that is read, or for `together` of them."""
         number = 0
         while True:
-            micros: list[Micro] = []
-            while len(micros) < self._together:
+            micros: list[MicroBatch] = []
+            while len(micros) < self.together:
                 held = self._read(reading, number)
                 if not held:
                     break
@@ -96,66 +102,63 @@ class Reader:
                 micros.append(held.pop())
             if not micros:
                 return
-            if self._whole and len(micros) < self._together:
+            if self._whole and len(micros) < self.together:
                 raise ValueError(
-                    f"the batches end within a step: {len(micros)} of {self._together} micro-batches are there"
+                    f"the batches end within a step: {len(micros)} of {self.together} micro-batches are there"
                 )
             checks, self._checks = self._checks, []
-            yield self._request(micros)._replace(check=partial(self._require_in_range, checks))
+            yield self._make_request(micros)._replace(check=partial(self._require_in_range, checks))
             del micros
 
     def request(self, batch: Any) -> Request:
         """Return the request for one batch, whose ids have been checked."""
-        given = self._ids_of(batch, 1)
-        micro = self._micro(given, batch if self._send is None else self._send(batch), 1, copies=False)
+        given = self._get_ids(batch, 1)
+        micro = self._make_micro(given, batch if self._send is None else self._send(batch), 1, copies=False)
         checks, self._checks = self._checks, []
         self._require_in_range(checks)
-        return self._request([micro])
+        return self._make_request([micro])
 
-    def _read(self, reading: Reading, number: int) -> list[Micro]:
-        """Return the next batch, or nothing at the end.
-
-        number  of batches that were read before it
-        """
+    def _read(self, reading: Reading, number: int) -> list[MicroBatch]:
+        """Return the next batch, number + 1, or nothing at the end."""
         with reading.batch(number) as held:
             if not held:
                 return []
             batch = held.pop()
-            given = self._ids_of(batch, number + 1)
+            given = self._get_ids(batch, number + 1)
             sent = batch if self._send is None else self._send(batch)
-        micro = self._micro(given, sent, number + 1, copies=reading.copies)
+        micro = self._make_micro(given, sent, number + 1, copies=reading.copies)
         reading.has_read(sent, number + 1)
         return [micro]
 
-    def _micro(self, given: Mapping[str, Any], sent: Any, number: int, *, copies: bool) -> Micro:
+    def _make_micro(self, given: Mapping[str, FeatureInput], sent: Any, number: int, *, copies: bool) -> MicroBatch:
         try:
-            ids = [read_ids(feature.name, feature.feature, given[feature.name]) for feature in self._wanted]
+            ids = [read_ids(feature.name, feature.feature, given[feature.name]) for feature in self._bindings]
         except (TypeError, ValueError) as error:
             raise type(error)(f"batch {number}: {error}") from None
         if copies:
             ids = [one.copy() for one in ids]  # before they are checked: the loader may write to its own again
         self._checks.append((number, ids, given))
         if self._send is None:
-            return Micro([sent], None, ids)
+            return MicroBatch([sent], None, ids)
         leaves, structure = tree_flatten(sent)
-        return Micro([_tensor_of(leaf) for leaf in leaves], structure, ids)
+        return MicroBatch([_to_tensor(leaf) for leaf in leaves], structure, ids)
 
-    def _require_in_range(self, checks: list[tuple[int, list[FeatureIds], Mapping[str, Any]]]) -> None:
-        """Raise UserError for an id outside its table; not in the loop's thread, as it looks at every id."""
+    def _require_in_range(self, checks: list[tuple[int, list[FeatureIds], Mapping[str, FeatureInput]]]) -> None:
+        """Raise UserError for an id outside its table; not in the loop's thread, as it takes a pass over the ids."""
         while checks:  # taken out, so that nothing keeps the loader's batches
             number, ids, given = checks.pop(0)
             try:
-                check_ranges(ids, self._groups, self._wanted, given)
+                check_ranges(ids, self._groups, self._bindings, given)
             except (TypeError, ValueError) as error:
                 raise type(error)(f"batch {number}: {error}") from None
 
-    def _ids_of(self, batch: Any, number: int) -> Mapping[str, Any]:
+    def _get_ids(self, batch: Any, number: int) -> Mapping[str, FeatureInput]:
         given = batch if self._ids is None else self._ids(batch)
         if not isinstance(given, Mapping):
             what = (
-                "the batches are to be dicts, or `ids` is to be given" if self._ids is None else "`ids` returns a dict"
+                "the batches must be dicts unless `ids` is given" if self._ids is None else "`ids` must return a dict"
             )
-            raise TypeError(f"batch {number}: {what}: the ids of each feature by its name, not {described(given)}")
+            raise TypeError(f"batch {number}: {what} of each feature's ids by its name, not {describe(given)}")
         missing = [name for name in self._names if name not in given]
         if missing:
             raise ValueError(f"batch {number}: no ids for the features {', '.join(missing)}")
@@ -167,7 +170,7 @@ class Reader:
             )
         return given
 
-    def _request(self, micros: list[Micro]) -> Request:
+    def _make_request(self, micros: list[MicroBatch]) -> Request:
         ids = []
         for group in self._groups:
             flat = [micro.ids[feature].values for micro in micros for feature in group.features]
@@ -182,5 +185,5 @@ class Reader:
         return Request(None, sum(micro.samples for micro in micros), ids, tensors, micros)
 
     def length(self, batches: Iterable[Any]) -> int:
-        """Return how many batches a loop yields; TypeError where the loader does not say."""
+        """Return the number of batches of a loop; TypeError where the loader has no length."""
         return len(batches)  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""What a training keeps in the host's memory for its tables' rows, part by part, before it is allocated.
+"""The host memory that a training needs for its tables' rows, by part, before it is allocated.
 
-What the program itself takes, dense layers and evaluations are not among them: these do not grow with the tables.
+The program itself, dense layers and evaluations are not counted: they do not grow with the tables.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,13 +14,13 @@ from hostdev.core.errors import UserError
 from hostdev.core.memory import TableShape, available_bytes, gib, row_bytes
 from hostdev.runtime.spec import CacheSpec
 
-_USE_BYTES = 24  # its id as it came, that among the unique ones, and where it is among these
-COUNTS = "counts of uses"  # which are there before all else
-_MARKS = 3  # sets of rows while a checkpoint is saved: to be saved, of them not yet read, written since
+_USE_BYTES = 24  # its id, its unique id, and the position of that
+COUNTS = "counts of uses"  # allocated before everything else
+_MARKS = 3  # sets of rows while a checkpoint is saved: to save, not yet read, written since
 
 
 class GroupSize(NamedTuple):
-    """Tables that the same ids look up."""
+    """Tables that are looked up with the same ids."""
 
     rows: int  # here, V
     tables: Sequence[TableShape]
@@ -30,15 +30,18 @@ class GroupSize(NamedTuple):
 
 def kept(
     groups: Iterable[GroupSize], *, depth: int, slots_on_host: bool, uses: int = 0, copies: int = 0
-) -> dict[str, int]:  # fmt: skip
-    """Return the bytes of each part, at most, those that are not 0.
+) -> dict[str, int]:
+    """Return an upper bound of the bytes of each part, of those that are not 0.
 
-    depth          of the pipeline
-    slots_on_host  the caches' device is the CPU
-    uses           ids that a batch looks up; 0: nobody knows
-    copies         bytes of rows that are copied aside while a checkpoint is saved; 0: none is
+    Args:
+        groups: The tables.
+        depth: Of the pipeline.
+        slots_on_host: The caches' device is the CPU.
+        uses: Ids that a batch looks up; 0: unknown.
+        copies: Bytes of rows that are copied while a checkpoint is saved; 0 without checkpoints.
 
-    Raises UserError for a table that has too many rows for a cache.
+    Raises:
+        UserError: A table has too many rows for a cache.
     """
     names = "tables", "cached rows", "the cache's plan", COUNTS, "claims of rows", "batches on their way"
     parts = dict.fromkeys((*names, "marks of changes", "copies for checkpoints"), 0)
@@ -71,12 +74,12 @@ def kept(
 
 
 def free_with_counts(parts: Mapping[str, int]) -> int:
-    """Return the bytes of host memory that are free, or hold counts of uses that are there already."""
+    """Return the free bytes of host memory, and those of counts that are allocated already."""
     return available_bytes() + parts.get(COUNTS, 0)
 
 
 def require(parts: Mapping[str, int], free: int) -> None:
-    """UserError unless all these parts fit into `free` bytes of host memory."""
+    """Raise UserError unless all parts fit into `free` bytes of host memory."""
     needed = sum(parts.values())
     if needed > free:
         raise UserError(

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 from weakref import WeakSet
 
 import torch
@@ -20,23 +21,30 @@ from hostdev.pipeline.groups import Group
 from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.pipeline.pipeline import Pipeline, require_depth
 from hostdev.runtime import alike
-from hostdev.runtime.features import Table, require_seeds, resolve
-from hostdev.runtime.loaders import ForFrameworks
-from hostdev.runtime.look_up import look_up
+from hostdev.runtime.access import Access
+from hostdev.runtime.checkpointed import CheckpointedState
+from hostdev.runtime.features import FeatureTables, Table, require_seeds, resolve
+from hostdev.runtime.loaders import FrameworkLoaders
+from hostdev.runtime.lookup import lookup_rows
 from hostdev.runtime.loop import PredictLoop, TrainLoop
-from hostdev.runtime.open_loops import ForLoops
-from hostdev.runtime.partial import ids_of_some, some_features
-from hostdev.runtime.placement import cache_specs, require_parts, require_place, require_room
+from hostdev.runtime.open_loops import Loops
+from hostdev.runtime.options import B, PredictKwargs, S, Send, TrainKwargs
+from hostdev.runtime.partial import get_ids_of_some, some_features
+from hostdev.runtime.placement import CacheSize, cache_specs, make_cache, require_parts, require_place, require_room
 from hostdev.runtime.read_ahead import require_read_ahead
-from hostdev.runtime.requests import IdsOf, Reader
+from hostdev.runtime.requests import GetIds, Reader
+from hostdev.runtime.rows import Rows, Value
+from hostdev.runtime.spec import FeatureInput
+from hostdev.runtime.step import Step
 from hostdev.runtime.table_optimizer import TableOptimizer
+from hostdev.runtime.table_settings import TableSettings
 
 if TYPE_CHECKING:
     from hostdev.checkpoint.writer import AsyncWriter
     from hostdev.runtime.saving import RuntimeCheckpoints
 
 
-class Runtime(ForFrameworks, ForLoops):
+class Runtime(FrameworkLoaders):
     """Looks up the rows of a model's tables for the batches to come, and updates them with their gradients.
 
     ::
@@ -52,34 +60,36 @@ class Runtime(ForFrameworks, ForLoops):
             loss.backward()
             optimizer.step()
 
-    features  by name: a table, a tuple of tables that are looked up with the same ids, or a `Feature` of these. Several
-              features may share a table
-    device    where the rows go: "auto", "cpu", "cuda", ..., or a torch.device
-    cache     hot rows on the device: a number of rows or a share of each table such as "10%", or a `CacheSpec`; or a
-              dict of these by the name of a table, for it and those that are looked up with the same ids. None for none
-    depth     how many batches ahead are read and looked up while one is in its step; 0: one stage after the other
-    ranks     the processes that have met (`hostdev.distributed`), each with a part of every table; all make their
-              runtimes in the same order. None: this one is alone; where a launcher has started several, it is to
-              say that this is meant, by `hostdev.alone()`
-    dense_exchange  how ranks add up the gradients of `Rows.reduce`: "tree", in an order that does not depend on their
-              number, or "all-reduce", as DistributedDataParallel does
-    log       where every op's durations go
-    timeline  where the stages' durations go
-    hooks     into the pipeline, for tests and `hostdev.verify`
-
     The bits do not depend on device memory or host memory, cache, depth or threads. Tables that the same features look
-    up are a group, with one cache. The order of all sums is that of the features, and of the ids within them.
+    up are a group, with one cache. All sums follow the order of the features, and of the ids within them.
 
-    Raises UserError where there is no such device or not enough memory, and in one of several processes without
-    `ranks`; TypeError or ValueError for wrong arguments.
+    Args:
+        features: By name a table, a tuple of tables that are looked up with the same ids, or a `Feature` of these.
+            Several features may share a table.
+        device: Where the rows go: "auto", "cpu", "cuda", ..., or a torch.device.
+        cache: Hot rows on the device: a number of rows or a share of each table such as "10%", or a `CacheSpec`; or a
+            dict of these by the name of a table, for it and those that are looked up with the same ids.
+        depth: Batches that are read and looked up ahead of the one in its step; 0 runs one stage after the other.
+        ranks: The processes that have met (`hostdev.parallel`), each with a part of every table; all make their
+            runtimes in the same order. None: this process is alone, which it confirms by `hostdev.alone()` where a
+            launcher has started several.
+        dense_exchange: How ranks sum the gradients of `Rows.reduce`: "tree", in an order that does not depend on their
+            number, or "all-reduce", as DistributedDataParallel does.
+        log: Records the duration of every op.
+        timeline: Records the duration of every stage.
+        hooks: Changes to the pipeline, for tests and `hostdev.verify`.
+
+    Raises:
+        UserError: There is no such device or not enough memory, or this is one of several processes without `ranks`.
+        TypeError: A wrong argument; ValueError, too.
     """
 
     def __init__(
         self,
-        features: Mapping[str, Any],
+        features: Mapping[str, FeatureTables],
         *,
         device: torch.device | str = "auto",
-        cache: Any = None,
+        cache: CacheSize | Mapping[str, CacheSize | None] | None = None,
         depth: int = 2,
         ranks: Ranks | None = None,
         dense_exchange: str = EXCHANGES[0],
@@ -87,7 +97,7 @@ class Runtime(ForFrameworks, ForLoops):
         timeline: Timeline | None = None,
         hooks: PipelineHooks | None = None,
     ) -> None:
-        self.wanted, self.group_specs = resolve(features)
+        self.bindings, self.group_specs = resolve(features)
         if ranks is None:
             require_alone("a Runtime", "give each HostTable part=ranks.part() and the Runtime ranks=ranks")
         self.ranks, self.dense_exchange = ranks, dense_exchange
@@ -101,23 +111,16 @@ class Runtime(ForFrameworks, ForLoops):
         specs = cache_specs(cache, self.group_specs)
         require_room(self.group_specs, specs, depth, self.device)
         self.staging = Staging(self.device, log, batches=depth + 2)
-        groups = []
-        for group, spec in zip(self.group_specs, specs, strict=True):
-            made = None
-            if spec is not None:
-                counts = spec.counts
-                if counts is not None and ranks is not None:
-                    counts = counts[group.tables[0].ids(0, group.tables[0].rows)]  # type: ignore[union-attr]
-                made = EmbeddingCache(
-                    group.tables,  # type: ignore[arg-type]
-                    spec.rows, spec.policy, self.device, spec.window, counts=counts, record=spec.record, log=log,
-                )  # fmt: skip
-            groups.append(Group(group.tables, made, log))  # type: ignore[arg-type]
+        groups = [
+            Group(group.tables, make_cache(group, spec, self.device, ranks, log), log)  # type: ignore[arg-type]
+            for group, spec in zip(self.group_specs, specs, strict=True)
+        ]
         if ranks is not None:
-            ranks.agree("runtime", "hostdev.Runtime(...)", alike.of_runtime(
-                self.wanted, self.group_specs, device=self.device, depth=depth, dense_exchange=dense_exchange,
-                windows=[None if group.cache is None else group.window for group in groups],
-            ))  # fmt: skip
+            windows = [None if group.cache is None else group.window for group in groups]
+            settings = alike.get_settings(
+                self.bindings, self.group_specs, self.device.type, depth, dense_exchange, windows
+            )
+            ranks.agree("runtime", "hostdev.Runtime(...)", settings)
         self.pipeline = Pipeline(
             groups, self.staging, depth=depth, timeline=timeline, log=log, ranks=ranks, hooks=hooks
         )
@@ -127,10 +130,9 @@ class Runtime(ForFrameworks, ForLoops):
             same = ranks.mesh.data == ranks.size  # all ranks have the same parameters
             self.dense_channel = ranks.device_channel(self.device, None if same else "data")
             self.other_channels = None if same else (ranks.channel("data"), ranks.channel())
-        self._loaders = WeakSet()
-        self._begin_loops()
-        self._frozen: set[str] = set()
-        self._optimizer: TableOptimizer | None = None
+        self.loaders = WeakSet()
+        self.settings = TableSettings(self.tables.values())
+        self.loops = Loops(self.group_specs, self.pipeline, self.settings, Access(self), self.loaders)
         self._saved: RuntimeCheckpoints | None = None
         self._closed = False
         self.saves_with_framework = False  # with its checkpoints
@@ -147,77 +149,92 @@ class Runtime(ForFrameworks, ForLoops):
         return [group.cache for group in groups if group.cache is not None]
 
     def exchanged_bytes(self) -> dict[str, int]:
-        """Return the bytes sent to other ranks in training: for rows, the least that could have been, for the rest."""
+        """Return the bytes sent to other ranks in training: for rows, the minimum for these, and for the rest."""
         assert self.dense_channel is not None
         return {**self.pipeline.exchanged_bytes(), "dense": self.dense_channel.sent_bytes}
 
     @property
     def optimizer(self) -> TableOptimizer:
-        """The tables' learning rates as a torch optimizer, for torch's schedulers: a parameter group for each table."""
-        self._require_open()
-        if self._optimizer is None:
-            self._optimizer = TableOptimizer(self.tables.values(), self._drop_gradients)
-        return self._optimizer
+        """The tables as a torch optimizer with a parameter group for each, for torch's schedulers and scalers."""
+        self.require_open()
+        return self.settings.make_optimizer(lambda: self.loops)
 
-    @property
-    def has_optimizer(self) -> bool:
-        """Tell whether somebody has asked for `optimizer`."""
-        return self._optimizer is not None
-
+    @overload
+    def train(
+        self, batches: Iterable[B], *, ids: GetIds[B] | None = None, send: None = None, **options: Unpack[TrainKwargs]
+    ) -> TrainLoop[tuple[B, Rows]]: ...
+    @overload
+    def train(
+        self, batches: Iterable[B], *, ids: GetIds[B] | None = None, send: Send[B, S], **options: Unpack[TrainKwargs]
+    ) -> TrainLoop[tuple[S, Rows]]: ...
+    @overload
     def train(
         self,
-        batches: Iterable[Any],
+        batches: Iterable[B],
         *,
-        ids: IdsOf | None = None,
+        ids: GetIds[B] | None = None,
+        send: Send[B, S],
+        by_step: Literal[True],
+        micro_batches: int | None = None,
+        background: bool = False,
+    ) -> TrainLoop[Step]: ...
+    def train(
+        self,
+        batches: Iterable[Any],  # the overloads have the types
+        *,
+        ids: GetIds[Any] | None = None,
         send: Callable[[Any], Any] | None = None,
+        by_step: bool = False,
         accumulate: int = 1,
         micro_batches: int | None = None,
         reduce_early: bool = False,
-        by_step: bool = False,
         read_ahead: int | None = None,
         background: bool = False,
-    ) -> TrainLoop:
-        """Return an iterator of (batch, rows): each batch with its `Rows`, whose gradients go to the tables.
-
-        batches     a DataLoader or any other iterable. It is read ahead of the loop, in the loop's thread, when the
-                    loop comes back for the next batch. Batches that it has given must not be changed by reading others
-        ids         returns a batch's ids by feature: integers [B] or [B, k], a `Bag`, or (values, lengths). Called as
-                    each batch is read. None where the batches are dicts that have them under the features' names
-        send        returns what the loop needs of a batch in place of the batch, in any structure of tuples, lists and
-                    dicts: its tensors and arrays are brought to the device on the way. None: the batch, as it is
-        accumulate  batches whose gradients add up to one step: their rows are looked up at once, and updated once
-        micro_batches  as `accumulate`, and in an order that does not depend on who computes them: see `Rows.reduce`,
-                    which is to be called with each. With other ranks, how many of a step's each of them has. None:
-                    the batches are whole
-        reduce_early  with other ranks, a parameter's gradient is on its way as soon as the last micro-batch's backward
-                    pass has brought it, as with DistributedDataParallel, and not only with `reduce`. Then nothing may
-                    change it between the two, and a loop may not be left there
-        by_step     with other ranks, give a step's micro-batches at once, as a `Step`: for those who take them in an
-                    order of their own, as stages do
-        read_ahead  at most so many batches are read beyond the one that the loop has given out. None: `depth` steps,
-                    and with a cache that looks ahead its window of steps besides; a step has `accumulate` or
-                    `micro_batches` batches. 0: each is read when it is asked for
-        background  read in a thread of its own, for a loader, `ids` and `send` that draw no random numbers from global
-                    generators, write to no memory that they gave before, and use nothing that the loop's body uses
+    ) -> TrainLoop[Any]:
+        """Return an iterator of (batch, rows): each batch with its `Rows`, whose gradients update the tables.
 
         What reading draws from the global generators of random numbers (torch's, NumPy's, Python's, the device's) comes
-        from streams for each batch, seeded by the generators' states when the loop begins: it is the same at any depth.
-        So is what the body draws. Only the first `next` of a new loader draws from the generators as they are.
+        from a stream for each batch, seeded by the generators' states when the loop begins: it is the same at any
+        depth, and so is what the body draws. Only the first `next` of a new loader draws from the generators
+        themselves.
 
-        A table takes a step with a batch if a gradient has come to its rows by then. When a step is skipped, as there
-        was no `backward`, nothing changes. Breaking off, or an error, ends the loop: what has been stepped is in the
-        tables. Gradients that no step was taken with count in the next one, if the dense parameters keep theirs.
-        Where `batches` is an iterator, such as a generator, it has been read further than the loop has come; the next
-        loop over the same iterator gets those batches first. ValueError while another loop over these tables is open.
+        A table is updated only if its rows received a gradient. A step without `backward` is skipped and changes
+        nothing. `break` or an error ends the loop; the tables have all finished steps. Gradients that were left without
+        a step count in the next one, if the dense parameters keep theirs. An iterator, such as a generator, is read
+        further than the body got; the next loop over the same iterator replays those batches first.
+
+        Args:
+            batches: A DataLoader or another iterable. It is read ahead of the body, in the loop's thread, when the loop
+                comes back for the next batch. Reading a batch must not change earlier ones.
+            ids: Returns a batch's ids by feature: integers [B] or [B, k], a `Bag`, or (values, lengths). Called as each
+                batch is read. None: the batches are dicts that have them under the features' names.
+            send: Returns what the loop needs of a batch, in any structure of tuples, lists and dicts: its tensors and
+                arrays are copied to the device in the background. None: the batch itself.
+            by_step: With other ranks, yield a step's micro-batches at once, as a `Step`, for pipeline stages.
+            accumulate: Batches whose gradients are summed to one step: their rows are looked up and updated once.
+            micro_batches: The same with an order of summation that does not depend on who computes them; call
+                `Rows.reduce` with each. With other ranks, how many of a step's micro-batches this one has. None: the
+                batches are whole.
+            reduce_early: With other ranks, exchange a parameter's gradient as soon as the last micro-batch's backward
+                pass has computed it, as DistributedDataParallel does, and not with `reduce`. Nothing may change it in
+                between, and the loop must not be left there.
+            read_ahead: At most this many batches are read beyond the body's. None: `depth` steps, and with a cache that
+                looks ahead its window of steps, too; a step has `accumulate` or `micro_batches` batches. 0: each batch
+                is read when the loop asks for it.
+            background: Read in another thread, for a loader, `ids` and `send` that draw no random numbers from global
+                generators, write to no memory that they returned before, and use nothing that the body uses.
+
+        Raises:
+            ValueError: Another loop over these tables is open, or options contradict each other.
         """
-        self._require_open()
+        self.require_open()
         if accumulate < 1:
             raise ValueError(f"accumulate is a number of batches, not {accumulate}")
         require_read_ahead(read_ahead, background=background)
         if micro_batches is None and self.ranks is None:
             if reduce_early:
-                raise ValueError("reduce_early is about micro-batches; say how many, with micro_batches=")
-            reader = Reader(self.wanted, self.group_specs, ids, send, accumulate)
+                raise ValueError("reduce_early requires micro_batches=N")
+            reader = Reader(self.bindings, self.group_specs, ids, send, accumulate)
             return TrainLoop(self, batches, reader, read_ahead=read_ahead, background=background)
         micro_batches = 1 if micro_batches is None else micro_batches
         if micro_batches < 1 or accumulate != 1:
@@ -227,157 +244,154 @@ class Runtime(ForFrameworks, ForLoops):
                 else "micro_batches and accumulate are two ways to say how many batches make a step; give one"
             )
         if by_step and self.ranks is None:
-            raise ValueError("by_step is for stages on several ranks, and this process is alone")
-        reader = Reader(self.wanted, self.group_specs, ids, send, micro_batches, whole=True, asks=self._asks)
-        return TrainLoop(
-            self, batches, reader, micro_batches, reduce_early=reduce_early, by_step=by_step, read_ahead=read_ahead,
-            background=background,
-        )  # fmt: skip
+            raise ValueError("by_step requires other ranks, and this process is alone")
+        leads = (self.ranks or ALONE_WORLD).leads
+        reader = Reader(self.bindings, self.group_specs, ids, send, micro_batches, whole=True, asks=leads)
+        how = {"reduce_early": reduce_early, "by_step": by_step, "read_ahead": read_ahead, "background": background}
+        return TrainLoop(self, batches, reader, micro_batches, **how)  # type: ignore[arg-type]
 
-    @property
-    def _asks(self) -> bool:
-        """Tell whether this rank looks up the rows of its samples."""
-        return (self.ranks or ALONE_WORLD).leads
-
+    @overload
     def predict(
-        self, batches: Iterable[Any], *, ids: IdsOf | None = None, send: Callable[[Any], Any] | None = None,
-        micro_batches: int | None = None, features: Iterable[str] | None = None, read_ahead: int | None = None,
+        self, batches: Iterable[B], *, ids: GetIds[B] | None = None, send: None = None, **options: Unpack[PredictKwargs]
+    ) -> PredictLoop[tuple[B, Rows]]: ...
+    @overload
+    def predict(
+        self, batches: Iterable[B], *, ids: GetIds[B] | None = None, send: Send[B, S], **options: Unpack[PredictKwargs]
+    ) -> PredictLoop[tuple[S, Rows]]: ...
+    @overload
+    def predict(
+        self,
+        batches: Iterable[B],
+        *,
+        ids: GetIds[B] | None = None,
+        send: Send[B, S],
+        micro_batches: int,
         background: bool = False,
-    ) -> PredictLoop:  # fmt: skip
-        """Return an iterator of (batch, rows) as `train` does, with rows that no gradient goes to; nothing changes.
+    ) -> PredictLoop[Step]: ...
+    def predict(
+        self,
+        batches: Iterable[Any],  # the overloads have the types
+        *,
+        ids: GetIds[Any] | None = None,
+        send: Callable[[Any], Any] | None = None,
+        micro_batches: int | None = None,
+        features: Iterable[str] | None = None,
+        read_ahead: int | None = None,
+        background: bool = False,
+    ) -> PredictLoop[Any]:
+        """Return an iterator of (batch, rows) as `train` does, with rows that get no gradients; nothing changes.
 
-        micro_batches  so many batches at once, as a `Step`; None: one after the other
-        features       look up these features only, such as those of an item's tower: ids of others are not needed, and
-                       not looked at; None: all of them
-        read_ahead, background  as of `train`; `depth` steps are read ahead, with a cache, too
+        Within a loop over `train`, the tables are those after its last optimizer step. A loader with a length ends the
+        loop when the body of its last batch ends, or when another loop begins after that batch was yielded. With other
+        ranks, all of them call it, with equally many batches.
 
-        Within a loop over `train` the tables are as after its last optimizer step. Where the loader has a length, the
-        loop is over when the body of its last batch is left, or when that batch has been given out and another loop
-        begins. With other ranks all of them call it, and have equally many batches. ValueError for features that the
-        runtime does not have.
+        Args:
+            batches: As for `train`.
+            ids: As for `train`.
+            send: As for `train`.
+            micro_batches: Yield this many batches at once, as a `Step`; None: one after the other.
+            features: Look up only these features, such as those of an item's tower; ids of others are neither needed
+                nor checked. None: all features.
+            read_ahead: As for `train`; None: `depth` steps, with a cache, too.
+            background: As for `train`.
+
+        Raises:
+            ValueError: The runtime does not have such a feature.
         """
-        return self._predict(
-            batches, ids, send, micro_batches, "predict", features=features, read_ahead=read_ahead,
-            background=background,
-        )  # fmt: skip
-
-    def _predict(
-        self, batches: Iterable[Any], ids: IdsOf | None, send: Callable[[Any], Any] | None, micro_batches: int | None,
-        name: str, *, features: Iterable[str] | None, read_ahead: int | None = None, background: bool = False,
-    ) -> PredictLoop:  # fmt: skip
-        self._require_open()
+        self.require_open()
         require_read_ahead(read_ahead, background=background)
-        chosen = None if features is None else some_features(features, self.wanted)
-        if chosen is not None:
-            if micro_batches is not None:
-                raise ValueError("features and micro_batches do not go together: stages need the rows of all features")
-            ids = ids_of_some(chosen, ids, self.wanted)
-        together = 1 if micro_batches is None else micro_batches
-        reader = Reader(
-            self.wanted, self.group_specs, ids, send, together, whole=micro_batches is not None, asks=self._asks
-        )
-        return PredictLoop(
-            self, batches, reader, by_step=micro_batches is not None, features=chosen, read_ahead=read_ahead,
-            background=background, name=name,
-        )  # fmt: skip
+        chosen = None if features is None else some_features(features, self.bindings)
+        if chosen is not None and micro_batches is not None:
+            raise ValueError("features and micro_batches exclude each other: stages need the rows of all features")
+        how = {"features": chosen, "read_ahead": read_ahead, "background": background}
+        return self._make_predict_loop(batches, ids, send, micro_batches, **how)  # type: ignore[arg-type]
 
-    def look_up(self, ids: Mapping[str, Any], *, features: Iterable[str] | None = None) -> dict[str, Any]:
-        """Return the rows of one batch of ids, by feature, as `predict` gives them; without a pipeline.
+    def _make_predict_loop(
+        self,
+        batches: Iterable[Any],
+        ids: GetIds[Any] | None,
+        send: Callable[[Any], Any] | None,
+        micro_batches: int | None,
+        *,
+        features: list[str] | None,
+        **how: Any,
+    ) -> PredictLoop[Any]:
+        get_ids: GetIds[Any] | None = ids if features is None else get_ids_of_some(features, ids, self.bindings)
+        by_step, leads = micro_batches is not None, (self.ranks or ALONE_WORLD).leads
+        reader = Reader(self.bindings, self.group_specs, get_ids, send, micro_batches or 1, whole=by_step, asks=leads)
+        return PredictLoop(self, batches, reader, by_step=by_step, features=features, **how)
 
-        features  look up these only; None: all of them
+    def lookup(self, ids: Mapping[str, FeatureInput], *, features: Iterable[str] | None = None) -> dict[str, Value]:
+        """Return the rows of one batch of ids, by feature, as `predict` does; without a pipeline.
 
-        With other ranks all of them call it.
+        With other ranks, all of them call it.
+
+        Args:
+            ids: Of each feature, as `ids` of `train` returns them.
+            features: Look up only these features; None: all of them.
         """
-        self._require_open()
+        self.require_open()
+        chosen = None if features is None else some_features(features, self.bindings)
         if self.ranks is not None:
-            with self._predict([ids], None, None, None, "look_up", features=features) as loop:
+            with self._make_predict_loop([ids], None, None, None, features=chosen, name="look_up") as loop:
                 return dict(next(loop)[1])
-        chosen = None if features is None else some_features(features, self.wanted)
-        self._catch_up()
-        if self._loop is not None:
+        self.loops.catch_up()
+        if self.loops.training is not None:
             self.pipeline.write_back()
-        ids_of = None if chosen is None else ids_of_some(chosen, None, self.wanted)
-        request = Reader(self.wanted, self.group_specs, ids_of, None).request(ids)
+        get_ids: GetIds[Any] | None = None if chosen is None else get_ids_of_some(chosen, None, self.bindings)
+        request = Reader(self.bindings, self.group_specs, get_ids, None).request(ids)
         with torch.inference_mode(False), torch.no_grad():
-            found = look_up(request, self.wanted, self.group_specs, self.device)
+            found = lookup_rows(request, self.bindings, self.group_specs, self.device)
         return found if chosen is None else {name: found[name] for name in chosen}
 
-    def close(self) -> None:
-        """Release the tables: end the loops that are open, and wait for checkpoints that are being written.
-
-        What has been stepped is in the tables, as when a loop is left. Again it does nothing; all else raises
-        ValueError from now on. A `with` statement over the runtime calls it at its end.
-        """
-        if self._closed:
-            return
-        for loop in [self._loop, *self._predict_loops]:
-            if loop is not None:
-                loop.close()
-        if self._saved is not None:
-            self._saved.close()
-        self._closed = True
-        self.wanted, self.group_specs = [], []
-        del self.pipeline, self.staging
-        self._pending = self._saved = self._optimizer = None
-        self._read_ahead, self._left = [], None
-        self.raise_late()
-
-    def __enter__(self) -> "Runtime":
-        """Close it at the end of a `with` statement."""
-        self._require_open()
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self.close()
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise ValueError("this runtime is closed; make another one over its tables")
+    look_up = lookup  # its name before; for one release
 
     def freeze(self, *tables: str) -> None:
-        """From the next batch on no gradient goes to these tables, by name, or to all; their rows do not change."""
-        self._frozen |= self._named(tables)
+        """Give these tables, by name, or all, no gradients from the next batch on; their rows do not change."""
+        self.require_open()
+        self.settings.freeze(tables)
 
     def unfreeze(self, *tables: str) -> None:
         """End what `freeze` began."""
-        self._frozen -= self._named(tables)
-
-    def is_frozen(self, table: Any) -> bool:
-        """Tell whether no gradient goes to a table."""
-        return table.name in self._frozen
-
-    def _named(self, tables: tuple[str, ...]) -> set[str]:
-        self._require_open()
-        known = self.tables
-        for name in tables:
-            if name not in known:
-                raise ValueError(f"no table {name!r}; there are {', '.join(known)}")
-        return set(tables or known)
+        self.require_open()
+        self.settings.unfreeze(tables)
 
     def write_back(self) -> None:
-        """Bring the host tables up to date with all steps so far and with the caches, also in the middle of a loop."""
-        self._require_open()
-        self.raise_late()
-        if (loop := self._loop) is not None:
+        """Write all steps so far, and cached rows, to the host tables, also in the middle of a loop."""
+        self.require_open()
+        self.loops.raise_late()
+        if (loop := self.loops.training) is not None:
             loop.submit()
         self.pipeline.write_back()
 
-    def save(self, path: Path | str, *, extra: Any = None, keep: int = 3, wait: bool = True) -> "AsyncWriter":
-        """Save a checkpoint of all tables, with slots and steps, to a folder of checkpoints (docs/checkpoints.md).
+    def save(
+        self,
+        path: Path | str,
+        *,
+        extra: Any = None,  # a tree of the program's own, checked when it is written
+        keep: int = 3,
+        wait: bool = True,
+    ) -> "AsyncWriter":
+        """Save a checkpoint of all tables, with optimizer state and steps, to a folder (docs/checkpoints.md).
 
-        In the middle of a loop, too: once the dense side's optimizer has taken its step, the checkpoint is of after
-        this batch, and what the loop has read ahead stays. It holds all rows, or where this runtime has saved one to
-        this folder before, or loaded one from there, the rows written since. Training may go on while it is written.
+        In the middle of a loop, the checkpoint has the state after the body's batch, once the dense optimizer has
+        stepped; prefetched batches stay. It has all rows, or, in a folder of this runtime's own checkpoints, the rows
+        written since the last one. Training may continue while it is written.
 
-        extra  what is to be kept beside the tables: `state_dict`s of the dense side, of its optimizer and of
-               schedulers, the place in the data, in dicts, lists, tensors, numbers and text
-        keep   so many of the newest checkpoints in the folder are kept, with those that they add to; 1 or more
-        wait   for the end of the writing; else it goes on behind, and `wait()` of what is returned raises its error.
-               The end of the program waits for it. An error that nobody has waited for is a warning in the next `save`
-               or `load`, or a line on standard error at the end of the program
+        Args:
+            path: The folder of checkpoints.
+            extra: What to save with the tables: `state_dict`s of the dense side, of its optimizer and of schedulers,
+                the position in the data, in dicts, lists, tensors, numbers and text.
+            keep: How many of the newest checkpoints to keep in the folder, with those that they add to; 1 or more.
+            wait: Wait until it is written. Else call `wait()` of the returned object, which raises errors; the end of
+                the program waits, too. An error that nobody has waited for is a warning in the next `save` or `load`,
+                or a line on standard error at the end of the program.
 
-        Raises OSError where it cannot be written, TypeError for what `extra` cannot hold, ValueError for a wrong
-        `keep`, and UserError where the folder cannot be made or another process writes there.
+        Raises:
+            OSError: The checkpoint cannot be written.
+            TypeError: `extra` has a value that cannot be saved.
+            ValueError: A wrong `keep`.
+            UserError: The folder cannot be made, or another process writes there.
         """
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise ValueError(f"keep is a number of checkpoints, 1 or more, not {keep!r}")
@@ -385,57 +399,77 @@ class Runtime(ForFrameworks, ForLoops):
         self.write_back()
         return self._checkpoints.save(Path(path), extra, keep, wait=wait)
 
-    def load(self, path: Path | str, *, strict: bool = True) -> Any:
-        """Load the newest whole checkpoint of a folder, or the one that `path` is, into the tables; return its `extra`.
+    def load(self, path: Path | str, *, strict: bool = True) -> Any:  # what `save` was given as `extra`
+        """Load the newest complete checkpoint of a folder, or the one at `path`; return its `extra`.
 
-        Files are checked before a table is changed; those of host tables that nobody has used yet while they are
-        loaded, and where none is whole, or Ctrl-C ends it, these have their initial values again; after Ctrl-C others
-        hold some of the checkpoint's rows. Where the newest is damaged, a warning says so, and the one before is
-        loaded. Raises UserError for a checkpoint of other tables or of another program, and where there is none that is
-        whole; ValueError while a loop is open.
+        All files are checked before a table changes. The exception are host tables that nobody has used yet: they are
+        checked while they are loaded, and get their initial values again if no checkpoint is complete or Ctrl-C
+        interrupts; other tables may then have some of the checkpoint's rows. If the newest checkpoint is damaged, a
+        warning says so, and the one before is loaded.
 
-        strict  False: load the tables that both have, also into those with more rows, whose others stay as they are. A
-                warning for each says what is left out. Tables have the checkpoint's steps, rates and seeds then, and
-                the next checkpoint holds all rows
+        Args:
+            path: A folder of checkpoints, or a checkpoint.
+            strict: False loads the tables that both have, also into those with more rows, whose others keep their
+                values; a warning for each names what is left out. The tables get the checkpoint's steps, rates and
+                seeds, and the next checkpoint has all rows.
+
+        Raises:
+            UserError: The checkpoint is of other tables or of another program, or none is complete.
+            ValueError: A loop is open.
         """
-        self._require_open()
-        self._close_abandoned()
-        if self._loop is not None or self.predicting:
-            raise ValueError("a loop over these tables is open; end it, or call its close(), before loading")
-        self.raise_late()
+        self.require_open()
+        self.loops.require_closed("loading")
         self._begin_call("load")
         self.pipeline.write_back()
-        self._pending = None
+        self.loops.carried.forget()
         return self._checkpoints.load(Path(path), strict=strict)
 
     def _begin_call(self, name: str) -> None:
-        """Begin something that all ranks do together."""
+        """Begin a call that all ranks make together."""
         (self.ranks or ALONE_WORLD).agree(name, f"runtime.{name}()")
 
     @property
     def is_saved(self) -> bool:
-        """Tell whether the program saves the tables: it has done so, or has asked for Lightning's plugin."""
+        """Whether the program saves the tables: it has done so, or uses Lightning's plugin."""
         return self.saves_with_framework or self._saved is not None
 
     @property
     def _checkpoints(self) -> "RuntimeCheckpoints":
         if self._saved is None:
-            from hostdev.runtime.saving import RuntimeCheckpoints  # what it stands on takes time to load
+            from hostdev.runtime.saving import RuntimeCheckpoints  # its imports are slow
 
-            self._saved = RuntimeCheckpoints(self)
+            self._saved = RuntimeCheckpoints(CheckpointedState(self))
         return self._saved
 
-    def learning_rates(self) -> list[float]:
-        """Return the tables' learning rates, after they have been given those that a scheduler has set."""
-        if self._optimizer is not None:
-            self._optimizer.apply()
-        return [table.optimizer.lr for table in self.tables.values()]
+    def close(self) -> None:
+        """Release the tables: end the open loops, and wait for checkpoints that are being written.
 
-    def exchange_rates(self, rates: list[float]) -> list[float]:
-        """Let the tables have these learning rates; return those before."""
-        tables = list(self.tables.values())
-        before = [table.optimizer.lr for table in tables]  # all first: tables may share an optimizer
-        for table, rate in zip(tables, rates, strict=True):
-            if table.optimizer.lr != rate:
-                table.optimizer.lr = rate
-        return before
+        The tables have all finished steps. A second call does nothing; other methods raise ValueError from now on. A
+        `with` statement over the runtime calls it at its end.
+        """
+        if self._closed:
+            return
+        self.loops.close()
+        if self._saved is not None:
+            self._saved.close()
+        self._closed = True
+        self.bindings, self.group_specs = [], []
+        loops = self.loops
+        del self.pipeline, self.staging, self.settings, self.loops
+        self._saved = None
+        loops.raise_late()
+
+    def __enter__(self) -> "Runtime":
+        """Close it at the end of a `with` statement."""
+        self.require_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def require_open(self) -> None:
+        """Raise ValueError where the runtime is closed."""
+        if self._closed:
+            raise ValueError("this runtime is closed; make another one over its tables")

@@ -1,120 +1,141 @@
-"""What torch's own tools do to gradients, done to those of rows too: `GradScaler`, clipping by norm, optimizers' steps.
+"""torch's own tools and the gradients of rows: `GradScaler`, clipping by norm, optimizers' steps.
 
-A scaler multiplies the loss and divides the gradients of the parameters that its optimizers have; a clip takes the
-parameters that it is given. Rows of a table are in neither. So while a loop is open these calls are looked at, in the
-thread of the loop: `GradScaler.scale` (with what was the loss multiplied?), `unscale_` and the check of fused
-optimizers (the rows' gradients are divided, too, and those that are not finite make the scaler skip the step), the
-functions of torch.nn.utils that clip (were the rows left out?), `backward` (is the loss finite?) and every optimizer's
-step (was there one?). A scaler with methods of its own is not seen.
+A scaler multiplies the loss and divides the gradients of its optimizers' parameters. A clip takes the parameters that
+it is given. `runtime.optimizer` gives both the rows of the batch, but a program need not pass it to them. Therefore
+these calls are watched in a loop's thread, while the loop is open or its gradients wait for a step; then torch has its
+own functions again:
+
+- `GradScaler.scale`: which scale multiplied the loss.
+- `GradScaler.unscale_`, and the check of fused optimizers: divide the gradients of the rows, too, and let the scaler
+  skip the step where they are not finite.
+- the clipping functions of torch.nn.utils: warn where the rows were left out.
+- `backward`: whether the loss is finite.
+- the steps of every optimizer: whether the batch was stepped.
+
+A scaler class that overrides these methods is not watched.
 """
 
 import functools
+import inspect
 import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, finalize, ref
 
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.autograd.graph import GradientEdge
 from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
+from hostdev.runtime.table_optimizer import TableOptimizer
+from hostdev.runtime.torch_hooks import Function, Replacement, TorchHooks, call_after_steps, end_calls
+
 _MOST_SCALES = 64  # remembered of a scaler; only those of the current batch are of interest
-_MARK = "_seen_by_hostdev"
 _GROUPING = "_group_tensors_by_device_and_dtype"
 _CLIPS = {"clip_grad_norm_": "max_norm", "_clip_grads_with_norm_": "max_norm, total_norm", "clip_grad_value_": "value"}
-_seen_through: dict[str, tuple[Any, Any, Any]] = {}  # by name a module, its own function, and what is there meanwhile
-_steps: list[Any] = []  # handles of the hook before steps, while a loop is open
 
 
-class Stepped(Protocol):
-    """Gradients of rows, as a scaler and an optimizer see them."""
+class Scaled(Protocol):
+    """Gradients of rows, as a scaler sees them."""
+
+    def is_scaled(self) -> bool:
+        """Return whether they are of scaled losses; ValueError where only some are."""
+
+    def unscale(self, scaler: GradScaler) -> dict[torch.device, Tensor]:
+        """Divide them; return by device whether some are not finite, float32 []."""
+
+
+class Waiting(Scaled, Protocol):
+    """Gradients of a loop that ended before their step."""
 
     thread: int
 
-    def is_scaled(self) -> bool:
-        """Tell whether the rows' gradients are of scaled losses; ValueError where only some are."""
-
-    def unscale(self, scaler: GradScaler) -> dict[torch.device, Tensor]:
-        """Divide the rows' gradients; return by device whether there are some that are not finite, float32 []."""
-
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has taken a step."""
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The dense optimizers whose gradients of the same batches wait with them."""
 
 
-class Waiting(Stepped, Protocol):
-    """Those that a loop was left with before their step."""
+class LossRecord(Scaled, Protocol):
+    """The scaled losses of a loop's batch."""
 
-    def waits_for(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Tell whether they wait for a step of this one."""
-
-
-class Watcher(Stepped, Protocol):
-    """A loop, as these tools see it."""
-
-    def scaled(self, losses: Any) -> None:
-        """A scaler has multiplied these losses."""
+    def scaled(self, losses: object) -> None:
+        """Note that a scaler has multiplied these losses."""
 
     def overflowed(self, found: Tensor) -> None:
-        """Take note of whether gradients of an optimizer's parameters or of rows are not finite, float32 []."""
+        """Note whether gradients of an optimizer's parameters or of rows are not finite, float32 []."""
+
+
+class Watcher(Protocol):
+    """A loop, as torch's tools see it."""
+
+    thread: int
+
+    @property
+    def losses(self) -> LossRecord:
+        """The scaled losses of its batch."""
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer has taken a step."""
 
     def expect_backward(self, roots: list[Any]) -> None:
-        """`backward` of these tensors is about to begin."""
+        """Prepare for a `backward` of these tensors."""
 
     def gradients_version(self) -> int | None:
-        """Return a number that changes when gradients of rows come, 0 where there are none; None: no batch is open."""
+        """Return a number that changes with the gradients of rows, 0 without any; None: no batch is open."""
 
     def backward(self, losses: list[Tensor], version: int | None) -> None:
-        """`backward` of these losses, [], is over; the version of the rows' gradients was this one before."""
+        """Note the end of a `backward` of these losses, [], and the version of the rows' gradients before it."""
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to take a step."""
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Prepare for an optimizer's step."""
 
     def clips_rows(self, gradients: list[Tensor]) -> bool | None:
-        """Tell whether gradients of the batch's rows are among these; None where it has none."""
+        """Return whether gradients of the batch's rows are among these; None where it has none."""
 
 
 class Origin:
-    """Whether gradients come from losses that were scaled, or from others: another model in the loop may have them.
+    """Whether gradients come from scaled losses or from others; another model in the loop may have a scaler.
 
-    plain  there are some already, of losses that were not
+    Args:
+        plain: Whether there are some already, of losses that were not scaled.
     """
 
     def __init__(self, *, plain: bool) -> None:
         self._plain, self._scaled = plain, False
-        self._inside = 0  # backward passes of scaled losses that are on their way
+        self._inside = 0  # backward passes of scaled losses that are running
 
     def expect(self, losses: Any) -> None:
-        """Look out for the backward passes of these tensors."""
+        """Watch for the backward passes of these tensors."""
         for loss in tree_leaves(losses):
             if isinstance(loss, Tensor) and loss.requires_grad:
                 loss.register_hook(self._enter)  # type: ignore[no-untyped-call]
 
     def watch(self, parameter: Tensor) -> None:
-        """Look at the gradients that come to a tensor."""
-        parameter.register_post_accumulate_grad_hook(self._came)  # type: ignore[no-untyped-call]
+        """Watch for the gradients of a tensor."""
+        parameter.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
 
     @property
     def has_scaled(self) -> bool:
-        """Tell whether some are of scaled losses."""
+        """Whether some are of scaled losses."""
         return self._scaled
 
     def is_scaled(self) -> bool:
-        """Tell whether they are of scaled losses, as far as it is known; ValueError where only some are."""
+        """Return whether they are of scaled losses, as far as is known; ValueError where only some are."""
         if self._plain and self._scaled:
             raise ValueError(
-                "gradients of the rows are of losses of which some were scaled and some not; scale all of a step's"
+                "the gradients of the rows come from scaled and from unscaled losses; scale all losses of a step"
             )
-        return not self._plain  # those that somebody has put there are the scaler's, as a parameter's would be
+        return not self._plain  # gradients that somebody has assigned count as the scaler's, as a parameter's would
 
     def forget(self) -> None:
-        """The gradients that have come so far are gone."""
+        """Forget the gradients so far."""
         self._plain = self._scaled = False
 
     def _enter(self, _: Tensor) -> None:
@@ -124,7 +145,7 @@ class Origin:
     def _leave(self) -> None:
         self._inside -= 1
 
-    def _came(self, _: Tensor) -> None:
+    def _note_gradient(self, _: Tensor) -> None:
         if self._inside:
             self._scaled = True
         else:
@@ -150,110 +171,148 @@ class _Seen(threading.local):
 
 _seen = _Seen()
 _watchers: WeakSet[Any] = WeakSet()  # open loops
-_pending: WeakSet[Any] = WeakSet()  # gradients that loops were left with
-_installed = threading.Lock()
+_pending: WeakSet[Any] = WeakSet()  # gradients that wait for a step after their loop
 
 
 def watch(loop: Watcher) -> None:
-    """Let a loop see these calls from now on, until it is gone or `forget` is called."""
-    with _installed:
-        _install()
+    """Let a loop see these calls from now on, until it is gone or `forget` is called.
+
+    Raises:
+        RuntimeError: This torch lacks one of the functions.
+    """
+    with _hooks.lock:
+        _require_clips()
         _watchers.add(loop)
-        _see(clip_grad, _GROUPING, _group_and_look, "a clip which leaves out the rows")
-        _see(torch.autograd, "backward", _backward_and_look, "a loss that is not finite")
-        if not _steps:
-            _steps.append(register_optimizer_step_pre_hook(_before_step))
+        _hooks.place()
 
 
 def watch_pending(pending: Waiting) -> None:
-    """Let gradients that wait for a step see scalers and optimizers, until they are gone; that is nothing to restore.
+    """Let gradients that wait for a step see scalers and steps, until they are gone or `forget_pending` is called."""
+    with _hooks.lock:
+        _pending.add(pending)
+        _hooks.place()
+    for optimizer in pending.optimizers:
+        call_after_steps(optimizer, pending)
+    finalize(pending, _forget_pending, [ref(optimizer) for optimizer in pending.optimizers]).atexit = False
 
-    A loop was open before: what is installed once is there.
-    """
-    _pending.add(pending)
+
+def _forget_pending(optimizers: list[ReferenceType[Optimizer]]) -> None:
+    for held in optimizers:
+        if (optimizer := held()) is not None:
+            end_calls(optimizer)
+    _remove_if_idle()
 
 
 def forget(loop: Watcher) -> None:
-    """End what `watch` began; with the last loop torch has its own functions again."""
-    with _installed:
+    """End what `watch` began; after the last loop torch has its own functions again."""
+    with _hooks.lock:
         _watchers.discard(loop)
-        if _watchers:
-            return
-        for name, (owner, original, look) in list(_seen_through.items()):
-            if getattr(owner, name, None) is look:  # else somebody has put another one around it
-                setattr(owner, name, original)
-                del _seen_through[name]
-        while _steps:
-            _steps.pop().remove()
+        _remove_if_idle()
 
 
-def _see(owner: Any, name: str, look: Callable[..., Any], what: str) -> None:
-    """Put a function around one of torch's, while a loop is open."""
-    if (now := getattr(owner, name, None)) is None:
+def forget_pending(pending: Waiting) -> None:
+    """End what `watch_pending` began."""
+    with _hooks.lock:
+        _pending.discard(pending)
+    for optimizer in pending.optimizers:
+        end_calls(optimizer, pending)
+    _remove_if_idle()
+
+
+def _remove_if_idle() -> None:
+    with _hooks.lock:
+        if not [*_watchers, *_pending]:  # their lengths may count one that is just going
+            _hooks.remove()
+
+
+@functools.cache
+def _require_clips() -> None:
+    """Raise RuntimeError unless torch's clips call the function by which they are watched."""
+    users = {name for name in _CLIPS if _GROUPING in _names_in(getattr(clip_grad, name, None))}
+    if "clip_grad_value_" not in users or len(users) < 2:
         raise RuntimeError(
-            f"torch {torch.__version__} has no {owner.__name__}.{name}, so that {what} would not be seen; use a "
-            "version of torch that hostdev supports"
+            f"the clipping functions of torch {torch.__version__} do not call {clip_grad.__name__}.{_GROUPING}, "
+            "without which hostdev cannot see a clip that leaves out the rows; use a version of torch that it supports"
         )
-    if name in _seen_through and now is not _seen_through[name][1]:
-        return  # it is there, or within what somebody has put around it
-    _seen_through[name] = owner, now, look
-    setattr(owner, name, look)
 
 
-def _backward_and_look(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-    """Look at the losses whose gradients come to rows: these may be finite where a loss is not."""
-    given = [tensors] if isinstance(tensors, Tensor | GradientEdge) else list(tensors)
-    loops = [(loop, loop.gradients_version()) for loop in _mine()]
-    for loop, _ in loops:
-        loop.expect_backward(given)
-    _seen_through["backward"][1](given, grad_tensors, *args, **kwargs)
-    if grad_tensors is None and kwargs.get("grad_variables") is None:
-        roots = [root.detach() for root in given if isinstance(root, Tensor)]
-        losses = [root for root in roots if root.numel() == 1 and root.is_floating_point()]
-        for loop, version in loops:
-            loop.backward([loss.view(()) for loss in losses], version)
+def _names_in(function: Function | None) -> tuple[str, ...]:
+    return () if function is None else inspect.unwrap(function).__code__.co_names
 
 
-def _group_and_look(gradients: Any, *args: Any, **kwargs: Any) -> Any:
-    if (name := sys._getframe(1).f_code.co_name) in _CLIPS:
-        _look_at_clip(name, gradients[0])
-    return _seen_through[_GROUPING][1](gradients, *args, **kwargs)
+def _watch_backward(original: Function) -> Function:
+    @functools.wraps(original)
+    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Look at the losses whose gradients come to rows: these may be finite where a loss is not."""
+        given = [tensors] if isinstance(tensors, Tensor | GradientEdge) else list(tensors)
+        loops = [(loop, loop.gradients_version()) for loop in _mine()]
+        for loop, _ in loops:
+            loop.expect_backward(given)
+        original(given, grad_tensors, *args, **kwargs)
+        if grad_tensors is None and kwargs.get("grad_variables") is None:
+            roots = [root.detach() for root in given if isinstance(root, Tensor)]
+            losses = [root for root in roots if root.numel() == 1 and root.is_floating_point()]
+            for loop, version in loops:
+                loop.backward([loss.view(()) for loss in losses], version)
+
+    return backward
+
+
+def _watch_clips(original: Function) -> Function:
+    @functools.wraps(original)
+    def group(gradients: Any, *args: Any, **kwargs: Any) -> Any:
+        if (name := sys._getframe(1).f_code.co_name) in _CLIPS:
+            _look_at_clip(name, gradients[0])
+        return original(gradients, *args, **kwargs)
+
+    return group
+
+
+def _watch_scale(original: Function) -> Function:
+    @functools.wraps(original)
+    def scale(scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
+        result = original(scaler, *args, **kwargs)
+        if scaler.is_enabled():
+            _note_scale(scaler, result)
+        return result
+
+    return scale
+
+
+def _watch_unscale(original: Function) -> Function:
+    @functools.wraps(original)
+    def unscale(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(optimizer, TableOptimizer):
+            result = original(scaler, optimizer, *args, **kwargs)
+            if scaler.is_enabled():
+                _unscale_rows(scaler, optimizer)
+            return result
+        if not scaler.is_enabled() or (loop := optimizer.loop) is None:
+            return original(scaler, optimizer, *args, **kwargs)
+        loop.losses.require_scaled_alike()
+        with optimizer.without_rows() if loop.losses.is_unscaled else nullcontext():  # they are divided once
+            result = original(scaler, optimizer, *args, **kwargs)
+        loop.losses.rows_unscaled(_get_found(scaler, optimizer))
+        return result
+
+    return unscale
+
+
+def _get_found(scaler: GradScaler, optimizer: Optimizer) -> dict[torch.device, Tensor]:
+    """Return a scaler's record, by device, of whether gradients of an optimizer are not finite, float32 []."""
+    found: dict[torch.device, Tensor] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    return found
 
 
 def _mine() -> list[Watcher]:
-    return _mine_of(_watchers)
+    return _of_this_thread(_watchers)
 
 
-def _mine_of(watchers: WeakSet[Any]) -> list[Any]:
+def _of_this_thread(watchers: WeakSet[Any]) -> list[Any]:
     return [one for one in watchers if one.thread == threading.get_ident()]
 
 
-def _install() -> None:
-    """Put the functions below around torch's, once in a process."""
-    if getattr(GradScaler, _MARK, False):
-        return
-    setattr(GradScaler, _MARK, True)
-    GradScaler.scale = _around(GradScaler.scale, _after_scale)  # type: ignore[method-assign]
-    GradScaler.unscale_ = _around(GradScaler.unscale_, _after_unscale)  # type: ignore[method-assign]
-    if hasattr(GradScaler, "_check_inf_per_device"):  # of optimizers that unscale on their own
-        original = GradScaler._check_inf_per_device
-        GradScaler._check_inf_per_device = _around(original, _after_unscale)  # type: ignore[method-assign]
-    register_optimizer_step_post_hook(_after_step)
-
-
-def _around(original: Any, after: Callable[..., None]) -> Any:
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        after(result, *args, **kwargs)
-        return result
-
-    return call
-
-
-def _after_scale(result: Any, scaler: GradScaler, *_: Any, **__: Any) -> None:
-    if not scaler.is_enabled():
-        return
+def _note_scale(scaler: GradScaler, result: Any) -> None:
     _seen.losses += 1
     tensor = scaler._scale
     if tensor is None:  # an iterator of outputs, not yet looked at
@@ -263,16 +322,15 @@ def _after_scale(result: Any, scaler: GradScaler, *_: Any, **__: Any) -> None:
         scales.append(_Scale(tensor))
     scales[-1].last = _seen.losses
     for loop in _mine():
-        loop.scaled(result)
+        loop.losses.scaled(result)
 
 
-def _after_unscale(_result: Any, scaler: GradScaler, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
-    if not scaler.is_enabled():
-        return
-    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-    loops = [loop for loop in _mine() if loop.is_scaled()]
-    waiting = [one for one in _mine_of(_pending) if one.is_scaled() and one.waits_for(optimizer)]
-    for one in [*loops, *waiting]:
+def _unscale_rows(scaler: GradScaler, optimizer: Optimizer) -> None:
+    """Divide the gradients of the rows with those of a dense optimizer."""
+    found = _get_found(scaler, optimizer)
+    loops = [loop.losses for loop in _mine() if loop.losses.is_scaled()]
+    waiting = [one for one in _of_this_thread(_pending) if any(optimizer is other for other in one.optimizers)]
+    for one in [*loops, *(one for one in waiting if one.is_scaled())]:
         for device, wrong in one.unscale(scaler).items():
             found[device] = found[device] + wrong if device in found else wrong
     for loop in loops:
@@ -298,25 +356,41 @@ def _look_at_clip(name: str, gradients: list[Tensor]) -> None:
     )
 
 
-def _before_step(optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
+def _before_step(optimizer: Optimizer, *_: Any, **__: Any) -> None:
     for loop in _mine():
         loop.before_step(optimizer)
 
 
-def _after_step(optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
-    for one in [*_mine(), *_mine_of(_pending)]:
-        one.stepped(optimizer)
+def _after_step(optimizer: Optimizer, *_: Any, **__: Any) -> None:
+    for loop in _mine():
+        loop.stepped(optimizer)
+
+
+_hooks = TorchHooks(
+    [
+        Replacement(GradScaler, "scale", _watch_scale, "which losses are scaled"),
+        Replacement(GradScaler, "unscale_", _watch_unscale, "when gradients are divided by the scale"),
+        Replacement(GradScaler, "_check_inf_per_device", _watch_unscale, "when a fused optimizer divides by the scale"),
+        Replacement(clip_grad, _GROUPING, _watch_clips, "a clip that leaves out the rows"),
+        Replacement(torch.autograd, "backward", _watch_backward, "a loss that is not finite"),
+    ],
+    [
+        lambda: register_optimizer_step_pre_hook(_before_step),
+        lambda: register_optimizer_step_post_hook(_after_step),
+    ],
+)
 
 
 def losses_scaled() -> int:
-    """Return how many losses have been scaled so far, for `scaler_since`."""
+    """Return the number of losses that were scaled in this thread, for `scaler_since`."""
     return _seen.losses
 
 
 def scaler_since(since: int) -> tuple[GradScaler, float] | None:
-    """Return the scaler that has scaled a loss since so many, and what it has multiplied it by; None if none has.
+    """Return the scaler that has scaled a loss after the first `since` ones, and its factor; None if none has.
 
-    ValueError where there were two, or two scales.
+    Raises:
+        ValueError: There were two scalers, or two factors.
     """
     if since == _seen.losses:
         return None
@@ -331,11 +405,11 @@ def scaler_since(since: int) -> tuple[GradScaler, float] | None:
 
 
 def inverse(scale: float) -> float:
-    """Return what `GradScaler.unscale_` multiplies gradients with: the inverse, rounded to float32."""
+    """Return the factor of `GradScaler.unscale_`: the inverse, rounded to float32."""
     return float(torch.tensor(scale, dtype=torch.float64).reciprocal().float())
 
 
 def report(scaler: GradScaler, owner: object, device: torch.device) -> None:
-    """Let a scaler's next `update` know of gradients that were not finite, as if `owner` were an optimizer."""
+    """Let a scaler's next `update` see gradients that are not finite, as if `owner` were an optimizer."""
     found = torch.ones((), dtype=torch.float32, device=device)
     scaler._per_optimizer_states[id(owner)]["found_inf_per_device"][device] = found

@@ -2,7 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
 
 from hostdev.cache.options import WINDOW
 from hostdev.core.initializers import Initializer, Normal
@@ -13,10 +17,12 @@ from hostdev.core.table_dtypes import FP32, require_table_dtype
 POOLINGS = (None, "sum", "mean")
 DTYPES = ("float32", "bfloat16")
 
+Array: TypeAlias = Tensor | npt.ArrayLike
+
 
 @dataclass(frozen=True)
 class TableSpec:
-    """A table that a model wants: its rows, its columns, its optimizer, its initial values and its weights' dtype."""
+    """A table that a model needs: its size, its optimizer, its initial values and the dtype of its weights."""
 
     rows: int
     dim: int
@@ -29,7 +35,7 @@ class TableSpec:
 
     @property
     def shape(self) -> TableShape:
-        """What its bytes depend on, but for its rows."""
+        """The shape that, with the number of rows, determines its bytes."""
         return TableShape(self.dim, self.optimizer, self.dtype)
 
 
@@ -37,18 +43,22 @@ class TableSpec:
 class Feature:
     """A feature, which takes its ids from one table or from several at once.
 
-    tables   the table, or a tuple of tables that are looked up with the same ids (a first-order weight beside a
-             vector); tables or their names
-    pooling  "sum" or "mean" of the rows of each sample: [B, D]; None leaves them as they come: a row for each id
-    padding  an id that stands for none, inside the table's rows or not (such as -1): its row is zeros, it is no part
-             of a sum or a mean, and is never looked up or updated
-    dtype    of the rows as the model gets them, "float32" or "bfloat16", of each table or of all: rounded once, after
-             weights and pooling
+    A mean divides the sum of the weighted rows by the number of ids; a sample without ids gets zeros.
 
-    A mean divides the sum of the weighted rows by the number of ids, and is zeros for none.
+    Attributes:
+        tables: The table, or a tuple of tables that are looked up with the same ids (such as a first-order weight with
+            a vector); tables or their names.
+        pooling: "sum" or "mean" of the rows of each sample, [B, D]; None returns a row for each id.
+        padding: An id that stands for no row, inside the table's range or not (such as -1): the model gets zeros for
+            it, sums and means leave it out, and it is never looked up or updated.
+        dtype: Of the rows that the model gets, "float32" or "bfloat16", for all tables or for each: rounded once, after
+            weights and pooling.
+
+    Raises:
+        ValueError: An unknown pooling or dtype, a padding that is no integer, or no table.
     """
 
-    tables: Any
+    tables: Any  # tables for a `Runtime`, names of tables in a model: their users know which
     pooling: str | None = None
     padding: int | None = None
     dtype: str | tuple[str, ...] = "float32"
@@ -65,7 +75,7 @@ class Feature:
 
     @property
     def is_single(self) -> bool:
-        """Tell whether it has one table, so that the model gets a tensor and not a tuple of them."""
+        """Whether it has one table, so that the model gets a tensor and not a tuple of tensors."""
         return isinstance(self.tables, str) or not isinstance(self.tables, Sequence)
 
 
@@ -73,24 +83,27 @@ class Feature:
 class Bag:
     """A batch's ids of a feature.
 
-    values   int32 or int64, a tensor or an array: [N], the ids of all samples end to end, with lengths or offsets; else
-             [B] or [B, k], as many for each sample
-    lengths  [B], how many ids each sample has; 0 is fine
-    offsets  [B], where each sample's begin, as torch's EmbeddingBag takes them; instead of lengths
-    weights  of the shape of the values, by which each row is multiplied; no gradient goes to them
+    Attributes:
+        values: int32 or int64: [N], the ids of all samples end to end, with lengths or offsets; else [B] or [B, k].
+        lengths: [B], the number of ids of each sample, 0 or more.
+        offsets: [B], where each sample's ids begin, as in torch's EmbeddingBag; an alternative to lengths.
+        weights: Of the shape of `values`: factors of the rows. They get no gradients.
+
+    Raises:
+        ValueError: Both lengths and offsets are given.
     """
 
-    values: Any
-    lengths: Any = None
-    offsets: Any = None
-    weights: Any = None
+    values: Array
+    lengths: Array | None = None
+    offsets: Array | None = None
+    weights: Array | None = None
 
     def __post_init__(self) -> None:
         if self.lengths is not None and self.offsets is not None:
             raise ValueError("a bag has lengths or offsets, not both")
 
-    def to(self, *_: Any, **__: Any) -> "Bag":
-        """Return itself: frameworks move the batches of a loader to the device, and ids are looked up on the host."""
+    def to(self, *_: object, **__: object) -> "Bag":
+        """Return itself: frameworks move batches to the device, but ids are looked up on the host."""
         return self
 
 
@@ -98,15 +111,20 @@ class Bag:
 class CacheSpec:
     """A cache of hot rows on the device.
 
-    rows    of each table, a number or a share such as "10%"
-    policy  "lookahead", "lru", "lfu" or "static"
-    window  batches that lookahead knows in advance
-    counts  [V], how often each row is used, in any unit: "static" needs it, and "lookahead" moves fewer bytes
-    record  keep the first batches' ids for the optimum in its `summary()`, as of `EmbeddingCache`
+    Attributes:
+        rows: Cached rows of each table: a number, or a share such as "10%".
+        policy: "lookahead", "lru", "lfu" or "static".
+        window: Batches that the policy lookahead knows in advance.
+        counts: [V], how often each row is used, in any unit. Required by "static"; "lookahead" moves fewer bytes with
+            it.
+        record: Keep the first batches' ids for the optimum in `EmbeddingCache.summary`.
     """
 
     rows: int | str
     policy: str = "lookahead"
     window: int = WINDOW
-    counts: Any = None
+    counts: npt.NDArray[np.generic] | None = None
     record: bool = False
+
+
+FeatureInput: TypeAlias = Array | Bag | tuple[Array, Array] | tuple[Array, Array, Array]  # a batch's ids of a feature

@@ -1,4 +1,4 @@
-"""A step's micro-batches at once, for who takes them in an order of his own, as stages do."""
+"""A step's micro-batches at once, for callers that compute them in an order of their own, as pipeline stages do."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,26 +10,34 @@ from hostdev.distributed.dense import Grads
 from hostdev.runtime.reduction import Reduction
 from hostdev.runtime.rows import Rows
 
+MicroBatchRows = tuple[Any, Rows]  # what `send` returns, of any type, with its rows
+
 
 class Step:
     """The micro-batches of a step that this rank computes, or a part of which.
 
-    number  in the trace
-    sizes   samples of each; some may have none
+    Args:
+        number: Of the step, in the trace.
+        sizes: Samples of each micro-batch; some may have none.
+        following: Returns the next micro-batch with its rows.
+        reduction: Sums their gradients; None in a loop that takes no steps.
     """
 
     def __init__(
-        self, number: int, sizes: Sequence[int], following: Callable[[], tuple[Any, Rows]],
+        self,
+        number: int,
+        sizes: Sequence[int],
+        following: Callable[[], MicroBatchRows],
         reduction: Reduction | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.number, self.sizes = number, list(sizes)
         self._following, self._reduction = following, reduction
-        self._made: list[tuple[Any, Rows]] = []
+        self._made: list[MicroBatchRows] = []
 
-    def micro_batch(self, number: int) -> tuple[Any, Rows]:
-        """Return one with its rows, which take memory on the device from now on.
+    def micro_batch(self, number: int) -> MicroBatchRows:
+        """Return a micro-batch with its rows, which take memory on the device from now on.
 
-        Where the network begins on another rank the rows are there, and none are here.
+        Where the network begins on another rank, the rows are there, and none are here.
         """
         while len(self._made) <= number:
             self._made.append(self._following())
@@ -37,11 +45,11 @@ class Step:
 
     @property
     def last(self) -> Rows:
-        """The last one's rows, by which an optimizer is guarded."""
+        """The last micro-batch's rows, by which an optimizer is guarded."""
         return self.micro_batch(len(self.sizes) - 1)[1]
 
     def came(self, number: int) -> None:
-        """Take the gradients of the rows, after a micro-batch's `backward`; in any order of those that have samples."""
+        """Take the gradients of the rows, after a micro-batch's `backward`; in any order of those with samples."""
         assert self._reduction is not None
         self._reduction.rows_came(number)
         self._made[number][1].let_go()
@@ -51,9 +59,10 @@ class Step:
     ) -> Tensor | None:
         """Give all ranks the sums over all micro-batches of the step; see `Rows.reduce`.
 
-        parameters  of the dense side that this rank has
-        nodes       what the micro-batches here have come to for these
-        values      of each micro-batch here, or None where another rank has them
+        Args:
+            parameters: Of the dense side, those that this rank has.
+            nodes: Their gradients, of the micro-batches here.
+            values: Of each micro-batch here, or None where another rank has them.
         """
         assert self._reduction is not None
         self.last.reduced = True

@@ -1,23 +1,85 @@
-"""The tables' learning rates as a torch optimizer, so that torch's schedulers drive them."""
+"""The tables as a torch optimizer: rates for torch's schedulers, rows for its scalers and clips."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Real
-from typing import Any
+from typing import Any, Protocol, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-# Settings of torch's optimizers, and the values with which they say what the tables' optimizers do anyway.
+from hostdev.runtime.features import Table
+
+# Settings of torch's optimizers, and the values that describe what the tables' optimizers do anyway.
 _SETTINGS: dict[str, tuple[Any, ...]] = {
-    "weight_decay": (0,), "momentum": (0,), "dampening": (0,), "lr_decay": (0,), "maximize": (False,),
-    "amsgrad": (False,), "nesterov": (), "betas": (), "eps": (), "alpha": (), "rho": (), "centered": (False,),
-    "initial_accumulator_value": (), "momentum_decay": (), "lambd": (), "etas": (), "step_sizes": (),
-}  # fmt: skip
+    **dict.fromkeys(("weight_decay", "momentum", "dampening", "lr_decay"), (0,)),
+    **dict.fromkeys(("maximize", "amsgrad", "centered"), (False,)),
+    **dict.fromkeys(("nesterov", "betas", "eps", "alpha", "rho", "initial_accumulator_value"), ()),
+    **dict.fromkeys(("momentum_decay", "lambd", "etas", "step_sizes"), ()),
+}
+
+
+class LossScaling(Protocol):
+    """What scalers have done to the batch in the body."""
+
+    is_unscaled: bool  # the gradients of its rows have been divided by the scale
+
+    def require_scaled_alike(self) -> None:
+        """Raise ValueError where only some gradients are of scaled losses, or other ranks get them."""
+
+    def rows_unscaled(self, found: dict[torch.device, Tensor]) -> None:
+        """Note that a scaler has divided the rows' gradients, and complete its record of values that are not finite."""
+
+
+class OpenLoop(Protocol):
+    """The open loop over `train`, as the optimizer sees it."""
+
+    @property
+    def losses(self) -> LossScaling:
+        """What scalers have done to its batch."""
+
+    def row_parameter(self, table: Table) -> Tensor | None:
+        """Return the batch's rows of a table, float32 [U, D], as `Rows.parameters` does; None without any."""
+
+
+class Loops(Protocol):
+    """The runtime's loops, as the optimizer sees them."""
+
+    @property
+    def watcher(self) -> OpenLoop | None:
+        """What watches the open loop over `train`."""
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of the batch's rows, and those that wait for a step."""
+
+    def step_pending(self) -> bool:
+        """Apply the gradients that wait for a step after a loop; return whether there were any."""
+
+
+class _RowParameters(Sequence[Tensor]):
+    """The one parameter of a table's group: the rows of the batch in the loop's body, or an empty tensor."""
+
+    def __init__(self, get_rows: Callable[[], Tensor | None]) -> None:
+        self._get_rows, self._none = get_rows, nn.Parameter(torch.empty(0))
+
+    @overload
+    def __getitem__(self, at: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Tensor]: ...
+    def __getitem__(self, at: int | slice) -> Tensor | list[Tensor]:
+        rows = self._get_rows()
+        return [self._none if rows is None else rows][at]
+
+    def __len__(self) -> int:
+        return 1
 
 
 class TableOptimizer(torch.optim.Optimizer):
-    """A parameter group for each table, with its name and its learning rate; the loop takes the steps.
+    """The tables as an optimizer of torch's: what `Runtime.optimizer` returns.
+
+    There is a parameter group for each table, with its name and its learning rate. While a batch is in the loop's body,
+    the group's parameter is the batch's rows of the table, as in `Rows.parameters`; else it is empty.
 
     ::
 
@@ -27,14 +89,18 @@ class TableOptimizer(torch.optim.Optimizer):
             optimizer.step()
             scheduler.step()
 
-    As with any optimizer, a rate that is set holds from the next step on: a batch is updated with the rates of the time
-    when the optimizer of the dense side takes its step, or in a loop without one, when its last `backward` has brought
-    the gradients. The same is true of `table.optimizer.lr = 1e-4`.
+    The loop updates the tables with the batch when it comes back for the next one; `step` marks the batch for this. A
+    program whose dense optimizer steps with each batch need not call it. A `GradScaler` may get this optimizer, too:
+    `unscale_` divides the gradients of the rows, once, and an overflow on either side skips the step of both.
+
+    A rate applies from the next step on: a batch is updated with the rates at the step of the dense optimizer, or in a
+    loop without one, at the last `backward` that brought gradients. The same is true of `table.optimizer.lr = 1e-4`.
     """
 
-    def __init__(self, tables: Iterable[Any], drop: Callable[[], None] = lambda: None) -> None:
-        self._tables, self._drop = list(tables), drop
-        self._rates = [float(table.optimizer.lr) for table in self._tables]  # that they have been given, or had
+    def __init__(self, tables: Sequence[Table], loops: Loops) -> None:
+        self._tables, self._loops = list(tables), loops
+        self._rates = [float(table.optimizer.lr) for table in self._tables]  # that they were given, or had
+        self._hides_rows = False
         groups = [
             {"params": [nn.Parameter(torch.empty(0))], "name": table.name, "lr": table.optimizer.lr}
             for table in self._tables
@@ -42,19 +108,39 @@ class TableOptimizer(torch.optim.Optimizer):
         self._names: list[str] = []  # there while it is being made
         super().__init__(groups, {})
         self._names = [table.name for table in self._tables]
+        for group, table in zip(self.param_groups, self._tables, strict=True):
+            group["params"] = _RowParameters(lambda table=table: self._get_rows(table))  # type: ignore[misc]
         self._opt_called = True  # so that a scheduler does not miss calls of `step`
 
+    @property
+    def loop(self) -> OpenLoop | None:
+        """The open loop over `train`."""
+        return self._loops.watcher
+
+    def _get_rows(self, table: Table) -> Tensor | None:
+        loop = None if self._hides_rows else self.loop
+        return None if loop is None else loop.row_parameter(table)
+
+    @contextmanager
+    def without_rows(self) -> Iterator[None]:
+        """Give the groups no rows within a `with`: a scaler must not divide their gradients twice."""
+        self._hides_rows = True
+        try:
+            yield
+        finally:
+            self._hides_rows = False
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: there is one group for each table of the runtime."""
+        """Raise ValueError: there is one group for each table of the runtime."""
         if self._names:
             raise ValueError(
-                f"runtime.optimizer has a group for each of the tables {', '.join(self._names)}, and takes no others; "
-                "give the dense parameters an optimizer of their own, and a new table a new Runtime"
+                f"runtime.optimizer has one group for each of the tables {', '.join(self._names)}, and takes no "
+                "others; make another optimizer for dense parameters, and another Runtime for a new table"
             )
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the rates of the tables of the same names; ValueError where there are others, or a wrong rate."""
+        """Set the rates of the tables by name; ValueError for other names or a wrong rate."""
         groups = state_dict["param_groups"]
         by_name = {group.get("name"): group for group in groups}
         if len(groups) != len(by_name) or set(by_name) != set(self._names):
@@ -66,29 +152,52 @@ class TableOptimizer(torch.optim.Optimizer):
         for group in ordered:
             _require_group(group, group["name"])
         places = {at: number for number, group in enumerate(ordered) for at in group["params"]}
-        super().load_state_dict({
-            "state": state_dict["state"],
-            "param_groups": [{**group, "params": [places[at] for at in group["params"]]} for group in ordered],
-        })  # fmt: skip
+        renumbered = [{**group, "params": [places[at] for at in group["params"]]} for group in ordered]
+        super().load_state_dict({"state": state_dict["state"], "param_groups": renumbered})
 
-    def step(self, closure: Any = None) -> Any:
-        """Refuse: the loop over `Runtime.train` takes the tables' steps."""
-        raise ValueError("the tables take their steps when the loop comes back for the next batch; leave this call out")
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Mark the batch as stepped: the tables are updated when the loop comes back for the next batch.
+
+        After a loop, apply the gradients that it was left with before their step.
+
+        Args:
+            closure: Computes the loss and its gradients again, as for any optimizer.
+
+        Returns:
+            The closure's loss.
+
+        Raises:
+            ValueError: No loop over `train` is open, and no gradients wait for a step.
+        """
+        if self.loop is None and not self._loops.step_pending():
+            raise ValueError(
+                "runtime.optimizer.step() was called without a batch: call it in the body of a loop over "
+                "runtime.train(), where it is optional"
+            )
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the batch's rows, unless an optimizer has stepped with them."""
-        self._drop()
+        self._loops.drop_gradients()
 
     def take_over(self) -> None:
-        """Have the rates that the tables have, which a checkpoint has brought."""
+        """Set the groups' rates to those of the tables, after a checkpoint was loaded."""
         for number, (group, table) in enumerate(zip(self.param_groups, self._tables, strict=True)):
             self._rates[number] = group["lr"] = float(table.optimizer.lr)
 
     def apply(self) -> None:
-        """Set the tables' rates where they have changed here; take over those that were set at the tables.
+        """Set the tables' rates where a group's has changed, and the groups' where a table's has.
 
-        ValueError for one that a table's optimizer does not take, for different ones of tables that share one, and for
-        settings of a group that the tables do not have.
+        Raises:
+            ValueError: A table's optimizer does not take a rate, tables that share an optimizer have different rates,
+                or a group has settings that the tables do not have.
         """
         self._opt_called = True
         if [group.get("name") for group in self.param_groups] != self._names:
@@ -100,8 +209,8 @@ class TableOptimizer(torch.optim.Optimizer):
         for rate, table in zip(wanted, self._tables, strict=True):
             if of_optimizer.setdefault(id(table.optimizer), rate) != rate:
                 raise ValueError(
-                    f"table {table.name!r} is to have the learning rate {rate}, and another one, with which it shares "
-                    f"its optimizer, {of_optimizer[id(table.optimizer)]}; give each an optimizer of its own"
+                    f"the group of table {table.name!r} has the learning rate {rate}, and that of a table with the "
+                    f"same optimizer has {of_optimizer[id(table.optimizer)]}; give each table an optimizer of its own"
                 )
         for number, (group, table) in enumerate(zip(self.param_groups, self._tables, strict=True)):
             if wanted[number] != self._rates[number]:
@@ -113,17 +222,17 @@ class TableOptimizer(torch.optim.Optimizer):
 
 
 def _require_group(group: Mapping[str, Any], table: str) -> None:
-    """Raise ValueError for settings that have no effect on a table, or a learning rate that is none."""
+    """Raise ValueError for settings that have no effect on a table, or for a wrong learning rate."""
     for name, same in _SETTINGS.items():
         if name in group and not any(group[name] == value for value in same):
             raise ValueError(
                 f"table {table!r}: its group in runtime.optimizer has {name}={group[name]!r}, which has no effect; "
-                "only lr is set there. Other settings are given to the table's optimizer when it is made; for weight "
-                "decay add rows.unique(table)[0].square().sum() to the loss"
+                "only lr is set there. Give other settings to the table's own optimizer; for weight decay add "
+                "rows.unique(table)[0].square().sum() to the loss"
             )
     rate = group.get("lr")
     single = isinstance(rate, torch.Tensor) and rate.numel() == 1
     if isinstance(rate, bool) or not (isinstance(rate, Real) or single) or not math.isfinite(float(rate)):  # type: ignore[arg-type]
-        raise ValueError(f"table {table!r}: its learning rate in runtime.optimizer is to be a number, not {rate!r}")
+        raise ValueError(f"table {table!r}: its learning rate in runtime.optimizer must be a number, not {rate!r}")
     if float(rate) < 0:  # type: ignore[arg-type]
-        raise ValueError(f"table {table!r}: its learning rate in runtime.optimizer is to be at least 0, not {rate!r}")
+        raise ValueError(f"table {table!r}: its learning rate in runtime.optimizer must be at least 0, not {rate!r}")

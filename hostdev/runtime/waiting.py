@@ -1,7 +1,7 @@
-"""Whether a dense optimizer is yet to step with a batch's gradients: then the batch is not over.
+"""Whether a dense optimizer has still to step with a batch's gradients: then the batch is not finished.
 
-Asked only in the first batch of a loop that has gradients, and only where that batch is left, or looked at, before any
-optimizer has stepped: later ones are known to have an optimizer, or none.
+This search runs only in the first batch of a loop that has gradients, and only if that batch is left, or its tables are
+read, before any optimizer has stepped. Later batches are known to have an optimizer, or none.
 """
 
 import gc
@@ -11,9 +11,11 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hostdev.runtime.table_optimizer import TableOptimizer
+
 
 def leaves_of(roots: Iterable[Any]) -> list[Tensor]:
-    """Return the leaves that gradients of these tensors, or edges of a graph, go to."""
+    """Return the leaves that get gradients of these tensors, or edges of a graph."""
     found = [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots]
     nodes = [node for node in found if node is not None]
     seen: set[Any] = set(nodes)
@@ -33,10 +35,14 @@ def optimizers_of(parameters: Sequence[Tensor]) -> list[Optimizer]:
     """Return the optimizers that have one of these parameters."""
     if not parameters:
         return []
-    gc.collect()  # one that nobody holds does not count
+    gc.collect()  # optimizers that nobody holds do not count
     wanted = {id(parameter) for parameter in parameters}
-    optimizers = [found for found in gc.get_objects() if issubclass(type(found), Optimizer)]
+    optimizers = [found for found in gc.get_objects() if _is_dense(type(found))]
     return [one for one in optimizers if any(id(parameter) in wanted for parameter in _parameters(one))]
+
+
+def _is_dense(kind: type) -> bool:
+    return issubclass(kind, Optimizer) and not issubclass(kind, TableOptimizer)
 
 
 def first_parameter(optimizer: Optimizer) -> Tensor | None:

@@ -35,6 +35,7 @@ from hostdev.parallel.averages import Averages, require_own_averages
 from hostdev.parallel.layout import Layout
 from hostdev.parallel.parts import begin_alike
 from hostdev.parallel.state import DenseState, state_of
+from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.pipeline.outcome import Outcome
 from hostdev.runtime.digest import names_in_checkpoint, state_sha256
 from hostdev.runtime.rows import Rows
@@ -153,8 +154,8 @@ class Trainer:
             )
         features = {name: self._feature(feature) for name, feature in model.features.items()}
         self.runtime = Runtime(
-            features, device=device, cache=cache, depth=depth, ranks=ranks, log=log, timeline=timeline, **overlap
-        )  # fmt: skip
+            features, device=device, cache=cache, depth=depth, ranks=ranks, log=log, timeline=timeline,
+            hooks=PipelineHooks(**overlap))  # fmt: skip
         self.timeline = self.runtime.pipeline.timeline
         self.model, self._staged = model, None
         self._reading: dict[str, Any] = {"ids": model.ids, "send": _sent, "background": True}  # it draws nothing

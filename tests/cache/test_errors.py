@@ -149,7 +149,7 @@ def test_an_interrupt_in_a_tables_update(device, table, monkeypatch, through):
     with pytest.raises(FaultError):
         loop(runtime, batches[8:])
     other = np.setdiff1d(np.arange(ROWS), batches[8])
-    found = table.weights[other] if through == "the table" else runtime.look_up({"id": other})["id"].cpu().numpy()
+    found = table.weights[other] if through == "the table" else runtime.lookup({"id": other})["id"].cpu().numpy()
     np.testing.assert_array_equal(found, plain(batches[:8]).weights[other])
 
 

@@ -109,7 +109,7 @@ def test_learning_rates_come_back(tmp_path):
     made_before = Case()  # with a scheduler that has set a rate of its own
     torch.optim.lr_scheduler.LinearLR(made_before.runtime.optimizer, 0.1, total_iters=8)
     rates = made_before.runtime.load(tmp_path)["rates"]["param_groups"]
-    assert made_before.runtime.learning_rates() == [group["lr"] for group in rates]
+    assert made_before.runtime.settings.learning_rates() == [group["lr"] for group in rates]
     other = Case()
     go_on(other, tmp_path)
     again = torch.optim.lr_scheduler.LinearLR(other.runtime.optimizer, 0.1, total_iters=8)

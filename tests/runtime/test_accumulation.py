@@ -127,7 +127,7 @@ def test_a_step_after_the_loop(device, depth, cache):
     def flush(runtime, dense):
         assert torch.autograd.backward.__module__ == "torch.autograd"  # no loop is open
         dense.step()
-        assert runtime.look_up({"x": [0]})["x"].item() == -1.0
+        assert runtime.lookup({"x": [0]})["x"].item() == -1.0
         dense.zero_grad()
         dense.step()
 
@@ -196,7 +196,7 @@ def test_forgotten_gradients_change_no_row_that_is_read_or_written_meanwhile(dev
         dense.step()
         wanted = [before[0], 3.5 if rows.step > 1 else 7.0]
         assert values_of(table)[:2] == wanted
-        assert runtime.look_up({"x": [0, 1]})["x"][:, 0].tolist() == wanted
+        assert runtime.lookup({"x": [0, 1]})["x"][:, 0].tolist() == wanted
         assert [found["x"][:, 0].tolist() for _, found in runtime.predict([{"x": [0, 1]}])] == [wanted]
         if rows.step == 1:
             runtime.save(tmp_path)

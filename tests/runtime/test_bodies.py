@@ -118,7 +118,7 @@ def test_a_body_that_raises_without_an_optimizer(device, depth, cache, how, at):
         loop = runtime.train(batches)
         with pytest.raises(ValueError, match="no number"):
             run(loop)
-        assert runtime.look_up({"x": [at - 1]})["x"].item() == 0.0
+        assert runtime.lookup({"x": [at - 1]})["x"].item() == 0.0
         for _, rows in loop:  # it is gone on with; the batch is skipped
             rows["x"].sum().backward()
         assert values_of(table) == [-1.0 * (row != at - 1) for row in range(3)]
@@ -169,14 +169,14 @@ def test_looking_up_after_backward_without_an_optimizer(device, depth, cache):
     seen = []
     for _, rows in runtime.train([{"x": [0]}, {"x": [0]}]):
         rows["x"].sum().backward()
-        seen.append(runtime.look_up({"x": [0]})["x"].item())
+        seen.append(runtime.lookup({"x": [0]})["x"].item())
     assert seen == [-1.0, -2.0]
     weight = torch.nn.Parameter(torch.ones(1, device=device))
     dense = torch.optim.SGD([weight], lr=0.5)
     for _ in range(2):  # in the second loop with a gradient that is left from the first
         for _, rows in runtime.train([{"x": [1]}, {"x": [1]}]):
             (rows["x"] * 2 + weight).sum().backward()
-            seen.append(runtime.look_up({"x": [1]})["x"].item())
+            seen.append(runtime.lookup({"x": [1]})["x"].item())
             dense.step()
             dense.zero_grad()
             if rows.step == 1:

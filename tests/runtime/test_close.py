@@ -33,7 +33,7 @@ def test_a_runtime_that_is_closed(device, depth, cache):
     assert list(loop.close() or [None]) == [None]
     assert case.tables["users"].step == 2
     for call in (
-        lambda: runtime.train(batches), lambda: runtime.predict(batches), lambda: runtime.look_up({}),
+        lambda: runtime.train(batches), lambda: runtime.predict(batches), lambda: runtime.lookup({}),
         lambda: runtime.write_back(), lambda: runtime.save("nowhere"), lambda: runtime.load("nowhere"),
         lambda: runtime.freeze(), lambda: runtime.unfreeze("users"), lambda: runtime.optimizer, runtime.__enter__,
     ):  # fmt: skip
@@ -103,7 +103,7 @@ def test_a_body_that_has_raised_can_be_gone_on_with(device):
                 case.step(label, rows)
             break
         except BodyError:
-            case.runtime.look_up(ids(batches[0]))
+            case.runtime.lookup(ids(batches[0]))
     wanted = Case(device).train(batch for number, batch in enumerate(batches) if number != 2)
     assert differing(case.state(), wanted.state()) == []
 
@@ -119,10 +119,10 @@ def test_a_prediction_ends_with_its_last_batch(device, depth, cache):
         for _, (_, found) in zip(range(2), loop, strict=False):
             shape = found["user"].shape
         assert shape == (12, 4)
-        assert case.runtime.predicting == 0
+        assert case.runtime.loops.predicting == 0
         again = case.runtime.predict(batches[:1], ids=ids)
         _, found = next(again)
-        assert case.runtime.predicting == 0
+        assert case.runtime.loops.predicting == 0
         assert found["user"].shape == (12, 4)  # as long as the batch is held
         assert found.to_host([torch.ones(1, device=device)], lambda arrays: float(arrays[0][0])).get() == 1.0
     assert next(again, None) is None
@@ -160,7 +160,7 @@ def test_a_loader_whose_length_is_wrong(device):
             for _ in case.runtime.predict(Wrong(4, OSError("at its end")), ids=ids):
                 seen += 1
         assert seen == 4
-        assert case.runtime.predicting == 0
+        assert case.runtime.loops.predicting == 0
 
     class Stream(IterableDataset):
         def __len__(self):

@@ -48,7 +48,7 @@ def test_an_evaluation_with_averages_leaves_the_tables_as_they_were(device, dept
             average.update()
         if number % 2:
             with averages["users"].applied(), averages["items"].applied():
-                found = case.runtime.look_up(ids(batches[0]))["user"]
+                found = case.runtime.lookup(ids(batches[0]))["user"]
                 wanted = averages["users"].weights[batches[0]["user"]]
                 np.testing.assert_array_equal(found.detach().cpu(), wanted)
                 assert (np.abs(case.tables["items"].weights - averages["items"].weights) < 0.01).all()

@@ -143,7 +143,7 @@ def test_looking_up_a_batch(device):
     batches = batches_of(3)
     for label, rows in case.loop(batches):
         case.step(label, rows)
-        found = case.runtime.look_up(ids(batches[0]))
+        found = case.runtime.lookup(ids(batches[0]))
         assert sorted(found) == ["history", "item", "user", "words"]
         case.runtime.write_back()
         twin = Twin(case.tables)(batches[0])
@@ -151,7 +151,7 @@ def test_looking_up_a_batch(device):
         torch.testing.assert_close(found["item"][1].cpu(), twin["item"][1].detach())
         assert not found["user"].requires_grad
     with pytest.raises(ValueError, match="batch 1: no ids for the features user"):
-        case.runtime.look_up({"item": [1], "history": [[1]], "words": ([1], [1])})
+        case.runtime.lookup({"item": [1], "history": [[1]], "words": ([1], [1])})
 
 
 def test_what_is_refused_while_loops_are_open(device):
@@ -200,7 +200,7 @@ def test_predictions_cannot_be_learned_from(device):
         for _, rows in case.runtime.predict(batches_of(3), ids=ids):
             if rows.step == count:
                 break
-        assert case.runtime.predicting == 0
+        assert case.runtime.loops.predicting == 0
 
 
 @pytest.mark.parametrize("cache", [None, "30%"])

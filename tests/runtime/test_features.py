@@ -117,7 +117,7 @@ def test_a_feature(device, kind, where):
             optimizer.step()
     np.testing.assert_allclose(weights_of(table), weight.detach(), rtol=1e-4, atol=1e-5)
     runtime = Runtime({"x": Feature(table, dtype="bfloat16", **options)}, device=device)
-    found = runtime.look_up({"x": given})["x"]
+    found = runtime.lookup({"x": given})["x"]
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.cpu().float(), expected(weight.detach()), rtol=1e-2, atol=1e-2)
 
@@ -218,15 +218,15 @@ def test_unsigned_ids_and_their_padding():
             np.array([[3, most], [most, most]], np.uint64),
             torch.tensor([[3, most], [most, most]], dtype=torch.uint64),
         ):
-            rows = runtime.look_up({"x": given})["x"]
+            rows = runtime.lookup({"x": given})["x"]
             assert rows[:, 0].tolist() == [1, 0]
     for padding in (None, 2**63):
         runtime = Runtime({"x": hostdev.Feature(table, pooling="sum", padding=padding)}, device="cpu")
         for given in (np.array([[3, most]], np.uint64), [[3, most]], [[-1, most]], [[3, 2**64 - 1]] * 160):
             with pytest.raises(ValueError, match=f"feature 'x': an id: {most} at position 1 is beyond int64"):
-                runtime.look_up({"x": given})
+                runtime.lookup({"x": given})
     with pytest.raises(ValueError, match="feature 'x': lengths: 18446744073709551615 at position 0 is beyond int64"):
-        runtime.look_up({"x": ([1], np.array([most], np.uint64))})
+        runtime.lookup({"x": ([1], np.array([most], np.uint64))})
 
 
 def test_the_parts_of_a_table_have_one_seed():

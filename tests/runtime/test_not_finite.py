@@ -60,7 +60,7 @@ def test_the_last_batch_and_a_loop_that_is_closed(device, depth, cache):
                 if rows.step == 5 and end == "with":
                     break
                 if rows.step == 5 and end == "evaluation":
-                    case.runtime.look_up(ids(batches[0]))
+                    case.runtime.lookup(ids(batches[0]))
         assert tables_state(case.tables.values()) == wanted
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import hostdev
+from hostdev.runtime.open_loops import AbandonedLoopError
 from tests.runtime.cases import differing, tables_state
 
 MODES = [(0, None), (2, None), (4, None), (2, "10%"), (0, "50%"), (2, hostdev.CacheSpec("30%", "lru"))]
@@ -308,8 +309,10 @@ def test_a_loop_that_is_left_after_a_draw_that_would_be_another(monkeypatch):
     through(runtime, BATCHES, drawn_ids(lambda: own.integers(0, ROWS, SIZE)), draw=own.random)
     assert len(printed) == 1
     assert "body draw from one Generator" in printed[0]
-    with pytest.raises(RuntimeError, match="ValueError: the loader, `ids` or `send` and the loop's body draw from one"):
+    with pytest.raises(AbandonedLoopError, match="ValueError: .*the loop's body draw from one Generator") as caught:
         runtime.write_back()
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert str(caught.value.__cause__) == printed[0]
 
     iterator = ({"positive": batch, "negative": own.integers(0, ROWS, SIZE)} for batch in BATCHES)
     through(runtime, iterator, None, draw=lambda: None)

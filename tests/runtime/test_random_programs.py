@@ -130,7 +130,7 @@ class Look:
     def on_hostdev(self, it):
         every = {"x": list(range(ROWS)), "y": list(range(ROWS))}
         if self.how == "look_up":
-            found = it.runtime.look_up(every)
+            found = it.runtime.lookup(every)
         else:
             [found] = [{name: rows[name].clone() for name in rows} for _, rows in it.runtime.predict([every])]
         return [found[name][:, 0].tolist() for name in ("x", "y")]

@@ -189,7 +189,7 @@ class Running:
         return self.seen, state, ends
 
 
-REFUSED = ("draw from one Generator", "has changed a batch that was read before it")
+REFUSED = ("draw from one Generator", "has changed an earlier batch")
 
 
 @pytest.fixture(autouse=True)

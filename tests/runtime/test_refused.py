@@ -21,7 +21,7 @@ IDS = {
     "strings": (["a", "b"], TypeError, "feature 'x': ids must be integers, not a list of <U1"),
     "a string": ("abc", TypeError, "feature 'x': ids must be integers, not 'abc' of <U3"),
     "None": (None, TypeError, "feature 'x': ids must be integers, not a NoneType of object"),
-    "lists of several lengths": ([[1], [2, 3]], ValueError, "feature 'x': ids are no array .*inhomogeneous"),
+    "lists of several lengths": ([[1], [2, 3]], ValueError, "feature 'x': ids are not an array .*inhomogeneous"),
     "a number": (3, ValueError, r"feature 'x': ids are \[B\] or \[B, k\], or \[N\] with lengths, not \[\]"),
     "three dimensions": (np.zeros((2, 2, 2), int), ValueError, r"\[N\] with lengths, not \[2, 2, 2\]"),
     "a tuple of four": ((ARRAY,) * 4, ValueError, r"a tuple of ids is \(values, lengths\) or \(values, lengths, weig"),

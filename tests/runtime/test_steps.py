@@ -275,10 +275,10 @@ def test_a_rate_that_is_set_at_the_table(device, with_optimizer):
     assert [differing(state, states[0]) for state in states] == [[]] * 3
 
 
-def test_the_tables_optimizer_is_not_stepped_by_hand():
+def test_a_step_of_the_tables_optimizer_without_a_batch():
     case = Case()
     case.runtime.optimizer.zero_grad()
-    with pytest.raises(ValueError, match="the tables take their steps when the loop comes back"):
+    with pytest.raises(ValueError, match=r"runtime.optimizer.step\(\).* runtime.train\(\)"):
         case.runtime.optimizer.step()
     with pytest.raises(ValueError, match="lr must be positive"):  # FTRL's, which divides by it
         for label, rows in case.loop(batches_of(3)):
@@ -290,7 +290,7 @@ def test_tables_that_share_an_optimizer():
     shared = sgd()
     case = Case(optimizer=lambda: shared)
     case.runtime.optimizer.param_groups[0]["lr"] = 0.5
-    with pytest.raises(ValueError, match="table 'items' is to have the learning rate 0.3, .* an optimizer of its own"):
+    with pytest.raises(ValueError, match="table 'items' .* 0.3, .* 0.5;"):
         case.train(batches_of(1))
     for group in case.runtime.optimizer.param_groups:
         group["lr"] = 0.5

@@ -15,7 +15,7 @@ WRONG = {
     "momentum": (0.9, "table 'items': .* has momentum=0.9, which has no effect"),
     "betas": ((0.9, 0.999), r"table 'items': .* has betas=\(0.9, 0.999\), which has no effect"),
     "maximize": (True, "table 'items': .* has maximize=True, which has no effect"),
-    "lr": (math.nan, "table 'items': its learning rate in runtime.optimizer is to be a number, not nan"),
+    "lr": (math.nan, "table 'items': .*rate.*nan"),
 }
 RATES = [math.inf, -1.0, "0.1", None, True, torch.ones(2), torch.tensor(math.nan), 1e-60, 1e60]
 
@@ -65,9 +65,7 @@ def test_settings_that_say_what_is_done_anyway():
 
 def test_groups_that_are_added():
     case = Case(optimizer=sgd)
-    with pytest.raises(
-        ValueError, match="has a group for each of the tables users, items, first, words, and takes no "
-    ):
+    with pytest.raises(ValueError, match="tables users, items, first, words,"):
         case.runtime.optimizer.add_param_group({"params": case.model.parameters()})
     case.train(batches_of(2))
     case.runtime.optimizer.param_groups.append({"params": [], "lr": 0.1, "name": "more"})
@@ -94,7 +92,7 @@ def test_a_state_of_other_groups():
         ),
         (lambda groups: groups[0].update(name="other"), "groups other, first, items, users, and runtime.optimizer has"),
         (lambda groups: groups[0].pop("name"), "groups None, first"),
-        (lambda groups: groups[0].update(lr=math.nan), "table 'words': its learning rate .* not nan"),
+        (lambda groups: groups[0].update(lr=math.nan), "table 'words': .*rate .* not nan"),
         (lambda groups: groups[0].update(momentum=0.9), "table 'words': .* has momentum=0.9"),
     ]:
         wrong = case.runtime.optimizer.state_dict()
@@ -162,4 +160,4 @@ def test_a_torch_without_the_function_that_clips_share(monkeypatch):
         next(case.loop(batches_of(1)))
     monkeypatch.undo()
     case.train(batches_of(1))
-    assert case.runtime.look_up(ids(batches_of(1)[0]))["user"].shape[0] == len(send(batches_of(1)[0]))
+    assert case.runtime.lookup(ids(batches_of(1)[0]))["user"].shape[0] == len(send(batches_of(1)[0]))

@@ -174,7 +174,7 @@ def test_a_scaler_of_another_thread(device):
 
 def test_losses_of_which_some_were_scaled(device):
     case, scaler = Case(device), scaler_of(device)
-    with pytest.raises(ValueError, match="of which some were scaled and some not; scale all of a step's"):
+    with pytest.raises(ValueError, match="from scaled and from unscaled losses"):
         for label, rows in case.loop(batches_of(2)):
             loss = loss_of(case.model, rows, label)
             scaler.scale(loss).backward(retain_graph=True)

@@ -45,7 +45,7 @@ def test_the_rows_are_those_of_predict(device, size, on_device, bf16):
     [(_, rows)] = runtime.predict([batch])
     for _, rows in runtime.predict([batch]):
         wanted = dict(rows)
-    found = runtime.look_up(batch)
+    found = runtime.lookup(batch)
     assert list(found) == list(wanted)
     assert bits_of(found) == bits_of(wanted)
     for name, value in wanted.items():
@@ -56,7 +56,7 @@ def test_the_rows_are_those_of_predict(device, size, on_device, bf16):
     for value in found.values():  # they are the caller's own
         for part in value if isinstance(value, tuple) else (value,):
             part.add_(1.0)
-    assert bits_of(runtime.look_up(batch)) == bits_of(wanted)
+    assert bits_of(runtime.lookup(batch)) == bits_of(wanted)
 
 
 def test_no_thread_is_started(monkeypatch):
@@ -66,7 +66,7 @@ def test_no_thread_is_started(monkeypatch):
         raise AssertionError(self.name)
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    assert case.runtime.look_up(batch)["user"].shape == (12, 4)
+    assert case.runtime.lookup(batch)["user"].shape == (12, 4)
 
 
 @pytest.mark.parametrize(("depth", "cache"), [(0, None), (2, None), (2, "50%")])
@@ -77,7 +77,7 @@ def test_within_a_loop_it_sees_every_step(device, depth, cache):
     for label, rows in case.loop(batches):
         case.step(label, rows)
         other = Case(device, options={"depth": 0}).train(batches[: rows.step])
-        assert bits_of(case.runtime.look_up(ids(batches[0]))) == bits_of(other.runtime.look_up(ids(batches[0])))
+        assert bits_of(case.runtime.lookup(ids(batches[0]))) == bits_of(other.runtime.lookup(ids(batches[0])))
     assert differing(case.state(), wanted_of(device, batches)) == []
 
 
@@ -85,12 +85,12 @@ def test_some_of_the_features(device):
     """An item's tower alone: ids of the others are not needed, and are not looked at where they are there."""
     case = Case(device, options={"cache": "20%"}).train(batches_of(2))
     batch = ids(batches_of(1)[0])
-    wanted = bits_of(case.runtime.look_up(batch))
+    wanted = bits_of(case.runtime.lookup(batch))
     items = {"item": batch["item"], "history": batch["history"]}
-    found = case.runtime.look_up(items, features=["history", "item"])
+    found = case.runtime.lookup(items, features=["history", "item"])
     assert list(found) == ["history", "item"]
     assert bits_of(found) == {name: wanted[name] for name in found}
-    assert list(case.runtime.look_up({**batch, "user": np.array([-7])}, features="item")) == ["item"]
+    assert list(case.runtime.lookup({**batch, "user": np.array([-7])}, features="item")) == ["item"]
     for given, ids_of in [(items, None), (batch, None), ((batch,), lambda one: one[0]), ((items,), lambda one: one[0])]:
         for _, rows in case.runtime.predict([given] * 3, ids=ids_of, features=["item", "history"]):
             assert list(rows) == ["item", "history"]
@@ -106,24 +106,31 @@ def test_features_that_are_none():
         (["itme"], "no feature 'itme'; there are user, item, history, words"),
         ([], "no features are given; there are user"),
     ]:
-        for call in (case.runtime.look_up, lambda one, features: case.runtime.predict([one], features=features)):
+        for call in (case.runtime.lookup, lambda one, features: case.runtime.predict([one], features=features)):
             with pytest.raises(ValueError, match=message):
                 call(batch, features=features)
     with pytest.raises(ValueError, match="batch 1: no ids for the features item"):
-        case.runtime.look_up({"user": [1]}, features=["item"])
+        case.runtime.lookup({"user": [1]}, features=["item"])
     with pytest.raises(ValueError, match="batch 1: ids for 'usr', but the runtime's features are user"):
         next(case.runtime.predict([1], ids=lambda _: {"usr": [1], "item": [2]}, features=["item"]))
     with pytest.raises(TypeError, match="batch 1: `ids` .* dict .* not a list"):
-        case.runtime.look_up([1], features=["item"])
+        case.runtime.lookup([1], features=["item"])
     with pytest.raises(hostdev.UserError, match="batch 1: feature 'user': id 40 at position 0 is outside 0..39"):
-        case.runtime.look_up({"user": [40]}, features=["user"])
+        case.runtime.lookup({"user": [40]}, features=["user"])
     with pytest.raises(ValueError, match="features and micro_batches"):
         case.runtime.predict([batch], micro_batches=1, features=["user"])
-    case.runtime.look_up(batch)
+    case.runtime.lookup(batch)
 
 
 def test_in_inference_mode_rows_may_be_changed(device):
     case = Case(device)
     with torch.inference_mode():
-        found = case.runtime.look_up(ids(batches_of(1)[0]))
+        found = case.runtime.lookup(ids(batches_of(1)[0]))
     assert not any(part.is_inference() for part in (found["user"], *found["item"], found["history"], found["words"]))
+
+
+def test_the_name_before():
+    """`look_up`, for one release."""
+    case = Case()
+    batch = ids(batches_of(1)[0])
+    assert bits_of(case.runtime.look_up(batch)) == bits_of(case.runtime.lookup(batch))

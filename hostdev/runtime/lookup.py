@@ -13,34 +13,38 @@ from hostdev.device.ops import ops_for
 from hostdev.kernels.pool import Task, run_tasks
 from hostdev.kernels.unique import unique
 from hostdev.pipeline.results import Request
-from hostdev.runtime.features import FeatureIds, GroupSpec, Wanted, on_host
+from hostdev.runtime.features import FeatureBinding, FeatureIds, GroupSpec, on_host
 from hostdev.runtime.rows import Value
 
-_FEW = 2048  # ids, of which the rows are looked up as often as they come
+_FEW = 2048  # ids, whose rows are looked up without deduplication
 
 
-def look_up(
-    request: Request, wanted: Sequence[Wanted], groups: Sequence[GroupSpec], device: torch.device
+def lookup_rows(
+    request: Request, bindings: Sequence[FeatureBinding], groups: Sequence[GroupSpec], device: torch.device
 ) -> dict[str, Value]:
-    """Return the rows of a request by feature, as a loop gives them; the tables are up to date.
+    """Return the rows of a request by feature, as a loop does; the tables must be up to date.
 
-    request  of one batch, with its ids by group and its features' ids as a note
+    Args:
+        request: Of one batch, with its ids by group and its features' ids as a note.
+        bindings: Of the features.
+        groups: Of the tables.
+        device: Where the rows go.
     """
     [micro] = request.note
     found = [_Group(group, given, device) for group, given in zip(groups, request.ids, strict=True)]
     run_tasks([task for group in found for task in group.tasks])
     values: dict[str, Value] = {}
-    for number, (feature, ids) in enumerate(zip(wanted, micro.ids, strict=True)):
+    for number, (feature, ids) in enumerate(zip(bindings, micro.ids, strict=True)):
         outputs = []
         for (group, place), dtype in zip(feature.tables, feature.dtypes, strict=True):
-            rows = found[group].rows_of(number, place, ids, dtype, mean=feature.feature.pooling == "mean")
+            rows = found[group].get_rows(number, place, ids, dtype, mean=feature.feature.pooling == "mean")
             outputs.append(rows if ids.shape is None else rows.view(*ids.shape, rows.shape[1]))
         values[feature.name] = outputs[0] if feature.feature.is_single else tuple(outputs)
     return values
 
 
 class _Group:
-    """A group's rows; they are there when the tasks have run."""
+    """A group's rows, which its tasks look up."""
 
     def __init__(self, group: GroupSpec, given: Sequence[npt.NDArray[Any]], device: torch.device) -> None:
         ids = given[0] if len(given) == 1 else np.concatenate(given)
@@ -58,11 +62,11 @@ class _Group:
             elif len(ids) > _FEW:
                 self._rows.append(np.empty((len(ids), table.dim), np.float32))
                 self.tasks += table.lookup_tasks(ids, self._rows[-1])
-            else:  # to wake the host's threads would take longer
+            else:  # waking the host's threads would take longer
                 block, at = table.where(ids)
                 self._rows.append(block[at, 0])
 
-    def rows_of(self, feature: int, table: int, ids: FeatureIds, dtype: torch.dtype, *, mean: bool) -> Tensor:
+    def get_rows(self, feature: int, table: int, ids: FeatureIds, dtype: torch.dtype, *, mean: bool) -> Tensor:
         """Return a feature's rows of one of the tables, float32 or bfloat16 [B, D] or [N, D]."""
         place = self._features.index(feature)
         start, stop = self._edges[place : place + 2]

@@ -1,0 +1,148 @@
+"""The batch in a loop's body, from the pipeline to the model."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hostdev.device.rows import FeatureUses, GroupUses
+from hostdev.pipeline.results import Flight
+from hostdev.runtime.features import Table
+from hostdev.runtime.finite import Flags
+from hostdev.runtime.reduction import Reduction
+from hostdev.runtime.requests import MicroBatch
+from hostdev.runtime.row_parameter import RowOrder, RowParameter
+from hostdev.runtime.rows import Rows, Value, values_of
+
+
+class BodyBatch:
+    """The in-flight batch of a loop's body; empty between two bodies.
+
+    Args:
+        runtime: Whose features and tables these are.
+        asks: Whether this rank looks up the rows of its samples.
+        flags: For `Rows.guard`; None in a loop that takes no steps.
+        features: The features that are looked up; None: all.
+
+    Attributes:
+        flight: The pipeline's batch.
+        micros: The loader's batches in it that are still to be yielded.
+        leaves: The rows, by group and by table.
+        inverses: Of each group, int32: which row each remaining use has.
+        rows: What the loop has yielded of it.
+        reduction: Sums the gradients of its micro-batches.
+        losses: Of each `backward`, float32 []: 0 for a finite loss, else NaN.
+        shares_rows: Whether some of its batches do not use all rows.
+    """
+
+    def __init__(
+        self, runtime: Any, *, asks: bool, flags: Flags | None = None, features: Sequence[str] | None = None
+    ) -> None:
+        self._runtime, self._asks, self._flags, self._features = runtime, asks, flags, features
+        self._hint = "" if features is None else " in this loop over predict(..., features=...)"
+        self.losses: list[Tensor] = []
+        self.shares_rows = False
+        self.clear()
+
+    def clear(self) -> None:
+        """Release everything."""
+        self.flight: Flight | None = None
+        self.micros: list[MicroBatch] = []
+        self.leaves: list[list[RowParameter]] = []
+        self.inverses: list[Tensor] = []
+        self.rows: list[Rows] = []
+        self.reduction: Reduction | None = None
+        self._sent: list[Tensor] = []
+
+    def take(self, flight: Flight, trains: Callable[[Table], bool]) -> None:
+        """Begin with a batch of the pipeline.
+
+        Args:
+            flight: The batch.
+            trains: Returns whether a table gets gradients.
+        """
+        self.flight = flight
+        self.micros = list(flight.request.note)
+        self.shares_rows = len(self.micros) > 1
+        self.losses = []
+        flight.request.note.clear()  # the loader's batches live no longer than the caller's
+        self._sent = list(flight.tensors)
+        self.inverses = [part.inverse for part in flight.groups]
+        staging = self._runtime.staging
+        self.leaves = []
+        for group, part in zip(self._runtime.pipeline.groups, flight.groups, strict=True):
+            order = None if part.own_places is None else RowOrder(part.own_places, staging, flight.memory)
+            pairs = zip(group.embeddings, part.values, strict=True)
+            self.leaves.append(
+                [RowParameter(one.table, values, order, trained=trains(one.table)) for one, values in pairs]
+            )
+            part.values.clear()
+
+    @property
+    def all_leaves(self) -> Iterator[RowParameter]:
+        """The rows of all tables."""
+        return (leaf for group in self.leaves for leaf in group)
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The gradients of the rows so far, here."""
+        return [grad for leaf in self.all_leaves for grad in leaf.grads()]
+
+    def has_gradients(self) -> bool:
+        """Return whether the rows have got gradients, on any rank."""
+        return (self.reduction is not None and self.reduction.has_rows) or any(leaf.grads() for leaf in self.all_leaves)
+
+    def is_reduced(self) -> bool:
+        """Return whether the micro-batch that was yielded last has been added to the step."""
+        return bool(self.rows) and self.rows[-1].reduced
+
+    def next(self) -> tuple[Any, Rows]:
+        """Return the next of the loader's batches, with its rows."""
+        micro, runtime, flight = self.micros.pop(0), self._runtime, self.flight
+        assert flight is not None
+        uses, values = self._look_up(flight, micro) if self._asks else ([], {})
+        if self._features is not None:
+            values = {name: values[name] for name in self._features}
+        batch = micro.batch([self._sent.pop(0) for _ in micro.tensors])
+        order = list(dict.fromkeys(at for binding in runtime.bindings for at in binding.tables))
+        rows = Rows(
+            flight,
+            uses,
+            self.leaves,
+            values,
+            order,
+            runtime.staging,
+            self._flags,
+            due=not self.micros,
+            shares_rows=self.shares_rows,
+            reduction=self.reduction,
+            losses=self.losses,
+            hint=self._hint,
+        )
+        self.rows.append(rows)
+        return batch, rows
+
+    def _look_up(self, flight: Flight, micro: MicroBatch) -> tuple[list[GroupUses], dict[str, Value]]:
+        """Return where a micro-batch uses the rows, and its rows by feature."""
+        runtime, located = self._runtime, []
+        for ids, binding in zip(micro.ids, runtime.bindings, strict=True):
+            offsets = self._sent.pop(0) if ids.offsets is not None else None
+            weights = self._sent.pop(0) if ids.weights is not None else None
+            located.append((offsets, weights, binding.feature.pooling == "mean"))
+        uses = [self._get_uses(flight, group, micro, located) for group in range(len(runtime.group_specs))]
+        with torch.set_grad_enabled(any(leaf.trained for leaf in self.all_leaves)):
+            features = [spec.features for spec in runtime.group_specs]
+            shapes = [ids.shape for ids in micro.ids]
+            return uses, values_of(runtime.bindings, features, self.leaves, uses, shapes)
+
+    def _get_uses(self, flight: Flight, group: int, micro: MicroBatch, located: list[Any]) -> GroupUses:
+        part, features, left = flight.groups[group], [], self.inverses[group]
+        numbers = self._runtime.group_specs[group].features
+        for number in numbers:
+            size = len(micro.ids[number].values)
+            features.append(FeatureUses(left[:size], *located[number]))
+            left = left[size:]
+        self.inverses[group] = left
+        alone = len(flight.request.ids[group]) == len(numbers)
+        return GroupUses(features, part.own_size, in_order=alone and part.own_places is None)

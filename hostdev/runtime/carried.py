@@ -1,0 +1,70 @@
+"""Gradients of rows that a runtime carries from a loop that ended before their step into the next step."""
+
+from collections.abc import Sequence
+
+from hostdev.pipeline.pipeline import Pipeline
+from hostdev.runtime import scaling
+from hostdev.runtime.features import GroupSpec
+from hostdev.runtime.pending import FirstBatch, Pending, take_step
+from hostdev.runtime.table_settings import TableSettings
+
+
+class CarriedGradients:
+    """At most one batch's gradients that wait for a step.
+
+    Args:
+        groups: The groups of tables.
+        pipeline: Updates the tables.
+        settings: Of the tables.
+    """
+
+    def __init__(self, groups: Sequence[GroupSpec], pipeline: Pipeline, settings: TableSettings) -> None:
+        self._groups, self._pipeline, self._settings = groups, pipeline, settings
+        self._pending: Pending | None = None
+        self.is_training = False  # a loop is open, which takes the steps
+
+    def keep(self, pending: Pending) -> None:
+        """Keep the gradients of a loop that ended before their step."""
+        self.forget()
+        self._pending = pending
+        scaling.watch_pending(pending)
+
+    def forget(self) -> None:
+        """Forget what is kept."""
+        if self._pending is not None:
+            scaling.forget_pending(self._pending)
+            self._pending = None
+
+    def drop(self) -> None:
+        """Let the gradients not count in the next step."""
+        if self._pending is not None:
+            self._pending.drop()
+
+    def first_batch(self) -> FirstBatch | None:
+        """Return what adds the gradients to those of a loop's first batch; None where none wait."""
+        pending = self._pending
+        if pending is None or not pending.is_kept():
+            self.forget()
+            return None
+        return FirstBatch(pending, [group.tables for group in self._groups], self._pipeline, self._forget_decided)
+
+    def _forget_decided(self, pending: Pending) -> None:
+        if self._pending is pending:  # else the loop has left others
+            self.forget()
+
+    def apply(self, pending: Pending) -> None:
+        """Update the tables with these gradients alone, at a dense optimizer's step outside a loop."""
+        if pending is not self._pending or self.is_training:
+            return
+        self.forget()
+        self._settings.learning_rates()
+        tables = [table for group in self._groups for table in group.tables]
+        take_step(self._pipeline, pending, {table.name for table in tables if self._settings.is_frozen(table)})
+
+    def step(self) -> bool:
+        """Apply what is kept, outside a loop; return whether there was anything."""
+        pending = self._pending
+        if pending is None or self.is_training or not pending.is_kept():
+            return False
+        self.apply(pending)
+        return True

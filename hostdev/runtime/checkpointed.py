@@ -1,0 +1,37 @@
+"""What a checkpoint saves of a runtime, and restores."""
+
+from typing import Any
+
+from hostdev.runtime.random_streams import Place
+from hostdev.runtime.table_optimizer import TableOptimizer
+
+
+class CheckpointedState:
+    """The tables, their optimizer and the position in the batches, for `hostdev.runtime.saving`.
+
+    Args:
+        runtime: Whose module imports this one.
+    """
+
+    def __init__(self, runtime: Any) -> None:
+        self.tables, self.pipeline, self.ranks = runtime.tables, runtime.pipeline, runtime.ranks
+        self._settings, self._loops = runtime.settings, runtime.loops
+        self.learning_rates = self._settings.learning_rates
+        self.go_on_at = self._loops.iterators.continue_at
+
+    @property
+    def optimizer(self) -> TableOptimizer:
+        """The tables as a torch optimizer."""
+        made: TableOptimizer = self._settings.make_optimizer(lambda: self._loops)
+        return made
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether the program uses `optimizer`."""
+        return self._settings.optimizer is not None
+
+    @property
+    def place(self) -> Place | None:
+        """The position of a loop over `train` in its batches."""
+        place: Place | None = self._loops.place
+        return place

@@ -1,0 +1,114 @@
+"""How the losses of one batch were scaled, and whether its rows' gradients were divided by the scale."""
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+
+from hostdev.runtime import scaling
+from hostdev.runtime.body_batch import BodyBatch
+
+
+class LossScaling:
+    """What a scaler has done to one batch.
+
+    Args:
+        batch: The batch in the body.
+        device: Of the rows.
+        has_ranks: Whether other ranks get the gradients.
+    """
+
+    def __init__(self, batch: BodyBatch, device: torch.device, *, has_ranks: bool) -> None:
+        self._batch, self._device, self._has_ranks = batch, device, has_ranks
+        self._since = scaling.losses_scaled()
+        self._origin: scaling.Origin | None = None  # where a loss was scaled
+        self._overflow: Tensor | None = None  # found when gradients were divided, float32 []
+        self.is_unscaled = False
+        self._by_optimizer = False  # by a scaler that was given `Runtime.optimizer`
+
+    @property
+    def has_scaled(self) -> bool:
+        """Whether rows have gradients of scaled losses."""
+        return self._origin is not None and self._origin.has_scaled
+
+    @property
+    def waiting_scaler(self) -> GradScaler | None:
+        """The scaler that has still to divide the gradients."""
+        scaled = scaling.scaler_since(self._since) if self.has_scaled and not self.is_unscaled else None
+        return None if scaled is None else scaled[0]
+
+    def scaled(self, losses: object) -> None:
+        """Note that a scaler has multiplied these losses."""
+        if self._origin is None:
+            self._origin = scaling.Origin(plain=bool(self._batch.gradients))
+            for leaf in self._batch.all_leaves:
+                if leaf.trained:
+                    self._origin.watch(leaf.rows)
+        self._origin.expect(losses)
+
+    def is_scaled(self) -> bool:
+        """Return whether the gradients are of scaled losses; ValueError where only some are."""
+        return self._origin is not None and self._origin.is_scaled()
+
+    def forget_gradients(self) -> None:
+        """Forget the gradients so far."""
+        if self._origin is not None:
+            self._origin.forget()
+        self._by_optimizer = False
+
+    def unscale(self, scaler: GradScaler) -> dict[torch.device, Tensor]:
+        """Divide the rows' gradients, once; return by device whether some are not finite, float32 []."""
+        if self.is_unscaled or not self.is_scaled():
+            return {}
+        scaled = scaling.scaler_since(self._since)
+        if scaled is None or scaled[0] is not scaler:
+            return {}
+        self._require_alone()
+        grads = self._batch.gradients
+        if not grads:
+            return {}
+        self.is_unscaled = True
+        found, factor = self._scalar(0.0), self._scalar(scaling.inverse(scaled[1]))
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found, factor)
+        return {self._device: found}
+
+    def require_scaled_alike(self) -> None:
+        """Raise ValueError where only some gradients are of scaled losses, or other ranks get them."""
+        if self.is_scaled():
+            self._require_alone()
+
+    def rows_unscaled(self, found: dict[torch.device, Tensor]) -> None:
+        """Note that a scaler has divided the gradients of `Runtime.optimizer`, and complete its record."""
+        if not found:  # they were divided before, or there are none
+            found[self._device] = self._scalar(0.0) if self._overflow is None else self._overflow.to(self._device)
+        self.is_unscaled = self._by_optimizer = True
+        for wrong in found.values():
+            self.overflowed(wrong)
+
+    def overflowed(self, found: Tensor) -> None:
+        """Note whether gradients of rows or parameters are not finite, float32 []."""
+        self._overflow = found if self._overflow is None else self._overflow + found.to(self._overflow.device)
+
+    def skips_step(self, owner: object) -> bool:
+        """Divide the gradients if no scaler's check has done it; return whether the step is skipped.
+
+        Args:
+            owner: Stands for an optimizer in the scaler's record.
+        """
+        scaled = scaling.scaler_since(self._since) if self.is_scaled() else None
+        if scaled is not None:
+            for found in self.unscale(scaled[0]).values():
+                self.overflowed(found)
+                if found.item():
+                    scaling.report(scaled[0], owner, self._device)
+        known = scaled is not None or self._by_optimizer
+        return known and self._overflow is not None and bool(self._overflow.item())
+
+    def _require_alone(self) -> None:
+        if self._has_ranks:
+            raise ValueError(
+                "a loss was scaled, but ranks exchange the gradients of rows and cannot see each other's overflows; "
+                "leave GradScaler out with ranks: bfloat16 needs none"
+            )
+
+    def _scalar(self, value: float) -> Tensor:
+        return torch.full((), value, dtype=torch.float32, device=self._device)

@@ -1,0 +1,28 @@
+"""Options of `Runtime.train` and `Runtime.predict`, for the types of their loops."""
+
+from collections.abc import Callable, Iterable
+from typing import Literal, TypeAlias, TypedDict, TypeVar
+
+B = TypeVar("B")  # a loader's batch
+S = TypeVar("S")  # what `send` returns
+Send: TypeAlias = Callable[[B], S]
+
+
+class TrainKwargs(TypedDict, total=False):
+    """Of a loop over `Runtime.train` that yields one batch at a time."""
+
+    accumulate: int
+    micro_batches: int | None
+    reduce_early: bool
+    by_step: Literal[False]
+    read_ahead: int | None
+    background: bool
+
+
+class PredictKwargs(TypedDict, total=False):
+    """Of a loop over `Runtime.predict` that yields one batch at a time."""
+
+    micro_batches: None
+    features: Iterable[str] | None
+    read_ahead: int | None
+    background: bool

@@ -1,0 +1,166 @@
+"""The unique rows of a batch as a parameter, and its gradient."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hostdev.device.pinned import Slab
+from hostdev.device.staging import Staging
+from hostdev.runtime.features import Table
+
+
+class RowOrder:
+    """The order of the ids, where a cache's plan orders the rows; sent to the device at its first use.
+
+    Args:
+        places: int32 [U], the position of each id's row.
+        staging: Sends them to the device.
+        memory: Of the batch, from which they are sent.
+    """
+
+    def __init__(self, places: npt.NDArray[np.int32], staging: Staging, memory: Slab) -> None:
+        self._places, self._staging, self._memory = places, staging, memory
+        self._there: Tensor | None = None
+
+    @property
+    def places(self) -> Tensor:
+        """The places on the device, int64 [U]."""
+        if self._there is None:
+            [there], mark = self._staging.send([torch.from_numpy(self._places)], self._memory)
+            self._staging.await_sent([mark], [there])
+            self._there = there.long()
+        return self._there
+
+    def in_ids(self, values: Tensor) -> Tensor:
+        """Return values [U, ...] of the rows in the order of the ids."""
+        return values.index_select(0, self.places)
+
+    def in_rows(self, values: Tensor) -> Tensor:
+        """Return values [U, ...] of the ids in the order of the rows."""
+        out = torch.empty_like(values)
+        out[self.places] = values  # all different; a sum would lose the sign of a zero
+        return out
+
+
+class RowParameter:
+    """A batch's unique rows of one table, float32 [U, D] on the device, and their gradient.
+
+    A cache's plan orders the rows. Sums over rows, such as a norm, are in the order of the ids, as without a cache:
+    `parameter` gives the gradient in that order, and `take_grad` reorders it again.
+
+    Args:
+        table: The table.
+        values: The rows, float32 [U, D], in the order of the plan.
+        order: The order of the ids; None where it is the same.
+        trained: Whether the rows get a gradient.
+    """
+
+    def __init__(self, table: Table, values: Tensor, order: RowOrder | None, *, trained: bool) -> None:
+        self.table, self._order = table, order
+        self.rows = values.requires_grad_() if trained else values
+        self._parameter: Tensor | None = None  # in the order of the ids, where somebody has asked for it
+
+    @property
+    def trained(self) -> bool:
+        """Whether the rows get a gradient."""
+        return self.rows.requires_grad
+
+    def grads(self) -> list[Tensor]:
+        """Return the gradient, in whichever order it has; empty without one."""
+        held = self.rows if self._parameter is None else self._parameter
+        return [] if held.grad is None else [held.grad]
+
+    def take_grad(self) -> Tensor | None:
+        """Return the gradient float32 [U, D] in the order of the rows, and forget it; None without one."""
+        held = self.rows if self._parameter is None else self._parameter
+        grad, held.grad = held.grad, None
+        if grad is None:
+            return None
+        grad = grad.detach().contiguous()  # somebody may have assigned it
+        return grad if self._order is None or self._parameter is None else self._order.in_rows(grad)
+
+    def add_grad(self, grad: Tensor) -> None:
+        """Add float32 [U, D], in the order of the rows, to the gradient."""
+        if self.rows.grad is not None:
+            self.rows.grad.add_(grad)
+        elif self._parameter is None or self._order is None:
+            self.rows.grad = grad
+        else:
+            grad = self._order.in_ids(grad)
+            self._parameter.grad = grad if self._parameter.grad is None else self._parameter.grad + grad
+
+    def drop_grad(self) -> None:
+        """Forget the gradient."""
+        self.rows.grad = None
+        if self._parameter is not None:
+            self._parameter.grad = None
+
+    def parameter(self) -> Tensor:
+        """Return a tensor with the gradient in the order of the ids, which may be changed in place or replaced.
+
+        It gets the gradients of later backward passes, too.
+        """
+        if self._order is None:
+            return self.rows
+        if self._parameter is None:
+            self._parameter = self._order.in_ids(self.rows.detach()).requires_grad_()
+            forward_grad = partial(_forward_grad, self._parameter, self._order)
+            self.rows.register_post_accumulate_grad_hook(forward_grad)  # type: ignore[no-untyped-call]
+            if self.rows.grad is not None:
+                forward_grad(self.rows)
+        return self._parameter
+
+    def in_ids(self) -> Tensor:
+        """Return the rows in the order of the ids, differentiable."""
+        if self._order is None:
+            return self.rows
+        out: Tensor = _InOrderOfIds.apply(self.rows, self._order)  # type: ignore[no-untyped-call]
+        return out
+
+    def select(self, places: Tensor) -> Tensor:
+        """Return some of the rows, at different places int64 [any], differentiable."""
+        out: Tensor = _Select.apply(self.rows, places)  # type: ignore[no-untyped-call]
+        return out
+
+    def reordered(self, values: Tensor) -> Tensor:
+        """Return values [U] of the rows in the order of the ids."""
+        return values if self._order is None else self._order.in_ids(values)
+
+
+def _forward_grad(parameter: Tensor, order: RowOrder, rows: Tensor) -> None:
+    """Add the rows' gradient to that of a parameter in the order of the ids."""
+    assert rows.grad is not None
+    grad, rows.grad = order.in_ids(rows.grad), None
+    parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+
+
+class _InOrderOfIds(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: RowOrder) -> Tensor:
+        ctx.order = order
+        return order.in_ids(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.order.in_rows(grads[0]), None
+
+
+class _Select(torch.autograd.Function):
+    """Differentiable again after a backward pass, as the pull of rows is."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
+        ctx.places, ctx.size = places, len(rows)
+        return rows.index_select(0, places)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        out = grads[0].new_zeros(ctx.size, grads[0].shape[1])
+        return out.index_copy_(0, ctx.places, grads[0]), None

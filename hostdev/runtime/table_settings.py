@@ -1,0 +1,63 @@
+"""The settings of a runtime's tables that a program changes while it trains: learning rates, and which are frozen."""
+
+from collections.abc import Callable, Iterable
+
+from hostdev.runtime.features import Table
+from hostdev.runtime.table_optimizer import Loops, TableOptimizer
+
+
+class TableSettings:
+    """Learning rates and frozen tables.
+
+    Args:
+        tables: The runtime's tables.
+    """
+
+    def __init__(self, tables: Iterable[Table]) -> None:
+        self._tables = {table.name: table for table in tables}
+        self._frozen: set[str] = set()
+        self._optimizer: TableOptimizer | None = None
+
+    def make_optimizer(self, get_loops: Callable[[], Loops]) -> TableOptimizer:
+        """Return the tables as a torch optimizer, which is made at the first call."""
+        if self._optimizer is None:
+            self._optimizer = TableOptimizer(list(self._tables.values()), get_loops())
+        return self._optimizer
+
+    @property
+    def optimizer(self) -> TableOptimizer | None:
+        """The torch optimizer, if it has been made."""
+        return self._optimizer
+
+    def freeze(self, names: Iterable[str]) -> None:
+        """Freeze tables from the next batch on, by name, or all where no name is given."""
+        self._frozen |= self._check_names(names)
+
+    def unfreeze(self, names: Iterable[str]) -> None:
+        """End what `freeze` began."""
+        self._frozen -= self._check_names(names)
+
+    def is_frozen(self, table: Table) -> bool:
+        """Return whether a table gets no gradients."""
+        return table.name in self._frozen
+
+    def _check_names(self, names: Iterable[str]) -> set[str]:
+        given = set(names)
+        for name in given - self._tables.keys():
+            raise ValueError(f"no table {name!r}; there are {', '.join(self._tables)}")
+        return given or set(self._tables)
+
+    def learning_rates(self) -> list[float]:
+        """Return the tables' learning rates, after they were set to those that a scheduler has set."""
+        if self._optimizer is not None:
+            self._optimizer.apply()
+        return [table.optimizer.lr for table in self._tables.values()]
+
+    def exchange_rates(self, rates: list[float]) -> list[float]:
+        """Set the tables' learning rates; return those before."""
+        tables = list(self._tables.values())
+        before = [table.optimizer.lr for table in tables]  # all first: tables may share an optimizer
+        for table, rate in zip(tables, rates, strict=True):
+            if table.optimizer.lr != rate:
+                table.optimizer.lr = rate
+        return before

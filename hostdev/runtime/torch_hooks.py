@@ -1,0 +1,132 @@
+"""Functions of torch that are replaced for a while, and given back."""
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+Function = Callable[..., Any]  # of torch: any signature
+
+
+class Replacement(NamedTuple):
+    """One of torch's functions, and what is put in its place.
+
+    Attributes:
+        owner: The module or class that has the function.
+        name: The function's name there.
+        wrap: Returns the replacement of the function that it is given.
+        purpose: What hostdev could not see without it, for the error message.
+    """
+
+    owner: Any
+    name: str
+    wrap: Callable[[Function], Function]
+    purpose: str
+
+
+class TorchHooks:
+    """Replacements and registered hooks that torch has between `place` and `remove`.
+
+    Args:
+        replacements: The functions to replace.
+        register: Functions that register a hook and return torch's handle of it.
+    """
+
+    def __init__(
+        self, replacements: Sequence[Replacement], register: Sequence[Callable[[], RemovableHandle]] = ()
+    ) -> None:
+        self._replacements, self._register = replacements, register
+        self._placed: dict[tuple[Any, str], tuple[Function, Function]] = {}  # the original and its replacement
+        self._handles: list[RemovableHandle] = []
+        self.lock = threading.RLock()  # a finalizer may call `remove` within `place`
+
+    def place(self) -> None:
+        """Replace the functions that are not replaced already.
+
+        Raises:
+            RuntimeError: This torch lacks one of them. Nothing is replaced then.
+        """
+        with self.lock:
+            found = [_get(one) for one in self._replacements]
+            for (owner, name, wrap, _), now in zip(self._replacements, found, strict=True):
+                if (placed := self._placed.get((owner, name))) is not None and now is not placed[0]:
+                    continue  # ours, or a wrapper that somebody has put around ours
+                replacement = wrap(now)
+                self._placed[owner, name] = now, replacement
+                setattr(owner, name, replacement)
+            if not self._handles:
+                self._handles += [register() for register in self._register]
+
+    def remove(self) -> None:
+        """Give torch its own functions back, except where somebody has wrapped a replacement since."""
+        with self.lock:
+            for (owner, name), (original, replacement) in list(self._placed.items()):
+                if getattr(owner, name, None) is replacement:
+                    setattr(owner, name, original)
+                    del self._placed[owner, name]
+            while self._handles:
+                self._handles.pop().remove()
+
+
+def _get(one: Replacement) -> Function:
+    found: Function | None = getattr(one.owner, one.name, None)
+    if found is None:
+        name = f"{getattr(one.owner, '__module__', '')}.{one.owner.__name__}".lstrip(".")
+        raise RuntimeError(
+            f"torch {torch.__version__} has no {name}.{one.name}, without which hostdev cannot see {one.purpose}; "
+            "use a version of torch that hostdev supports"
+        )
+    return found
+
+
+class _AfterSteps:
+    """The callbacks after the steps of one optimizer; an attribute of the function that stands for its `step`."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.callbacks: WeakSet[Any] = WeakSet()
+        self._own = vars(optimizer).get("step")  # such as a scheduler's
+        original = optimizer.step
+
+        @functools.wraps(original)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            for one in list(self.callbacks):
+                one.stepped(optimizer)
+            return result
+
+        self.step = step
+        step._hostdev_after = self  # type: ignore[attr-defined]
+        optimizer.step = step  # type: ignore[method-assign]
+
+    def remove(self, optimizer: Optimizer) -> None:
+        """Give the optimizer its `step` back, unless somebody has wrapped it since."""
+        if vars(optimizer).get("step") is not self.step:
+            return
+        if self._own is None:
+            del optimizer.step
+        else:
+            optimizer.step = self._own  # type: ignore[method-assign]
+
+
+def call_after_steps(optimizer: Optimizer, callback: Any) -> None:
+    """Call `callback.stepped` after each step of an optimizer, while `callback` lives.
+
+    torch's own hooks are not used, as a hook cannot remove itself while torch iterates over the hooks.
+    """
+    after = getattr(vars(optimizer).get("step"), "_hostdev_after", None)
+    (_AfterSteps(optimizer) if after is None else after).callbacks.add(callback)
+
+
+def end_calls(optimizer: Optimizer, callback: Any = None) -> None:
+    """End what `call_after_steps` began, for a callback that may be gone already."""
+    after = getattr(vars(optimizer).get("step"), "_hostdev_after", None)
+    if after is not None:
+        if callback is not None:
+            after.callbacks.discard(callback)
+        if not list(after.callbacks):  # its length may count one that is just going
+            after.remove(optimizer)

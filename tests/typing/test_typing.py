@@ -1,0 +1,15 @@
+"""mypy's view of the public surface: types in a loop, and misspelt names as errors."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_public_types():
+    here = Path(__file__).with_name("public_types.py")
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file", "", "--follow-imports", "silent"]
+    command += ["--python-version", "3.11", str(here)]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout
