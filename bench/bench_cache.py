@@ -31,7 +31,7 @@ from hostdev.data import manifest
 from hostdev.data.shards import ShardReader
 from hostdev.kernels.pool import host_threads
 from hostdev.kernels.unique import count_uses
-from hostdev.train.rates import host_costs
+from hostdev.train.cache_advice.rates import host_costs
 
 Batches = list[tuple[np.ndarray, np.ndarray]]
 

@@ -29,7 +29,7 @@ from hostdev.models.model import Model
 from hostdev.runtime.spec import TableSpec
 from hostdev.train import config
 from hostdev.train.build import groups_of, ids_of, model_of
-from hostdev.train.cache_advice import Curves, Group, Point, flags, gains, recommend, simulate
+from hostdev.train.cache_advice.curves import Curves, Group, Point, flags, gains, recommend, simulate
 from hostdev.train.config import TrainConfig
 from hostdev.train.report import kind
 

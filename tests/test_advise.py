@@ -24,9 +24,10 @@ from hostdev.data.shards import ShardReader
 from hostdev.device import backend, bus
 from hostdev.device.bus import Bus
 from hostdev.models.wide_deep.network import WideDeep
-from hostdev.train import cache_advice, rates
-from hostdev.train.cache_advice import Group, Point, recommend
-from hostdev.train.host_time import host_costs_of
+from hostdev.train.cache_advice import curves as cache_advice
+from hostdev.train.cache_advice import rates
+from hostdev.train.cache_advice.curves import Group, Point, recommend
+from hostdev.train.summary import get_host_costs
 from tests.conftest import ROOT
 
 
@@ -154,13 +155,13 @@ def test_what_rows_take_the_host_is_measured():
         "EmbeddingLookup": {"total_us": 1e9, "bytes": 1, "by_scope": {"t": lookup, "u": {}}},
         "FusedSparseLazyAdam": update,
     }
-    passed, admitted, evicted = host_costs_of(ops, [Table()])
+    passed, admitted, evicted = get_host_costs(ops, [Table()])
     assert passed == pytest.approx(200 + 700)
     assert admitted == evicted == pytest.approx(3 * 200)
     ops["CacheAdmit"] = {"total_us": 3.0, "bytes": 6 * 64 * 10}
-    assert host_costs_of(ops, [Table()]) == pytest.approx((200 + 700, 300, 3 * 200))
-    assert host_costs_of({"EmbeddingLookup": lookup}, [Table()]) is None
-    assert host_costs_of({}, [Table()]) is None
+    assert get_host_costs(ops, [Table()]) == pytest.approx((200 + 700, 300, 3 * 200))
+    assert get_host_costs({"EmbeddingLookup": lookup}, [Table()]) is None
+    assert get_host_costs({}, [Table()]) is None
 
 
 def test_the_rate_of_the_bus(device):

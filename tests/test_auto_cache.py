@@ -13,8 +13,10 @@ from hostdev.core import cli
 from hostdev.data import manifest
 from hostdev.device import backend
 from hostdev.runtime import room as runtime_room
-from hostdev.train import auto_cache, cache_advice, room, trainer
-from hostdev.train.cache_advice import Group
+from hostdev.train import room, trainer
+from hostdev.train.cache_advice import auto as auto_cache
+from hostdev.train.cache_advice import curves as cache_advice
+from hostdev.train.cache_advice.curves import Group
 from hostdev.train.config import TrainConfig
 
 LINE = re.compile(

@@ -1,5 +1,6 @@
 """The training command: its files, what it prints, what wrong input gets, how it ends."""
 
+import argparse
 import json
 import re
 import signal
@@ -19,6 +20,7 @@ from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.device import backend
 from hostdev.train import config, room
+from hostdev.train.config import TrainConfig
 from tests.conftest import environment
 from tests.test_shards import rewrite
 
@@ -191,6 +193,18 @@ def test_equal_digests_in_every_mode(device, trained, small_data, tmp_path):
         assert digest(f"cache{number}", "--host-device-mix", "--cache-rows", *options) == first
 
 
+@pytest.mark.parametrize("word", ["bfloat16", "bf16"])
+def test_both_words_for_the_dtype_of_tables(word):
+    """The second one is accepted for one release; files have it."""
+    parser = argparse.ArgumentParser()
+    config.add_flags(parser)
+    settings = config.from_flags(parser.parse_args(["--table-dtype", word]))
+    assert settings == TrainConfig(table_dtype=word)
+    assert settings.as_json()["table_dtype"] == "bf16"
+    assert config.to_flags(settings) == ["--table-dtype", "bfloat16"]
+    assert "--table-dtype {fp32,bfloat16}" in parser.format_help()
+
+
 def test_a_run_with_a_cache(device, trained, small_data, tmp_path, capsys):
     options = small(small_data, "--host-device-mix", "--cache-rows", "10%", "--cache-policy", "static", device=device)
     assert trained(*options, "--epochs", 2) == 0
@@ -200,9 +214,7 @@ def test_a_run_with_a_cache(device, trained, small_data, tmp_path, capsys):
     rows = manifest.read(small_data).vocabulary_size
     assert cache["rows"] == -(-rows // 10)
     assert (cache["policy"], cache["window"], cache["batches"]) == ("static", 0, summary["steps"])
-    assert 0 < cache["hit_rate"] <= cache["optimal_hit_rate"] < 1
-    assert cache["optimal_batches"] == summary["steps"]
-    assert cache["hit_rate_of_these"] == cache["hit_rate"]
+    assert 0 < cache["hit_rate"] < 1
     assert cache["bytes_to_device"] == 4 * (cache["bypassed"] * (4 + 1) + cache["admitted"] * (3 * 4 + 3))
     assert json.loads((run / "config.json").read_text())["cache_window"] is None
     operations = (run / "ops.log").read_text()
@@ -215,15 +227,10 @@ def test_a_run_with_a_cache(device, trained, small_data, tmp_path, capsys):
         assert f"{name}-op" in operations
     out = capsys.readouterr().out
     assert f"cache    {cache['rows']:,} rows of each table, " in out
-    assert f"{cache['hit_rate']:.2%} of uses hit, the offline optimum {cache['optimal_hit_rate']:.2%}; a step" in out
-    assert cache["bytes_of_these"] == cache["bytes_to_device"] + cache["bytes_to_host"]
-    assert 0 < cache["least_bytes"] <= cache["bytes_of_these"]
-    assert f", {cache['bytes_of_these'] / cache['least_bytes']:.3f} times the least possible; it " in out
-    assert 0 < cache["host_us_saved_of_these"] <= cache["most_host_us_saved"] * 1.0001
-    assert cache["host_us_saved"] < cache["host_us_saved_of_these"]  # which do not count the plan
-    steps = summary["steps"]
-    most = (cache[name] / steps / 1e3 for name in ("host_us_saved_of_these", "most_host_us_saved"))
-    assert "({:.2f} but for its plan, of {:.2f} at most)".format(*most) in out
+    assert f"{cache['hit_rate']:.2%} of uses hit; a step admits" in out
+    saved = cache["host_us_saved"] / summary["steps"] / 1e3
+    says = f"saves the host {saved:.2f} ms a step" if saved >= 0 else f"costs the host {-saved:.2f} ms a step more than"
+    assert f"; it {says}" in out
 
 
 def test_without_the_mix_the_ops_are_the_devices(device, trained, small_data, tmp_path):

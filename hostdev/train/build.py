@@ -167,7 +167,7 @@ def cache_of(
     elif settings.cache_policy == "lookahead":
         counts[0] = known_counts(model, data, found, reader)
     how = settings.cache_rows, settings.cache_policy, settings.cache_window or 0
-    return {tables[0]: CacheSpec(*how, each, record=True) for tables, each in zip(groups, counts, strict=True)}
+    return {tables[0]: CacheSpec(*how, each) for tables, each in zip(groups, counts, strict=True)}
 
 
 def most_uses(model: Model, batch: Batch, batch_size: int) -> int:

@@ -19,9 +19,10 @@ from hostdev.data import lookalike, manifest
 from hostdev.device import backend
 from hostdev.kernels.numa import in_words
 from hostdev.train import checkpointing, report, starting
-from hostdev.train.auto_cache import decided
 from hostdev.train.build import require_layout
+from hostdev.train.cache_advice.auto import choose_cache
 from hostdev.train.config import TrainConfig
+from hostdev.train.ending import Ending
 from hostdev.train.interrupt import DEADLINE_SECONDS, GracefulStop, Interrupted
 from hostdev.train.layouts import laid_out
 from hostdev.train.processes import Company, joined, resolved
@@ -66,14 +67,14 @@ def _train(settings: TrainConfig, company: Company | None) -> dict[str, Any]:
     if company is not None and settings.parallel == "auto":
         settings, why = laid_out(settings, data, found, company.ranks)
         print("\n".join(why), flush=True)
-    settings, why = decided(settings, data, found, company.ranks if company is not None else None)
+    settings, why = choose_cache(settings, data, found, company.ranks if company is not None else None)
     for line in why:
         print(line, flush=True)
-    run: Run | None = None
+    ending: Ending | None = None
     digest = None
 
     def on_deadline() -> str:
-        return run.abandon() if run is not None else "interrupted before the first step"
+        return ending.abandon() if ending is not None else "interrupted before the first step"
 
     start = None
     with GracefulStop(on_deadline, _deadline(settings, company)) as stop, _memory_in_words():
@@ -90,13 +91,14 @@ def _train(settings: TrainConfig, company: Company | None) -> dict[str, Any]:
             else:
                 origin = starting.find_together(settings, data, found, company.ranks)
         run = Run(settings, data, found, start, company, origin)
+        ending = Ending(run)
         if company is not None:
-            company.on_fault = partial(run.abandon, "failed")
+            company.on_fault = partial(ending.abandon, "failed")
         config = {**settings.as_json(), "data": str(data), "versions": _versions(), "preprocess": found.options}
         try:
             run.files.write_config(config)
         except OSError:
-            run.close_saver(save=False)
+            ending.close_saver(save=False)
             run.discard()
             raise
         rows = {split: found.rows(split) for split in ("train", "test")}
@@ -111,29 +113,29 @@ def _train(settings: TrainConfig, company: Company | None) -> dict[str, Any]:
             status = run.train(stop)
             if status != "interrupted":
                 digest = run.trainer.state_sha256()
-                run.count_exchanged()
-                run.close_saver(digest, save=True)
+                ending.count_exchanged()
+                ending.close_saver(digest, save=True)
             elif run.saver is not None:
                 assert stop.requested is not None
-                raise run.interrupted(stop.requested)
+                raise ending.interrupted(stop.requested)
         except Interrupted:
             raise
         except BaseException:
-            run.close_saver(save=False)
-            run.finish("failed")
+            ending.close_saver(save=False)
+            ending.finish("failed")
             if run.steps == 0:
                 run.discard()
             raise
     if stop.requested and (company is None or status == "interrupted"):
-        raise run.interrupted(stop.requested)
-    summary = run.finish(status, digest)
+        raise ending.interrupted(stop.requested)
+    summary = ending.finish(status, digest)
     has_ops_log = run.files.ops is not None
     lines = report.summary_lines(
-        summary, run.epochs, run.files.path, run.trace, undrawn=run.draw(), has_ops_log=has_ops_log
+        summary, run.epochs, run.files.path, run.trace, undrawn=ending.draw(), has_ops_log=has_ops_log
     )
     print(lines)
     if run.saver is not None and run.saver.failed is not None:
-        raise run.not_saved()
+        raise ending.not_saved()
     return summary
 
 

@@ -1,4 +1,4 @@
-"""The options of a training run; this is the one place that turns them into flags."""
+"""The options of a training run. Only this module turns them into flags."""
 
 import argparse
 import math
@@ -12,7 +12,7 @@ from hostdev.core.errors import UserError
 from hostdev.core.memory import gib, parse_bytes
 from hostdev.core.micro_batches import EXCHANGES
 from hostdev.core.optimizers import OPTIMIZERS
-from hostdev.core.table_dtypes import FP32, TABLE_DTYPES
+from hostdev.core.table_dtypes import BF16, FP32
 from hostdev.data import folder
 from hostdev.distributed.mesh import SCHEDULES, mesh_of
 from hostdev.parallel.plan_text import plan_of
@@ -20,6 +20,11 @@ from hostdev.parallel.plan_text import plan_of
 REFERENCE_BATCH_SIZE = 16_000
 MOST_DEPTH = 64  # more ahead than that helps nobody
 LEAST_OPS_LOG = 1 << 16
+BFLOAT16 = "bfloat16"  # the public name of BF16, which is accepted for one release
+_AT_LEAST_1 = (
+    *("epochs", "batch_size", "batch_per_rank", "micro_batches", "max_steps", "early_stop", "shuffle_window"),
+    *("emb_dim", "host_threads", "torch_threads", "spawn", "checkpoint_every", "keep_checkpoints"),
+)
 
 
 def _flag(help: str, *, default: Any = None, kind: Any = None, **extra: Any) -> Any:
@@ -28,191 +33,197 @@ def _flag(help: str, *, default: Any = None, kind: Any = None, **extra: Any) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """What `python -m hostdev.train` can be told. Epochs and batch size are None until `resolved`."""
+    """The options of `hostdev train`. `epochs` and `batch_size` are None until `resolved`."""
 
     data: Path | None = _flag(
-        "data set made by hostdev.data.preprocess; without it, a small look-alike", kind=Path, metavar="DIR"
+        "data set written by hostdev preprocess (default: a small synthetic one)", kind=Path, metavar="DIR"
     )
-    host_device_mix: bool = _flag("tables in host memory: lookup, FTRL and LazyAdam run on the CPU", default=False)
-    device: str = _flag("auto, cpu, cuda, ...: where the dense layers run", default="auto", kind=str, metavar="NAME")
-    epochs: int | None = _flag("passes over the training rows (15; without --data 2)", kind=int, metavar="N")
-    batch_size: int | None = _flag("rows in a step (16000; without --data 1000)", kind=int, metavar="N")
+    host_device_mix: bool = _flag(
+        "keep the tables in host memory; the CPU looks rows up and updates them", default=False
+    )
+    device: str = _flag("device of the dense layers: auto, cpu, cuda, ...", default="auto", kind=str, metavar="NAME")
+    epochs: int | None = _flag("passes over the training samples (default 15; 2 without --data)", kind=int, metavar="N")
+    batch_size: int | None = _flag("samples in a step (default 16000; 1000 without --data)", kind=int, metavar="N")
     model: str = _flag(
-        "wide_deep, deepfm, dlrm, dcn, or a class of your own as package.module:Class",
+        "wide_deep, deepfm, dlrm, dcn, or your own class as package.module:Class",
         default="wide_deep",
         kind=str,
         metavar="NAME",
     )
     emb_dim: int | None = _flag(
-        "columns of the tables of vectors (the model's own; wide_deep 80)", kind=int, metavar="N"
+        "dimension of the embedding tables (default: the model's; 80 for wide_deep)", kind=int, metavar="N"
     )
     table_optimizer: str | None = _flag(
-        "of the tables of vectors (the model's own)", kind=str, choices=tuple(OPTIMIZERS)
+        "optimizer of the embedding tables (default: the model's)", kind=str, choices=tuple(OPTIMIZERS)
     )
     table_lr: float | None = _flag(
-        "learning rate of the tables of vectors (their optimizer's)", kind=float, metavar="X"
+        "learning rate of the embedding tables (default: their optimizer's)", kind=float, metavar="X"
     )
     table_dtype: str = _flag(
-        "of the tables' weights as host memory stores them, rounded stochastically to bf16; slots are float32",
+        "storage of the tables' weights in host memory; bfloat16 rounds stochastically, and optimizer state is float32",
         default=FP32,
         kind=str,
-        choices=TABLE_DTYPES,
+        choices=(FP32, BFLOAT16, BF16),
+        metavar=f"{{{FP32},{BFLOAT16}}}",
     )
-    lr: float | None = _flag("learning rate of the dense layers' Adam (the model's own)", kind=float, metavar="X")
+    lr: float | None = _flag("learning rate of the dense layers' Adam (default: the model's)", kind=float, metavar="X")
     l2: str = _flag(
-        "L2 on the deep table: none, on the batch's rows, or on the whole table",
+        "L2 regularization of the deep table: none, of the batch's rows, or of the whole table",
         default="none",
         kind=str,
         choices=("none", "batch", "table"),
     )
     precision: str = _flag(
-        "of the dense layers' arithmetic; their weights, the last layer, the rows and the losses are float32",
+        "precision of the dense layers' arithmetic; weights, last layer, rows and losses are float32",
         default="fp32",
         kind=str,
         choices=("fp32", "bf16"),
     )
-    tf32: bool = _flag("round the inputs of the dense layers' float32 products to TF32, on CUDA", default=False)
-    host_threads: int | None = _flag("threads of the host's kernels (all CPUs of the process)", kind=int, metavar="N")
+    tf32: bool = _flag("on CUDA, round the inputs of the dense layers' float32 products to TF32", default=False)
+    host_threads: int | None = _flag(
+        "threads of the host kernels (default: all CPUs of the process)", kind=int, metavar="N"
+    )
     batch_per_rank: int | None = _flag(
-        "rows in a step of each process (of each place along data of --mesh), in place of --batch-size",
+        "samples in a step of each data-parallel process, instead of --batch-size",
         kind=int,
         metavar="N",
     )
     micro_batches: int = _flag(
-        "cut a batch into so many, each computed on its own and added in a fixed order; processes share them out",
+        "split a batch into M micro-batches, whose gradients are summed in a fixed order; processes share them",
         default=1,
         kind=int,
         metavar="M",
     )
     gradients: str | None = _flag(
-        "of micro-batches: the mean over the batch, or the sum of the means of each (mean)",
+        "how micro-batches add up: the mean over the batch, or the sum of their means (default mean)",
         kind=str,
         choices=("mean", "sum"),
     )
     parallel: str | None = _flag(
-        "none: one process; data: samples are shared out; semi: layers, too, by --mesh, --plan and --stage-cut; auto: "
-        "the mesh, stages and slices that take the least time, found by measuring (data, or what --mesh says)",
+        "none: one process; data: split samples; semi: also split layers by --mesh, --plan and --stage-cut; auto: "
+        "measure which mesh, stages and slices are fastest (default: data, or as --mesh says)",
         kind=str,
         choices=("none", "data", "semi", "auto"),
     )
     mesh: str | None = _flag(
-        "how processes share out the network: data=N by samples, model=N by slices of layers, pipe=N by stages, such "
-        "as data=2,pipe=2 (data)",
+        "how processes split the work: data=N by samples, model=N by slices of layers, pipe=N by stages; for example "
+        "data=2,pipe=2 (default: data)",
         kind=str,
         metavar="AXES",
     )
     schedule: str | None = _flag(
-        "in which order micro-batches go through the stages of --mesh pipe=N (1f1b)", kind=str, choices=SCHEDULES
+        "order of the micro-batches in the stages of --mesh pipe=N (default 1f1b)", kind=str, choices=SCHEDULES
     )
     stage_cut: str | None = _flag(
-        "the pieces of the network with which the second and later stages begin, such as deep.2,deep.4 (so that all "
-        "stages cost the same)",
+        "the modules at which the second and later stages begin, for example deep.2,deep.4 (default: stages of equal "
+        "cost)",
         kind=str,
         metavar="NAMES",
     )
     plan: str | None = _flag(
-        "how --mesh model=N slices layers: colwise their outputs, rowwise their inputs, by name or pattern, such as "
-        "deep.0=colwise,deep.2=rowwise; those that are not named are replicated",
+        "how --mesh model=N slices layers, by name or pattern: colwise slices outputs, rowwise inputs; for example "
+        "deep.0=colwise,deep.2=rowwise; other layers are replicated",
         kind=str,
         metavar="STRATEGIES",
     )
     torch_threads: int | None = _flag(
-        "threads of the dense layers on the CPU, on which some of their bits depend (all CPUs; with --micro-batches 1)",
+        "CPU threads of the dense layers; some of their bits depend on it (default: all CPUs; 1 with --micro-batches)",
         kind=int,
         metavar="N",
     )
     spawn: int | None = _flag(
-        "start so many processes on this host, which share the tables and the micro-batches", kind=int, metavar="N"
+        "start N processes on this host, which share the tables and the micro-batches", kind=int, metavar="N"
     )
     dense_exchange: str | None = _flag(
-        "how processes add up the dense layers' gradients: tree, in an order that does not depend on their number, or "
-        "all-reduce, NOT EXACT, as DistributedDataParallel does (tree)",
+        "how processes sum the dense layers' gradients: tree, in an order that does not depend on their number, or "
+        "all-reduce, NOT EXACT, as in DistributedDataParallel (default tree)",
         kind=str,
         choices=EXCHANGES,
     )
     dist_backend: str | None = _flag(
-        "of torch.distributed, for the dense layers' gradients (the device's own, such as nccl, where each process has "
-        "a device of its own, else gloo); rows are exchanged by gloo",
+        "backend of torch.distributed for the dense layers' gradients (default: the device's, such as nccl, if each "
+        "process has its own device, otherwise gloo); gloo exchanges rows",
         kind=str,
         choices=("gloo", "nccl", "xccl"),
     )
-    dist_url: str | None = _flag("where processes meet: env:// (the default)", kind=str, choices=("env://",))
+    dist_url: str | None = _flag("rendezvous of the processes: env:// (the default)", kind=str, choices=("env://",))
     dist_timeout: float | None = _flag(
-        "seconds that a process waits for another within a step (600), and for all to come (60)",
+        "seconds to wait for another process in a step (default 600) and in the rendezvous (at most 60)",
         kind=float,
         metavar="S",
     )
     pipeline_depth: int = _flag(
-        "how many batches ahead are read and looked up while one is in its step; 0: one stage after the other",
+        "batches that are read and looked up ahead of the step; 0 runs the stages one after the other",
         default=2,
         kind=int,
         metavar="N",
     )
     staleness: int = _flag(
-        "NOT EXACT if above 0: a lookup may miss the updates of the last N batches", default=0, kind=int, metavar="N"
+        "let lookups miss the updates of the last N batches; NOT EXACT above 0", default=0, kind=int, metavar="N"
     )
     cache_rows: str | None = _flag(
-        "rows of each table that the device holds: a number, a share such as 5%%, or auto: what makes steps shortest "
-        "(0: no cache)",
+        "cached rows of each table on the device: a number, a share such as 5%%, or auto for the shortest steps "
+        "(default 0: no cache)",
         kind=str,
         metavar="N",
     )
-    cache_policy: str | None = _flag(f"which rows those are ({POLICIES[0]})", kind=str, choices=POLICIES)
-    cache_window: int | None = _flag(f"batches that lookahead knows in advance ({WINDOW})", kind=int, metavar="N")
+    cache_policy: str | None = _flag(f"which rows to cache (default {POLICIES[0]})", kind=str, choices=POLICIES)
+    cache_window: int | None = _flag(
+        f"batches that the policy lookahead knows in advance (default {WINDOW})", kind=int, metavar="N"
+    )
     early_stop: int | None = _flag(
-        "stop when the AUC on the test rows has not become better for N epochs", kind=int, metavar="N"
+        "stop when the AUC on the test samples has not improved for N epochs", kind=int, metavar="N"
     )
     seed: int = _flag(
-        "of the initial values, of the rows' order and of what layers such as dropout draw",
+        "seed of the initial values, of the order of the samples, and of layers such as dropout",
         default=2020,
         kind=int,
         metavar="N",
     )
     shuffle_window: int = _flag(
-        "shards in a row whose rows are mixed, of 262,144 each as preprocess writes them",
+        "consecutive shards that are shuffled together; preprocess writes 262,144 samples to a shard",
         default=1,
         kind=int,
         metavar="N",
     )
-    max_steps: int | None = _flag("stop after so many steps", kind=int, metavar="N")
-    run_dir: Path | None = _flag("a new folder for logs and summary (runs/<time>)", kind=Path, metavar="DIR")
+    max_steps: int | None = _flag("stop after N steps", kind=int, metavar="N")
+    run_dir: Path | None = _flag("a new folder for logs and summary (default runs/<time>)", kind=Path, metavar="DIR")
     ops_log: str = _flag(
-        "how large ops.log may become, in files of which the oldest go then, such as 100MiB; 0: no ops.log",
+        "limit of ops.log, for example 100MiB; its oldest files are removed; 0 writes no ops.log",
         default="1GiB",
         kind=str,
         metavar="SIZE",
     )
-    checkpoint_every: int | None = _flag("save a checkpoint every N steps, and at the end", kind=int, metavar="N")
+    checkpoint_every: int | None = _flag("save a checkpoint every N steps and at the end", kind=int, metavar="N")
     checkpoint_minutes: float | None = _flag(
-        "save a checkpoint every M minutes, and at the end", kind=float, metavar="M"
+        "save a checkpoint every M minutes and at the end", kind=float, metavar="M"
     )
-    keep_checkpoints: int | None = _flag("how many of the newest checkpoints stay (3)", kind=int, metavar="K")
+    keep_checkpoints: int | None = _flag("number of checkpoints to keep, the newest (default 3)", kind=int, metavar="K")
     checkpoint_dir: Path | None = _flag(
-        "the folder of the checkpoints (checkpoints in the run directory)", kind=Path, metavar="DIR"
+        "folder of the checkpoints (default: checkpoints in the run directory)", kind=Path, metavar="DIR"
     )
     resume: str | None = _flag(
-        "go on from the newest whole checkpoint there, from the start if there is none; or from the one named",
+        "resume from the newest complete checkpoint, or start anew if there is none; or resume from DIR",
         kind=str,
         metavar="DIR",
         nargs="?",
         const="",
     )
     start_from: Path | None = _flag(
-        "begin a new run with the tables and layers of a checkpoint: of earlier data, whose ids the data has kept",
+        "start a new run with the tables and layers of a checkpoint; the data must have kept the ids of its data",
         kind=Path,
         metavar="CHECKPOINT",
     )
     trace: Path | None = _flag(
-        "a new file for the timeline of all stages, as Chrome-trace JSON (open it in Perfetto)",
+        "a new file for the timeline of all stages, as Chrome trace JSON (open it in Perfetto)",
         kind=Path,
         metavar="FILE",
     )
 
     def __post_init__(self) -> None:
-        at_least_1 = ("epochs", "batch_size", "emb_dim", "host_threads", "max_steps", "early_stop", "checkpoint_every",
-                      "keep_checkpoints", "micro_batches", "torch_threads", "spawn", "batch_per_rank",
-                      "shuffle_window")  # fmt: skip
-        for name in at_least_1:
+        if self.table_dtype == BFLOAT16:
+            object.__setattr__(self, "table_dtype", BF16)  # as files name it
+        for name in _AT_LEAST_1:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{_option(name)} must be at least 1, not {value}")
@@ -231,7 +242,9 @@ class TrainConfig:
         if self.pipeline_depth > MOST_DEPTH:
             raise UserError(f"--pipeline-depth must be at most {MOST_DEPTH}, not {self.pipeline_depth}")
         if self.batch_per_rank is not None and self.batch_size is not None:
-            raise UserError("--batch-size is of all processes and --batch-per-rank of each; give one of them")
+            raise UserError(
+                "--batch-size counts the samples of all processes, --batch-per-rank those of each; give one of them"
+            )
         if self.dist_timeout is not None and not (math.isfinite(self.dist_timeout) and self.dist_timeout > 0):
             raise UserError(f"--dist-timeout must be a number above 0, not {self.dist_timeout}")
         is_open = self.parallel in ("semi", "auto") and self.mesh is None
@@ -246,9 +259,7 @@ class TrainConfig:
         if self.gradients is not None and self.micro_batches == 1:
             raise UserError(f"--gradients {self.gradients} has no effect without --micro-batches; leave it out")
         if self.l2 == "table" and self.micro_batches > 1:
-            raise UserError(
-                "--l2 table does not go with --micro-batches: it would be added with each of them; use --l2 batch"
-            )
+            raise UserError("--l2 table does not go with --micro-batches, each of which would add it; use --l2 batch")
         if self.tf32 and self.precision != "fp32":
             raise UserError(f"--tf32 has no effect with --precision {self.precision}; leave it out")
         if self.staleness and not (self.host_device_mix and self.pipeline_depth):
@@ -280,7 +291,7 @@ class TrainConfig:
 
     @property
     def ops_log_bytes(self) -> int:
-        """Bytes of ops.log, at most; UserError for what is no size."""
+        """The limit of ops.log in bytes; UserError if --ops-log is not a size."""
         try:
             return parse_bytes(self.ops_log)
         except UserError as error:
@@ -302,11 +313,11 @@ class TrainConfig:
         if not self.host_device_mix:
             raise UserError(f"--cache-rows {self.cache_rows} has no effect without --host-device-mix; give both")
         if self.staleness:
-            raise UserError("--staleness does not go with --cache-rows: a stale row would be cached for good")
+            raise UserError("--staleness does not go with --cache-rows: a stale row would stay cached")
         if self.l2 == "table":
             raise UserError(
                 "--l2 table does not go with --cache-rows: it reads the whole table on the host, so every step would "
-                "write all cached rows back; leave one of them out"
+                "write back all cached rows; leave one of them out"
             )
         if self.cache_window is not None:
             if self.cache_policy not in (None, "lookahead"):
@@ -315,15 +326,15 @@ class TrainConfig:
                 raise UserError(f"--cache-window must be in 0..{MOST_WINDOW}, not {self.cache_window}")
 
     def require_data(self) -> None:
-        """UserError where `data` is no data set."""
+        """Raise UserError if `data` is not a data set."""
         if self.data is not None:
             folder.require(self.data)
 
     def resolved(self) -> "TrainConfig":
-        """Fill in the defaults that depend on others: the reference's, or for the look-alike what suits it."""
+        """Return the settings with the defaults that depend on other options."""
         epochs, batch_size = (15, REFERENCE_BATCH_SIZE) if self.data is not None else (2, 1000)
         filled = replace(self, epochs=self.epochs or epochs, batch_size=self.batch_size or batch_size)
-        if self.micro_batches > 1:  # nor the threads of who computes them
+        if self.micro_batches > 1:  # results do not depend on who computes them
             filled = replace(filled, torch_threads=self.torch_threads or 1, gradients=self.gradients or "mean")
         if self.cache_rows == AUTO:
             return filled
@@ -335,7 +346,7 @@ class TrainConfig:
 
     @property
     def arithmetic(self) -> str:
-        """The dense layers', as text."""
+        """The dense layers' arithmetic, as text."""
         return self.precision + " with TF32" * self.tf32
 
     def as_json(self) -> dict[str, Any]:
@@ -376,6 +387,8 @@ def to_flags(settings: TrainConfig) -> list[str]:
         value = getattr(settings, item.name)
         if value == item.default:
             continue
+        if item.name == "table_dtype":
+            value = BFLOAT16
         alone = item.metadata["type"] is None or value == item.metadata.get("const")
         flags += [_option(item.name)] if alone else [_option(item.name), str(value)]
     return flags

@@ -154,32 +154,18 @@ def _pipeline(pipeline: dict[str, Any]) -> str:
 
 
 def _cache(cache: dict[str, Any]) -> str:
-    """How often it had the row, and what it moved, beside the best that any cache could have done."""
+    """Return the hit rate, and what the cache moved and saved in a step."""
     steps = max(1, cache["batches"])
     moved = (cache["bytes_to_device"] + cache["bytes_to_host"]) // steps
-    if cache["optimal_hit_rate"] is None:
-        optimum = f" (no offline optimum: {cache['no_optimum']})"
-    else:
-        optimum = f", the offline optimum {cache['optimal_hit_rate']:.2%}"
-        if cache["optimal_batches"] != cache["batches"]:
-            batches, rate = cache["optimal_batches"], cache["hit_rate_of_these"]
-            optimum += f" over the first {batches:,} batches, where it hit {rate:.2%}"
-    least = ""
-    if cache["least_bytes"]:
-        least = f", {cache['bytes_of_these'] / cache['least_bytes']:.3f} times the least possible"
     time = ""
     if cache["host_us_saved"] is not None:
         time = f"; it saves the host {cache['host_us_saved'] / steps / 1e3:.2f} ms a step"
         if cache["host_us_saved"] < 0:
             time = f"; it costs the host {-cache['host_us_saved'] / steps / 1e3:.2f} ms a step more than it saves"
-        if cache["most_host_us_saved"] is not None:
-            plain, most = (cache[name] / max(1, cache["optimal_batches"]) / 1e3
-                           for name in ("host_us_saved_of_these", "most_host_us_saved"))  # fmt: skip
-            time += f" ({plain:.2f} but for its plan, of {most:.2f} at most)"
     return (
-        f"{cache['rows']:,} rows, {cache['policy']}: {cache['hit_rate']:.2%} of uses hit{optimum}; "
+        f"{cache['rows']:,} rows, {cache['policy']}: {cache['hit_rate']:.2%} of uses hit; "
         f"a step admits {cache['admitted'] // steps:,} rows, evicts {cache['evicted'] // steps:,}, passes "
-        f"{cache['bypassed'] // steps:,} and moves {gib(moved)}{least}{time}"
+        f"{cache['bypassed'] // steps:,} and moves {gib(moved)}{time}"
     )
 
 

@@ -1,4 +1,4 @@
-"""One training run: from the options to the summary."""
+"""One training run: what it trains, and its epochs."""
 
 import contextlib
 import itertools
@@ -8,38 +8,37 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 import torch
 
 from hostdev.checkpoint.manager import CheckpointManager
 from hostdev.checkpoint.writer import AsyncWriter
-from hostdev.core.errors import UserError, in_words, naming
-from hostdev.core.memory import peak_rss_bytes
+from hostdev.core.errors import UserError, naming
 from hostdev.core.micro_batches import EXCHANGES
 from hostdev.core.primitive import OpLog
 from hostdev.core.progress import Progress as Shown
-from hostdev.core.progress import TimeLeft, bar, counted, note
+from hostdev.core.progress import TimeLeft, bar, note
 from hostdev.core.timeline import Timeline
 from hostdev.data import manifest
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
-from hostdev.device.clock import EventClock, clock_for
+from hostdev.device.clock import clock_for
 from hostdev.distributed.process_group import STOP
 from hostdev.distributed.world import ALONE_WORLD, World
-from hostdev.kernels.pool import host_threads, set_host_threads
+from hostdev.kernels.pool import set_host_threads
 from hostdev.pipeline.hooks import PipelineHooks
-from hostdev.train import checkpointing, curve, report, starting, summary
+from hostdev.train import checkpointing, report, starting
 from hostdev.train.build import cache_of, layout_of, model_of, most_uses, seed_torch, warm_up_for
-from hostdev.train.checkpointing import CheckpointError, CheckpointSchedule, Progress
+from hostdev.train.checkpointing import CheckpointSchedule, Progress
 from hostdev.train.config import TrainConfig
-from hostdev.train.interrupt import GracefulStop, Interrupted
+from hostdev.train.interrupt import GracefulStop
 from hostdev.train.losses import NonFiniteLossError
 from hostdev.train.processes import Company, run_dir
 from hostdev.train.quality import Point, Quality
-from hostdev.train.rundir import SUMMARY
 from hostdev.train.sample import TrainingSample
+from hostdev.train.schedule import Schedule
 from hostdev.train.trainer import Result, Trainer
 
 _SAMPLE = 1000  # rows, of which a batch's ids are looked at before the first step
@@ -62,6 +61,10 @@ class Run:
         self.test_rows = ShardReader(data, found, "test")
         self.train_rows.require(self.batch_size)
         self.sample = TrainingSample(data, found, self.test_rows.rows, settings.seed)
+        evaluation_steps = self.test_rows.steps(self.batch_size) + self.sample.steps(self.batch_size)
+        self.schedule = Schedule(
+            self.epochs, self.train_rows.steps(self.batch_size), settings.max_steps, evaluation_steps
+        )
         if settings.early_stop is not None and not self.test_rows.rows:
             raise UserError(f"--early-stop {settings.early_stop} needs test rows, and {data} has none; leave it out")
         self.device = backend.select(settings.device)
@@ -121,7 +124,7 @@ class Run:
                 self._go_on(start)
             if origin is not None and start is None:
                 print("\n".join(starting.load(origin, self.trainer)), flush=True)
-            self._from = start.path if start is not None else None
+            self.loaded_from = start.path if start is not None else None
             self.saver: CheckpointSchedule | None = None
             if settings.saves:
                 self._data_files = checkpointing.data_files(data, found)
@@ -137,14 +140,11 @@ class Run:
             self.files.restart(self._lines(), self.quality.points)
         if self.files.ops is not None:
             self.log.write_to(self.files.ops)
-        self._told_of_ops = self._is_complete = False
-        self._exchanged: dict[str, int] = {}  # bytes that all ranks have sent
+        self._told_of_ops = False
         self._due = 0  # the step after which a checkpoint is to be saved
-        evaluations = self._evaluations - len(self.quality.points)
-        self._left = TimeLeft(
-            training=self.total_steps - self.steps, evaluation=evaluations * self._evaluation_steps
-        )  # fmt: skip
-        self._books = threading.Lock()  # counters and logs: the watcher of a signal may finish them
+        evaluations = self.schedule.evaluations - len(self.quality.points)
+        self._left = TimeLeft(training=self.schedule.steps - self.steps, evaluation=evaluations * evaluation_steps)
+        self.lock = threading.Lock()  # counters and logs: the watcher of a signal may finish them
 
     def _go_on(self, start: checkpointing.Start) -> None:
         """Load a checkpoint."""
@@ -152,13 +152,13 @@ class Run:
         if more["device"] != self.device.type:
             print(f"NOT EXACT: {start.path} was trained on {more['device']}; {self.device.type} has other bits")
         self.progress = Progress.of(more["progress"])
-        if self.steps > self.total_steps:
+        if self.steps > self.schedule.steps:
             raise UserError(
-                f"{start.path} is after step {self.steps:,}, and this run ends after {self.total_steps:,}; give more "
-                "--epochs or --max-steps"
+                f"{start.path} is after step {self.steps:,}, and this run ends after {self.schedule.steps:,}; give "
+                "more --epochs or --max-steps"
             )
-        epoch, within = self._place
-        goes_on = within < self._whole and self.steps < self.total_steps
+        epoch, within = self.schedule.find(self.steps)
+        goes_on = within < self.schedule.epoch_steps and self.steps < self.schedule.steps
         self.quality = Quality(self.settings.early_stop)
         self.quality.restore(more["quality"], epoch if goes_on else np.inf)  # what a limit has ended is evaluated anew
         self.trainer.load(start.chain, check=self.ranks is None)
@@ -170,42 +170,16 @@ class Run:
     def _lines(self) -> Iterator[tuple[int, int, float, float]]:
         """Yield what loss.log says of the steps so far."""
         for number, losses in enumerate(zip(self.progress.wide, self.progress.deep, strict=True)):
-            yield number // self._whole + 1, number % self._whole + 1, *losses
+            yield number // self.schedule.epoch_steps + 1, number % self.schedule.epoch_steps + 1, *losses
 
     @property
     def steps(self) -> int:
         """Steps taken, those before a checkpoint that the run goes on from included."""
         return self.progress.steps
 
-    @property
-    def _whole(self) -> int:
-        """Steps of an epoch."""
-        return self.train_rows.steps(self.batch_size)
-
-    @property
-    def _place(self) -> tuple[int, int]:
-        """The epoch, from 1, and how many of its steps have been taken: all, rather than none of the next one."""
-        epoch = max(1, -(-self.steps // self._whole))
-        return epoch, self.steps - (epoch - 1) * self._whole
-
-    @property
-    def total_steps(self) -> int:
-        """Steps that the run takes unless it is stopped."""
-        steps = self.epochs * self._whole
-        return min(steps, self.settings.max_steps or steps)
-
-    @property
-    def _evaluations(self) -> int:
-        """How often the run evaluates unless it is stopped."""
-        return -(-self.total_steps // self._whole)
-
-    @property
-    def _evaluation_steps(self) -> int:
-        return self.test_rows.steps(self.batch_size) + self.sample.steps(self.batch_size)
-
     def train(self, stop: GracefulStop) -> str:
         """Train and evaluate, epoch by epoch, until the end, the step limit, --early-stop or a signal; return which."""
-        begin, within = self._place
+        begin, within = self.schedule.find(self.steps)
         for epoch in range(begin, self.epochs + 1):
             with self.timeline.span("epoch", epoch):
                 self._train_epoch(epoch, within, stop)
@@ -217,7 +191,7 @@ class Run:
                 self._keep_best()
             if self._is_stopped(stop):
                 return "interrupted"
-            if self.steps == self.total_steps:
+            if self.steps == self.schedule.steps:
                 return "finished"
             if self.quality.is_enough:
                 print(report.early_stop_line(self.quality, self.settings.early_stop), flush=True)
@@ -229,7 +203,7 @@ class Run:
 
     def _train_epoch(self, epoch: int, taken: int, stop: GracefulStop) -> None:
         """Take an epoch's steps, of which some have been taken before."""
-        planned = min(self._whole, self.total_steps - self.steps + taken)
+        planned = min(self.schedule.epoch_steps, self.schedule.steps - self.steps + taken)
         if planned == taken:
             return
         batches = self.train_rows.batches(
@@ -278,7 +252,7 @@ class Run:
     def _note(self, epoch: int, step: int, result: Result, progress: Shown) -> None:
         """Write a step's losses, and show how far the epoch is."""
         losses = result.value
-        with self._books, naming(self.files.path):
+        with self.lock, naming(self.files.path):
             self.progress.add(losses.wide, losses.deep, result.rows)
             self.files.write_losses(epoch, step, losses.wide, losses.deep)
             self.log.check()
@@ -292,7 +266,7 @@ class Run:
     def _evaluate(self, epoch: int, stop: GracefulStop) -> None:
         """Evaluate the test rows and as many training rows, and say how good the model is."""
         with bar(
-            self._evaluation_steps, f"epoch {epoch}/{self.epochs}, evaluation", "step", left=self._left.seconds
+            self.schedule.evaluation_steps, f"epoch {epoch}/{self.epochs}, evaluation", "step", left=self._left.seconds
         ) as progress:
 
             def count() -> None:
@@ -322,80 +296,6 @@ class Run:
             with self.timeline.span("checkpoint", self.steps):
                 self.saver.keep_best(self.steps)
 
-    def finish(self, status: str, digest: str | None = None) -> dict[str, Any]:
-        """Complete the logs and summary.json, and return its content."""
-        with self._books:
-            if isinstance(self.clock, EventClock):
-                # A device that waits for a rank that is gone would never be done.
-                self.clock.drain(wait=self.ranks is None or status != "failed")
-            content = self._write_summary(status, digest)
-            self._is_complete = True
-        if digest is not None and self.trainer.caches:  # last, as it takes time and memory
-            content |= summary.with_optimum(self.trainer.caches, content["ops"])
-            try:
-                self.files.write_summary(content)
-            except OSError as error:
-                note(f"warning: the cache's offline optimum is not in {SUMMARY}: {in_words(error)}")
-        return content
-
-    def count_exchanged(self) -> None:
-        """Add up what all ranks have sent; all of them call it."""
-        if self.ranks is not None:
-            mine = self.trainer.exchanged_bytes()
-            each = self.ranks.control.gather(np.array(list(mine.values()), np.int64))
-            self._exchanged = dict(zip(mine, np.sum(each, axis=0).tolist(), strict=True))
-
-    def draw(self) -> str | None:
-        """Draw the run's picture; return why there is none, as it is not worth a failure; "" where rank 0 draws it."""
-        if (self.ranks or ALONE_WORLD).rank:
-            return ""
-        try:
-            curve.draw(self.files.curve, self.progress.wide, self.progress.rows, self.quality)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return None
-
-    def abandon(self, status: str = "interrupted") -> str:
-        """Complete the logs while the step goes on in another thread, which gets no further: the process ends."""
-        self._books.acquire()  # for good
-        if not self._is_complete:
-            self._write_summary(status, None)
-        newest = self._from if self.saver is None else self.saver.newest or self._from
-        if newest is not None and newest.is_dir():
-            return f"interrupted in the middle of a step; {self._how_far()}; go on with --resume {newest}"
-        none = "; there is no checkpoint" if self.saver is not None else ""
-        return f"interrupted in the middle of a step; {self._how_far()}{none}"
-
-    def interrupted(self, number: signal.Signals) -> Interrupted:
-        """Complete the logs after a signal, and save a checkpoint if there are any; return what to raise."""
-        self.close_saver(save=True)
-        self.finish("interrupted")
-        if self.saver is None:
-            return Interrupted(number, self._how_far())
-        if self.saver.failed is not None:
-            raise self.not_saved()
-        told = f"{_counted(self.steps)} saved; go on with --resume {self.saver.newest}"
-        return Interrupted(number, told, saved=True)
-
-    def close_saver(self, digest: str | None = None, *, save: bool) -> None:
-        """Save a last checkpoint, and wait until it is written."""
-        if self.saver is None:
-            return
-        if save:
-            self.saver.save_last(self.steps, digest)
-        self.saver.finish()
-
-    def not_saved(self) -> CheckpointError:
-        """Return what to raise where the last checkpoint was not saved."""
-        assert self.saver is not None
-        newest = f"the newest one is {self.saver.newest}" if self.saver.newest is not None else "there is none"
-        return CheckpointError(f"the last checkpoint was not saved: {self.saver.failed}; {newest}")
-
-    def _how_far(self) -> str:
-        if not self.files.has_logs:
-            return f"{counted(self.steps, 'step')} taken; the logs in {self.files.path} are gone"
-        return f"{_counted(self.steps)} in the logs in {self.files.path}"
-
     def discard(self) -> None:
         """Remove what the run wrote: nobody wants to choose other names after a failure before the first step."""
         with contextlib.suppress(OSError):
@@ -404,44 +304,6 @@ class Run:
         self.timeline.close()
         if self.trace is not None:
             self.trace.unlink(missing_ok=True)
-
-    def _write_summary(self, status: str, digest: str | None) -> dict[str, Any]:
-        try:
-            with naming(self.files.path):
-                self.log.close()
-        except OSError:
-            self.files.close()
-            raise
-        self.timeline.close()
-        content = self._summarise(status, digest)
-        self.files.close(content)
-        return content
-
-    def _summarise(self, status: str, digest: str | None) -> dict[str, Any]:
-        seconds, ops = self.progress.seconds, self.log.summary()
-        return {
-            "status": status,
-            "steps": min(self.steps, self.trainer.steps),  # an abandoned step may have no update yet
-            "epochs": self.steps // self._whole,
-            **self.quality.summary(),
-            "samples_per_second": round(sum(self.progress.rows) / seconds, 1) if seconds else 0.0,
-            "state_sha256": digest,
-            "device": backend.describe(self.device),
-            "host_device_mix": self.settings.host_device_mix,
-            "host_threads": host_threads(),
-            "peak_rss_bytes": peak_rss_bytes(),
-            "pipeline": {
-                "depth": self.settings.pipeline_depth,
-                "staleness": self.settings.staleness,
-                "exact": not self.settings.staleness,
-                **self.timeline.summary(),
-            },
-            **summary.of_caches(self.trainer.caches, ops),
-            **summary.of_ranks(self.ranks, self.trainer, self.settings.mesh, self._exchanged),
-            **({"checkpoints": self.saver.summary()} if self.saver is not None else {}),
-            **summary.of_ops_log(self.files.ops),
-            "ops": ops,
-        }
 
 
 def _one_behind(
@@ -467,10 +329,6 @@ def _one_behind(
     yield from held
     if error is not None:
         raise error
-
-
-def _counted(steps: int) -> str:
-    return f"{counted(steps, 'step')} {'is' if steps == 1 else 'are'}"
 
 
 def _trace_of(path: Path | None, ranks: World | None) -> Path | None:

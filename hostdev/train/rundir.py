@@ -123,7 +123,9 @@ class RunDir:
         try:
             self._close_logs()
             if summary is not None:
-                self.write_summary(summary)
+                with naming(self.path):
+                    self.path.mkdir(parents=True, exist_ok=True)  # the user may have removed it
+                    _write_json(self.path / SUMMARY, summary)
         finally:
             self._release()
 
@@ -137,12 +139,6 @@ class RunDir:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
-
-    def write_summary(self, summary: dict[str, Any]) -> None:
-        """Write summary.json, or another in its place; in a folder of its own where somebody has removed the run's."""
-        with naming(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
-            _write_json(self.path / SUMMARY, summary)
 
     @property
     def has_logs(self) -> bool:

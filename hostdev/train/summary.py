@@ -1,68 +1,81 @@
-"""Parts of summary.json: the cache beside the best that there could be, the ranks, what of ops.log is gone."""
+"""Parts of summary.json: the caches, the ranks, the removed lines of ops.log."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hostdev.cache.cache import EmbeddingCache
-from hostdev.core.errors import in_words
+from hostdev.cache.prices import Costs
+from hostdev.core.memory import row_bytes
 from hostdev.core.micro_batches import EXCHANGES
-from hostdev.core.progress import bar
+from hostdev.core.primitive import UPDATES, CacheAdmit, CacheEvict, EmbeddingLookup
 from hostdev.core.rotation import RotatedFile
 from hostdev.distributed.process_group import Ranks
-from hostdev.train.host_time import host_costs_of
-from hostdev.train.interrupt import Skippable
 from hostdev.train.trainer import Trainer
 
-_NOT_YET = "the process ended before it was found"
+_NO_OPTIMUM = (  # what `advise` finds, and a run does not
+    "optimal_hit_rate",
+    "optimal_batches",
+    "no_optimum",
+    "hit_rate_of_these",
+    "least_bytes",
+    "bytes_of_these",
+    "host_us_saved_of_these",
+    "most_host_us_saved",
+)
 
 
-def of_caches(
-    caches: Sequence[EmbeddingCache],
-    ops: Mapping[str, Any],
-    progress: Callable[[], object] | None = None,
-    why: str = _NOT_YET,
-) -> dict[str, Any]:
-    """Return the caches' figures; of several groups by the names of their tables.
+def get_caches(caches: Sequence[EmbeddingCache], ops: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the caches' figures; those of several groups by the names of their tables.
 
-    ops       as `OpLog.summary` has them
-    progress  called now and then while the offline optimum is searched; None: it is not
-    why       it is missing then
+    Args:
+        ops: Durations, as `OpLog.summary` returns them.
     """
     found = {}
     for cache in caches:
-        host = host_costs_of(ops, cache.tables)
-        if progress is not None:
-            figures = cache.summary(host=host, progress=progress)
-        else:
-            figures = cache.summary(optimum=False, host=host) | {"no_optimum": why}
-        found[" and ".join(table.name for table in cache.tables)] = figures
+        figures = cache.summary(optimum=False, host=get_host_costs(ops, cache.tables))
+        found[" and ".join(table.name for table in cache.tables)] = {
+            name: value for name, value in figures.items() if name not in _NO_OPTIMUM
+        }
     if not found:
         return {}
     return {"cache": next(iter(found.values()))} if len(found) == 1 else {"caches": found}
 
 
-def with_optimum(caches: Sequence[EmbeddingCache], ops: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the caches' figures beside the offline optimum's, or why these are missing: nothing is raised.
+def get_host_costs(ops: Mapping[str, Mapping[str, Any]], tables: Sequence[Any]) -> Costs | None:
+    """Return the nanoseconds of a row that bypasses the cache, is admitted, is evicted, summed over `tables`.
 
-    Ctrl-C or SIGTERM ends the search within seconds, and the run goes on to its end; a second one is as ever.
+    Tables are processed in parallel, so the slowest one counts. If no row was admitted or evicted, that cost is
+    estimated from the lookups' time per byte.
+
+    Args:
+        ops: Durations, as `OpLog.summary` returns them.
+
+    Returns:
+        The costs; None if nothing was looked up or updated on the host.
     """
-    steps = sum(cache.optimum_steps for cache in caches)
-    try:
-        with Skippable() as skippable, bar(steps, "the cache's offline optimum", "step") as shown:
-
-            def progress() -> None:
-                shown.update()
-                skippable.check()
-
-            return of_caches(caches, ops, progress)
-    except Exception as error:
-        return of_caches(caches, ops, why=in_words(error))
+    looked_up, admitted, evicted = (
+        max(_per_row(ops, op, table) for table in tables) for op in (EmbeddingLookup, CacheAdmit, CacheEvict)
+    )
+    updated = max(_per_row(ops, UPDATES[table.optimizer.primitive], table) for table in tables)
+    if not looked_up or not updated:
+        return None
+    passing, whole = row_bytes((table.dim, table.optimizer) for table in tables)
+    estimate = looked_up * whole / passing
+    return Costs(looked_up + updated, admitted or estimate, evicted or estimate)
 
 
-def of_ranks(ranks: Ranks | None, trainer: Trainer, mesh: str | None, sent: Mapping[str, int]) -> dict[str, Any]:
-    """Return how many processes there were, and what they exchanged; nothing of one that was alone.
+def _per_row(ops: Mapping[str, Mapping[str, Any]], op: Any, table: Any) -> float:
+    """Return the nanoseconds a row of an op on a table; 0 if the op moved no row."""
+    times = ops.get(op.name, {})
+    part = times.get("by_scope", {table.name: times}).get(table.name) or {}
+    return float(1e3 * part["total_us"] / part["bytes"]) * op.row_bytes(table) if part.get("bytes") else 0.0
 
-    sent  bytes that all of them have sent
+
+def get_ranks(ranks: Ranks | None, trainer: Trainer, mesh: str | None, sent: Mapping[str, int]) -> dict[str, Any]:
+    """Return the number of processes and what they exchanged; nothing for a single process.
+
+    Args:
+        sent: Bytes that all processes have sent.
     """
     if ranks is None:
         return {}
@@ -81,8 +94,8 @@ def of_ranks(ranks: Ranks | None, trainer: Trainer, mesh: str | None, sent: Mapp
     }
 
 
-def of_ops_log(file: RotatedFile | None) -> dict[str, Any]:
-    """Return how many bytes had to go; nothing where none had to."""
+def get_ops_log(file: RotatedFile | None) -> dict[str, Any]:
+    """Return how many bytes of ops.log were removed; nothing if none were."""
     if file is None or not file.dropped_bytes:
         return {}
     return {"ops_log": {"limit_bytes": file.limit, "dropped_bytes": file.dropped_bytes}}

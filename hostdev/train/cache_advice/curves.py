@@ -22,7 +22,7 @@ from hostdev.device.bus import Bus
 from hostdev.kernels.unique import count_uses, unique
 from hostdev.models.model import Model
 from hostdev.train.build import counts_of, groups_of, ids_of, known_counts
-from hostdev.train.rates import host_costs
+from hostdev.train.cache_advice.rates import host_costs
 
 SHARES = ("0.1%", "0.5%", "1%", "2%", "5%", "10%", "20%", "50%", "100%")
 _WORTH = 1.05  # more time than this factor of the least is not taken for a smaller cache

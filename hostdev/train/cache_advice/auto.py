@@ -27,7 +27,7 @@ from hostdev.kernels.unique import count_uses, unique
 from hostdev.models.model import Model
 from hostdev.runtime.spec import CacheSpec
 from hostdev.train.build import device_of, ids_of, known_counts, model_of
-from hostdev.train.cache_advice import (
+from hostdev.train.cache_advice.curves import (
     Curves,
     Group,
     Point,
@@ -48,7 +48,7 @@ _SAMPLE = 1000  # rows, of which the model's inputs are made
 Sampled = list[tuple[npt.NDArray[Any], npt.NDArray[np.int32]]]  # unique ids and uses of each batch
 
 
-def decided(
+def choose_cache(
     settings: TrainConfig, data: Path, found: Manifest, ranks: Ranks | None
 ) -> tuple[TrainConfig, list[str]]:  # fmt: skip
     """Return the settings with a cache's rows and policy in place of auto, and why, as lines.

@@ -1,0 +1,146 @@
+"""How a run ends: its last checkpoint, summary.json, the picture, and what a signal leaves."""
+
+import signal
+from typing import Any
+
+import numpy as np
+
+from hostdev.core.errors import naming
+from hostdev.core.memory import peak_rss_bytes
+from hostdev.core.progress import counted
+from hostdev.device import backend
+from hostdev.device.clock import EventClock
+from hostdev.kernels.pool import host_threads
+from hostdev.train import curve, summary
+from hostdev.train.checkpointing import CheckpointError
+from hostdev.train.interrupt import Interrupted
+from hostdev.train.run import Run
+
+
+class Ending:
+    """Completes what a run leaves behind."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._is_complete = False
+        self._exchanged: dict[str, int] = {}  # bytes that all ranks have sent
+
+    def finish(self, status: str, digest: str | None = None) -> dict[str, Any]:
+        """Complete the logs and summary.json, and return its content."""
+        run = self.run
+        with run.lock:
+            if isinstance(run.clock, EventClock):
+                # A device that waits for a rank that is gone would never be done.
+                run.clock.drain(wait=run.ranks is None or status != "failed")
+            content = self._write_summary(status, digest)
+            self._is_complete = True
+        return content
+
+    def count_exchanged(self) -> None:
+        """Add up what all ranks have sent; all of them call it."""
+        run = self.run
+        if run.ranks is not None:
+            mine = run.trainer.exchanged_bytes()
+            each = run.ranks.control.gather(np.array(list(mine.values()), np.int64))
+            self._exchanged = dict(zip(mine, np.sum(each, axis=0).tolist(), strict=True))
+
+    def draw(self) -> str | None:
+        """Draw the run's picture; return why there is none, as it is not worth a failure; "" where rank 0 draws it."""
+        run = self.run
+        if run.ranks is not None and run.ranks.rank:
+            return ""
+        try:
+            curve.draw(run.files.curve, run.progress.wide, run.progress.rows, run.quality)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def abandon(self, status: str = "interrupted") -> str:
+        """Complete the logs while the step goes on in another thread, which gets no further: the process ends."""
+        run = self.run
+        run.lock.acquire()  # for good
+        if not self._is_complete:
+            self._write_summary(status, None)
+        newest = run.loaded_from if run.saver is None else run.saver.newest or run.loaded_from
+        if newest is not None and newest.is_dir():
+            return f"interrupted in the middle of a step; {self._how_far()}; go on with --resume {newest}"
+        none = "; there is no checkpoint" if run.saver is not None else ""
+        return f"interrupted in the middle of a step; {self._how_far()}{none}"
+
+    def interrupted(self, number: signal.Signals) -> Interrupted:
+        """Complete the logs after a signal, and save a checkpoint if there are any; return what to raise."""
+        run = self.run
+        self.close_saver(save=True)
+        self.finish("interrupted")
+        if run.saver is None:
+            return Interrupted(number, self._how_far())
+        if run.saver.failed is not None:
+            raise self.not_saved()
+        told = f"{_counted(run.steps)} saved; go on with --resume {run.saver.newest}"
+        return Interrupted(number, told, saved=True)
+
+    def close_saver(self, digest: str | None = None, *, save: bool) -> None:
+        """Save a last checkpoint, and wait until it is written."""
+        run = self.run
+        if run.saver is None:
+            return
+        if save:
+            run.saver.save_last(run.steps, digest)
+        run.saver.finish()
+
+    def not_saved(self) -> CheckpointError:
+        """Return what to raise where the last checkpoint was not saved."""
+        run = self.run
+        assert run.saver is not None
+        newest = f"the newest one is {run.saver.newest}" if run.saver.newest is not None else "there is none"
+        return CheckpointError(f"the last checkpoint was not saved: {run.saver.failed}; {newest}")
+
+    def _how_far(self) -> str:
+        run = self.run
+        if not run.files.has_logs:
+            return f"{counted(run.steps, 'step')} taken; the logs in {run.files.path} are gone"
+        return f"{_counted(run.steps)} in the logs in {run.files.path}"
+
+    def _write_summary(self, status: str, digest: str | None) -> dict[str, Any]:
+        run = self.run
+        try:
+            with naming(run.files.path):
+                run.log.close()
+        except OSError:
+            run.files.close()
+            raise
+        run.timeline.close()
+        content = self._summarise(status, digest)
+        run.files.close(content)
+        return content
+
+    def _summarise(self, status: str, digest: str | None) -> dict[str, Any]:
+        run = self.run
+        seconds, ops = run.progress.seconds, run.log.summary()
+        return {
+            "status": status,
+            "steps": min(run.steps, run.trainer.steps),  # an abandoned step may have no update yet
+            "epochs": run.steps // run.schedule.epoch_steps,
+            **run.quality.summary(),
+            "samples_per_second": round(sum(run.progress.rows) / seconds, 1) if seconds else 0.0,
+            "state_sha256": digest,
+            "device": backend.describe(run.device),
+            "host_device_mix": run.settings.host_device_mix,
+            "host_threads": host_threads(),
+            "peak_rss_bytes": peak_rss_bytes(),
+            "pipeline": {
+                "depth": run.settings.pipeline_depth,
+                "staleness": run.settings.staleness,
+                "exact": not run.settings.staleness,
+                **run.timeline.summary(),
+            },
+            **summary.get_caches(run.trainer.caches, ops),
+            **summary.get_ranks(run.ranks, run.trainer, run.settings.mesh, self._exchanged),
+            **({"checkpoints": run.saver.summary()} if run.saver is not None else {}),
+            **summary.get_ops_log(run.files.ops),
+            "ops": ops,
+        }
+
+
+def _counted(steps: int) -> str:
+    return f"{counted(steps, 'step')} {'is' if steps == 1 else 'are'}"
