@@ -24,7 +24,7 @@ FAST := tests/kernels tests/core tests/host tests/models \
 	tests/data/test_check.py tests/data/test_manifest.py tests/data/test_reader.py tests/data/test_table.py \
 	tests/data/test_table_errors.py \
 	tests/device/test_backend.py tests/device/test_device.py tests/device/test_rows.py \
-	tests/runtime/test_close.py tests/runtime/test_features.py tests/runtime/test_look_up.py \
+	tests/runtime/test_close.py tests/runtime/test_features.py tests/runtime/test_lookup.py \
 	tests/runtime/test_not_finite.py tests/runtime/test_refused.py tests/runtime/test_steps.py \
 	tests/runtime/test_table_optimizer.py tests/runtime/test_tools.py \
 	tests/test_bench.py tests/test_kernel_checks.py tests/test_line.py tests/test_metrics.py tests/test_packaging.py \

@@ -17,7 +17,7 @@ from hostdev.checkpoint.manager import CheckpointManager
 from hostdev.checkpoint.tree import to_tree
 from hostdev.checkpoint.writer import AsyncWriter, Content
 from hostdev.core.errors import UserError
-from hostdev.core.micro_batches import cut
+from hostdev.core.micro_batches import EXCHANGES, cut
 from hostdev.core.primitive import OpLog, Primitive
 from hostdev.core.timeline import Timeline
 from hostdev.data.batch import Batch
@@ -93,7 +93,7 @@ class Trainer:
     ranks            processes that share out the micro-batches and the tables' rows; None: this one is alone
     layout           how the model is cut into stages and slices, where the ranks' mesh has any
     sample           a batch, of which its parts see what the model's inputs look like
-    overlap          hooks, dense_exchange, ... of `Runtime`
+    dense_exchange, hooks  of `Runtime`
     """
 
     def __init__(
@@ -117,7 +117,8 @@ class Trainer:
         ranks: Ranks | None = None,
         layout: Layout | None = None,
         sample: Batch | None = None,
-        **overlap: Any,
+        dense_exchange: str = EXCHANGES[0],
+        hooks: PipelineHooks | None = None,
     ) -> None:
         if l2 != "none" and DEEP not in model.tables:
             raise UserError(f"--l2 {l2} is of Wide & Deep's deep table, which this model does not have; leave it out")
@@ -155,7 +156,7 @@ class Trainer:
         features = {name: self._feature(feature) for name, feature in model.features.items()}
         self.runtime = Runtime(
             features, device=device, cache=cache, depth=depth, ranks=ranks, log=log, timeline=timeline,
-            hooks=PipelineHooks(**overlap))  # fmt: skip
+            dense_exchange=dense_exchange, hooks=hooks)  # fmt: skip
         self.timeline = self.runtime.pipeline.timeline
         self.model, self._staged = model, None
         self._reading: dict[str, Any] = {"ids": model.ids, "send": _sent, "background": True}  # it draws nothing
