@@ -229,7 +229,7 @@ def test_what_cannot_be_kept_is_named_and_nothing_is_written(tmp_path):
 def test_an_error_of_the_writing_is_raised_by_wait(tmp_path):
     case = Case().train(BATCHES[:2])
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be made"):
+    with pytest.raises(UserError, match="cannot be created"):
         case.runtime.save(tmp_path / "file" / "c")
     saving = case.runtime.save(tmp_path / "c", wait=False)
     assert saving.wait().manifest.step == 2
