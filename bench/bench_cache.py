@@ -50,7 +50,7 @@ def zipf(rows: int, count: int, size: int, exponent: float, changed: int = 0) ->
 
 def counted(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return unique ids and their numbers of uses."""
-    found, inverse = hostdev.unique(ids)
+    found, inverse = hostdev.ops.unique(ids)
     return found, count_uses(inverse, len(found))
 
 
@@ -97,7 +97,7 @@ def moved(name: str, batches: Batches, rows: int) -> list[dict]:
 
 def planning(rows: int, share: str, steps: int) -> dict:
     """Print and return the median milliseconds of planning a batch."""
-    batches = [hostdev.unique(draw_ids(rows, IDS, seed).astype(np.int32)) for seed in range(WINDOW + steps)]
+    batches = [hostdev.ops.unique(draw_ids(rows, IDS, seed).astype(np.int32)) for seed in range(WINDOW + steps)]
     planner, other = Planner(rows, rows_of(share, rows)), np.ones(4_000_000, np.float32)
     times, at_half = [], Statistics()
     for ids, inverse in batches:

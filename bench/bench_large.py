@@ -117,7 +117,7 @@ def row_cost(table: hostdev.HostTable) -> tuple[float, float]:
 
     returns  them, and what the memory takes for it
     """
-    batches = [hostdev.unique(draw_ids(table.rows, seed=seed).astype(np.int32))[0] for seed in range(8)]
+    batches = [hostdev.ops.unique(draw_ids(table.rows, seed=seed).astype(np.int32))[0] for seed in range(8)]
     most = max(map(len, batches))
     out, grads = np.empty((most, DIM), np.float32), np.full((most, DIM), 1e-3, np.float32)
     costs: list[tuple[float, float]] = []

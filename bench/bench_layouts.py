@@ -113,7 +113,7 @@ class Timed:
         network, self._values = make_network(case)
         ranks.mesh = tried.mesh
         self._labels = torch.arange(case.batch) % 10
-        self.network = hostdev.Network(
+        self.network = hostdev.parallel.Network(
             network,
             (self._values[:1],),
             ranks=ranks,
@@ -142,7 +142,7 @@ class Timed:
 def measure(case: Case, ranks: Ranks, rounds: int) -> dict[str, Any]:
     """Return the choice, the times of all layouts, and the choice's time relative to the best."""
     network, values = make_network(case)
-    chosen = hostdev.Network(
+    chosen = hostdev.parallel.Network(
         network, (values[:1],), ranks=ranks, micro_batches=case.micro_batches, auto=case.batch
     ).choice
     assert chosen is not None

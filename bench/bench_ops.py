@@ -42,7 +42,7 @@ Op = tuple[Callable[[], object], int, int]  # what to call, items, bytes
 def make_ops(rows: int, dim: int) -> dict[str, Op]:
     """Return the ops at one table size."""
     ids = draw_ids(rows).astype(np.int32)
-    found, inverse = hostdev.unique(ids)
+    found, inverse = hostdev.ops.unique(ids)
     n, u = len(ids), len(found)
     grads = aligned_empty((n, dim))
     grads[:] = draw_gradients(n, dim)
@@ -53,7 +53,7 @@ def make_ops(rows: int, dim: int) -> dict[str, Op]:
     grads1, sums1, block = grads[:, :1].copy(), sums[:, :1].copy(), deep.storage.block
 
     def host_side() -> None:
-        rows_used, _ = hostdev.unique(ids)
+        rows_used, _ = hostdev.ops.unique(ids)
         deep.lookup(rows_used, out=out[: len(rows_used)])
         wide.lookup(rows_used)
         wide.update(rows_used, sums1)
@@ -61,7 +61,7 @@ def make_ops(rows: int, dim: int) -> dict[str, Op]:
 
     row = dim * 4
     return {
-        "unique": (lambda: hostdev.unique(ids), n, 0),
+        "unique": (lambda: hostdev.ops.unique(ids), n, 0),
         "lookup, unique rows": (lambda: deep.lookup(found, out=out[:u]), u, 2 * u * row),
         "lookup, all": (lambda: deep.lookup(ids, out=out), n, n * row + u * row),
         "gradient sum": (lambda: sum_uses([Feature(inverse)], [grads], sums), n, n * row + u * row),
@@ -80,7 +80,7 @@ def make_ops(rows: int, dim: int) -> dict[str, Op]:
 
 def other_updates(rows: int, dim: int) -> dict[str, Op]:
     """Return an update of unique rows for every optimizer, each on its own table."""
-    found, _ = hostdev.unique(draw_ids(rows).astype(np.int32))
+    found, _ = hostdev.ops.unique(draw_ids(rows).astype(np.int32))
     sums = aligned_empty((len(found), dim))
     sums[:] = draw_gradients(len(found), dim)
     ops: dict[str, Op] = {}

@@ -3,7 +3,7 @@
 Each rank has one thread for torch and is bound to one CPU. There are P = 2 stages and M = 8 micro-batches of two
 networks: equal layers, and a narrow ResNet-50, cut where the measured costs of its pieces balance.
 
-(a) Samples a second of `hostdev.Network` on two ranks relative to one rank: at least 0.85 x M / (M + P - 1) x P. One
+(a) Samples per second of `hostdev.parallel.Network` on two ranks over one: at least 0.85 x M / (M + P - 1) x P. One
     rank is measured with the other CPU idle, and with a second copy running there: two busy cores share the memory's
     bandwidth, and often the processor's clock.
 (b) Step time relative to torch's schedule for the same network, cut, micro-batches, loss and optimizer, written with

@@ -60,7 +60,7 @@ def make_tables(rows: int) -> list[HostTable]:
 def plain_loop(tables: list[Embedding], device: Simulated, ids: np.ndarray) -> float:
     """Do the work of a step without a pipeline; return its seconds."""
     start = time.perf_counter()
-    found, _ = hostdev.unique(ids.ravel())
+    found, _ = hostdev.ops.unique(ids.ravel())
     rows = [torch.empty((len(found), part.table.dim)) for part in tables]
     for part, out in zip(tables, rows, strict=True):
         part.lookup(part.table, found, out.numpy(), None)
@@ -114,7 +114,7 @@ def simulated(
     loaded  on the second simulation, too
     """
     batches = make_batches(kind, rows, size, BATCHES)
-    unique = [len(hostdev.unique(ids.ravel())[0]) for ids in batches]
+    unique = [len(hostdev.ops.unique(ids.ravel())[0]) for ids in batches]
     tables, device = make_tables(rows), Simulated(max(unique), (1, DIM))
     load = Load(max(unique) * DIM * MOST_PLANES) if loaded else None
 

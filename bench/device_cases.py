@@ -47,7 +47,7 @@ class Batch:
     def __init__(self, rows: int, dim: int, size: int, device: torch.device) -> None:
         rng = np.random.default_rng(3)
         ids = training_ids(rows, size)
-        found, inverse = hostdev.unique(ids.ravel())
+        found, inverse = hostdev.ops.unique(ids.ravel())
         self.rows, self.dim, self.N, self.U = rows, dim, ids.size, len(found)
         self.H, self.A = int(self.U * HITS), int(self.U * ADMITTED)
         self.M = self.U - self.H - self.A

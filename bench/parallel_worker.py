@@ -49,7 +49,7 @@ def make_batch(network: dict[str, Any], samples: int) -> tuple[Tensor, Tensor]:
 
 
 class Ours:
-    """Steps of `hostdev.Network`."""
+    """Steps of `hostdev.parallel.Network`."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Ours:
     ) -> None:
         self.inputs, self.labels = make_batch(network, batch)
         layout: dict[str, Any] = {} if ranks is None else {"schedule": schedule, "stage_cut": ",".join(begins)}
-        self._network = hostdev.Network(
+        self._network = hostdev.parallel.Network(
             make_network(**network), (self.inputs[:1],), ranks=ranks, micro_batches=micro_batches, **layout
         )
         self.parameters = self._network.parameters

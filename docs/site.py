@@ -1,7 +1,9 @@
 """A hook of mkdocs.yml: fill in the commands' help and the public names from the sources."""
 
 import os
+from collections.abc import Sequence
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 os.environ["COLUMNS"] = "100"
@@ -30,10 +32,20 @@ def _help(parser: Any) -> str:
 
 
 def names() -> str:
-    """Return a directive of mkdocstrings for each public name."""
+    """Return a directive of mkdocstrings for each public name, and a section for each namespace."""
     import hostdev
 
-    return "\n\n".join(f"::: hostdev.{name}" for name in sorted(hostdev.__all__, key=str.lower))
+    found = {name: getattr(hostdev, name) for name in sorted(hostdev.__all__, key=str.lower)}
+    rooms = {name: one for name, one in found.items() if isinstance(one, ModuleType)}
+    sections = [_directives("hostdev", [name for name in found if name not in rooms])]
+    for name, room in rooms.items():
+        about = (room.__doc__ or "").splitlines()[0]
+        sections.append(f"## hostdev.{name}\n\n{about}\n\n{_directives(f'hostdev.{name}', room.__all__)}")
+    return "\n\n".join(sections)
+
+
+def _directives(module: str, names: Sequence[str]) -> str:
+    return "\n\n".join(f"::: {module}.{name}" for name in sorted(names, key=str.lower))
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

@@ -1,6 +1,11 @@
-# The public names, each with its module: what tools see, and what is imported at its first use.
+# The public names, each with its module: type checkers read this list, and each name is imported at its first use.
+from . import distributed as distributed
+from . import errors as errors
+from . import ops as ops
+from . import parallel as parallel
 from .cache.cache import EmbeddingCache as EmbeddingCache
 from .checkpoint.saved import open as open
+from .core.errors import NonFiniteError as NonFiniteError
 from .core.errors import UserError as UserError
 from .core.initializers import Constant as Constant
 from .core.initializers import Normal as Normal
@@ -11,25 +16,11 @@ from .core.optimizers import SGD as SGD
 from .core.optimizers import Adagrad as Adagrad
 from .core.optimizers import LazyAdam as LazyAdam
 from .core.optimizers import RowWiseAdagrad as RowWiseAdagrad
-from .core.primitive import EmbeddingLookup as EmbeddingLookup
-from .core.primitive import FusedSparseAdagrad as FusedSparseAdagrad
-from .core.primitive import FusedSparseFtrl as FusedSparseFtrl
-from .core.primitive import FusedSparseLazyAdam as FusedSparseLazyAdam
-from .core.primitive import FusedSparseRowWiseAdagrad as FusedSparseRowWiseAdagrad
-from .core.primitive import FusedSparseSGD as FusedSparseSGD
-from .core.primitive import Primitive as Primitive
 from .device.table import DeviceTable as DeviceTable
-from .distributed.process_group import ranks as ranks
 from .distributed.session import join as join
-from .host.server import ParameterServer as ParameterServer
 from .host.table import HostTable as HostTable
-from .kernels.pool import set_host_threads as set_host_threads
-from .kernels.unique import unique as unique
-from .parallel.network import Network as Network
-from .parallel.plan import sliced as sliced
 from .predict.predictor import Predictor as Predictor
 from .runtime.ema import EMA as EMA
-from .runtime.finite import NonFiniteError as NonFiniteError
 from .runtime.runtime import Runtime as Runtime
 from .runtime.spec import Bag as Bag
 from .runtime.spec import CacheSpec as CacheSpec

@@ -1,4 +1,4 @@
-"""Primitives to look rows up and to update them in host memory, for programs without a `Runtime`."""
+"""Primitives on rows in host memory, and a parameter server, for programs without a `Runtime`."""
 
 from hostdev.core.primitive import (
     EmbeddingLookup,
@@ -9,6 +9,7 @@ from hostdev.core.primitive import (
     FusedSparseSGD,
     Primitive,
 )
+from hostdev.host.server import ParameterServer
 from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.unique import unique
 
@@ -19,6 +20,7 @@ __all__ = [
     "FusedSparseLazyAdam",
     "FusedSparseRowWiseAdagrad",
     "FusedSparseSGD",
+    "ParameterServer",
     "Primitive",
     "set_host_threads",
     "unique",

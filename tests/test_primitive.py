@@ -5,9 +5,10 @@ import threading
 import numpy as np
 import pytest
 
-from hostdev import FTRL, EmbeddingLookup, FusedSparseFtrl, FusedSparseLazyAdam, HostTable, LazyAdam, Primitive
+from hostdev import FTRL, HostTable, LazyAdam
 from hostdev.core import primitive
 from hostdev.core.primitive import OpLog
+from hostdev.ops import EmbeddingLookup, FusedSparseFtrl, FusedSparseLazyAdam, Primitive
 
 LINE = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} INFO (cpu|device) kernel: (\S+) costs (\d+) us\.$")
 

@@ -15,7 +15,7 @@ from hostdev.kernels.pool import parallel_for
 rows = int(sys.argv[1])
 ids = draw_ids(rows).astype(np.int32)  # as a data set has them, and as MindSpore gets them
 g, g1 = draw_gradients(len(ids), DIM), draw_gradients(len(ids), 1)
-unique, _ = hostdev.unique(ids)
+unique, _ = hostdev.ops.unique(ids)
 sums, sums1 = g[: len(unique)].copy(), g1[: len(unique)].copy()  # gradients that the device has summed
 deep = hostdev.HostTable(rows, DIM, hostdev.LazyAdam(), name="deep")
 wide = hostdev.HostTable(rows, 1, hostdev.FTRL(), name="wide")
@@ -24,7 +24,7 @@ out_unique, out_wide, out_all = (aligned_empty(shape) for shape in ((len(ids), D
 
 def host_side():
     """Do the host's work of a step; the device sums duplicates' gradients."""
-    found, _ = hostdev.unique(ids)
+    found, _ = hostdev.ops.unique(ids)
     deep.lookup(found, out=out_unique[: len(found)])
     wide.lookup(found, out=out_wide[: len(found)])
     wide.update(found, sums1)
@@ -42,7 +42,7 @@ def copy_range(start, stop):
 serve(
     {
         "host side": host_side,
-        "unique": lambda: hostdev.unique(ids),
+        "unique": lambda: hostdev.ops.unique(ids),
         "lookup all": lambda: deep.lookup(ids, out=out_all),
         "lookup unique": lambda: deep.lookup(unique, out=out_unique[: len(unique)]),
         "lazy adam all": lambda: deep.apply(ids, g),

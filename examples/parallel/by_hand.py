@@ -55,13 +55,15 @@ class SlicedLinear(nn.Module):
 
     def __init__(self, whole: nn.Linear) -> None:
         super().__init__()
-        ranks = hostdev.ranks()
+        ranks = hostdev.distributed.ranks()
         self.count, self.at = (1, 0) if ranks is None else (ranks.mesh.model, ranks.at.model)
         self.channel = ranks.channel("model") if ranks is not None and self.count > 1 else None
         if whole.in_features % self.count:
             raise hostdev.UserError(f"{whole.in_features} inputs cannot be cut into {self.count} slices of one size")
         with torch.no_grad():
-            self.weight = hostdev.sliced(nn.Parameter(whole.weight.chunk(self.count, 1)[self.at].clone()), dim=1)
+            self.weight = hostdev.parallel.sliced(
+                nn.Parameter(whole.weight.chunk(self.count, 1)[self.at].clone()), dim=1
+            )
         self.bias = whole.bias
 
     def forward(self, inputs: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ def train(options: Any) -> None:
         images, labels = task.read(options.folder, "train")
         tests = task.read(options.folder, "test")
         first = np.arange(1)
-        network = hostdev.Network(
+        network = hostdev.parallel.Network(
             task.network,
             (task.transform(images[:1], first, 0, True),),
             ranks=ranks,
@@ -131,7 +131,7 @@ def train(options: Any) -> None:
             say(f"state_sha256 {state_sha256([], state)}", flush=True)
 
 
-def accuracy(network: hostdev.Network, task: Task, images: Any, labels: Numbers, options: Any) -> float:
+def accuracy(network: hostdev.parallel.Network, task: Task, images: Any, labels: Numbers, options: Any) -> float:
     """Return the share of images whose label is the network's most likely one."""
     right, size = 0.0, max(options.batch_size, 8 * options.micro_batches)
     for start in range(0, len(labels), size):

@@ -31,7 +31,7 @@ class Network:
     ::
 
         with hostdev.join("data=2,pipe=2") as ranks:
-            network = hostdev.Network(resnet, (images[:1],), ranks=ranks, micro_batches=8)
+            network = hostdev.parallel.Network(resnet, (images[:1],), ranks=ranks, micro_batches=8)
             sgd = torch.optim.SGD(network.parameters, lr=0.01, momentum=0.9)
             for images, labels in batches:
                 loss = network.step(
@@ -102,7 +102,7 @@ class Network:
             "auto": auto,
             "the kind of device": torch.device(device).type,
         }
-        ranks.agree("network", "hostdev.Network(...)", {**options, **shapes})
+        ranks.agree("network", "hostdev.parallel.Network(...)", {**options, **shapes})
         self.choice: LayoutChoice | None = None
         if auto is not None and ranks.size > 1:
             self.choice = choose(

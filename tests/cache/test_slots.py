@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from hostdev import FTRL, SGD, Adagrad, EmbeddingCache, HostTable, LazyAdam, RowWiseAdagrad, UserError, unique
+from hostdev import FTRL, SGD, Adagrad, EmbeddingCache, HostTable, LazyAdam, RowWiseAdagrad, UserError
 from hostdev.cache import cache as cache_module
 from hostdev.cache.planner import renumber
 from hostdev.cache.slots import DeviceSlots, Places
 from hostdev.core.table_dtypes import TABLE_DTYPES
 from hostdev.device import backend, ops
 from hostdev.device.ops import torch_operations
+from hostdev.ops import unique
 from tests.device import twins
 
 ROWS = 300

@@ -42,7 +42,7 @@ if what in ("save", "load"):
     runtime = hostdev.Runtime({"t": table}, device="cpu", depth=0)
     ids, grads = np.arange(0, rows, 3, dtype=np.int32)[:400_000], np.ones((400_000, 80), np.float32)
     table.update(ids, grads)
-    hostdev.unique(ids)
+    hostdev.ops.unique(ids)
 before = anonymous()
 threading.Thread(target=watch, daemon=True).start()
 if what == "save":

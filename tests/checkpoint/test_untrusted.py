@@ -183,3 +183,38 @@ def test_a_whole_one_with_the_numbers_of_all_rows_is_one(saved):
     del before
     change(saved, first, _rewritten(saved / first, "second", ids))
     assert MappedTable(folder.chain_of(saved / first), "second").lookup(ids).tobytes() == expected.tobytes()
+
+
+def test_long_and_unprintable_names_are_printed_safely(saved, capsys):
+    newest = folder.names_in(saved)[-1]
+
+    def edit(content):
+        content["created"] = "\x1b]0;x\x07" + "y" * 1000
+        content["versions"] = {"other": "z"}
+        content["tables"][0]["optimizer"] = "o" * 10_000
+
+    change(saved, newest, edit)
+    assert run("info", saved / newest) == 0
+    shown = capsys.readouterr().out
+    assert "hostdev unknown, torch unknown" in shown
+    assert "\x1b" not in shown
+    assert max(map(len, shown.splitlines())) <= 500
+
+
+def test_lines_of_damage_are_short(saved, capsys):
+    for name in folder.names_in(saved):
+        change(saved, name, lambda content: content["tables"][0].update(name="t" * 10_000))
+    assert run("verify", saved) == 2
+    said = capsys.readouterr()
+    assert max(map(len, (said.out + said.err).splitlines())) <= 500
+
+
+@pytest.mark.parametrize("where", ["model", "optimizer"])
+def test_state_without_its_tensors(saved, tmp_path, capsys, where):
+    newest = folder.names_in(saved)[-1]
+    change(saved, newest, lambda content: content["state"]["dense"].update({where: {"v": {"$tensor": "gone"}}}))
+    assert run("export", saved, "--out", tmp_path / "out", "--slots") == 2
+    error = capsys.readouterr().err
+    assert "is broken (its state: tensor 'gone' is missing)" in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()

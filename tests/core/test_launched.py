@@ -74,7 +74,7 @@ def test_a_table_that_is_trained(monkeypatch):
     set_all(monkeypatch, TORCHRUN)
     table = table_of()
     assert not table.lookup(np.array([1])).any()
-    server = hostdev.ParameterServer()
+    server = hostdev.ops.ParameterServer()
     server.add(table)
     words = r"the training of table 't' in one of 2 processes \(WORLD_SIZE is 2\) has no ranks.*hostdev.join\(\)"
     for train in (
@@ -94,7 +94,7 @@ def test_a_table_that_is_trained(monkeypatch):
 def test_a_network_without_ranks(monkeypatch):
     set_all(monkeypatch, TORCHRUN)
     with pytest.raises(hostdev.UserError, match=r"a Network in one of 2 processes .*hostdev.join\(\)"):
-        hostdev.Network(torch.nn.Linear(2, 2), (torch.zeros(1, 2),))
+        hostdev.parallel.Network(torch.nn.Linear(2, 2), (torch.zeros(1, 2),))
 
 
 def test_it_is_meant(monkeypatch):
@@ -106,7 +106,7 @@ def test_it_is_meant(monkeypatch):
         rows["f"].sum().backward()
     table.apply(np.array([1]), GRADS[:1])
     assert table.lookup(np.arange(4))[:, 0].tolist() == [0, -2, -1, 0]
-    hostdev.Network(torch.nn.Linear(2, 2), (torch.zeros(1, 2),))
+    hostdev.parallel.Network(torch.nn.Linear(2, 2), (torch.zeros(1, 2),))
 
 
 DDP = """

@@ -94,6 +94,9 @@ def test_entries_that_no_version_writes(killed, tmp_path):
         {"schema": {}, "scaling": {}, "checksums": []},
         {**learned, "checksums": [1]},
         {**learned, "schema": 5},
+        {**learned, "scaling": {}},
+        {**learned, "scaling": {name: values[:-1] for name, values in learned["scaling"].items()}},
+        {**learned, "known_shares": {"C1": "x"}},
     ):
         goes_on(
             killed, tmp_path, with_marks([entry if "learned" not in entry else {"learned": wrong} for entry in entries])
@@ -102,5 +105,5 @@ def test_entries_that_no_version_writes(killed, tmp_path):
 
 
 def test_the_order_of_entries():
-    assert build_module._sound([{"parsed": True}], LAYOUT) == 0
-    assert build_module._sound([{"shard": {}}], LAYOUT) == 0
+    assert build_module._sound([{"parsed": True}], LAYOUT, "log") == 0
+    assert build_module._sound([{"shard": {}}], LAYOUT, "log") == 0

@@ -126,7 +126,7 @@ def test_all_processes_fail_at_once(processes):
 LEAVING = """
 import glob, hostdev, torch
 with hostdev.join() as ranks:
-    network = hostdev.Network(torch.nn.Linear(8, 8), (torch.zeros(1, 8),), ranks=ranks, micro_batches=2)
+    network = hostdev.parallel.Network(torch.nn.Linear(8, 8), (torch.zeros(1, 8),), ranks=ranks, micro_batches=2)
     network.step(4, lambda part: (torch.ones(4, 8)[part],), lambda output, part: output.sum())
 names = [open(name).read() for name in glob.glob("/proc/self/task/*/comm")]
 assert len(names) > 1

@@ -2,11 +2,12 @@ import numpy as np
 import pytest
 
 import hostdev
-from hostdev import FTRL, SGD, HostTable, LazyAdam, ParameterServer, RowWiseAdagrad, UserError
+from hostdev import FTRL, SGD, HostTable, LazyAdam, RowWiseAdagrad, UserError
 from hostdev.core import memory
 from hostdev.host import table as table_module
 from hostdev.host import writing as writing_module
 from hostdev.kernels.pool import run_tasks, set_host_threads
+from hostdev.ops import ParameterServer
 
 
 @pytest.fixture
@@ -186,10 +187,16 @@ def test_the_server_names_tables():
 
 def test_the_public_surface():
     for name in hostdev.__all__:
-        assert getattr(hostdev, name).__name__ == name
+        assert getattr(hostdev, name).__name__ in (name, f"hostdev.{name}")
     assert sorted(hostdev.__all__) == sorted(dir(hostdev))
     with pytest.raises(AttributeError, match="nothing"):
         hostdev.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(("name", "room"), [("unique", "ops"), ("Network", "parallel"), ("ranks", "distributed")])
+def test_a_name_that_has_moved_is_there_for_one_release(name, room):
+    with pytest.warns(DeprecationWarning, match=rf"hostdev\.{name} is hostdev\.{room}\.{name} now"):
+        assert getattr(hostdev, name) is getattr(getattr(hostdev, room), name)
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])

@@ -44,7 +44,7 @@ def by_hand(ranks):
         def __init__(self):
             super().__init__()
             whole = 0.1 * torch.randn(16, 8)
-            self.weight = hostdev.sliced(nn.Parameter(whole.chunk(count)[at].clone()))
+            self.weight = hostdev.parallel.sliced(nn.Parameter(whole.chunk(count)[at].clone()))
 
         def forward(self, values):
             return nn.functional.linear(values, self.weight).square().sum(1, keepdim=True)
@@ -106,7 +106,7 @@ def main():
 def trained(case, ranks, folder, **options):
     steps = [torch.randn(n, 8, generator=torch.Generator().manual_seed(n)) for n in SAMPLES]
     options = options if ranks is not None else {}
-    one = hostdev.Network(network(case, ranks), (steps[0],), ranks=ranks, micro_batches=4, **options)
+    one = hostdev.parallel.Network(network(case, ranks), (steps[0],), ranks=ranks, micro_batches=4, **options)
     if "auto" in options:
         assert len({repr(found) for found in ranks.control.share([*one.choice[:2]])}) == 1, "all choose the same"
         measured = [found.measured for found in one.choice.tried if found.measured is not None]

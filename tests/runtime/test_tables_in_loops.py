@@ -26,7 +26,7 @@ def reads(case, table):
     found += [table.sum_of_squares(), bits(copy.deepcopy(table).weights)]
     if isinstance(table, DeviceTable):
         return [*found, bits(table.lookup(torch.from_numpy(n).to(table.device)))]
-    server = hostdev.ParameterServer()
+    server = hostdev.ops.ParameterServer()
     server.add(table)
     block, row_slots = (
         np.empty((7, *table.storage.shape[1:]), np.float32),
