@@ -30,7 +30,7 @@ from hostdev.cache.prices import Costs
 from hostdev.data import manifest
 from hostdev.data.shards import ShardReader
 from hostdev.kernels.pool import host_threads
-from hostdev.kernels.unique import count_uses
+from hostdev.kernels.unique import count_occurrences
 from hostdev.train.cache_advice.rates import host_costs
 
 Batches = list[tuple[np.ndarray, np.ndarray]]
@@ -51,7 +51,7 @@ def zipf(rows: int, count: int, size: int, exponent: float, changed: int = 0) ->
 def counted(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return unique ids and their numbers of uses."""
     found, inverse = hostdev.ops.unique(ids)
-    return found, count_uses(inverse, len(found))
+    return found, count_occurrences(inverse, len(found))
 
 
 def real(folder: Path, size: int) -> tuple[Batches, int]:
@@ -103,7 +103,7 @@ def planning(rows: int, share: str, steps: int) -> dict:
     for ids, inverse in batches:
         other += 1
         start = time.perf_counter()
-        planner.announce(ids, count_uses(inverse, len(ids)))
+        planner.announce(ids, count_occurrences(inverse, len(ids)))
         if len(planner) > WINDOW:
             planner.plan()
             times.append(time.perf_counter() - start)

@@ -129,7 +129,7 @@ def saving(path: Path, rows: int, settle: int, between: int) -> dict[str, float]
         }
         timed(steps, lambda n: n == between)
     steps.close()  # type: ignore[attr-defined]
-    chain = folder.chain_of(checkpoint.path)
+    chain = folder.read_chain(checkpoint.path)
     files = [each.path / file.file for each in chain for file in each.manifest.files]
     size = sum(file.stat().st_size for file in files)
     drop_page_cache(files)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bench.device_cases import PLANES, Batch, Case
 from bench.record import get_versions, make_parser, record
-from hostdev.core.memory import gib
+from hostdev.core.memory import format_bytes
 from hostdev.device import backend, ops, triton
 from hostdev.device.ops import host_kernels, torch_operations, triton_kernels
 from hostdev.device.triton.ops import SEGMENT
@@ -157,7 +157,7 @@ def measure_size(
     title = f"V = {rows:,}, D = {dim}, batch {size:,}"
     needed, free = 4 * rows * dim * PLANES * 4 + (4 << 30), backend.free_bytes(device)
     if backend.is_accelerator(device) and free is not None and needed > free:
-        print(f"\n{title}: skipped, it needs {gib(needed)}, and {gib(free)} are free")
+        print(f"\n{title}: skipped, it needs {format_bytes(needed)}, and {format_bytes(free)} are free")
         return []
     batch = Batch(rows, dim, size, device)
     ways = get_implementations(device)

@@ -32,7 +32,7 @@ from bench.record import make_parser, record
 from bench.workload import draw_ids
 from hostdev.checkpoint.manager import SAVING_BYTES
 from hostdev.core.digest import StateDigest
-from hostdev.core.memory import TableShape, gib
+from hostdev.core.memory import TableShape, format_bytes
 from hostdev.core.primitive import OpLog
 from hostdev.kernels.pool import host_threads
 from hostdev.runtime.digest import columns_of
@@ -95,7 +95,7 @@ class Phases:
         }
         of = f", {share:.0%} of {limit:.1f}" if share is not None and limit is not None else ""
         moved = f", {rate:6.2f} GB/s{of}" if nbytes else ""
-        print(f"{name:>16}: {seconds:7.1f} s{moved}, memory {gib(self._memory.most)}", flush=True)
+        print(f"{name:>16}: {seconds:7.1f} s{moved}, memory {format_bytes(self._memory.most)}", flush=True)
 
 
 def make_batches(rows: int, n: int) -> Iterator[torch.Tensor]:
@@ -166,7 +166,7 @@ def main() -> None:
         f"{rows:,} rows; copies {copied:.1f} GB/s, new memory {filled:.1f} ({brought:.1f} before); "
         f"disk {written:.2f} and {read:.2f}; SHA-256 {hashed:.2f}"
     )
-    print(f"announced: {gib(sum(announced.values()))}: {in_words(announced)}")
+    print(f"announced: {format_bytes(sum(announced.values()))}: {in_words(announced)}")
     phases = Phases(memory)
     costs: dict[int, list[tuple[float, float]]] = {}
     try:
@@ -195,7 +195,7 @@ def main() -> None:
         runtime.save(folder / "c")
         seconds = time.perf_counter() - start
         added = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) - before
-        print(f"{'save, added':>16}: {seconds:7.1f} s, {gib(added)}")
+        print(f"{'save, added':>16}: {seconds:7.1f} s, {format_bytes(added)}")
         after = compute_digest(table)
         del table, runtime
         gc.collect()  # before there is another one
@@ -222,7 +222,10 @@ def main() -> None:
     own, least = each[rows] / each[min(each)]
     print(f"{own:.2f}x the smallest table's cost; {least:.2f}x for the memory alone")
     most = max(found["memory"] for found in phases.found.values())
-    print(f"memory {gib(most)}, of which {gib(at_first)} before the table; announced {gib(sum(announced.values()))}")
+    print(
+        f"memory {format_bytes(most)}, of which {format_bytes(at_first)} before the table; announced "
+        f"{format_bytes(sum(announced.values()))}"
+    )
     content: dict[str, Any] = {
         "rows": rows,
         "dim": DIM,

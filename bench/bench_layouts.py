@@ -22,7 +22,7 @@ import hostdev
 from bench.record import make_parser, record
 from hostdev.distributed.mesh import Mesh
 from hostdev.distributed.process_group import Ranks
-from hostdev.distributed.start import start_here, wait_for
+from hostdev.distributed.start import start_processes, wait_for
 from hostdev.parallel.plan import cuttable, divides
 
 MOST = 1.10  # of the best one's time
@@ -206,7 +206,7 @@ def main() -> None:
         with output.open("wb") as file:
             options = ["--rounds", str(arguments.rounds), "--case", str(number)]
             command = [sys.executable, "-m", "bench", "layouts", *options]
-            code = wait_for(start_here(RANKS, command, stdout=file))
+            code = wait_for(start_processes(RANKS, command, stdout=file))
         if code:
             raise SystemExit(f"{case.name}: a process has failed, with exit code {code}")
         found = json.loads(output.read_text())

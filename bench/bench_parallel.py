@@ -28,7 +28,7 @@ from bench.parallel_worker import OURS, TORCH, make_network
 from bench.record import get_versions, make_parser, record
 from bench.team import Team
 from hostdev.distributed.mesh import SCHEDULES
-from hostdev.distributed.start import start_here
+from hostdev.distributed.start import start_processes
 from hostdev.parallel.pieces import balanced, get_pieces
 
 RANKS, MICRO_BATCHES = 2, 8
@@ -65,7 +65,7 @@ def start(ranks: int, copies: int = 1) -> Team:
     processes: list[Any] = []
     for copy in range(copies):
         command = [sys.executable, "-m", "bench.parallel_worker", str(copy * ranks)]
-        processes += start_here(ranks, command, **how)
+        processes += start_processes(ranks, command, **how)
     return Team("bench parallel", processes, ranks)
 
 

@@ -20,7 +20,7 @@ import pyarrow as pa
 from pyarrow import csv
 
 from bench.record import get_versions, make_parser, record
-from hostdev.core.memory import gib, parse_bytes
+from hostdev.core.memory import format_bytes, parse_bytes
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import COLUMNS, CriteoText
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
@@ -113,5 +113,5 @@ def main() -> None:
         "versions": versions,
         "against_pyarrow": found,
     }
-    print(f"{gib(size)} of text, {host_threads()} threads, {gib(peak)} of memory at the end")
+    print(f"{format_bytes(size)} of text, {host_threads()} threads, {format_bytes(peak)} of memory at the end")
     record("preprocess", content, arguments.out)

@@ -25,7 +25,7 @@ from bench.record import get_versions, make_parser, record
 from bench.scaling import Work, dense_seconds, fitted, host_seconds
 from bench.team import Team
 from bench.wide_deep import FIELDS
-from hostdev.train.processes import start_here
+from hostdev.train.processes import start_processes
 
 SIZES = ((80, None), (16, [256, 128]))  # D and the dense layers; None: the full ones
 FULL_LAYERS = [1024, 512, 256, 128]
@@ -48,7 +48,7 @@ def start(ranks: int, copies: int = 1, *, with_itself: bool = False) -> Team:
         os.environ[FIRST_CPU] = str(copy * ranks)
         if with_itself:
             os.environ[ALONE_WITH_RANKS] = _free_port()
-        processes += start_here(ranks, command, **how)
+        processes += start_processes(ranks, command, **how)
         os.environ.pop(ALONE_WITH_RANKS, None)
     del os.environ[FIRST_CPU]
     return Team("bench ranks", processes, ranks)

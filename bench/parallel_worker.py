@@ -20,7 +20,7 @@ import hostdev
 from bench.team import serve
 from hostdev.distributed.mesh import SCHEDULES
 from hostdev.distributed.process_group import Ranks
-from hostdev.parallel.costs import profile_of
+from hostdev.parallel.costs import measure_profile
 from hostdev.parallel.layout import like
 from hostdev.parallel.pieces import cut, get_pieces
 
@@ -198,7 +198,10 @@ class Worker:
         whole = make_network(**network)
         pieces, inputs = get_pieces(whole), like(make_batch(network, 1)[:1])
         found = [
-            [piece.seconds for piece in profile_of(whole, pieces, inputs, samples, torch.device("cpu"), None, False)[0]]
+            [
+                piece.seconds
+                for piece in measure_profile(whole, pieces, inputs, samples, torch.device("cpu"), None, False)[0]
+            ]
             for _ in range(repeats)
         ]
         each = [statistics.median(seconds) for seconds in zip(*found, strict=True)]

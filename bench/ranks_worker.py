@@ -21,7 +21,7 @@ from bench.simulated import Simulated
 from bench.team import serve
 from bench.wide_deep import FIELDS
 from bench.workload import training_ids
-from hostdev.core.micro_batches import cut, nodes_of
+from hostdev.core.micro_batches import cut, get_nodes
 from hostdev.core.optimizers import FTRL, LazyAdam
 from hostdev.data.batch import Batch
 from hostdev.data.schema import Column, Schema, Space
@@ -34,7 +34,7 @@ from hostdev.kernels.pool import set_host_threads
 from hostdev.models.wide_deep.network import LAYERS, WideDeep
 from hostdev.pipeline.groups import Group
 from hostdev.pipeline.pipeline import Pipeline
-from hostdev.pipeline.results import Flight, Gradients, Request
+from hostdev.pipeline.results import Gradients, Request, StepBatch
 from hostdev.train.trainer import Trainer
 
 ALONE_WITH_RANKS = "BENCH_RANKS_PORT"  # a port for a rank that exchanges with itself
@@ -210,7 +210,7 @@ class Worker:
             **{name: float(np.median(each)) for name, each in found.items()},
             **{f"{name} / ddp": float(np.median(np.array(found[name]) / np.array(found["ddp"]))) for name in what},
             "bytes": 4 * len(flat),
-            "nodes": len(nodes_of(0, each)),
+            "nodes": len(get_nodes(0, each)),
         }
 
     def copying(self, rounds: int) -> float:
@@ -278,7 +278,7 @@ class _Run:
             self._worker.exchange_dense()
         self._pass.finish(flight, self._to_others(flight, gradients))
 
-    def _to_others(self, flight: Flight, gradients: Gradients) -> Gradients:
+    def _to_others(self, flight: StepBatch, gradients: Gradients) -> Gradients:
         if self._worker.ranks is None:
             return gradients
         parts = [[[grad] for grad in self.device.gradients(part.own_size)] for part in flight.groups]

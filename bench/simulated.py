@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from hostdev.cache.slots import DeviceSlots, Places
-from hostdev.pipeline.results import Flight, Gradients
+from hostdev.pipeline.results import Gradients, StepBatch
 
 # A step of Wide & Deep launches about 100 kernels of the dense layers, their gradients and Adam, and up to 20 for rows
 # (the benchmark `launches`). PyTorch takes 4 to 10 us of the host for each.
@@ -77,7 +77,7 @@ class Simulated:
         """Return a group's gradients, each float32 [rows, D]."""
         return [grads[:rows] for grads in self._grads]
 
-    def step_of(self, flight: Flight) -> Gradients:
+    def step_of(self, flight: StepBatch) -> Gradients:
         """Take a step with a batch in flight."""
         self.step([values for part in flight.groups for values in part.values])
         return Gradients([self.gradients(part.size) for part in flight.groups])

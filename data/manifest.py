@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from hostdev.core import arrow_files, json_files
 from hostdev.core.checksums import checksum, json_checksum
-from hostdev.core.errors import UserError, in_words, raise_passing
+from hostdev.core.errors import UserError, in_words, raise_if_transient
 from hostdev.core.names import inside
 from hostdev.data import schema as schemas
 from hostdev.data.folder import FILE_NAME as FILE_NAME
@@ -193,7 +193,7 @@ def read_counts(folder: Path, found: Manifest) -> npt.NDArray[np.int64]:
     except (ValueError, OSError) as error:
         if isinstance(error, UserError):
             raise
-        raise_passing(error)
+        raise_if_transient(error)
         raise UserError(f"{path} is broken ({in_words(error)}); preprocess the data again") from None
     if len(column) != found.vocabulary_size:
         raise UserError(f"{path} has {len(column)} ids, not {found.vocabulary_size}; preprocess the data again")

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from hostdev.data import ragged
 from hostdev.data.batch import Batch
-from hostdev.kernels.pieces import addresses_of, length_tasks, list_tasks, places_of, take_tasks
+from hostdev.kernels.pieces import get_addresses, length_tasks, list_tasks, places_of, take_tasks
 from hostdev.kernels.pool import run_tasks
 
 
@@ -39,10 +39,10 @@ class Rows:
         starts = ragged.offsets_of(np.array([len(piece) for piece in pieces]))
         self._first, self._size = starts[:-1], int(starts[-1])
         self.columns = tuple(
-            addresses_of([getattr(piece, name) for piece in pieces]) for name in ("label", "dense", "ids")
+            get_addresses([getattr(piece, name) for piece in pieces]) for name in ("label", "dense", "ids")
         )
         self.bags = {
-            name: tuple(addresses_of([piece.bags[name][part] for piece in pieces]) for part in (0, 1))
+            name: tuple(get_addresses([piece.bags[name][part] for piece in pieces]) for part in (0, 1))
             for name in pieces[0].bags
         }
 

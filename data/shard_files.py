@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from hostdev.core.errors import UserError, raise_passing
+from hostdev.core.errors import UserError, raise_if_transient
 from hostdev.data import ragged
 from hostdev.data.manifest import Manifest, Shard, shard_schema
 from hostdev.data.rows import Piece
@@ -55,7 +55,7 @@ class ShardFiles:
             with pa.memory_map(os.fsencode(path)) as file:
                 table = pa.ipc.open_file(file).read_all()
         except (pa.ArrowException, OSError) as error:
-            raise_passing(error)
+            raise_if_transient(error)
             raise UserError(f"shard {path} is not an Arrow file ({error}); preprocess the data again") from None
         if _state(path.stat()) != state:
             raise _changed(path)
@@ -92,7 +92,7 @@ class ShardFiles:
         except FileNotFoundError:
             raise UserError(f"shard {path} is missing; preprocess the data again") from None
         except OSError as error:
-            raise_passing(error)
+            raise_if_transient(error)
             raise UserError(f"shard {path} cannot be read: {error.strerror}") from None
         if size != state[0] or (not known and digest.hexdigest() != shard.sha256):
             raise _changed(path)

@@ -16,7 +16,7 @@ from torch import nn
 from hostdev.cache.options import POLICIES
 from hostdev.cache.simulation import OPTIMUM
 from hostdev.core import cli, pictures
-from hostdev.core.memory import available_bytes, dense_bytes, gib
+from hostdev.core.memory import available_bytes, dense_bytes, format_bytes
 from hostdev.data import lookalike, manifest
 from hostdev.data.batch import Batch
 from hostdev.data.shards import ShardReader
@@ -58,7 +58,7 @@ def tables_of(curves: Curves, memory: int, chosen: tuple[str, Point] | None) -> 
             if chosen is not None and point.sizes == chosen[1].sizes:
                 note = f"  <- recommended: {chosen[0]}"
             note = note if point.nbytes <= memory else "  does not fit"
-            lines.append(f"{point.rows:>12,}{gib(point.nbytes):>14}{cells}{note}")
+            lines.append(f"{point.rows:>12,}{format_bytes(point.nbytes):>14}{cells}{note}")
     return lines
 
 
@@ -84,7 +84,7 @@ def draw(curves: Curves, memory: int, chosen: tuple[str, Point] | None, path: Pa
         axes.set(xlabel="cached rows, of all tables", xscale="log")
         named = axes is crossing
         if memory < largest.nbytes:
-            name = f"{gib(memory)} of device memory" if named else ""
+            name = f"{format_bytes(memory)} of device memory" if named else ""
             axes.axvline(memory / largest.nbytes * largest.rows, color="black", linestyle="-.", linewidth=1, label=name)
         if chosen is not None:
             name = f"recommended: {chosen[1].rows:,} rows, {chosen[0]}" if named else ""
@@ -128,21 +128,21 @@ def advise(settings: TrainConfig, memory: int | None, window: int, out: Path) ->
     on_accelerator = backend.is_accelerator(device)
     beside = _beside(model, next(reader.batches(size, seed=settings.seed, epoch=1)), dense=on_accelerator)
     if memory is None:
-        room = backend.room_for_cache(device, beside)
+        room = backend.get_cache_room(device, beside)
         memory = available_bytes() if room is None else room
     bus = measure(device)
     curves = simulate(model, data, found, reader, size, seed=settings.seed, window=window, bus=bus, memory=memory)
     first, whole = curves[POLICIES[0]][0], curves[POLICIES[0]][-1]
     chosen = recommend(curves, memory)
     on_host = sum(spec.shape.nbytes(spec.rows) for spec in model.tables.values())
-    fits = "" if on_host <= available_bytes() else f", but only {gib(available_bytes())} are free"
+    fits = "" if on_host <= available_bytes() else f", but only {format_bytes(available_bytes())} are free"
     print(f"data     {data}: {reader.rows:,} training rows in {reader.steps(size):,} batches of {size:,}, "
           f"{found.schema.rows:,} ids")  # fmt: skip
     print(f"tables   {tables_line(model.tables)}")
-    print(f"host     {gib(on_host)} with slots{fits}")
-    print(f"device   {gib(memory)} for the cache on {backend.describe(device)}; beside it "
+    print(f"host     {format_bytes(on_host)} with slots{fits}")
+    print(f"device   {format_bytes(memory)} for the cache on {backend.describe(device)}; beside it "
           f"{'the dense layers, their activations and ' * on_accelerator}the rows of the batches on their way, about "
-          f"{gib(beside)}")  # fmt: skip
+          f"{format_bytes(beside)}")  # fmt: skip
     print(f"rates    {_rates(whole.groups, bus, on_accelerator)}")
     print(f"step     {first.unique:,.0f} unique rows\n")
     print("\n".join(tables_of(curves, memory, chosen)))
@@ -208,4 +208,4 @@ def _rates(groups: Sequence[Group], bus: Bus, has_bus: bool) -> str:
 def _advice(chosen: tuple[str, Point] | None) -> str:
     if chosen is None:
         return "advice   no cache: none of those that fit makes a step shorter"
-    return f"advice   {flags(chosen)}: {gains(chosen[1])}; {gib(chosen[1].nbytes)} of device memory"
+    return f"advice   {flags(chosen)}: {gains(chosen[1])}; {format_bytes(chosen[1].nbytes)} of device memory"

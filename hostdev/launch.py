@@ -19,14 +19,14 @@ from typing import IO, Any
 import psutil
 
 from hostdev.core import cli
-from hostdev.core.errors import UserError, tell_at_once
+from hostdev.core.errors import UserError, write_stderr
 from hostdev.distributed.rank_environment import RankTable
 
 PROG = "hostdev.launch"
 _CHECKED_BYTES = 8 << 20
 
 
-def server_of(table: RankTable, wanted: str | None, path: Path) -> dict[str, Any]:
+def find_server(table: RankTable, wanted: str | None, path: Path) -> dict[str, Any]:
     """Return the entry of this host."""
     names = [str(server["server_id"]) for server in table.servers]
     if wanted is not None:
@@ -124,7 +124,7 @@ def check() -> int:
     from hostdev.distributed.process_group import Ranks
 
     def fault(rank: int, why: str) -> None:
-        tell_at_once(f"{PROG}: error: rank {rank} of {place.ranks}: {why}")
+        write_stderr(f"{PROG}: error: rank {rank} of {place.ranks}: {why}")
         os._exit(2)
 
     ranks = Ranks(place, fault)

@@ -25,7 +25,7 @@ from hostdev.data.shards import ShardReader
 from hostdev.distributed.mesh import Mesh
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.session import join
-from hostdev.distributed.start import start_here, wait_for
+from hostdev.distributed.start import start_processes, wait_for
 from hostdev.parallel.layout import Layout
 from hostdev.train.build import device_of
 from hostdev.train.config import TrainConfig, to_flags
@@ -86,7 +86,7 @@ def _of_processes(
         output = Path(folder) / "output.log"
         with output.open("wb") as log:
             command = [sys.executable, "-m", _MODULE, *more, *to_flags(settings)]
-            code = wait_for(start_here(mesh.size, command, stdout=log, stderr=subprocess.STDOUT))
+            code = wait_for(start_processes(mesh.size, command, stdout=log, stderr=subprocess.STDOUT))
         if code:
             lines = output.read_text(errors="replace").strip().splitlines()
             raise UserError(f"{mesh.size} processes have failed: {lines[-1] if lines else f'exit code {code}'}")

@@ -50,7 +50,12 @@ def test_the_refusal_gives_the_sum():
     assert memory.require_table("t", 10, 4, LazyAdam(), 480, "host") == 480
     with pytest.raises(UserError, match=r"table 't' needs 10 rows x 4 x \(1 \+ 2 slots\) x 4 = 480 bytes .* 479 bytes"):
         memory.require_table("t", 10, 4, LazyAdam(), 479, "host")
-    assert [memory.gib(n) for n in (12, 2048, 3 << 20, 5 << 30)] == ["12 bytes", "2.0 KiB", "3.0 MiB", "5.0 GiB"]
+    assert [memory.format_bytes(n) for n in (12, 2048, 3 << 20, 5 << 30)] == [
+        "12 bytes",
+        "2.0 KiB",
+        "3.0 MiB",
+        "5.0 GiB",
+    ]
     with pytest.raises(UserError, match=r"10 rows x 4 x \(1 \+ 0 slots\) x 4 \+ 10 rows x 1 x 4 = 200 bytes"):
         memory.require_table("t", 10, 4, RowWiseAdagrad(), 199, "host")
 
@@ -132,6 +137,8 @@ def test_a_training_is_refused_before_its_tables_are_there(monkeypatch):
         monkeypatch.setattr("hostdev.runtime.room.available_bytes", lambda free=free: free)
         found = room.host_room(room.kept_on_host(model, None, part, **how))
         assert sum(found.parts.values()) == found.free == free
-        assert found.in_words().startswith(f"{memory.gib(free)} of the host's {memory.gib(free)} free: tables ")
+        assert found.in_words().startswith(
+            f"{memory.format_bytes(free)} of the host's {memory.format_bytes(free)} free: tables "
+        )
         with pytest.raises(UserError, match="use fewer rows"):
             room.host_room(room.kept_on_host(model, CacheSpec(10), part, **how))

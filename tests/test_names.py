@@ -13,7 +13,7 @@ import torch
 from hostdev import HostTable, LazyAdam, Runtime, UserError
 from hostdev.commands import checkpoint, predict, preprocess, train
 from hostdev.core import cli
-from hostdev.core.errors import tell_at_once
+from hostdev.core.errors import write_stderr
 from hostdev.data import manifest
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.distributed.world import ALONE_WORLD
@@ -105,7 +105,7 @@ def test_what_a_terminal_cannot_show(odd, how, shown):
 
 
 def test_what_is_told_at_the_end(odd, capfd):
-    tell_at_once(f"go on with --resume {odd}")
+    write_stderr(f"go on with --resume {odd}")
     assert capfd.readouterr().err == "go on with --resume caf\\udce9\n"
 
 

@@ -45,10 +45,10 @@ def build(
     earlier  a data set whose ids and scaling are kept; new values get ids after its own
 
     The folder appears under its name when it is whole. After an interruption what is finished is left beside it, for
-    the next call with the same arguments; after a UserError nothing is, but after a PassingError.
+    the next call with the same arguments; after a UserError nothing is, but after a TransientError.
 
     Raises UserError where `out` is taken, where `earlier` has other columns, scaling or kinds of ids, where more than
-    1% of the lines are malformed, or where the training or the test split is empty, and PassingError where the
+    1% of the lines are malformed, or where the training or the test split is empty, and TransientError where the
     vocabulary, or a shard for each thread, does not fit into memory, or a medium cannot be read.
     """
     if earlier is not None:
@@ -92,7 +92,7 @@ class _Build:
         entries = entries[: _sound(entries, self._layout, self._options.dense)]
         pieces = [entry for entry in entries if "piece" in entry]
         facts = [Facts.from_json(entry["piece"]) for entry in pieces]
-        with Workers(self._threads, "hostdev-preprocess") as workers, workers.dropping_what_waits():
+        with Workers(self._threads, "hostdev-preprocess") as workers, workers.drop_queued_on_error():
             self._paths = [first.path(i) for i in range(len(facts))]
             intact = _intact(self._paths, [fact.checksum for fact in facts], workers)
             of_piece = (

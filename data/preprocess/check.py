@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow.compute as pc
 
 from hostdev.core.errors import UserError
-from hostdev.core.memory import gib
+from hostdev.core.memory import format_bytes
 from hostdev.core.printable import printable
 from hostdev.core.progress import counted
 from hostdev.data import manifest
@@ -114,7 +114,7 @@ def check(folder: Path) -> Report:
     totals = {split: _check_shards(folder, found, split, counter, report) for split in SPLITS}
     if vocabulary is not None and counter is not None:
         counts = counter.total() if totals["train"].known else None
-        about = f"{found.schema.rows:,} ids{_kept(found)}, {gib(size_of(vocabulary.path))}"
+        about = f"{found.schema.rows:,} ids{_kept(found)}, {format_bytes(size_of(vocabulary.path))}"
         if counts is None:
             about += ", counts not compared"
         if found.vocabulary_sha256 is None:
@@ -222,7 +222,7 @@ def _check_shards(folder: Path, found: Manifest, split: str, counter: Counter | 
         totals.add(of_shard)
         wrong += lines
     nbytes = sum(size_of(folder / shard.file) for shard in shards)
-    about = f"{counted(found.rows(split), 'row')}, {gib(nbytes)}"
+    about = f"{counted(found.rows(split), 'row')}, {format_bytes(nbytes)}"
     report.say(folder / split, f"{counted(len(shards), 'shard')}, {about}", wrong)
     return totals
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.errors import UserError
-from hostdev.core.memory import available_bytes, gib
+from hostdev.core.memory import available_bytes, format_bytes
 from hostdev.kernels.pool import host_threads
 from hostdev.kernels.unique import tally
 
@@ -22,8 +22,8 @@ def require_room(folder: Path, ids: int, needed: int) -> None:
     """Raise UserError unless `needed` bytes are free for what the ids of a data set take."""
     if needed > (free := available_bytes()):
         raise UserError(
-            f"{folder}: counting its {ids:,} ids needs {needed} bytes ({gib(needed)}) of memory, but {free} "
-            f"({gib(free)}) are free; use a machine with more"
+            f"{folder}: counting its {ids:,} ids needs {needed} bytes ({format_bytes(needed)}) of memory, but {free} "
+            f"({format_bytes(free)}) are free; use a machine with more"
         )
 
 

@@ -24,7 +24,7 @@ from hostdev.data.preprocess.stored import DamagedError
 from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
 from hostdev.data.preprocess.vocabulary import HashBuckets, Vocabulary
 from hostdev.data.schema import Schema
-from hostdev.kernels.cardinality import registers_of, sample_of
+from hostdev.kernels.cardinality import draw_sample, make_registers
 from hostdev.kernels.strings import hash_texts
 
 EARLIER = "earlier"  # the field of a manifest's options that `as_json` fills
@@ -122,9 +122,9 @@ class Earlier:
                     lengths.append(np.diff(offsets).astype(np.int64))
                 else:
                     hashes.append(keys.view(np.uint64))
-            registers.append(registers_of(np.concatenate(hashes)))
+            registers.append(make_registers(np.concatenate(hashes)))
             if self.is_table:
-                texts.append(sample_of(np.concatenate(hashes), np.concatenate(lengths)))
+                texts.append(draw_sample(np.concatenate(hashes), np.concatenate(lengths)))
         return Survey(np.stack(registers), tuple(texts) or None)
 
     def _stored(self) -> StoredVocabulary:

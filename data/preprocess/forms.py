@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from hostdev.data.preprocess import columns as arrow
 from hostdev.kernels import forms as kernel
-from hostdev.kernels.forms import forms_of
+from hostdev.kernels.forms import classify_texts
 
 _ZONES = ("", "Z", "+00:00", "+0000", "+00", "+01:00", "+0100", "+01")
 
@@ -159,4 +159,4 @@ def forms_in(texts: pa.Array) -> frozenset[int]:
 
 def each_form(texts: pa.Array) -> npt.NDArray[np.uint16]:
     """Return the form of each text [N], uint16."""
-    return forms_of(*arrow.bytes_of(texts))
+    return classify_texts(*arrow.bytes_of(texts))

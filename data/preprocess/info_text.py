@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from hostdev.core.memory import gib
+from hostdev.core.memory import format_bytes
 from hostdev.core.progress import counted
 from hostdev.data.preprocess.earlier_vocabulary import growth
 from hostdev.data.preprocess.info import TOPS, Curve, Information, shortened
@@ -28,7 +28,7 @@ def lines_of(info: Information) -> Iterator[str]:
     for split in SPLITS:
         mean = f"{info.totals[split].label_mean:.2%}" if found.rows(split) else _NO_FIGURE
         yield (
-            f"{split:<8}{found.rows(split):>16,}{len(found.shards(split)):>9,}{gib(info.nbytes[split]):>12}{mean:>13}"
+            f"{split:<8}{found.rows(split):>16,}{len(found.shards(split)):>9,}{format_bytes(info.nbytes[split]):>12}{mean:>13}"
         )
     if found.schema.dense:
         yield ""

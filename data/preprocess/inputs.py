@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
-from hostdev.core.errors import HostdevError, PassingError, UserError
+from hostdev.core.errors import HostdevError, TransientError, UserError
 
 STANDARD_INPUT = Path("-")
 HEAD_BYTES = 1 << 20  # of standard input, that can be looked at before it is read
@@ -51,7 +51,7 @@ class Stream:
     def read(self, size: int) -> bytes:
         """Return the next `size` bytes, fewer only at the end.
 
-        Raises UserError where they cannot be read, PassingError where that is not for what they are.
+        Raises UserError where they cannot be read, TransientError where that is not for what they are.
         """
         pieces: list[bytes] = []
         while size > 0:
@@ -230,11 +230,11 @@ def open_input(path: Path, wanted: Callable[[str], bool] | None = None) -> AnyIn
 
 
 def unreadable(name: str, what: str, error: Exception) -> HostdevError:
-    """Return the error for a file that cannot be read: PassingError where the system says so, and not its content."""
+    """Return the error for a file that cannot be read: TransientError where the system says so, and not its content."""
     if isinstance(error, MemoryError):
-        return PassingError(f"{name}: there is not enough memory to read the file ({_reason(error)})")
+        return TransientError(f"{name}: there is not enough memory to read the file ({_reason(error)})")
     if isinstance(error, OSError) and error.errno is not None:
-        return PassingError(f"{name}: the file cannot be read ({error.strerror})")
+        return TransientError(f"{name}: the file cannot be read ({error.strerror})")
     return UserError(f"{name}: {what} ({_reason(error)})")
 
 

@@ -24,7 +24,7 @@ from hostdev.data.preprocess.raw import Layout, Place, RawRows
 from hostdev.data.preprocess.rejected import Rejected, lines_in
 from hostdev.data.preprocess.vocabulary import HashBuckets
 from hostdev.data.preprocess.writer import write_arrow
-from hostdev.kernels.cardinality import Sample, estimate, join, registers_of, sample_of, total
+from hostdev.kernels.cardinality import Sample, draw_sample, estimate, join, make_registers, total
 from hostdev.kernels.columns import narrowed
 from hostdev.kernels.strings import hash_texts
 from hostdev.kernels.unique import IdMap, id_map, tally
@@ -180,10 +180,10 @@ def survey(piece: Piece, spaces: int) -> Survey:
         if isinstance(keys, pa.Array):
             offsets, data = arrow.bytes_of(keys)
             hashes = hash_texts(offsets, data)
-            texts.append(sample_of(hashes, np.diff(offsets)))
-            registers.append(registers_of(hashes))
+            texts.append(draw_sample(hashes, np.diff(offsets)))
+            registers.append(make_registers(hashes))
         else:
-            registers.append(registers_of(keys.view(np.uint64)))
+            registers.append(make_registers(keys.view(np.uint64)))
     return Survey(np.stack(registers), tuple(texts) or None)
 
 

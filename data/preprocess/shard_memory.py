@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hostdev.core.errors import PassingError
-from hostdev.core.memory import available_bytes, gib
+from hostdev.core.errors import TransientError
+from hostdev.core.memory import available_bytes, format_bytes
 from hostdev.data.preprocess.pieces import SPLITS, Facts
 from hostdev.data.preprocess.raw import Layout
 
@@ -29,7 +29,7 @@ class ShardMemory:
     def take_in(self, facts: Sequence[Facts]) -> None:
         """Count the rows of some pieces more.
 
-        Raises PassingError unless as many shards as are written at the same time fit into the memory that is free.
+        Raises TransientError unless as many shards as are written at the same time fit into the memory that is free.
         """
         for i in range(len(SPLITS)):
             self._rows[i] += sum(fact.rows[i] for fact in facts)
@@ -40,8 +40,8 @@ class ShardMemory:
         if threads * shard > free:
             held = "a thread would hold" if threads == 1 else f"{threads} threads would each hold"
             fewer = "" if threads == 1 else ", or fewer --threads"
-            raise PassingError(
-                f"{held} a shard of {rows:,} rows, {gib(shard)}, but {gib(free)} of memory are free; "
+            raise TransientError(
+                f"{held} a shard of {rows:,} rows, {format_bytes(shard)}, but {format_bytes(free)} of memory are free; "
                 f"give a smaller --rows-per-shard{fewer}"
             )
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from hostdev.core.checksums import checksum
-from hostdev.core.errors import UserError, in_words, raise_passing
+from hostdev.core.errors import UserError, in_words, raise_if_transient
 from hostdev.core.progress import bar, counted
 from hostdev.data.manifest import Manifest, Shard, shard_schema
 from hostdev.data.rows import Piece
@@ -102,7 +102,7 @@ def require_checksum(path: Path, expected: str) -> None:
     except FileNotFoundError:
         raise DamagedError(path, "it is missing") from None
     except OSError as error:
-        raise_passing(error)
+        raise_if_transient(error)
         raise DamagedError(path, f"it cannot be read ({in_words(error)})") from None
 
 
@@ -112,7 +112,7 @@ def _batches_of(path: Path, expected: pa.Schema) -> list[pa.RecordBatch]:
         file = pa.ipc.open_file(pa.memory_map(os.fsencode(path)))
         batches = [file.get_batch(i) for i in range(file.num_record_batches)]
     except (pa.ArrowException, OSError) as error:
-        raise_passing(error)
+        raise_if_transient(error)
         raise DamagedError(path, f"not an Arrow file ({in_words(error)})") from None
     if not file.schema.equals(expected):
         raise DamagedError(path, f"a wrong schema: {types(file.schema)}, not {types(expected)}")

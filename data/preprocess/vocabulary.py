@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hostdev.core.errors import PassingError
-from hostdev.core.memory import available_bytes, gib
+from hostdev.core.errors import TransientError
+from hostdev.core.memory import available_bytes, format_bytes
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.raw import Bags, Layout, RawRows
 from hostdev.data.schema import Schema, Space
@@ -221,7 +221,7 @@ class Vocabulary:
 
 
 def require_memory(values: float, text_bytes: float | None) -> None:
-    """Raise PassingError unless so many distinct values can be counted, and written, in the memory that is free.
+    """Raise TransientError unless so many distinct values can be counted, and written, in the memory that is free.
 
     text_bytes  of all of them, where they are texts
     """
@@ -231,9 +231,10 @@ def require_memory(values: float, text_bytes: float | None) -> None:
     needed = int(_MARGIN * (values * (each + _ID_BYTES) + 1.25 * texts) + written)
     free = available_bytes()
     if needed > free:
-        raise PassingError(
+        raise TransientError(
             f"the training rows have about {values:,.0f} distinct values, and a vocabulary of them needs "
-            f"{gib(needed)}, but {gib(free)} of memory are free; hash them with --hash-buckets N, which needs none"
+            f"{format_bytes(needed)}, but {format_bytes(free)} of memory are free; hash them with "
+            f"--hash-buckets N, which needs none"
         )
 
 

@@ -16,8 +16,8 @@ from typing import IO, Any
 
 from hostdev.core import locks
 from hostdev.core.disk import sync_folder, sync_tree
-from hostdev.core.errors import PassingError, UserError, naming
-from hostdev.core.memory import gib
+from hostdev.core.errors import TransientError, UserError, naming
+from hostdev.core.memory import format_bytes
 from hostdev.core.progress import note
 
 _VERSION = 3  # of what is in the folder
@@ -50,7 +50,7 @@ class Work:
             if size := self.left():
                 note(
                     f"unfinished work of another command, or on files that have changed, in {self.folder} "
-                    f"({gib(size)}) is removed"
+                    f"({format_bytes(size)}) is removed"
                 )
             self.clear()
             path.write_text(content)
@@ -124,7 +124,7 @@ class Work:
 def claim(out: Path) -> Iterator[Work]:
     """Give the folder of work for a data set to this process; another one that is at it is waited for.
 
-    After a UserError nothing is left. After another error, a PassingError too, or an interruption what is finished is
+    After a UserError nothing is left. After another error, a TransientError too, or an interruption what is finished is
     left, and a line says so, but for input that can be read once only. At the end the work is removed.
 
     Raises UserError where `out` exists.
@@ -141,18 +141,19 @@ def claim(out: Path) -> Iterator[Work]:
             _refuse_existing(out)  # another process may have made it meanwhile
             yield work
         except BaseException as error:
-            wrong = isinstance(error, UserError) and not isinstance(error, PassingError)
+            wrong = isinstance(error, UserError) and not isinstance(error, TransientError)
             if not wrong and work.is_finished():
                 note(_LEFT_OVER.format(out=out, folder=folder))
                 raise
             size = 0 if wrong else work.left()
             if size and work.goes_on:
-                note(f"{gib(size)} of finished work is kept in {folder}; the same command goes on from there")
+                note(f"{format_bytes(size)} of finished work is kept in {folder}; the same command goes on from there")
                 raise
             work._remove()
             if size:
                 note(
-                    f"the finished work ({gib(size)}) is not kept: standard input and pipes are read once only, and "
+                    f"the finished work ({format_bytes(size)}) is not kept: standard input and pipes "
+                    f"are read once only, and "
                     "the same command begins anew; with a file it would go on"
                 )
             raise
@@ -203,7 +204,7 @@ def _lock(folder: Path) -> IO[str] | None:
     if not locks.try_lock(lock):
         note(f"another process is at work in {folder}; waiting for it")
         locks.await_lock(lock)
-    if locks.is_still(folder / _LOCK, lock):
+    if locks.is_same_file(folder / _LOCK, lock):
         return lock
     lock.close()
     return None

@@ -64,7 +64,7 @@ def batches(count: int, size: int, seed: int, epoch: int) -> Iterator[Numbers]:
         yield order[start : start + size]
 
 
-def mesh_of(options: Any, world: int) -> str | None:
+def parse_mesh(options: Any, world: int) -> str | None:
     """Return the mesh that the options mean; UserError where they contradict one another."""
     parallel = options.parallel or ("none" if world == 1 else "semi" if options.mesh or options.plan else "data")
     axis = {"none": None, "data": "data", "hybrid": "model", "semi": "model", "auto": None}[parallel]
@@ -82,7 +82,7 @@ def train(options: Any) -> None:
     """Train, and print the losses, the accuracy and the digest of what was learned."""
     from hostdev.distributed.rank_environment import find_rank_environment
 
-    with hostdev.join(mesh_of(options, find_rank_environment().ranks), timeout=options.timeout) as ranks:
+    with hostdev.join(parse_mesh(options, find_rank_environment().ranks), timeout=options.timeout) as ranks:
         say = print if ranks is None or ranks.rank == 0 else (lambda *_, **__: None)
         torch.set_num_threads(options.threads)
         task = task_of(options)

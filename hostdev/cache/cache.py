@@ -17,11 +17,11 @@ from hostdev.cache.planner import Ids, Plan, Planner, Positions, Statistics, pla
 from hostdev.cache.prices import Costs
 from hostdev.cache.slots import CachedTable, DeviceSlots
 from hostdev.core.errors import UserError
-from hostdev.core.memory import available_bytes, gib, row_bytes
+from hostdev.core.memory import available_bytes, format_bytes, row_bytes
 from hostdev.core.primitive import OpLog, Primitive
-from hostdev.device.backend import is_accelerator, require, room_for_cache
+from hostdev.device.backend import get_cache_room, is_accelerator, require
 from hostdev.kernels.pool import run_tasks
-from hostdev.kernels.unique import count_uses
+from hostdev.kernels.unique import count_occurrences
 
 _MOST_RECORDED = 1 << 24  # unique ids, for the comparison with the optimum
 _MOST_VISITS = 1 << 29  # of rows, to find it: about 20 seconds
@@ -82,7 +82,9 @@ class EmbeddingCache:
         _require(capacity, self.tables, self.device)
         needed, free = planner_bytes(self.rows, capacity), available_bytes()
         if needed > free:
-            raise UserError(f"the cache's plan needs {gib(needed)}, but {gib(free)} of host memory are free")
+            raise UserError(
+                f"the cache's plan needs {format_bytes(needed)}, but {format_bytes(free)} of host memory are free"
+            )
         self._row_bytes = row_bytes((table.dim, table.optimizer) for table in self.tables)
         self._costs = Costs.of(*self._row_bytes)
         self.planner = Planner(self.rows, capacity, policy, window=window, counts=counts, costs=self._costs)
@@ -91,7 +93,7 @@ class EmbeddingCache:
         self._exchanged: deque[tuple[Plan, int]] = deque()  # swaps by steps that are not in `_resident` yet
         self._leaving: dict[tuple[int, int], tuple[Plan, Callable[[], None]]] = {}  # in flight to the host
         self._settling = threading.Lock()
-        self.counting = _on_host("CacheCount", count_uses, log)
+        self.counting = _on_host("CacheCount", count_occurrences, log)
         self.announcing = _on_host("CacheAnnounce", self.planner.announce, log)
         self.planning = _on_host("CachePlan", self.planner.plan, log)
         self._changed = False  # the device has changed since the last write-back
@@ -312,10 +314,11 @@ def _on_host(name: str, run: Callable[..., Any], log: OpLog | None) -> Primitive
 
 def _require(capacity: int, tables: Sequence[CachedTable], device: torch.device) -> None:
     needed = capacity * row_bytes((table.dim, table.optimizer) for table in tables)[1]
-    room = room_for_cache(device)
+    room = get_cache_room(device)
     if room is not None and needed > room:
         kept = " for it, besides a tenth and at least 256 MiB for the rest" if is_accelerator(device) else ""
         raise CacheTooLargeError(
-            f"a cache of {capacity} rows needs {needed} bytes ({gib(needed)}), but {room} bytes ({gib(room)}) of "
+            f"a cache of {capacity} rows needs {needed} bytes ({format_bytes(needed)}), but {room} "
+            f"bytes ({format_bytes(room)}) of "
             f"{device} memory are free{kept}; use fewer rows"
         )

@@ -16,7 +16,7 @@ from hostdev.kernels.buffers import aligned_empty, scratch
 from hostdev.kernels.jit import inline, kernel, prefetch_to_read, prefetch_to_write
 from hostdev.kernels.numa import interleave
 from hostdev.kernels.pool import parallel_for, ranges, run_tasks
-from hostdev.kernels.unique import slot_of
+from hostdev.kernels.unique import find_slot
 
 Ids = npt.NDArray[Any]
 Positions = npt.NDArray[np.int32]
@@ -295,10 +295,10 @@ def _find(start: Any, stop: Any, ids: Any, index: Any, shift: Any, rows: Any, po
     mask, one, end = np.uint64(len(index) - 1), np.uint64(1), np.uint64(stop)
     for i in range(np.uint64(start), end):
         if i + np.uint64(_AHEAD) < end:
-            prefetch_to_read(index, slot_of(ids[i + np.uint64(_AHEAD)], shift), 1)
+            prefetch_to_read(index, find_slot(ids[i + np.uint64(_AHEAD)], shift), 1)
         if i + np.uint64(_NEAR) < end:
-            prefetch_to_read(rows, max(index[slot_of(ids[i + np.uint64(_NEAR)], shift)], 0), 1)
-        slot = slot_of(ids[i], shift)
+            prefetch_to_read(rows, max(index[find_slot(ids[i + np.uint64(_NEAR)], shift)], 0), 1)
+        slot = find_slot(ids[i], shift)
         position = index[slot]
         while position != _EMPTY and (position < 0 or rows[np.uint64(position), ID] != ids[i]):
             slot = (slot + one) & mask
@@ -328,7 +328,7 @@ def _insert(
     mask, one, stop = np.uint64(len(index) - 1), np.uint64(1), np.uint64(len(ids))
     for i in range(stop):
         if i + np.uint64(_AHEAD) < stop and positions[i + np.uint64(_AHEAD)] < 0:
-            prefetch_to_write(index, slot_of(ids[i + np.uint64(_AHEAD)], shift), 1)
+            prefetch_to_write(index, find_slot(ids[i + np.uint64(_AHEAD)], shift), 1)
         if positions[i] >= 0:
             continue
         while state[_HAND] < state[_USED] and rows[np.uint64(state[_HAND]), ID] >= 0:
@@ -336,7 +336,7 @@ def _insert(
         position = np.uint64(state[_HAND])
         state[_HAND] += 1
         state[_USED] = max(state[_USED], state[_HAND])
-        slot = slot_of(ids[i], shift)
+        slot = find_slot(ids[i], shift)
         while index[slot] >= 0:
             slot = (slot + one) & mask
         state[_DEAD] -= index[slot] == _GONE
@@ -373,10 +373,10 @@ def _forget(start: Any, stop: Any, rows: Any, before: Any, index: Any, shift: An
     for p in range(np.uint64(start), end):
         ahead = p + np.uint64(_AHEAD)
         if ahead < end and _goes(rows, ahead, before):
-            prefetch_to_write(index, slot_of(rows[ahead, ID], shift), 1)
+            prefetch_to_write(index, find_slot(rows[ahead, ID], shift), 1)
         if not _goes(rows, p, before):
             continue
-        slot = slot_of(rows[p, ID], shift)
+        slot = find_slot(rows[p, ID], shift)
         while index[slot] != np.int32(p):
             slot = (slot + one) & mask
         last = index[(slot + one) & mask] == _EMPTY  # the end of a run needs no tombstone
@@ -394,9 +394,9 @@ def _rebuild(index: Any, shift: Any, rows: Any, state: Any) -> None:
     for p in range(end):
         ahead = p + np.uint64(_AHEAD)
         if ahead < end and rows[ahead, ID] >= 0:
-            prefetch_to_write(index, slot_of(rows[ahead, ID], shift), 1)
+            prefetch_to_write(index, find_slot(rows[ahead, ID], shift), 1)
         if rows[p, ID] >= 0:
-            slot = slot_of(rows[p, ID], shift)
+            slot = find_slot(rows[p, ID], shift)
             while index[slot] >= 0:
                 slot = (slot + one) & mask
             index[slot] = p

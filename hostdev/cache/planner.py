@@ -20,7 +20,7 @@ from hostdev.cache.planning import FINE_BITS, KEYS, LOOKAHEAD, STATIC, PlanConte
 from hostdev.cache.prices import MOST_BITS, Costs, get_price_index, prices
 from hostdev.kernels.buffers import identity, scratch
 from hostdev.kernels.pool import KernelTask, parallel_for, ranges, run_tasks
-from hostdev.kernels.unique import count_uses
+from hostdev.kernels.unique import count_occurrences
 
 Ids = npt.NDArray[Any]
 Positions = npt.NDArray[np.int32]
@@ -470,6 +470,6 @@ def warm_up(id_dtype: npt.DTypeLike) -> None:
     ):  # lru swaps rows each time
         planner = Planner(8, 1, policy, window=1, counts=counts, budget=budget)
         for row, uses in ((0, 1), (1, 8), (1, 8), (2, 1)):
-            planner.announce(np.array([row], id_dtype), count_uses(np.zeros(uses, np.int32), 1))
+            planner.announce(np.array([row], id_dtype), count_occurrences(np.zeros(uses, np.int32), 1))
             if len(planner) > planner.window:
                 renumber(np.zeros(1, np.int32), planner.plan().places)

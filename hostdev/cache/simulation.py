@@ -13,7 +13,7 @@ from hostdev.cache.optimum import fits, optimal
 from hostdev.cache.options import POLICIES
 from hostdev.cache.planner import Planner, Statistics
 from hostdev.cache.prices import Costs
-from hostdev.kernels.unique import count_uses, unique
+from hostdev.kernels.unique import count_occurrences, unique
 
 OPTIMUM = "optimum"
 _MOST_RECORDED = 1 << 25  # unique ids, for the optimum
@@ -76,7 +76,7 @@ class Simulation:
     def add(self, ids: npt.NDArray[Any]) -> None:
         """Add the next batch: all its ids, int32 or int64 [N]."""
         found, inverse = unique(ids)
-        self.add_unique(found, count_uses(inverse, len(found)))
+        self.add_unique(found, count_occurrences(inverse, len(found)))
 
     def add_unique(self, ids: npt.NDArray[Any], uses: npt.NDArray[np.int32]) -> None:
         """Add the next batch: its unique ids, and the uses of each, int32 [U]."""

@@ -13,7 +13,7 @@ from hostdev.cache.planner import Plan
 from hostdev.core.memory import row_bytes
 from hostdev.core.optimizers import SparseOptimizer
 from hostdev.core.table_dtypes import TableStep
-from hostdev.device.ops import ops_for
+from hostdev.device.ops import get_ops
 from hostdev.kernels.pool import Task
 
 
@@ -73,7 +73,7 @@ class DeviceSlots:
         self.block = torch.empty((capacity, 1 + slots, table.dim), dtype=torch.float32, device=device)
         self.row_slots = torch.empty((capacity, row_slots), dtype=torch.float32, device=device)
         self._row_bytes = row_bytes([(table.dim, table.optimizer)])[1]
-        self._ops = ops_for(self.block.device)
+        self._ops = get_ops(self.block.device)
 
     def rows(self, at: Places, passed: Tensor, admitted: Tensor) -> Tensor:
         """Return the weights of a batch's unique rows in a new tensor, float32 [U, D].

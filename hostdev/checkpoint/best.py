@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
-from hostdev.checkpoint.folder import Chain, Checkpoint, chain_of, names_in
+from hostdev.checkpoint.folder import Chain, Checkpoint, names_in, read_chain
 from hostdev.checkpoint.manifest import read
 from hostdev.core.errors import HostdevError
 
@@ -53,11 +53,11 @@ def names_of(path: Path, best: Best | None) -> list[str]:
     return found
 
 
-def chain_in(path: Path, best: Best) -> Chain | None:
+def find_best_chain(path: Path, best: Best) -> Chain | None:
     """Return the best checkpoint in a folder with its parents; None if it is missing or damaged."""
     for name in names_of(path, best):
         try:
-            return chain_of(path / name)
+            return read_chain(path / name)
         except HostdevError:
             continue
     return None

@@ -5,12 +5,12 @@ from pathlib import Path
 
 from hostdev.checkpoint import compact, diff, export, folder, reshard
 from hostdev.checkpoint.layers import Layers
-from hostdev.checkpoint.loading import damaged, newest_whole
+from hostdev.checkpoint.loading import damaged, find_newest_valid
 from hostdev.checkpoint.manifest import BrokenCheckpointError
 from hostdev.checkpoint.state import read_dense_tensors, state_digest
 from hostdev.core import cli
 from hostdev.core.errors import HostdevError
-from hostdev.core.memory import gib
+from hostdev.core.memory import format_bytes
 from hostdev.core.printable import printable
 from hostdev.core.progress import counted, note
 from hostdev.core.table_dtypes import FP32
@@ -23,7 +23,7 @@ def _info(arguments: argparse.Namespace) -> int:
     chain: folder.Chain | None = None
     for path in found:
         try:
-            chain = folder.chain_of(path)
+            chain = folder.read_chain(path)
         except BrokenCheckpointError as error:
             print(f"{path.name:<24}{'':>10}  {printable(str(error), 400)}")
             code = cli.EXIT_ERROR
@@ -31,7 +31,10 @@ def _info(arguments: argparse.Namespace) -> int:
         of_it = chain[-1].manifest
         rows = sum(file.rows for table in of_it.tables for file in table.files)
         holds = "all rows" if of_it.parent is None else f"{counted(rows, 'row')} since {of_it.parent.name}"
-        print(f"{path.name:<24}{of_it.step:>10,}  {holds:<36}{gib(of_it.nbytes):>10}  {printable(of_it.created, 40)}")
+        print(
+            f"{path.name:<24}{of_it.step:>10,}  {holds:<36}{format_bytes(of_it.nbytes):>10}  "
+            f"{printable(of_it.created, 40)}"
+        )
     if chain is None:
         return code
     newest = chain[-1]
@@ -54,7 +57,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     wrong: dict[Path, str] = {}
     for path in found:
         try:
-            chains[path] = folder.chain_of(path)
+            chains[path] = folder.read_chain(path)
         except HostdevError as error:
             wrong[path] = str(error)
     for owner, damage in damaged(list(chains.values())):
@@ -75,7 +78,7 @@ def _verify(arguments: argparse.Namespace) -> int:
             print(printable(f"{path}: NOT WHOLE: {wrong[path]}"))
         else:
             about = (chains.get(path) or [each for each in chains[found[0]] if each.path == path])[-1].manifest
-            print(f"{path}: {counted(len(about.files), 'file')}, {gib(about.nbytes)}: whole")
+            print(f"{path}: {counted(len(about.files), 'file')}, {format_bytes(about.nbytes)}: whole")
     if wrong:
         names = ", ".join(path.name for path in wrong)
         are = "are" if len(wrong) > 1 else "is"
@@ -112,7 +115,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _compact(arguments: argparse.Namespace) -> int:
-    found = newest_whole(arguments.path)
+    found = find_newest_valid(arguments.path)
     for line in found.notes():
         note(f"{arguments.prog}: {line}")
     print(compact.compact(found.chain, arguments.keep))
@@ -128,7 +131,7 @@ def _reshard(arguments: argparse.Namespace) -> int:
 
 
 def _rewrite(arguments: argparse.Namespace, ranks: int | None) -> int:
-    found = newest_whole(arguments.path)
+    found = find_newest_valid(arguments.path)
     for line in found.notes():
         note(f"{arguments.prog}: {line}")
     print(reshard.rewrite(found.chain, arguments.out, ranks))

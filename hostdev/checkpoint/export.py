@@ -21,10 +21,10 @@ from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.loading import verify
 from hostdev.checkpoint.manifest import BrokenCheckpointError, Table
 from hostdev.checkpoint.ranges import WEIGHTS
-from hostdev.checkpoint.state import file_in, read_values
+from hostdev.checkpoint.state import find_file, read_values
 from hostdev.core import arrow_files, outputs
 from hostdev.core.errors import UserError, in_words, naming
-from hostdev.core.memory import gib
+from hostdev.core.memory import format_bytes
 from hostdev.core.progress import Progress, bar
 
 VOCABULARY = "data/vocabulary.arrow"
@@ -67,7 +67,7 @@ def export(chain: Chain, options: Options) -> Iterator[str]:
     with outputs.new_folder(out) as partial, naming(out):
         _write(partial, layers, options)
     for file in sorted(out.iterdir()):
-        yield f"{file}: {gib(file.stat().st_size)}"
+        yield f"{file}: {format_bytes(file.stat().st_size)}"
     yield from _describe_left_out(layers, options)
 
 
@@ -178,7 +178,7 @@ def _write_values(file: IO[bytes], values: Any, dtype: str) -> None:
 
 def _read_vocabulary(layers: Layers) -> pa.Table | None:
     """Return the data set's columns and values by id, mapped into memory; None if the checkpoint has none."""
-    path = file_in(layers, VOCABULARY)
+    path = find_file(layers, VOCABULARY)
     if path is None:
         return None
     try:

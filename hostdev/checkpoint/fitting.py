@@ -80,7 +80,7 @@ def fit_tables(chain: Chain, tables: Mapping[str, Any]) -> Fit:
     return Fit(newest.path, taken, sorted(tables.keys() - held.keys()), sorted(held.keys() - tables.keys()))
 
 
-def load_fitting(chain: Chain, tables: Mapping[str, Any], fit: Fit, *, check: bool = False) -> None:
+def load_shared(chain: Chain, tables: Mapping[str, Any], fit: Fit, *, check: bool = False) -> None:
     """Load rows with their optimizer state, and steps, of the tables in `fit`; learning rates and seeds stay."""
     taken = {name: tables[name] for name in fit.taken}
     load_rows(chain, taken, check=check)

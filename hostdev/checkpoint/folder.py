@@ -1,7 +1,7 @@
 """A folder of checkpoints: listing, finding valid ones, committing new ones, and pruning.
 
 A checkpoint is written to a folder with a temporary name, synced to disk, and renamed. Under its final name it is
-complete or absent. An incremental checkpoint names its parent; `chain_of` finds all checkpoints that one needs.
+complete or absent. An incremental checkpoint names its parent; `read_chain` finds all checkpoints that one needs.
 """
 
 import contextlib
@@ -91,7 +91,7 @@ def candidates(path: Path) -> list[Path]:
     raise UserError(f"{path} holds no checkpoint" if path.exists() else f"there is no {path}")
 
 
-def chain_of(path: Path) -> Chain:
+def read_chain(path: Path) -> Chain:
     """Return a checkpoint with its parents. Only manifests are read.
 
     Raises:
@@ -142,11 +142,11 @@ def _require_there(path: Path, file: manifest.File) -> None:
 
 
 def newest(path: Path) -> Found:
-    """Return the checkpoint at `path`, or the newest one in it that `chain_of` accepts; raises as that does."""
+    """Return the checkpoint at `path`, or the newest one in it that `read_chain` accepts; raises as that does."""
     broken: dict[str, BrokenCheckpointError] = {}  # by message: several checkpoints may share a broken parent
     for each in candidates(path):
         try:
-            return Found(chain_of(each), list(broken))
+            return Found(read_chain(each), list(broken))
         except BrokenCheckpointError as error:
             broken.setdefault(str(error), error)
     raise next(iter(broken.values()))
@@ -165,7 +165,7 @@ def locked(path: Path) -> Iterator[IO[Any]]:
 
 def is_locked_here(path: Path, file: IO[Any]) -> bool:
     """Return whether the locked folder still exists, and is not a new one of its name."""
-    return locks.is_still(path / _LOCK, file)
+    return locks.is_same_file(path / _LOCK, file)
 
 
 @contextlib.contextmanager
@@ -266,7 +266,7 @@ def prune(path: Path, keep: int, best_steps: Sequence[int] = ()) -> None:
     names = list(reversed(names_in(path)))
     for name in names:
         with contextlib.suppress(HostdevError):
-            chains[name] = chain_of(path / name)
+            chains[name] = read_chain(path / name)
     for step in best_steps:
         of_step = [chain for chain in chains.values() if chain[-1].manifest.step == step]
         if of_step:

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from hostdev.checkpoint.folder import Chain, Found, candidates, chain_of
+from hostdev.checkpoint.folder import Chain, Found, candidates, read_chain
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import BrokenCheckpointError, File, RangeFile, Table
 from hostdev.checkpoint.ranges import SPREAD, WEIGHTS, check_file, mapped, parse_range
 from hostdev.checkpoint.state import read_values
 from hostdev.core.errors import UserError
 from hostdev.core.progress import bar
-from hostdev.kernels.shards import ids_of, positions_of
+from hostdev.kernels.shards import get_positions, ids_of
 
 _THREADS = 4
 
@@ -56,7 +56,7 @@ def damaged(chains: Sequence[Chain]) -> Iterator[tuple[Path, BrokenCheckpointErr
                 yield path, error
 
 
-def newest_whole(path: Path, check: Callable[[Chain], None] = verify) -> Found:
+def find_newest_valid(path: Path, check: Callable[[Chain], None] = verify) -> Found:
     """Return the newest valid checkpoint in a folder, or the one at `path`.
 
     Args:
@@ -71,7 +71,7 @@ def newest_whole(path: Path, check: Callable[[Chain], None] = verify) -> Found:
     found = candidates(path)
     for each in found:
         try:
-            chain = chain_of(each)
+            chain = read_chain(each)
             if any(file.is_relative_to(one.path) for file in broken.values() if file for one in chain):
                 continue
             check(chain)
@@ -208,7 +208,7 @@ def _map_rows(about: Table, numbers: Any, table: Any) -> tuple[Any, Any]:
     if part is None:
         return numbers, None
     same = about.order == SPREAD and about.rows == table.total_rows
-    positions = numbers if same else positions_of(numbers, table.total_rows)
+    positions = numbers if same else get_positions(numbers, table.total_rows)
     chosen = np.flatnonzero((table.start <= positions) & (positions < table.start + table.rows))
     return positions[chosen] - table.start, chosen
 

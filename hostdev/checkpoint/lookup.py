@@ -10,8 +10,8 @@ from hostdev.checkpoint.manifest import BrokenCheckpointError
 from hostdev.checkpoint.ranges import SPREAD, WEIGHTS, mapped, parse_range, require_covered
 from hostdev.core.ids import checked_ids
 from hostdev.kernels.jit import address_of, array_at, kernel
-from hostdev.kernels.pool import grain_of, parallel_for
-from hostdev.kernels.shards import positions_of
+from hostdev.kernels.pool import get_grain, parallel_for
+from hostdev.kernels.shards import get_positions
 
 Rows = npt.NDArray[np.float32]
 Ids = npt.NDArray[Any]
@@ -95,9 +95,9 @@ class MappedTable:
         ids = checked_ids(ids, self.rows, self.name)
         out = np.empty((len(ids), self.dim), np.float32)
         if self._spread:
-            ids = positions_of(ids, self.rows)
+            ids = get_positions(ids, self.rows)
         if len(ids) <= _FEW:
             _copy(0, len(ids), ids, self._layers, self._files, out)
         else:
-            parallel_for(_copy, len(ids), ids, self._layers, self._files, out, grain=grain_of(4 * self.dim))
+            parallel_for(_copy, len(ids), ids, self._layers, self._files, out, grain=get_grain(4 * self.dim))
         return out

@@ -8,7 +8,7 @@ from typing import Any
 
 from hostdev.core import json_files
 from hostdev.core.checksums import json_checksum
-from hostdev.core.errors import UserError, raise_passing
+from hostdev.core.errors import UserError, raise_if_transient
 from hostdev.core.names import require_name
 from hostdev.core.table_dtypes import FP32, TABLE_DTYPES
 
@@ -153,7 +153,7 @@ def read(path: Path) -> Manifest:
     except NotADirectoryError:
         raise UserError(f"{path} is not a checkpoint, but a file; name its folder") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise_passing(error)
+        raise_if_transient(error)
         raise BrokenCheckpointError(f"{file} is broken ({error or type(error).__name__})") from None
     if found[0] != FORMAT:
         raise BrokenCheckpointError(f"{file} is broken (format {found[0]!r})")

@@ -16,7 +16,7 @@ import pyarrow as pa
 from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.manifest import BrokenCheckpointError, File, RangeFile, Table
 from hostdev.core.checksums import HashedFile
-from hostdev.core.errors import raise_passing
+from hostdev.core.errors import raise_if_transient
 
 Rows = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
@@ -93,7 +93,7 @@ def parse_range(path: Path, content: Any, table: Table, file: RangeFile) -> RowC
         if any(column.null_count or nested(column).null_count for column in batch.columns):
             raise BrokenCheckpointError(f"{path} is broken (values are missing)")
     except (pa.ArrowException, OSError) as error:
-        raise_passing(error)
+        raise_if_transient(error)
         raise BrokenCheckpointError(f"{path} is broken ({error})") from None
     ids = None if full else batch[ID].to_numpy()
     inside = file.rows == file.stop - file.start
@@ -122,7 +122,7 @@ def mapped(path: Path) -> Any:
         with pa.memory_map(os.fsencode(path)) as file:
             return file.read_buffer()
     except OSError as error:
-        raise_passing(error)
+        raise_if_transient(error)
         raise BrokenCheckpointError(f"{path} is broken ({error})") from None
 
 
@@ -169,6 +169,6 @@ def _wrong(path: Path, file: File, content: memoryview | None) -> str | None:
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
-        raise_passing(error)
+        raise_if_transient(error)
         return f"cannot be read ({error.strerror})"
     return None if digest.hexdigest() == file.sha256 else "is broken (its checksum is wrong)"

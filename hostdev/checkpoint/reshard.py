@@ -14,7 +14,7 @@ from hostdev.checkpoint.manifest import Table
 from hostdev.checkpoint.ranges import SPREAD, WEIGHTS
 from hostdev.checkpoint.writer import Item
 from hostdev.core.errors import UserError
-from hostdev.kernels.shards import ids_at, range_of
+from hostdev.kernels.shards import get_ids_at, range_of
 
 Rows = npt.NDArray[np.float32]
 
@@ -33,7 +33,7 @@ class _Rows:
     def read(self, first: int, last: int, ids: npt.NDArray[np.int64] | None, columns: Rows, row_columns: Rows) -> None:
         """See `writer.Source`."""
         about = self._table
-        wanted = ids_at(about.rows, first, last) if self._spread else np.arange(first, last)
+        wanted = get_ids_at(about.rows, first, last) if self._spread else np.arange(first, last)
         for to, name in zip(columns, (WEIGHTS, *about.slots), strict=True):
             np.copyto(to, self._layers.lookup(about.name, name, wanted))
         for to, name in zip(row_columns, about.row_slots, strict=True):

@@ -54,7 +54,7 @@ def read_values(layers: Layers, tree: Tree) -> Any:
         raise BrokenCheckpointError(f"{layers.chain[-1].path} is broken (its state: {what})") from None
 
 
-def file_in(layers: Layers, name: str) -> Path | None:
+def find_file(layers: Layers, name: str) -> Path | None:
     """Return the path of another file in the newest checkpoint of a chain that has it; None if none has."""
     for checkpoint in reversed(layers.chain):
         if checkpoint.manifest.other(name) is not None:

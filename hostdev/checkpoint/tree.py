@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hostdev.checkpoint.manifest import BrokenCheckpointError
 from hostdev.core.disk import is_text
-from hostdev.core.errors import raise_passing
+from hostdev.core.errors import raise_if_transient
 
 Tree = Any
 _MARKS = ("$tensor", "$array", "$tuple", "$dict")
@@ -85,7 +85,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             return {name: tensor.clone() for name, tensor in load(path.read_bytes()).items()}
         return load_file(path)
     except (SafetensorError, OSError, MemoryError) as error:
-        raise_passing(error)
+        raise_if_transient(error)
         raise BrokenCheckpointError(f"{path} is broken ({error})") from None
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.distributed.rank_environment import read_table
-from hostdev.launch import PROG, check, server_of, start
+from hostdev.launch import PROG, check, find_server, start
 
 
 def parser(prog: str = PROG) -> cli.Parser:
@@ -42,6 +42,6 @@ def main(argv: Sequence[str], prog: str = PROG) -> int:
     if options.check:
         command = ["-m", PROG, "--check"]
     table = read_table(options.rank_table)
-    server = server_of(table, options.server, options.rank_table)
+    server = find_server(table, options.server, options.rank_table)
     folder = options.log_dir or Path(time.strftime("launch-%Y%m%d-%H%M%S"))
     return start(options.rank_table, table, server, command, folder)

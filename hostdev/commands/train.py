@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hostdev.core import cli
 from hostdev.core.errors import UserError
-from hostdev.distributed.rank_environment import speaks_for_host
+from hostdev.distributed.rank_environment import is_first_on_host
 from hostdev.train import config
 
 PROG = "hostdev.train"
@@ -30,7 +30,7 @@ def main(argv: Sequence[str], prog: str = PROG) -> int:
         settings = config.from_flags(arguments)
         settings.require_data()
     except UserError:
-        if not speaks_for_host():
+        if not is_first_on_host():
             raise SystemExit(cli.EXIT_ERROR) from None
         raise
     with cli.importing(prog):

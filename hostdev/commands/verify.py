@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.core.launched import alone
-from hostdev.distributed.mesh import SCHEDULES, Mesh, mesh_of
-from hostdev.parallel.plan_text import plan_of
+from hostdev.distributed.mesh import SCHEDULES, Mesh, parse_mesh
+from hostdev.parallel.plan_text import parse_plan
 from hostdev.train import config
 
 PROG = "hostdev.verify"
@@ -48,7 +48,7 @@ def main(argv: Sequence[str], prog: str = PROG) -> int:
         raise UserError(f"--steps must be at least 2, not {arguments.steps}")
     meshes, micro_batches = _meshes(arguments)
     cut = None if arguments.stage_cut is None else arguments.stage_cut.split(",")
-    plan = plan_of(arguments.plan) if arguments.plan else ()
+    plan = parse_plan(arguments.plan) if arguments.plan else ()
     settings.require_data()
     with cli.importing(prog):
         from hostdev.parallel.layout import Layout
@@ -73,7 +73,9 @@ def main(argv: Sequence[str], prog: str = PROG) -> int:
 def _meshes(arguments: argparse.Namespace) -> tuple[list[Mesh], int]:
     """Return the meshes of processes, and the number of the micro-batches that they share."""
     for name, axis in (("plan", "model"), ("schedule", "pipe"), ("stage_cut", "pipe")):
-        if getattr(arguments, name) is not None and all(getattr(mesh_of(each), axis) == 1 for each in arguments.mesh):
+        if getattr(arguments, name) is not None and all(
+            getattr(parse_mesh(each), axis) == 1 for each in arguments.mesh
+        ):
             raise UserError(f"--{name.replace('_', '-')} has no effect without --mesh {axis}=N; leave it out")
     if arguments.processes is None and not arguments.mesh:
         if arguments.micro_batches is not None:
@@ -88,7 +90,7 @@ def _meshes(arguments: argparse.Namespace) -> tuple[list[Mesh], int]:
         raise UserError(f"--processes are numbers such as 2,4, not {arguments.processes!r}") from None
     if min(worlds, default=2) < 2:
         raise UserError(f"--processes are numbers from 2 on, not {arguments.processes}")
-    meshes = [*(Mesh(data=world) for world in worlds), *map(mesh_of, arguments.mesh)]
+    meshes = [*(Mesh(data=world) for world in worlds), *map(parse_mesh, arguments.mesh)]
     if any(mesh.size == 1 for mesh in meshes):
         raise UserError("--mesh is of 2 processes or more, such as pipe=2")
     each = math.lcm(*(mesh.data for mesh in meshes))

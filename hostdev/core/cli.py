@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from hostdev.core import streams
-from hostdev.core.errors import HostdevError, UserError, in_words, tell_at_once
+from hostdev.core.errors import HostdevError, UserError, in_words, write_stderr
 from hostdev.core.interrupts import InterruptGuard, leaving
 from hostdev.core.printable import printable
 
@@ -140,7 +140,7 @@ def importing(prog: str) -> Iterator[None]:
 
 def _interrupted(prog: str) -> NoReturn:
     """Exit at once after Ctrl-C, as there is nothing to clean up."""
-    tell_at_once(f"{prog}: interrupted")
+    write_stderr(f"{prog}: interrupted")
     _leave(EXIT_INTERRUPTED)
 
 

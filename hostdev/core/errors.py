@@ -42,7 +42,7 @@ class NonFiniteError(UserError):
         self.step = step
 
 
-class PassingError(HostdevError):
+class TransientError(HostdevError):
     """A transient failure, such as a lack of memory: finished work is kept, and the same command may succeed later."""
 
 
@@ -50,12 +50,12 @@ class RankError(HostdevError):
     """Another rank has failed, hangs or is gone."""
 
 
-def raise_passing(error: BaseException) -> None:
-    """Raise PassingError if the system lacks memory or open files, which says nothing about a file's content."""
+def raise_if_transient(error: BaseException) -> None:
+    """Raise TransientError if the system lacks memory or open files, which says nothing about a file's content."""
     if isinstance(error, OSError) and error.errno in _SHORTAGES:
-        raise PassingError(f"{in_words(error)}; {_SHORTAGES[error.errno]}") from None
+        raise TransientError(f"{in_words(error)}; {_SHORTAGES[error.errno]}") from None
     if isinstance(error, MemoryError):
-        raise PassingError(f"there is not enough memory ({in_words(error)})") from None
+        raise TransientError(f"there is not enough memory ({in_words(error)})") from None
 
 
 @contextmanager
@@ -79,6 +79,6 @@ def in_words(error: BaseException) -> str:
     return printable(text)
 
 
-def tell_at_once(line: str) -> None:
+def write_stderr(line: str) -> None:
     """Write a line to standard error without its lock, for a thread that ends the process."""
     os.write(2, f"{line}\n".encode(errors="backslashreplace"))

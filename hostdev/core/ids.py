@@ -20,10 +20,10 @@ class BeyondInt64Error(ValueError):
         self.value, self.position = value, position
 
 
-def int64_of(given: Any, padding: int | None = None) -> npt.NDArray[Any]:
+def to_int64(given: Any, padding: int | None = None) -> npt.NDArray[Any]:
     """Convert uint64 arrays and lists of large integers to int64; return other arrays unchanged.
 
-    A `padding` beyond int64 keeps its 64 bits; see `padding_of`.
+    A `padding` beyond int64 keeps its 64 bits; see `wrap_padding`.
 
     Raises:
         BeyondInt64Error: An integer does not fit; it names the first one.
@@ -44,11 +44,11 @@ def int64_of(given: Any, padding: int | None = None) -> npt.NDArray[Any]:
     for position in beyond.tolist():
         if padding is None or (flat[position] - padding) % 2**64:
             raise BeyondInt64Error(int(flat[position]), position)
-        flat[position] = padding_of(padding)
+        flat[position] = wrap_padding(padding)
     return flat.astype(np.int64).reshape(array.shape)
 
 
-def padding_of(padding: int) -> int:
+def wrap_padding(padding: int) -> int:
     """Return a padding id as it appears among int64 ids: the same 64 bits if it is beyond int64."""
     return padding if padding <= _LARGEST else padding - 2**64
 
@@ -61,7 +61,7 @@ def checked_ids(ids: npt.ArrayLike, rows: int, table: str) -> npt.NDArray[Any]:
         UserError: An id is outside the table.
     """
     try:
-        array = np.ascontiguousarray(check_ids(int64_of(ids)))
+        array = np.ascontiguousarray(check_ids(to_int64(ids)))
     except BeyondInt64Error as error:
         raise UserError(
             f"table {table!r}: id {error.value} at position {error.position} is outside 0..{rows - 1}"

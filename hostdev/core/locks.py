@@ -49,7 +49,7 @@ def unlock(file: IO[Any]) -> None:
         fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def is_still(path: Path, file: IO[Any]) -> bool:
+def is_same_file(path: Path, file: IO[Any]) -> bool:
     """Return whether an open file is still the one at `path`, so neither it nor its folder was removed."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))

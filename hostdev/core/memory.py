@@ -16,7 +16,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 _LEAST_RESERVE = 256 << 20
 
 
-def gib(n: int) -> str:
+def format_bytes(n: int) -> str:
     """Format a number of bytes in a suitable unit."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if n >= size:
@@ -157,7 +157,8 @@ def require_table(
         of_one = f"(1 + {slots} slots) x 4" if dtype == FP32 else f"(2 + {slots} slots x 4)"
         raise UserError(
             f"table {name!r} needs {rows} rows x {dim} x {of_one}{of_rows} = {needed} bytes "
-            f"({gib(needed)}), but {free} bytes ({gib(free)}) of {where} memory are free; use fewer rows or a smaller "
+            f"({format_bytes(needed)}), but {free} bytes ({format_bytes(free)}) of {where} memory are "
+            f"free; use fewer rows or a smaller "
             "dimension"
         )
     return needed

@@ -56,7 +56,7 @@ class TreeSum(Generic[T]):
         return Node(left.start, 2 * left.size, value)
 
 
-def nodes_of(start: int, stop: int) -> list[tuple[int, int]]:
+def get_nodes(start: int, stop: int) -> list[tuple[int, int]]:
     """Return the nodes (start, size) that the micro-batches [start, stop) complete."""
     tree: TreeSum[None] = TreeSum(lambda left, right: None)
     for number in range(start, stop):

@@ -309,7 +309,7 @@ OPTIMIZERS: Mapping[str, Callable[..., SparseOptimizer]] = {
 }
 
 
-def optimizer_of(name: str, lr: float | None = None) -> SparseOptimizer:
+def build_optimizer(name: str, lr: float | None = None) -> SparseOptimizer:
     """Return the optimizer of a name in OPTIMIZERS, with this learning rate or its default; UserError if wrong."""
     if name not in OPTIMIZERS:
         raise UserError(f"there is no table optimizer {name!r}; choose one of {', '.join(OPTIMIZERS)}")
@@ -326,6 +326,6 @@ def require_optimizer(optimizer: object, table: str) -> None:
         return
     classes = ", ".join(f"{made.__name__}()" for made in OPTIMIZERS.values() if isinstance(made, type))
     raise TypeError(
-        f"table {table!r}: the optimizer of a table is one of {classes} of hostdev, or what optimizer_of(name) of "
+        f"table {table!r}: the optimizer of a table is one of {classes} of hostdev, or what build_optimizer(name) of "
         f"hostdev.core.optimizers makes of {', '.join(OPTIMIZERS)}; not {optimizer!r}"
     )

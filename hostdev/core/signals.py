@@ -34,7 +34,7 @@ def deferred() -> Iterator[None]:
             before[number](number, frame)
 
 
-def insist(call: Callable[[], Any]) -> None:
+def uninterruptible(call: Callable[[], Any]) -> None:
     """Repeat a call until it completes despite interrupts; then raise the interrupt."""
     interrupted: BaseException | None = None
     while True:

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from hostdev.core.errors import PassingError
+from hostdev.core.errors import TransientError
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ class Workers:
                 thread.start()
             except RuntimeError as error:  # the system's limit
                 self.__exit__()
-                raise PassingError(
+                raise TransientError(
                     f"only {len(self._threads):,} of {len(wanted):,} threads could be started ({error}); ask for "
                     "fewer, such as with --threads, or allow more, as with ulimit -u"
                 ) from None
@@ -57,7 +57,7 @@ class Workers:
         return future
 
     @contextmanager
-    def dropping_what_waits(self) -> Iterator[None]:
+    def drop_queued_on_error(self) -> Iterator[None]:
         """Drop queued calls after an error within the block."""
         try:
             yield

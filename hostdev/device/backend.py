@@ -49,7 +49,7 @@ def select(name: str, option: str = "--device ") -> torch.device:
     return device
 
 
-def take_turns(number: int) -> None:
+def assign_device(number: int) -> None:
     """Assign the host's devices to its processes in turn, and make this process's device the current one.
 
     Args:
@@ -133,7 +133,7 @@ def free_bytes(device: torch.device) -> int | None:
     return None
 
 
-def room_for_cache(device: torch.device, beside: int = 0) -> int | None:
+def get_cache_room(device: torch.device, beside: int = 0) -> int | None:
     """Return the bytes that an embedding cache may take; None if torch cannot tell.
 
     The CPU offers all free memory, an accelerator what `memory.cache_room` leaves of it.
@@ -151,7 +151,7 @@ def describe(device: torch.device) -> str:
     return f"{device} ({product})" if product else str(device)
 
 
-def seed_draws(device: torch.device, seed: int) -> None:
+def seed_generators(device: torch.device, seed: int) -> None:
     """Seed the torch generators that layers on a device draw from; torch.manual_seed takes longer."""
     if device.type == "cpu":
         torch.default_generator.manual_seed(seed)

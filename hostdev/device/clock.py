@@ -43,6 +43,6 @@ class EventClock:
         return event
 
 
-def clock_for(device: torch.device) -> Clock:
+def make_clock(device: torch.device) -> Clock:
     """Return the clock for ops on this device."""
     return EventClock(device) if is_accelerator(device) else HostClock()

@@ -31,17 +31,17 @@ class PinnedBuffers:
         self._bytes = 0  # of each buffer
         self._lock = threading.Lock()
 
-    def take(self, nbytes: int = 0) -> "Slab":
+    def take(self, nbytes: int = 0) -> "PinnedBuffer":
         """Return memory for a batch that needs about `nbytes`; `release` gives it back."""
         if not self.batches:
             return self.loose()
         with self._lock:
             self._grow(nbytes)
-            return Slab(self, self._free.pop() if self._free else None)
+            return PinnedBuffer(self, self._free.pop() if self._free else None)
 
-    def loose(self) -> "Slab":
+    def loose(self) -> "PinnedBuffer":
         """Return memory that need not be released: torch keeps pinned memory until the copies from it are done."""
-        return Slab(self, None)
+        return PinnedBuffer(self, None)
 
     def allocate(self, nbytes: int) -> Tensor:
         """Return bytes of memory."""
@@ -67,11 +67,11 @@ class PinnedBuffers:
             self._made.append(weakref.ref(self._free[-1]))
 
 
-class Slab:
+class PinnedBuffer:
     """The host memory of one batch; any thread may allocate a part of it."""
 
-    def __init__(self, slabs: PinnedBuffers, memory: Tensor | None) -> None:
-        self._slabs, self._memory = slabs, memory
+    def __init__(self, pinned_buffers: PinnedBuffers, memory: Tensor | None) -> None:
+        self._slabs, self._memory = pinned_buffers, memory
         self._used = 0
         self._lock = threading.Lock()
 

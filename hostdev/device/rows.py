@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hostdev.device.ops import ops_for
+from hostdev.device.ops import get_ops
 from hostdev.device.ops.uses import FeatureUses
 
 __all__ = ["FeatureUses", "GroupUses", "pull"]
@@ -36,14 +36,14 @@ class GroupUses:
         present = [grad for grad in grads if grad is not None]
         if not present:
             return None
-        ops = ops_for(present[0].device)
+        ops = get_ops(present[0].device)
         if given not in self._found:
             features = [feature for feature, has in zip(self.features, given, strict=True) if has]
             self._found[given] = ops.uses_of(features, self.rows, in_order=self.in_order and all(given))
         sums = ops.sum_uses(present, self._found[given])
         return sums if all(given) else sums.add_(0.0)  # turns -0 into 0 for rows without occurrences
 
-    def first_uses(self) -> Tensor:
+    def get_first_occurrences(self) -> Tensor:
         """Return the rows that occur, in order of first occurrence, int64 [any]; waits for the device."""
         inverse = torch.cat([feature.inverse for feature in self.features]).long()
         first = torch.full((self.rows,), len(inverse), dtype=torch.int64, device=inverse.device)
@@ -65,7 +65,7 @@ class _Pull(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, uses: GroupUses, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.uses = uses  # not among the saved tensors, which a first backward pass of several frees
-        ops, out = ops_for(rows.device), []
+        ops, out = get_ops(rows.device), []
         for (inverse, offsets, weights, mean, _), dtype in zip(uses.features, dtypes, strict=True):
             if offsets is None:
                 out.append(ops.gather(rows, inverse, weights, dtype))

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from hostdev.core.primitive import OpLog, Primitive
 from hostdev.device.backend import is_accelerator
-from hostdev.device.ops import ops_for
-from hostdev.device.pinned import PinnedBuffers, Slab
+from hostdev.device.ops import get_ops
+from hostdev.device.pinned import PinnedBuffer, PinnedBuffers
 
 
 class Staging:
@@ -37,7 +37,7 @@ class Staging:
         self._copy_down = Primitive("HostToDevice", _to_device, log=log)
         self._copy_up = Primitive("DeviceToHost", _to_host, log=log)
         self.copies = is_accelerator(device) or streams is not None
-        self.slabs = PinnedBuffers(pin=is_accelerator(device), batches=batches if self.copies else 0)
+        self.pinned_buffers = PinnedBuffers(pin=is_accelerator(device), batches=batches if self.copies else 0)
         if self.copies:
             self._streams = streams or torch.get_device_module(device)
             self._down, self._up, self._results = (self._streams.Stream(device) for _ in range(3))
@@ -45,10 +45,10 @@ class Staging:
 
     def enter_thread(self) -> None:
         """Make the device current in a new thread, where the first device would be."""
-        if self.slabs.pin:
+        if self.pinned_buffers.pin:
             torch.accelerator.set_device_index(self.device)
 
-    def send(self, tensors: Sequence[Tensor], memory: Slab) -> tuple[list[Tensor], Any]:
+    def send(self, tensors: Sequence[Tensor], memory: PinnedBuffer) -> tuple[list[Tensor], Any]:
         """Copy tensors to the device; return the copies and an event for `await_sent`. On the CPU, return the tensors.
 
         Args:
@@ -62,12 +62,12 @@ class Staging:
                 [self._stage(tensor, memory) for tensor in tensors], self.device
             ), self._record_event()
 
-    def patch(self, rows: Tensor, positions: npt.NDArray[np.int32], late: Tensor, memory: Slab) -> Any:
+    def patch(self, rows: Tensor, positions: npt.NDArray[np.int32], late: Tensor, memory: PinnedBuffer) -> Any:
         """Write conflicting rows [L, ...] at positions [L] into rows [U, ...] sent before; return an event."""
         with self._streams.stream(self._down):
             host = [self._stage(torch.from_numpy(positions), memory), self._stage(late, memory)]
             at, values = self._copy_down(host, self.device)
-            ops_for(self.device).place(rows, at, values)
+            get_ops(self.device).place(rows, at, values)
             return self._record_event()
 
     def await_sent(self, marks: Sequence[Any], tensors: Sequence[Tensor]) -> None:
@@ -80,11 +80,11 @@ class Staging:
         for tensor in tensors:  # the allocator must not reuse it before this stream is done with it
             tensor.record_stream(stream)
 
-    def receive(self, tensors: Sequence[Tensor], memory: Slab) -> tuple[list[Tensor], Any]:
-        """Copy tensors of the current stream to host memory; return the copies and an event for `await_mark`."""
+    def receive(self, tensors: Sequence[Tensor], memory: PinnedBuffer) -> tuple[list[Tensor], Any]:
+        """Copy tensors of the current stream to host memory; return the copies and an event for `await_event`."""
         return self._receive(tensors, memory, self._up) if self.copies else (list(tensors), None)
 
-    def pick(self, wanted: Sequence[tuple[Tensor, npt.NDArray[np.int32]]], memory: Slab) -> list[Tensor]:
+    def pick(self, wanted: Sequence[tuple[Tensor, npt.NDArray[np.int32]]], memory: PinnedBuffer) -> list[Tensor]:
         """Return rows of tensors of the current stream, each at positions [L], for `receive`; on accelerators only.
 
         This runs in the stream of `receive`, so the step does not wait for it.
@@ -99,12 +99,12 @@ class Staging:
                 tensor.record_stream(self._up)
             return picked
 
-    def receive_results(self, tensors: Sequence[Tensor], memory: Slab) -> tuple[list[Tensor], Any]:
+    def receive_results(self, tensors: Sequence[Tensor], memory: PinnedBuffer) -> tuple[list[Tensor], Any]:
         """Receive small, urgent tensors in a stream of their own, not behind larger copies."""
         return self._receive(tensors, memory, self._results, timed=False) if self.copies else (list(tensors), None)
 
     def _receive(
-        self, tensors: Sequence[Tensor], memory: Slab, stream: Any, *, timed: bool = True
+        self, tensors: Sequence[Tensor], memory: PinnedBuffer, stream: Any, *, timed: bool = True
     ) -> tuple[list[Tensor], Any]:
         stream.wait_stream(self._streams.current_stream(self.device))
         with self._streams.stream(stream):
@@ -114,13 +114,13 @@ class Staging:
                 tensor.record_stream(stream)
             return host, self._record_event()
 
-    def await_mark(self, mark: Any) -> None:
+    def await_event(self, mark: Any) -> None:
         """Block this thread until the device has passed an event."""
         if mark is not None:
             mark.synchronize()
 
     def mark(self) -> Any:
-        """Record an event in the device's current stream, for `await_mark`; None on the CPU."""
+        """Record an event in the device's current stream, for `await_event`; None on the CPU."""
         return self._record_event() if self.copies else None
 
     def clock(self) -> Any:
@@ -135,9 +135,9 @@ class Staging:
         """Return the time between two events that the device has passed."""
         return int(begin.elapsed_time(end) * 1e6) if self.copies else int(end - begin)
 
-    def _stage(self, tensor: Tensor, memory: Slab) -> Tensor:
+    def _stage(self, tensor: Tensor, memory: PinnedBuffer) -> Tensor:
         """Return the tensor in memory that allows an asynchronous copy."""
-        if not self.slabs.pin or tensor.is_pinned():
+        if not self.pinned_buffers.pin or tensor.is_pinned():
             return tensor
         return memory.buffer(*tensor.shape, dtype=tensor.dtype).copy_(tensor)
 

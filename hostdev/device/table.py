@@ -19,7 +19,7 @@ from hostdev.core.rounding import rounding_key
 from hostdev.core.table_dtypes import BF16, FP32, TableStep, require_table_dtype
 from hostdev.core.tables import Owned, initial_seed
 from hostdev.device.backend import free_bytes
-from hostdev.device.ops import ops_for
+from hostdev.device.ops import get_ops
 from hostdev.device.writing import Writing
 from hostdev.kernels.buffers import identity
 from hostdev.kernels.norm import PART, partial_squares, total
@@ -70,7 +70,7 @@ class DeviceTable(Owned):
         self._fill(self._init, self.seed)
         row_slots = torch.tensor(list(optimizer.row_slots.values()), dtype=torch.float32, device=device)
         self._row_slots = row_slots.repeat(rows, 1)
-        self._ops = ops_for(self._block.device)
+        self._ops = get_ops(self._block.device)
 
     def _fill(self, init: Initializer, seed: int) -> None:
         slots = np.array(list(self.optimizer.slots.values()), np.float32)
@@ -94,7 +94,7 @@ class DeviceTable(Owned):
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.__dict__.update(state)
-        self._ops = ops_for(self._block.device)
+        self._ops = get_ops(self._block.device)
 
     @property
     def total_rows(self) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hostdev.core.micro_batches import EXCHANGES, Node, TreeSum, nodes_of
+from hostdev.core.micro_batches import EXCHANGES, Node, TreeSum, get_nodes
 from hostdev.distributed.process_group import Channel
 
 BUCKET_BYTES = 4 << 20
@@ -149,7 +149,7 @@ class DenseGradients:
         self._channel, self._count = channel, count
         self.parameters = list(parameters)
         self._first = channel.rank * count
-        self._nodes = [nodes_of(rank * count, (rank + 1) * count) for rank in range(channel.ranks)]
+        self._nodes = [get_nodes(rank * count, (rank + 1) * count) for rank in range(channel.ranks)]
         self._buckets = _buckets(self.parameters)
         made = TreeAllReduce if exchange == EXCHANGES[0] else AllReduce
         self._sums = [made(channel, self._nodes, sum(map(self._size, bucket))) for bucket in self._buckets]

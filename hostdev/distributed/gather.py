@@ -13,7 +13,7 @@ from hostdev.kernels.shards import partition, range_of
 _PIECE_BYTES = 1 << 24
 
 
-def rows_in_order(channel: Channel, rows: npt.NDArray[Any], total: int) -> Iterator[npt.NDArray[Any]]:
+def gather_in_order(channel: Channel, rows: npt.NDArray[Any], total: int) -> Iterator[npt.NDArray[Any]]:
     """Yield all rows of a table on rank 0 in the order of their ids, in chunks; other ranks iterate, too.
 
     Args:

@@ -7,7 +7,7 @@ they exchange most; stages are farthest apart.
 from typing import NamedTuple
 
 from hostdev.core.errors import UserError
-from hostdev.core.micro_batches import nodes_of
+from hostdev.core.micro_batches import get_nodes
 
 AXES = ("pipe", "data", "model")  # outermost first
 SCHEDULES = ("1f1b", "gpipe", "interleaved")  # of stages
@@ -53,7 +53,7 @@ class Mesh(NamedTuple):
             range(self.place(rank).data * micro_batches, (self.place(rank).data + 1) * micro_batches)
             for rank in range(self.size)
         ]
-        return [nodes_of(share.start, share.stop) if self.leads(rank) else [] for rank, share in enumerate(shares)]
+        return [get_nodes(share.start, share.stop) if self.leads(rank) else [] for rank, share in enumerate(shares)]
 
     def __str__(self) -> str:
         """Return the value of `--mesh`."""
@@ -68,7 +68,7 @@ class MeshPlace(NamedTuple):
     pipe: int
 
 
-def mesh_of(text: str) -> Mesh:
+def parse_mesh(text: str) -> Mesh:
     """Return the mesh of a `--mesh` value, such as data=2,pipe=2; UserError if it is invalid."""
     sizes: dict[str, int] = {}
     for part in text.split(","):

@@ -31,7 +31,7 @@ from hostdev.distributed.world import LocalChannel, World
 
 HOST_BACKEND = "gloo"
 TIMEOUT = 600.0  # seconds that a rank waits for another within a step
-MEETING = 60.0  # seconds until the rendezvous must be complete
+RENDEZVOUS_SECONDS = 60.0  # seconds until the rendezvous must be complete
 FLAGS = 2
 STOP, SAVE = range(FLAGS)  # a signal's number; a checkpoint is due
 
@@ -177,7 +177,7 @@ class Ranks(World):
         on_fault: Callable[[int, str], None],
         *,
         timeout: float = TIMEOUT,
-        meeting: float = MEETING,
+        meeting: float = RENDEZVOUS_SECONDS,
         backend: str | None = None,
         mesh: Mesh | None = None,
         values: Values | None = None,

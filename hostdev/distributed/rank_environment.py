@@ -198,7 +198,7 @@ class RankTable(NamedTuple):
         """Number of devices."""
         return sum(len(server["device"]) for server in self.servers)
 
-    def server_of(self, rank: int) -> tuple[dict[str, Any], int]:
+    def find_server(self, rank: int) -> tuple[dict[str, Any], int]:
         """Return the server of a rank, and the rank's index among that server's devices."""
         for server in self.servers:
             for number, device in enumerate(server["device"]):
@@ -234,7 +234,7 @@ def _read_rank_table(env: Mapping[str, str]) -> RankEnvironment:
     rank = _number(env, _TABLE[1], "RANK_TABLE_FILE")
     if rank >= table.ranks:
         raise UserError(f"RANK_ID is {rank}, but the rank table {env[_TABLE[0]]} has {table.ranks} ranks, from 0")
-    server, local_rank = table.server_of(rank)
+    server, local_rank = table.find_server(rank)
     device = server["device"][local_rank]
     if "DEVICE_ID" in env and str(device.get("device_id", env["DEVICE_ID"])) != env["DEVICE_ID"]:
         raise UserError(
@@ -256,7 +256,7 @@ def _read_rank_table(env: Mapping[str, str]) -> RankEnvironment:
     )
 
 
-def speaks_for_host() -> bool:
+def is_first_on_host() -> bool:
     """Tell whether this process reports command-line errors, which all processes of a host find alike."""
     with contextlib.suppress(UserError):  # all processes report a wrong environment
         return find_rank_environment().local_rank == 0

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from hostdev.core.errors import RankError, UserError, in_words, tell_at_once
+from hostdev.core.errors import RankError, UserError, in_words, write_stderr
 from hostdev.core.launched import group_size
 from hostdev.core.memory import share_memory
-from hostdev.device.backend import take_turns
+from hostdev.device.backend import assign_device
 from hostdev.distributed.agreement import UnlikeError
-from hostdev.distributed.mesh import mesh_of
-from hostdev.distributed.process_group import MEETING, TIMEOUT, PeerLostError, Ranks
+from hostdev.distributed.mesh import parse_mesh
+from hostdev.distributed.process_group import RENDEZVOUS_SECONDS, TIMEOUT, PeerLostError, Ranks
 from hostdev.distributed.rank_environment import RankEnvironment, find_rank_environment
 from hostdev.kernels.pool import host_threads, set_host_threads
 
@@ -21,7 +21,11 @@ _FAULT_SECONDS = 30.0  # until the monitor knows which rank is gone
 
 @contextmanager
 def join(
-    mesh: str | None = None, *, timeout: float = TIMEOUT, meeting: float = MEETING, backend: str | None = None
+    mesh: str | None = None,
+    *,
+    timeout: float = TIMEOUT,
+    meeting: float = RENDEZVOUS_SECONDS,
+    backend: str | None = None,
 ) -> Iterator[Ranks | None]:
     """Join the processes that a launcher has started; yields None if this process is alone.
 
@@ -42,7 +46,7 @@ def join(
             "process group, from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as launchers set them"
         )
     env = find_rank_environment()
-    wanted = None if mesh is None else mesh_of(mesh)
+    wanted = None if mesh is None else parse_mesh(mesh)
     if wanted is not None and wanted.size != env.ranks:
         there = "this one is alone" if env.alone else f"{env.ranks} were started"
         if env.rank:
@@ -54,15 +58,15 @@ def join(
     if env.alone:
         yield None
         return
-    share_host(env)
+    take_host_share(env)
     ranks = Ranks(env, partial(_end_process, env), timeout=timeout, meeting=meeting, backend=backend, mesh=wanted)
     with leave_together(ranks):
         yield ranks
 
 
-def share_host(env: RankEnvironment) -> None:
+def take_host_share(env: RankEnvironment) -> None:
     """Take this process's share of the host's devices, memory and CPUs."""
-    take_turns(env.local_rank if env.device is None else env.device)
+    assign_device(env.local_rank if env.device is None else env.device)
     share_memory(env.local_ranks)
     set_host_threads(max(1, host_threads() // env.local_ranks))
 
@@ -120,5 +124,5 @@ def _format_end(error: BaseException) -> str:
 def _end_process(env: RankEnvironment, rank: int, why: str) -> None:
     """End this process because another rank has failed; called in a thread of the monitor."""
     if env.rank == (0 if rank else 1):  # one rank tells the user
-        tell_at_once(f"error: rank {rank} of {env.ranks}: {why}")
+        write_stderr(f"error: rank {rank} of {env.ranks}: {why}")
     os._exit(2)

@@ -25,7 +25,7 @@ _BACKLOG = 2048
 _END_SECONDS = 8.0  # for the others to end after a failure
 
 
-def start_here(ranks: int, command: Sequence[str], **how: Any) -> "list[subprocess.Popen[bytes]]":
+def start_processes(ranks: int, command: Sequence[str], **how: Any) -> "list[subprocess.Popen[bytes]]":
     """Start processes of a command on this host as the ranks of a run.
 
     Args:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.host.storage import Storage, taken
-from hostdev.kernels.bits import Bits, all_bits, bits_for, count_bits, mark, place_in_columns, rows_between, take
+from hostdev.kernels.bits import Bits, count_bits, empty_bits, full_bits, mark, place_in_columns, rows_between, take
 from hostdev.kernels.buffers import scratch
 
 Rows = npt.NDArray[np.float32]
@@ -172,7 +172,7 @@ class Changes:
 
     def __init__(self, storage: Storage) -> None:
         self._storage, self._rows = storage, storage.shape[0]
-        self._touched = bits_for(self._rows)  # since the last snapshot
+        self._touched = empty_bits(self._rows)  # since the last snapshot
         self._unsaved: list[Bits] = []  # rows of snapshots that were not saved
         self.since: Any = None  # names the checkpoint that changes are counted from; set by the checkpoint manager
         self._snapshot: Snapshot | None = None
@@ -199,10 +199,10 @@ class Changes:
         """
         if self._snapshot is not None:
             raise RuntimeError("a snapshot of this table is being saved")
-        wanted = all_bits(self._rows) if everything else self.touched
+        wanted = full_bits(self._rows) if everything else self.touched
         self._unsaved = []
         self._snapshot = snapshot = Snapshot(self._storage, wanted, budget)
-        self._touched = bits_for(self._rows)
+        self._touched = empty_bits(self._rows)
         return snapshot
 
     def await_end(self) -> None:

@@ -15,7 +15,7 @@ from hostdev.core.optimizers import SparseOptimizer
 from hostdev.core.rounding import rounding_key
 from hostdev.core.table_dtypes import BF16, FP32, TableStep
 from hostdev.kernels import rounding
-from hostdev.kernels.apply import apply_tasks, apply_uses
+from hostdev.kernels.apply import apply_occurrences, apply_tasks
 from hostdev.kernels.bits import copy_to_columns, gather_rows
 from hostdev.kernels.buffers import aligned_empty
 from hostdev.kernels.init import fill_constant
@@ -24,7 +24,7 @@ from hostdev.kernels.norm import partial_squares
 from hostdev.kernels.numa import interleave
 from hostdev.kernels.pool import Task
 from hostdev.kernels.rounding import Bfloat16Rows
-from hostdev.kernels.shards import inverse_of
+from hostdev.kernels.shards import get_inverse
 
 Rows = npt.NDArray[np.float32]
 Ids = npt.NDArray[Any]
@@ -201,7 +201,7 @@ class Float32:
 
     def apply(self, ids: Ids, grads: Rows, step: TableStep) -> None:
         """See `Storage`."""
-        apply_uses(self._optimizer.primitive, self.block, self.row_slots, ids, grads, step.scalars)
+        apply_occurrences(self._optimizer.primitive, self.block, self.row_slots, ids, grads, step.scalars)
 
     def partial_squares(self) -> npt.NDArray[np.float64]:
         """See `Storage`."""
@@ -226,7 +226,7 @@ class Bfloat16:
 
     def __init__(self, name: str, shape: Shape) -> None:
         self._name, self._optimizer, rows, dim = name, shape.optimizer, shape.rows, shape.dim
-        self._where = (shape.first, inverse_of(shape.total), shape.total) if shape.is_part else (0, 0, shape.total)
+        self._where = (shape.first, get_inverse(shape.total), shape.total) if shape.is_part else (0, 0, shape.total)
         self.bits: npt.NDArray[np.uint16] = interleave(aligned_empty((rows, dim), np.uint16))
         self.slots: Rows = interleave(aligned_empty((rows, len(shape.slots), dim)))
         self.row_slots = shape.row_slots()
@@ -305,7 +305,7 @@ class Bfloat16:
 
     def apply(self, ids: Ids, grads: Rows, step: TableStep) -> None:
         """See `Storage`."""
-        apply_uses(self._optimizer.primitive, self._rows_at(step), self.row_slots, ids, grads, step.scalars)
+        apply_occurrences(self._optimizer.primitive, self._rows_at(step), self.row_slots, ids, grads, step.scalars)
 
     def _rows_at(self, step: TableStep) -> Bfloat16Rows:
         assert step.rounding is not None

@@ -13,7 +13,7 @@ from hostdev.core.errors import UserError
 from hostdev.core.ids import checked_ids, checked_positions
 from hostdev.core.initializers import Initializer, Normal, initializer
 from hostdev.core.launched import require_alone
-from hostdev.core.memory import available_bytes, gib, require_table
+from hostdev.core.memory import available_bytes, format_bytes, require_table
 from hostdev.core.optimizers import SparseOptimizer, require_optimizer
 from hostdev.core.rounding import rounding_key
 from hostdev.core.table_dtypes import BF16, FP32, TableStep, require_table_dtype
@@ -23,7 +23,7 @@ from hostdev.host.storage import STORAGES, Float32, Shape, Storage
 from hostdev.host.writing import Writing
 from hostdev.kernels.norm import total
 from hostdev.kernels.pool import Task, run_tasks
-from hostdev.kernels.shards import ids_at, ids_of, range_of
+from hostdev.kernels.shards import get_ids_at, ids_of, range_of
 
 Rows = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int32]
@@ -110,7 +110,7 @@ class HostTable(Owned):
         stop = min(stop, self.rows)
         if self.part is None:
             return np.arange(start, stop)
-        return ids_at(self.total_rows, self.start + start, self.start + stop)
+        return get_ids_at(self.total_rows, self.start + start, self.start + stop)
 
     def row_ids(self, ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return the ids of local rows, which count over all ranks."""
@@ -157,7 +157,8 @@ class HostTable(Owned):
             needed, free = 4 * self.rows * self.dim, available_bytes()
             if needed > free:
                 raise UserError(
-                    f"table {self.name!r}: a float32 copy of its weights needs {gib(needed)}, but {gib(free)} of host "
+                    f"table {self.name!r}: a float32 copy of its weights needs "
+                    f"{format_bytes(needed)}, but {format_bytes(free)} of host "
                     "memory is free; look up only the rows that you need"
                 )
         return _read_only(self.storage.weights())

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from hostdev.core.checks import require_finite
 from hostdev.core.errors import UserError
-from hostdev.core.memory import available_bytes, gib
+from hostdev.core.memory import available_bytes, format_bytes
 from hostdev.core.writing import Copies
 
 Rows = npt.NDArray[np.float32]
@@ -36,7 +36,8 @@ class Writing(Copies):
         needed, free = 4 * self._rows * column.shape[1], available_bytes()
         if needed > free:
             raise UserError(
-                f"table {self._table!r}: a copy of {name} for writing needs {gib(needed)}, but {gib(free)} of host "
+                f"table {self._table!r}: a copy of {name} for writing needs {format_bytes(needed)}, "
+                f"but {format_bytes(free)} of host "
                 "memory is free; write fewer rows at a time, with writing(ids)"
             )
         return np.array(column[:] if self._ids is None else column[self._ids], np.float32)

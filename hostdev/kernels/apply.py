@@ -20,7 +20,7 @@ from hostdev.kernels.adagrad import adagrad, row_wise_adagrad, sgd
 from hostdev.kernels.buffers import identity, scratch
 from hostdev.kernels.ftrl import ftrl
 from hostdev.kernels.lazy_adam import lazy_adam
-from hostdev.kernels.pool import Kernel, Task, grain_of, run_tasks, tasks_over
+from hostdev.kernels.pool import Kernel, Task, get_grain, run_tasks, tasks_over
 from hostdev.kernels.rounding import Bfloat16Rows
 from hostdev.kernels.segment import row_ranges, sort_uses, streams, sum_sorted
 from hostdev.kernels.stream import apply_stream
@@ -52,7 +52,7 @@ def apply_tasks(
         positions = identity(len(ids))
     arguments = (ids, positions, grads, block, row_slots, *scalars)
     row = block.strides[0] if isinstance(block, np.ndarray) else block.weights.strides[0] + block.slots[:1].nbytes
-    return tasks_over(update, len(ids), *arguments, grain=grain_of(row))
+    return tasks_over(update, len(ids), *arguments, grain=get_grain(row))
 
 
 def apply_rows(
@@ -75,7 +75,7 @@ def apply_rows(
     run_tasks(apply_tasks(primitive, block, row_slots, ids, grads, scalars, positions))
 
 
-def apply_uses(
+def apply_occurrences(
     primitive: str,
     block: Rows | Bfloat16Rows,
     row_slots: Rows,

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from hostdev.kernels.bfloat16 import as_stored, to_float32
 from hostdev.kernels.buffers import scratch
 from hostdev.kernels.jit import kernel, prefetch_to_read, prefetch_to_write
-from hostdev.kernels.pool import grain_of, parallel_for, run_tasks
+from hostdev.kernels.pool import get_grain, parallel_for, run_tasks
 from hostdev.kernels.segment import (
     prepare_sums,
     row_ranges,
@@ -110,7 +110,7 @@ def pool(rows: Rows, feature: Feature, out: npt.NDArray[Any]) -> None:
     assert offsets is not None
     B = len(out)
     pool_bags = _pool_scalars if rows.shape[1] == 1 else _pool
-    grain = grain_of(rows.strides[0] * max(1, len(inverse) // max(1, B)))
+    grain = get_grain(rows.strides[0] * max(1, len(inverse) // max(1, B)))
     parallel_for(pool_bags, B, rows, inverse, offsets, weights, mean, out, grain=grain)
 
 
@@ -212,7 +212,7 @@ class Uses:
         for number, (feature, grad, by_row) in enumerate(zip(self.features, grads, found, strict=True)):
             if feature.mean and feature.offsets is not None:
                 divided = scratch(f"gradients of means {number}", grad.shape)
-                parallel_for(_divide, len(grad), grad, feature.offsets, divided, grain=grain_of(grad.strides[0]))
+                parallel_for(_divide, len(grad), grad, feature.offsets, divided, grain=get_grain(grad.strides[0]))
                 grad = divided
             arguments.append((grad, by_row.order, by_row.ends, by_row.bags, feature.weights, number == 0, out))
 

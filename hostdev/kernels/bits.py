@@ -11,19 +11,19 @@ import numpy.typing as npt
 from hostdev.kernels.bfloat16 import to_float32
 from hostdev.kernels.buffers import LINE
 from hostdev.kernels.jit import fetch_or, kernel, prefetch_to_read
-from hostdev.kernels.pool import grain_of, parallel_for
+from hostdev.kernels.pool import get_grain, parallel_for
 
 Bits = npt.NDArray[np.uint64]  # [ceil(V / 64)]; row r is bit r % 64 of word r // 64
 
 _AHEAD = 8  # rows
 
 
-def bits_for(rows: int) -> Bits:
+def empty_bits(rows: int) -> Bits:
     """Return an empty set for this many rows."""
     return np.zeros(-(-rows // 64), np.uint64)
 
 
-def all_bits(rows: int) -> Bits:
+def full_bits(rows: int) -> Bits:
     """Return the set of all rows."""
     bits = np.full(-(-rows // 64), np.uint64(0xFFFFFFFFFFFFFFFF))
     if rows % 64:
@@ -49,7 +49,7 @@ def _mark(start, stop, ids, bits):
 
 def mark(ids: npt.NDArray[Any], bits: Bits) -> None:
     """Add the rows ids [N], int32 or int64, to a set, on all threads; other callers may add at the same time."""
-    parallel_for(_mark, len(ids), ids, bits, grain=grain_of(LINE))
+    parallel_for(_mark, len(ids), ids, bits, grain=get_grain(LINE))
 
 
 @kernel

@@ -31,7 +31,7 @@ def _note(hashes, registers):
         registers[place] = max(registers[place], rank)
 
 
-def registers_of(keys: npt.NDArray[np.uint64]) -> Registers:
+def make_registers(keys: npt.NDArray[np.uint64]) -> Registers:
     """Return the registers of keys [N], uint8 [16384]; the maximum of several combines their sets."""
     registers = np.zeros(_SIZE, np.uint8)
     _note(mix64(keys), registers)
@@ -59,7 +59,7 @@ class Sample(NamedTuple):
     weights: npt.NDArray[np.int64]
 
 
-def sample_of(keys: npt.NDArray[np.uint64], weights: npt.NDArray[np.int64]) -> Sample:
+def draw_sample(keys: npt.NDArray[np.uint64], weights: npt.NDArray[np.int64]) -> Sample:
     """Return a sample of distinct keys [N] to estimate the sum of their weights [N]; weights of 0 add nothing."""
     there = weights > 0
     keys, weights = keys[there], weights[there]
@@ -76,7 +76,7 @@ def join(a: Sample, b: Sample) -> Sample:
         there = _priorities(*b) >= _priorities(*a).min()
         b = Sample(b.keys[there], b.weights[there])
     keys, first = np.unique(np.concatenate([a.keys, b.keys]), return_index=True)
-    return sample_of(keys, np.concatenate([a.weights, b.weights])[first])
+    return draw_sample(keys, np.concatenate([a.weights, b.weights])[first])
 
 
 def total(sample: Sample) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.kernels.jit import kernel, prefetch_to_read
-from hostdev.kernels.unique import slot_of
+from hostdev.kernels.unique import find_slot
 
 Keys = npt.NDArray[np.int64]
 
@@ -29,13 +29,13 @@ def _add(keys, uses, start, slots, shift, known, counts, count):
     for i in range(np.uint64(start), stop):
         ahead = i + np.uint64(_AHEAD)
         if ahead + np.uint64(_AHEAD) < stop:
-            prefetch_to_read(slots, slot_of(keys[ahead + np.uint64(_AHEAD)], shift), 1)
+            prefetch_to_read(slots, find_slot(keys[ahead + np.uint64(_AHEAD)], shift), 1)
         if ahead < stop:
-            position = slots[slot_of(keys[ahead], shift)]
+            position = slots[find_slot(keys[ahead], shift)]
             prefetch_to_read(known, max(position, np.int32(0)), 1)
             prefetch_to_read(counts, max(position, np.int32(0)), 1)
         key = keys[i]
-        slot = slot_of(key, shift)
+        slot = find_slot(key, shift)
         while True:
             position = np.int64(slots[slot])
             if position < 0:
@@ -58,10 +58,10 @@ def _find(keys, slots, shift, known, positions):
     for i in range(stop):
         ahead = i + np.uint64(_AHEAD)
         if ahead + np.uint64(_AHEAD) < stop:
-            prefetch_to_read(slots, slot_of(keys[ahead + np.uint64(_AHEAD)], shift), 1)
+            prefetch_to_read(slots, find_slot(keys[ahead + np.uint64(_AHEAD)], shift), 1)
         if ahead < stop:
-            prefetch_to_read(known, max(slots[slot_of(keys[ahead], shift)], np.int32(0)), 1)
-        slot = slot_of(keys[i], shift)
+            prefetch_to_read(known, max(slots[find_slot(keys[ahead], shift)], np.int32(0)), 1)
+        slot = find_slot(keys[i], shift)
         while True:
             position = np.int64(slots[slot])
             if position < 0 or known[np.uint64(position)] == keys[i]:
@@ -74,7 +74,7 @@ def _find(keys, slots, shift, known, positions):
 def _rebuild(slots, shift, known, count):
     mask, one = np.uint64(len(slots) - 1), np.uint64(1)
     for position in range(np.uint64(count)):
-        slot = slot_of(known[position], shift)
+        slot = find_slot(known[position], shift)
         while slots[slot] >= 0:
             slot = (slot + one) & mask
         slots[slot] = position

@@ -232,7 +232,7 @@ def _forms(offsets, data, out):
         out[i] = _form(data, np.int64(offsets[i]), np.int64(offsets[i + 1]))
 
 
-def forms_of(offsets: npt.NDArray[Any], data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint16]:
+def classify_texts(offsets: npt.NDArray[Any], data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint16]:
     """Return the form of each text, uint16 [N], one of this module's numbers."""
     found = np.empty(len(offsets) - 1, np.uint16)
     _forms(offsets, data, found)

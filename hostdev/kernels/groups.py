@@ -18,7 +18,7 @@ from hostdev.kernels.buffers import scratch
 from hostdev.kernels.jit import address_of, array_at, kernel
 from hostdev.kernels.lookup import first_outside
 from hostdev.kernels.pool import parallel_for, ranges, run_tasks
-from hostdev.kernels.unique import Dedupe, add_direct, id_range, slot_of, unique
+from hostdev.kernels.unique import Dedupe, add_direct, find_slot, id_range, unique
 
 Ids = npt.NDArray[Any]
 Positions = npt.NDArray[np.int32]
@@ -96,7 +96,7 @@ def _add_hashed(ids, slots, shift, keys, count, positions):
     mask, one = np.uint64(len(slots) - 1), np.uint64(1)
     for i in range(np.uint64(0), np.uint64(len(ids))):
         key = ids[i]
-        slot = slot_of(key, shift)
+        slot = find_slot(key, shift)
         while True:
             position = slots[slot]
             if position < 0:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from hostdev.kernels.bfloat16 import as_stored, to_float32
 from hostdev.kernels.buffers import identity
 from hostdev.kernels.jit import kernel, prefetch_to_read, prefetch_to_write
-from hostdev.kernels.pool import Task, grain_of, run_tasks, tasks_over
+from hostdev.kernels.pool import Task, get_grain, run_tasks, tasks_over
 from hostdev.kernels.unique import id_range
 
 _AHEAD = 8  # rows; memory latency / time per row
@@ -55,7 +55,7 @@ def lookup_tasks(
     positions: npt.NDArray[np.int32] | None = None,
 ) -> list[Task]:
     """Return the tasks of `lookup`, which `run_tasks` can run together with other tasks."""
-    grain = grain_of(block.itemsize * block.shape[2])
+    grain = get_grain(block.itemsize * block.shape[2])
     if positions is None:
         return tasks_over(_lookup, len(ids), ids, block, out, grain=grain)
     return tasks_over(_lookup_into, len(ids), ids, positions, block, out, grain=grain)
@@ -88,7 +88,7 @@ def store_tasks(
     if positions is None:
         positions = identity(len(ids))
     arguments = (positions, ids, values[:, None], rows)
-    return tasks_over(_lookup_into, len(ids), *arguments, grain=grain_of(rows.strides[0]))
+    return tasks_over(_lookup_into, len(ids), *arguments, grain=get_grain(rows.strides[0]))
 
 
 def store(

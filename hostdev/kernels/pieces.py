@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.kernels.jit import array_at, inline, kernel, prefetch_to_read
-from hostdev.kernels.pool import Task, grain_of, parallel_for, tasks_over
+from hostdev.kernels.pool import Task, get_grain, parallel_for, tasks_over
 
 Places = npt.NDArray[np.int64]
 Addresses = npt.NDArray[np.int64]
@@ -22,7 +22,7 @@ _AHEAD = 8  # rows
 _GRAIN = 4096  # places per range
 
 
-def addresses_of(pieces: Sequence[npt.NDArray[Any]]) -> Addresses:
+def get_addresses(pieces: Sequence[npt.NDArray[Any]]) -> Addresses:
     """Return the addresses of C-contiguous arrays, int64 [P]; the caller keeps them alive."""
     assert all(piece.flags.c_contiguous for piece in pieces)
     return np.array([piece.ctypes.data for piece in pieces], np.int64)
@@ -84,7 +84,7 @@ def take_tasks(places: Places, addresses: Addresses, out: npt.NDArray[Any]) -> l
         addresses: int64 [P], of pieces [any, D] with the dtype of `out`.
         out: [n, D], C-contiguous.
     """
-    return tasks_over(_take, len(places), places, addresses, out, grain=grain_of(out.strides[0]))
+    return tasks_over(_take, len(places), places, addresses, out, grain=get_grain(out.strides[0]))
 
 
 @kernel
@@ -130,4 +130,4 @@ def list_tasks(
     """
     n = len(places)
     mean = (int(begins[-1]) - int(begins[0])) * out.itemsize // max(1, n)
-    return tasks_over(_take_lists, n, places, offsets, values, begins, out, grain=grain_of(mean))
+    return tasks_over(_take_lists, n, places, offsets, values, begins, out, grain=get_grain(mean))

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from hostdev.core.signals import insist
+from hostdev.core.signals import uninterruptible
 from hostdev.kernels.loops import Call, Calls, Flag, Loop, Times, edges, is_kernel
 
 Kernel = Callable[..., Any]
@@ -118,7 +118,7 @@ class _Job:
                 self.wake()
             self.work()
         finally:
-            insist(done)
+            uninterruptible(done)
 
     def work(self) -> None:
         halt = _NEVER if self.urgent else _urgent.callers
@@ -146,7 +146,7 @@ class _Job:
                 self._changed.wait_for(lambda: not self._helpers)
                 self._parts = ()
 
-        insist(wait)
+        uninterruptible(wait)
 
     def raise_error(self) -> None:
         """Raise the error that ended the job; it is not kept, since its frames hold arrays."""
@@ -209,7 +209,7 @@ def urgent() -> Iterator[None]:
         _this.urgent = True
         yield
     finally:
-        insist(leave)
+        uninterruptible(leave)
 
 
 def _serve() -> None:
@@ -253,7 +253,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def grain_of(nbytes: int) -> int:
+def get_grain(nbytes: int) -> int:
     """Return how many rows of `nbytes` make a range whose work outweighs the cost of handing it over."""
     return max(1, _RANGE_BYTES // max(nbytes, _LINE))
 

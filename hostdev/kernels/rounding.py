@@ -22,7 +22,7 @@ from numba.extending import overload
 from hostdev.kernels.bfloat16 import to_float32
 from hostdev.kernels.counter import hashed, mix32
 from hostdev.kernels.jit import inline, kernel, prefetch_to_read, prefetch_update
-from hostdev.kernels.pool import Task, grain_of, parallel_for, tasks_over
+from hostdev.kernels.pool import Task, get_grain, parallel_for, tasks_over
 from hostdev.kernels.shards import id_at
 
 Ids = npt.NDArray[Any]
@@ -119,13 +119,13 @@ def round_rows(block: Rows, ids: Ids, row_ids: Ids, key: int) -> None:
         key: 64 bits, of the table's step.
     """
     args = ids, row_ids, np.uint64(key), steps_of(block.shape[2]), block
-    parallel_for(_round_rows, len(ids), *args, grain=grain_of(block.strides[0]))
+    parallel_for(_round_rows, len(ids), *args, grain=get_grain(block.strides[0]))
 
 
 def round_into(values: Rows, out: Bfloat16, key: int, *, first_row: int = 0, ids: Ids | None = None) -> None:
     """Round weights float32 [N, 1, D] of the rows `ids`, int64 [N], or first_row, ... into bfloat16 [N, D]."""
     args = np.int64(first_row), ids, np.uint64(key), steps_of(out.shape[1]), values, out
-    parallel_for(_round_into, len(values), *args, grain=grain_of(values.strides[0]))
+    parallel_for(_round_into, len(values), *args, grain=get_grain(values.strides[0]))
 
 
 def require_bfloat16(block: Rows, table: str) -> None:
@@ -285,7 +285,7 @@ def read_tasks(
         out: float32 [N, 1 + S, D], or [any, 1 + S, D].
         positions: int32 [N].
     """
-    return tasks_over(_read, len(ids), ids, positions, weights, slots, out, grain=grain_of(out.strides[0]))
+    return tasks_over(_read, len(ids), ids, positions, weights, slots, out, grain=get_grain(out.strides[0]))
 
 
 def read_here(weights: Bfloat16, slots: Rows, ids: Ids, out: Rows) -> None:
@@ -297,4 +297,4 @@ def write_tasks(
     weights: Bfloat16, slots: Rows, ids: Ids, values: Rows, positions: npt.NDArray[np.int32] | None = None
 ) -> list[Task]:
     """Return tasks that overwrite rows with values that bfloat16 can represent: the reverse of `read_tasks`."""
-    return tasks_over(_write, len(ids), ids, positions, weights, slots, values, grain=grain_of(values.strides[0]))
+    return tasks_over(_write, len(ids), ids, positions, weights, slots, values, grain=get_grain(values.strides[0]))

@@ -21,7 +21,7 @@ _MOST_PRODUCT = (1 << 63) - 1
 
 
 @functools.cache
-def multiplier_of(rows: int) -> int:
+def get_multiplier(rows: int) -> int:
     """Return the multiplier for a table of V rows; its products with ids stay below 2**63."""
     wanted = max(1, min(int(rows * 0.6180339887498949), _MOST_PRODUCT // rows))
     return next(
@@ -37,9 +37,9 @@ def range_of(rows: int, rank: int, ranks: int) -> tuple[int, int]:
     return rows * rank // ranks, rows * (rank + 1) // ranks
 
 
-def ids_at(rows: int, start: int, stop: int) -> npt.NDArray[np.int64]:
+def get_ids_at(rows: int, start: int, stop: int) -> npt.NDArray[np.int64]:
     """Return the ids at the positions [start, stop) of a table of V rows."""
-    inverse = inverse_of(rows)
+    inverse = get_inverse(rows)
     out = np.empty(stop - start, np.int64)
     _step(start * inverse % rows, inverse, rows, out)
     return out
@@ -84,10 +84,10 @@ def _positions(ids, multiplier, rows, out):
         out[i] = np.uint64(ids[i]) * np.uint64(multiplier) % np.uint64(rows)
 
 
-def positions_of(ids: Ids, rows: int) -> npt.NDArray[np.int64]:
+def get_positions(ids: Ids, rows: int) -> npt.NDArray[np.int64]:
     """Return the positions, int64 [N], of ids [N] of a table of V rows."""
     out = np.empty(len(ids), np.int64)
-    _positions(ids, multiplier_of(rows), rows, out)
+    _positions(ids, get_multiplier(rows), rows, out)
     return out
 
 
@@ -112,15 +112,15 @@ def _write_ids(positions, inverse, rows, out):
         out[i] = id_at(positions[i], inverse, rows)
 
 
-def inverse_of(rows: int) -> int:
+def get_inverse(rows: int) -> int:
     """Return the inverse of the multiplier modulo V, which turns positions into ids."""
-    return pow(multiplier_of(rows), -1, rows) if rows > 1 else 0
+    return pow(get_multiplier(rows), -1, rows) if rows > 1 else 0
 
 
 def ids_of(positions: Ids, rows: int) -> npt.NDArray[np.int64]:
     """Return the ids, int64 [N], at positions [N] of a table of V rows."""
     out = np.empty(len(positions), np.int64)
-    _write_ids(positions, inverse_of(rows), rows, out)
+    _write_ids(positions, get_inverse(rows), rows, out)
     return out
 
 
@@ -139,7 +139,7 @@ def partition(ids: Ids, rows: int, ranks: int) -> tuple[Ids, Places, npt.NDArray
     most = -(-rows // ranks) - 1  # the largest number within a rank
     dtype = ids.dtype if most <= np.iinfo(ids.dtype).max else np.dtype(np.int64)
     owners, local, counts = np.empty(len(ids), np.int32), np.empty(len(ids), dtype), np.zeros(ranks, np.int64)
-    _locate(ids, multiplier_of(rows), rows, ranks, owners, local, counts)
+    _locate(ids, get_multiplier(rows), rows, ranks, owners, local, counts)
     places, out = np.empty(len(ids), np.int32), np.empty_like(local)
     _sort(owners, local, np.cumsum(counts) - counts, places, out)
     return out, places, counts

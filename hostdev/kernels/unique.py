@@ -32,7 +32,7 @@ _maps = threading.local()  # reused: batches have about as many distinct ids
 
 
 @inline
-def slot_of(key, shift):
+def find_slot(key, shift):
     """Return where the search for an id begins, in a table of 2 ** (64 - shift) slots."""
     # Fibonacci hashing (Knuth, TAOCP vol. 3, section 6.4): the high bits of a product are well spread.
     return (np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(shift)
@@ -44,9 +44,9 @@ def _add(ids, start, entries, shift, keys, count, positions):
     mask, one, stop = np.uint64(len(entries) - 1), np.uint64(1), np.uint64(len(ids))
     for i in range(np.uint64(start), stop):
         if i + np.uint64(_AHEAD) < stop:
-            prefetch_to_write(entries, slot_of(ids[i + np.uint64(_AHEAD)], shift), entries.strides[0])
+            prefetch_to_write(entries, find_slot(ids[i + np.uint64(_AHEAD)], shift), entries.strides[0])
         key = ids[i]
-        slot = slot_of(key, shift)
+        slot = find_slot(key, shift)
         while True:
             position = np.int32(entries[slot, 1])
             if position < 0:
@@ -68,7 +68,7 @@ def _add(ids, start, entries, shift, keys, count, positions):
 def _rehash(entries, shift, keys, count):
     mask, one = np.uint64(len(entries) - 1), np.uint64(1)
     for position in range(count):
-        slot = slot_of(keys[position], shift)
+        slot = find_slot(keys[position], shift)
         while entries[slot, 1] >= 0:
             slot = (slot + one) & mask
         entries[slot, 0], entries[slot, 1] = keys[position], position
@@ -78,7 +78,7 @@ def _rehash(entries, shift, keys, count):
 def _find(ids, entries, shift, positions):
     mask, one = np.uint64(len(entries) - 1), np.uint64(1)
     for i in range(len(ids)):
-        slot = slot_of(ids[i], shift)
+        slot = find_slot(ids[i], shift)
         while True:
             position = np.int32(entries[slot, 1])
             if position < 0 or entries[slot, 0] == ids[i]:
@@ -93,7 +93,7 @@ def _forget(entries, shift, keys, count):
     mask, one = np.uint64(len(entries) - 1), np.uint64(1)
     for i in range(np.uint64(count)):
         key = keys[np.uint64(count) - one - i]
-        slot = slot_of(key, shift)
+        slot = find_slot(key, shift)
         while entries[slot, 1] < 0 or entries[slot, 0] != key:
             slot = (slot + one) & mask
         entries[slot, 0], entries[slot, 1] = _EMPTY, _EMPTY
@@ -362,7 +362,7 @@ def tally(positions, counts):
         counts[np.uint64(positions[i])] += 1
 
 
-def count_uses(inverse: Positions, unique: int) -> Positions:
+def count_occurrences(inverse: Positions, unique: int) -> Positions:
     """Return how often each unique id of a batch occurs, int32 [U], from the inverse int32 [N] of `unique`."""
     parts = max(1, min(host_threads(), _MOST_PARTS, len(inverse) // _COUNTED_PART))
     counts = scratch("counts", (parts, unique), np.int32)

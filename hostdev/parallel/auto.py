@@ -6,12 +6,12 @@ import torch
 from torch import nn
 
 from hostdev.core.errors import UserError
-from hostdev.core.memory import available_bytes, gib
+from hostdev.core.memory import available_bytes, format_bytes
 from hostdev.core.pieces import Piece
 from hostdev.device.backend import free_bytes
 from hostdev.distributed.mesh import Mesh
 from hostdev.distributed.world import World
-from hostdev.parallel.costs import Machine, Profile, measure_machine, profile_of, take_slowest
+from hostdev.parallel.costs import Machine, Profile, measure_machine, measure_profile, take_slowest
 from hostdev.parallel.layout import Inputs, Layout
 from hostdev.parallel.pieces import get_pieces
 from hostdev.parallel.plan import cuttable, divides, get_shared_layers, get_slice_dim, matched, pairable
@@ -56,7 +56,7 @@ class LayoutChoice(NamedTuple):
             fits = "" if one.memory <= machine.available else "  (does not fit)"
             taken = "-" if one.measured is None else f"{one.measured * 1e3:.1f}"
             numbers = f"{taken:>10} " + " ".join(f"{value * 1e3:8.1f}" for value in each)
-            found.append(f"{numbers} {gib(one.memory):>10}  {describe_candidate(one)}{fits}")
+            found.append(f"{numbers} {format_bytes(one.memory):>10}  {describe_candidate(one)}{fits}")
         more = len(self.tried) - _SHOWN
         if more > 0:
             found.append(f"... and {more} slower ones")
@@ -74,7 +74,7 @@ def reason(tried: list[Candidate], machine: Machine) -> str:
     """Return why the first candidate was chosen."""
     best, others = tried[0], [one for one in tried[1:] if one.memory <= machine.available]
     if best.memory > machine.available:
-        return f"which needs the least time, though no layout fits the {gib(machine.available)} that are free"
+        return f"which needs the least time, though no layout fits the {format_bytes(machine.available)} that are free"
     if not others:
         return "the only one that is possible" if len(tried) == 1 else "the only one that fits"
     other = others[0]
@@ -136,7 +136,7 @@ def choose(
             raise
         pieces, has_stages = [Piece("network", network, (network,))], False
     each = max(1, samples // micro_batches)
-    profile = take_slowest(ranks, profile_of(network, pieces, inputs, each, device, autocast, looked_up))
+    profile = take_slowest(ranks, measure_profile(network, pieces, inputs, each, device, autocast, looked_up))
     strategies = matched(network, given.plan)
     modules = dict(network.named_modules())
     shared = get_shared_layers(network)

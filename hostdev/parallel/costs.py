@@ -75,7 +75,7 @@ class Profile(NamedTuple):
     inputs: int  # bytes of a micro-batch's inputs that one rank looks up and sends to the ranks with the other slices
 
 
-def profile_of(
+def measure_profile(
     network: nn.Module,
     pieces: Sequence[Piece],
     inputs: Inputs,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hostdev.core.errors import UserError
 from hostdev.core.launched import require_alone
 from hostdev.core.micro_batches import EXCHANGES, TreeSum, cut
-from hostdev.device.backend import seed_draws
+from hostdev.device.backend import seed_generators
 from hostdev.distributed.dense import DenseExchange, Grads, add_lists
 from hostdev.distributed.mesh import SCHEDULES
 from hostdev.distributed.world import ALONE_WORLD, World
@@ -19,7 +19,7 @@ from hostdev.parallel.auto import LayoutChoice, choose
 from hostdev.parallel.layout import Layout, like
 from hostdev.parallel.parts import Parts, StepResult
 from hostdev.parallel.plan import get_slice_dim
-from hostdev.parallel.plan_text import plan_of
+from hostdev.parallel.plan_text import parse_plan
 from hostdev.parallel.state import DenseState
 
 Inputs = Callable[[slice], tuple[Any, ...]]
@@ -80,7 +80,9 @@ class Network:
         auto: int | None = None,
     ) -> None:
         layout = Layout(
-            schedule or SCHEDULES[0], None if stage_cut is None else stage_cut.split(","), plan_of(plan) if plan else ()
+            schedule or SCHEDULES[0],
+            None if stage_cut is None else stage_cut.split(","),
+            parse_plan(plan) if plan else (),
         )
         if ranks is None:
             require_alone("a Network", "give the Network ranks=ranks")
@@ -174,7 +176,7 @@ class Network:
         def given(number: int) -> tuple[Any, ...]:
             if self.micro_batches > 1:
                 drawn = self._steps * self.micro_batches + self._first + number
-                seed_draws(self._device, key64(self._seed, "micro-batch", drawn) >> 1)
+                seed_generators(self._device, key64(self._seed, "micro-batch", drawn) >> 1)
             return inputs(slice(*spans[number]))
 
         before = [None if one.grad is None else one.grad.clone() for one in self.parameters]

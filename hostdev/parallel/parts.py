@@ -75,7 +75,7 @@ class Parts:
         crossing = []
         if found.begins:
             crossing = trace(found.stages(own(found.pieces)), like, device=device.type, autocast=autocast)
-        begin_alike(network, ranks)
+        broadcast_parameters(network, ranks)
         self._channels: list[Channel] = []
         self._traffic = Traffic(mesh.model)
         slices = ALONE_WORLD.control
@@ -245,7 +245,7 @@ class Parts:
         self._state.load(self.leaves, model, optimizer, state)
 
 
-def begin_alike(network: nn.Module, ranks: World) -> None:
+def broadcast_parameters(network: nn.Module, ranks: World) -> None:
     """Broadcast parameters and buffers of rank 0; slices made by hand go to the ranks with the same slice."""
     if ranks.size == 1:
         return  # saves copies to and from the host

@@ -8,7 +8,7 @@ STRATEGIES = ("colwise", "rowwise", "replicate")
 Plan = Sequence[tuple[str, str]]  # a layer's name or a pattern of names, and its strategy
 
 
-def plan_of(text: str) -> Plan:
+def parse_plan(text: str) -> Plan:
     """Return the plan of a `--plan` value, such as deep.0=colwise,deep.2=rowwise; UserError if it is invalid."""
     found: list[tuple[str, str]] = []
     for part in text.split(","):

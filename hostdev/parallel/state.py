@@ -24,7 +24,7 @@ class DenseState(NamedTuple):
     buffers: Sequence[str]  # names of persistent ones
 
 
-def state_of(network: nn.Module, optimizer: torch.optim.Optimizer) -> DenseState:
+def get_dense_state(network: nn.Module, optimizer: torch.optim.Optimizer) -> DenseState:
     """Return the state of a dense side that is whole here."""
     names = {id(parameter): name for name, parameter in network.named_parameters()}
     numbered = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]

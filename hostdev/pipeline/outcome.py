@@ -7,7 +7,7 @@ from typing import Any
 import numpy.typing as npt
 from torch import Tensor
 
-from hostdev.device.pinned import Slab
+from hostdev.device.pinned import PinnedBuffer
 from hostdev.device.staging import Staging
 
 
@@ -22,7 +22,11 @@ class Outcome:
     """
 
     def __init__(
-        self, tensors: Sequence[Tensor], read: Callable[[list[npt.NDArray[Any]]], Any], staging: Staging, memory: Slab
+        self,
+        tensors: Sequence[Tensor],
+        read: Callable[[list[npt.NDArray[Any]]], Any],
+        staging: Staging,
+        memory: PinnedBuffer,
     ) -> None:
         self._tensors, self._mark = staging.receive_results([tensor.detach() for tensor in tensors], memory)
         self._read, self._staging = read, staging
@@ -36,7 +40,7 @@ class Outcome:
         """Wait until the results are on the host, and copy them out of the batch's memory."""
         with self._reading:
             if self._results is None:
-                self._staging.await_mark(self._mark)
+                self._staging.await_event(self._mark)
                 self._results = [tensor.numpy().copy() for tensor in self._tensors]
                 self._tensors, self._mark = [], None
 

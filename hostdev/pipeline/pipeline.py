@@ -15,7 +15,7 @@ from hostdev.kernels.claims import MOST_UNFINISHED, Claims
 from hostdev.pipeline.context import Context
 from hostdev.pipeline.groups import Group, Ids
 from hostdev.pipeline.hooks import PipelineHooks
-from hostdev.pipeline.results import Flight, Request
+from hostdev.pipeline.results import Request, StepBatch
 from hostdev.pipeline.scheduling.overlapped import OverlappedPass
 from hostdev.pipeline.scheduling.passes import Pass, PassOptions, SerialPass
 from hostdev.pipeline.stages.step import abandon_step
@@ -135,7 +135,7 @@ class Pipeline:
         with self._open(batches, 0, update=False, background=background, read_ahead=read_ahead) as one:
             yield one
 
-    def abandon(self, batch: Flight) -> None:
+    def abandon(self, batch: StepBatch) -> None:
         """Abandon a batch that was taken and will not be finished, at the end of a pass."""
         abandon_step(batch)
 

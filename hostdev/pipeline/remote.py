@@ -10,19 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hostdev.device.pinned import Slab
+from hostdev.device.pinned import PinnedBuffer
 from hostdev.distributed.exchange import Asked
 from hostdev.distributed.gradients import SelectedRows
 from hostdev.kernels.pool import urgent
 from hostdev.pipeline.context import Context
 from hostdev.pipeline.results import (
     EarlyRows,
-    Flight,
     Gradients,
     LookedUpBatch,
     Outgoing,
     PlannedGroup,
     SentBatch,
+    StepBatch,
     SteppedBatch,
 )
 from hostdev.pipeline.scheduling.in_flight import Conflicts, InFlight
@@ -34,7 +34,7 @@ def _get_asked(groups: Sequence[PlannedGroup]) -> list[Asked]:
     return [group.asked for group in groups if group.asked is not None]
 
 
-def _make_buffer(memory: Slab) -> Callable[[int, int], Any]:
+def _make_buffer(memory: PinnedBuffer) -> Callable[[int, int], Any]:
     """Return a function that allocates rows in a batch's host memory."""
     return lambda rows, dim: memory.buffer(rows, dim).numpy()
 
@@ -144,7 +144,7 @@ class Leaving(NamedTuple):
     received: Any  # a mark: these are in host memory
 
 
-def send_gradients(context: Context, batch: Flight, gradients: Gradients) -> Leaving:
+def send_gradients(context: Context, batch: StepBatch, gradients: Gradients) -> Leaving:
     """Copy gradients to host memory for the owners of the rows; with a cache, exchange them at once."""
     if not gradients.parts:  # no rank has any
         return Leaving(gradients, None, None)
@@ -170,7 +170,7 @@ def send_gradients(context: Context, batch: Flight, gradients: Gradients) -> Lea
         return Leaving(None, outgoing, received)
     if gradients.check is not None:
         gradients.check.get()
-    context.staging.await_mark(received)
+    context.staging.await_event(received)
     summed = exchange_gradients(context, batch, outgoing)
     on_device = [
         [None if one is None else one.to(context.staging.device if group.cache is not None else "cpu") for one in mine]
@@ -179,7 +179,9 @@ def send_gradients(context: Context, batch: Flight, gradients: Gradients) -> Lea
     return Leaving(gradients._replace(grads=on_device), None, received)
 
 
-def exchange_gradients(context: Context, batch: Flight | SteppedBatch, outgoing: Outgoing) -> list[list[Tensor | None]]:
+def exchange_gradients(
+    context: Context, batch: StepBatch | SteppedBatch, outgoing: Outgoing
+) -> list[list[Tensor | None]]:
     """Give the owners of rows their gradients; return the sums for the rows here, in host memory.
 
     Where the gradients of some rows go first, only these are exchanged; `exchange_rest` must follow.
@@ -199,7 +201,7 @@ def exchange_rest(context: Context, batch: SteppedBatch) -> None:
 
 
 def _exchange(
-    context: Context, batch: Flight | SteppedBatch, outgoing: Outgoing, chosen: list[SelectedRows] | None
+    context: Context, batch: StepBatch | SteppedBatch, outgoing: Outgoing, chosen: list[SelectedRows] | None
 ) -> None:
     with context.timeline.span("exchange gradients", batch.number):
         asked = _get_asked([group.planned for group in batch.groups])

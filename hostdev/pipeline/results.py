@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hostdev.cache.planner import Plan
 from hostdev.core.timeline import Span
-from hostdev.device.pinned import Slab
+from hostdev.device.pinned import PinnedBuffer
 from hostdev.distributed.exchange import Asked, Incoming
 from hostdev.distributed.gradients import Parts, Rows, SelectedRows
 from hostdev.pipeline.row_ids import ConcatenatedIds, Ids, Positions
@@ -119,7 +119,7 @@ class LookedUpBatch(NamedTuple):
     inverses: list[Inverse]
     writes: ConcatenatedIds
     rows: FetchedRows
-    memory: Slab  # of the host, for its copies
+    memory: PinnedBuffer  # of the host, for its copies
     early: EarlyRows | None = None
 
 
@@ -132,7 +132,7 @@ class SentBatch(NamedTuple):
     groups: list[PlannedGroup]
     writes: ConcatenatedIds
     rows: FetchedRows
-    memory: Slab
+    memory: PinnedBuffer
     early: EarlyRows | None
     inverses: list[Tensor]  # by group, int32 [N] on the device
     device_ids: list[Tensor | None]  # by group, for tables on the device
@@ -173,7 +173,7 @@ class StepGroup(NamedTuple):
         return self.planned.places if asked is None else asked.places
 
 
-class Flight(NamedTuple):
+class StepBatch(NamedTuple):
     """In the step: the batch that the caller gets."""
 
     number: int
@@ -182,7 +182,7 @@ class Flight(NamedTuple):
     groups: list[StepGroup]
     tensors: list[Tensor]
     writes: ConcatenatedIds
-    memory: Slab
+    memory: PinnedBuffer
     outcomes: list[Any]  # `Outcome`s that are copied to the batch's memory; the step adds to them
     in_flight: InFlight
     begun: Any  # the device's clock at the step's begin
@@ -210,7 +210,7 @@ class SteppedBatch(NamedTuple):
     groups: list[StepGroup]
     stepped: list[list[bool]]  # by group, which tables take a step
     writes: ConcatenatedIds
-    memory: Slab
+    memory: PinnedBuffer
     outcomes: list[Any]
     check: Any  # an `Outcome` that decides whether the update happens
     received: Any  # a mark: all that the host receives is there

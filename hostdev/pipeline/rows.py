@@ -11,7 +11,7 @@ from hostdev.cache.planner import Plan
 from hostdev.cache.slots import DeviceSlots, Places
 from hostdev.core.memory import copied_bytes, row_bytes
 from hostdev.core.table_dtypes import TableStep
-from hostdev.device.pinned import Slab
+from hostdev.device.pinned import PinnedBuffer
 from hostdev.device.staging import Staging
 from hostdev.host.table import HostTable
 from hostdev.kernels.pool import Task, run_tasks
@@ -48,7 +48,7 @@ class BatchRows:
         embedding: Embedding,
         unique: int,
         staging: Staging,
-        memory: Slab,
+        memory: PinnedBuffer,
         plan: Plan | None = None,
         places: Places | None = None,
         mark: Any = None,
@@ -196,7 +196,7 @@ class BatchRows:
     def bring_back(self, evicted: npt.NDArray[Any]) -> None:
         """Write rows that left the cache to the host after an error before the update; `evicted` [E] are their ids."""
         values, mark = self._evicted
-        self._staging.await_mark(mark)
+        self._staging.await_event(mark)
         block, row_slots = (tensor.cpu().numpy() for tensor in values)
         self.embedding.cache_evict(self._table, evicted, block, row_slots)
 
@@ -241,7 +241,7 @@ class FetchedRows(NamedTuple):
             rows.clear()
 
 
-def make_rows(group: Group, unique: int, plan: Plan | None, staging: Staging, memory: Slab) -> list[BatchRows]:
+def make_rows(group: Group, unique: int, plan: Plan | None, staging: Staging, memory: PinnedBuffer) -> list[BatchRows]:
     """Return a batch's rows in each table of a group.
 
     Args:
@@ -266,7 +266,7 @@ def fetch_late(rows: Sequence[tuple[BatchRows, RowSubset]]) -> None:
 
 
 def receive_rows(
-    rows: Sequence[tuple[BatchRows, list[Tensor | None], RowSubset | None]], staging: Staging, memory: Slab
+    rows: Sequence[tuple[BatchRows, list[Tensor | None], RowSubset | None]], staging: Staging, memory: PinnedBuffer
 ) -> tuple[Any, Any]:
     """Copy the tensors that leave the device to the host.
 

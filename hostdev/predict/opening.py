@@ -11,7 +11,7 @@ from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.loading import values_of
 from hostdev.checkpoint.manifest import BrokenCheckpointError
 from hostdev.checkpoint.ranges import check_file
-from hostdev.checkpoint.state import DENSE, file_in
+from hostdev.checkpoint.state import DENSE, find_file
 from hostdev.core.errors import HostdevError, UserError, in_words
 from hostdev.data import manifest
 from hostdev.data.manifest import Manifest
@@ -77,11 +77,11 @@ def open_checkpoint(path: Path, which: str | None) -> Opened:
         values = values_of(found.chain)
         settings, dense = _settings(values["more"]["settings"]), values["dense"]["model"]
         layers = Layers(found.chain)
-        of_data = file_in(layers, f"data/{manifest.FILE_NAME}")
+        of_data = find_file(layers, f"data/{manifest.FILE_NAME}")
         if of_data is None:
             raise BrokenCheckpointError(f"{newest_one.path} is broken (it has no data/{manifest.FILE_NAME})")
         data = manifest.read(of_data.parent)
-        vocabulary = None if data.vocabulary is None else file_in(layers, f"data/{data.vocabulary}")
+        vocabulary = None if data.vocabulary is None else find_file(layers, f"data/{data.vocabulary}")
         if vocabulary is None and data.vocabulary is not None:
             raise BrokenCheckpointError(f"{newest_one.path} is broken (it has no data/{data.vocabulary})")
         encoding = Encoding(data, vocabulary)
@@ -100,7 +100,7 @@ def _chosen(path: Path, which: str | None) -> tuple[Found, str]:
         return found, "" if known is None or not known.stops_early else "the newest, as asked for"
     if known is None:
         raise UserError(f"{path} has no evaluation in its newest checkpoint, so that none is the best; take the newest")
-    chain = best.chain_in(found.chain[-1].path.parent, known)
+    chain = best.find_best_chain(found.chain[-1].path.parent, known)
     if chain is None:
         told = f"the best checkpoint, of step {known.step:,} after epoch {known.epoch}, is not in {path}"
         if which == "best":

@@ -18,7 +18,7 @@ from hostdev.core.errors import UserError
 from hostdev.data.batch import Batch
 from hostdev.data.preprocess.encoding import rows_of
 from hostdev.device import backend
-from hostdev.device.ops import ops_for
+from hostdev.device.ops import get_ops
 from hostdev.models import registry
 from hostdev.models.model import Model
 from hostdev.predict.opening import choose_model, open_checkpoint, reading
@@ -86,7 +86,7 @@ class Predictor:
             self._require_tables()
             if _encodes:
                 self.encoding.prepare()
-        self._ops = ops_for(torch.device("cpu"))
+        self._ops = get_ops(torch.device("cpu"))
 
     @cached_property
     def _unknown(self) -> UnknownValues:

@@ -14,7 +14,7 @@ import torch
 from hostdev.distributed.process_group import PeerLostError
 from hostdev.distributed.world import ALONE_WORLD
 from hostdev.pipeline.pipeline import Pipeline
-from hostdev.pipeline.results import Flight, Request
+from hostdev.pipeline.results import Request, StepBatch
 from hostdev.runtime.body import Body, BodyState
 from hostdev.runtime.body_batch import BodyBatch
 from hostdev.runtime.features import Table
@@ -293,12 +293,12 @@ class Loop(Generic[Item]):
             self._runtime.pipeline.abandon(self._batch.flight)
         self._batch.clear()
 
-    def _take(self, flight: Flight) -> None:
+    def _take(self, flight: StepBatch) -> None:
         self._batch.take(flight, self._trains)
 
-    def _take_next(self) -> Flight | None:
+    def _take_next(self) -> StepBatch | None:
         """Return the next step's batches; None after the last."""
-        found: Flight | None = self._pass.take()
+        found: StepBatch | None = self._pass.take()
         return found
 
     def _open(self) -> Any:
@@ -325,7 +325,7 @@ class PredictLoop(Loop[Item]):
     ) -> None:
         super().__init__(runtime, batches, reader, **options)
         self._counted = ExitStack()  # while it is one of the runtime's open loops
-        self._next: list[Flight | BaseException | None] = []  # what comes after the last batch, where that is known
+        self._next: list[StepBatch | BaseException | None] = []  # what comes after the last batch, where that is known
 
     def _open(self) -> Any:
         loops = self._runtime.loops
@@ -346,7 +346,7 @@ class PredictLoop(Loop[Item]):
         if self.is_finished:
             self.close()
 
-    def _take_next(self) -> Flight | None:
+    def _take_next(self) -> StepBatch | None:
         if not self._next:
             return super()._take_next()
         found = self._next.pop()
@@ -354,7 +354,7 @@ class PredictLoop(Loop[Item]):
             raise found
         return found
 
-    def _take(self, flight: Flight) -> None:
+    def _take(self, flight: StepBatch) -> None:
         super()._take(flight)
         if self._given + (1 if self._by_step else len(self._batch.micros)) == self._length:
             self._look_for_end()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hostdev.device.rows import FeatureUses, GroupUses
-from hostdev.pipeline.results import Flight
+from hostdev.pipeline.results import StepBatch
 from hostdev.runtime.features import Table
 from hostdev.runtime.finite import Flags
 from hostdev.runtime.reduction import Reduction
@@ -47,7 +47,7 @@ class BodyBatch:
 
     def clear(self) -> None:
         """Release everything."""
-        self.flight: Flight | None = None
+        self.flight: StepBatch | None = None
         self.micros: list[MicroBatch] = []
         self.leaves: list[list[RowParameter]] = []
         self.inverses: list[Tensor] = []
@@ -55,7 +55,7 @@ class BodyBatch:
         self.reduction: Reduction | None = None
         self._sent: list[Tensor] = []
 
-    def take(self, flight: Flight, trains: Callable[[Table], bool]) -> None:
+    def take(self, flight: StepBatch, trains: Callable[[Table], bool]) -> None:
         """Begin with a batch of the pipeline.
 
         Args:
@@ -123,7 +123,7 @@ class BodyBatch:
         self.rows.append(rows)
         return batch, rows
 
-    def _look_up(self, flight: Flight, micro: MicroBatch) -> tuple[list[GroupUses], dict[str, Value]]:
+    def _look_up(self, flight: StepBatch, micro: MicroBatch) -> tuple[list[GroupUses], dict[str, Value]]:
         """Return where a micro-batch uses the rows, and its rows by feature."""
         runtime, located = self._runtime, []
         for ids, binding in zip(micro.ids, runtime.bindings, strict=True):
@@ -136,7 +136,7 @@ class BodyBatch:
             shapes = [ids.shape for ids in micro.ids]
             return uses, values_of(runtime.bindings, features, self.leaves, uses, shapes)
 
-    def _get_uses(self, flight: Flight, group: int, micro: MicroBatch, located: list[Any]) -> GroupUses:
+    def _get_uses(self, flight: StepBatch, group: int, micro: MicroBatch, located: list[Any]) -> GroupUses:
         part, features, left = flight.groups[group], [], self.inverses[group]
         numbers = self._runtime.group_specs[group].features
         for number in numbers:

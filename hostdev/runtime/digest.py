@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from hostdev.core.digest import Column, StateDigest, pieces_of
-from hostdev.distributed.gather import rows_in_order
+from hostdev.distributed.gather import gather_in_order
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.world import ALONE_WORLD
 from hostdev.parallel.state import DenseState
@@ -54,7 +54,7 @@ def columns_of(table: _Table, ranks: Ranks | None = None) -> list[Column]:
     if ranks is not None:
         total = table.total_rows
         return [
-            Column(name, (total, rows.shape[1]), partial(rows_in_order, ranks.control, rows, total))
+            Column(name, (total, rows.shape[1]), partial(gather_in_order, ranks.control, rows, total))
             for name, rows in found
         ]
     return [Column(name, tuple(rows.shape), partial(pieces_of, rows, fetched)) for name, rows in found]

@@ -10,7 +10,7 @@ import torch
 
 from hostdev.core.errors import UserError
 from hostdev.core.ids import checked_ids
-from hostdev.core.memory import available_bytes, gib
+from hostdev.core.memory import available_bytes, format_bytes
 from hostdev.core.table_dtypes import BF16
 from hostdev.device.table import DeviceTable
 from hostdev.host.table import HostTable
@@ -55,8 +55,8 @@ class EMA:
         needed, free = table.rows * (8 * table.dim + 8), available_bytes()
         if needed > free:
             raise UserError(
-                f"table {table.name!r}: the average of its rows needs {gib(needed)} of host memory, but only "
-                f"{gib(free)} is free"
+                f"table {table.name!r}: the average of its rows needs {format_bytes(needed)} of host memory, but only "
+                f"{format_bytes(free)} is free"
             )
         self.table, self.decay = table, float(decay)
         self.steps = 0  # updates

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hostdev.core.errors import UserError
-from hostdev.core.ids import BeyondInt64Error, int64_of, padding_of
+from hostdev.core.ids import BeyondInt64Error, to_int64, wrap_padding
 from hostdev.device.table import DeviceTable
 from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.host.table import HostTable
@@ -156,7 +156,7 @@ def read_ids(name: str, feature: Feature, given: FeatureInput) -> FeatureIds:
         samples, pooled = len(lengths), feature.pooling is not None
         lengths = lengths if pooled else None
     flat = np.ascontiguousarray(values.reshape(-1))
-    padding = None if feature.padding is None else padding_of(feature.padding)
+    padding = None if feature.padding is None else wrap_padding(feature.padding)
     if padding is not None and (flat == padding).any():
         each = np.ones(len(flat), np.int32) if lengths is None else lengths
         flat, lengths, weights = drop_padding(flat, each, padding, weights)
@@ -207,7 +207,7 @@ def _integers(name: str, what: str, given: Any, padding: int | None = None) -> n
             raise TypeError(f"feature {name!r}: {what} must be integers, not a Tensor of {given.dtype}")
         given = given.cpu().numpy() if given.numel() else np.empty(given.shape, np.int64)
     try:
-        array = int64_of(given, padding)
+        array = to_int64(given, padding)
     except BeyondInt64Error as error:
         raise ValueError(f"feature {name!r}: {'an id' if what == 'ids' else what}: {error}") from None
     except ValueError as error:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hostdev.device.ops import ops_for
+from hostdev.device.ops import get_ops
 from hostdev.kernels.pool import Task, run_tasks
 from hostdev.kernels.unique import unique
 from hostdev.pipeline.results import Request
@@ -82,7 +82,7 @@ class _Group:
             inverse = self._inverse[start:stop]
         at = torch.from_numpy(inverse).to(self._device)
         offsets, weights = (None if one is None else one.to(self._device) for one in (ids.offsets, ids.weights))
-        ops = ops_for(self._device)
+        ops = get_ops(self._device)
         if offsets is None:
             return ops.gather(rows, at, weights, dtype)
         return ops.pool(rows, at, offsets, weights, mean, dtype)

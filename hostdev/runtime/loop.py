@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hostdev.core.signals import deferred
 from hostdev.distributed.dense import DenseExchange
-from hostdev.pipeline.results import Flight, Request
+from hostdev.pipeline.results import Request, StepBatch
 from hostdev.runtime import clipping, scaling
 from hostdev.runtime.batches import Loop, PredictLoop
 from hostdev.runtime.features import Table
@@ -106,7 +106,7 @@ class TrainLoop(Loop[Item]):
             requests = map(first.request, islice(requests, 1))
         return self._of_pass.enter_context(self._runtime.pipeline.train(requests, position=self._position, **self._how))
 
-    def _take_next(self) -> Flight | None:
+    def _take_next(self) -> StepBatch | None:
         if self.watcher.first is not None and self._position:  # that one was alone, and has been updated
             self._of_pass.close()
             self._pass = self._open_pass()
@@ -141,7 +141,7 @@ class TrainLoop(Loop[Item]):
     def _trains(self, table: Table) -> bool:
         return not self._runtime.settings.is_frozen(table)
 
-    def _take(self, flight: Flight) -> None:
+    def _take(self, flight: StepBatch) -> None:
         super()._take(flight)
         runtime, batch = self._runtime, self._batch
         if self._micro_batches > 1 or runtime.ranks is not None:
@@ -235,7 +235,7 @@ class TrainLoop(Loop[Item]):
         """Return whether the body has read that the step failed: the error is not raised again."""
         return any(rows.guarded is not None and rows.guarded[1].has_raised for rows in self._batch.rows)
 
-    def _keep_pending(self, flight: Flight) -> None:
+    def _keep_pending(self, flight: StepBatch) -> None:
         """Let gradients without a step count in the next one, as those of the dense side do."""
         batch, watcher = self._batch, self.watcher
         steps, carried = watcher.steps, self._runtime.loops.carried

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from hostdev.device.rows import GroupUses
 from hostdev.kernels.pool import run_tasks
-from hostdev.pipeline.results import Flight, Gradients, Request
+from hostdev.pipeline.results import Gradients, Request, StepBatch
 from hostdev.runtime import scaling
 from hostdev.runtime.finite import Flags, NonFiniteError
 from hostdev.runtime.row_parameter import RowParameter
@@ -136,7 +136,7 @@ class Pending:
 
 
 def gradients_left(
-    flight: Flight,
+    flight: StepBatch,
     leaves: Sequence[Sequence[RowParameter]],
     uses: Sequence[Sequence[GroupUses]],
     more: Sequence[Tensor] | None,

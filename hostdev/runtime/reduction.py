@@ -9,7 +9,7 @@ from torch import Tensor
 from hostdev.core.micro_batches import Node, TreeSum
 from hostdev.distributed.dense import DenseExchange, DenseGradients, Grads, add_lists
 from hostdev.distributed.process_group import Channel, Ranks
-from hostdev.pipeline.results import Flight
+from hostdev.pipeline.results import StepBatch
 from hostdev.runtime import alike
 from hostdev.runtime.finite import Flags
 from hostdev.runtime.row_parameter import RowParameter
@@ -36,7 +36,7 @@ class Reduction:
         flags: Flags,
         ranks: Ranks | None,
         dense: DenseExchange,
-        flight: Flight,
+        flight: StepBatch,
         losses: Sequence[Tensor],
         steps: Channel | None = None,
     ) -> None:

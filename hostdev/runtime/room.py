@@ -11,7 +11,7 @@ import numpy as np
 from hostdev.cache.options import POLICIES, rows_of
 from hostdev.cache.planner import MOST_ROWS, planner_bytes
 from hostdev.core.errors import UserError
-from hostdev.core.memory import TableShape, available_bytes, gib, row_bytes
+from hostdev.core.memory import TableShape, available_bytes, format_bytes, row_bytes
 from hostdev.runtime.spec import CacheSpec
 
 _USE_BYTES = 24  # its id, its unique id, and the position of that
@@ -83,11 +83,11 @@ def require(parts: Mapping[str, int], free: int) -> None:
     needed = sum(parts.values())
     if needed > free:
         raise UserError(
-            f"not enough host memory: {in_words(parts)}: {needed} bytes ({gib(needed)}), but {free} bytes "
-            f"({gib(free)}) are free; use fewer rows, a smaller dimension or a smaller cache"
+            f"not enough host memory: {in_words(parts)}: {needed} bytes ({format_bytes(needed)}), but {free} bytes "
+            f"({format_bytes(free)}) are free; use fewer rows, a smaller dimension or a smaller cache"
         )
 
 
 def in_words(parts: Mapping[str, int]) -> str:
     """Return each part with its size, as text."""
-    return ", ".join(f"{name} {gib(size)}" for name, size in parts.items())
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())

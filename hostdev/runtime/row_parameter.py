@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hostdev.device.pinned import Slab
+from hostdev.device.pinned import PinnedBuffer
 from hostdev.device.staging import Staging
 from hostdev.runtime.features import Table
 
@@ -23,7 +23,7 @@ class RowOrder:
         memory: Of the batch, from which they are sent.
     """
 
-    def __init__(self, places: npt.NDArray[np.int32], staging: Staging, memory: Slab) -> None:
+    def __init__(self, places: npt.NDArray[np.int32], staging: Staging, memory: PinnedBuffer) -> None:
         self._places, self._staging, self._memory = places, staging, memory
         self._there: Tensor | None = None
 

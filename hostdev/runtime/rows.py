@@ -10,7 +10,7 @@ from torch import Tensor
 from hostdev.device.rows import GroupUses, pull
 from hostdev.device.staging import Staging
 from hostdev.pipeline.outcome import Outcome
-from hostdev.pipeline.results import Flight
+from hostdev.pipeline.results import StepBatch
 from hostdev.runtime.features import FeatureBinding
 from hostdev.runtime.finite import Flags
 from hostdev.runtime.reduction import Reduction
@@ -98,7 +98,7 @@ class Rows(FeatureRows):
 
     def __init__(
         self,
-        flight: Flight,
+        flight: StepBatch,
         uses: Sequence[GroupUses],
         leaves: Sequence[Sequence[RowParameter]],
         values: Mapping[str, Value],
@@ -201,7 +201,7 @@ class Rows(FeatureRows):
         for uses, group in zip(self._uses, self._leaves, strict=True):
             for leaf in group:
                 if leaf.table.name == table:
-                    own = uses.first_uses() if self._has_others else None
+                    own = uses.get_first_occurrences() if self._has_others else None
                     if table not in self._unique:  # one node of the graph: its gradients add up as without a cache
                         self._unique[table] = leaf.in_ids() if own is None else leaf.select(own)
                     counts = uses.counts()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hostdev.checkpoint.fitting import fit_tables
 from hostdev.checkpoint.folder import Chain, Found
-from hostdev.checkpoint.loading import load_tables, newest_whole, require_tables, values_of, verify_others
+from hostdev.checkpoint.loading import find_newest_valid, load_tables, require_tables, values_of, verify_others
 from hostdev.checkpoint.manager import CheckpointManager
 from hostdev.checkpoint.tree import to_tree
 from hostdev.checkpoint.writer import AsyncWriter, Content
@@ -40,7 +40,7 @@ def _load_unverified(path: Path, tables: dict[str, Any]) -> Found:
 
     before = {name: (table.optimizer.lr, table.seed) for name, table in tables.items()}
     try:
-        return newest_whole(path, load)
+        return find_newest_valid(path, load)
     except BaseException:  # Ctrl-C, too
         for name, table in tables.items():
             table.optimizer.lr, table.seed = before[name]
@@ -94,7 +94,7 @@ class RuntimeCheckpoints:
         if self._runtime.ranks is None and all(getattr(table, "untouched", False) for table in tables.values()):
             found = _load_unverified(path, tables)
         else:  # the tables keep their rows unless a checkpoint is valid; all ranks choose the same one
-            found = newest_whole(path)
+            found = find_newest_valid(path)
             require_tables(found.chain, tables)
             _require_extra(found.chain)
             load_tables(found.chain, tables)
@@ -115,7 +115,7 @@ class RuntimeCheckpoints:
 
     def _load_shared(self, path: Path, tables: dict[str, Any]) -> Any:
         """Load the rows that a checkpoint has for these tables; the next checkpoint is full."""
-        found = newest_whole(path)
+        found = find_newest_valid(path)
         fit = fit_tables(found.chain, tables)
         _require_extra(found.chain)
         load_tables(found.chain, {name: tables[name] for name in fit.taken})

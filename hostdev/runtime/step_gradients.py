@@ -4,7 +4,7 @@ from typing import Any
 
 from hostdev.device.staging import Staging
 from hostdev.pipeline.outcome import Outcome
-from hostdev.pipeline.results import Flight, Gradients
+from hostdev.pipeline.results import Gradients, StepBatch
 from hostdev.runtime.body_batch import BodyBatch
 from hostdev.runtime.finite import Flags, NonFiniteError
 from hostdev.runtime.watcher import TrainWatcher
@@ -46,7 +46,7 @@ def make_gradients(batch: BodyBatch, watcher: TrainWatcher, flags: Flags, stagin
     return Gradients(grads, *guarded)
 
 
-def _make_outcome(batch: BodyBatch, flight: Flight, flags: Flags, staging: Staging) -> Outcome:
+def _make_outcome(batch: BodyBatch, flight: StepBatch, flags: Flags, staging: Staging) -> Outcome:
     """Return the outcome that raises an error on the host where the gradients are not finite."""
     step, names = flight.position, ", ".join(repr(leaf.table.name) for leaf in batch.all_leaves)
 

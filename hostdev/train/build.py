@@ -13,7 +13,7 @@ import torch
 from hostdev.cache.planner import warm_up as warm_up_planner
 from hostdev.core.errors import UserError
 from hostdev.core.memory import available_bytes
-from hostdev.core.optimizers import optimizer_of
+from hostdev.core.optimizers import build_optimizer
 from hostdev.core.progress import bar
 from hostdev.core.table_dtypes import FP32
 from hostdev.data import manifest
@@ -21,7 +21,7 @@ from hostdev.data.batch import Batch
 from hostdev.data.manifest import Manifest, read_counts
 from hostdev.data.schema import Schema
 from hostdev.data.shards import ShardReader
-from hostdev.distributed.mesh import SCHEDULES, mesh_of
+from hostdev.distributed.mesh import SCHEDULES, parse_mesh
 from hostdev.host.warm_up import warm_up, warm_up_feature
 from hostdev.kernels.counter import key64
 from hostdev.models import registry
@@ -29,7 +29,7 @@ from hostdev.models.model import Model
 from hostdev.parallel.layout import Layout, resolve_layout
 from hostdev.parallel.pieces import cut, get_pieces
 from hostdev.parallel.plan import matched
-from hostdev.parallel.plan_text import plan_of
+from hostdev.parallel.plan_text import parse_plan
 from hostdev.runtime.features import read_ids
 from hostdev.runtime.room import require
 from hostdev.runtime.spec import Bag, CacheSpec, TableSpec
@@ -49,7 +49,7 @@ def model_of(settings: TrainConfig, schema: Schema) -> Model:
     """Return the model that the options name, for data with this schema; UserError where they do not go together."""
     optimizer = None
     if settings.table_optimizer is not None:
-        optimizer = optimizer_of(settings.table_optimizer, settings.table_lr)
+        optimizer = build_optimizer(settings.table_optimizer, settings.table_lr)
     dim = settings.emb_dim or registry.default_dim(settings.model)
     model = registry.make(settings.model, schema, dim, seed=settings.seed, optimizer=optimizer)
     if settings.table_lr is not None and optimizer is None:
@@ -66,12 +66,12 @@ def model_of(settings: TrainConfig, schema: Schema) -> Model:
 def layout_of(settings: TrainConfig) -> Layout:
     """Return how the options cut the model into stages and slices."""
     begins = None if settings.stage_cut is None else settings.stage_cut.split(",")
-    return Layout(settings.schedule or SCHEDULES[0], begins, plan_of(settings.plan) if settings.plan else ())
+    return Layout(settings.schedule or SCHEDULES[0], begins, parse_plan(settings.plan) if settings.plan else ())
 
 
 def require_layout(settings: TrainConfig, data: Path) -> None:
     """UserError where the options do not fit the model's layers; before any process waits for another."""
-    mesh = None if settings.mesh is None else mesh_of(settings.mesh)
+    mesh = None if settings.mesh is None else parse_mesh(settings.mesh)
     is_open = mesh is None and settings.parallel == "auto"
     if not is_open and (mesh is None or mesh.pipe == mesh.model == 1):
         return

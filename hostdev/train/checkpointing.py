@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hostdev.checkpoint.folder import FOLDER, Chain, Checkpoint, Found, chain_of, is_checkpoint, is_on_disk, names_in
-from hostdev.checkpoint.loading import newest_whole, values_of, verify, verify_others
+from hostdev.checkpoint.folder import FOLDER, Chain, Checkpoint, Found, is_checkpoint, is_on_disk, names_in, read_chain
+from hostdev.checkpoint.loading import find_newest_valid, values_of, verify, verify_others
 from hostdev.checkpoint.manager import CheckpointManager
 from hostdev.checkpoint.writer import AsyncWriter
 from hostdev.core.errors import HostdevError, UserError, in_words
@@ -126,7 +126,7 @@ def find(settings: TrainConfig, data: Manifest, check: Callable[[Chain], None] =
     elif not is_checkpoint(path) and not names_in(path):
         _require_unfinished(settings, data)
         return None, f"resume   there is no checkpoint in {path} yet: from the start"
-    found = newest_whole(path, check)
+    found = find_newest_valid(path, check)
     start = _make_start(settings, data, found.chain)
     return start, _describe_start(found, start)
 
@@ -171,7 +171,7 @@ def begin(settings: TrainConfig, data: Manifest, start: Start | None, load: Call
             begun = _make_start(settings, data, chain)
         load(begun)
 
-    found = newest_whole(_get_search_path(settings), check)
+    found = find_newest_valid(_get_search_path(settings), check)
     if begun.path != start.path:
         print(_describe_start(found, begun), flush=True)
     return begun
@@ -182,7 +182,7 @@ def find_together(settings: TrainConfig, data: Manifest, ranks: Ranks) -> tuple[
     start, line = find(settings, data) if ranks.rank == 0 else (None, "")
     told = ranks.control.share([None if start is None else str(start.path.resolve()), line])[0]
     if ranks.rank and told[0] is not None:
-        chain = chain_of(Path(told[0]))
+        chain = read_chain(Path(told[0]))
         start = Start(chain, values_of(chain)["more"])
     return start, told[1]
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from hostdev.cache.options import AUTO, MOST_WINDOW, POLICIES, WINDOW, rows_of
 from hostdev.core.errors import UserError
-from hostdev.core.memory import gib, parse_bytes
+from hostdev.core.memory import format_bytes, parse_bytes
 from hostdev.core.micro_batches import EXCHANGES
 from hostdev.core.optimizers import OPTIMIZERS
 from hostdev.core.table_dtypes import BF16, FP32
 from hostdev.data import folder
-from hostdev.distributed.mesh import SCHEDULES, mesh_of
-from hostdev.parallel.plan_text import plan_of
+from hostdev.distributed.mesh import SCHEDULES, parse_mesh
+from hostdev.parallel.plan_text import parse_plan
 
 REFERENCE_BATCH_SIZE = 16_000
 MOST_DEPTH = 64  # more ahead than that helps nobody
@@ -248,13 +248,13 @@ class TrainConfig:
         if self.dist_timeout is not None and not (math.isfinite(self.dist_timeout) and self.dist_timeout > 0):
             raise UserError(f"--dist-timeout must be a number above 0, not {self.dist_timeout}")
         is_open = self.parallel in ("semi", "auto") and self.mesh is None
-        if not is_open and (self.mesh is None or mesh_of(self.mesh).pipe == 1):
+        if not is_open and (self.mesh is None or parse_mesh(self.mesh).pipe == 1):
             for name in ("schedule", "stage_cut"):
                 if getattr(self, name) is not None:
                     raise UserError(f"{_option(name)} has no effect without --mesh pipe=N; leave it out")
         if self.plan is not None:
-            plan_of(self.plan)  # says what is wrong
-            if not is_open and (self.mesh is None or mesh_of(self.mesh).model == 1):
+            parse_plan(self.plan)  # says what is wrong
+            if not is_open and (self.mesh is None or parse_mesh(self.mesh).model == 1):
                 raise UserError("--plan has no effect without --mesh model=N; leave it out")
         if self.gradients is not None and self.micro_batches == 1:
             raise UserError(f"--gradients {self.gradients} has no effect without --micro-batches; leave it out")
@@ -266,7 +266,9 @@ class TrainConfig:
             missing = "a --pipeline-depth above 0" if self.host_device_mix else "--host-device-mix"
             raise UserError(f"--staleness {self.staleness} has no effect without {missing}; leave it out")
         if 0 < self.ops_log_bytes < LEAST_OPS_LOG:
-            raise UserError(f"--ops-log must be at least {gib(LEAST_OPS_LOG)}, or 0 for none, not {self.ops_log}")
+            raise UserError(
+                f"--ops-log must be at least {format_bytes(LEAST_OPS_LOG)}, or 0 for none, not {self.ops_log}"
+            )
         self._check_cache()
         self._check_checkpoints()
 

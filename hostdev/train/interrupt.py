@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
-from hostdev.core.errors import tell_at_once
+from hostdev.core.errors import write_stderr
 from hostdev.core.streams import silence, terminals
 
 DEADLINE_SECONDS = 1.2
@@ -96,6 +96,6 @@ class GracefulStop:
         try:
             told = self._on_deadline()
             clear = "\r\x1b[K" if os.isatty(2) else ""  # of the progress bar that the main thread cannot take away
-            tell_at_once(f"{clear}{told}")
+            write_stderr(f"{clear}{told}")
         finally:
             os._exit(128 + number[0])

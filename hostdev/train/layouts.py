@@ -13,10 +13,10 @@ from hostdev.data import manifest
 from hostdev.data.manifest import Manifest
 from hostdev.data.shards import ShardReader
 from hostdev.device.backend import describe, select
-from hostdev.distributed.mesh import mesh_of
+from hostdev.distributed.mesh import parse_mesh
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.session import join
-from hostdev.distributed.start import start_here, wait_for
+from hostdev.distributed.start import start_processes, wait_for
 from hostdev.parallel.auto import choose
 from hostdev.train.build import device_of, layout_of, model_of, require_layout, seed_torch
 from hostdev.train.config import TrainConfig
@@ -26,7 +26,7 @@ from hostdev.train.staged import inputs_like
 def meshed(settings: TrainConfig, ranks: int) -> TrainConfig:
     """Return the settings with the mesh that --parallel means; UserError where it contradicts the others."""
     how = settings.parallel
-    mesh = None if settings.mesh is None else mesh_of(settings.mesh)
+    mesh = None if settings.mesh is None else parse_mesh(settings.mesh)
     if how is None:
         return settings
     if how == "none":
@@ -55,7 +55,7 @@ def laid_out(settings: TrainConfig, data: Path, found: Manifest, ranks: Ranks) -
     chosen = choose(
         model, partial(inputs_like, model, sample, autocast), ranks, samples=settings.batch_size,
         micro_batches=settings.micro_batches, given=layout_of(settings),
-        mesh=None if settings.mesh is None else mesh_of(settings.mesh),
+        mesh=None if settings.mesh is None else parse_mesh(settings.mesh),
         device=device_of(settings.device, tf32=settings.tf32), autocast=autocast, looked_up=True,
     )  # fmt: skip
     ranks.mesh = chosen.mesh
@@ -68,7 +68,7 @@ def advise_alone(settings: TrainConfig, processes: int) -> int:
     """Start so many processes of this command on this host; return the exit code. UserError for wrong options."""
     require_layout(settings, _data(settings))
     command = [sys.executable, "-m", "hostdev.advise", *sys.argv[1:]]
-    return wait_for(start_here(processes, command))
+    return wait_for(start_processes(processes, command))
 
 
 def advise_together(settings: TrainConfig) -> None:

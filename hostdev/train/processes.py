@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from hostdev.cache.options import AUTO
-from hostdev.core.errors import HostdevError, UserError, in_words, tell_at_once
+from hostdev.core.errors import HostdevError, UserError, in_words, write_stderr
 from hostdev.core.memory import share_memory
 from hostdev.data import manifest
 from hostdev.distributed.agreement import shown
-from hostdev.distributed.mesh import Mesh, mesh_of
+from hostdev.distributed.mesh import Mesh, parse_mesh
 from hostdev.distributed.monitor import run_within
-from hostdev.distributed.process_group import MEETING, TIMEOUT, Ranks
+from hostdev.distributed.process_group import RENDEZVOUS_SECONDS, TIMEOUT, Ranks
 from hostdev.distributed.rank_environment import RankEnvironment, find_rank_environment
-from hostdev.distributed.session import leave_together, share_host
-from hostdev.distributed.start import start_here, wait_for
+from hostdev.distributed.session import leave_together, take_host_share
+from hostdev.distributed.start import start_processes, wait_for
 from hostdev.models import registry
 from hostdev.train.config import TrainConfig, to_flags
 from hostdev.train.interrupt import Interrupted
@@ -88,9 +88,9 @@ class Company:
             place,
             self._fault,
             timeout=settings.dist_timeout or TIMEOUT,
-            meeting=min(settings.dist_timeout or MEETING, MEETING),
+            meeting=min(settings.dist_timeout or RENDEZVOUS_SECONDS, RENDEZVOUS_SECONDS),
             backend=settings.dist_backend,
-            mesh=mesh_of(settings.mesh) if settings.mesh is not None else None,
+            mesh=parse_mesh(settings.mesh) if settings.mesh is not None else None,
             values=alike(settings, place.ranks),
         )
         self._answer = self.ranks.monitor.answer
@@ -115,7 +115,7 @@ class Company:
             _BOOKS_SECONDS, self.on_fault
         )  # a thread that has its locks may wait for a device that does not answer
         if self._place.rank == (0 if rank else 1):  # one of all tells the user
-            tell_at_once(f"hostdev.train: error: rank {rank} of {self._place.ranks}: {why}")
+            write_stderr(f"hostdev.train: error: rank {rank} of {self._place.ranks}: {why}")
         else:
             self.output.write(f"rank {rank} of {self._place.ranks}: {why}\n")
         self._answer()
@@ -140,7 +140,7 @@ def alike(settings: TrainConfig, ranks: int) -> dict[str, Any]:
 
     Options that concern one process alone may differ, and so may folders, of which each host may have its own.
     """
-    mesh = mesh_of(settings.mesh) if settings.mesh is not None else Mesh(data=ranks)
+    mesh = parse_mesh(settings.mesh) if settings.mesh is not None else Mesh(data=ranks)
     given = resolved(settings, mesh.data).resolved()
     found: dict[str, Any] = {"the data set": None if settings.data is None else _identity(settings.data)}
     found |= {f"--{name.replace('_', '-')}": value for name, value in given.as_json().items() if name not in _OWN}
@@ -196,7 +196,7 @@ def joined(settings: TrainConfig, require: Callable[[TrainConfig], object]) -> I
         if place.rank:
             raise SystemExit(2) from None  # rank 0 says it
         raise
-    share_host(place)
+    take_host_share(place)
     try:
         company = Company(place, settings)
     except BaseException:
@@ -212,7 +212,7 @@ def require_shares(settings: TrainConfig, ranks: int) -> None:
         raise UserError(f"{ranks} processes share the tables in host memory; give --host-device-mix")
     if settings.mesh is None and settings.parallel == "auto":  # it will be one that fits
         return
-    mesh = Mesh(data=ranks) if settings.mesh is None else mesh_of(settings.mesh)
+    mesh = Mesh(data=ranks) if settings.mesh is None else parse_mesh(settings.mesh)
     if mesh.size != ranks:
         raise UserError(
             f"--mesh {settings.mesh} is of {mesh.size} processes, and {ranks} were started; the sizes of its axes "
@@ -259,4 +259,4 @@ def spawn(settings: TrainConfig) -> int:
         raise UserError("--spawn starts processes, but a launcher has started this one as one of several; leave it out")
     require_shares(meshed(settings, settings.spawn), settings.spawn)
     command = [sys.executable, "-m", "hostdev.train", *to_flags(replace(settings, spawn=None))]
-    return wait_for(start_here(settings.spawn, command))
+    return wait_for(start_processes(settings.spawn, command))

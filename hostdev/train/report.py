@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from hostdev.cache.cache import EmbeddingCache
-from hostdev.core.memory import TableShape, gib
+from hostdev.core.memory import TableShape, format_bytes
 from hostdev.core.table_dtypes import FP32
 from hostdev.kernels.numa import in_words
 from hostdev.train.quality import Point, Quality
@@ -56,7 +56,7 @@ def tables_line(tables: Iterable[Any], *, on_host: bool = True) -> str:
         for table in shapes
     )
     each = [f"{table.name} {_rows(table):,} x {table.dim} ({kind(table)})" for table in shapes]
-    return f"{', '.join(each)}: {gib(size)}"
+    return f"{', '.join(each)}: {format_bytes(size)}"
 
 
 def kind(table: Any) -> str:
@@ -74,7 +74,10 @@ def _rows(table: Any) -> int:
 def _cache_line(cache: EmbeddingCache) -> str:
     ahead = f", {cache.window} batches ahead" if cache.window else ""
     policy = cache.planner.policy
-    return f"cache    {cache.capacity:,} rows of each table, {gib(cache.nbytes)} on {cache.device}: {policy}{ahead}"
+    return (
+        f"cache    {cache.capacity:,} rows of each table, {format_bytes(cache.nbytes)} on {cache.device}: "
+        f"{policy}{ahead}"
+    )
 
 
 def evaluation_line(point: Point) -> str:
@@ -122,7 +125,7 @@ def summary_lines(
         *(f"cache          {name}: {_cache(one)}" for name, one in summary.get("caches", {}).items()),
         *([f"processes      {_ranks(summary['ranks'], summary['steps'])}"] if "ranks" in summary else []),
         *([f"checkpoints    {_checkpoints(summary['checkpoints'])}"] if "checkpoints" in summary else []),
-        f"peak memory    {gib(summary['peak_rss_bytes'])}",
+        f"peak memory    {format_bytes(summary['peak_rss_bytes'])}",
         f"state_sha256   {summary['state_sha256']}",
         f"files          {run_dir}/: {', '.join(files)}{f'; {trace}' if trace is not None else ''}",
         *([f"               {_dropped(summary['ops_log'])}"] if "ops_log" in summary else []),
@@ -165,7 +168,7 @@ def _cache(cache: dict[str, Any]) -> str:
     return (
         f"{cache['rows']:,} rows, {cache['policy']}: {cache['hit_rate']:.2%} of uses hit; "
         f"a step admits {cache['admitted'] // steps:,} rows, evicts {cache['evicted'] // steps:,}, passes "
-        f"{cache['bypassed'] // steps:,} and moves {gib(moved)}{time}"
+        f"{cache['bypassed'] // steps:,} and moves {format_bytes(moved)}{time}"
     )
 
 
@@ -174,11 +177,11 @@ def _ranks(ranks: dict[str, Any], steps: int) -> str:
     sent = ranks["sent_bytes"]
     rows, least, dense = (sent[name] / max(1, steps) for name in ("rows", "least", "dense"))
     more = f", {rows / least - 1:.1%} more than the least possible" if least else ""
-    what = [f"{gib(round(rows))} for rows{more}"]
+    what = [f"{format_bytes(round(rows))} for rows{more}"]
     if "parts" in sent:
-        what.append(f"{gib(round(sent['parts'] / max(1, steps)))} between parts of the network")
+        what.append(f"{format_bytes(round(sent['parts'] / max(1, steps)))} between parts of the network")
     if dense:
-        what.append(f"{gib(round(dense))} for the dense layers' gradients by {ranks['backend']}")
+        what.append(f"{format_bytes(round(dense))} for the dense layers' gradients by {ranks['backend']}")
     told = " and ".join([", ".join(what[:-1]), what[-1]]) if len(what) > 2 else ", and ".join(what)
     return (
         f"{ranks['size']}{f' ({mesh})' if (mesh := ranks['mesh']) else ''}; "
@@ -197,7 +200,8 @@ def _checkpoints(saved: dict[str, Any]) -> str:
 
 def _dropped(log: dict[str, int]) -> str:
     return (
-        f"{OPS_LOG} is without its first {gib(log['dropped_bytes'])}: --ops-log lets it have {gib(log['limit_bytes'])}"
+        f"{OPS_LOG} is without its first {format_bytes(log['dropped_bytes'])}: --ops-log lets it have "
+        f"{format_bytes(log['limit_bytes'])}"
     )
 
 

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_map
 
 from hostdev.checkpoint.manager import SAVING_BYTES
 from hostdev.core.errors import UserError
-from hostdev.core.memory import available_bytes, copied_bytes, gib, pinned_size, require_table, row_bytes
+from hostdev.core.memory import available_bytes, copied_bytes, format_bytes, pinned_size, require_table, row_bytes
 from hostdev.core.table_dtypes import FP32
 from hostdev.data.batch import Batch
 from hostdev.device.backend import free_bytes, is_accelerator
@@ -31,7 +31,10 @@ class Room(NamedTuple):
         """Return both as text; empty where nothing is kept."""
         if not self.parts:
             return ""
-        return f"{gib(sum(self.parts.values()))} of the host's {gib(self.free)} free: {room.in_words(self.parts)}"
+        return (
+            f"{format_bytes(sum(self.parts.values()))} of the host's {format_bytes(self.free)} free: "
+            f"{room.in_words(self.parts)}"
+        )
 
 
 def kept_on_host(
@@ -82,8 +85,9 @@ def require_copies(tables: Mapping[str, TableSpec], uses: int, batches: int, fre
     needed = batches * pinned_size(each)
     if needed > free:
         raise UserError(
-            f"the copies of {batches} batches need up to {gib(needed)} of pinned host memory, but beside the tables "
-            f"{gib(free)} are free; use a smaller --batch-size or --pipeline-depth"
+            f"the copies of {batches} batches need up to {format_bytes(needed)} of pinned host "
+            f"memory, but beside the tables "
+            f"{format_bytes(free)} are free; use a smaller --batch-size or --pipeline-depth"
         )
 
 

@@ -24,7 +24,7 @@ from hostdev.core.timeline import Timeline
 from hostdev.data import manifest
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
-from hostdev.device.clock import clock_for
+from hostdev.device.clock import make_clock
 from hostdev.distributed.process_group import STOP
 from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.kernels.pool import set_host_threads
@@ -84,7 +84,7 @@ class Run:
         self.files = run_dir(settings, company)
         self.timeline = Timeline()
         self.trace: Path | None = None
-        self.clock = clock_for(self.device)
+        self.clock = make_clock(self.device)
         self.log = OpLog(clocks={"DEVICE": self.clock})
         try:
             if trace is not None:

@@ -154,7 +154,7 @@ def _locked(path: Path) -> IO[str]:
     while True:
         file = (path / LOSS_LOG).open("a")
         state = locks.lock_state(file.fileno())
-        if state == "none" or (state == "locked" and locks.is_still(path / LOSS_LOG, file)):
+        if state == "none" or (state == "locked" and locks.is_same_file(path / LOSS_LOG, file)):
             return file
         file.close()
         if state == "held":

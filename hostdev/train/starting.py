@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hostdev.checkpoint.fitting import fit_tables, load_fitting
-from hostdev.checkpoint.folder import Chain, chain_of
+from hostdev.checkpoint.fitting import fit_tables, load_shared
+from hostdev.checkpoint.folder import Chain, read_chain
 from hostdev.checkpoint.layers import Layers
-from hostdev.checkpoint.loading import newest_whole, values_of
-from hostdev.checkpoint.state import file_in
+from hostdev.checkpoint.loading import find_newest_valid, values_of
+from hostdev.checkpoint.state import find_file
 from hostdev.core.errors import UserError
 from hostdev.data import manifest
 from hostdev.data.manifest import FILE_NAME, Manifest
@@ -43,7 +43,7 @@ def find(settings: TrainConfig, root: Path, data: Manifest) -> Origin:
     assert settings.start_from is not None
     if not settings.start_from.exists():
         raise UserError(f"--start-from {settings.start_from}: there is no such checkpoint")
-    found = newest_whole(settings.start_from)
+    found = find_newest_valid(settings.start_from)
     origin = Origin(found.chain, [f"start    {line}" for line in found.notes()])
     more = _values(origin).get("more")
     if isinstance(more, dict) and more["settings"]["model"] != settings.model:
@@ -52,7 +52,7 @@ def find(settings: TrainConfig, root: Path, data: Manifest) -> Origin:
             "the same"
         )
     layers = Layers(origin.chain)
-    file = file_in(layers, f"data/{FILE_NAME}")
+    file = find_file(layers, f"data/{FILE_NAME}")
     if file is None:
         origin.notes.append(f"start    {origin.path} has no data set's vocabulary: that its rows are of the same ids "
                             "as the data's is not checked")  # fmt: skip
@@ -65,7 +65,7 @@ def find_together(settings: TrainConfig, root: Path, data: Manifest, ranks: Rank
     """Do `find` as several processes: the first looks; all begin with the same checkpoint."""
     origin = find(settings, root, data) if ranks.rank == 0 else None
     told = ranks.control.share(None if origin is None else [str(origin.path.resolve()), origin.notes])[0]
-    return origin or Origin(chain_of(Path(told[0])), told[1])
+    return origin or Origin(read_chain(Path(told[0])), told[1])
 
 
 def load(origin: Origin, trainer: Trainer) -> list[str]:
@@ -85,7 +85,7 @@ def load(origin: Origin, trainer: Trainer) -> list[str]:
         layers = "dense layers and their optimizer's state are taken"
     else:
         layers = "dense layers have their initial values: the checkpoint has none of this command"
-    load_fitting(chain, trainer.tables, fit)
+    load_shared(chain, trainer.tables, fit)
     step = chain[-1].manifest.step
     return [
         *origin.notes,

@@ -21,7 +21,7 @@ from hostdev.core.micro_batches import EXCHANGES, cut
 from hostdev.core.primitive import OpLog, Primitive
 from hostdev.core.timeline import Timeline
 from hostdev.data.batch import Batch
-from hostdev.device.backend import is_accelerator, seed_draws
+from hostdev.device.backend import is_accelerator, seed_generators
 from hostdev.device.table import DeviceTable
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.world import ALONE_WORLD
@@ -33,8 +33,8 @@ from hostdev.models.model import Model
 from hostdev.models.wide_deep.loss import deep_l2, wide_loss
 from hostdev.parallel.averages import Averages, require_own_averages
 from hostdev.parallel.layout import Layout
-from hostdev.parallel.parts import begin_alike
-from hostdev.parallel.state import DenseState, state_of
+from hostdev.parallel.parts import broadcast_parameters
+from hostdev.parallel.state import DenseState, get_dense_state
 from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.pipeline.outcome import Outcome
 from hostdev.runtime.digest import names_in_checkpoint, state_sha256
@@ -170,7 +170,7 @@ class Trainer:
             self._averages = Averages([], None)
             self._parameters = self._staged.parameters or [torch.nn.Parameter(torch.zeros(0, device=device))]
         else:
-            begin_alike(model, world)
+            broadcast_parameters(model, world)
             self._parameters = list(model.to(self.runtime.device).parameters())
             # with whole batches the layers themselves move theirs
             self._averages = Averages([model] if micro_batches > 1 else [], world.channel())
@@ -338,7 +338,7 @@ class Trainer:
         if self._micro_batches > 1:
             step = self._parts_begun // self._parts_here
             number = step * self._micro_batches + self._first_part + part
-            seed_draws(self._device, key64(self._seed, "micro-batch", number) >> 1)
+            seed_generators(self._device, key64(self._seed, "micro-batch", number) >> 1)
 
     def objective(
         self, rows: Rows, dense: Tensor, label: Tensor, weight: float | None
@@ -418,7 +418,7 @@ class Trainer:
 
     def dense_state(self) -> DenseState:
         """Return the dense side's state; of stages the whole one, on rank 0."""
-        return state_of(self.model, self.adam) if self._staged is None else self._staged.state(self.adam)
+        return get_dense_state(self.model, self.adam) if self._staged is None else self._staged.state(self.adam)
 
     def save(
         self, to: CheckpointManager, step: int, more: Any, files: Mapping[str, Path], *, state_sha256: str | None = None

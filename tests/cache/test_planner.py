@@ -15,7 +15,7 @@ from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.shards import ShardReader
 from hostdev.kernels.pool import set_host_threads
-from hostdev.kernels.unique import count_uses, unique
+from hostdev.kernels.unique import count_occurrences, unique
 
 WEIGHTS = np.array([1e6, 64, 32, 16, 8, 4, 2, 1, 0.5], np.float32)  # uses
 DECAYS = np.float32(2 ** (-1 / 15)) ** np.arange(512, dtype=np.float32)
@@ -262,7 +262,7 @@ def test_restore(policy, seen):
 def test_count_uses():
     inverse = np.random.default_rng(0).integers(0, 1000, 700_000).astype(np.int32)
     for n in (0, 1, 1000, len(inverse)):
-        assert np.array_equal(count_uses(inverse[:n], 1000), np.bincount(inverse[:n], minlength=1000))
+        assert np.array_equal(count_occurrences(inverse[:n], 1000), np.bincount(inverse[:n], minlength=1000))
 
 
 def check_costs(batches, rows, most=(1.05, 1.05, 1.10)):
@@ -290,7 +290,7 @@ def drifting(rows, count, size, changed):
         some = rng.permutation(rows)[:changed]
         ids_of[some] = ids_of[np.roll(some, 1)]
         ids, inverse = unique(ids_of[np.searchsorted(edges, rng.random(size) * edges[-1])].astype(np.int32))
-        made.append((ids, count_uses(inverse, len(ids))))
+        made.append((ids, count_occurrences(inverse, len(ids))))
     return made
 
 
@@ -311,7 +311,7 @@ def test_lookahead_costs_little_more_than_the_least_on_the_real_sample(criteo_sa
     dense = np.arange(len(found.schema.dense), dtype=np.int32)  # Wide & Deep's: each an id in every row
     for batch in ShardReader(tmp_path / "data", found, "train").batches(1000, seed=1, epoch=1):
         ids, inverse = unique(np.concatenate([np.tile(dense, len(batch)), batch.ids.ravel()]))
-        batches.append((ids, count_uses(inverse, len(ids))))
+        batches.append((ids, count_occurrences(inverse, len(ids))))
     check_costs(batches, found.vocabulary_size)
 
 

@@ -49,7 +49,7 @@ def test_it_is_kept_and_taken(overfitted, tmp_path, capsys):
     newest = folder.newest(checkpoints).chain[-1]
     known = best.of_run(newest)
     assert known == best.Best(6 * (number + 1), number + 1, pytest.approx(found[number][0], abs=1e-6), True)
-    chains = [folder.chain_of(checkpoints / name) for name in names]
+    chains = [folder.read_chain(checkpoints / name) for name in names]
     assert {known.step, newest.manifest.step} <= {chain[-1].manifest.step for chain in chains}
 
     capsys.readouterr()
@@ -61,7 +61,7 @@ def test_it_is_kept_and_taken(overfitted, tmp_path, capsys):
         assert f"AUC {found[epoch][0]:.4f}   log loss {found[epoch][1]:.4f}" in printed
         assert ("(the best: AUC" if epoch >= 0 else "(the newest, as asked for)") in printed
     predictor = hostdev.Predictor(overfitted / "run")
-    assert predictor.path == best.chain_in(checkpoints, known)[-1].path
+    assert predictor.path == best.find_best_chain(checkpoints, known)[-1].path
     assert predictor.why == f"the best: AUC {found[number][0]:.4f} after epoch {number + 1}"
     assert hostdev.Predictor(overfitted / "run", which="newest").path == newest.path
     assert hostdev.Predictor(newest.path).path == newest.path
@@ -84,7 +84,7 @@ def test_it_survives_copies_merges_and_a_resumed_run(overfitted, tmp_path, capsy
     again = folder.newest(checkpoints).chain[-1]
     assert again.manifest.step > newest.manifest.step
     known = best.of_run(again)
-    assert hostdev.Predictor(checkpoints).path == best.chain_in(checkpoints, known)[-1].path
+    assert hostdev.Predictor(checkpoints).path == best.find_best_chain(checkpoints, known)[-1].path
 
 
 def test_without_early_stop_the_newest_is_taken(overfitted, tmp_path):

@@ -60,7 +60,7 @@ def test_info_and_verify(saved, capsys):
     assert f"state_sha256 {digest}" in out
     assert run(checkpoint, "verify", path) == 0
     out = capsys.readouterr().out
-    assert out.count(": whole") == len(folder.chain_of(path / names[-1]))
+    assert out.count(": whole") == len(folder.read_chain(path / names[-1]))
     assert f"state_sha256 {digest}, as the manifest says" in out
     assert run(checkpoint, "verify", path / names[1]) == 0
     file = next((path / names[1]).rglob("*.arrow"))
@@ -147,7 +147,7 @@ def test_diff(saved, capsys):
     assert run(checkpoint, "diff", path / names[0], path / names[1]) == 1
     out = capsys.readouterr().out
     assert "step: 1 and 2" in out
-    a, b = (Layers(folder.chain_of(path / name)) for name in names[:2])
+    a, b = (Layers(folder.read_chain(path / name)) for name in names[:2])
     for table in a.manifest.tables:
         x, y = (np.concatenate(list(layers.column(table.name, "weights"))) for layers in (a, b))
         rows = np.flatnonzero((x != y).any(1))
@@ -207,7 +207,7 @@ def test_export_is_read_by_others(saved, tmp_path, form):
     path, _ = saved
     out = tmp_path / "out"
     assert run(checkpoint, "export", path, "--out", out, "--format", form, "--slots") == 0
-    layers = Layers(folder.chain_of(path / folder.names_in(path)[-1]))
+    layers = Layers(folder.read_chain(path / folder.names_in(path)[-1]))
     for table in layers.manifest.tables:
         for name in ("weights", *table.slots, *table.row_slots):
             expected = np.concatenate(list(layers.column(table.name, name)))
@@ -232,7 +232,7 @@ def test_export_is_read_by_others(saved, tmp_path, form):
 def test_export_with_slots_has_all_that_training_goes_on_with(saved, tmp_path):
     path, _ = saved
     assert run(checkpoint, "export", path, "--out", tmp_path / "out", "--slots") == 0
-    found = Layers(folder.chain_of(path / folder.names_in(path)[-1])).manifest
+    found = Layers(folder.read_chain(path / folder.names_in(path)[-1])).manifest
     state = json.loads((tmp_path / "out/state.json").read_text())
     assert state["step"] == found.step > 0
     assert state["tables"].keys() == {table.name for table in found.tables}
@@ -275,7 +275,7 @@ def test_export_in_bfloat16(saved, tmp_path, capsys):
     assert run(checkpoint, *options) == 2
     assert "parquet has no bfloat16; use --format safetensors" in capsys.readouterr().err
     assert run(checkpoint, *options, "--format", "safetensors") == 0
-    layers = Layers(folder.chain_of(path / folder.names_in(path)[-1]))
+    layers = Layers(folder.read_chain(path / folder.names_in(path)[-1]))
     for table in layers.manifest.tables:
         expected = torch.from_numpy(np.concatenate(list(layers.column(table.name, "weights")))).bfloat16()
         found = load_file(tmp_path / "out" / f"{table.name}.safetensors")

@@ -71,7 +71,7 @@ def change(runtime, rows, seed):
         table.update(ids, np.ones((rows, table.dim), np.float32))
 
 
-def state_of(runtime):
+def get_dense_state(runtime):
     tables = {name: (table.step, table.storage) for name, table in runtime.tables.items()}
     return {name: (step, rows.block.tobytes(), rows.row_slots.tobytes()) for name, (step, rows) in tables.items()}
 
@@ -84,7 +84,7 @@ def saved(tmp_path):
         change(runtime, 20, seed)
         runtime.pipeline.steps += 1
         runtime.save(tmp_path / "c", extra={"seed": seed})
-        states.append(state_of(runtime))
+        states.append(get_dense_state(runtime))
     return tmp_path / "c", states
 
 
@@ -98,9 +98,9 @@ def test_a_chain_is_one_state(saved):
     for name, state, seed in zip(names, states, range(3), strict=True):
         runtime = runtime_of()
         assert runtime.load(path / name) == {"seed": seed}
-        assert state_of(runtime) == state
+        assert get_dense_state(runtime) == state
         assert runtime.pipeline.steps == seed + 1
-    layers = Layers(folder.chain_of(path / names[2]))
+    layers = Layers(folder.read_chain(path / names[2]))
     rows = layers.rows("a", *layers.ranges("a")[0], ["v"])
     runtime = runtime_of()
     runtime.load(path)
@@ -124,7 +124,7 @@ def test_a_flipped_bit_anywhere_is_found(saved):
             if file.name == manifest.FILE_NAME and same_json(content, flipped):  # white space
                 continue
             with pytest.raises(UserError, match="step-"):
-                loading.verify(folder.chain_of(path / "step-0000000003"))
+                loading.verify(folder.read_chain(path / "step-0000000003"))
         file.write_bytes(content)
 
 
@@ -143,13 +143,13 @@ def test_truncated_and_missing_files_are_named_and_an_older_one_is_loaded(saved)
         for damage in (lambda file: file.write_bytes(file.read_bytes()[:-9]), lambda file: file.unlink()):
             damage(file)
             runtime = runtime_of()
-            before = state_of(runtime)
+            before = get_dense_state(runtime)
             with pytest.raises(UserError, match=r"step-0000000003"):
                 runtime.load(newest)
-            assert state_of(runtime) == before
+            assert get_dense_state(runtime) == before
             with pytest.warns(UserWarning, match=r"step-0000000003.*an older one is taken: .*step-0000000002"):
                 assert runtime.load(path) == {"seed": 1}
-            assert state_of(runtime) == states[1]
+            assert get_dense_state(runtime) == states[1]
             file.write_bytes(content)
 
 
@@ -157,11 +157,11 @@ def test_a_missing_link_breaks_those_that_add_to_it(saved):
     path, states = saved
     shutil.rmtree(path / "step-0000000002")
     with pytest.raises(BrokenCheckpointError, match=r"parent .*step-0000000002 is missing"):
-        folder.chain_of(path / "step-0000000003")
+        folder.read_chain(path / "step-0000000003")
     runtime = runtime_of()
     with pytest.warns(UserWarning, match="is missing"):
         runtime.load(path)
-    assert state_of(runtime) == states[0]
+    assert get_dense_state(runtime) == states[0]
     shutil.rmtree(path / "step-0000000001")
     with pytest.raises(UserError, match="is not whole"):
         runtime_of().load(path)
@@ -196,13 +196,13 @@ def test_a_damaged_parent_is_read_and_told_of_once(saved, monkeypatch):
         [line] = [str(each.message) for each in told]
         assert line == f"{damaged} is broken (its checksum is wrong); an older one is taken: {path / names[2]}"
         assert looked.count(damaged) == 1
-        assert state_of(again) == states[2]
+        assert get_dense_state(again) == states[2]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 def test_no_rows_stay_of_what_was_not_loaded_whole(saved, monkeypatch, error):
     path, states = saved
-    runtime, initial, loaded = runtime_of(), state_of(runtime_of()), []
+    runtime, initial, loaded = runtime_of(), get_dense_state(runtime_of()), []
 
     def fail(*arguments):
         loaded.append(arguments)
@@ -213,10 +213,10 @@ def test_no_rows_stay_of_what_was_not_loaded_whole(saved, monkeypatch, error):
     monkeypatch.setattr(loading, "parse_range", fail)
     with pytest.raises(error):
         runtime.load(path)
-    assert state_of(runtime) == initial
+    assert get_dense_state(runtime) == initial
     monkeypatch.undo()
     runtime.load(path)
-    assert state_of(runtime) == states[2]
+    assert get_dense_state(runtime) == states[2]
 
 
 def test_a_parent_of_another_history_is_none(saved):
@@ -227,7 +227,7 @@ def test_a_parent_of_another_history_is_none(saved):
     shutil.rmtree(path / "step-0000000002")
     other.save(path)
     with pytest.raises(BrokenCheckpointError, match="is not its parent"):
-        folder.chain_of(path / "step-0000000003")
+        folder.read_chain(path / "step-0000000003")
 
 
 def test_other_tables_are_refused(saved):
@@ -262,12 +262,12 @@ def test_old_ones_go_but_not_what_others_add_to(tmp_path, keep):
         change(runtime, 25, seed)
         runtime.pipeline.steps += 1
         runtime.save(tmp_path / "c", keep=keep)
-        chains = [folder.chain_of(tmp_path / "c" / name) for name in folder.names_in(tmp_path / "c")[-keep:]]
+        chains = [folder.read_chain(tmp_path / "c" / name) for name in folder.names_in(tmp_path / "c")[-keep:]]
         needed = {checkpoint.name for chain in chains for checkpoint in chain}
         assert set(folder.names_in(tmp_path / "c")) == needed
         again = runtime_of()
         again.load(tmp_path / "c")
-        assert state_of(again) == state_of(runtime)
+        assert get_dense_state(again) == get_dense_state(runtime)
     whole = [name for name in folder.names_in(tmp_path / "c") if manifest.read(tmp_path / "c" / name).parent is None]
     assert whole != ["step-0000000001"]  # a new whole one when the others have grown
 
@@ -295,7 +295,7 @@ def test_a_failure_leaves_nothing_and_the_next_one_has_all(tmp_path, monkeypatch
     assert manifest.read(tmp_path / "c" / "step-0000000001").parent is not None
     again = runtime_of()
     again.load(tmp_path / "c")
-    assert state_of(again) == state_of(runtime)
+    assert get_dense_state(again) == get_dense_state(runtime)
 
 
 def test_one_process_writes_and_others_are_told(tmp_path):
@@ -332,7 +332,7 @@ def test_two_folders_do_not_share_their_changes(tmp_path):
         runtime.save(tmp_path / name)
         again = runtime_of()
         again.load(tmp_path / name)
-        assert state_of(again) == state_of(runtime)
+        assert get_dense_state(again) == get_dense_state(runtime)
 
 
 def test_the_newest_is_the_one_written_last(tmp_path):
@@ -350,12 +350,12 @@ def test_the_newest_is_the_one_written_last(tmp_path):
     assert folder.names_in(path)[-1] == "step-0000000250"
     again = runtime_of()
     again.load(path)
-    assert state_of(again) == state_of(other)
+    assert get_dense_state(again) == get_dense_state(other)
     for _ in range(6):  # without a step
         change(other, 5, 1)
         other.save(path, keep=2)
         again.load(path)
-        assert state_of(again) == state_of(other)
+        assert get_dense_state(again) == get_dense_state(other)
 
 
 def test_another_checkpoint_of_the_same_name_is_no_parent(tmp_path):
@@ -369,7 +369,7 @@ def test_another_checkpoint_of_the_same_name_is_no_parent(tmp_path):
     one.save(tmp_path / "c")
     again = runtime_of()
     again.load(tmp_path / "c")
-    assert state_of(again) == state_of(one)
+    assert get_dense_state(again) == get_dense_state(one)
 
 
 def test_a_save_that_cannot_begin_can_be_repeated(tmp_path, monkeypatch):
@@ -389,7 +389,7 @@ def test_a_save_that_cannot_begin_can_be_repeated(tmp_path, monkeypatch):
     runtime.save(tmp_path / "c")
     again = runtime_of()
     again.load(tmp_path / "c")
-    assert state_of(again) == state_of(runtime)
+    assert get_dense_state(again) == get_dense_state(runtime)
 
 
 def test_a_process_forked_meanwhile_holds_no_lock(tmp_path):

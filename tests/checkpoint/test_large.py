@@ -81,14 +81,14 @@ def test_a_large_table_with_little_memory_beside(tmp_path):
         return lines.get("sum")
 
     run("save")
-    chain = folder.chain_of(tmp_path / "c" / folder.names_in(tmp_path / "c")[-1])
+    chain = folder.read_chain(tmp_path / "c" / folder.names_in(tmp_path / "c")[-1])
     assert len(chain) == 2
     expected = run("load")
     run("compact", "--keep", 1)
     assert run("load") == expected
     run("export", "--out", tmp_path / "out", "--format", "npy")
     weights = np.load(tmp_path / "out/t.weights.npy", mmap_mode="r")
-    layers = Layers(folder.chain_of(tmp_path / "c" / folder.names_in(tmp_path / "c")[-1]))
+    layers = Layers(folder.read_chain(tmp_path / "c" / folder.names_in(tmp_path / "c")[-1]))
     start, stop = layers.ranges("t")[-1]
     np.testing.assert_array_equal(weights[start:stop], layers.rows("t", start, stop, ["weights"]).columns["weights"])
 
@@ -98,7 +98,7 @@ def test_files_of_version_1_are_read(tmp_path):
     expected = json.loads((VERSION_1 / "expected.json").read_text())
     path = tmp_path / "c"
     shutil.copytree(VERSION_1 / "c", path)
-    chain = folder.chain_of(path / folder.names_in(path)[-1])
+    chain = folder.read_chain(path / folder.names_in(path)[-1])
     verify(chain)
     tables = {
         "a": HostTable(70, 3, LazyAdam(), name="a", seed=9),

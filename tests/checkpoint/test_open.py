@@ -39,7 +39,7 @@ def test_rows_are_those_that_were_saved(tmp_path, dtype):
     tables, extra = saved(tmp_path / "saved", dtype)
     model = hostdev.open(tmp_path / "saved")
     assert model.step == 3
-    assert len(folder.chain_of(model.path)) > 1
+    assert len(folder.read_chain(model.path)) > 1
     assert list(model) == ["items", "users"]
     for name, table in tables.items():
         ids = np.random.default_rng(1).integers(0, table.rows, (60, 3))

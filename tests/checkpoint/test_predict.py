@@ -403,7 +403,7 @@ def test_many_threads(trained):
 @pytest.mark.parametrize("number", [0, -1])
 def test_mapped_tables_are_the_checkpoints(trained, number):
     names = folder.names_in(trained / "run/checkpoints")
-    chain = folder.chain_of(trained / "run/checkpoints" / names[number])
+    chain = folder.read_chain(trained / "run/checkpoints" / names[number])
     from hostdev.checkpoint.layers import Layers
 
     for table in chain[-1].manifest.tables:
@@ -430,7 +430,7 @@ def test_a_chain_of_many(tmp_path):
         table.update(ids, rng.random((300, 3), np.float32))
     runtime.pipeline.steps = 6
     runtime.save(tmp_path)
-    chain = folder.chain_of(tmp_path / folder.names_in(tmp_path)[-1])
+    chain = folder.read_chain(tmp_path / folder.names_in(tmp_path)[-1])
     assert len(chain) == 7
     ids = np.arange(table.rows)
     np.testing.assert_array_equal(MappedTable(chain, "t").lookup(ids), table.block[:, 0])

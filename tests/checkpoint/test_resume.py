@@ -335,7 +335,7 @@ def test_a_folder_that_is_removed_or_a_file(trained, small_data, tmp_path, monke
     assert code == 0
     assert error.count("warning") == 1
     assert "step-0000000005 is gone; the checkpoint of step 10 holds all rows" in error
-    assert folder.chain_of(tmp_path / "run/checkpoints/step-0000000010")
+    assert folder.read_chain(tmp_path / "run/checkpoints/step-0000000010")
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")

@@ -211,7 +211,7 @@ def test_after_a_failed_load_checkpoints_are_as_ever(tmp_path):
     for _ in range(2):
         other.apply(np.arange(3), np.ones((3, 4), np.float32))
         runtime.save(tmp_path / "c")
-    whole, adds = (folder.chain_of(tmp_path / "c" / name) for name in folder.names_in(tmp_path / "c"))
+    whole, adds = (folder.read_chain(tmp_path / "c" / name) for name in folder.names_in(tmp_path / "c"))
     assert [len(whole), len(adds)] == [1, 2]
     assert sum(file.rows for file in adds[-1].manifest.tables[0].files) == 3
     last = HostTable(1000, 4, LazyAdam(), name="t")
@@ -298,7 +298,7 @@ def test_the_end_of_the_program_waits_for_the_writing(tmp_path):
     )
     line = f"hostdev: warning: the checkpoint of step 0 was not saved: {tmp_path / 'broken'}: No space left on device\n"
     assert (process.returncode, process.stderr) == (0, line)
-    verify(folder.chain_of(tmp_path / "whole/step-0000000000"))
+    verify(folder.read_chain(tmp_path / "whole/step-0000000000"))
     assert list((tmp_path / "broken").glob("*step*")) == []
 
 
@@ -332,7 +332,7 @@ def test_what_begins_with_the_parts_of_ranks_is_merged(tmp_path, monkeypatch):
     reshard.rewrite(folder.newest(tmp_path / "a").chain, tmp_path / "b", 2)
     chain = folder.newest(tmp_path / "b").chain
     assert 500 in [file.start for file in chain[0].manifest.tables[0].files]
-    merged = folder.chain_of(compact.merge(chain, tmp_path / "b"))
+    merged = folder.read_chain(compact.merge(chain, tmp_path / "b"))
     assert [file.start for file in merged[0].manifest.tables[0].files] == list(range(0, 1001, 64))
     verify(merged)
     other = HostTable(1001, 4, LazyAdam(), name="t", seed=1)
@@ -390,11 +390,11 @@ def test_tables_that_both_have_are_loaded(tmp_path):
     np.testing.assert_array_equal(larger.block[30:], fresh[30:])
     assert (larger.step, others.step) == (1, 0)
     runtime.save(tmp_path / "c")
-    assert len(folder.chain_of(tmp_path / "c" / folder.names_in(tmp_path / "c")[-1])) == 1
+    assert len(folder.read_chain(tmp_path / "c" / folder.names_in(tmp_path / "c")[-1])) == 1
 
     parts = [HostTable(50, 4, LazyAdam(), name="users", part=(rank, 3)) for rank in range(3)]
     for part in parts:
-        load_tables(folder.chain_of(tmp_path / "c" / folder.names_in(tmp_path / "c")[0]), {"users": part})
+        load_tables(folder.read_chain(tmp_path / "c" / folder.names_in(tmp_path / "c")[0]), {"users": part})
         np.testing.assert_array_equal(part.block, larger.block[part.ids(0, part.rows)])
     smaller = Runtime({"user": HostTable(10, 4, LazyAdam(), name="users")}, device="cpu")
     with pytest.raises(UserError, match="table 'users' has .* rows in .*, more than the 10 here"):

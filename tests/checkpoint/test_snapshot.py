@@ -16,11 +16,11 @@ from hostdev.kernels.pool import set_host_threads
 def test_sets_of_rows(rows, dtype):
     rng = np.random.default_rng(rows)
     ids = rng.integers(0, rows, rows // 2 + 1).astype(dtype)
-    marked = bits.bits_for(rows)
+    marked = bits.empty_bits(rows)
     bits.mark(ids, marked)
     there = set(ids.tolist())
     assert bits.count_bits(marked) == len(there)
-    assert bits.count_bits(bits.all_bits(rows)) == rows
+    assert bits.count_bits(bits.full_bits(rows)) == rows
     for first, last in ((0, rows), (rows // 3, rows // 2 + 1), (rows, rows)):
         out = np.empty(rows, np.int64)
         count = bits.rows_between(first, last, marked, out)
@@ -36,9 +36,9 @@ def test_threads_that_mark_neighbours_lose_none():
     set_host_threads(4)
     rows = 1 << 17
     for seed in range(20):
-        marked = bits.bits_for(rows)
+        marked = bits.empty_bits(rows)
         bits.mark(np.random.default_rng(seed).permutation(rows).astype(np.int32), marked)
-        np.testing.assert_array_equal(marked, bits.all_bits(rows))
+        np.testing.assert_array_equal(marked, bits.full_bits(rows))
 
 
 @pytest.mark.parametrize(("rows", "dim", "slots"), [(1, 1, 0), (50, 3, 2), (50, 80, 1)])

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import hostdev
-from hostdev.checkpoint.fitting import fit_tables, load_fitting
-from hostdev.checkpoint.folder import chain_of, names_in
+from hostdev.checkpoint.fitting import fit_tables, load_shared
+from hostdev.checkpoint.folder import names_in, read_chain
 from hostdev.checkpoint.layers import Layers
 from hostdev.commands import predict, preprocess, train
 from hostdev.core import cli
@@ -99,7 +99,7 @@ def test_two_days(days, first, trained, tmp_path, capsys):
     assert len(set(found.values())) == 1
     assert found["depth"] != digest(first)
     assert json.loads((tmp_path / "depth/config.json").read_text())["start_from"] == str(first)
-    saved = chain_of(tmp_path / "depth/checkpoints" / names_in(tmp_path / "depth/checkpoints")[-1])
+    saved = read_chain(tmp_path / "depth/checkpoints" / names_in(tmp_path / "depth/checkpoints")[-1])
     assert len(saved) == 1  # whole: it adds to none of another folder
     assert (saved[-1].manifest.step, saved[-1].manifest.table("vectors").step) == (5, 10)
     assert (
@@ -233,9 +233,9 @@ def test_rows_go_by_their_ids_to_the_ranks_that_hold_them(days, first, tmp_path,
     """A row's position depends on the number of rows, which has grown."""
     from hostdev.checkpoint.reshard import rewrite
 
-    chain = chain_of(first / "checkpoints" / names_in(first / "checkpoints")[-1])
+    chain = read_chain(first / "checkpoints" / names_in(first / "checkpoints")[-1])
     rewrite(chain, tmp_path / "spread", 2)
-    spread = chain_of(tmp_path / "spread" / names_in(tmp_path / "spread")[-1])
+    spread = read_chain(tmp_path / "spread" / names_in(tmp_path / "spread")[-1])
     rows = manifest.read(days / "two").schema.rows
     layers = Layers(chain)
     known = np.concatenate(list(layers.column("vectors", "weights")))
@@ -249,7 +249,7 @@ def test_rows_go_by_their_ids_to_the_ranks_that_hold_them(days, first, tmp_path,
             fit = fit_tables(source, {"vectors": table})
             assert fit.taken == {"vectors": (about.rows, rows)}
             assert fit.left == ["first_order"]
-            load_fitting(source, {"vectors": table}, fit)
+            load_shared(source, {"vectors": table}, fit)
             ids = table.ids(0, table.rows)
             found = table.lookup(np.arange(table.rows))
             old = ids < about.rows

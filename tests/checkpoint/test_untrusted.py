@@ -125,7 +125,7 @@ def test_one_that_adds_to_tables_of_another_shape(saved, edit, told):
     newest = folder.names_in(saved)[-1]
     change(saved, newest, lambda content: edit(content["tables"][0]))
     with pytest.raises(BrokenCheckpointError, match=told):
-        folder.chain_of(saved / newest)
+        folder.read_chain(saved / newest)
 
 
 def _rewritten(path, table, ids):
@@ -162,7 +162,7 @@ def test_a_whole_one_without_all_rows(saved, kind):
         ids[7] = {"twice": 6, "negative": -1, "outside": rows}[kind]
     change(saved, first, _rewritten(saved / first, "second", ids))
     with pytest.raises(BrokenCheckpointError, match="has gaps|its rows are not those of"):
-        MappedTable(folder.chain_of(saved / first), "second")
+        MappedTable(folder.read_chain(saved / first), "second")
     about = manifest.read(saved / first).table("second")
     table = HostTable(about.rows, about.dim, LazyAdam(lr=1e-2), name="second")
     tables = {
@@ -172,17 +172,17 @@ def test_a_whole_one_without_all_rows(saved, kind):
         for each in manifest.read(saved / first).tables
     }
     with pytest.raises(BrokenCheckpointError, match="has gaps|its rows are not those of"):
-        load_tables(folder.chain_of(saved / first), {**tables, "second": table}, check=True)
+        load_tables(folder.read_chain(saved / first), {**tables, "second": table}, check=True)
 
 
 def test_a_whole_one_with_the_numbers_of_all_rows_is_one(saved):
     first = folder.names_in(saved)[0]
-    before = MappedTable(folder.chain_of(saved / first), "second")
+    before = MappedTable(folder.read_chain(saved / first), "second")
     ids = np.arange(before.rows)
     expected = before.lookup(ids)
     del before
     change(saved, first, _rewritten(saved / first, "second", ids))
-    assert MappedTable(folder.chain_of(saved / first), "second").lookup(ids).tobytes() == expected.tobytes()
+    assert MappedTable(folder.read_chain(saved / first), "second").lookup(ids).tobytes() == expected.tobytes()
 
 
 def test_long_and_unprintable_names_are_printed_safely(saved, capsys):

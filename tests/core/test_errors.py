@@ -7,7 +7,7 @@ import pytest
 
 from hostdev import NonFiniteError, UserError, errors
 from hostdev.core import cli
-from hostdev.core.errors import raise_passing
+from hostdev.core.errors import raise_if_transient
 from hostdev.distributed.agreement import UnlikeError
 from hostdev.distributed.session import PeerLostError
 
@@ -38,5 +38,5 @@ def test_each_is_one_line_and_exit_code_2(name, capsys):
 @pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files"), MemoryError("4 GiB")])
 def test_a_shortage_is_transient(error):
     with pytest.raises(errors.TransientError, match=r"Too many open files.*ulimit -n|memory \(4 GiB\)"):
-        raise_passing(error)
-    raise_passing(OSError(errno.EIO, "Input/output error"))
+        raise_if_transient(error)
+    raise_if_transient(OSError(errno.EIO, "Input/output error"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hostdev.core.errors import UserError
-from hostdev.core.optimizers import FTRL, OPTIMIZERS, SGD, Adagrad, LazyAdam, RowWiseAdagrad, optimizer_of
+from hostdev.core.optimizers import FTRL, OPTIMIZERS, SGD, Adagrad, LazyAdam, RowWiseAdagrad, build_optimizer
 from hostdev.device.table import DeviceTable
 from hostdev.host.table import HostTable
 from tests import naive
@@ -102,15 +102,15 @@ def test_weight_decay_is_refused_in_words(make, decay):
 
 
 def test_optimizers_by_name():
-    assert [type(optimizer_of(name)) for name in OPTIMIZERS] == [LazyAdam, FTRL, SGD, Adagrad, RowWiseAdagrad]
+    assert [type(build_optimizer(name)) for name in OPTIMIZERS] == [LazyAdam, FTRL, SGD, Adagrad, RowWiseAdagrad]
     assert list(OPTIMIZERS) == ["lazy_adam", "ftrl", "sgd", "adagrad", "row_wise_adagrad"]
-    assert optimizer_of("adagrad", 0.5) == Adagrad(lr=0.5)
-    assert optimizer_of("adagrad", 0) == Adagrad(lr=0)
-    assert optimizer_of("sgd") is not optimizer_of("sgd")  # each has a learning rate of its own
+    assert build_optimizer("adagrad", 0.5) == Adagrad(lr=0.5)
+    assert build_optimizer("adagrad", 0) == Adagrad(lr=0)
+    assert build_optimizer("sgd") is not build_optimizer("sgd")  # each has a learning rate of its own
     with pytest.raises(UserError, match="no table optimizer 'adam'; choose one of lazy_adam, ftrl, sgd, adagrad, row_"):
-        optimizer_of("adam")
+        build_optimizer("adam")
     with pytest.raises(UserError, match="ftrl: lr must be positive, not 0; FTRL divides by it"):
-        optimizer_of("ftrl", 0)
+        build_optimizer("ftrl", 0)
 
 
 @pytest.mark.parametrize("table", [HostTable, DeviceTable])

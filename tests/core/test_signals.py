@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from hostdev.core.signals import deferred, insist
+from hostdev.core.signals import deferred, uninterruptible
 
 
 def interrupt():
@@ -58,5 +58,5 @@ def test_a_call_is_made_until_it_has_come_to_its_end():
             interrupt()
 
     with pytest.raises(KeyboardInterrupt):
-        insist(call)
+        uninterruptible(call)
     assert len(tries) == 3

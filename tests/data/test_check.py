@@ -73,7 +73,7 @@ def test_whole_data_sets(tmp_path, in_process, small_data, films, bag_data):
 
 
 def stored_size(path):
-    return counting.gib(sum(file.stat().st_size for file in [path, *path.glob("*")] if file.is_file()))
+    return counting.format_bytes(sum(file.stat().st_size for file in [path, *path.glob("*")] if file.is_file()))
 
 
 def test_files_that_are_not_of_it_are_no_error(own_data, in_process):
@@ -98,7 +98,7 @@ def test_it_goes_on_after_damage_and_lists_all_of_it(own_data, in_process):
     lines = out.splitlines()
     damaged = "a wrong checksum: it is damaged or was changed"
     missing = f"{own_data}/train/part-00002.arrow: it is missing{REMEDY}"
-    shards = f"{counting.gib((own_data / 'train/part-00000.arrow').stat().st_size * 2)}"
+    shards = f"{counting.format_bytes((own_data / 'train/part-00000.arrow').stat().st_size * 2)}"
     assert code == 1
     assert lines[:3] == [
         f"{own_data}/vocabulary.arrow: {damaged}{REMEDY}",

@@ -164,7 +164,8 @@ def test_what_is_printed(tables):
     folder = tables["words"]
     lines = list(info_text.lines_of(info.gather(folder)))
     on_disk = [
-        counting.gib(sum(path.stat().st_size for path in (folder / split).iterdir())) for split in ("train", "test")
+        counting.format_bytes(sum(path.stat().st_size for path in (folder / split).iterdir()))
+        for split in ("train", "test")
     ]
     assert lines[0] == f"data     {folder}: 2 numeric columns, 3 columns with ids, 91 ids"
     assert lines[2:5] == [

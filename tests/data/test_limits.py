@@ -11,7 +11,7 @@ import pytest
 from hostdev.checkpoint import ranges
 from hostdev.commands import preprocess
 from hostdev.core import cli
-from hostdev.core.errors import PassingError, UserError
+from hostdev.core.errors import TransientError, UserError
 from hostdev.data import manifest, shard_files
 from hostdev.data.preprocess import files, text_bytes
 from hostdev.data.preprocess.inputs import Input
@@ -85,7 +85,7 @@ def test_too_little_memory_is_not_the_file_s_fault(tmp_path, monkeypatch, kind):
 
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", fail)
     monkeypatch.setattr(files.ArrowTable, "_batches", fail)
-    with pytest.raises(PassingError, match=r"there is not enough memory to read the file \(malloc of size 42"):
+    with pytest.raises(TransientError, match=r"there is not enough memory to read the file \(malloc of size 42"):
         list(source.blocks())
 
 
@@ -110,8 +110,8 @@ def test_too_many_open_files_say_so(small_data, monkeypatch, tmp_path):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     monkeypatch.setattr(shard_files.pa, "memory_map", fail)
-    with pytest.raises(PassingError, match="Too many open files; allow this process more, as with ulimit -n"):
+    with pytest.raises(TransientError, match="Too many open files; allow this process more, as with ulimit -n"):
         next(ShardReader(small_data, manifest.read(small_data), "train").batches(10))
     (tmp_path / "x").write_bytes(b"x")
-    with pytest.raises(PassingError, match="Too many open files"):
+    with pytest.raises(TransientError, match="Too many open files"):
         ranges.mapped(tmp_path / "x")

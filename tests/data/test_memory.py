@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hostdev import UserError
-from hostdev.core.errors import PassingError
+from hostdev.core.errors import TransientError
 from hostdev.data.preprocess import criteo, files, first_pass, shard_memory, vocabulary
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
@@ -79,7 +79,7 @@ def test_what_writing_a_vocabulary_needs_is_announced(monkeypatch):
     monkeypatch.setattr(vocabulary, "available_bytes", lambda: 449 << 20)
     vocabulary.require_memory(2**20, 100 << 20)
     monkeypatch.setattr(vocabulary, "available_bytes", lambda: 448 << 20)
-    with pytest.raises(PassingError, match=r"1,048,576 distinct values, and a vocabulary of them needs 448.4 MiB"):
+    with pytest.raises(TransientError, match=r"1,048,576 distinct values, and a vocabulary of them needs 448.4 MiB"):
         vocabulary.require_memory(2**20, 100 << 20)
 
 
@@ -111,7 +111,7 @@ def test_shards_that_threads_cannot_hold_are_refused_while_the_first_pass_is_on(
     asked = []
     monkeypatch.setattr(first_pass, "require_memory", lambda *sizes: asked.append(sizes))
     with pytest.raises(
-        PassingError,
+        TransientError,
         match=r"^2 threads would each hold a shard of 200 rows, 12.7 KiB, but 25.4 KiB of "
         "memory are free; give a smaller --rows-per-shard, or fewer --threads$",
     ):
@@ -120,5 +120,5 @@ def test_shards_that_threads_cannot_hold_are_refused_while_the_first_pass_is_on(
     assert not out.exists()
     monkeypatch.setattr(shard_memory, "available_bytes", lambda: two)
     assert len(build(table, out, Options(test_fraction=None, rows_per_shard=200), threads=2).train) == 4
-    with pytest.raises(PassingError, match=r"a thread would hold a shard of 450 .*give a smaller --rows-per-shard$"):
+    with pytest.raises(TransientError, match=r"a thread would hold a shard of 450 .*give a smaller --rows-per-shard$"):
         build(table, tmp_path / "other", Options(test_fraction=None, rows_per_shard=10**6), threads=2)

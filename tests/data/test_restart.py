@@ -20,7 +20,7 @@ import pytest
 
 from hostdev import UserError
 from hostdev.core.checksums import HashedFile
-from hostdev.core.errors import PassingError
+from hostdev.core.errors import TransientError
 from hostdev.data.preprocess import inputs, second_pass, vocabulary, work
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
@@ -228,7 +228,7 @@ def test_who_has_finished_stays_so_while_another_clears_up(tmp_path, text, strai
 def test_what_may_pass_keeps_the_work(tmp_path, text, straight, monkeypatch, capsys, fail):
     with monkeypatch.context() as patched:
         message = fail(patched)
-        with pytest.raises(PassingError, match=re.escape(message)):
+        with pytest.raises(TransientError, match=re.escape(message)):
             make(text, tmp_path / "out", threads=1)
     assert f"of finished work is kept in {tmp_path / '.out.partial'}; the same command" in capsys.readouterr().err
     pieces = tmp_path / ".out.partial" / "pieces"
@@ -251,7 +251,7 @@ def test_a_parquet_file_on_a_medium_that_fails(tmp_path, monkeypatch):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", fail)
-    with pytest.raises(PassingError, match=r"t.parquet: the file cannot be read \(Input/output error\)"):
+    with pytest.raises(TransientError, match=r"t.parquet: the file cannot be read \(Input/output error\)"):
         list(source.blocks())
 
 
@@ -372,7 +372,7 @@ def test_more_threads_than_there_may_be(tmp_path, text, straight, monkeypatch):
     with monkeypatch.context() as patched:
         fail_at(patched, threading.Thread, "start", 2, RuntimeError("can't start new thread"))
         message = r"^only 2 of 7 threads could be started \(can't start new thread\); ask for fewer, such as"
-        with pytest.raises(PassingError, match=message):
+        with pytest.raises(TransientError, match=message):
             make(text, tmp_path / "out", threads=7)
     assert (tmp_path / ".out.partial" / "pieces" / "000000.arrow").exists()
     make(text, tmp_path / "out")

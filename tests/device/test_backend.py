@@ -51,10 +51,10 @@ def test_processes_of_a_host_take_turns(monkeypatch):
     """Processes get devices in turn, and share them if there are fewer."""
     Machine("cuda", 2).patch(monkeypatch)
     for number, index in enumerate([0, 1, 0]):
-        backend.take_turns(number)
+        backend.assign_device(number)
         assert backend.select("auto") == backend.select("cuda") == torch.device("cuda", index)
     assert backend.select("cuda:1") == torch.device("cuda", 1)
-    backend.take_turns(0)
+    backend.assign_device(0)
 
 
 def test_a_device_without_streams_is_refused(monkeypatch):

@@ -8,7 +8,7 @@ from hostdev import FTRL, SGD, Adagrad, EmbeddingCache, HostTable, LazyAdam, Row
 from hostdev.core.table_dtypes import TABLE_DTYPES
 from hostdev.device import backend
 from hostdev.device import table as table_module
-from hostdev.device.clock import EventClock, clock_for
+from hostdev.device.clock import EventClock, make_clock
 from hostdev.device.ops import torch_operations
 from hostdev.device.rows import FeatureUses, GroupUses, pull
 from hostdev.device.table import DeviceTable
@@ -186,7 +186,7 @@ def test_a_device_that_torch_does_not_know():
 
 
 def test_the_device_clock(device):
-    clock = clock_for(device)
+    clock = make_clock(device)
     times = []
     mark = clock.begin()
     torch.ones(1000, 1000, device=device).sum()

@@ -34,7 +34,7 @@ def way(request, device, monkeypatch):
         module = torch_operations if request.param == "torch operations" else triton_kernels
         if module is triton_kernels and device.type != "cuda":
             twins.register()
-    monkeypatch.setattr(rows_module, "ops_for", lambda device: module)
+    monkeypatch.setattr(rows_module, "get_ops", lambda device: module)
     return module
 
 

@@ -78,7 +78,7 @@ def streams(monkeypatch):
 
 def test_rows_cross_in_parts(streams):
     staging = Staging(torch.device("cpu"), streams=streams)
-    memory = staging.slabs.take()
+    memory = staging.pinned_buffers.take()
     host = memory.buffer(4, 2)
     host[:] = 1
     [rows], mark = staging.send([host], memory)
@@ -91,7 +91,7 @@ def test_rows_cross_in_parts(streams):
         streams.waits.clear()
         [back], mark = receive([rows], memory)
         assert streams.waits == [(stream, "compute")]
-        staging.await_mark(mark)
+        staging.await_event(mark)
         assert streams.waits[1:] == [("host", stream)]
         assert torch.equal(back, rows)
 
@@ -99,7 +99,7 @@ def test_rows_cross_in_parts(streams):
 def test_rows_cross_and_come_back(device):
     staging = Staging(device, batches=2)
     for number in range(5):
-        memory = staging.slabs.take()
+        memory = staging.pinned_buffers.take()
         host = memory.buffer(400, 20)
         host[:] = number
         [rows], mark = staging.send([host], memory)
@@ -119,11 +119,11 @@ def test_rows_cross_and_come_back(device):
         [small], small_mark = staging.receive_results([doubled.sum()], memory)
         [back], mark = staging.receive([doubled], memory)
         del doubled, picked
-        staging.await_mark(small_mark)
+        staging.await_event(small_mark)
         assert small == 400 * 20 * 2 * number - 4 * 20 * number - 6 * 20
-        staging.await_mark(first)
+        staging.await_event(first)
         assert some[:, 0].tolist() == [2 * number, -2]
-        staging.await_mark(mark)
+        staging.await_event(mark)
         expected = torch.full((400, 20), 2.0 * number)
         expected[7], expected[3] = -2, -4
         assert torch.equal(back, expected)
@@ -132,12 +132,12 @@ def test_rows_cross_and_come_back(device):
 
 def test_on_the_cpu_nothing_is_copied():
     staging = Staging(torch.device("cpu"))
-    memory = staging.slabs.take()
+    memory = staging.pinned_buffers.take()
     host = memory.buffer(3, 2)
     [sent], mark = staging.send([host], memory)
     staging.await_sent([mark], [sent])
     [back], mark = staging.receive([sent], memory)
-    staging.await_mark(mark)
+    staging.await_event(mark)
     assert sent.data_ptr() == back.data_ptr() == host.data_ptr()
 
 

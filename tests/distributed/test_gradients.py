@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hostdev.core.micro_batches import nodes_of
+from hostdev.core.micro_batches import get_nodes
 from hostdev.distributed.exchange import Exchange
 from hostdev.distributed.gradients import SelectedRows
 from hostdev.kernels.shards import ids_of, range_of
@@ -22,7 +22,7 @@ def test_some_rows_first(ranks, count, share):
         ids = [rng.permutation(rows)[: rng.integers(0, rows + 1)] for rows in ROWS]
         found = exchange.ids(ids)
         asked, sizes = [each for _, each in found], [len(rows) for rows, _ in found]
-        nodes = len(nodes_of(one.rank * count, (one.rank + 1) * count))
+        nodes = len(get_nodes(one.rank * count, (one.rank + 1) * count))
         grads = [
             [[rng.standard_normal((len(mine), dim), np.float32) for _ in range(nodes)] for dim in dims]
             for mine, dims in zip(ids, DIMS, strict=True)

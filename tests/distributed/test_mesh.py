@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hostdev import UserError
-from hostdev.core.micro_batches import nodes_of
-from hostdev.distributed.mesh import AXES, Mesh, mesh_of
+from hostdev.core.micro_batches import get_nodes
+from hostdev.distributed.mesh import AXES, Mesh, parse_mesh
 
 meshes = st.builds(Mesh, st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
 
@@ -18,7 +18,7 @@ def test_every_rank_has_a_place_of_its_own(mesh):
     assert [mesh.rank(place) for place in places] == list(range(mesh.size))
     assert all(number < size for place in places for number, size in zip(place, mesh, strict=True))
     if mesh.model == 1:
-        assert mesh_of(str(mesh)) == mesh
+        assert parse_mesh(str(mesh)) == mesh
 
 
 @given(meshes)
@@ -38,7 +38,7 @@ def test_leads_have_all_micro_batches_once_and_in_order(mesh, count):
     assert covered == list(range(mesh.data * count))
     assert sum(map(mesh.leads, range(mesh.size))) == mesh.data
     if mesh.model == mesh.pipe == 1:
-        assert mesh.nodes(count) == [nodes_of(rank * count, (rank + 1) * count) for rank in range(mesh.size)]
+        assert mesh.nodes(count) == [get_nodes(rank * count, (rank + 1) * count) for rank in range(mesh.size)]
 
 
 @pytest.mark.parametrize(
@@ -56,10 +56,10 @@ def test_leads_have_all_micro_batches_once_and_in_order(mesh, count):
 )
 def test_a_wrong_text_is_named(text, says):
     with pytest.raises(UserError) as error:
-        mesh_of(text)
+        parse_mesh(text)
     assert says in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_axes_may_come_in_any_order():
-    assert mesh_of("pipe=2, data=3") == mesh_of("data=3,pipe=2") == Mesh(data=3, pipe=2)
+    assert parse_mesh("pipe=2, data=3") == parse_mesh("data=3,pipe=2") == Mesh(data=3, pipe=2)

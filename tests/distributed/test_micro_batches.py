@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hostdev.core.micro_batches import Node, TreeSum, cut, nodes_of
+from hostdev.core.micro_batches import Node, TreeSum, cut, get_nodes
 from hostdev.data import manifest
 from hostdev.data.batch import Batch
 from hostdev.data.preprocess.build import Options
@@ -38,7 +38,7 @@ def in_parts(values, edges):
         part = TreeSum(added)
         for number in range(start, stop):
             part.put(Node(number, 1, values[number]))
-        assert [(node.start, node.size) for node in part.nodes] == nodes_of(start, stop)
+        assert [(node.start, node.size) for node in part.nodes] == get_nodes(start, stop)
         for node in part.nodes:
             whole.put(node)
     return whole.total()
@@ -83,7 +83,7 @@ def test_parts_of_unequal_size_come_to_the_same(present, data):
 def test_nothing_comes_to_nothing():
     assert tree_sum([], added) is None
     assert tree_sum([None, None, None], added) is None
-    assert nodes_of(5, 5) == []
+    assert get_nodes(5, 5) == []
 
 
 def test_the_first_of_two_may_be_changed():
@@ -97,7 +97,7 @@ def test_the_first_of_two_may_be_changed():
 @settings(deadline=None)
 @given(st.integers(0, 200), st.integers(0, 300))
 def test_nodes_lie_end_to_end_and_are_as_large_as_they_can_be(start, count):
-    nodes = nodes_of(start, start + count)
+    nodes = get_nodes(start, start + count)
     edges = [start, *(first + size for first, size in nodes)]
     assert [first for first, _ in nodes] == edges[:-1]
     assert edges[-1] == start + count

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import hostdev
 from hostdev import HostTable
-from hostdev.kernels.shards import ids_at, multiplier_of, partition, range_of
+from hostdev.kernels.shards import get_ids_at, get_multiplier, partition, range_of
 from hostdev.pipeline.row_ids import RowOffsets, SelectedRows
 
 LARGE = 10**10
@@ -20,7 +20,7 @@ def check_partition(ids, rows, ranks):
     """Each id lies at its position; a rank's ids are in ascending order."""
     local, places, counts = partition(ids, rows, ranks)
     assert (local.dtype, places.dtype, counts.dtype) == (ids.dtype, np.int32, np.int64)
-    multiplier, expected = multiplier_of(rows), []
+    multiplier, expected = get_multiplier(rows), []
     for rank in range(ranks):
         start, stop = range_of(rows, rank, ranks)
         positions = [(number, int(one) * multiplier % rows) for number, one in enumerate(ids)]
@@ -44,7 +44,7 @@ def test_every_id_has_a_place(rows, ranks, dtype, seed):
 def test_the_ids_of_all_ranks_are_all_ids(rows, ranks):
     """Fewer rows than ranks, one row, and one more than there are ranks among them."""
     edges = [range_of(rows, rank, ranks) for rank in range(ranks)]
-    held = [ids_at(rows, *edge) for edge in edges]
+    held = [get_ids_at(rows, *edge) for edge in edges]
     np.testing.assert_array_equal(np.sort(np.concatenate(held)), np.arange(rows))
     sizes = [len(ids) for ids in held]
     assert max(sizes) - min(sizes) <= 1
@@ -60,7 +60,7 @@ def test_the_ids_of_all_ranks_are_all_ids(rows, ranks):
 @given(st.integers(1, 10**12))
 @example(570_250_140_920)  # next to what fits
 def test_the_multiplier_is_prime_to_the_rows_and_fits(rows):
-    multiplier = multiplier_of(rows)
+    multiplier = get_multiplier(rows)
     assert math.gcd(multiplier, rows) == 1
     assert 0 < multiplier * (rows - 1) + 1 <= 2**63
 
@@ -76,14 +76,14 @@ def test_tables_of_more_rows_than_32_bits(rows, ranks):
 @pytest.mark.parametrize("rows", [LARGE, LARGE - 33, 2**31 + 1])
 def test_ids_by_position_in_large_tables(rows):
     for start in (0, 1, rows // 3, rows - 100):
-        ids = ids_at(rows, start, start + 100)
-        assert [int(one) * multiplier_of(rows) % rows for one in ids] == list(range(start, start + 100))
+        ids = get_ids_at(rows, start, start + 100)
+        assert [int(one) * get_multiplier(rows) % rows for one in ids] == list(range(start, start + 100))
 
 
 def test_a_place_does_not_depend_on_the_number_of_ranks():
     """A rank's positions are a range, so that those of other numbers of ranks are made of the same rows."""
-    halves = np.concatenate([ids_at(1001, *range_of(1001, rank, 2)) for rank in range(2)])
-    fifths = np.concatenate([ids_at(1001, *range_of(1001, rank, 5)) for rank in range(5)])
+    halves = np.concatenate([get_ids_at(1001, *range_of(1001, rank, 2)) for rank in range(2)])
+    fifths = np.concatenate([get_ids_at(1001, *range_of(1001, rank, 5)) for rank in range(5)])
     np.testing.assert_array_equal(halves, fifths)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hostdev.core.micro_batches import Node, TreeSum, nodes_of
+from hostdev.core.micro_batches import Node, TreeSum, get_nodes
 from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.tree import tree_sums, uses_of
 from tests.distributed.trees import tree_sum
@@ -77,7 +77,7 @@ shapes = {
 def test_the_kernel_adds_in_the_order_of_the_tree(ranks, each, rows, dim, share, seed, threads):
     set_host_threads(threads)
     rng = np.random.default_rng(seed)
-    nodes = [nodes_of(rank * each, (rank + 1) * each) for rank in range(ranks)]
+    nodes = [get_nodes(rank * each, (rank + 1) * each) for rank in range(ranks)]
     uses = drawn_uses(rng, ranks, rows, share)
     values = [[numbers(rng, len(mine), dim) for _ in nodes[rank]] for rank, mine in enumerate(uses)]
     expected = np.zeros((rows, dim), np.float32)

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from hostdev.kernels import cardinality
-from hostdev.kernels.cardinality import join, sample_of, total
+from hostdev.kernels.cardinality import draw_sample, join, total
 
 
 def same(a, b):
@@ -11,12 +11,12 @@ def same(a, b):
 
 
 def test_the_sum_of_few_is_exact_and_counts_each_once():
-    a = sample_of(np.array([3, 1, 2], np.uint64), np.array([30, 0, 20]))
-    b = sample_of(np.array([2, 9], np.uint64), np.array([20, 7]))
+    a = draw_sample(np.array([3, 1, 2], np.uint64), np.array([30, 0, 20]))
+    b = draw_sample(np.array([2, 9], np.uint64), np.array([20, 7]))
     assert total(a) == 50
     assert total(join(a, b)) == total(join(b, a)) == 57
     assert total(join(a, a)) == 50
-    assert total(sample_of(np.empty(0, np.uint64), np.empty(0, np.int64))) == 0
+    assert total(draw_sample(np.empty(0, np.uint64), np.empty(0, np.int64))) == 0
 
 
 @pytest.mark.parametrize("heavy", [0.5, 0.01, 0.0005])
@@ -28,8 +28,8 @@ def test_the_sum_of_many_is_near_whatever_they_weigh(heavy):
     some = None
     for start in range(0, len(keys), 5000):
         part = np.unique(np.concatenate([np.arange(1000), np.arange(start, start + 5000)]))
-        found = sample_of(keys[part], weights[part])
+        found = draw_sample(keys[part], weights[part])
         some = found if some is None else join(found, some)
     assert len(some.keys) == cardinality._SAMPLED + 1
-    assert same(some, sample_of(keys, weights))
+    assert same(some, draw_sample(keys, weights))
     assert total(some) == pytest.approx(weights.sum(), rel=0.05)

@@ -57,7 +57,7 @@ def naive(text):
 def found_of(texts, dtype=np.int32):
     content = [text.encode() for text in texts]
     offsets = np.cumsum([0, *map(len, content)]).astype(dtype)
-    return forms.forms_of(offsets, np.frombuffer(b"".join(content), np.uint8)).tolist()
+    return forms.classify_texts(offsets, np.frombuffer(b"".join(content), np.uint8)).tolist()
 
 
 NUMBERS = st.from_regex(r"\A[+-]?[0-9]{0,19}(\.[0-9]{0,19})?(e[+-]?[0-9]{1,3})?\Z")

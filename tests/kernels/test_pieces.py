@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hostdev.kernels.pieces import addresses_of, length_tasks, list_tasks, places_of, take_tasks
+from hostdev.kernels.pieces import get_addresses, length_tasks, list_tasks, places_of, take_tasks
 from hostdev.kernels.pool import run_tasks, set_host_threads
 from tests import naive
 
@@ -25,7 +25,7 @@ def test_rows(sizes, n, dim, threads):
         pieces = [rng.integers(-(2**30), 2**30, (size, dim)).astype(dtype) for size in SIZES[sizes]]
         rows = rng.integers(0, 900, n)
         out = np.full((n, dim), -1, dtype)
-        run_tasks(take_tasks(places_of(rows, first_of(SIZES[sizes])), addresses_of(pieces), out))
+        run_tasks(take_tasks(places_of(rows, first_of(SIZES[sizes])), get_addresses(pieces), out))
         np.testing.assert_array_equal(out, np.concatenate(pieces)[rows])
 
 
@@ -42,10 +42,10 @@ def test_lists(sizes, n, longest, threads):
         values = [rng.integers(0, 2**30, some.sum()).astype(dtype) for some in lengths]
         rows = rng.integers(0, 900, n)
         places, found = places_of(rows, first_of(SIZES[sizes])), np.full(n, -1, np.int32)
-        run_tasks(length_tasks(places, addresses_of(offsets), found))
+        run_tasks(length_tasks(places, get_addresses(offsets), found))
         begins = np.concatenate([[0], np.cumsum(found)])
         out = np.full(begins[-1], -1, dtype)
-        run_tasks(list_tasks(places, addresses_of(offsets), addresses_of(values), begins, out))
+        run_tasks(list_tasks(places, get_addresses(offsets), get_addresses(values), begins, out))
         expected, expected_lengths = naive.take_lists(values, offsets, rows)
         np.testing.assert_array_equal(found, expected_lengths)
         np.testing.assert_array_equal(out, expected.astype(dtype))

@@ -19,7 +19,7 @@ from hostdev.parallel.layout import Layout, like, resolve_layout
 from hostdev.parallel.local_parameters import LocalParameters
 from hostdev.parallel.network import Network
 from hostdev.parallel.plan import sliced
-from hostdev.parallel.plan_text import plan_of
+from hostdev.parallel.plan_text import parse_plan
 from hostdev.parallel.state import State
 from tests.conftest import ROOT
 
@@ -261,7 +261,7 @@ class Shared(nn.Module):
 )
 def test_a_wrong_plan_is_named(plan, says):
     with pytest.raises(UserError, match=says):
-        resolve_layout(Shared(), Layout(plan=plan_of(plan)), Mesh(model=2), like((torch.zeros(1, 4),)))
+        resolve_layout(Shared(), Layout(plan=parse_plan(plan)), Mesh(model=2), like((torch.zeros(1, 4),)))
 
 
 def test_what_cannot_be_cut_is_named():
@@ -271,16 +271,16 @@ def test_what_cannot_be_cut_is_named():
         ("0=colwise", Mesh(data=2), "--plan has no effect without --mesh model=N"),
     ):
         with pytest.raises(UserError, match=says):
-            resolve_layout(network, Layout(plan=plan_of(plan)), mesh, like((torch.zeros(1, 4),)))
+            resolve_layout(network, Layout(plan=parse_plan(plan)), mesh, like((torch.zeros(1, 4),)))
     sliced(network[2].weight)
     with pytest.raises(UserError, match="its weight is marked as sliced by hand"):
-        resolve_layout(network, Layout(plan=plan_of("2=rowwise")), Mesh(model=2), like((torch.zeros(1, 4),)))
+        resolve_layout(network, Layout(plan=parse_plan("2=rowwise")), Mesh(model=2), like((torch.zeros(1, 4),)))
     with pytest.raises(UserError, match="--stage-cut 1 has no effect without --mesh pipe=N"):
         resolve_layout(network, Layout(begins=["1"]), Mesh(model=2), like((torch.zeros(1, 4),)))
 
 
 def joined(network, plan, mesh=None):
-    found = resolve_layout(network, Layout(plan=plan_of(plan)), mesh or Mesh(model=2), like((torch.zeros(1, 4),)))
+    found = resolve_layout(network, Layout(plan=parse_plan(plan)), mesh or Mesh(model=2), like((torch.zeros(1, 4),)))
     return {name: one.joined for name, one in found.strategies.items()}
 
 
@@ -330,7 +330,7 @@ def test_slices_stay_apart_only_where_nobody_else_needs_them():
     in_place = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
     assert joined(in_place, "0=colwise,2=rowwise") == {"0": False, "2": False}
     assert joined(plain, "0=colwise,2=rowwise", Mesh(model=2, pipe=2)) == {"0": False, "2": False}
-    layout = Layout(begins=["1"], plan=plan_of("0=colwise,2=rowwise"))
+    layout = Layout(begins=["1"], plan=parse_plan("0=colwise,2=rowwise"))
     found = resolve_layout(plain, layout, Mesh(model=2, pipe=2), like((torch.zeros(1, 4),)))
     assert [one.joined for one in found.strategies.values()] == [True, True], "a stage ends between them"
 

@@ -10,7 +10,7 @@ from torch import nn
 from hostdev.core.errors import UserError
 from hostdev.distributed.mesh import Mesh
 from hostdev.parallel.auto import LayoutChoice, _order_measured, _pick_finalists, reason
-from hostdev.parallel.costs import LayerCost, Machine, PieceCost, Profile, profile_of
+from hostdev.parallel.costs import LayerCost, Machine, PieceCost, Profile, measure_profile
 from hostdev.parallel.layout import Layout, like
 from hostdev.parallel.pieces import best_cut, get_pieces
 from hostdev.parallel.search import Layers, SearchOptions, candidates, meshes
@@ -157,7 +157,7 @@ def test_a_profile_says_what_a_network_has():
     before = {name: value.clone() for name, value in network.state_dict().items()}
     state = torch.get_rng_state()
     cpu = torch.device("cpu")
-    found = profile_of(network, get_pieces(network), like((torch.zeros(1, 64),)), 16, cpu, None, looked_up=False)
+    found = measure_profile(network, get_pieces(network), like((torch.zeros(1, 64),)), 16, cpu, None, looked_up=False)
     assert [piece.flops for piece in found.pieces] == [2 * 16 * 64 * 32, 0, 0, 2 * 16 * 32 * 8]
     assert [piece.given for piece in found.pieces] == [16 * 32 * 4] * 3 + [16 * 8 * 4]
     assert [piece.parameters for piece in found.pieces] == [4 * (64 * 32 + 32), 4 * 64, 0, 4 * (32 * 8 + 8)]

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-CALLS = ("wait_event", "wait_stream", "record_stream", "await_mark", "await_sent", "synchronize")
+CALLS = ("wait_event", "wait_stream", "record_stream", "await_event", "await_sent", "synchronize")
 TESTS = (  # what finds most comes first
     "tests/device/test_staging.py",
     "tests/device/test_training.py",

@@ -143,7 +143,7 @@ class Ops(Protocol):
         """Set rows[positions] = values: rows float32 [U, ...], unique positions int32 [L], values [L, ...]."""
 
 
-def ops_for(device: torch.device) -> Ops:
+def get_ops(device: torch.device) -> Ops:
     """Return a device's implementation: host kernels on the CPU, Triton on CUDA, else torch operations."""
     found: ModuleType = torch_operations
     if device.type == "cpu":

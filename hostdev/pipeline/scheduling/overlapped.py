@@ -20,11 +20,11 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from hostdev.core.signals import insist
+from hostdev.core.signals import uninterruptible
 from hostdev.kernels.pool import urgent
 from hostdev.pipeline import remote
 from hostdev.pipeline.context import Context
-from hostdev.pipeline.results import Flight, Gradients, ReadBatch, Request, SentBatch, SteppedBatch, UniqueBatch
+from hostdev.pipeline.results import Gradients, ReadBatch, Request, SentBatch, StepBatch, SteppedBatch, UniqueBatch
 from hostdev.pipeline.row_ids import Ids
 from hostdev.pipeline.scheduling.in_flight import InFlight
 from hostdev.pipeline.scheduling.passes import PassOptions, look_ahead, raise_held
@@ -172,7 +172,7 @@ class Workers:
             return
         with self._timeline.stall("send"):
             queues.wait(lambda: queues.in_flight.gathered[0] >= number - 1)
-            staging.await_mark(queues.in_flight.gathered[1])
+            staging.await_event(queues.in_flight.gathered[1])
 
     def deliver(self, batch: InFlight) -> None:
         """Look up conflicting rows of a batch, in the updater's thread or the caller's: whichever is idle."""
@@ -252,7 +252,7 @@ class OverlappedPass:
         """The last batch that was read."""
         return self._workers.number
 
-    def take(self) -> Flight | None:
+    def take(self) -> StepBatch | None:
         """See `Pass`."""
         queues = self._queues
         if self._given is not None:  # the caller has come back, and no longer holds it
@@ -304,7 +304,7 @@ class OverlappedPass:
     def _may_step(self, batch: InFlight) -> bool:
         return not batch.missing or self._queues.update_error is not None
 
-    def finish(self, batch: Flight, gradients: Gradients | None) -> None:
+    def finish(self, batch: StepBatch, gradients: Gradients | None) -> None:
         """See `Pass`."""
         held = [end_step(self._context, batch, gradients)]
         if self._update:
@@ -370,7 +370,7 @@ class OverlappedPass:
             if together and failed:  # it may wait for a rank that has failed
                 thread.join(LONGEST_JOIN)
             else:
-                insist(thread.join)  # the caller of `close` writes next what these threads write
+                uninterruptible(thread.join)  # the caller of `close` writes next what these threads write
         if self._reads_behind:
             threads[0].join(LONGEST_JOIN)
         queues.clear()
@@ -386,5 +386,5 @@ class OverlappedPass:
                 while thread.is_alive() and not self._are_ranks_gone():
                     thread.join(_POLL_SECONDS)
 
-        insist(wait)
+        uninterruptible(wait)
         return not any(thread.is_alive() for thread in threads)

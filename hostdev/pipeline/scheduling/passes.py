@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 from hostdev.pipeline import remote
 from hostdev.pipeline.context import Context
-from hostdev.pipeline.results import Flight, Gradients, ReadBatch, Request, UniqueBatch
+from hostdev.pipeline.results import Gradients, ReadBatch, Request, StepBatch, UniqueBatch
 from hostdev.pipeline.row_ids import Ids
 from hostdev.pipeline.scheduling.in_flight import InFlight
 from hostdev.pipeline.scheduling.queues import End, Stopped
@@ -34,10 +34,10 @@ class PassOptions(NamedTuple):
 class Pass(Protocol):
     """Batches in their order, each to be stepped by the caller; one thread calls."""
 
-    def take(self) -> Flight | None:
+    def take(self) -> StepBatch | None:
         """Return the next batch with its rows on the device; None after the last, when all has been updated."""
 
-    def finish(self, batch: Flight, gradients: Gradients | None) -> None:
+    def finish(self, batch: StepBatch, gradients: Gradients | None) -> None:
         """End a step with its gradients; None in a pass that updates nothing."""
 
     def drain(self) -> None:
@@ -126,7 +126,7 @@ class SerialPass:
         self._context, self._update, self.number = context, options.update, options.number
         self._source = iter(source)
         self._caller = threading.get_ident()
-        self._given: Flight | None = None  # in the caller's step
+        self._given: StepBatch | None = None  # in the caller's step
         self._batches = look_ahead(context, self._read, options)
 
     def _read(self) -> ReadBatch | End:
@@ -136,7 +136,7 @@ class SerialPass:
         self.number += 1
         return batch
 
-    def take(self) -> Flight | None:
+    def take(self) -> StepBatch | None:
         """See `Pass`."""
         item = next(self._batches)
         if isinstance(item, End):
@@ -155,7 +155,7 @@ class SerialPass:
         self._given = begin_step(context, send(context, looked_up), in_flight, update)
         return self._given
 
-    def finish(self, batch: Flight, gradients: Gradients | None) -> None:
+    def finish(self, batch: StepBatch, gradients: Gradients | None) -> None:
         """See `Pass`."""
         self._given = None
         context = self._context

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from hostdev.device.pinned import Slab
+from hostdev.device.pinned import PinnedBuffer
 from hostdev.kernels.claims import others
 from hostdev.kernels.pool import run_tasks
 from hostdev.pipeline.context import Context
@@ -16,7 +16,7 @@ from hostdev.pipeline.rows import BatchRows, FetchedRows, count_bytes, fetch_lat
 _MANY_CONFLICTS = 4  # where one row in this many conflicts, conflicting rows are looked up once, when they may be
 
 
-def take_memory(context: Context, batch: PlannedBatch) -> Slab:
+def take_memory(context: Context, batch: PlannedBatch) -> PinnedBuffer:
     """Return host memory for a batch's copies."""
     needs = 0
     if context.staging.copies:
@@ -25,10 +25,10 @@ def take_memory(context: Context, batch: PlannedBatch) -> Slab:
             needs += count_bytes(group, len(mine.ids), mine.plan, len(inverse))
             if mine.asked is not None:  # rows of other ranks, and gradients for them
                 needs += 2 * mine.asked.size * group.row_bytes
-    return context.staging.slabs.take(needs)
+    return context.staging.pinned_buffers.take(needs)
 
 
-def look_up(context: Context, batch: PlannedBatch, memory: Slab) -> LookedUpBatch:
+def look_up(context: Context, batch: PlannedBatch, memory: PinnedBuffer) -> LookedUpBatch:
     """Return the rows on the host, but for conflicting ones where they are many: a few are looked up twice."""
     number, position, request, groups, inverses, reads, writes, conflicts = batch
     rows: list[list[BatchRows]] = [[] for _ in groups]

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from hostdev.pipeline.context import Context
 from hostdev.pipeline.remote import exchange_late, send_gradients
-from hostdev.pipeline.results import Flight, Gradients, SentBatch, StepGroup, SteppedBatch
+from hostdev.pipeline.results import Gradients, SentBatch, StepBatch, StepGroup, SteppedBatch
 from hostdev.pipeline.row_ids import RowSubset
 from hostdev.pipeline.rows import BatchRows, find_on_device, receive_rows
 from hostdev.pipeline.scheduling.in_flight import InFlight
 
 
-def begin_step(context: Context, batch: SentBatch, in_flight: InFlight, update: bool) -> Flight:
+def begin_step(context: Context, batch: SentBatch, in_flight: InFlight, update: bool) -> StepBatch:
     """Return the batch with the rows of all tables on the device, whose current stream waits for them.
 
     Args:
@@ -44,7 +44,7 @@ def begin_step(context: Context, batch: SentBatch, in_flight: InFlight, update: 
         values = exchange_late(context, batch, values, update)
     parts = zip(batch.groups, batch.rows.groups, batch.inverses, batch.device_ids, values, strict=True)
     groups = [StepGroup(*part) for part in parts]
-    return Flight(
+    return StepBatch(
         number,
         batch.position,
         batch.request,
@@ -59,7 +59,7 @@ def begin_step(context: Context, batch: SentBatch, in_flight: InFlight, update: 
     )
 
 
-def end_step(context: Context, batch: Flight, gradients: Gradients | None) -> SteppedBatch:
+def end_step(context: Context, batch: StepBatch, gradients: Gradients | None) -> SteppedBatch:
     """Update the rows on the device, and let the host receive the gradients of the others.
 
     Args:
@@ -106,7 +106,7 @@ def end_step(context: Context, batch: Flight, gradients: Gradients | None) -> St
         abandon_step(batch)
 
 
-def abandon_step(batch: Flight) -> None:
+def abandon_step(batch: StepBatch) -> None:
     """End the span of a step; its batch may be abandoned."""
     batch.span.__exit__(None, None, None)
 
@@ -114,7 +114,7 @@ def abandon_step(batch: Flight) -> None:
 _Leaving = tuple[int, BatchRows, list[Tensor | None]]  # a group's number, a table's rows, tensors for the host
 
 
-def _update_on_device(context: Context, batch: Flight, gradients: Gradients) -> list[_Leaving]:
+def _update_on_device(context: Context, batch: StepBatch, gradients: Gradients) -> list[_Leaving]:
     """Update the rows on the device; return what each table on the host receives."""
     skip = gradients.skip
     parts = list(zip(context.groups, batch.groups, gradients.grads, strict=True))
@@ -141,7 +141,7 @@ def _update_on_device(context: Context, batch: Flight, gradients: Gradients) -> 
     return leaving
 
 
-def _receive(context: Context, batch: Flight, leaving: list[_Leaving], shared: Any) -> tuple[tuple[Any, Any], Any]:
+def _receive(context: Context, batch: StepBatch, leaving: list[_Leaving], shared: Any) -> tuple[tuple[Any, Any], Any]:
     """Copy what leaves the device to the host; first the gradients of rows that the next batch waits for."""
     first: list[RowSubset | None] = [None] * len(batch.groups)
     if shared is not None:

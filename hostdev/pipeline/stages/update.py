@@ -14,7 +14,7 @@ def await_step(context: Context, batch: SteppedBatch) -> None:
         outcome.arrive()
     if batch.check is not None:
         batch.check.get()
-    context.staging.await_mark(batch.clocks[1] if context.staging.copies else None)
+    context.staging.await_event(batch.clocks[1] if context.staging.copies else None)
     context.timeline.device_was_busy(context.staging.nanoseconds(*batch.clocks))
 
 
@@ -22,7 +22,7 @@ def receive_sums(context: Context, batch: SteppedBatch) -> None:
     """Exchange gradients with the owners of rows, where there are other ranks."""
     if batch.outgoing is None:
         return
-    context.staging.await_mark(batch.received)
+    context.staging.await_event(batch.received)
     summed = exchange_gradients(context, batch, batch.outgoing)
     for group, sums in zip(batch.groups, summed, strict=True):
         for rows, total in zip(group.rows, sums, strict=True):
@@ -32,7 +32,7 @@ def receive_sums(context: Context, batch: SteppedBatch) -> None:
 def update_first(context: Context, batch: SteppedBatch, shared: SharedRows) -> None:
     """Update the rows that the next batch waits for."""
     known, mark = batch.received_first
-    context.staging.await_mark(mark if known is shared else batch.received)
+    context.staging.await_event(mark if known is shared else batch.received)
     with urgent(), context.timeline.span("update first", batch.number) as span:  # the device may be waiting
         span["rows"] = len(shared.first)
         _update(context, batch, shared.first, first=known is shared)
@@ -41,7 +41,7 @@ def update_first(context: Context, batch: SteppedBatch, shared: SharedRows) -> N
 def update(context: Context, batch: SteppedBatch, shared: SharedRows | None) -> None:
     """Update a batch's rows, but for those that `update_first` has updated; then release its memory."""
     exchange_rest(context, batch)
-    context.staging.await_mark(batch.received)
+    context.staging.await_event(batch.received)
     rest = RowSubset(batch.writes.ids, None) if shared is None else shared.rest
     with context.timeline.span("update", batch.number, flow="f") as span:
         span["rows"] = len(rest)

@@ -14,7 +14,7 @@ from hostdev.cache.options import AUTO, POLICIES, WINDOW
 from hostdev.cache.planner import planner_bytes
 from hostdev.cache.simulation import Simulated, Simulation
 from hostdev.core.errors import UserError
-from hostdev.core.memory import available_bytes, cache_room, gib
+from hostdev.core.memory import available_bytes, cache_room, format_bytes
 from hostdev.core.progress import bar
 from hostdev.data.manifest import Manifest
 from hostdev.data.shards import ShardReader
@@ -23,7 +23,7 @@ from hostdev.device.bus import measure
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.world import ALONE_WORLD
 from hostdev.kernels.pool import set_host_threads
-from hostdev.kernels.unique import count_uses, unique
+from hostdev.kernels.unique import count_occurrences, unique
 from hostdev.models.model import Model
 from hostdev.runtime.spec import CacheSpec
 from hostdev.train.build import device_of, ids_of, known_counts, model_of
@@ -91,7 +91,7 @@ def _sample(model: Model, groups: Sequence[Group], reader: ShardReader, settings
     for batch in itertools.islice(batches, _MOST_BATCHES):
         for group, mine in zip(groups, sampled, strict=True):
             one, inverse = unique(ids_of(model, batch, group.names[0]))
-            mine.append((one, count_uses(inverse, len(one))))
+            mine.append((one, count_occurrences(inverse, len(one))))
             ids += len(inverse)
         if ids > _MOST_IDS and len(sampled[0]) >= _LEAST_BATCHES:
             break
@@ -173,13 +173,14 @@ def _size(point: Point, ranks: Ranks | None) -> str:
 
 def _line(chosen: tuple[str, Point] | None, room: int, device: torch.device, batches: int) -> str:
     """Return what was chosen, and why."""
-    where = f"{gib(room)} that a dense step leaves on {describe(device)}"
+    where = f"{format_bytes(room)} that a dense step leaves on {describe(device)}"
     if not is_accelerator(device):
-        where = f"{gib(room)} that the tables leave of the host's memory"
+        where = f"{format_bytes(room)} that the tables leave of the host's memory"
     if chosen is None:
         return f"cache    auto: none; of those that fit into the {where}, none makes a step shorter"
     policy, point = chosen
     return (
-        f"cache    auto: {point.rows:,} rows, {policy}, {gib(point.nbytes)} of the {where}; by {batches} batches "
+        f"cache    auto: {point.rows:,} rows, {policy}, {format_bytes(point.nbytes)} of the {where}; "
+        f"by {batches} batches "
         f"{gains(point)}"
     )

@@ -14,12 +14,12 @@ from hostdev.cache.planner import Statistics, planner_bytes
 from hostdev.cache.prices import Costs
 from hostdev.cache.simulation import OPTIMUM, Simulated, Simulation, add_up
 from hostdev.core.errors import UserError
-from hostdev.core.memory import TableShape, available_bytes, gib, row_bytes
+from hostdev.core.memory import TableShape, available_bytes, format_bytes, row_bytes
 from hostdev.core.progress import bar
 from hostdev.data.manifest import Manifest
 from hostdev.data.shards import ShardReader
 from hostdev.device.bus import Bus
-from hostdev.kernels.unique import count_uses, unique
+from hostdev.kernels.unique import count_occurrences, unique
 from hostdev.models.model import Model
 from hostdev.train.build import counts_of, groups_of, ids_of, known_counts
 from hostdev.train.cache_advice.rates import host_costs
@@ -261,7 +261,7 @@ def simulate(
             for batch in reader.batches(size, seed=seed, epoch=1):
                 for one, group in enumerate(groups):
                     ids, inverse = unique(ids_of(model, batch, group.names[0]))
-                    uses = count_uses(inverse, len(ids))
+                    uses = count_occurrences(inverse, len(ids))
                     for _, simulation in (each for each in simulations if each[0] == one):
                         simulation.add_unique(ids, uses)
                 progress.update()
@@ -307,7 +307,8 @@ def require_memory(needed: int) -> None:
     free = available_bytes()
     if needed > free:
         raise UserError(
-            f"the simulation needs {gib(needed)} for a cache's plan, but {gib(free)} of host memory are free; "
+            f"the simulation needs {format_bytes(needed)} for a cache's plan, but "
+            f"{format_bytes(free)} of host memory are free; "
             "use a smaller batch size or window"
         )
 
