@@ -1,6 +1,5 @@
 """The errors that hostdev raises on purpose. Only wrong input is a ValueError."""
 
-from hostdev.core.errors import HostdevError, NonFiniteError, RankError, UserError
-from hostdev.core.errors import TransientError as TransientError
+from hostdev.core.errors import HostdevError, NonFiniteError, RankError, TransientError, UserError
 
 __all__ = ["HostdevError", "NonFiniteError", "RankError", "TransientError", "UserError"]

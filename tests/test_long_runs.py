@@ -84,9 +84,19 @@ def test_a_run_reports_bytes_and_hits_and_no_optimum(trained, small_data, tmp_pa
     assert trained(*small(small_data, *CACHED)) == 0
     found = summary_of(tmp_path / "run")["cache"]
     assert list(found) == [
-        "rows", "policy", "window", "batches", "hit_rate", "unique_hit_rate", "admitted", "evicted", "bypassed",
-        "bytes_to_device", "bytes_to_host", "host_us_saved",
-    ]  # fmt: skip
+        "rows",
+        "policy",
+        "window",
+        "batches",
+        "hit_rate",
+        "unique_hit_rate",
+        "admitted",
+        "evicted",
+        "bypassed",
+        "bytes_to_device",
+        "bytes_to_host",
+        "host_us_saved",
+    ]
     assert f"{found['hit_rate']:.2%} of uses hit; a step admits" in capsys.readouterr().out
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
         "config.json",

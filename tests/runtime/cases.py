@@ -72,13 +72,15 @@ def batches_of(count, seed=0, size=12):
         lengths = rng.integers(0, 4, size)
         words = rng.integers(0, ROWS["words"], lengths.sum())
         history = rng.integers(-1, ROWS["items"], (size, 3))
-        made.append({
-            "user": rng.integers(0, ROWS["users"], size).astype(np.int32),
-            "item": rng.integers(0, ROWS["items"], size),
-            "history": history,
-            "words": hostdev.Bag(words, lengths=lengths, weights=rng.random(len(words), np.float32)),
-            "label": (rng.random(size) < 0.5).astype(np.float32),
-        })  # fmt: skip
+        made.append(
+            {
+                "user": rng.integers(0, ROWS["users"], size).astype(np.int32),
+                "item": rng.integers(0, ROWS["items"], size),
+                "history": history,
+                "words": hostdev.Bag(words, lengths=lengths, weights=rng.random(len(words), np.float32)),
+                "label": (rng.random(size) < 0.5).astype(np.float32),
+            }
+        )
     return made
 
 

@@ -33,10 +33,17 @@ def test_a_runtime_that_is_closed(device, depth, cache):
     assert list(loop.close() or [None]) == [None]
     assert case.tables["users"].step == 2
     for call in (
-        lambda: runtime.train(batches), lambda: runtime.predict(batches), lambda: runtime.lookup({}),
-        lambda: runtime.write_back(), lambda: runtime.save("nowhere"), lambda: runtime.load("nowhere"),
-        lambda: runtime.freeze(), lambda: runtime.unfreeze("users"), lambda: runtime.optimizer, runtime.__enter__,
-    ):  # fmt: skip
+        lambda: runtime.train(batches),
+        lambda: runtime.predict(batches),
+        lambda: runtime.lookup({}),
+        lambda: runtime.write_back(),
+        lambda: runtime.save("nowhere"),
+        lambda: runtime.load("nowhere"),
+        lambda: runtime.freeze(),
+        lambda: runtime.unfreeze("users"),
+        lambda: runtime.optimizer,
+        runtime.__enter__,
+    ):
         with pytest.raises(ValueError, match="this runtime is closed; make another one over its tables"):
             call()
     with Runtime(features_of(case.tables), device=device, depth=depth, cache=cache) as case.runtime:

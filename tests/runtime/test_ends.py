@@ -327,9 +327,13 @@ def test_rows_of_a_batch_that_is_over():
     case = Case()
     kept = [rows for _, rows in case.loop(batches_of(2))]
     for use in (
-        lambda rows: rows["user"], lambda rows: dict(rows), lambda rows: rows.parameters(),
-        lambda rows: rows.unique("users"), lambda rows: rows.to_host([torch.ones(1)], list), lambda rows: "user" in rows,  # noqa: E501
-    ):  # fmt: skip
+        lambda rows: rows["user"],
+        lambda rows: dict(rows),
+        lambda rows: rows.parameters(),
+        lambda rows: rows.unique("users"),
+        lambda rows: rows.to_host([torch.ones(1)], list),
+        lambda rows: "user" in rows,  # noqa: E501
+    ):
         with pytest.raises(ValueError, match="this batch is over: the loop has come back for the next one"):
             use(kept[0])
     assert [rows.step for rows in kept] == [1, 2]
@@ -381,9 +385,13 @@ print("end")
 
 def test_a_program_that_ends_within_a_loop():
     found = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-        timeout=120, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", SCRIPT],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert (found.returncode, found.stdout, found.stderr) == (0, "end\n", "")
 
 

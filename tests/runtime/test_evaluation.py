@@ -241,7 +241,10 @@ def test_runtimes_tell_of_their_tables(device):
     assert list(case.runtime.tables) == ["users", "items", "first", "words"]
     assert [cache.capacity for cache in case.runtime.caches] == [8, 12, 12, 6]
     assert [[table.name for table in cache.tables] for cache in case.runtime.caches] == [
-        ["users"], ["items"], ["first"], ["words"]
-    ]  # fmt: skip
+        ["users"],
+        ["items"],
+        ["first"],
+        ["words"],
+    ]
     assert case.runtime.device == device
     assert hostdev.Runtime({"x": case.tables["users"]}, device=device).caches == []

@@ -69,27 +69,43 @@ def kinds():
         "sum": (total, (values, LENGTHS.tolist()), lambda w: pooled(values, w, "sum")),
         "mean": (mean, Bag(values, offsets=OFFSETS), lambda w: pooled(values, w, "mean")),
         "weighted sum": (total, (values, LENGTHS, weights), lambda w: pooled(values, w, "sum", weights=weights)),
-        "weighted mean": (mean, Bag(values, torch.from_numpy(LENGTHS), None, weights.tolist()),
-                          lambda w: pooled(values, w, "mean", weights=weights)),
-        "weighted mean of k": (mean, Bag(grid, weights=torch.from_numpy(grid_weights)),
-                               lambda w: pooled(grid.ravel(), w, "mean", threes, weights=grid_weights.ravel())),
-        "weights of half the precision": (total, Bag(grid, weights=torch.full((7, 3), 0.5, dtype=torch.bfloat16)),
-                                          lambda w: 0.5 * single(grid, w).sum(1)),
+        "weighted mean": (
+            mean,
+            Bag(values, torch.from_numpy(LENGTHS), None, weights.tolist()),
+            lambda w: pooled(values, w, "mean", weights=weights),
+        ),
+        "weighted mean of k": (
+            mean,
+            Bag(grid, weights=torch.from_numpy(grid_weights)),
+            lambda w: pooled(grid.ravel(), w, "mean", threes, weights=grid_weights.ravel()),
+        ),
+        "weights of half the precision": (
+            total,
+            Bag(grid, weights=torch.full((7, 3), 0.5, dtype=torch.bfloat16)),
+            lambda w: 0.5 * single(grid, w).sum(1),
+        ),
         "padding, k ids": (out, padded, lambda w: single(padded, w, -1)),
         "padding, one id": (third, flat, lambda w: single(flat, w, flat[2])),
         "padding, one id, pooled": (mean | third, flat, lambda w: single(flat, w, flat[2])),
         "padding, mean of k": (mean | out, padded, lambda w: pooled(padded.ravel(), w, "mean", threes, -1)),
         "padding, bags": (inside, (emptied, LENGTHS), lambda w: single(emptied, w, 7)),
-        "padding, weighted sum": (total | inside, (emptied, LENGTHS, weights),
-                                  lambda w: pooled(emptied, w, "sum", padding=7, weights=weights)),
-        "padding, mean": (mean | inside, Bag(emptied, offsets=OFFSETS), lambda w: pooled(emptied, w, "mean", padding=7)),  # noqa: E501
+        "padding, weighted sum": (
+            total | inside,
+            (emptied, LENGTHS, weights),
+            lambda w: pooled(emptied, w, "sum", padding=7, weights=weights),
+        ),
+        "padding, mean": (
+            mean | inside,
+            Bag(emptied, offsets=OFFSETS),
+            lambda w: pooled(emptied, w, "mean", padding=7),
+        ),  # noqa: E501
         "padding that no id is": ({"padding": 10**12}, grid, lambda w: single(grid, w)),
         "no id": (total, ([], [0, 0, 0]), lambda w: torch.zeros(3, D)),
         "no id, offsets": (mean, Bag([], offsets=[0, 0]), lambda w: torch.zeros(2, D)),
         "no sample": (one, [], lambda w: torch.zeros(0, D)),
         "no bag": (mean, Bag(torch.tensor([]), lengths=[]), lambda w: torch.zeros(0, D)),
         "nothing but padding": (total | out, np.full((4, 2), -1), lambda w: torch.zeros(4, D)),
-    }  # fmt: skip
+    }
 
 
 KINDS = kinds()
@@ -171,8 +187,11 @@ def test_dtypes_of_each_table(device):
     runtime, ids = Runtime(features, device=device), np.arange(5)
     for _, rows in runtime.train([{"x": ids, "y": ids, "z": ids}]):
         assert [part.dtype for part in (*rows["x"], rows["y"], rows["z"])] == [
-            torch.bfloat16, torch.float32, torch.bfloat16, torch.float32
-        ]  # fmt: skip
+            torch.bfloat16,
+            torch.float32,
+            torch.bfloat16,
+            torch.float32,
+        ]
         assert rows["x"][0].equal(rows["y"])
         assert rows["x"][1].equal(rows["z"])
         (rows["x"][0].sum() + rows["y"].float().sum() + rows["z"].sum()).backward()

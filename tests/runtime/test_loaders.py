@@ -43,9 +43,13 @@ def test_a_data_loader(device, workers):
         case = Case(device)
         runtime = runtime_of(case, device, depth=depth, cache="20%")
         loader = DataLoader(
-            Samples(50), 8, shuffle=True, num_workers=workers, generator=torch.Generator().manual_seed(1),
+            Samples(50),
+            8,
+            shuffle=True,
+            num_workers=workers,
+            generator=torch.Generator().manual_seed(1),
             persistent_workers=workers > 0,
-        )  # fmt: skip
+        )
         seen = []
         for _ in range(2):
             loop = runtime.train(loader)
@@ -108,14 +112,19 @@ def test_what_is_sent(device):
             "empty": np.empty((0, 3), np.float32),
             "strided": torch.arange(12).view(3, 4).T,
             "there": there,
-            "number": 7, "text": "x", "none": None, "thing": thing, "set": {1},
-        }  # fmt: skip
+            "number": 7,
+            "text": "x",
+            "none": None,
+            "thing": thing,
+            "set": {1},
+        }
 
     for depth in (0, 2):
         runtime = Runtime({"user": case.tables["users"]}, device=device, depth=depth)
-        for loop in (runtime.train(batches_of(3), send=send_of, ids=only_user), runtime.predict(
-            batches_of(3), send=send_of, ids=only_user
-        )):  # fmt: skip
+        for loop in (
+            runtime.train(batches_of(3), send=send_of, ids=only_user),
+            runtime.predict(batches_of(3), send=send_of, ids=only_user),
+        ):
             for batch, rows in loop:
                 assert rows["user"].device == device
                 assert isinstance(batch["pair"], Pair)
@@ -123,8 +132,16 @@ def test_what_is_sent(device):
                 sent += [batch[name] for name in ("backwards", "read only", "other order", "flags", "half", "empty")]
                 assert all(tensor.device == device for tensor in [*sent, batch["strided"]])
                 assert [tensor.tolist() for tensor in sent] == [
-                    [0, 1, 2], [1, 2], [[5]], [4, 3, 2, 1, 0], [0, 1, 2, 3], [0, 1, 2], [True, False], [1, 1], []
-                ]  # fmt: skip
+                    [0, 1, 2],
+                    [1, 2],
+                    [[5]],
+                    [4, 3, 2, 1, 0],
+                    [0, 1, 2, 3],
+                    [0, 1, 2],
+                    [True, False],
+                    [1, 1],
+                    [],
+                ]
                 assert [tensor.dtype for tensor in sent[-3:]] == [torch.bool, torch.bfloat16, torch.float32]
                 assert batch["strided"].tolist() == torch.arange(12).view(3, 4).T.tolist()
                 assert batch["there"] is there
@@ -179,10 +196,18 @@ def test_ids_of_all_kinds_of_arrays(device):
     wanted, case = None, None
     base = np.array([[3, 7, 3], [0, 39, 5]])
     kinds = [
-        base, base.tolist(), torch.from_numpy(base), torch.from_numpy(base).int(), torch.from_numpy(base).short(),
-        base.astype(np.uint8), base.astype(np.uint32), base.astype(">i8"), np.asfortranarray(base),
-        np.repeat(base, 2, 1)[:, ::2], torch.from_numpy(base).to(device),
-    ]  # fmt: skip
+        base,
+        base.tolist(),
+        torch.from_numpy(base),
+        torch.from_numpy(base).int(),
+        torch.from_numpy(base).short(),
+        base.astype(np.uint8),
+        base.astype(np.uint32),
+        base.astype(">i8"),
+        np.asfortranarray(base),
+        np.repeat(base, 2, 1)[:, ::2],
+        torch.from_numpy(base).to(device),
+    ]
     for kind in kinds:
         case = Case(device, options={"cache": "50%"})
         runtime = Runtime({"user": case.tables["users"]}, device=device, cache="50%")

@@ -80,9 +80,11 @@ def test_checkpointed_activations():
         for _label, rows in case.loop(batches):
             case.adam.zero_grad()
             hidden = torch.cat([rows["user"], rows["item"][0], rows["history"], rows["words"]], 1)
-            logits = case.model.top(hidden) if reentrant is None else checkpoint(
-                case.model.top, hidden, use_reentrant=reentrant
-            )  # fmt: skip
+            logits = (
+                case.model.top(hidden)
+                if reentrant is None
+                else checkpoint(case.model.top, hidden, use_reentrant=reentrant)
+            )
             (logits.sum() + rows["item"][1].sum()).backward()
             case.adam.step()
         states.append(case.state())

@@ -63,29 +63,46 @@ class Draw(NamedTuple):
 def models(draw):
     number = draw(st.integers(1, 5))
     spec = st.builds(
-        CacheSpec, st.sampled_from(["5%", "30%", "100%", 0, 3]), st.sampled_from(["lookahead", "lru", "lfu"]),
+        CacheSpec,
+        st.sampled_from(["5%", "30%", "100%", 0, 3]),
+        st.sampled_from(["lookahead", "lru", "lfu"]),
         st.integers(0, 5),
-    )  # fmt: skip
+    )
     rows = st.sampled_from([1, 7, 30, 30, 30, 60])
     table = st.builds(
-        TableDraw, rows, st.integers(1, 5), st.sampled_from(OPTIMIZERS), st.sampled_from([False] * 4 + [True]),
+        TableDraw,
+        rows,
+        st.integers(1, 5),
+        st.sampled_from(OPTIMIZERS),
+        st.sampled_from([False] * 4 + [True]),
         st.none() | spec | spec,
-    )  # fmt: skip
+    )
     tables = draw(st.lists(table, min_size=number, max_size=number))
     feature = st.builds(
-        FeatureDraw, st.lists(st.integers(0, number - 1), min_size=1, max_size=3, unique=True).map(tuple),
-        st.sampled_from([None, "sum", "mean"]), st.sampled_from([None, None, -1, 0]),
-        st.sampled_from(["float32"] * 3 + ["bfloat16"]), st.sampled_from(["one", "some", "bags"]), st.booleans(),
-    )  # fmt: skip
+        FeatureDraw,
+        st.lists(st.integers(0, number - 1), min_size=1, max_size=3, unique=True).map(tuple),
+        st.sampled_from([None, "sum", "mean"]),
+        st.sampled_from([None, None, -1, 0]),
+        st.sampled_from(["float32"] * 3 + ["bfloat16"]),
+        st.sampled_from(["one", "some", "bags"]),
+        st.booleans(),
+    )
     features = draw(st.lists(feature, min_size=1, max_size=6))
     batches = draw(st.integers(1, 9))
     at = st.integers(0, batches - 1)
     return Draw(
-        draw(st.integers(0, 2**20)), tables, features, draw(st.integers(0, 4)), batches, draw(st.sets(at, max_size=3)),
+        draw(st.integers(0, 2**20)),
+        tables,
+        features,
+        draw(st.integers(0, 4)),
+        batches,
+        draw(st.sets(at, max_size=3)),
         draw(st.sets(st.tuples(at, st.integers(0, len(features) - 1)), max_size=4)),
-        draw(st.sampled_from([1, 1, 1, 2, 3])), draw(st.booleans()), draw(st.booleans()),
+        draw(st.sampled_from([1, 1, 1, 2, 3])),
+        draw(st.booleans()),
+        draw(st.booleans()),
         draw(st.dictionaries(st.sampled_from(STAGES), st.sampled_from([0.0005, 0.003]), max_size=3)),
-    )  # fmt: skip
+    )
 
 
 def ids_of(rng, feature, limit):
@@ -178,10 +195,18 @@ QUIET = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped
 # One of three tables that a feature names lies on the device, and so in another group: the norm of a clip is the same.
 _PLAIN = TableDraw(1, 1, hostdev.LazyAdam, False, None)
 _CLIPPED = Draw(
-    0, [_PLAIN, _PLAIN._replace(on_device=True), _PLAIN, _PLAIN._replace(rows=7)],
+    0,
+    [_PLAIN, _PLAIN._replace(on_device=True), _PLAIN, _PLAIN._replace(rows=7)],
     [FeatureDraw((0, 3, 1), None, None, "float32", "one", weighted) for weighted in (False, True)],
-    0, 1, set(), set(), 1, True, False, {},
-)  # fmt: skip
+    0,
+    1,
+    set(),
+    set(),
+    1,
+    True,
+    False,
+    {},
+)
 
 
 @example(_CLIPPED)

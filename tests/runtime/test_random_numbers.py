@@ -118,7 +118,7 @@ def loaders():
         "a generator": (generator, None),
         "a Dataset that draws": (lambda: DataLoader(Drawing(), SIZE, shuffle=True), features_of),
         "many epochs": (lambda: (b for _ in range(2) for b in DataLoader(Drawing(), 40, shuffle=True)), features_of),
-    }  # fmt: skip
+    }
 
 
 def features_of(batch):
@@ -187,9 +187,11 @@ def test_saved_in_a_loop_and_resumed(tmp_path, what):
         if number == at:
             keys = np.random.get_state(legacy=True)
             extra = {
-                "model": program.model.state_dict(), "torch": torch.get_rng_state(),
-                "python": list(random.getstate()[1]), "NumPy": [torch.tensor(keys[1].astype(np.int64)), *keys[2:]],
-            }  # fmt: skip
+                "model": program.model.state_dict(),
+                "torch": torch.get_rng_state(),
+                "python": list(random.getstate()[1]),
+                "NumPy": [torch.tensor(keys[1].astype(np.int64)), *keys[2:]],
+            }
             program.runtime.save(tmp_path, extra=extra)
 
     whole = Program(2, None)
@@ -249,9 +251,10 @@ OWN = {
     "RandomState": lambda: (one := np.random.RandomState(1), lambda: one.randint(0, ROWS, SIZE)),
     "Random": lambda: (one := random.Random(1), lambda: np.array([one.randrange(ROWS) for _ in range(SIZE)])),
     "torch.Generator": lambda: (
-        one := torch.Generator().manual_seed(1), lambda: torch.randint(0, ROWS, (SIZE,), generator=one).numpy()
+        one := torch.Generator().manual_seed(1),
+        lambda: torch.randint(0, ROWS, (SIZE,), generator=one).numpy(),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", OWN)

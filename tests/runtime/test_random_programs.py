@@ -171,12 +171,13 @@ class Forget:
 
 backward = st.builds(Backward, st.integers(1, 3), st.sampled_from(["rows", "rows", "unique", "other"]))
 ACTIONS = [  # before the step, in any order
-    backward, backward,
+    backward,
+    backward,
     st.builds(Rate, st.integers(-2, 1)),
     st.builds(Freeze, st.booleans(), st.sampled_from(["t", "u"])),
     st.builds(Clip, st.integers(1, 4)),
     st.builds(Forget),
-]  # fmt: skip
+]
 AFTER = [  # and after it
     st.builds(Look, st.sampled_from(["look_up", "predict"])),
     st.builds(Rate, st.integers(-2, 1)),
@@ -223,9 +224,13 @@ def programs(draw):
         st.lists(st.one_of(AFTER), max_size=2).map(tuple),
     )
     loop = st.builds(
-        OneLoop, st.lists(body, min_size=1, max_size=6).map(tuple), st.sampled_from([1, 1, 2, 3]), st.integers(1, 9),
-        st.sampled_from(["break", "break", "raise before", "raise after"]), st.booleans(),
-    )  # fmt: skip
+        OneLoop,
+        st.lists(body, min_size=1, max_size=6).map(tuple),
+        st.sampled_from([1, 1, 2, 3]),
+        st.integers(1, 9),
+        st.sampled_from(["break", "break", "raise before", "raise after"]),
+        st.booleans(),
+    )
     return Program(draw(st.booleans()), draw(st.booleans()), draw(st.lists(loop, min_size=1, max_size=3).map(tuple)))
 
 
@@ -321,9 +326,12 @@ def check(program, device):
 
 
 FAST = settings(
-    max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck),
+    max_examples=20,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
     phases=(Phase.explicit, Phase.generate),  # to shrink a program takes minutes, and its loops stay open meanwhile
-)  # fmt: skip
+)
 
 
 @FAST

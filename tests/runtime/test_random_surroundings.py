@@ -63,8 +63,22 @@ class Program:
     loops: tuple
 
 
-ACTIONS = ["torch", "NumPy", "random", "normal", "own", "weights", "lookup", "writing", "some rows", "apply", "erase",
-           "slots", "step", "save"]  # fmt: skip
+ACTIONS = [
+    "torch",
+    "NumPy",
+    "random",
+    "normal",
+    "own",
+    "weights",
+    "lookup",
+    "writing",
+    "some rows",
+    "apply",
+    "erase",
+    "slots",
+    "step",
+    "save",
+]
 BETWEEN = ["torch", "NumPy", "own", "weights", "writing", "apply", "erase", "seed"]
 
 
@@ -74,9 +88,13 @@ def programs(draw):
         OneLoop,
         st.sampled_from(["list", "generator", "iterator", "Dataset", "refilled", "shared", "gone on with"]),
         st.integers(1, 7),
-        st.sampled_from(sorted(DRAWS)), st.booleans(), st.lists(st.sampled_from(ACTIONS), max_size=3).map(tuple),
-        st.sampled_from([1, 1, 2]), st.integers(1, 9), st.lists(st.sampled_from(BETWEEN), max_size=2).map(tuple),
-    )  # fmt: skip
+        st.sampled_from(sorted(DRAWS)),
+        st.booleans(),
+        st.lists(st.sampled_from(ACTIONS), max_size=3).map(tuple),
+        st.sampled_from([1, 1, 2]),
+        st.integers(1, 9),
+        st.lists(st.sampled_from(BETWEEN), max_size=2).map(tuple),
+    )
     optimizer = st.sampled_from(["SGD", "LazyAdam", "FTRL", "RowWiseAdagrad"])
     return Program(draw(st.booleans()), draw(optimizer), draw(st.lists(loop, min_size=1, max_size=3).map(tuple)))
 
@@ -219,9 +237,12 @@ def check(program, folder):
 
 
 FAST = settings(
-    max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck),
+    max_examples=12,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
     phases=(Phase.explicit, Phase.generate),
-)  # fmt: skip
+)
 
 
 @FAST

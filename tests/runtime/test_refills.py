@@ -175,13 +175,19 @@ def test_ids_are_the_runtimes_own_once_they_are_checked(tmp_path):
 def test_how_far_a_loop_reads_ahead():
     """`depth` steps, and with a cache that looks ahead its window besides; at most `read_ahead` batches."""
     cases = [
-        ({"depth": 0}, {}, 0), ({"depth": 2}, {}, 2), ({"depth": 4}, {}, 4), ({"depth": 2}, {"accumulate": 4}, 8 + 3),
-        ({"depth": 2, "cache": "20%"}, {}, 18), ({"depth": 0, "cache": "20%"}, {}, 16),
+        ({"depth": 0}, {}, 0),
+        ({"depth": 2}, {}, 2),
+        ({"depth": 4}, {}, 4),
+        ({"depth": 2}, {"accumulate": 4}, 8 + 3),
+        ({"depth": 2, "cache": "20%"}, {}, 18),
+        ({"depth": 0, "cache": "20%"}, {}, 16),
         ({"depth": 2, "cache": hostdev.CacheSpec("20%", "lookahead", 5)}, {}, 7),
-        ({"depth": 2}, {"read_ahead": 1}, 1), ({"depth": 2}, {"read_ahead": 0}, 0),
+        ({"depth": 2}, {"read_ahead": 1}, 1),
+        ({"depth": 2}, {"read_ahead": 0}, 0),
         ({"depth": 2}, {"read_ahead": 9}, 2),
-        ({"depth": 2, "cache": "20%"}, {"read_ahead": 6}, 6), ({"depth": 2}, {"accumulate": 4, "read_ahead": 5}, 4 + 3),
-    ]  # fmt: skip
+        ({"depth": 2, "cache": "20%"}, {"read_ahead": 6}, 6),
+        ({"depth": 2}, {"accumulate": 4, "read_ahead": 5}, 4 + 3),
+    ]
     for options, how, most in cases:
         table = hostdev.HostTable(ROWS, 4, hostdev.SGD(lr=0.1), name="t")
         runtime, read, seen = hostdev.Runtime({"id": table}, device="cpu", **options), [], []

@@ -30,20 +30,34 @@ IDS = {
     "a negative length": ((ARRAY, [7, -1]), ValueError, "feature 'x': a length of -1 is below 0"),
     "lengths that are floats": ((ARRAY, [3.0, 3.0]), TypeError, "feature 'x': lengths must be integers, not a list"),
     "lengths in two dimensions": ((ARRAY, [[6]]), ValueError, r"feature 'x': lengths are \[B\], not \[1, 1\]"),
-    "lengths of a grid": ((ARRAY.reshape(2, 3), [3, 3]), ValueError, r"with lengths or offsets are \[N\], not \[2, 3\]"),  # noqa: E501
+    "lengths of a grid": (
+        (ARRAY.reshape(2, 3), [3, 3]),
+        ValueError,
+        r"with lengths or offsets are \[N\], not \[2, 3\]",
+    ),  # noqa: E501
     "offsets that fall": (Bag(ARRAY, offsets=[0, 4, 2]), ValueError, "offsets must not fall, nor go beyond the 6 ids"),
     "offsets beyond the ids": (Bag(ARRAY, offsets=[0, 7]), ValueError, "must not fall, nor go beyond the 6 ids"),
     "offsets that begin later": (Bag(ARRAY, offsets=[1, 2]), ValueError, r"offsets are \[B\] and begin with 0"),
     "no offsets": (Bag(ARRAY, offsets=[]), ValueError, "feature 'x': no offsets, but 6 ids"),
     "weights of another shape": (Bag(ARRAY, weights=np.ones(5)), ValueError, r"weights are \[5\], but the ids \[6\]"),
-    "weights that are text": (Bag(ARRAY, weights=["a"] * 6), TypeError, "feature 'x': weights must be numbers, not <U1"),  # noqa: E501
-    "weights that learn": (Bag(ARRAY, weights=torch.ones(6, requires_grad=True)), ValueError,
-                           "feature 'x': no gradient goes to weights; detach them"),
-    "an id above": ([0, 1, V, 3], UserError, f"feature 'x': id {V} at position 2 is outside 0..{V - 1}, the rows of "
-                    "table 't'"),
+    "weights that are text": (
+        Bag(ARRAY, weights=["a"] * 6),
+        TypeError,
+        "feature 'x': weights must be numbers, not <U1",
+    ),  # noqa: E501
+    "weights that learn": (
+        Bag(ARRAY, weights=torch.ones(6, requires_grad=True)),
+        ValueError,
+        "feature 'x': no gradient goes to weights; detach them",
+    ),
+    "an id above": (
+        [0, 1, V, 3],
+        UserError,
+        f"feature 'x': id {V} at position 2 is outside 0..{V - 1}, the rows of table 't'",
+    ),
     "an id below": (np.array([[0, 1], [2, -1]]), UserError, "batch 2: feature 'x': id -1 at position 3 is outside 0.."),
     "a very large id": (np.array([1, 2**62]), UserError, f"id {2**62} at position 1 is outside"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("depth", [0, 2])

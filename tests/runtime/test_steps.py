@@ -81,8 +81,11 @@ def test_tables_whose_rows_have_no_gradient_take_no_step(device):
                 loss = loss + rows["item"][1].sum()
             loss.backward()
         assert {name: table.step for name, table in case.tables.items()} == {
-            "users": 0, "items": 6, "first": 3, "words": 0
-        }  # fmt: skip
+            "users": 0,
+            "items": 6,
+            "first": 3,
+            "words": 0,
+        }
         tables.append(tables_state(case.tables.values()))
     assert tables == [tables[0]] * len(tables)
 
@@ -176,9 +179,7 @@ def test_frozen_tables(device, cache):
             case.runtime.unfreeze("users", "first")
         elif number == 6:
             case.runtime.unfreeze()
-    assert {name: table.step for name, table in case.tables.items()} == {
-        "users": 7, "items": 4, "first": 7, "words": 6
-    }  # fmt: skip
+    assert {name: table.step for name, table in case.tables.items()} == {"users": 7, "items": 4, "first": 7, "words": 6}
     plain = Case(device, options={"depth": 0})
     for number, (label, rows) in enumerate(plain.loop(batches)):
         loss = loss_of(plain.model, rows, label)

@@ -228,9 +228,11 @@ def test_a_table_is_written_in_one_way_at_a_time():
         with users.writing() as w:
             w.weights[3] = 1
             for act in (
-                lambda: users.apply([1], np.ones((1, 4), np.float32)), lambda: users.writing().__enter__(),
-                lambda: users.erase([1]), users.reset,
-            ):  # fmt: skip
+                lambda: users.apply([1], np.ones((1, 4), np.float32)),
+                lambda: users.writing().__enter__(),
+                lambda: users.erase([1]),
+                users.reset,
+            ):
                 with pytest.raises(ValueError, match="table 'users': a writing\\(\\) of it is open; end it first"):
                     act()
             np.testing.assert_array_equal(users.weights, before)
