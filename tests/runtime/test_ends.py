@@ -332,7 +332,7 @@ def test_rows_of_a_batch_that_is_over():
         lambda rows: rows.parameters(),
         lambda rows: rows.unique("users"),
         lambda rows: rows.to_host([torch.ones(1)], list),
-        lambda rows: "user" in rows,  # noqa: E501
+        lambda rows: "user" in rows,
     ):
         with pytest.raises(ValueError, match="this batch is over: the loop has come back for the next one"):
             use(kept[0])

@@ -98,7 +98,7 @@ def kinds():
             mean | inside,
             Bag(emptied, offsets=OFFSETS),
             lambda w: pooled(emptied, w, "mean", padding=7),
-        ),  # noqa: E501
+        ),
         "padding that no id is": ({"padding": 10**12}, grid, lambda w: single(grid, w)),
         "no id": (total, ([], [0, 0, 0]), lambda w: torch.zeros(3, D)),
         "no id, offsets": (mean, Bag([], offsets=[0, 0]), lambda w: torch.zeros(2, D)),

@@ -34,7 +34,7 @@ IDS = {
         (ARRAY.reshape(2, 3), [3, 3]),
         ValueError,
         r"with lengths or offsets are \[N\], not \[2, 3\]",
-    ),  # noqa: E501
+    ),
     "offsets that fall": (Bag(ARRAY, offsets=[0, 4, 2]), ValueError, "offsets must not fall, nor go beyond the 6 ids"),
     "offsets beyond the ids": (Bag(ARRAY, offsets=[0, 7]), ValueError, "must not fall, nor go beyond the 6 ids"),
     "offsets that begin later": (Bag(ARRAY, offsets=[1, 2]), ValueError, r"offsets are \[B\] and begin with 0"),
@@ -44,7 +44,7 @@ IDS = {
         Bag(ARRAY, weights=["a"] * 6),
         TypeError,
         "feature 'x': weights must be numbers, not <U1",
-    ),  # noqa: E501
+    ),
     "weights that learn": (
         Bag(ARRAY, weights=torch.ones(6, requires_grad=True)),
         ValueError,
