@@ -27,7 +27,7 @@ FAST := tests/kernels tests/core tests/host tests/models \
 	tests/runtime/test_close.py tests/runtime/test_features.py tests/runtime/test_lookup.py \
 	tests/runtime/test_not_finite.py tests/runtime/test_refused.py tests/runtime/test_steps.py \
 	tests/runtime/test_table_optimizer.py tests/runtime/test_tools.py \
-	tests/test_bench.py tests/test_kernel_checks.py tests/test_line.py tests/test_metrics.py tests/test_packaging.py \
+	tests/test_bench.py tests/test_kernel_checks.py tests/test_pipeline_queues.py tests/test_metrics.py tests/test_packaging.py \
 	tests/test_primitive.py tests/test_scores.py
 
 test-fast: lint

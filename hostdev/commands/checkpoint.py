@@ -9,7 +9,7 @@ from hostdev.core.errors import UserError
 
 PROG = "hostdev.checkpoint"
 FORMATS = ("parquet", "npy", "safetensors")
-DTYPES = ("float32", "bf16")
+DTYPES = ("float32", "bfloat16", "bf16")  # bf16 for one release
 
 
 def parser(prog: str = PROG) -> cli.Parser:

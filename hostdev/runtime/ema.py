@@ -117,7 +117,7 @@ class EMA:
     def applied(self) -> Iterator[None]:
         """Put the averages into the table within a `with`, and restore the same bits afterwards.
 
-        Optimizer state is kept. With dtype="bf16" the averages are rounded to nearest. A checkpoint that is saved
+        Optimizer state is kept. With dtype="bfloat16" the averages are rounded to nearest. A checkpoint that is saved
         within has the averages; writes to the weights within are lost.
 
         Raises:
