@@ -1,4 +1,4 @@
-"""Windows of shards, opened and put in order by threads ahead of who takes their rows."""
+"""Background threads that open and sort windows of shards before their rows are needed."""
 
 import threading
 from collections import deque
@@ -13,18 +13,19 @@ from hostdev.data.order import Window
 from hostdev.data.rows import Piece, Rows
 
 _THREADS = 2
-_AHEAD = 2  # shards, or one window where it has more
+_AHEAD = 2  # shards; one window if it has more
 
 
 def opened(
     windows: Sequence[Window], open_shard: Callable[[int, threading.Event], list[Piece]]
 ) -> Generator[Rows, None, None]:
-    """Yield the rows of each window; the next shards are opened meanwhile.
+    """Yield the rows of each window while threads open the next two shards, or one larger window.
 
-    Beside the window that was yielded, two shards are open, or one window of more: mapped files, and 8 bytes for each
-    of their rows, its place in the order; 16 while it is sorted. Closing the iterator ends its threads.
+    An open shard is a mapped file and 8 bytes a row for the order (16 while sorting). Closing the iterator ends the
+    threads.
 
-    open_shard  called with a shard's number, and what is set at the end; its error is raised where the window's turn is
+    Args:
+        open_shard: called with a shard's number and an event that is set on close; its error is raised in window order.
     """
     if len(windows) == 1 and len(windows[0].shards) == 1:
         [window] = windows

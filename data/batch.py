@@ -1,4 +1,4 @@
-"""One step's rows, as the reader hands them on."""
+"""Batches: the samples of one step, as the reader yields them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,13 +11,14 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """B rows. The ids are those of the schema's joint space.
+    """B samples, with ids in the schema's joint id range.
 
-    label  float32 [B], 0 or 1
-    dense  float32 [B, dense columns], scaled
-    ids    int32 or int64 [B, columns of kind "id"]
-    bags   by column of kind "bag": the ids of all rows end to end, as `ids` [N], and how many each row has, int32 [B]
-    whole  rows of the step's batch, of which these are a part; None: all
+    Attributes:
+        label: float32 [B], 0 or 1.
+        dense: float32 [B, dense columns], scaled.
+        ids: int32 or int64 [B, columns of kind "id"].
+        bags: by column of kind "bag": concatenated ids [N] of the dtype of `ids`, and lengths int32 [B].
+        whole: size of the step's batch if this is a slice of it; None: the full batch.
     """
 
     label: npt.NDArray[np.float32]
@@ -32,11 +33,11 @@ class Batch:
 
     @property
     def step_rows(self) -> int:
-        """Rows of the step's batch."""
+        """Size of the step's full batch."""
         return len(self) if self.whole is None else self.whole
 
     def split(self, edges: Sequence[int]) -> "Iterator[Batch]":
-        """Yield the rows between neighbouring edges, as parts of the step's batch; nothing is copied."""
+        """Yield the slices between consecutive edges, without copying."""
         ends = {name: np.concatenate([[0], np.cumsum(lengths)]) for name, (_, lengths) in self.bags.items()}
         for start, stop in pairwise(edges):
             bags = {

@@ -1,4 +1,4 @@
-"""Whether a folder is a data set. Imports little: a wrong path is answered at once."""
+"""Check that a folder is a data set. Imports little, to report a wrong path at once."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ FILE_NAME = "manifest.json"
 
 
 def require(folder: Path) -> None:
-    """UserError unless a data set is there."""
+    """Raise UserError unless `folder` has a manifest."""
     if not (folder / FILE_NAME).is_file():
         raise UserError(
             f"{folder} is not a data set: it has no {FILE_NAME}; make one with python -m hostdev.data.preprocess"

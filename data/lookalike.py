@@ -1,4 +1,4 @@
-"""The data set for a run without --data: a small look-alike, made once in the user's cache folder."""
+"""Small synthetic data set for a run without --data, made once in the user's cache folder."""
 
 import json
 import os
@@ -19,18 +19,18 @@ OPTIONS = Options(threshold=5, dense="log", seed=SEED)
 
 
 def cache_folder() -> Path:
-    """Return the user's cache folder for this program: $XDG_CACHE_HOME/hostdev, or the platform's usual place."""
+    """Return $XDG_CACHE_HOME/hostdev, or hostdev in the platform's cache folder."""
     if base := os.environ.get("XDG_CACHE_HOME"):
         return Path(base) / "hostdev"
     try:
         home = Path.home()
     except RuntimeError:
-        raise UserError("no home folder to keep the look-alike in; set XDG_CACHE_HOME, or give --data") from None
+        raise UserError("no home folder for the synthetic data set; set XDG_CACHE_HOME or pass --data") from None
     return (home / "Library/Caches" if sys.platform == "darwin" else home / ".cache") / "hostdev"
 
 
 def there() -> Path | None:
-    """Return the look-alike's folder where it has been made."""
+    """Return the synthetic data set's folder if it exists."""
     folder = _folder()
     return folder if (folder / FILE_NAME).is_file() else None
 
@@ -41,13 +41,13 @@ def _folder() -> Path:
 
 
 def ensure() -> tuple[Path, bool]:
-    """Return the look-alike's folder, and whether it had to be made; processes that start together share it."""
+    """Return the synthetic data set's folder and whether this call made it; concurrent processes share it."""
     folder = _folder()
     if (folder / FILE_NAME).is_file():
         return folder, False
     try:
         build(Synthetic(ROWS, SEED), folder, OPTIONS)
     except (HostdevError, OSError):
-        if not (folder / FILE_NAME).is_file():  # else another process was quicker
+        if not (folder / FILE_NAME).is_file():  # otherwise another process made it first
             raise
     return folder, True

@@ -1,7 +1,6 @@
-"""A data set's manifest: what its shards hold and how they were made. Format version 2; version 1 is read, too.
+"""A data set's manifest: the content of its shards and how they were made. Writes format version 2, reads 1 and 2.
 
-Version 1 had Criteo's columns only. It lists their names, but not which ids are of which column: there every column has
-the whole range of values.
+Version 1 has Criteo's columns only. It lists their names without id ranges, so every column gets the full range.
 """
 
 import json
@@ -30,10 +29,9 @@ REJECTED_FILE = "rejected.tsv"
 
 
 def shard_schema(schema: Schema, id_type: str) -> pa.Schema:
-    """Return the Arrow schema of a shard whose ids are "int32" or "int64".
+    """Return the Arrow schema of a shard with ids of type "int32" or "int64".
 
-    label, then dense and cat, lists of as many values as there are such columns (left out where there is none), then
-    for each bag "bag:" and its name.
+    The fields are label, the fixed-size lists dense and cat (omitted if empty), and "bag:NAME" for each bag.
     """
     ids = pa.int32() if id_type == "int32" else pa.int64()
     columns = [("label", pa.float32())]
@@ -56,23 +54,23 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What manifest.json says."""
+    """Content of manifest.json."""
 
     schema: Schema
     id_type: str  # "int32" or "int64"
     train: list[Shard]
     test: list[Shard]
-    vocabulary: str | None  # Arrow file: column or space, value and count by id; None where ids are hashed
-    vocabulary_sha256: str | None  # of that file; data sets of before it was recorded have none
-    rejected_sha256: str | None  # of rejected.tsv; as above, and then the manifest has none of its own
+    vocabulary: str | None  # Arrow file: column or space, value and count by id; None: ids are hashed
+    vocabulary_sha256: str | None  # None in older data sets
+    rejected_sha256: str | None  # None in older data sets, which have no checksum of the manifest either
     options: dict[str, Any]
     statistics: dict[str, Any]
     sources: list[dict[str, Any]]
-    kinds: dict[str, Any] = field(default_factory=dict)  # by column with ids: its types in the files, how it is written
+    kinds: dict[str, Any] = field(default_factory=dict)  # by id column: its types and text forms in the source files
 
     @property
     def vocabulary_size(self) -> int:
-        """Rows of a table that all columns share, fixed ids included."""
+        """Rows of a table shared by all columns, fixed ids included."""
         return self.schema.rows
 
     def rows(self, split: str) -> int:
@@ -85,19 +83,19 @@ class Manifest:
 
     @property
     def identity(self) -> str:
-        """A checksum of what training and evaluation depend on: the rows, and what their columns are."""
+        """Checksum of the rows and the schema, which training and evaluation depend on."""
         content: dict[str, Any] = {"schema": self.schema.as_json(), "id_type": self.id_type}
         content |= {split: [[shard.rows, shard.sha256] for shard in self.shards(split)] for split in ("train", "test")}
         return json_checksum(content)
 
     def uses(self, split: str) -> int:
-        """Return how many ids the rows of a split have, those of the dense columns included."""
+        """Return the number of id occurrences in a split, dense columns included."""
         each = len(self.schema.dense) + len(self.schema.ids)
         bags = sum(self.statistics["bag_values"][name][split] for name in self.schema.bags)
         return self.rows(split) * each + int(bags)
 
     def write(self, folder: Path) -> None:
-        """Write manifest.json into `folder`; its last field is the checksum of the others."""
+        """Write manifest.json into `folder`; its last field is the checksum of the other fields."""
         content = {"format": FORMAT, "version": VERSION, **asdict(self), "schema": self.schema.as_json()}
         if not self.kinds:
             del content["kinds"]
@@ -106,7 +104,7 @@ class Manifest:
 
 
 def read(folder: Path) -> Manifest:
-    """Read a data set's manifest; UserError where there is none or it is not one that this version reads."""
+    """Read a data set's manifest; raise UserError if it is missing, damaged or of an unsupported version."""
     require(folder)
     path = folder / FILE_NAME
     try:
@@ -119,7 +117,7 @@ def read(folder: Path) -> Manifest:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     if found not in ((FORMAT, VERSION), (FORMAT, 1)):
         raise UserError(
-            f"{path} is of format {found[0]!r} version {found[1]!r}, and this is hostdev for "
+            f"{path} has format {found[0]!r} version {found[1]!r}; this hostdev reads "
             f"{FORMAT!r} version {VERSION}; preprocess the data again"
         )
     sha256 = content.pop("sha256", None)
@@ -155,7 +153,7 @@ def _without_checksum(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_names(folder: Path, content: dict[str, Any]) -> None:
-    """Raise ValueError for names of files that are not of files in the data set's folder."""
+    """Raise ValueError for file names outside the data set's folder."""
     for split in ("train", "test"):
         for shard in content[split]:
             inside(folder, shard.file)
@@ -164,7 +162,7 @@ def _check_names(folder: Path, content: dict[str, Any]) -> None:
 
 
 def _version_1(content: dict[str, Any]) -> Schema:
-    """Return the schema of a manifest of version 1, and take out what stands for it there."""
+    """Remove the schema fields of a version 1 manifest and return them as a Schema."""
     rows, dense, names = (content.pop(key) for key in ("vocabulary_size", "dense_names", "categorical_names"))
     fixed = len(dense) + len(names)
     if type(rows) is not int or rows < fixed:
@@ -179,12 +177,12 @@ def _version_1(content: dict[str, Any]) -> Schema:
 
 
 def read_counts(folder: Path, found: Manifest) -> npt.NDArray[np.int64]:
-    """Return how often the training rows use each id, int64 [vocabulary_size], from the vocabulary; memory of its own.
+    """Return the training occurrences of each id, int64 [vocabulary_size], as a copy from the vocabulary.
 
-    Raises UserError where there is none, or not one of this data set, or a damaged one.
+    Raises UserError if the vocabulary is missing, damaged or of another data set.
     """
     if found.vocabulary is None:
-        raise UserError(f"{folder} has no vocabulary with counts, as its ids are hashed; use another --cache-policy")
+        raise UserError(f"{folder} has no vocabulary with counts: its ids are hashed; use another --cache-policy")
     path = folder / found.vocabulary
     try:
         if found.vocabulary_sha256 is not None and checksum(path) != found.vocabulary_sha256:
@@ -204,7 +202,7 @@ def read_counts(folder: Path, found: Manifest) -> npt.NDArray[np.int64]:
 
 
 def _wrong_counts(column: Any, uses: int) -> str | None:
-    """Return what is wrong with a vocabulary's column of counts, which add up to so many uses."""
+    """Return the problem of a vocabulary's column of counts, or None; their sum must be `uses`."""
     if column.type != pa.int64():
         return f"counts of uses that are {column.type}, not int64"
     if column.null_count:
@@ -212,17 +210,17 @@ def _wrong_counts(column: Any, uses: int) -> str | None:
     if pc.min(column).as_py() < 0:
         return "counts of uses below 0"
     if pc.sum(column).as_py() != uses:
-        return f"counts other uses than the {uses} of the training rows"
+        return f"counts do not add up to the {uses} ids in the training rows"
     return None
 
 
 def _check(found: Manifest, path: Path) -> None:
-    """Raise UserError for values that no data set has."""
+    """Raise UserError for invalid values."""
     shards = [*found.train, *found.test]
     statistics = found.statistics if isinstance(found.statistics, dict) else {}
     for what, right in (
         ("id_type", found.id_type in ("int32", "int64")),
-        ("train", bool(found.train)),  # there may be no test rows
+        ("train", bool(found.train)),  # the test split may be empty
         ("rows", all(type(shard.rows) is int and shard.rows >= 1 for shard in shards)),
         ("file", all(type(shard.file) is str and type(shard.sha256) is str for shard in shards)),
         ("options", isinstance(found.options, dict)),
@@ -240,7 +238,7 @@ def _check(found: Manifest, path: Path) -> None:
 
 
 def _has_bag_values(found: Manifest) -> bool:
-    """Tell whether the statistics say how many values each bag has."""
+    """Tell whether the statistics have the number of values of each bag."""
     values = found.statistics.get("bag_values", {}) if isinstance(found.statistics, dict) else None
     return isinstance(values, dict) and all(
         isinstance(values.get(bag), dict) and all(type(values[bag].get(split)) is int for split in ("train", "test"))
@@ -249,7 +247,7 @@ def _has_bag_values(found: Manifest) -> bool:
 
 
 def _has_kinds(kinds: Any) -> bool:
-    """Tell whether these are types and forms by column."""
+    """Tell whether `kinds` are types and forms by column."""
     return isinstance(kinds, dict) and all(
         isinstance(kind, dict)
         and set(kind) == {"types", "forms"}
@@ -259,7 +257,7 @@ def _has_kinds(kinds: Any) -> bool:
 
 
 def _has_rates(missing: Any) -> bool:
-    """Tell whether these are shares of missing values, by split and column."""
+    """Tell whether `missing` are shares of missing values by split and column."""
     return isinstance(missing, dict) and all(
         isinstance(of_split, dict) and all(isinstance(rate, int | float) for rate in of_split.values())
         for of_split in missing.values()

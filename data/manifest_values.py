@@ -1,4 +1,4 @@
-"""What a manifest's options and statistics may be: types and lengths, looked at before a value is used."""
+"""Validation of a manifest's options and statistics."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ _NEEDED = {"max": _SCALES[:1], "log": _SCALES[:1], "standard": _SCALES[1:]}
 
 
 def check_values(options: dict[str, Any], statistics: dict[str, Any], dense: tuple[str, ...]) -> None:
-    """Raise ValueError where an option or a statistic is none that a data set has; what is missing is none."""
+    """Raise ValueError for an invalid option or statistic; a missing one is valid."""
     for name, kind in _OPTIONS.items():
         if name in options:
             parse(kind, options[name], f"options.{name}")
@@ -32,29 +32,26 @@ def check_values(options: dict[str, Any], statistics: dict[str, Any], dense: tup
 
 
 def check_scaling(mode: str, statistics: dict[str, Any], dense: tuple[str, ...]) -> None:
-    """Raise ValueError unless these are exactly the statistics that a scaling of numeric columns learns.
-
-    mode  max, log or standard
-    """
+    """Raise ValueError unless `statistics` are exactly those of the scaling `mode`: max, log or standard."""
     if sorted(statistics) != sorted(_NEEDED[mode]):
-        raise ValueError(f"the scaling {mode} has {', '.join(_NEEDED[mode])}, not {', '.join(statistics) or 'nothing'}")
+        raise ValueError(f"scaling {mode} needs {', '.join(_NEEDED[mode])}, found {', '.join(statistics) or 'nothing'}")
     for name, values in statistics.items():
         _check_scale(name, values, dense)
 
 
 def _check_scale(name: str, values: Any, dense: tuple[str, ...]) -> None:
     if len(parse(list[float], values, f"statistics.{name}")) != len(dense):
-        raise ValueError(f"statistics.{name} does not have a value for each of the {len(dense)} numeric columns")
+        raise ValueError(f"statistics.{name} must have one value for each of the {len(dense)} numeric columns")
 
 
 def check_learned(
     options: dict[str, Any], statistics: dict[str, Any], schema: Schema, id_type: str, vocabulary: str | None
 ) -> None:
-    """Raise ValueError unless a manifest, whose values have been checked, says all that encoding further rows needs."""
+    """Raise ValueError unless a validated manifest has all values that encoding new rows needs."""
     buckets, bags = options.get("hash_buckets"), options.get("bags") or {}
     for name in _NEEDED.get(options.get("dense", ""), ("dense",)):
         if name not in (statistics if name != "dense" else options):
-            raise ValueError(f"it does not say {name}")
+            raise ValueError(f"{name} is missing")
     for what, right in (
         ("bags", "" not in bags.values()),
         ("vocabulary", (buckets is None) == (vocabulary is not None)),

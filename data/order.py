@@ -1,4 +1,4 @@
-"""The order of a data set's rows: a function of the seed and the epoch, and of how many shards are mixed."""
+"""The order of a data set's rows: a function of the seed, the epoch and the shuffle window."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +11,12 @@ from hostdev.kernels.counter import key64, permutation
 
 @dataclass(frozen=True)
 class Window:
-    """Shards that follow each other, whose rows are mixed.
+    """Consecutive shards that are shuffled together.
 
-    shards  their numbers
-    rows    of all of them
-    key     of the order of their rows; None: as they are in the shards
+    Attributes:
+        shards: their numbers.
+        rows: total rows.
+        key: of the permutation of the rows; None: stored order.
     """
 
     shards: tuple[int, ...]
@@ -23,16 +24,17 @@ class Window:
     key: int | None
 
     def order(self) -> npt.NDArray[np.int64] | None:
-        """Return the order of the rows, int64 [rows], counted over the shards end to end; None: as they are."""
+        """Return the permutation of the concatenated shards' rows, int64 [rows]; None: stored order."""
         return None if self.key is None else permutation(self.rows, self.key)
 
 
 def windows_of(rows: Sequence[int], seed: int | None, epoch: int, width: int) -> list[Window]:
-    """Return an epoch's windows in order; they hold every shard once.
+    """Return an epoch's windows in order; each shard is in one window.
 
-    rows   of each shard
-    seed   of the order of the shards, and of the rows of each window; None: all are in the order of the data set
-    width  shards in a window; the last may have fewer
+    Args:
+        rows: rows of each shard.
+        seed: of the order of shards and rows; None: the order of the data set.
+        width: shards in a window; the last may have fewer.
     """
     if seed is None:
         return [Window((number,), rows[number], None) for number in range(len(rows))]

@@ -1,4 +1,4 @@
-"""Lists of different lengths, end to end: n lists of N values in all, with the offsets [n + 1] where each begins."""
+"""Ragged arrays: n lists as N concatenated values and offsets [n + 1]."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ Offsets = npt.NDArray[np.int64]
 
 
 def offsets_of(lengths: npt.NDArray[Any]) -> Offsets:
-    """Return where lists of these lengths [n] begin, and where the last one ends: int64 [n + 1]."""
+    """Return the offsets of lists with these lengths [n], int64 [n + 1]."""
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
 
 
 def places_of(starts: npt.NDArray[np.int64], lengths: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Return the places of the values of lists that begin at `starts` [n] and have these lengths [n], end to end."""
+    """Return the concatenated positions of the values of lists with these starts [n] and lengths [n]."""
     offsets = offsets_of(lengths)
     return np.repeat(starts - offsets[:-1], lengths) + np.arange(offsets[-1])
 
@@ -24,7 +24,7 @@ def places_of(starts: npt.NDArray[np.int64], lengths: npt.NDArray[Any]) -> npt.N
 def take(
     values: npt.NDArray[Any], offsets: Offsets, rows: npt.NDArray[Any]
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
-    """Return the lists with these numbers: their values end to end, and their lengths int32 [len(rows)]."""
+    """Return the lists `rows`: concatenated values, and lengths int32 [len(rows)]."""
     starts = offsets[rows]
     lengths = (offsets[rows + 1] - starts).astype(np.int32)
     return values[places_of(starts, lengths)], lengths

@@ -1,4 +1,4 @@
-"""Rows of shards, as they lie in mapped files, and batches gathered from them."""
+"""Rows of memory-mapped shards, and batches gathered from them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from hostdev.kernels.pool import run_tasks
 
 @dataclass(frozen=True)
 class Piece:
-    """A record batch's rows; the bags as values end to end [N] and the offsets [n + 1] where each row's begin."""
+    """Rows of one record batch; bags are concatenated values [N] and offsets [n + 1]."""
 
     label: npt.NDArray[np.float32]  # [n]
     dense: npt.NDArray[np.float32]  # [n, dense columns]
@@ -28,14 +28,15 @@ class Piece:
 
 
 class Rows:
-    """The rows of some pieces, end to end; nothing is copied.
+    """Concatenated rows of pieces, without copying.
 
-    pieces  at least one
-    order   int64 [n], the order in which the rows are taken; None: as they are
+    Args:
+        pieces: at least one.
+        order: permutation of the rows, int64 [n]; None: stored order.
     """
 
     def __init__(self, pieces: Sequence[Piece], order: npt.NDArray[np.int64] | None) -> None:
-        self.pieces, self._order = pieces, order  # whose memory the addresses are of
+        self.pieces, self._order = pieces, order  # keeps the memory behind the addresses alive
         starts = ragged.offsets_of(np.array([len(piece) for piece in pieces]))
         self._first, self._size = starts[:-1], int(starts[-1])
         self.columns = tuple(
@@ -47,7 +48,7 @@ class Rows:
         }
 
     def places(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Return where the rows [start, stop) of the order lie, as kernels.pieces has it."""
+        """Return the locations of rows [start, stop) of the order, in the encoding of kernels.pieces."""
         rows = np.arange(start, stop) if self._order is None else self._order[start:stop]
         return places_of(rows, self._first)
 
@@ -59,9 +60,11 @@ Range = tuple[Rows, int, int]  # rows [start, stop) of their order
 
 
 def gathered(ranges: Sequence[Range], whole: int | None) -> Batch:
-    """Return rows as a batch, in order, or as a part of a batch of so many; the host threads copy them.
+    """Copy rows into a batch, in order, with the host threads.
 
-    ranges  at least one, of rows with the same columns
+    Args:
+        ranges: at least one, of rows with the same columns.
+        whole: size of the step's batch if this is a slice of it; None: the full batch.
     """
     ends = np.cumsum([0, *(stop - start for _, start, stop in ranges)]).tolist()
     found = [
