@@ -288,13 +288,13 @@ def test_a_value_twice_far_apart(tmp_path, monkeypatch):
 def test_statistics_that_are_not_those_of_the_rows(own_data, name, value):
     edit_manifest(own_data, lambda content: content["statistics"][name].update(train=value))
     [found] = wrong(own_data)
-    assert found.startswith(f"manifest.json: statistics say that {name} of the train rows is {value}, which it is not")
+    assert found.startswith(f"manifest.json: {name} of the train rows is {value} in the statistics, but ")
 
 
 def test_the_number_of_values_of_a_bag(bag_data):
     edit_manifest(bag_data, lambda content: content["statistics"]["bag_values"]["often"].update(test=3))
     [found] = wrong(bag_data)
-    assert found.startswith("manifest.json: statistics say that bag_values of 'often' of the test rows is 3, which it")
+    assert found.startswith("manifest.json: bag_values of 'often' of the test rows is 3 in the statistics, but ")
 
 
 def test_version_1(tmp_path):
