@@ -110,7 +110,7 @@ def test_it_goes_on_after_damage_and_lists_all_of_it(own_data, in_process):
     assert lines[4].endswith(" rows, " + shards + ": NOT WHOLE, 2 findings")
     assert lines[5].endswith("whole")
     assert lines[6] == f"{own_data}/rejected.tsv: 0 malformed lines: whole"
-    assert lines[7].startswith(f"{own_data}/manifest.json: statistics say that label_mean of the test rows is 0.5, ")
+    assert lines[7].startswith(f"{own_data}/manifest.json: label_mean of the test rows is 0.5 in the statistics, ")
     assert lines[8:] == [
         f"{own_data}/manifest.json: statistics of train rows not compared: NOT WHOLE, 1 finding",
     ]
