@@ -1,4 +1,4 @@
-"""preprocess check DIR: read all of a data set and find whatever in it is not as the manifest says."""
+"""preprocess check DIR: read a whole data set and report everything that contradicts its manifest."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -32,25 +32,25 @@ from hostdev.data.preprocess.stored import (
 from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
 
 _NO_CHECKSUM = "no checksum recorded"
-_SHOWN = 40  # characters of a value
-_CLOSE = 1e-9  # shares that are the same but for the order of a sum
+_SHOWN = 40  # characters shown of a value
+_CLOSE = 1e-9  # tolerance for shares that differ only by the order of a sum
 
 
 class NotWholeError(UserError):
-    """A data set has something wrong with it."""
+    """A data set is damaged or inconsistent."""
 
     exit_code = 1
 
 
 @dataclass
 class Report:
-    """What was found: a line for each part of the data set and each thing that is wrong, and the latter alone."""
+    """The output lines, one for each part of the data set and each finding, and the findings alone."""
 
     lines: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
     def say(self, path: Path, about: str, wrong: list[str]) -> None:
-        """Note a part of the data set, and what is wrong with it, lines with path, what, and what to do."""
+        """Record a part of the data set and its findings, each a line with the path, the problem and the remedy."""
         wrong = [printable(line) for line in wrong]
         self.lines += wrong
         self.wrong += wrong
@@ -60,11 +60,11 @@ class Report:
 
 @dataclass
 class Totals:
-    """What the rows of a shard, or of a split, add up to.
+    """Sums over the rows of a shard or a split.
 
-    known  all of them could be read, and none is wrong: what follows may be compared
-    out    uses that are out of vocabulary
-    bags   values of each bag, by name
+    Attributes:
+        known: Whether every row was readable and valid, so that the sums can be compared.
+        out: Out-of-vocabulary occurrences.
     """
 
     known: bool = True
@@ -75,7 +75,7 @@ class Totals:
     bags: dict[str, int] = field(default_factory=dict)
 
     def add(self, other: "Totals") -> None:
-        """Add those of other rows."""
+        """Add the sums of other rows."""
         self.known = self.known and other.known
         for name in ("rows", "positive", "uses", "out"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -84,7 +84,7 @@ class Totals:
 
 
 def run(folder: Path) -> None:
-    """Check a data set, and print what was found; NotWholeError unless it is whole."""
+    """Check a data set and print the report; raise NotWholeError if there are findings."""
     report = check(folder)
     for line in report.lines:
         print(line)
@@ -94,11 +94,11 @@ def run(folder: Path) -> None:
 
 
 def check(folder: Path) -> Report:
-    """Read every file of a data set and return all that is wrong; UserError where the folder is none."""
+    """Read every file of a data set and report all findings; raise UserError if the folder has no manifest."""
     report = Report()
     path = folder / manifest.FILE_NAME
     if not path.is_file():
-        manifest.read(folder)  # which says so
+        manifest.read(folder)  # raises the error
     try:
         found = manifest.read(folder)
     except UserError as error:
@@ -131,7 +131,7 @@ def check(folder: Path) -> Report:
 
 
 def _check_rejected(folder: Path, found: Manifest, report: Report) -> None:
-    """Look at the lines that were set aside."""
+    """Check the file of rejected lines."""
     path, expected = folder / REJECTED_FILE, found.rejected_sha256
     about = counted(found.statistics.get("rejected", 0), "malformed line")
     try:
@@ -144,7 +144,7 @@ def _check_rejected(folder: Path, found: Manifest, report: Report) -> None:
 
 
 def _open_vocabulary(folder: Path, found: Manifest, report: Report) -> tuple[StoredVocabulary | None, list[str]]:
-    """Return the vocabulary if there is one that can be read, and what is wrong with whose its ids are."""
+    """Return the vocabulary, None if absent or unreadable, and the findings about its id ranges."""
     if found.vocabulary is None:
         return None, []
     try:
@@ -165,18 +165,18 @@ def _open_vocabulary(folder: Path, found: Manifest, report: Report) -> tuple[Sto
 
 
 def _kept(found: Manifest) -> str:
-    """Return how many ids are those of an earlier data set, as text."""
+    """Format the number of ids kept from an earlier data set."""
     earlier = recorded(found)
     return "" if earlier is None else f" ({earlier['ids']:,} kept from {earlier['path']})"
 
 
 def _is_version_1(found: Manifest) -> bool:
-    """Tell whether the manifest does not say which ids are whose, though there is a vocabulary."""
+    """Return whether the manifest is of version 1, which has a vocabulary but no id range for each space."""
     return len(found.schema.spaces) > 1 and len({(space.first, space.size) for space in found.schema.spaces}) == 1
 
 
 def _wrong_ids(vocabulary: StoredVocabulary, found: Manifest, counts: npt.NDArray[Any] | None) -> Iterator[str]:
-    """Find what is wrong with values and counts; `counts` are those of the training rows, None: not known."""
+    """Iterate over findings about values and counts; `counts` are the training rows', or None if unknown."""
     path, fixed = vocabulary.path, found.schema.first_value
     values = vocabulary.table["value"]
     if values.slice(0, fixed).null_count != fixed or values.null_count != fixed:
@@ -213,7 +213,7 @@ def _wrong_ids(vocabulary: StoredVocabulary, found: Manifest, counts: npt.NDArra
 
 
 def _check_shards(folder: Path, found: Manifest, split: str, counter: Counter | None, report: Report) -> Totals:
-    """Read the shards of a split; count the ids of training rows."""
+    """Read the shards of a split and count the ids of training rows."""
     wrong: list[str] = []
     totals, shards = Totals(), found.shards(split)
     counting = counter if split == "train" else None
@@ -228,7 +228,7 @@ def _check_shards(folder: Path, found: Manifest, split: str, counter: Counter | 
 
 
 def _look(folder: Path, found: Manifest, shard: Shard, counter: Counter | None) -> tuple[Totals, list[str]]:
-    """Read a shard; return what its rows add up to, and what is wrong with it."""
+    """Read a shard; return the sums over its rows and the findings."""
     totals = Totals()
     wrong: dict[str, Wrong] = {}
     try:
@@ -258,7 +258,7 @@ def _add_part(totals: Totals, part: Part, found: Manifest, counter: Counter | No
 
 
 def _wrong_statistics(found: Manifest, split: str, totals: Totals) -> Iterator[str]:
-    """Find statistics of a split that are not those of its rows."""
+    """Iterate over findings about statistics of a split that differ from its rows."""
     if not totals.known:
         return
     recorded = found.statistics
@@ -276,11 +276,11 @@ def _wrong_statistics(found: Manifest, split: str, totals: Totals) -> Iterator[s
         is_number = isinstance(value, int | float) and abs(value) < 2**63
         if value is None or not is_number or not abs(value - right) <= _CLOSE:
             told = printable(str(value), _SHOWN)
-            yield f"statistics say that {what} of the {split} rows is {told}, which it is not: {right}"
+            yield f"{what} of the {split} rows is {told} in the statistics, but {right} in the rows"
 
 
 def _others(folder: Path, found: Manifest) -> Iterator[Path]:
-    """Iterate over files in a data set's folder that are none of its own."""
+    """Iterate over files in a data set's folder that do not belong to it."""
     own = {manifest.FILE_NAME, REJECTED_FILE, found.vocabulary, *(shard.file for shard in [*found.train, *found.test])}
     for path in sorted(folder.rglob("*")):
         if not path.is_dir() and path.relative_to(folder).as_posix() not in own:

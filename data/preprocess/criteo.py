@@ -1,4 +1,4 @@
-"""Criteo's text: label, 13 integers, 26 categoricals of 8 hex digits, tab separated, one row a line."""
+"""Criteo's text format: a tab-separated line for each row: label, 13 integers, 26 categoricals of 8 hex digits."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -33,15 +33,15 @@ LAYOUT = Layout(
 BLOCK_BYTES = 1 << 25
 
 _TO_ASCII = bytes(range(128)) + b"?" * 128
-_SHORTEST_LINE = len(COLUMNS) + 1  # in bytes: a label, a tab before each other column, a line end
+_SHORTEST_LINE = len(COLUMNS) + 1  # bytes: a label, a tab before each other column, a line end
 _INTEGER, _HEX = re.compile(rb"-?[0-9]{1,18}|"), re.compile(rb"[0-9a-fA-F]{8}|")
 _MISSING = dict.fromkeys(LAYOUT.spaces, EMPTY)
 
 
 class CriteoText:
-    """The rows of text files in the order given: plain or compressed, train.txt in tar archives, all files of folders.
+    """Rows of text files in the given order: plain or compressed, train.txt in tar archives, all files of folders.
 
-    Raises UserError for files that cannot be read, at once or when they are.
+    The constructor and the reading methods raise UserError for unreadable files.
     """
 
     layout = LAYOUT
@@ -72,7 +72,7 @@ class CriteoText:
                 yield Block(lines.text, source.name, Place(number, lines.offset), lines.taken)
 
     def parse(self, block: Block, *, hashed: bool = False) -> RawRows:
-        """Return a block's rows; the keys are the values."""
+        """Parse a block's rows; the keys are the 32-bit values."""
         return parse(block.content, file=block.file)
 
     def describe(self) -> list[dict[str, Any]]:
@@ -80,27 +80,27 @@ class CriteoText:
         return [source.describe() for source in self._inputs]
 
     def stamp(self) -> list[Any] | None:
-        """Return each file's path, size and time."""
+        """Return each file's path, size and modification time; None if an input is readable only once."""
         stamps = [source.stamp() for source in self._inputs]
         return None if None in stamps else [*stamps, self._block_bytes]
 
     def check_unchanged(self) -> None:
-        """Raise UserError where a file has changed since this was made."""
+        """Raise UserError if a file has changed since construction."""
         for source in self._inputs:
             source.check_unchanged()
 
     @property
     def text_of(self) -> Callable[[npt.NDArray[np.int64]], pa.Array]:
-        """What writes values as hexadecimal digits."""
+        """The function that formats values as hexadecimal digits."""
         return hex_text
 
     def options(self) -> dict[str, Any]:
-        """Return that it was Criteo's text."""
+        """Return the options that a manifest records for Criteo's text."""
         return {"preset": "criteo"}
 
 
 def parse(block: bytes, *, file: str) -> RawRows:
-    """Parse whole lines of text, the last of which may lack its end: the well-formed rows, the others beside them."""
+    """Parse whole lines into rows and rejected lines; the last line may lack its line end."""
     text = np.frombuffer(block, np.uint8)
     most = len(text) // _SHORTEST_LINE + 1
     label, numbers, keys = np.empty(most, np.uint8), np.empty((most, DENSE)), np.empty((CATEGORICAL, most), np.int64)
@@ -109,14 +109,14 @@ def parse(block: bytes, *, file: str) -> RawRows:
     if malformed > len(odd):
         odd = np.empty((malformed, 3), np.int32)
         parse_lines(text, HEX_DIGITS, label, numbers, keys, odd)
-    odd = odd[:malformed].copy()  # and not the room for more
+    odd = odd[:malformed].copy()  # releases the unused capacity
     rejected = RejectedLines(file, odd[:, 2] + 1, lambda i: _reject(block[odd[i, 0] : odd[i, 1]]))
     return RawRows(label[:n].astype(np.float32), numbers[:n], keys[:, :n].T, rejected=rejected, missing=_MISSING)
 
 
 def _reject(line: bytes) -> tuple[str, str]:
-    """Return what is wrong with a malformed line, and the line."""
-    # A carriage return is part of a line end or, alone, a wrong character.
+    """Return the reason why a line is malformed, and the line."""
+    # A carriage return is part of a line end; alone it is an invalid character.
     line = line.removesuffix(b"\r\n" if line.endswith(b"\r\n") else b"\n").replace(b"\r", b"\0").translate(_TO_ASCII)
     return _reason(line), line.decode()
 
@@ -134,7 +134,7 @@ def _reason(line: bytes) -> str:
 
 
 def hex_text(keys: npt.NDArray[np.int64]) -> pa.Array:
-    """Return 32-bit values as 8 hexadecimal digits, EMPTY as no text."""
+    """Format 32-bit values as 8 hexadecimal digits, EMPTY as an empty string."""
     digits = np.frombuffer(b"0123456789abcdef", np.uint8)
     nibbles = (keys[:, None] >> np.arange(28, -1, -4)) & 15
     text = pa.Array.from_buffers(pa.binary(8), len(keys), [None, pa.py_buffer(digits[nibbles].tobytes())])
@@ -142,7 +142,7 @@ def hex_text(keys: npt.NDArray[np.int64]) -> pa.Array:
 
 
 def hex_values(column: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Return binary values as 32-bit keys (EMPTY where there is none) and which are malformed; each [n]."""
+    """Parse binary values [n] into 32-bit keys, int64 [n] (EMPTY for empty values), and a malformed mask [n]."""
     lengths = np.asarray(pc.binary_length(column))
     wrong = (lengths != 8) & (lengths != 0)
     text = pc.if_else(pa.array(lengths == 8), column, b"00000000")
@@ -156,7 +156,7 @@ def hex_values(column: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_
 
 
 def _bytes_of(array: pa.Array) -> Any:
-    """The characters of a binary array without nulls, end to end."""
+    """Return the concatenated bytes of a binary array without nulls."""
     if len(array) == 0:
         return b""
     offsets = np.frombuffer(array.buffers()[1], np.int32, len(array) + 1, array.offset * 4)

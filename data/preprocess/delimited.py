@@ -1,4 +1,4 @@
-"""Delimited text, CSV and TSV, with a header or with names given: its rows in Arrow, all columns as text."""
+"""Delimited text (CSV, TSV) with a header or given names, read into Arrow with all columns as text."""
 
 import codecs
 from array import array
@@ -22,17 +22,18 @@ from hostdev.kernels.strings import IN_QUOTES, scan_quotes
 
 BLOCK_BYTES = 1 << 24
 MOST_COLUMNS = 1 << 16
-_USUAL = {"\t": "tab", ";": "';'", "|": "'|'", ",": ","}  # delimiters, as a shell takes them
-_STAND_IN = b"\x1f"  # for a delimiter of several characters: the unit separator, which text does not have
+_USUAL = {"\t": "tab", ";": "';'", "|": "'|'", ",": ","}  # delimiters, quoted for a shell
+_STAND_IN = b"\x1f"  # replaces a delimiter of several characters: the unit separator, absent from text
 
 
 class DelimitedFile:
     """A text file of rows.
 
-    columns    their names; None: the first row has them
-    delimiter  between values; None: a tab in .tsv and .tab files, a comma in .csv files, else a tab if the first line
-               has one, and a comma if not. One of several characters goes without quotes
-    quotes     values may be in double quotes, and have delimiters and line ends in them (RFC 4180)
+    Args:
+        columns: The column names; None to read them from the first row.
+        delimiter: The separator, of one or more characters (several exclude quotes). None selects by suffix: a tab for
+            .tsv and .tab, a comma for .csv; otherwise a tab if the first line has one, else a comma.
+        quotes: Allow double-quoted values that contain delimiters and line ends (RFC 4180).
     """
 
     def __init__(
@@ -65,22 +66,22 @@ class DelimitedFile:
 
     @property
     def shown(self) -> str:
-        """What is between the values, in words."""
+        """The delimiter's description."""
         return {"\t": "tabs", ",": "commas"}.get(self._delimiter.decode(), repr(self._delimiter.decode()))
 
     @property
     def other_delimiter(self) -> str | None:
-        """What seems to be between the values, as --delimiter takes it, where the first line is one value; or None."""
+        """The likely value of --delimiter if the first line has a single value; else None."""
         if len(self.names) > 1:
             return None
         return next((shown for text, shown in _USUAL.items() if text in self.names[0]), None)
 
     def type_of(self, name: str) -> pa.DataType:
-        """Return that everything is text."""
+        """Return the type of all columns, text."""
         return pa.string()
 
     def parts(self, used: Sequence[str], offset: int) -> Iterator[Part]:
-        """Iterate over the text from an offset on, in bytes, some MiB of whole rows at a time."""
+        """Iterate over the text from a byte offset on, some MiB of whole rows at a time."""
         ends = _RowEnds(self.input, self._delimiter, offset) if self._quotes else None
         last_end = newline if ends is None else ends.last
         begin = offset
@@ -91,9 +92,9 @@ class DelimitedFile:
             begin = lines.offset
 
     def parse(self, part: Part, used: Sequence[str]) -> Chunk:
-        """Return a part's rows, with the malformed ones beside them."""
+        """Parse a part into rows and rejected lines."""
         text, offset = part.content
-        named = self._columns is None and offset == 0  # the first row has the names
+        named = self._columns is None and offset == 0  # the first row is the header
         wrong = _WrongRows()
         self._check_encoding(text, offset)
         names = None if named else list(self._columns or self.names)
@@ -109,7 +110,7 @@ class DelimitedFile:
             shown = wrong.text(i).replace(_STAND_IN.decode(), delimiter)
             return f"{wrong.columns[i]} columns, not {expected}", "\\n".join(shown.splitlines())
 
-        later = self._columns is None and not named  # the first row of the file has the names
+        later = self._columns is None and not named  # an earlier part had the header
         rejected = RejectedLines(self.input.name, numbers + 1 if later else numbers, look)
         return Chunk(batch, 0, rejected, part.taken, numbers - 1 if named else numbers)
 
@@ -121,7 +122,7 @@ class DelimitedFile:
         lines = start[:end] if len(start) == HEAD_BYTES else start + b"\n"
         self._check_encoding(lines, 0)
         values = lines.partition(b"\n")[0].count(self._delimiter) + 1
-        if values > MOST_COLUMNS:  # each of which takes some KiB in Arrow's parser
+        if values > MOST_COLUMNS:  # Arrow's parser needs some KiB for each
             raise UserError(
                 f"{self.input.name}: the first line has {values:,} values between {self.shown}, more than "
                 f"{MOST_COLUMNS:,}; is the delimiter another one? See --delimiter"
@@ -141,7 +142,7 @@ class DelimitedFile:
             ) from None
 
     def _plain(self, text: bytes) -> bytes:
-        """Return text for Arrow's parser: one byte for each delimiter, and an end of the last line."""
+        """Return text for Arrow's parser, with single-byte delimiters and a final line end."""
         if len(self._delimiter) > 1:
             if _STAND_IN in text:
                 raise UserError(
@@ -149,7 +150,7 @@ class DelimitedFile:
                     "of several characters cannot be read"
                 )
             text = text.replace(self._delimiter, _STAND_IN)
-        return text if text.endswith(b"\n") else text + b"\n"  # without which a row alone is not taken for one
+        return text if text.endswith(b"\n") else text + b"\n"  # Arrow ignores a single row without it
 
     def _read(self, text: bytes, names: list[str] | None, used: Sequence[str] | None, on_invalid: Any) -> pa.Table:
         delimiter = self._delimiter if len(self._delimiter) == 1 else _STAND_IN
@@ -195,17 +196,14 @@ def _no_rows(used: Sequence[str]) -> pa.RecordBatch:
 
 
 class _WrongRows:
-    """Rows with too few or too many values, as Arrow's parser tells of them: a few bytes beside the text of each.
-
-    columns  int32, how many values they have
-    """
+    """The rows with too few or too many values, from Arrow's parser; `columns` counts each row's values, int32."""
 
     def __init__(self) -> None:
         self._numbers, self.columns = array("q"), array("i")
         self._text, self._ends = bytearray(), array("q", [0])
 
     def add(self, row: csv.InvalidRow) -> str:
-        """Take in a row, which the parser is to pass over."""
+        """Record a row and make the parser skip it."""
         self._numbers.append(row.number)
         self.columns.append(row.actual_columns)
         self._text += row.text.encode()
@@ -213,26 +211,23 @@ class _WrongRows:
         return "skip"
 
     def numbers(self) -> npt.NDArray[np.int64]:
-        """Return their numbers from 1, a row with names being one; quoted line ends and empty lines do not count."""
+        """Return row numbers from 1, counting the header but not quoted line ends and empty lines."""
         return np.asarray(memoryview(self._numbers))
 
     def text(self, i: int) -> str:
-        """Return a row as it stands in the file."""
+        """Return a row's original text."""
         return self._text[self._ends[i] : self._ends[i + 1]].decode()
 
 
 class _RowEnds:
-    """Finds where rows end in text with quotes, piece by piece.
-
-    offset  of the first piece in the input, where a row begins
-    """
+    """Finds the row ends in chunks of quoted text; `offset` is the first chunk's in the input, at a row's start."""
 
     def __init__(self, source: AnyInput, delimiter: bytes, offset: int) -> None:
         self._source, self._delimiter, self._offset = source, delimiter, offset
-        self._state = 0, 0, 0  # as `scan_quotes` has it
+        self._state = 0, 0, 0  # the state of `scan_quotes`
 
     def last(self, piece: bytes) -> int:
-        """Return how much of the next piece is up to the last row's end; 0: there is none."""
+        """Return the length of the next chunk up to its last row end; 0 if it has none."""
         state, lines, opened = self._state
         if state < IN_QUOTES and b'"' not in piece:
             plain = piece[-1:] not in (self._delimiter, b"\n", b"\r")
@@ -243,7 +238,7 @@ class _RowEnds:
         return int(end)
 
     def check_closed(self) -> None:
-        """Raise UserError if quotes are open, as there is no more text."""
+        """Raise UserError if quotes are open at the end of the text."""
         state, _, opened = self._state
         if state != IN_QUOTES:
             return

@@ -1,4 +1,4 @@
-"""The numeric columns as float32: scaled by what the training rows have."""
+"""Scaling of numeric columns to float32 with statistics of the training rows."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -11,35 +11,32 @@ from hostdev.core.errors import UserError
 Numbers = npt.NDArray[np.float64]
 
 MODES = ("max", "log", "standard")
-_BLOCK = 4096  # rows that are added up at once
+_BLOCK = 4096  # rows summed at once
 
 
 class Scaling(Protocol):
-    """How numbers are scaled: `observe` those of training rows, then `transform` all. A missing one (NaN) becomes 0."""
+    """A scaling of numbers: `observe` the training rows, then `transform` all. A missing number (NaN) becomes 0."""
 
     def observe(self, numbers: Numbers) -> None:
         """Take in the numbers of training rows, [n, columns]."""
 
     def transform(self, numbers: Numbers) -> npt.NDArray[np.float32]:
-        """Return them scaled, float32 [n, columns]; computed in float64 and rounded once.
+        """Return scaled numbers, float32 [n, columns]; computed in float64 and rounded once.
 
-        Raises UserError for a number that float32 cannot hold.
+        Raises UserError if a scaled number exceeds float32.
         """
 
     def statistics(self) -> dict[str, Any]:
-        """Return what the manifest records."""
+        """Return the manifest's statistics."""
 
 
 def scaling_of(mode: str, names: tuple[str, ...], *, signed: bool) -> Scaling:
-    """Return the scaling of a mode for columns with these names.
-
-    signed  numbers below 0 count as those above do
-    """
+    """Return the scaling of a mode; `signed` scales numbers below 0 symmetrically to those above."""
     return Standard(names) if mode == "standard" else ByMaximum(mode, names, signed=signed)
 
 
 def fixed_scaling(mode: str, names: tuple[str, ...], statistics: Mapping[str, Any], *, signed: bool) -> Scaling:
-    """Return the scaling that was learned before, from what a manifest records of it."""
+    """Return an already learned scaling from a manifest's statistics."""
     if mode != "standard":
         made = ByMaximum(mode, names, signed=signed)
         made.maximum = np.array(statistics["dense_max"], np.float64)
@@ -48,13 +45,13 @@ def fixed_scaling(mode: str, names: tuple[str, ...], statistics: Mapping[str, An
 
 
 class _Fixed:
-    """`Standard` with nothing more to learn."""
+    """`Standard` with a fixed mean and deviation."""
 
     def __init__(self, names: tuple[str, ...], mean: Numbers, deviation: Numbers) -> None:
         self._names, self._mean, self._deviation = names, mean, deviation
 
     def observe(self, numbers: Numbers) -> None:
-        """Nothing to learn."""
+        """Do nothing."""
 
     def transform(self, numbers: Numbers) -> npt.NDArray[np.float32]:
         """Return them scaled, float32 [n, columns]."""
@@ -69,7 +66,7 @@ class _Fixed:
 class ByMaximum:
     """`max`: x / maximum. `log`: log1p(max(x, 0)) / log1p(maximum). A column whose maximum is 0 is not divided.
 
-    Where numbers are signed, the maximum is that of |x|, and the logarithm sign(x) log1p(|x|).
+    For signed numbers, the maximum is max |x| and the logarithm is sign(x) log1p(|x|).
     """
 
     def __init__(self, mode: str, names: tuple[str, ...], *, signed: bool) -> None:
@@ -100,10 +97,10 @@ class ByMaximum:
 
 
 class Standard:
-    """(x - mean) / standard deviation; a column with one value only is not divided.
+    """(x - mean) / standard deviation; a constant column is not divided.
 
-    Sums are those of blocks of training rows, merged in order (Chan, Golub & LeVeque, 1979): they depend on the rows,
-    not on how many come at once.
+    Moments of fixed-size blocks of training rows are merged in order (Chan, Golub & LeVeque, 1979), so that they
+    depend on the rows only, not on the sizes of `observe`'s calls.
     """
 
     def __init__(self, names: tuple[str, ...]) -> None:
@@ -146,13 +143,13 @@ class Standard:
 
     @property
     def mean(self) -> Numbers:
-        """Of the training rows, by column; 0 where all are missing."""
+        """Mean of each column over the training rows; 0 if all values are missing."""
         self._finish()
         return self._mean
 
     @property
     def deviation(self) -> Numbers:
-        """Of the training rows, by column (divided by n); 0 where there is one value only."""
+        """Population standard deviation of each column over the training rows; 0 for a constant column."""
         self._finish()
         deviation = np.where(self._high > self._low, np.sqrt(self._squares / np.maximum(self._count, 1)), 0.0)
         if not np.isfinite(deviation).all():
@@ -167,11 +164,11 @@ class Standard:
 
     @property
     def _subtracted(self) -> Numbers:
-        """The mean; of a column with one value only that value, from which its mean may differ by a rounding."""
+        """The mean; for a constant column its value, from which the mean may differ by rounding."""
         return np.where(self.deviation > 0, self.mean, np.where(self._count > 0, self._low, 0.0))
 
     def statistics(self) -> dict[str, Any]:
-        """Return what is subtracted, the means, and standard deviations."""
+        """Return the subtracted means and the standard deviations."""
         return {"dense_mean": self._subtracted.tolist(), "dense_deviation": self.deviation.tolist()}
 
 

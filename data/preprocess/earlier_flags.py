@@ -8,12 +8,12 @@ from typing import Any
 from hostdev.core.errors import UserError
 from hostdev.data.preprocess.earlier_vocabulary import Earlier, read_earlier
 
-_MOST = 120  # characters of a list of columns in a message
+_MOST = 120  # characters of a column list in a message
 _SAME = "leave it out: --vocabulary takes the columns from there"
 
 
 def earlier_of(arguments: argparse.Namespace) -> Earlier | None:
-    """Return the data set that parsed flags name; UserError where flags do not go together with it."""
+    """Read the data set that --vocabulary names; raise UserError for flags that conflict with it."""
     folder: Path | None = arguments.vocabulary
     if folder is None:
         if arguments.frozen_vocabulary:
@@ -36,7 +36,7 @@ def earlier_of(arguments: argparse.Namespace) -> Earlier | None:
 
 
 def defaults(earlier: Earlier | None) -> dict[str, Any]:
-    """Return what takes the place of the usual defaults of `Options`: threshold, buckets and scaling from there."""
+    """Return the defaults of `Options` from the earlier data set: threshold, buckets and scaling."""
     if earlier is None:
         return {}
     options = earlier.found.options
@@ -44,11 +44,10 @@ def defaults(earlier: Earlier | None) -> dict[str, Any]:
 
 
 def columns(given: Mapping[str, Any], earlier: Earlier) -> dict[str, Any]:
-    """Return which columns of a table are what, as `TableOptions` takes it: as in the earlier data set.
+    """Return the arguments of `TableOptions` that name columns, from the earlier data set and in its order.
 
-    given  by the same names, what flags say; None or empty where they do not
-
-    Raises UserError where they say something else. The order of names does not matter: it is that of the earlier one.
+    `given` holds the flags' values by the same names, None or empty if unset. Raises UserError if a set value differs
+    from the earlier data set; the order of names does not matter.
     """
     options = earlier.found.options
     there = {

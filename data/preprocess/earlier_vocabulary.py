@@ -1,4 +1,4 @@
-"""An earlier data set whose ids, columns and scaling are kept when new rows are prepared (`--vocabulary FROM`)."""
+"""The earlier data set whose ids, columns and scaling new rows reuse (`--vocabulary FROM`)."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -29,20 +29,20 @@ from hostdev.kernels.strings import hash_texts
 
 EARLIER = "earlier"  # the field of a manifest's options that `as_json` fills
 KNOWN_SHARES = "known_shares"  # a manifest's statistic: of training uses by space, those of earlier values
-_FEW = 0.01  # a share of known uses below this is told of
-_AT_ONCE = 1 << 20  # values
-_SHOWN = 120  # characters of a list of columns in a message
+_FEW = 0.01  # a smaller share of known occurrences is reported
+_AT_ONCE = 1 << 20  # values in a chunk
+_SHOWN = 120  # characters of a column list in a message
 
 
 @dataclass(frozen=True)
 class Earlier:
     """An earlier data set.
 
-    folder    where it lies
-    found     its manifest
-    schema    its columns and their ids, as its vocabulary has them
-    frozen    values that it does not know get no ids
-    identity  a checksum of all that a later data set takes from it
+    Attributes:
+        found: The manifest in `folder`.
+        schema: The columns, with the id ranges of the vocabulary.
+        frozen: Whether unknown values get no ids.
+        identity: Checksum of everything that a later data set reuses.
     """
 
     folder: Path
@@ -53,16 +53,16 @@ class Earlier:
 
     @property
     def buckets(self) -> int | None:
-        """Into how many buckets values are hashed; None where there is a vocabulary."""
+        """The number of hash buckets; None if there is a vocabulary."""
         return self.found.options.get("hash_buckets")
 
     @property
     def is_table(self) -> bool:
-        """Whether it was made by `preprocess table`, and not from Criteo's columns."""
+        """Whether `preprocess table` made it, not `criteo` or `synthetic`."""
         return bool(self.found.options.get("preset") == "table")
 
     def as_json(self) -> dict[str, Any]:
-        """Return what the manifest of a later data set records."""
+        """Return the entry in a later data set's manifest."""
         return {
             "path": str(self.folder.absolute()),
             "identity": self.identity,
@@ -71,7 +71,7 @@ class Earlier:
         }
 
     def require(self, source: Source, dense: str, buckets: int | None) -> None:
-        """Raise UserError unless new rows have the same columns, the same scaling, and ids of the same kind."""
+        """Raise UserError unless new rows have the same columns, scaling and kind of ids."""
         mine, theirs = self.schema, source.layout
         for what, here, there in (
             ("label", theirs.label, mine.label),
@@ -90,14 +90,14 @@ class Earlier:
             raise UserError(f"{self.folder}: its ids are not those of {buckets:,} hash buckets; preprocess it again")
 
     def scaling(self, layout: Layout, *, signed: bool) -> Scaling:
-        """Return the scaling of the earlier data set, which learns nothing from new rows."""
+        """Return the fixed scaling of the earlier data set."""
         mode = self.found.options["dense"]
         return _Kept(fixed_scaling(mode, layout.dense, self.found.statistics, signed=signed))
 
     def vocabulary(self, threshold: int | None, source: Source) -> Vocabulary:
-        """Return a vocabulary that has the earlier values, with their ids; DamagedError where the file is damaged.
+        """Return a vocabulary with the earlier values and their ids; raise DamagedError if the file is damaged.
 
-        threshold  new values that are used more often get ids
+        New values with more than `threshold` occurrences get ids.
         """
         made = Vocabulary(None if self.frozen else threshold, source.layout, source.text_of, self.schema)
         stored = self._stored()
@@ -109,7 +109,7 @@ class Earlier:
         return made
 
     def survey(self) -> Survey | None:
-        """Return a survey of the earlier values, which are in memory with the new ones; None where ids are hashed."""
+        """Return a survey of the earlier values, which share memory with the new ones; None if ids are hashed."""
         if self.buckets is not None:
             return None
         stored, registers, texts = self._stored(), [], []
@@ -128,7 +128,7 @@ class Earlier:
         return Survey(np.stack(registers), tuple(texts) or None)
 
     def _stored(self) -> StoredVocabulary:
-        """Open the vocabulary; DamagedError where it is not the one that it was."""
+        """Open the vocabulary; raise DamagedError if it has changed."""
         stored = StoredVocabulary(self.folder, self.found)
         if _identity(self.folder, self.found, _schema_of(self.found, stored)) != self.identity:
             raise DamagedError(stored.path, "it has changed meanwhile")
@@ -151,25 +151,25 @@ class Earlier:
 
 
 class _Kept:
-    """A scaling that learns nothing more."""
+    """A fixed scaling."""
 
     def __init__(self, scaling: Scaling) -> None:
         self._scaling = scaling
 
     def observe(self, numbers: Numbers) -> None:
-        """Nothing to learn."""
+        """Do nothing."""
 
     def transform(self, numbers: Numbers) -> Any:
-        """Return numbers scaled, float32 [n, columns]."""
+        """Return scaled numbers, float32 [n, columns]."""
         return self._scaling.transform(numbers)
 
     def statistics(self) -> dict[str, Any]:
-        """Return what the manifest records."""
+        """Return the manifest's statistics."""
         return self._scaling.statistics()
 
 
 def read_earlier(folder: Path, *, frozen: bool = False) -> Earlier:
-    """Read the data set that --vocabulary names; UserError where it is damaged, or is none."""
+    """Read the data set that --vocabulary names; raise UserError if it is damaged or not a data set."""
     found = manifest.read(folder)
     if found.vocabulary is None and frozen:
         raise UserError(f"--frozen-vocabulary has no effect with {folder}, whose ids are hashed; leave it out")
@@ -179,7 +179,7 @@ def read_earlier(folder: Path, *, frozen: bool = False) -> Earlier:
 
 
 def _require_whole(folder: Path, found: Manifest) -> None:
-    """Raise UserError where the manifest lacks something that a later data set takes from it."""
+    """Raise UserError if the manifest lacks an entry that a later data set reuses."""
     options = found.options
     is_table = options.get("preset") == "table"
     try:
@@ -203,13 +203,13 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _schema_of(found: Manifest, stored: StoredVocabulary) -> Schema:
-    """Return the columns with the ids that the vocabulary gives them, which version 1 of the manifest does not say."""
+    """Return the schema with the vocabulary's id ranges, which a manifest of version 1 lacks."""
     return replace(found.schema, spaces=tuple(stored.spaces[space.name] for space in found.schema.spaces))
 
 
 def _identity(folder: Path, found: Manifest, schema: Schema) -> str:
     vocabulary = found.vocabulary_sha256
-    if found.vocabulary is not None and vocabulary is None:  # a data set of before its checksum was recorded
+    if found.vocabulary is not None and vocabulary is None:  # an old manifest without the checksum
         vocabulary = checksum(folder / found.vocabulary)
     names = ("dense_max", "dense_mean", "dense_deviation")
     scaling = {name: found.statistics[name] for name in names if name in found.statistics}
@@ -231,14 +231,14 @@ def _listed(columns: Any) -> str:
 
 
 def _beside(path: str) -> str:
-    """Return a path as it is from the current folder, where it lies in that."""
-    with contextlib.suppress(OSError, ValueError):  # the current folder may be gone
+    """Return a path relative to the current folder if it is inside."""
+    with contextlib.suppress(OSError, ValueError):  # the current folder may have been removed
         return str(Path(path).relative_to(Path.cwd()))
     return path
 
 
 def recorded(found: Manifest) -> Mapping[str, Any] | None:
-    """Return what a manifest records of the earlier data set, as of `Earlier.as_json`; None where there is none."""
+    """Return the manifest's entry made by `Earlier.as_json`; None if absent or invalid."""
     earlier = found.options.get(EARLIER)
     types = {"path": str, "identity": str, "ids": int, "frozen": bool}
     if isinstance(earlier, dict) and all(type(earlier.get(name)) is kind for name, kind in types.items()):
@@ -247,7 +247,7 @@ def recorded(found: Manifest) -> Mapping[str, Any] | None:
 
 
 def growth(found: Manifest) -> list[str]:
-    """Return lines that say what a data set has kept of an earlier one; none where it has kept nothing."""
+    """Return lines on what a data set reuses from an earlier one, if any."""
     earlier = recorded(found)
     if earlier is None:
         return []

@@ -1,7 +1,6 @@
-"""Rows that were in no data set to ids and scaled numbers, as a data set's were made: what a prediction needs.
+"""Encoding of new rows into ids and scaled numbers with a data set's manifest and vocabulary, for prediction.
 
-Stands on what the data set holds, its manifest and its vocabulary. Nothing is learned: a value that the training rows
-did not have, or too seldom, gets its space's out-of-vocabulary id.
+Nothing is learned: a value that was absent or too rare in training gets its space's out-of-vocabulary id.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,15 +34,11 @@ from hostdev.kernels.strings import hash_texts
 
 Ids = npt.NDArray[np.int64]
 
-_LARGEST = 3e38  # which float32 holds, about
+_LARGEST = 3e38  # about the largest float32
 
 
 class WrongRowError(UserError):
-    """A value that a column may not have.
-
-    row     its number among those given, from 0
-    reason  with the column's name
-    """
+    """An invalid value in a column; `row` is its index in the input, from 0, and `reason` has the column's name."""
 
     def __init__(self, row: int, column: str, reason: str) -> None:
         self.row, self.reason = row, f"column {column!r}: {reason}"
@@ -51,10 +46,11 @@ class WrongRowError(UserError):
 
 
 class Encoding:
-    """How the rows of a data set became ids and numbers.
+    """The encoding of a data set's rows.
 
-    data        its manifest
-    vocabulary  its vocabulary's file; None where ids are hashed
+    Args:
+        data: The data set's manifest.
+        vocabulary: The vocabulary's file; None if ids are hashed.
     """
 
     def __init__(self, data: Manifest, vocabulary: Path | None) -> None:
@@ -74,7 +70,7 @@ class Encoding:
 
     @cached_property
     def _known(self) -> Vocabulary | HashBuckets:
-        """What turns values into ids; made when the first are, as it takes time."""
+        """The mapping from values to ids, loaded on first use because that takes time."""
         buckets = self._data.options.get("hash_buckets")
         if buckets is not None:
             columns = self.schema.columns
@@ -93,12 +89,12 @@ class Encoding:
         return written_by_space(self._data, {} if isinstance(known, HashBuckets) else known.written)
 
     def prepare(self) -> None:
-        """Read the vocabulary now, and not when it is first needed."""
+        """Read the vocabulary now instead of on first use."""
         _ = self._known, self._written
 
     @property
     def separators(self) -> Mapping[str, str | None]:
-        """What splits the text of a bag, by its name; None for one of lists."""
+        """The separator of each bag's text, by name; None for a bag of lists."""
         return self._separators
 
     def written(self, space: str) -> Written:
@@ -107,15 +103,15 @@ class Encoding:
 
     @property
     def rates(self) -> Mapping[str, float]:
-        """The share of the training rows' values that is out of vocabulary, by space; empty where ids are hashed."""
+        """The out-of-vocabulary share of training values by space; empty if ids are hashed."""
         return {} if isinstance(self._known, HashBuckets) else self._known.rates
 
     def columns(self) -> list[str]:
-        """Return the names of the columns that rows need; a label is not among them."""
+        """Return the names of the required columns, without the label."""
         return [*self.schema.dense, *(column.name for column in self.schema.columns)]
 
     def require(self, have: Sequence[Any]) -> None:
-        """Raise UserError unless all columns that are needed are among these, once."""
+        """Raise UserError unless `have` contains each required column once."""
         known = set(have)
         for name in self.columns():
             if name not in known:
@@ -124,10 +120,9 @@ class Encoding:
                 raise UserError(f"the rows have {list(have).count(name)} columns of the name {name!r}")
 
     def encode(self, rows: pa.RecordBatch) -> Batch:
-        """Return rows with named columns as a batch without labels: NaN, whether there is such a column or not.
+        """Encode rows with named columns as a batch whose labels are all NaN.
 
-        Raises UserError for a column that is missing or of another type, and WrongRowError for a value that the column
-        may not have.
+        Raises UserError for a missing column or a wrong type, and WrongRowError for an invalid value.
         """
         self._require_types(rows)
         numbers = np.empty((len(rows), len(self.schema.dense)))
@@ -141,9 +136,9 @@ class Encoding:
         return self._encoded(rows, np.full(len(rows), np.nan, np.float32), numbers)
 
     def encode_readable(self, rows: pa.RecordBatch) -> tuple[Batch, Ids]:
-        """Return those rows whose numbers can be read as a batch, and which these are, int64 [m], ascending.
+        """Encode the rows with readable numbers; return the batch and the rows' ascending indices, int64 [m].
 
-        Labels are NaN where they are missing or none. Raises as `encode`, but not for a number or a label.
+        Missing or unreadable labels are NaN. Raises as `encode` does, except for numbers and labels.
         """
         self._require_types(rows)
         label = np.full(len(rows), np.nan, np.float32)
@@ -161,7 +156,7 @@ class Encoding:
         return (batch if len(kept) == len(rows) else _taken(batch, kept)), kept
 
     def _require_types(self, rows: pa.RecordBatch) -> None:
-        """Raise UserError unless the columns that are needed are there, and of types that can be read."""
+        """Raise UserError unless the required columns are present and of readable types."""
         self.require(rows.schema.names)
         for name in self.schema.dense:
             if (kind := arrow.kind_of(found := rows.schema.field(name).type)) in ("list", "nested", "other"):
@@ -178,7 +173,7 @@ class Encoding:
                 raise UserError(f"column {column.name!r} {error}") from None
 
     def _encoded(self, rows: pa.RecordBatch, label: npt.NDArray[np.float32], numbers: npt.NDArray[Any]) -> Batch:
-        """Return rows with these labels [n] and numbers [n, nd] as a batch."""
+        """Encode rows with the given labels [n] and numbers [n, nd]."""
         ids = np.empty((len(rows), len(self.schema.ids)), np.int64)
         bags = {}
         place = 0
@@ -203,9 +198,9 @@ class Encoding:
         return Batch(label, self._scaling.transform(numbers), ids.astype(self._type), bags)
 
     def encode_few(self, rows: Mapping[str, Sequence[Any]]) -> Batch | None:
-        """Return a few rows as `encode` does, in less time; None for what only that can do.
+        """Encode a few rows faster than `encode`; return None for rows that only `encode` supports.
 
-        rows  columns of as many values each: text and integers for ids, numbers and None
+        `rows` are columns of equal length: text and integers for ids, numbers and None.
         """
         known, columns = self._known, self.schema.columns
         if isinstance(known, HashBuckets) or self.schema.bags or any(name not in rows for name in self.columns()):
@@ -236,14 +231,14 @@ class Encoding:
             self._written[space].kind not in ("text", "unknown") and number < 0
             for space, text, number in zip(spaces, texts, found.tolist(), strict=True)
         ):
-            return None  # it may be written in another way than in training
+            return None  # its form may differ from training's
         oov = np.array([self._spaces[column.space].oov for column in columns])[:, None]
         ids = found.reshape(len(columns), n)
         ids = np.ascontiguousarray(np.where(ids < 0, oov, ids).T.astype(self._type))
         return Batch(np.full(n, np.nan, np.float32), self._scaling.transform(dense), ids, {})
 
     def _text_of(self, column: Column, value: Any) -> str | None:
-        """Return text, an integer or None as training had it; None for a type that is left to `encode`."""
+        """Return the text that a value had in training; None for a type that only `encode` supports."""
         if type(value) is str:
             return value
         if type(value) is int:
@@ -251,7 +246,7 @@ class Encoding:
         return self._written[column.space].missing if value is None else None
 
     def encode_criteo(self, rows: Any) -> Batch:
-        """Return Criteo's rows, `raw.RawRows` as its parser makes them, as a batch."""
+        """Encode the `raw.RawRows` of Criteo's parser as a batch."""
         ids = np.empty(rows.keys.shape, np.int64)
         known = self._known
         if isinstance(known, HashBuckets):
@@ -263,7 +258,7 @@ class Encoding:
         return Batch(rows.label, self._scaling.transform(rows.numbers), ids.astype(self._type), {})
 
     def _ids_of(self, column: Column, values: pa.Array) -> tuple[Ids, npt.NDArray[np.bool_]]:
-        """Return the id of each value [N] of any type, and which are missing [N]."""
+        """Return the ids of values [N] of any type and the mask of missing ones [N]."""
         codes, some = arrow.distinct(arrow.decoded(values))
         try:
             ids, missing = self._ids_of_some(column, some)
@@ -272,9 +267,9 @@ class Encoding:
         return ids[codes], missing[codes]
 
     def _ids_of_some(self, column: Column, values: pa.Array) -> tuple[Ids, npt.NDArray[np.bool_]]:
-        """Return the id of each of different values [N], and which a bag leaves out [N]."""
+        """Return the ids of distinct values [N] and the mask of those that a bag skips [N]."""
         known, written = self._known, self._written[column.space]
-        if column.kind == "bag":  # of which training left missing values out
+        if column.kind == "bag":  # training skips a bag's missing values
             written = Written(written.forms | {EMPTY}, written.types)
         found = texts_for(values, written, hashed=isinstance(known, HashBuckets))
         missing = pc.equal(pc.fill_null(found.texts[0], "-"), "").to_numpy(zero_copy_only=False)
@@ -284,7 +279,7 @@ class Encoding:
             return known.ids_of(keys, self.schema.columns.index(column)), missing
         ids, verbatim = np.full(len(values), -1, np.int64), np.zeros(len(values), np.bool_)
         if arrow.kind_of(values.type) == "text" and found.texts[0] is not found.fallback:
-            ids = known.find(column.space, found.fallback)  # a text that is there as it is
+            ids = known.find(column.space, found.fallback)  # the text occurs verbatim
             verbatim = ids >= 0
         for texts in found.texts:
             there = texts.is_valid().to_numpy(zero_copy_only=False)
@@ -310,7 +305,7 @@ class Encoding:
 
 
 def _require_learned(data: Manifest) -> None:
-    """Raise UserError unless a manifest says all that encoding further rows needs."""
+    """Raise UserError unless a manifest has every entry that encoding new rows needs."""
     shape = len(data.schema.dense), len(data.schema.ids)
     try:
         check_learned(data.options, data.statistics, data.schema, data.id_type, data.vocabulary)
@@ -325,7 +320,7 @@ def _plain(array: Any) -> pa.Array:
 
 
 def _criteo_keys(texts: pa.Array) -> Ids:
-    """Return Criteo's 32-bit values as its parser does; UserError for what is none."""
+    """Parse Criteo's 32-bit values as its parser does; raise UserError for an invalid one."""
     keys, wrong = criteo.hex_values(texts.cast(pa.binary()))
     if wrong.any():
         shown = texts[int(np.flatnonzero(wrong)[0])].as_py()
@@ -343,7 +338,7 @@ def rows_of(batch: Batch, start: int, stop: int) -> Batch:
 
 
 def _taken(batch: Batch, rows: Ids) -> Batch:
-    """Return some rows of a batch."""
+    """Return the selected rows of a batch."""
     return Batch(batch.label[rows], batch.dense[rows], batch.ids[rows], _bags_of(batch, rows))
 
 
@@ -354,9 +349,9 @@ def _bags_of(batch: Batch, rows: Ids) -> dict[str, Any]:
 
 
 def _largest(scaled: str, statistics: Mapping[str, Any], columns: int) -> npt.NDArray[np.float64]:
-    """Return the largest number of each column that is one for a model, float64 [nd].
+    """Return the largest valid number of each column, float64 [nd].
 
-    What float32 cannot hold, now or when it is scaled, unless training had as large ones, or takes logarithms.
+    Larger ones exceed float32, unscaled or scaled, and the training rows; logarithmic scaling has no limit.
     """
     if scaled == "log":
         return np.full(columns, np.finfo(np.float64).max)

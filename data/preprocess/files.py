@@ -1,4 +1,4 @@
-"""Tables in files: Parquet, Arrow (IPC files and streams, Feather) and delimited text, in parts of their rows."""
+"""Readers of tables in files, in parts of their rows: Parquet, Arrow (IPC files and streams, Feather) and text."""
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,8 +22,8 @@ from hostdev.data.preprocess.rejected import RejectedLines
 from hostdev.data.preprocess.text_bytes import rows_for_text
 
 CHUNK_ROWS = 1 << 16
-CHUNK_VALUES = 1 << 21  # of lists
-CHUNK_BYTES = 1 << 25  # of text
+CHUNK_VALUES = 1 << 21  # list elements
+CHUNK_BYTES = 1 << 25  # bytes of text
 _SUFFIXES = (".parquet", ".arrow", ".feather", ".ipc", ".csv", ".tsv", ".tab", ".txt", *COMPRESSED)
 _FEATHER_1 = b"FEA1"
 _FORMATS = ((b"PAR1", "Parquet"), (b"ARROW1", "an Arrow file"), (b"\xff\xff\xff\xff", "an Arrow stream"))
@@ -31,22 +31,22 @@ _PRINTED = frozenset(range(ord(" "), 256)) | set(b"\t\r\n")
 
 
 class Part(NamedTuple):
-    """Some rows of a file, to be parsed."""
+    """Unparsed rows of a file."""
 
     content: Any
-    offset: int  # of their end in the file, in a unit of its own
-    taken: int  # bytes of the file, about
+    offset: int  # end position in the file, in the format's unit
+    taken: int  # approximate bytes of the file
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some rows of a file.
+    """Parsed rows of a file.
 
-    batch     the columns asked for
-    first     rows of the file before these, malformed ones too
-    rejected  malformed rows among these
-    size      bytes of the file that it took, about
-    skipped   int64, the malformed rows' numbers among these, from 1
+    Attributes:
+        batch: The requested columns.
+        first: Number of the file's rows before these, malformed ones included.
+        size: Approximate bytes of the file.
+        skipped: Positions of the malformed rows (`rejected`) in the chunk, from 1, int64.
     """
 
     batch: pa.RecordBatch
@@ -57,11 +57,11 @@ class Chunk:
 
     @property
     def lines(self) -> int:
-        """Rows of the file, malformed ones too."""
+        """The number of rows, malformed ones included."""
         return len(self.batch) + len(self.skipped)
 
     def number(self, row: int) -> int:
-        """Return the number in its file, from 1, of a row of this chunk, from 0."""
+        """Return the number in the file, from 1, of the chunk's row at an index from 0."""
         number = row + 1
         for skipped in self.skipped.tolist():
             number += skipped <= number
@@ -73,20 +73,20 @@ class TableFile(Protocol):
 
     @property
     def input(self) -> AnyInput:
-        """The file."""
+        """The input."""
 
     names: tuple[str, ...]
     most_rows: int
-    """No more rows than this."""
+    """An upper bound of the number of rows."""
 
     def type_of(self, name: str) -> pa.DataType:
         """Return a column's type."""
 
     def parts(self, used: Sequence[str], offset: int) -> Iterator[Part]:
-        """Iterate over the rows, with the columns that are used: from the beginning (0), or where a part ended."""
+        """Iterate over the rows' `used` columns, from offset 0 or a part's end."""
 
     def parse(self, part: Part, used: Sequence[str]) -> Chunk:
-        """Return a part's rows; several threads may call at once."""
+        """Parse a part's rows; thread-safe."""
 
 
 def chunks(file: TableFile, used: Sequence[str]) -> Iterator[Chunk]:
@@ -102,10 +102,9 @@ def chunks(file: TableFile, used: Sequence[str]) -> Iterator[Chunk]:
 
 
 def _parts(batch: pa.RecordBatch, first: int, each: float) -> Iterator[Part]:
-    """Iterate over a batch's rows, as many at a time as are parsed together; the next begin where these end.
+    """Split a batch into parts within the chunk limits.
 
-    first  rows of the file before these
-    each   bytes of the file that a row takes, about
+    `first` is the number of the file's rows before the batch, `each` the approximate bytes of a row in the file.
     """
     start = 0
     while start < len(batch):
@@ -117,13 +116,13 @@ def _parts(batch: pa.RecordBatch, first: int, each: float) -> Iterator[Part]:
 
 
 def _fitting(sizes: Iterable[npt.NDArray[np.int64]], most: int, n: int) -> int:
-    """Return how many of n rows, from the first on, but one at least, have `most` of what columns have of it, [n]."""
+    """Return how many of the first n rows, at least one, fit into `most`; `sizes` has an array [n] for each column."""
     ends = np.cumsum(sum(sizes, np.zeros(n, np.int64)))
     return max(1, int(np.searchsorted(ends, most, "right")))
 
 
 def _rows_at_once(group: Any, used: Sequence[str]) -> int:
-    """Return how many rows are decoded together, as those of a row group are: half of what is parsed together."""
+    """Return the number of a row group's rows to decode at once: half of a chunk if they are large."""
     mine = _read_columns(group, used)
     values = sum(one.num_values for one in mine if one.path_in_schema not in used)
     text = sum(one.total_uncompressed_size for one in mine if one.physical_type == "BYTE_ARRAY")
@@ -132,21 +131,21 @@ def _rows_at_once(group: Any, used: Sequence[str]) -> int:
 
 
 def _read_columns(group: Any, used: Sequence[str]) -> list[Any]:
-    """Return those of a row group's columns that are read."""
-    inside = tuple(f"{name}." for name in used)  # paths of lists go on, in one way or another
+    """Return a row group's columns that are read."""
+    inside = tuple(f"{name}." for name in used)  # a list's path has a suffix that depends on the writer
     columns = (group.column(i) for i in range(group.num_columns))
     return [one for one in columns if one.path_in_schema in used or one.path_in_schema.startswith(inside)]
 
 
 @contextmanager
 def _parquet(path: Path) -> Iterator[pq.ParquetFile]:
-    """Open a Parquet file, whose name may be in no encoding."""
+    """Open a Parquet file, whose name need not be valid UTF-8."""
     with pa.OSFile(os.fsencode(path)) as source, pq.ParquetFile(source) as file:
         yield file
 
 
 def _names(path: Path, schema: pa.Schema) -> tuple[str, ...]:
-    """Return the names of columns; UserError where one is not UTF-8."""
+    """Return the column names; raise UserError if one is not UTF-8."""
     try:
         return tuple(schema.names)
     except UnicodeDecodeError as error:
@@ -159,7 +158,7 @@ def _no_name(path: Path, error: UnicodeDecodeError) -> UserError:
 
 
 def _is_list_of_dictionary(found: pa.DataType) -> bool:
-    """Tell whether Arrow reads a column from one row group at a time only, as each has a dictionary of its own."""
+    """Return whether Arrow can read a column from only one row group at a time, as each has its own dictionary."""
     lists = pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list
     return any(test(found) for test in lists) and pa.types.is_dictionary(found.value_type)
 
@@ -191,9 +190,9 @@ class ParquetTable:
             alone = any(_is_list_of_dictionary(self.type_of(name)) for name in used)
             with _parquet(path) as file:
                 ends = np.cumsum([file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)])
-                first = int(np.searchsorted(ends, offset, "right"))  # the group with that row
+                first = int(np.searchsorted(ends, offset, "right"))  # the group that contains the row
                 row = int(ends[first - 1]) if first else 0
-                while first < len(ends):  # some groups at a time: the reader keeps what it has read of its groups
+                while first < len(ends):  # some groups at a time, as the reader caches what it has read
                     rows = _rows_at_once(file.metadata.row_group(first), used)
                     last = first + 1 if alone else min(int(np.searchsorted(ends, row + rows)) + 1, len(ends))
                     for number in range(first, last):
@@ -207,7 +206,7 @@ class ParquetTable:
             raise unreadable(str(path), "the Parquet file is broken", error) from None
 
     def parse(self, part: Part, used: Sequence[str]) -> Chunk:
-        """Return a part's rows; WrongRowError for text that is not UTF-8, which Arrow's reader takes for such."""
+        """Parse a part's rows; raise WrongRowError for invalid UTF-8, which Arrow's reader does not check."""
         for name, column in zip(part.content.schema.names, part.content.columns, strict=True):
             try:
                 check_text(column)
@@ -221,7 +220,7 @@ class ParquetTable:
 class ArrowTable:
     """An Arrow IPC file or stream; Feather version 2 is such a file."""
 
-    most_rows = 2**62  # which only reading all of it would tell
+    most_rows = 2**62  # unknown without reading the whole file
 
     def __init__(self, source: Input, *, stream: bool) -> None:
         self.input, self._stream, path = source, stream, source.path
@@ -249,7 +248,7 @@ class ArrowTable:
                     rest = batch.slice(max(0, offset - row))
                     row += len(batch)
                     if len(rest):
-                        rest.validate(full=True)  # it may have been made by anyone
+                        rest.validate(full=True)  # the file is untrusted
                         yield from _parts(rest, row - len(rest), each)
         except (pa.ArrowException, OSError) as error:
             raise unreadable(str(self.input.path), "the Arrow file is broken", error) from None
@@ -261,7 +260,7 @@ class ArrowTable:
     def _batches(
         self, source: pa.MemoryMappedFile, options: pa.ipc.IpcReadOptions
     ) -> Iterator[tuple[pa.RecordBatch, int]]:
-        """Iterate over record batches, each with the bytes of the file up to its end, about."""
+        """Iterate over record batches, each with the approximate file position of its end."""
         if self._stream:
             for batch in pa.ipc.open_stream(source, options=options):
                 yield batch, source.tell()
@@ -272,12 +271,12 @@ class ArrowTable:
 
 
 def is_table(path: Path, start: bytes) -> bool:
-    """Tell whether a file of a folder is read as a table: by its name, or as Parquet or Arrow by its first bytes."""
+    """Return whether a folder's file is a table, by its name or its first bytes (Parquet, Arrow)."""
     return path.name.lower().endswith(_SUFFIXES) or start.startswith((_FEATHER_1, *(magic for magic, _ in _FORMATS)))
 
 
 def format_of(source: AnyInput) -> str:
-    """Return "Parquet", "an Arrow file", "an Arrow stream" or "text", by what a file begins with."""
+    """Return "Parquet", "an Arrow file", "an Arrow stream" or "text", by a file's first bytes."""
     start = source.head(8)
     if start.startswith(_FEATHER_1):
         raise UserError(f"{source.name}: this is Feather version 1; write it again as version 2, or as Parquet")
@@ -290,7 +289,7 @@ def format_of(source: AnyInput) -> str:
 
 
 def _goes_on_as_text(source: AnyInput, start: bytes) -> bool:
-    """Tell whether what begins as Parquet is text that begins so: no header comes next, and no magic at the end."""
+    """Return whether a file with Parquet's first bytes is text: no header follows, and the final magic is missing."""
     magic, _ = _FORMATS[0]
     if not _PRINTED.issuperset(start[len(magic) :]):
         return False

@@ -1,4 +1,4 @@
-"""The first pass: a source's blocks are parsed on all cores and written as pieces, in the order of the source."""
+"""The first pass: parse a source's blocks on all cores and write them as pieces, in the source's order."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -26,12 +26,12 @@ Written = tuple[dict[str, Any], Survey | None]
 
 
 class FirstPass:
-    """Parses a source into pieces, from where an earlier process has ended.
+    """Parses a source into pieces, resuming after an earlier process's pieces.
 
-    test_fraction, seed  of the rows that are drawn for testing; None: the source says which
-    hashed               what turns values into ids; None: they are to be counted
-    shards               what has to fit into memory in the second pass
-    survey               of values that are in memory with those of the rows; None for none
+    Args:
+        test_fraction: Share of rows drawn for testing with `seed`; None if the source chooses them.
+        hashed: The hash that maps values to ids; None if values are counted.
+        shards: The second pass's memory requirement. `survey` describes further values held in memory, if any.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class FirstPass:
     ) -> None:
         self._source, self._work, self._shards = source, work, shards
         self._fraction, self._key, self._hashed = test_fraction, key64(seed, "test split"), hashed
-        self.facts: list[Facts] = []  # of the pieces that are written
-        self._input = self._lines = self._rows = self._rejected = 0  # of what is parsed; lines are those of the input
+        self.facts: list[Facts] = []  # one for each written piece
+        self._input = self._lines = self._rows = self._rejected = 0  # parsed so far; lines count within the input
         self._first: Rejected | None = None
         self._survey = survey
 
@@ -57,7 +57,7 @@ class FirstPass:
         return self._work.pieces / f"{number:06d}.arrow"
 
     def take_up(self, facts: list[Facts]) -> None:
-        """Go on after pieces that are finished; UserError where their values or shards would not fit into memory."""
+        """Resume after finished pieces; raise UserError if their values or shards would not fit into memory."""
         self._shards.take_in(facts)
         for number, one in enumerate(facts):
             self._pass(one.end.input, one.lines, sum(one.rows), one.rejected)
@@ -68,10 +68,10 @@ class FirstPass:
         self.facts = list(facts)
 
     def run(self, workers: Workers, threads: int) -> None:
-        """Parse what is left.
+        """Parse the remaining blocks.
 
-        Raises UserError where more than 1% of the lines are malformed, where the values or shards would not fit into
-        memory, and for what cannot be read.
+        Raises:
+            UserError: Over 1% of the lines are malformed, values or shards exceed memory, or input is unreadable.
         """
         place = self.facts[-1].end if self.facts else BEGINNING
         done = sum(one.size for one in self.facts)
@@ -98,7 +98,7 @@ class FirstPass:
         return self._source.parse(block, hashed=self._hashed is not None)
 
     def _write(self, block: Block, parsed: Future[RawRows], workers: Workers, number: int) -> Future[Written]:
-        """Have a block's rows written, now that it is known which rows of the whole they are."""
+        """Submit the writing of a block's rows, whose position in the source is now known."""
         before = self._lines if block.end.input == self._input else 0
         try:
             rows = parsed.result()
@@ -122,7 +122,7 @@ class FirstPass:
         return workers.submit(write)
 
     def _note(self, block: Block, result: Written) -> None:
-        """Take in what is known of the next piece."""
+        """Record the next finished piece."""
         found, survey = result
         facts = Facts(**found, end=block.end, size=block.size)
         self._work.note(piece=facts.as_json())
@@ -131,21 +131,21 @@ class FirstPass:
         self._require_memory(survey)
 
     def _require_memory(self, survey: Survey | None) -> None:
-        """Raise UserError where so many values as were met, these among them, would not fit into memory."""
+        """Add a survey; raise UserError if all surveyed values would not fit into memory."""
         if survey is None:
             return
         self._survey = survey if self._survey is None else self._survey.with_those_of(survey)
         require_memory(self._survey.values(), self._survey.text_bytes())
 
     def _pass(self, source: int, lines: int, rows: int, rejected: int) -> None:
-        """Count what is parsed."""
+        """Add parsed lines and rows to the counts."""
         self._lines = lines + (self._lines if source == self._input else 0)
         self._input = source
         self._rows += rows
         self._rejected += rejected
 
     def _check_rejected(self, accepted: int) -> None:
-        """Raise UserError where more than 1% are malformed of the lines so far and so many well-formed ones."""
+        """Raise UserError if more than 1% of `accepted` rows plus the rejected lines so far are malformed."""
         if self._first is not None and self._rejected > MAX_REJECTED * (accepted + self._rejected):
             first = self._first
             raise UserError(
@@ -155,10 +155,10 @@ class FirstPass:
 
 
 def _until_error(blocks: Iterator[Block]) -> Iterator[Block | HostdevError | None]:
-    """Iterate over blocks, and then give the error that has ended them, or None."""
+    """Iterate over blocks, then yield the error that ended them, or None."""
     try:
         yield from blocks
-    except HostdevError as error:  # which comes after those of blocks that are on their way
+    except HostdevError as error:  # reported after the errors of in-flight blocks
         yield error
         return
     yield None

@@ -1,4 +1,4 @@
-"""The flags of `preprocess`. Imports little: a wrong one is answered at once."""
+"""The flags of `preprocess`. This module imports little, so that a wrong flag is reported at once."""
 
 import argparse
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 from hostdev.core import cli
 
-THRESHOLD = 1  # what is seen once says nothing, and a row without an id of its own trains the out-of-vocabulary one
+THRESHOLD = 1  # values seen once carry no information; they train the out-of-vocabulary id instead
 
 
 def add_table(to: argparse.ArgumentParser) -> None:
@@ -21,17 +21,17 @@ def add_table(to: argparse.ArgumentParser) -> None:
         metavar="RULE",
         help="labels that are positive, if not 1 or true: '>3', '>=3', '<3', '<=3', '!=no' or a value",
     )
-    add("--numeric", "NAMES", "columns of numbers, by commas")
-    add("--categorical", "NAMES", "columns of values that become ids, by commas")
+    add("--numeric", "NAMES", "columns of numbers, separated by commas")
+    add("--categorical", "NAMES", "columns of values that become ids, separated by commas")
     add("--bag", "NAME=SEP", "a column with any number of values: text split by SEP, or a list in Parquet and Arrow")
     add("--share", "NAME=OTHER", "give the values of column NAME the ids of column OTHER")
-    to.add_argument("--columns", metavar="NAMES", help="names of all columns, by commas, of text without a header")
-    to.add_argument("--delimiter", metavar="TEXT", help="between the values of text; tab for a tab (as the file looks)")
-    to.add_argument("--no-quotes", action="store_true", help="quotes in text are ordinary characters")
+    to.add_argument("--columns", metavar="NAMES", help="comma-separated names of all columns of text without header")
+    to.add_argument("--delimiter", metavar="TEXT", help="between values of text; tab for a tab (default: detected)")
+    to.add_argument("--no-quotes", action="store_true", help="treat quotes in text as ordinary characters")
 
 
 def add_split(to: argparse.ArgumentParser) -> None:
-    """Add the flags that say which rows are for testing, instead of --test-fraction."""
+    """Add the flags that choose test rows by a column instead of --test-fraction."""
     to.add_argument("--test-column", metavar="NAME=VALUE", help="rows whose column has this value are for testing")
     to.add_argument(
         "--test-after",
@@ -51,12 +51,12 @@ def add_earlier(to: argparse.ArgumentParser) -> None:
     to.add_argument(
         "--frozen-vocabulary",
         action="store_true",
-        help="with --vocabulary: new values get no ids, and are out of vocabulary",
+        help="with --vocabulary: new values get no ids and are out of vocabulary",
     )
 
 
 def add_looking(to: Any) -> None:
-    """Add them to the sub-commands of `hostdev.data.preprocess`."""
+    """Add the sub-commands `check` and `info` to those of `hostdev.data.preprocess`."""
 
     def add(name: str, what: str) -> argparse.ArgumentParser:
         made: argparse.ArgumentParser = to.add_parser(
@@ -66,10 +66,10 @@ def add_looking(to: Any) -> None:
         cli.add_debug(made)
         return made
 
-    add("check", "read all of a data set and say what is wrong with it; exit code 1 if it is not whole")
-    add("info", "print and draw what is in a data set, from all of its rows").add_argument(
+    add("check", "read a whole data set and report all damage; exit code 1 if there is any")
+    add("info", "print and draw a summary of a data set, from all of its rows").add_argument(
         "--out",
         type=Path,
         metavar="FILE",
-        help="a new file for the picture (info.png, or with a number where that is taken)",
+        help="a new file for the picture (default: info.png, or a numbered name if that exists)",
     )

@@ -1,4 +1,4 @@
-"""Which files are meant by what a command names: files, those of folders, standard input."""
+"""Expansion of a command's paths to input files: files, folders, standard input."""
 
 import os
 import re
@@ -10,19 +10,17 @@ from hostdev.core.progress import note
 from hostdev.data.preprocess.inputs import COMPRESSED, STANDARD_INPUT, is_empty, refuse_unread
 
 _START_BYTES = 512
-_NAMED = 3  # files in a line
+_NAMED = 3  # files named in a message
 
 
 def expand(paths: Sequence[Path], is_taken: Callable[[Path, bytes], bool] | None = None) -> list[Path]:
-    """Return the files that are meant: those of folders in the order of the numbers in their names.
+    """Return the files of the paths; a folder's files are sorted by the numbers in their names.
 
-    is_taken  tells by name and first bytes whether a file of a folder is read; None: all are
+    `is_taken(path, first_bytes)` selects a folder's files; None selects all. Hidden files and names with a leading
+    underscore, which other programs write for their own use, are skipped silently; other skipped files are logged.
 
-    Files that begin with a dot or an underscore are left out, as other programs leave such beside what they write. A
-    line says which others of a folder are.
-
-    Raises UserError where a folder has the same rows plain and compressed, for compressed files that are not read, and
-    for folders without a file to be read.
+    Raises:
+        UserError: A folder has the same file plain and compressed, an unsupported compression, or no readable file.
     """
     found: list[Path] = []
     for path in paths:
@@ -32,7 +30,7 @@ def expand(paths: Sequence[Path], is_taken: Callable[[Path, bytes], bool] | None
 
 
 def _inside(top: Path, is_taken: Callable[[Path, bytes], bool] | None) -> list[Path]:
-    """Return the files of a folder that are read."""
+    """Return the files to read in a folder."""
     taken: list[Path] = []
     empty: list[Path] = []
     others: list[Path] = []
@@ -54,12 +52,12 @@ def _inside(top: Path, is_taken: Callable[[Path, bytes], bool] | None) -> list[P
 
 
 def _files(top: Path) -> Iterator[Path]:
-    """Iterate over a folder's files, those of its folders and of links to folders, too, each folder once."""
+    """Iterate over the files of a folder tree, following links, each folder once."""
     seen = {_identity(top)}
     for folder, folders, names in os.walk(top, onerror=_raise, followlinks=True):
         inside = [Path(folder) / name for name in sorted(folders) if not _is_hidden(name)]
         folders.clear()
-        for path in inside:  # a link may lead back
+        for path in inside:  # links can form cycles
             if (identity := _identity(path)) not in seen:
                 seen.add(identity)
                 folders.append(path.name)
@@ -80,13 +78,13 @@ def _is_hidden(name: str) -> bool:
 
 
 def _order(name: str) -> tuple[list[tuple[int, str]], str]:
-    """Order day_2 before day_10, and day_01 and day_1 by their letters."""
+    """Return a sort key that orders day_2 before day_10, and day_01 and day_1 by their letters."""
     parts = re.split(r"(\d+)", name)
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts if part], name
 
 
 def _start(file: Path) -> bytes:
-    """Return a file's first bytes, none of what is not a file: these can be read once only."""
+    """Return a file's first bytes; none for pipes, which can be read only once."""
     if not file.is_file():
         return b""
     with file.open("rb") as source:
@@ -94,7 +92,7 @@ def _start(file: Path) -> bytes:
 
 
 def _refuse_two_forms(files: Sequence[Path]) -> None:
-    """Raise UserError where a folder has the same file plain and compressed, or compressed twice."""
+    """Raise UserError if a folder has the same file plain and compressed, or compressed twice."""
     seen: dict[Path, Path] = {}
     for file in files:
         plain = file.with_suffix("") if file.suffix.lower() in COMPRESSED else file
@@ -107,12 +105,12 @@ def _refuse_two_forms(files: Sequence[Path]) -> None:
 
 
 def _look_for_twice(files: Sequence[Path]) -> None:
-    """Say where a file is there twice, under one name or two; UserError for standard input, which cannot be."""
+    """Log files given twice, under one name or two; raise UserError if standard input is."""
     if files.count(STANDARD_INPUT) > 1:
         raise UserError("- is standard input, which can be read once only")
     seen: dict[tuple[int, int], Path] = {}
     for file in files:
-        if file == STANDARD_INPUT or not file.exists():  # which is said when it is opened
+        if file == STANDARD_INPUT or not file.exists():  # opening reports a missing file
             continue
         if (first := seen.get(identity := _identity(file))) is not None:
             how = f"{file} is given twice" if first == file else f"{first} and {file} are the same file"
@@ -121,7 +119,7 @@ def _look_for_twice(files: Sequence[Path]) -> None:
 
 
 def _listed(files: Sequence[Path], top: Path) -> str:
-    """Return how many files there are, and some names."""
+    """Format the number of files and some names."""
     shown = ", ".join(str(file.relative_to(top)) for file in files[:_NAMED])
     more = f" and {len(files) - _NAMED:,} more" if len(files) > _NAMED else ""
     return f"{len(files):,} {'file' if len(files) == 1 else 'files'} ({shown}{more})"

@@ -1,7 +1,7 @@
-"""How the values of a column were written in training: what a manifest keeps, so that they are found again.
+"""The text forms that a column's values had in training; a manifest records them so that lookups match.
 
-A form is a way to write a value, such as that of 1.0; a manifest names it by an example. Their numbers are those of
-`hostdev.kernels.forms`.
+A form is a way to write a value, such as 1.0 for a number; a manifest names it by an example. `hostdev.kernels.forms`
+defines the forms' numbers.
 """
 
 from collections.abc import Iterable, Mapping
@@ -68,10 +68,10 @@ PADDED = frozenset(range(kernel.PADDED + 2, kernel.FORMS))
 
 @dataclass(frozen=True)
 class Written:
-    """How the values of a column, or of columns that share their ids, were written in training.
+    """The forms that the values of a column, or of columns that share ids, had in training.
 
-    forms  the forms that occurred, by number
-    types  Arrow's types of the columns in the files, "text" for text; empty where nobody knows
+    `forms` are the numbers of the forms that occurred; `types` are the columns' Arrow types in the files, "text" for
+    text, empty if unknown.
     """
 
     forms: frozenset[int]
@@ -88,17 +88,17 @@ class Written:
 
     @cached_property
     def is_typed(self) -> bool:
-        """Whether the files had values of this kind, and not text that looks like them."""
+        """Whether the files stored values of this kind, not their text."""
         return bool(self.types) and "text" not in self.types
 
     @cached_property
     def has_plain_integers(self) -> bool:
-        """Whether whole numbers were written as 1 is, if there were any."""
+        """Whether all numbers, if any, were written as plain integers such as 1."""
         return self.kind in ("number", "text", "unknown") and self.forms & NUMBERS <= {kernel.INTEGER}
 
     @cached_property
     def missing(self) -> str | None:
-        """Return the text of a missing value; None where there are several."""
+        """Return the text of a missing value; None if there are several."""
         words = self.forms & MISSING
         if kernel.EMPTY in words or not words or self.kind in ("text", "unknown"):
             return ""
@@ -106,13 +106,13 @@ class Written:
 
     @cached_property
     def zone(self) -> str | None:
-        """The time zone of the column's type; None where it has none."""
+        """The time zone of the column's type, or None."""
         zones = {found.partition("tz=")[2].rstrip("]") for found in self.types if "tz=" in found}
         return zones.pop() if len(zones) == 1 else None
 
     @cached_property
     def shown(self) -> str:
-        """The values in words, for messages."""
+        """The values' description for messages."""
         if self.is_typed:
             return f"of type {' or '.join(self.types)}"
         examples = [EXAMPLES[form] for form in sorted(self.forms - MISSING - {kernel.TEXT})][:3]
@@ -121,20 +121,19 @@ class Written:
         return "text such as " + " and ".join(map(repr, examples))
 
     def with_those_of(self, other: "Written") -> "Written":
-        """Return how the values of both were written."""
+        """Return the union of both."""
         return Written(self.forms | other.forms, tuple(dict.fromkeys([*self.types, *other.types])))
 
     def as_json(self) -> dict[str, Any]:
-        """Return what a manifest holds."""
+        """Return the manifest's entry."""
         return {"types": list(self.types), "forms": names_of(self.forms)}
 
 
 class Texts(NamedTuple):
-    """What N values may have been in training.
+    """The texts that N values may have had in training.
 
-    texts     for each form the values written so [N], null where that is impossible; a missing value is "" in the first
-    fallback  text of a value that has none of them [N]
-    doubtful  values that training may have had in yet another form [N]
+    `texts` holds for each form the values' text [N], null where impossible; a missing value is "" in the first.
+    `fallback` [N] is used where all are null; `doubtful` [N] marks values that may have had yet another form.
     """
 
     texts: list[pa.StringArray]
@@ -148,12 +147,12 @@ def names_of(forms: Iterable[int]) -> list[str]:
 
 
 def from_json(content: Mapping[str, Any]) -> Written:
-    """Return what `as_json` gave; forms that this version does not know are text."""
+    """Read the result of `as_json`; forms unknown to this version become text."""
     return Written(frozenset(_BY_EXAMPLE.get(name, kernel.TEXT) for name in content["forms"]), tuple(content["types"]))
 
 
 def forms_in(texts: pa.Array) -> frozenset[int]:
-    """Return the forms of texts without nulls."""
+    """Return the set of forms of texts without nulls."""
     return frozenset(np.unique(each_form(texts)).tolist())
 
 

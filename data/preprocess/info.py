@@ -1,4 +1,4 @@
-"""preprocess info DIR: what a data set has in it, from all of its rows."""
+"""preprocess info DIR: a summary of a data set, from all of its rows."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,19 +22,19 @@ Counts = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.float64]
 
 TOPS = (1, 10, 100, 1000)
-PLACES = 50  # parts of the training rows, in their order
-_MOST_POINTS = 200  # of a curve
+PLACES = 50  # consecutive parts of the training rows
+_MOST_POINTS = 200  # points of a curve
 
 
 @dataclass(frozen=True)
 class Curve:
-    """How the training uses of a space's values spread over its ids; those out of vocabulary are not among them.
+    """Distribution of a space's training occurrences over its ids, without the out-of-vocabulary ones.
 
-    ids     how many ids training rows use
-    top     share of the uses that the TOPS most frequent ids have, float64 [4]
-    half    so many ids make up half of the uses, and `most` 90% of them
-    ranks   from 1, int64 [N]; some of all, evenly by their logarithm
-    shares  of the uses that the id of each of these ranks has, float64 [N]
+    Attributes:
+        ids: Number of ids used in training rows. `half` of them make up 50% of the occurrences, `most` 90%.
+        top: Share of occurrences of the TOPS most frequent ids, float64 [4].
+        ranks: Log-spaced sample of ranks from 1, int64 [N].
+        shares: Share of occurrences of the id at each rank, float64 [N].
     """
 
     ids: int
@@ -47,11 +47,10 @@ class Curve:
 
 @dataclass
 class Totals:
-    """What the rows of a split add up to: C dense columns, F columns with ids.
+    """Sums over the rows of a split with C dense columns and F columns with ids.
 
-    positive, rows  by place in the split, [PLACES]
-    zeros, sums, low, high  of the scaled numbers, [C]
-    uses, out, seen  ids [F]: all, those out of vocabulary, those that training rows have, too
+    `positive` and `rows` are counted by position in the split [PLACES]; `zeros`, `sums`, `low`, `high` are of the
+    scaled numbers [C]; `uses`, `out`, `seen` count all, out-of-vocabulary and in-training ids [F].
     """
 
     positive: Counts
@@ -66,7 +65,7 @@ class Totals:
 
     @staticmethod
     def empty(found: Manifest) -> "Totals":
-        """Return those of no rows."""
+        """Return the sums over no rows."""
         dense, columns = len(found.schema.dense), len(found.schema.columns)
 
         def zeros(n: int) -> Counts:
@@ -85,24 +84,20 @@ class Totals:
         )
 
     def add(self, other: "Totals") -> None:
-        """Add those of other rows."""
+        """Add the sums of other rows."""
         for name, values in vars(other).items():
             combine = {"low": np.minimum, "high": np.maximum}.get(name, np.add)
             setattr(self, name, combine(getattr(self, name), values))
 
     @property
     def label_mean(self) -> float:
-        """The share of positive labels; 0 where there are no rows."""
+        """The share of positive labels; 0 if there are no rows."""
         return float(self.positive.sum() / max(1, self.rows.sum()))
 
 
 @dataclass(frozen=True)
 class Information:
-    """What is in a data set.
-
-    nbytes  of the shards, by split
-    curves  by space
-    """
+    """The summary of a data set: `nbytes` (of the shards) and `totals` by split, `curves` by space."""
 
     folder: Path
     found: Manifest
@@ -112,23 +107,23 @@ class Information:
 
     @property
     def missing(self) -> dict[str, dict[str, float]]:
-        """The share of missing values by split and column; empty where the manifest does not say."""
+        """The share of missing values by split and column; empty if the manifest does not record it."""
         recorded = self.found.statistics.get("missing")
         known = recorded if isinstance(recorded, dict) else {}
         return {split: known[split] for split in SPLITS if isinstance(known.get(split), dict)}
 
     @property
     def hashed(self) -> bool:
-        """Whether ids are hashed, so that there is no vocabulary."""
+        """Whether ids are hashed, without a vocabulary."""
         return self.found.vocabulary is None
 
     def shared(self, space: str) -> list[str]:
-        """Return the columns that have the ids of a space."""
+        """Return the columns that use a space's ids."""
         return [column.name for column in self.found.schema.columns if column.space == space]
 
 
 def gather(folder: Path) -> Information:
-    """Read all rows of a data set; UserError for a file that is damaged, and where memory does not suffice."""
+    """Summarize all rows of a data set; raise UserError for a damaged file or too little memory."""
     found = manifest.read(folder)
     if found.vocabulary is None:
         totals = {split: _totals(folder, found, split, None) for split in SPLITS}
@@ -136,7 +131,7 @@ def gather(folder: Path) -> Information:
     else:
         vocabulary = StoredVocabulary(folder, found)
         largest = max((space.values for space in vocabulary.spaces.values()), default=0)
-        require_room(folder, found.schema.rows, found.schema.rows + 16 * largest)  # known; sorted counts, their sums
+        require_room(folder, found.schema.rows, found.schema.rows + 16 * largest)  # mask; sorted counts and their sums
         known = vocabulary.counts > 0
         known[: found.schema.first_value] = False
         totals = {split: _totals(folder, found, split, known) for split in SPLITS}
@@ -146,7 +141,7 @@ def gather(folder: Path) -> Information:
 
 
 def curve_of(counts: npt.NDArray[Any]) -> Curve:
-    """Return the curve of ids that are used so often, [V], in any order; 16 bytes of memory for each."""
+    """Return the curve of ids with these counts [V], in any order; takes 16 bytes of memory for each id."""
     ordered = np.sort(counts)[::-1]
     used = int(np.count_nonzero(counts))
     sums = np.cumsum(ordered[:used], dtype=np.int64)
@@ -158,7 +153,7 @@ def curve_of(counts: npt.NDArray[Any]) -> Curve:
 
 
 def _totals(folder: Path, found: Manifest, split: str, known: npt.NDArray[np.bool_] | None) -> Totals:
-    """Add up the rows of a split; `known` tells of each id, bool [V], whether training rows have its value."""
+    """Sum over the rows of a split; `known`, bool [V], marks the ids that training rows use."""
     shards = found.shards(split)
     begins = dict(
         zip((shard.file for shard in shards), accumulate((each.rows for each in shards), initial=0), strict=False)
@@ -200,16 +195,16 @@ def _add_part(
 
 
 def _count_hashed(folder: Path, found: Manifest, test: Totals) -> dict[str, Curve]:
-    """Count the training uses of each bucket by space, as many spaces at once as fit into memory; complete `test`.
+    """Count the training occurrences of each bucket by space, and add to `test.seen`.
 
-    A pass over the rows for each group of spaces: 4 bytes for each of its buckets, 8 where there are more uses.
+    Each pass over the rows handles as many spaces as fit into memory, at `count_bytes` bytes for each bucket.
     """
     schema = found.schema
     if not schema.spaces:
         return {}
     buckets = schema.spaces[0].size  # of all spaces
     size = buckets * count_bytes(found.uses("train"))
-    beside = size + 8 * buckets  # a curve: sorted counts, and their sums
+    beside = size + 8 * buckets  # for a curve: sorted counts and their sums
     require_room(folder, buckets, size + beside)
     together = max(1, min(len(schema.spaces), (available_bytes() // 2 - beside) // size))
     curves: dict[str, Curve] = {}
@@ -243,7 +238,7 @@ def _count_hashed(folder: Path, found: Manifest, test: Totals) -> dict[str, Curv
 
 
 def _of_spaces(part: Part, found: Manifest, spaces: Sequence[Space]) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-    """Iterate over the columns of some spaces: their number, and their buckets, one space's after the other's."""
+    """Iterate over the columns of some spaces: index and buckets, numbered consecutively over the spaces."""
     places = {space.name: i * space.size - space.first for i, space in enumerate(spaces)}
     for i, column in enumerate(found.schema.columns):
         if column.space in places:
@@ -251,5 +246,5 @@ def _of_spaces(part: Part, found: Manifest, spaces: Sequence[Space]) -> Iterator
 
 
 def shortened(name: str, most: int) -> str:
-    """Return a name in at most so many characters, without its middle: columns' names differ at their ends."""
+    """Shorten a name to `most` characters by cutting its middle, as column names differ at their ends."""
     return name if len(name) <= most else f"{name[: (most - 1) // 2]}…{name[-(most // 2) :]}"

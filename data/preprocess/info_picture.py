@@ -12,16 +12,16 @@ from hostdev.data.preprocess.info import PLACES, Information, shortened
 from hostdev.data.preprocess.pieces import SPLITS
 
 _COLORS = {"train": "C0", "test": "C1"}
-_NAMED = 6  # curves with a colour and a name
-_SIDE_BY_SIDE = 30  # columns of a panel of half the width
-_MOST_NAMES = 120  # at an axis
-_MOST_LETTERS = 18  # of a name
-_LETTERS = 90  # beside each other, under a panel of half the width
-_DEVIATIONS = 2  # of the mean of a place, by chance alone
+_NAMED = 6  # curves with a color and a name
+_SIDE_BY_SIDE = 30  # columns that fit a half-width panel
+_MOST_NAMES = 120  # names on an axis
+_MOST_LETTERS = 18  # letters of a name
+_LETTERS = 90  # letters in a line under a half-width panel
+_DEVIATIONS = 2  # half-width of the 95% interval of a part's mean, in standard deviations
 
 
 def draw(info: Information, out: Path) -> None:
-    """Draw labels by position, frequencies, missing values and coverage; UserError where that cannot be written."""
+    """Draw labels by position, frequencies, missing values and coverage; raise UserError if `out` is not writable."""
     rates = _rates(info)
     features = len(info.found.schema.columns)
     bars = [name for name, n in (("rates", len(rates[1])), ("coverage", features)) if n]
@@ -46,7 +46,7 @@ def draw(info: Information, out: Path) -> None:
         _draw_coverage(panels["coverage"], info, wide=not narrow)
         _entitle(panels["coverage"], "Ids of the test rows", lines=lines)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"Glyph .* missing from", UserWarning)  # a box stands for it in the picture
+        warnings.filterwarnings("ignore", r"Glyph .* missing from", UserWarning)  # drawn as a box
         pictures.save(figure, out)
 
 
@@ -83,7 +83,7 @@ def _draw_curves(axes: Any, info: Information) -> None:
             axes.plot(curve.ranks, curve.shares, color="grey", alpha=0.4, linewidth=0.8)
     for i, (name, curve) in enumerate(largest):
         label = f"{shortened(', '.join(info.shared(name)), _MOST_LETTERS)}: {curve.ids:,} ids"
-        label = f" {label}" if label.startswith("_") else label  # or matplotlib leaves it out
+        label = f" {label}" if label.startswith("_") else label  # matplotlib hides labels with a leading underscore
         axes.plot(curve.ranks, curve.shares, color=f"C{i}", label=label, marker="." if len(curve.ranks) < 20 else "")
     if len(curves) > len(largest):
         axes.plot([], [], color="grey", alpha=0.4, linewidth=0.8, label=f"{len(curves) - len(largest)} others")
@@ -99,7 +99,7 @@ def _draw_curves(axes: Any, info: Information) -> None:
 
 
 def _rates(info: Information) -> tuple[str, list[str], dict[str, list[float]]]:
-    """Return the title of missing rates, or zeros where these are not known, the columns, and the rates by split."""
+    """Return title, columns and rates by split of missing values, or of zeros if those are unknown."""
     dense = info.found.schema.dense
     if info.missing:
         every = [*dense, *(column.name for column in info.found.schema.columns)]
@@ -135,14 +135,14 @@ def _draw_rates(axes: Any, names: Sequence[str], rates: dict[str, list[float]], 
 
 
 def _name_bars(axes: Any, names: Sequence[str], *, wide: bool) -> None:
-    """Write names under the bars at 0, 1, ..., upright where they would touch; not all where those would, too."""
+    """Label the bars at 0, 1, ...: vertically if names would overlap, and only some if these would, too."""
     step = -(-len(names) // (_MOST_NAMES if wide else _MOST_NAMES // 2))
     shown = [shortened(name, _MOST_LETTERS) for name in names[::step]]
     upright = (max(map(len, shown), default=0) + 2) * len(shown) > _LETTERS * (1 + wide)
     size = 9 if len(shown) <= _MOST_NAMES // 2 else 7
     axes.set_xticks(np.arange(len(names))[::step], shown, rotation=90 if upright else 0, fontsize=size)
     _as_they_are(axes.get_xticklabels())
-    edge = max(0.6, (4 - len(names)) / 2)  # so that few bars are not wide
+    edge = max(0.6, (4 - len(names)) / 2)  # keeps few bars narrow
     axes.set_xlim(-edge, len(names) - 1 + edge)
     _percent(axes.yaxis)
     axes.grid(alpha=0.3, axis="y")
@@ -150,14 +150,14 @@ def _name_bars(axes: Any, names: Sequence[str], *, wide: bool) -> None:
 
 
 def _entitle(axes: Any, title: str, *, lines: int) -> None:
-    """Write a title, and below it a legend of so many lines, over no bar and no curve."""
+    """Add a title and, between it and the plot, a legend of `lines` lines."""
     axes.set_title(title, pad=9 + 15 * lines)
     place = {"loc": "lower center", "bbox_to_anchor": (0.5, 0.99)}
     axes.legend(fontsize=9, ncols=4 // lines, frameon=False, borderpad=0.2, **place)
 
 
 def _as_they_are(texts: Iterable[Any]) -> None:
-    """Have names with dollar signs written as they are, and not as formulas."""
+    """Disable math formatting of names with dollar signs."""
     for text in texts:
         text.set_parse_math(False)
 

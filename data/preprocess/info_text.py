@@ -11,11 +11,11 @@ from hostdev.data.schema import Column
 
 _MOST_NAME = 24  # characters of a column's name
 _NO_FIGURE = "-"
-_Group = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, heads, and for each head a cell for each line
+_Group = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, heads, cells [head][line]
 
 
 def lines_of(info: Information) -> Iterator[str]:
-    """Return what is in a data set, as lines."""
+    """Iterate over the lines of a data set's summary."""
     found = info.found
     ids = f"{found.schema.rows:,} ids" + ", hashed" * info.hashed
     yield (
@@ -83,14 +83,14 @@ def _parts(curves: Sequence[Curve]) -> list[tuple[int, int]]:
 
 
 def _missing(info: Information, names: Sequence[str]) -> list[_Group]:
-    """Return the columns of missing rates, where these are known."""
+    """Return the columns of missing rates, if known."""
     rates = [info.missing.get(split, {}) for split in SPLITS]
     cells = [[f"{of[name]:.1%}" if name in of else _NO_FIGURE for name in names] for of in rates]
     return [("missing", SPLITS, cells)] if info.missing else []
 
 
 def _table(title: str, names: Sequence[str], groups: Sequence[_Group]) -> Iterator[str]:
-    """Return a table with a line for each name, its columns in groups with a title of their own."""
+    """Format a table with a line for each name; its columns are in titled groups."""
     names = [shortened(name, _MOST_NAME) for name in names]
     first = max(map(len, [title, *names]))
     above, below, lines = " " * first, f"{title:<{first}}", [f"{name:<{first}}" for name in names]

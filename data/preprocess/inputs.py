@@ -1,6 +1,6 @@
-"""What is read, as streams of bytes: files plain or compressed, files in tar archives, standard input.
+"""Inputs as byte streams: plain or compressed files, files in tar archives, standard input.
 
-What a file is, is told by its first bytes and not by its name.
+The first bytes of a file determine its format, not its name.
 """
 
 import gzip
@@ -18,28 +18,28 @@ import pyarrow as pa
 from hostdev.core.errors import HostdevError, TransientError, UserError
 
 STANDARD_INPUT = Path("-")
-HEAD_BYTES = 1 << 20  # of standard input, that can be looked at before it is read
+HEAD_BYTES = 1 << 20  # bytes of standard input that are available before reading
 
 _BZIP2 = (b"BZh%d" % level + block for level in range(1, 10) for block in (b"1AY&SY", b"\x17\x72\x45\x38\x50\x90"))
 _CODECS = {b"\x1f\x8b": "gzip", **dict.fromkeys(_BZIP2, "bz2"), b"\x28\xb5\x2f\xfd": "zstd", b"\x04\x22\x4d\x18": "lz4"}
-COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")  # the suffixes of these
+COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")  # suffixes of the codecs
 _ZIP = b"PK\x03\x04"
 _OTHERS = {b"\xfd7zXZ": "xz", _ZIP: "zip", b"7z\xbc\xaf": "7z", b"\x1f\x9d": "compress"}
 _OTHER_SUFFIXES = {".xz": "xz", ".zip": "zip", ".7z": "7z", ".z": "compress"}
 _TAR_MAGIC, _TAR_AT = b"ustar", 257
 _MAGIC_BYTES = 512
-_LARGEST_EMPTY = 512  # bytes of a compressed file that may have nothing in it
-_ERRORS = (OSError, EOFError, pa.ArrowException, tarfile.TarError, zlib.error)  # of what is read
+_LARGEST_EMPTY = 512  # largest size in bytes of a compressed file with empty content
+_ERRORS = (OSError, EOFError, pa.ArrowException, tarfile.TarError, zlib.error)  # raised by reading
 _SKIPPED_AT_ONCE = 1 << 22
 
 
 class Stream:
     """An input's bytes in order.
 
-    source    has `read`, and `seek` where it is seekable
-    name      in errors
-    taken     tells how many bytes of the file have been read so far, compressed as they are
-    after     what comes behind it in the file, whose checksum may come last: read, too, at the end
+    Args:
+        source: An object with `read`, and `seek` if `seekable`; errors call it `name`.
+        taken: Returns the number of bytes read from the file so far, before decompression.
+        after: The rest of the file, read at the end to verify a trailing checksum.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Stream:
     def read(self, size: int) -> bytes:
         """Return the next `size` bytes, fewer only at the end.
 
-        Raises UserError where they cannot be read, TransientError where that is not for what they are.
+        Raises UserError for unreadable content, TransientError for errors of the system.
         """
         pieces: list[bytes] = []
         while size > 0:
@@ -69,7 +69,7 @@ class Stream:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def skip(self, size: int) -> None:
-        """Pass over so many bytes. UserError where there are fewer."""
+        """Skip `size` bytes; raise UserError if there are fewer."""
         if self._seekable:
             self._source.seek(size, os.SEEK_CUR)
             return
@@ -84,10 +84,9 @@ class Stream:
 
 
 class Input:
-    """A file of bytes, a compressed one, or one in an archive.
+    """A plain or compressed file, or a file in a tar archive.
 
-    path    the file
-    wanted  which file of an archive is meant, by its name without folders; None: the only one
+    `wanted` selects an archive's file by its name without folders; None expects a single file.
     """
 
     def __init__(self, path: Path, wanted: Callable[[str], bool] | None = None) -> None:
@@ -110,7 +109,7 @@ class Input:
 
     @contextmanager
     def open(self) -> Iterator[Stream]:
-        """Read it from its beginning."""
+        """Open the content from its beginning."""
         with self._decompressed() as stream:
             if not self._archive:
                 yield stream
@@ -123,21 +122,21 @@ class Input:
             raise UserError(f"{self.path}: {self._member} is no longer in the archive")
 
     def head(self, size: int) -> bytes:
-        """Return its first bytes."""
+        """Return the first bytes."""
         with self.open() as stream:
             return stream.read(size)
 
     def describe(self) -> dict[str, Any]:
-        """Return its absolute path and size."""
+        """Return the absolute path and size."""
         member = {"member": self._member} if self._archive else {}
         return {"file": str(self.path.resolve()), "bytes": self.path.stat().st_size, **member}
 
     def stamp(self) -> list[Any] | None:
-        """Return what changes with the file; None where it can be read once only."""
+        """Return path, size and modification time."""
         return [str(self.path.resolve()), *_stamp(self.path)]
 
     def check_unchanged(self) -> None:
-        """Raise UserError if the file has changed since this was made."""
+        """Raise UserError if the file has changed since construction."""
         if _stamp(self.path) != self._seen:
             raise UserError(f"{self.path}: the file changed while it was read; run again once it is still")
 
@@ -151,7 +150,7 @@ class Input:
                 yield Stream(source, str(self.path), file.tell)
 
     def _find(self) -> str:
-        """Return the name of the archive's file that is meant."""
+        """Return the name of the selected file in the archive."""
         names: list[str] = []
         with self._decompressed() as stream, self._reading(), _archive_of(stream) as archive:
             for member in archive:
@@ -177,7 +176,7 @@ class Input:
 
 
 class ReadOnce:
-    """Standard input or a named pipe, plain or compressed: what is looked at before is kept for reading."""
+    """Standard input or a named pipe, plain or compressed; its head is buffered for reading."""
 
     plain, size = False, 0
 
@@ -198,39 +197,39 @@ class ReadOnce:
 
     @contextmanager
     def open(self) -> Iterator[Stream]:
-        """Read it, once."""
+        """Open the content; possible only once."""
         yield Stream(_Rest(self._head, self._stream), self.name, self._stream.taken)
 
     def head(self, size: int) -> bytes:
-        """Return its first bytes, at most HEAD_BYTES."""
+        """Return the first bytes, at most HEAD_BYTES."""
         return self._head[:size]
 
     def describe(self) -> dict[str, Any]:
-        """Return that it was `-`, or the pipe."""
+        """Return the path, `-` for standard input."""
         return {"file": str(self.path)}
 
     def stamp(self) -> list[Any] | None:
-        """Return that it can be read once only."""
+        """Return None, as the content can be read only once."""
         return None
 
     def check_unchanged(self) -> None:
-        """It is read once."""
+        """Do nothing, as the content is read only once."""
 
 
 AnyInput = Input | ReadOnce
 
 
 def open_input(path: Path, wanted: Callable[[str], bool] | None = None) -> AnyInput:
-    """Return a file, or standard input for "-"; UserError where there is none, or nothing in it."""
+    """Open a file, or standard input for "-"; raise UserError if it is missing or empty."""
     if path == STANDARD_INPUT:
-        if sys.stdin is None:  # as with <&-
+        if sys.stdin is None:  # the shell closed it with <&-
             raise UserError("standard input is closed; give it to the command, as with < FILE, or name a file")
         return ReadOnce(path, sys.stdin.buffer)
     return ReadOnce(path, path.open("rb")) if path.is_fifo() else Input(path, wanted)
 
 
 def unreadable(name: str, what: str, error: Exception) -> HostdevError:
-    """Return the error for a file that cannot be read: TransientError where the system says so, and not its content."""
+    """Return the error for an unreadable file: TransientError if the system reports it, UserError for bad content."""
     if isinstance(error, MemoryError):
         return TransientError(f"{name}: there is not enough memory to read the file ({_reason(error)})")
     if isinstance(error, OSError) and error.errno is not None:
@@ -239,16 +238,16 @@ def unreadable(name: str, what: str, error: Exception) -> HostdevError:
 
 
 def refuse_unread(path: Path, start: bytes) -> None:
-    """Raise UserError for a file that is compressed as none that is read, by its name or its first bytes."""
+    """Raise UserError for a file with an unsupported compression, by its name or its first bytes."""
     by_name = _OTHER_SUFFIXES.get(path.suffix.lower())
     if by_name is not None:
         raise _not_read(by_name, str(path))
-    if not (start.startswith(_ZIP) and path.suffix):  # much else is a zip file: .xlsx, .npz
+    if not (start.startswith(_ZIP) and path.suffix):  # other formats are zip files, too: .xlsx, .npz
         _codec(start, str(path))
 
 
 def is_empty(path: Path) -> bool:
-    """Tell whether nothing is in a file, compressed or not, as in those that Spark writes for parts without rows."""
+    """Return whether a file's content is empty, compressed or not; Spark writes such files for empty partitions."""
     if not path.is_file() or path.stat().st_size > _LARGEST_EMPTY:
         return False
     if path.stat().st_size == 0:
@@ -259,7 +258,7 @@ def is_empty(path: Path) -> bool:
             return False
         try:
             return not _decompressing(file, codec, padded=True).read(1)
-        except _ERRORS:  # which are told when it is read
+        except _ERRORS:  # reading reports them
             return False
 
 
@@ -276,14 +275,14 @@ def _codec(start: bytes, name: str) -> str | None:
 
 
 def _decompressing(file: Any, codec: str, *, padded: bool = False) -> Any:
-    """Return the content of a compressed file; padded: zeros may come after it, which Arrow cannot pass over."""
+    """Return the content of a compressed file; `padded` allows trailing zeros, which Arrow cannot skip."""
     if codec == "gzip" and padded:
         return gzip.GzipFile(fileobj=file, mode="rb")
     return pa.CompressedInputStream(pa.PythonFile(file, mode="r"), codec)
 
 
 def _ends_in_zero(file: BinaryIO) -> bool:
-    """Tell whether the last byte is zero: padding, or a length; Arrow decompresses the others a fifth faster."""
+    """Return whether the last byte is zero (padding or a length); Arrow decompresses other files a fifth faster."""
     file.seek(-1, os.SEEK_END)
     last = file.read(1)
     file.seek(0)
@@ -304,12 +303,12 @@ def _reason(error: Exception) -> str:
 
 
 def _archive_of(stream: Any) -> tarfile.TarFile:
-    """Return the archive that a stream has, to be read in order."""
+    """Open a stream as an archive for sequential reading."""
     return tarfile.open(fileobj=stream, mode="r|")
 
 
 class _Counted:
-    """A source of bytes that counts them, and of which the first can be looked at."""
+    """A byte source with a counter and `peek`."""
 
     closed = False
 
@@ -330,11 +329,11 @@ class _Counted:
         return True
 
     def close(self) -> None:
-        """Somebody else's."""
+        """Do nothing, as the caller owns the source."""
 
 
 class _Rest:
-    """Bytes that were looked at, and then the rest."""
+    """The buffered head, then the rest of the stream."""
 
     def __init__(self, head: bytes, rest: Stream) -> None:
         self._head, self._rest = head, rest

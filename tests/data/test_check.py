@@ -110,7 +110,7 @@ def test_it_goes_on_after_damage_and_lists_all_of_it(own_data, in_process):
     assert lines[4].endswith(" rows, " + shards + ": NOT WHOLE, 2 findings")
     assert lines[5].endswith("whole")
     assert lines[6] == f"{own_data}/rejected.tsv: 0 malformed lines: whole"
-    assert lines[7].startswith(f"{own_data}/manifest.json: statistics say that label_mean of the test rows is 0.5, ")
+    assert lines[7].startswith(f"{own_data}/manifest.json: label_mean of the test rows is 0.5 in the statistics, ")
     assert lines[8:] == [
         f"{own_data}/manifest.json: statistics of train rows not compared: NOT WHOLE, 1 finding",
     ]
@@ -288,13 +288,13 @@ def test_a_value_twice_far_apart(tmp_path, monkeypatch):
 def test_statistics_that_are_not_those_of_the_rows(own_data, name, value):
     edit_manifest(own_data, lambda content: content["statistics"][name].update(train=value))
     [found] = wrong(own_data)
-    assert found.startswith(f"manifest.json: statistics say that {name} of the train rows is {value}, which it is not")
+    assert found.startswith(f"manifest.json: {name} of the train rows is {value} in the statistics, but ")
 
 
 def test_the_number_of_values_of_a_bag(bag_data):
     edit_manifest(bag_data, lambda content: content["statistics"]["bag_values"]["often"].update(test=3))
     [found] = wrong(bag_data)
-    assert found.startswith("manifest.json: statistics say that bag_values of 'often' of the test rows is 3, which it")
+    assert found.startswith("manifest.json: bag_values of 'often' of the test rows is 3 in the statistics, but ")
 
 
 def test_version_1(tmp_path):
