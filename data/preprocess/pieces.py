@@ -45,7 +45,8 @@ class Facts:
         end: Where the next piece's rows begin.
         size: Size in the source's units.
         checksum: CRC-32 of the file.
-        forms: How the values of each column with ids are written (`kernels.forms`)."""
+        forms: How the values of each column with ids are written (`kernels.forms`).
+    """
 
     rows: tuple[int, int]
     positives: tuple[int, int]
