@@ -81,7 +81,7 @@ def good(tmp_path):
         (
             ["--label", "y", "--numeric", "g"],
             "good.csv, row 1, column 'g': 'a|b' is not a number; name the column with "
-            "--categorical, or mend the value (a missing one is empty or NA)",
+            "--categorical, or fix the value (a missing one is empty or NA)",
         ),
         (
             ["--label", "x"],
@@ -180,7 +180,7 @@ def test_no_column_with_ids(refused, good):
             ["--test-after", "t=3"],
             "t.csv, row 2, column 't': it is missing, so that its row is neither before nor after",
         ),
-        ("y,c,c\n1,a,b\n0,a,b\n", [], "t.csv has 2 columns of the name 'c'"),
+        ("y,c,c\n1,a,b\n0,a,b\n", [], "t.csv has 2 columns named 'c'"),
         ("y,c\n1,a\n" + "0,b,c\n" * 5, [], "5 lines are malformed, more than 1% of all; the first is "),
         (
             'y,c\n1,a\n0,"b\n1,c\n',
@@ -231,7 +231,7 @@ def test_files_that_write_a_value_otherwise(refused, tmp_path, values, one, othe
         pq.write_table(pa.table({"y": [0, 1], "t": array.cast(kind), "c": ["a", "b"]}), tmp_path / f"{name}.parquet")
     columns = ("--bag", "t") if pa.types.is_list(one) else ("--categorical", "t")
     one, other = (pq.read_schema(tmp_path / f"{name}.parquet").field("t").type for name in "ab")
-    line = f"column 't' is of type {one} in a.parquet and {other} in b.parquet, so that a value would be two; cast it"
+    line = f"column 't' is of type {one} in a.parquet and {other} in b.parquet, so equal values would get different ids; cast it"
     assert refused("a.parquet", "b.parquet", columns=columns) == f"{line} in one of them"
     if "--bag" not in columns:
         assert line in refused("a.parquet", "b.parquet", "--test-column", "t=1")
