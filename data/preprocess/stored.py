@@ -72,7 +72,8 @@ def parts_of(folder: Path, found: Manifest, shard: Shard, *, known: bool = False
     Args:
         known: Skip the checks of checksum and values, because the shard was read before.
     Raises:
-        DamagedError: Checksum, schema, number of rows or lists are wrong, or values are missing."""
+        DamagedError: Checksum, schema, number of rows or lists are wrong, or values are missing.
+    """
     path = folder / shard.file
     if not known:
         require_checksum(path, shard.sha256)
