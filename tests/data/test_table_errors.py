@@ -231,8 +231,8 @@ def test_files_that_write_a_value_otherwise(refused, tmp_path, values, one, othe
         pq.write_table(pa.table({"y": [0, 1], "t": array.cast(kind), "c": ["a", "b"]}), tmp_path / f"{name}.parquet")
     columns = ("--bag", "t") if pa.types.is_list(one) else ("--categorical", "t")
     one, other = (pq.read_schema(tmp_path / f"{name}.parquet").field("t").type for name in "ab")
-    line = f"column 't' is of type {one} in a.parquet and {other} in b.parquet, so equal values would get different ids; cast it"
-    assert refused("a.parquet", "b.parquet", columns=columns) == f"{line} in one of them"
+    line = f"column 't' is of type {one} in a.parquet and {other} in b.parquet, so equal values would get different ids"
+    assert refused("a.parquet", "b.parquet", columns=columns) == f"{line}; cast it in one of them"
     if "--bag" not in columns:
         assert line in refused("a.parquet", "b.parquet", "--test-column", "t=1")
 
