@@ -35,7 +35,8 @@ def whole_lines(
 
     Args:
         too_long: Creates the error for a line of more than `LONGEST` blocks.
-        last_end: Like `newline`, for rows that contain newlines; then rows may be one block longer."""
+        last_end: Like `newline`, for rows that contain newlines; then rows may be one block longer.
+    """
     most = LONGEST * block_bytes
     with source.open() as stream:
         stream.skip(offset)
