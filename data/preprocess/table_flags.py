@@ -53,7 +53,7 @@ def _names(texts: Sequence[str] | None) -> tuple[str, ...]:
         return tuple(name for text in texts or () for name in next(csv.reader([text], skipinitialspace=True)))
     except csv.Error:
         raise UserError(
-            f"{', '.join(map(repr, texts or ()))}: these are no names, with commas between them; put one "
+            f"{', '.join(map(repr, texts or ()))}: not a list of names with commas between them; put a name "
             "with a comma or a line end in it in double quotes"
         ) from None
 

@@ -147,14 +147,14 @@ def claim(out: Path) -> Iterator[Work]:
                 raise
             size = 0 if wrong else work.left()
             if size and work.goes_on:
-                note(f"{format_bytes(size)} of finished work is kept in {folder}; the same command goes on from there")
+                note(f"{format_bytes(size)} of finished work is kept in {folder}; the same command resumes from there")
                 raise
             work._remove()
             if size:
                 note(
                     f"the finished work ({format_bytes(size)}) is not kept: standard input and pipes "
                     f"are read once only, and "
-                    "the same command begins anew; with a file it would go on"
+                    "the same command starts over; with a file it would resume"
                 )
             raise
         try:
@@ -188,7 +188,7 @@ def _locked(folder: Path) -> Iterator[None]:
         folder.mkdir(exist_ok=True)
         if not _is_work(folder):
             raise UserError(
-                f"{folder} is where the work would be, but has other files; move them, or choose another --out"
+                f"{folder} is the work folder, but has other files; move them, or choose another --out"
             )
         lock = _lock(folder)
     with lock:
@@ -202,7 +202,7 @@ def _lock(folder: Path) -> IO[str] | None:
     except FileNotFoundError:
         return None
     if not locks.try_lock(lock):
-        note(f"another process is at work in {folder}; waiting for it")
+        note(f"another process works in {folder}; waiting for it")
         locks.await_lock(lock)
     if locks.is_same_file(folder / _LOCK, lock):
         return lock

@@ -142,7 +142,7 @@ def test_wrong_options(refused, good, options, message):
 
 def test_options_in_no_encoding(refused, good):
     for options in (["--delimiter", "\udce9"], ["--test-column", "c=\udce9"], ["--bag", "g=\udce9"]):
-        assert refused(good, *options) == f"{options[0]} {options[1]!r}: this is not text in UTF-8"
+        assert refused(good, *options) == f"{options[0]} {options[1]!r} is not text in UTF-8"
 
 
 def test_no_column_with_ids(refused, good):
@@ -439,7 +439,7 @@ def test_another_delimiter(refused, tmp_path, delimiter, shown):
 
 
 def test_names_that_are_none(refused, good):
-    assert refused(good, columns=("--categorical", "a\rb")).startswith("'a\\rb': these are no names, with commas")
+    assert refused(good, columns=("--categorical", "a\rb")).startswith("'a\\rb': not a list of names with commas")
 
 
 def test_what_arrow_does_not_do_is_said_in_a_line(refused, good, tmp_path, monkeypatch, in_process):
