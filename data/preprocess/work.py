@@ -187,9 +187,7 @@ def _locked(folder: Path) -> Iterator[None]:
     while lock is None:  # retry if the lock's previous owner removed the folder
         folder.mkdir(exist_ok=True)
         if not _is_work(folder):
-            raise UserError(
-                f"{folder} is the work folder, but has other files; move them, or choose another --out"
-            )
+            raise UserError(f"{folder} is the work folder, but has other files; move them, or choose another --out")
         lock = _lock(folder)
     with lock:
         yield
