@@ -1,4 +1,4 @@
-"""The values of a data set's vocabulary, which its file is checked for once, to their ids."""
+"""Lookup from the values of a data set's vocabulary to their ids; the file is checked once."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -22,13 +22,13 @@ Ids = npt.NDArray[np.int64]
 
 
 class Vocabulary:
-    """The ids of all values: one map of texts, each with the number of its space before it.
+    """The ids of all values: one map of texts, each prefixed with the number of its space.
 
-    path     the vocabulary's file
-    written  how the values of each space are written
-    rates    of the training rows' values, by space: the share that is out of vocabulary
-
-    Raises UserError unless the file is the data set's, and holds what its manifest says.
+    Attributes:
+        written: How the values of each space are written.
+        rates: By space, the share of the training rows' values that is out of vocabulary.
+    Raises:
+        UserError: The file `path` does not match the data set's manifest.
     """
 
     def __init__(self, path: Path, data: Manifest) -> None:
@@ -49,7 +49,7 @@ class Vocabulary:
         owners = self._owners(table, [*schema.dense, *(space.name for space in schema.spaces)], schema.rows)
         if not np.array_equal(owners[: self._first], np.arange(self._first)):
             raise self._broken("its first ids are not those of the columns")
-        # By the file's own account, as data sets of version 1 do not say which ids are of which space.
+        # The file assigns ids to spaces, because manifests of version 1 do not.
         starts = np.flatnonzero(np.diff(owners[self._first :], prepend=-2)) + self._first
         ends = [*starts.tolist(), len(table)]
         segments: dict[int, list[tuple[int, int]]] = {}
@@ -57,7 +57,7 @@ class Vocabulary:
             segments.setdefault(int(owners[first]), []).append((first, last - first))
         by_oov = {space.oov: space for space in schema.spaces}
         if not segments.keys() <= by_oov.keys():
-            raise self._broken("an id is of no column with ids")
+            raise self._broken("an id belongs to no column with ids")
         everything = (self._first, schema.rows)
         recorded = any((space.first, space.first + space.size) != everything for space in schema.spaces)
         self._prefixes = {space.name: f"{space.oov}\0" for space in schema.spaces if space.oov in segments}
@@ -78,7 +78,7 @@ class Vocabulary:
             raise self._broken("a space has a value twice")
 
     def _owners(self, table: pa.Table, names: list[str], rows: int) -> npt.NDArray[np.int64]:
-        """Return the number of each id's column or space; UserError unless the columns are a vocabulary's."""
+        """Return the number of each id's column or space; raise UserError if the columns are not a vocabulary's."""
         schema = table.schema
         field = schema.types[0] if schema.types and pa.types.is_dictionary(schema.types[0]) else None
         kinds = [field and field.value_type, *schema.types[1:]]
@@ -96,7 +96,7 @@ class Vocabulary:
         return np.concatenate(found)
 
     def _add(self, space: str, values: pa.ChunkedArray) -> frozenset[int]:
-        """Take in some values of a space, and return how they are written."""
+        """Add values of a space to the map; return how they are written."""
         forms: frozenset[int] = frozenset()
         for chunk in values.chunks if len(values) else ():
             self._texts.add(*arrow.bytes_of(self._named(space, chunk)))
@@ -110,25 +110,25 @@ class Vocabulary:
         return pc.binary_join_element_wise(pa.scalar(self._prefixes[space]), texts, pa.scalar(""))
 
     def find(self, space: str, texts: pa.Array) -> Ids:
-        """Return the id of each text, -1 for one that has none."""
+        """Return the id of each text, -1 for an unknown text."""
         if space not in self._prefixes:  # no value of it is frequent enough
             return np.full(len(texts), -1, np.int64)
         return self._ids(*arrow.bytes_of(self._named(space, texts)))
 
     def find_few(self, spaces: Sequence[str], texts: Sequence[str]) -> Ids:
-        """Return the id of each text in its own space, as `find`."""
+        """Return the id of each text in its own space, -1 for an unknown text."""
         found = [(self._prefixes.get(space, "?") + text).encode() for space, text in zip(spaces, texts, strict=True)]
         offsets = ragged.offsets_of(np.fromiter(map(len, found), np.int64, len(found)))
         return self._ids(offsets, np.frombuffer(b"".join(found), np.uint8))
 
     def _ids(self, offsets: npt.NDArray[np.int64], data: npt.NDArray[np.uint8]) -> Ids:
-        """The values lie in the order of their ids."""
+        """Return the ids of texts; the map holds the values in the order of their ids."""
         found = self._texts.find(offsets, data).astype(np.int64)
         return np.where(found < 0, -1, found + self._first)
 
 
 def written_by_space(data: Manifest, inferred: Mapping[str, Written]) -> dict[str, Written]:
-    """Return how the values of each space were written, by the manifest; of older ones as the vocabulary has them."""
+    """Return how the values of each space were written; `inferred` serves columns that the manifest does not record."""
     found: dict[str, Written] = {}
     for column in data.schema.columns:
         if column.name not in data.kinds:

@@ -1,4 +1,4 @@
-"""The commands that look at a data set which is there: check, info."""
+"""The commands that inspect a data set: check, info."""
 
 import argparse
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Whether ids and numbers of two data sets mean the same: columns, values of ids, hash buckets, scaling."""
+"""Comparison of the meaning of ids and numbers in two data sets: columns, values of ids, hash buckets, scaling."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,14 +18,13 @@ _SHOWN = 120  # characters of a value or a list of columns
 
 
 def difference(there: Manifest, theirs: Path, here: Manifest, root: Path) -> str | None:
-    """Return what differs between two data sets, as text; None where ids and numbers mean the same in both.
+    """Describe the difference between two data sets; None if the ids that both have and the numbers mean the same.
 
-    One may have more ids than the other: those that both have are compared.
-
-    there, here   their manifests
-    theirs, root  the folders with their vocabularies
-
-    Raises UserError for a vocabulary that is damaged.
+    Args:
+        there, here: The manifests.
+        theirs, root: The folders with the vocabularies.
+    Raises:
+        UserError: A vocabulary is damaged.
     """
     if there.identity == here.identity:
         return None
@@ -60,9 +59,9 @@ def _other_ids(there: StoredVocabulary, here: StoredVocabulary) -> str | None:
 
 
 def with_known_ids(batch: Batch, schema: Schema, known: int) -> Batch:
-    """Return a batch with the out-of-vocabulary id of its column for each id that is not below `known`.
+    """Replace each id from `known` on by the out-of-vocabulary id of its column.
 
-    schema  of the batch's data set, which has kept the first `known` ids of another one
+    The batch's data set, which has `schema`, kept the first `known` ids of another data set.
     """
     if schema.rows <= known:
         return batch

@@ -1,4 +1,4 @@
-"""Names of columns and types in messages: short, and so that blanks in them are seen."""
+"""Names of columns and types in messages: shortened, with visible blanks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ _MOST_NAMES, _MOST_LETTERS, _EACH = 30, 240, 60
 
 
 def listed(names: Sequence[Any]) -> str:
-    """Return names in a message's words, not more than fit; those with blanks around them in quotes."""
+    """Format as many names as fit into a message; quote names with blanks around them."""
     shown: list[str] = []
     for name in map(str, names[:_MOST_NAMES]):
         text = short(repr(name) if name != name.strip() or not name else name, _EACH)
@@ -20,13 +20,13 @@ def listed(names: Sequence[Any]) -> str:
 
 
 def short(value: Any, most: int = 100) -> str:
-    """Return what stands for a value, such as a type, in at most so many characters."""
+    """Format a value, such as a type, in at most `most` characters."""
     text = str(value)
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def about_blanks(name: str, names: Sequence[str]) -> str:
-    """Return what to do where a name is not among names, but is but for blanks around it; else no text."""
+    """Return a hint if `name` matches one of `names` except for blanks around it, else an empty text."""
     found = next((one for one in names if one != name and one.strip() == name.strip()), None)
     if found is None:
         return ""

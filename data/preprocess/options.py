@@ -1,4 +1,4 @@
-"""How rows become shards: the options that all sources of rows share, and their flags."""
+"""Preprocessing options that all sources of rows share, and their flags."""
 
 import argparse
 from dataclasses import asdict, dataclass
@@ -12,12 +12,12 @@ FLAGS = ("threshold", "hash_buckets", "dense", "test_fraction", "rows_per_shard"
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How rows become shards."""
+    """Options for the conversion of rows to shards."""
 
-    threshold: int | None = 100  # a value seen at most this often in training rows is out of vocabulary; None: hashed
-    hash_buckets: int | None = None  # ids by hash into so many buckets, without a vocabulary
+    threshold: int | None = 100  # values seen at most this often in training rows are out of vocabulary; None: hashed
+    hash_buckets: int | None = None  # number of hash buckets for ids, instead of a vocabulary
     dense: str = "max"  # scaling of the numeric columns: "max", "log" or "standard"
-    test_fraction: float | None = 0.1  # of the rows, drawn by seed and row number; 0: none; None: by the source
+    test_fraction: float | None = 0.1  # share of rows, drawn by seed and row number; None: the source decides
     seed: int = 2020
     rows_per_shard: int = 1 << 18
 
@@ -34,13 +34,13 @@ class Options:
             raise UserError(f"--rows-per-shard must be at least 1, not {self.rows_per_shard}")
 
     def as_json(self) -> dict[str, Any]:
-        """Return what the manifest records: all but what has no effect."""
+        """Return the manifest's entry, without options that have no effect."""
         drawn = self.test_fraction is not None
         return {name: value for name, value in asdict(self).items() if drawn or name not in ("test_fraction", "seed")}
 
 
 def add_options(to: argparse.ArgumentParser, default: Options | None = None) -> None:
-    """Add the options of `Options` as flags; absent ones are None, so that their presence can be seen."""
+    """Add the fields of `Options` as flags; an absent flag is None."""
     default = default or Options()
     to.add_argument(
         "--threshold",
@@ -54,10 +54,10 @@ def add_options(to: argparse.ArgumentParser, default: Options | None = None) -> 
         "--test-fraction",
         type=float,
         metavar="F",
-        help=f"part of the rows that is for testing, 0 for none (default {default.test_fraction})",
+        help=f"share of the rows for testing, 0 for none (default {default.test_fraction})",
     )
     to.add_argument(
-        "--rows-per-shard", type=int, metavar="N", help=f"most rows in one file (default {default.rows_per_shard})"
+        "--rows-per-shard", type=int, metavar="N", help=f"maximum rows per file (default {default.rows_per_shard})"
     )
 
 
@@ -68,12 +68,12 @@ def add_seed(to: argparse.ArgumentParser, default: int | None) -> None:
         type=int,
         metavar="N",
         default=default,
-        help=f"of the test split and of synthetic rows (default {Options().seed})",
+        help=f"seed of the test split and of synthetic rows (default {Options().seed})",
     )
 
 
 def options_from(arguments: argparse.Namespace, **defaults: object) -> Options:
-    """Make `Options` of parsed flags; `defaults` take the place of the usual ones."""
+    """Build `Options` from parsed flags; `defaults` override the fields' defaults."""
     given = {name: getattr(arguments, name) for name in FLAGS if getattr(arguments, name) is not None}
     if "hash_buckets" in given:
         if "threshold" in given:

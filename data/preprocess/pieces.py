@@ -1,10 +1,10 @@
-"""Parsed rows on disk, between the first and the second pass: each piece with dictionaries of its own.
+"""Parsed rows on disk between the first and the second pass, in pieces with their own dictionaries.
 
-A piece has the rows of one block, those for training before those for testing. A value is written as its number in the
-piece's dictionary of its space, in which the training rows' values come first, in order of first occurrence, with their
-uses. So values are compared with those of other pieces once a piece, and not once a row.
+A piece holds the rows of one block, training rows before test rows. It stores a value as its number in a dictionary of
+the piece, one for each space. Training rows' values come first, in order of first occurrence, with occurrence counts.
+Values of different pieces are therefore compared once per piece, not once per row.
 
-A piece is an Arrow file of one record, whose columns are lists: what is looked at is mapped, and nothing is copied.
+A piece is an Arrow file with one record whose columns are lists. Readers map it and copy nothing.
 """
 
 import os
@@ -36,15 +36,16 @@ SPLITS = ("train", "test")
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known of a piece without reading it.
+    """Facts about a piece that are available without reading it.
 
-    rows, positives, bag_values, missing  by split; the last two by column, `missing` of the numeric ones first
-    lines     rows of the input, malformed ones too
-    rejected  malformed ones
-    end       where the next piece's rows begin
-    size      in the source's units
-    checksum  CRC-32 of the file
-    forms     by column with ids, how its values are written (`kernels.forms`)
+    Attributes:
+        rows, positives: Counts by split.
+        bag_values, missing: Counts by split and column; `missing` has the numeric columns first.
+        lines: Number of input rows, including malformed ones; `rejected` counts the malformed ones.
+        end: Where the next piece's rows begin.
+        size: Size in the source's units.
+        checksum: CRC-32 of the file.
+        forms: How the values of each column with ids are written (`kernels.forms`).
     """
 
     rows: tuple[int, int]
@@ -59,12 +60,12 @@ class Facts:
     forms: dict[str, list[int]] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """Return what the journal has."""
+        """Return the journal's entry."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
-        """Return what `as_json` gave; ValueError, TypeError or KeyError where it is not that."""
+        """Parse the result of `as_json`; raise ValueError, TypeError or KeyError if it is malformed."""
         pairs = ("rows", "positives", "missing", "bag_values", "end")
         counts = [n for name in ("rows", "positives", "end") for n in content[name]]
         counts += [n for name in ("missing", "bag_values") for each in content[name] for n in each]
@@ -79,7 +80,7 @@ class Facts:
 
 
 class Piece:
-    """A piece's file, mapped."""
+    """A piece's file, mapped into memory."""
 
     def __init__(self, path: Path) -> None:
         with pa.memory_map(os.fsencode(path)) as source:
@@ -91,11 +92,11 @@ class Piece:
         return values
 
     def __len__(self) -> int:
-        """Return its rows."""
+        """Return the number of rows."""
         return len(self._record["label"].values)
 
     def keys(self, space: int) -> Array | pa.LargeStringArray:
-        """Return the values of the space of this number: integers or texts."""
+        """Return the values of space number `space`: integers or texts."""
         found = self._record[f"keys {space}"].values
         return found if pa.types.is_large_string(found.type) else found.to_numpy()
 
@@ -107,11 +108,10 @@ class Piece:
 def write_piece(
     path: Path, rows: RawRows, test: npt.NDArray[np.bool_], layout: Layout, hashed: HashBuckets | None
 ) -> "tuple[dict[str, Any], Survey | None]":
-    """Write rows, of which some are for testing, as a piece.
+    """Write rows as a piece; `test` marks the test rows.
 
-    hashed  what turns keys into ids; None: they are to be counted
-
-    Returns what Facts has of it, and a survey of its values; None where these are hashed.
+    `hashed` turns keys into ids; None counts them for a vocabulary.
+    Returns fields of Facts, and a survey of the values (None if they are hashed).
     """
     part = rows.take(np.concatenate([np.flatnonzero(~test), np.flatnonzero(test)]))
     n = int(len(test) - np.count_nonzero(test)), int(np.count_nonzero(test))
@@ -147,10 +147,10 @@ def write_piece(
 
 @dataclass(frozen=True)
 class Survey:
-    """About how many values of training rows there are, and how long they are; kernels/cardinality.py has the means.
+    """Estimates of the number and length of the training rows' values, see kernels/cardinality.py.
 
-    registers  uint8 [spaces, R]
-    texts      of each space's values the hashes and lengths that tell all their bytes; None where they are integers
+    `registers` is uint8 [spaces, R].
+    `texts` samples hashes and lengths of each space's values to estimate their bytes; None for integers.
     """
 
     registers: Array
@@ -164,16 +164,16 @@ class Survey:
         return Survey(registers, tuple(map(join, self.texts, other.texts)))
 
     def values(self) -> float:
-        """Return about how many values there are."""
+        """Estimate the number of values."""
         return sum(map(estimate, self.registers))
 
     def text_bytes(self) -> float | None:
-        """Return about how many bytes they have; None where they are integers."""
+        """Estimate the bytes of the texts; None for integers."""
         return None if self.texts is None else sum(map(total, self.texts))
 
 
 def survey(piece: Piece, spaces: int) -> Survey:
-    """Look at how many values a piece's training rows have, and at their bytes."""
+    """Estimate the number and the bytes of the values of a piece's training rows."""
     registers, texts = [], []
     for space in range(spaces):
         keys = piece.keys(space)[: len(piece.array(f"uses {space}"))]
@@ -190,11 +190,10 @@ def survey(piece: Piece, spaces: int) -> Survey:
 def _encoded(
     part: RawRows, layout: Layout, ends: list[tuple[int, int]]
 ) -> tuple[list[Array], list[npt.NDArray[np.bool_]], dict[str, Any]]:
-    """Return values as numbers in dictionaries.
+    """Encode values as numbers in dictionaries.
 
-    ends  how many values each column has in the training rows, and in the others
-
-    Returns the columns' numbers, which of them stand for a missing value, and the spaces' keys and uses.
+    `ends` has the number of values of each column in the training rows and in the test rows.
+    Returns the columns' numbers, masks of missing values, and the spaces' keys and occurrence counts.
     """
     columns = [*part.keys.T, *(keys for keys, _ in part.bags)]
     codes: list[Array] = [np.empty(0)] * len(columns)
@@ -222,7 +221,7 @@ def _encoded(
 
 
 def _in_order(rows: RawRows, layout: Layout, space: str) -> npt.NDArray[np.int64]:
-    """Return the keys that rows have in a space, row by row, in the order of the columns."""
+    """Return the rows' keys of a space, row by row, in the order of the columns."""
     ones = [i for i, column in enumerate(layout.ids) if column.space == space]
     bags = [bag for bag, column in zip(rows.bags, layout.bags, strict=True) if column.space == space]
     lengths = np.sum([bag[1] for bag in bags], axis=0, dtype=np.int64) + np.full(len(rows), len(ones))
@@ -238,7 +237,7 @@ def _in_order(rows: RawRows, layout: Layout, space: str) -> npt.NDArray[np.int64
 
 
 def _halves(values: Array, first: int) -> tuple[int, int]:
-    """Return the sums of values before and from `first` on."""
+    """Return the sums of `values[:first]` and `values[first:]`."""
     return int(values[:first].sum(dtype=np.int64)), int(values[first:].sum(dtype=np.int64))
 
 
@@ -248,7 +247,7 @@ def _narrow(codes: Array, size: int) -> Array:
 
 
 def write_lists(path: Path, content: Mapping[str, Any]) -> str:
-    """Write arrays of any lengths into an Arrow file that appears when it is whole; return its CRC-32."""
+    """Write arrays of any lengths into an Arrow file atomically; return its CRC-32."""
     arrays = {name: values if isinstance(values, pa.Array) else pa.array(values) for name, values in content.items()}
     lists = [pa.LargeListArray.from_arrays([0, len(values)], values) for values in arrays.values()]
     record = pa.RecordBatch.from_arrays(lists, names=list(arrays))

@@ -1,4 +1,4 @@
-"""Rows as the source has them, before ids and scaling; what parsers and the generator all produce."""
+"""Raw rows, before ids and scaling: the output of all parsers and of the generator."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,13 +17,13 @@ Bags = tuple[tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]], ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """Which columns a source has.
+    """The columns of a source.
 
-    label    name of the label's column
-    dense    names of the numeric columns
-    ids      those that become an id a row
-    bags     those that become any number of ids a row
-    hashed   what stands for each space where values are hashed; None for its name
+    Attributes:
+        dense: Names of the numeric columns.
+        ids: Columns with one id per row.
+        bags: Columns with any number of ids per row.
+        hashed: The hash key of each space if values are hashed; None: its name.
     """
 
     label: str
@@ -34,17 +34,17 @@ class Layout:
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """All that become ids."""
+        """All columns with ids."""
         return self.ids + self.bags
 
     @property
     def spaces(self) -> tuple[str, ...]:
-        """Names of the columns' spaces, in the order in which columns name them."""
+        """Names of the spaces, in the order of their first columns."""
         return tuple(dict.fromkeys(column.space for column in self.columns))
 
 
 class WrongRowError(Exception):
-    """A row with a value that the options do not allow: its file, its number among the block's, and what is wrong."""
+    """A row has a value that the options do not allow; `row` is its number within the block."""
 
     def __init__(self, file: str, row: int, reason: str) -> None:
         super().__init__(reason)
@@ -53,18 +53,18 @@ class WrongRowError(Exception):
 
 @dataclass(frozen=True)
 class RawRows:
-    """n rows of a layout's columns, and the malformed lines that were met on the way to them.
+    """n rows of a layout's columns, and the malformed lines between them.
 
-    A key is a number that stands for a value of the column's space: the value, its hash, or its number in `texts`.
+    A key represents a value of the column's space: the value itself, its hash, or its number in `texts`.
     """
 
     label: npt.NDArray[np.float32]  # [n], 0 or 1
     numbers: npt.NDArray[np.float64]  # [n, numeric columns], NaN where missing
-    keys: npt.NDArray[np.int64]  # [n, columns with an id a row]
-    bags: Bags = ()  # of each bag the keys of all rows end to end [N], and how many each has [n]
+    keys: npt.NDArray[np.int64]  # [n, columns with one id per row]
+    bags: Bags = ()  # for each bag, the concatenated keys of all rows [N] and the rows' lengths [n]
     rejected: RejectedLines = field(default_factory=RejectedLines)
-    test: npt.NDArray[np.bool_] | None = None  # [n], which rows are for testing; None: they are to be drawn
-    texts: Mapping[str, pa.Array] | None = None  # by space, the values of which keys are the numbers
+    test: npt.NDArray[np.bool_] | None = None  # [n], marks test rows; None: they are drawn later
+    texts: Mapping[str, pa.Array] | None = None  # by space, the values that keys number
     missing: Mapping[str, int] = field(default_factory=dict)  # by space, the key of a missing value
     forms: Mapping[str, frozenset[int]] = field(default_factory=dict)  # by column with ids, how its values are written
 
@@ -73,7 +73,7 @@ class RawRows:
         return len(self.label)
 
     def take(self, rows: npt.NDArray[np.int64]) -> "RawRows":
-        """Return the rows with these numbers; nothing was malformed among them."""
+        """Return the rows with these numbers, without malformed lines."""
         bags = tuple(ragged.take(keys, ragged.offsets_of(lengths), rows) for keys, lengths in self.bags)
         keys = np.empty((self.keys.shape[1], len(rows)), np.int64)
         for i, column in enumerate(keys):
@@ -82,7 +82,7 @@ class RawRows:
 
 
 class Place(NamedTuple):
-    """Where a source's rows go on: the number of the input, and how far into it, in a unit of the source's own."""
+    """A position in a source: the number of the input, and an offset in the source's own unit."""
 
     input: int
     offset: int
@@ -92,53 +92,52 @@ BEGINNING = Place(0, 0)
 
 
 class Block(NamedTuple):
-    """Some of a source's rows, to be parsed: a piece of one input."""
+    """Unparsed rows of one input of a source."""
 
     content: Any
-    file: str  # in errors
+    file: str  # name for errors
     end: Place
     size: int  # in the source's `unit`s
 
 
 class Source(Protocol):
-    """Rows in a fixed order, in blocks; how many there are at once changes nothing."""
+    """Rows in a fixed order, in blocks; block sizes do not affect results."""
 
     layout: Layout
     total: int
-    """The whole's size in `unit`s, for the progress bar; 0 where nobody knows it."""
+    """Total size in `unit`s, for the progress bar; 0 if unknown."""
     unit: str
     most_rows: int
-    """No more well-formed rows than this."""
+    """Upper bound of the number of well-formed rows."""
     signed: bool
-    """Whether numbers below 0 are scaled as those above are; Criteo's few are marks."""
+    """Whether negative numbers are scaled like positive ones; Criteo's negative numbers are markers."""
 
     @property
     def text_of(self) -> Callable[[npt.NDArray[np.int64]], pa.Array] | None:
-        """What returns the values that keys stand for, "" for a missing one; None: rows bring them as `texts`."""
+        """Function from keys to values, "" for a missing one; None: rows have `texts`."""
 
     def blocks(self, start: Place) -> Iterator[Block]:
-        """Iterate over the rows from a place on: BEGINNING, or where a block ended."""
+        """Iterate over the rows from `start` on: BEGINNING or the end of a block."""
 
     def parse(self, block: Block, *, hashed: bool) -> RawRows:
-        """Return a block's rows; several threads may call at once.
+        """Parse a block's rows; thread-safe.
 
-        hashed  keys are only going to be hashed: they need not lead back to the values
-
-        Raises WrongRowError, and UserError for what cannot be read at all.
+        With `hashed`, keys need not lead back to the values.
+        Raises WrongRowError for a wrong value, and UserError for unreadable input.
         """
 
     @property
     def kinds(self) -> Callable[[Mapping[str, Mapping[int, frozenset[int]]]], dict[str, Any]] | None:
-        """What returns what the manifest records of forms by column and input; None: all values are of one kind."""
+        """Function from forms by column and input to the manifest's entry; None: all values are of one kind."""
 
     def describe(self) -> list[dict[str, Any]]:
-        """Return what the manifest records of where the rows come from."""
+        """Return the manifest's entry on the origin of the rows."""
 
     def stamp(self) -> list[Any] | None:
-        """Return what tells whether the rows are the same as another time; None where they can be read once only."""
+        """Return a fingerprint of the inputs; None if they can be read only once."""
 
     def check_unchanged(self) -> None:
-        """Raise UserError where an input has changed since this was made."""
+        """Raise UserError if an input has changed since the source was opened."""
 
     def options(self) -> dict[str, Any]:
-        """Return what the manifest records of how they were read."""
+        """Return the manifest's entry on how the rows were read."""

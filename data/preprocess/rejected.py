@@ -1,4 +1,4 @@
-"""Malformed lines, which are many where a file is not what it was taken for: each takes few bytes beside its own."""
+"""Malformed lines, stored compactly: a file in an unexpected format has many of them."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -7,11 +7,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-_AT_ONCE = 4096  # lines that are objects at a time
+_AT_ONCE = 4096  # lines held as objects at a time
 
 
 class Rejected(NamedTuple):
-    """A malformed line: where it stands (from 1), what is wrong with it, and the line itself."""
+    """A malformed line: its number in the file (from 1), the reason, and its text."""
 
     file: str
     line: int
@@ -22,9 +22,9 @@ class Rejected(NamedTuple):
 class RejectedLines:
     """The malformed lines of a part of a file.
 
-    file     where they stand
-    numbers  int64 [n], theirs, from 1: those in their part, until `after` makes them the file's
-    look     what returns the reason and the text of the line with a number in [0, n), when it is asked for
+    Args:
+        numbers: int64 [n], line numbers within the part, from 1; `after` turns them into the file's.
+        look: Returns the reason and the text of line i in [0, n), on demand.
     """
 
     def __init__(
@@ -37,33 +37,33 @@ class RejectedLines:
         return len(self.numbers)
 
     def __getitem__(self, i: int) -> Rejected:
-        """Return a line; IndexError where there is none."""
+        """Return line `i`; raise IndexError if it does not exist."""
         if not 0 <= i < len(self) or self._look is None:
             raise IndexError(i)
         return Rejected(self.file, int(self.numbers[i]), *self._look(i))
 
     def __iter__(self) -> Iterator[Rejected]:
-        """Iterate over the lines, each made when its turn comes."""
+        """Iterate lazily over the lines."""
         return (self[i] for i in range(len(self)))
 
     def after(self, lines: int) -> "RejectedLines":
-        """Return these lines as they stand behind so many others."""
+        """Return these lines with their numbers shifted by `lines`."""
         return RejectedLines(self.file, self.numbers + lines, self._look)
 
     def columns(self) -> dict[str, pa.Array]:
-        """Return file (of all, where there is any), line, reason and text."""
+        """Return the columns file (one value, or none without lines), line, reason and text."""
         parts: dict[str, list[pa.Array]] = {"reason": [], "text": []}
         for start in range(0, len(self), _AT_ONCE):
             lines = [self[i] for i in range(start, min(start + _AT_ONCE, len(self)))]
             for name, some in parts.items():
                 some.append(pa.array([getattr(line, name) for line in lines], pa.large_string()))
         texts = {name: pa.concat_arrays(some or [pa.array([], pa.large_string())]) for name, some in parts.items()}
-        file = self.file.encode(errors="replace").decode()  # a name may be in no encoding
+        file = self.file.encode(errors="replace").decode()  # a name may not be valid text
         return {"file": pa.array([file][: len(self)], pa.large_string()), "line": pa.array(self.numbers), **texts}
 
 
 def lines_in(columns: dict[str, pa.Array]) -> Iterator[Rejected]:
-    """Iterate over the lines that `columns` has returned."""
+    """Iterate over the lines in the result of `RejectedLines.columns`."""
     [file] = columns["file"].to_pylist() or [""]
     for start in range(0, len(columns["line"]), _AT_ONCE):
         some = (columns[name].slice(start, _AT_ONCE).to_pylist() for name in Rejected._fields[1:])

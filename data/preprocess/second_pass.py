@@ -1,4 +1,4 @@
-"""The second pass: what the pieces' training rows have is learned, values get their ids, and rows become shards."""
+"""The second pass: learn scaling and vocabulary from the training rows, assign ids, and build shards."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -26,7 +26,7 @@ Array = npt.NDArray[Any]
 
 
 def numbers_of(piece: Piece, columns: int) -> npt.NDArray[np.float64]:
-    """Return the numeric columns of a piece's rows, float64 [n, columns]."""
+    """Return the numeric columns of a piece, float64 [n, columns]."""
     return piece.array("numbers").reshape(len(piece.array("label")), columns).astype(np.float64)
 
 
@@ -38,9 +38,9 @@ def learn(
     vocabulary: Vocabulary | None,
     workers: Workers,
 ) -> None:
-    """Let a scaling and a vocabulary take in all training rows, in order; each space on a thread of its own."""
+    """Update the scaling and the vocabulary with all training rows, in order, with one task per space."""
     kinds = 1 + (len(layout.spaces) if vocabulary is not None else 0)
-    stop = Event()  # so that Ctrl-C, or an error in one space, waits for a piece and not for all of them
+    stop = Event()  # on Ctrl-C or an error in one space, tasks end after their current piece
     with bar(len(paths) * kinds, "counting", "pieces") as progress:
 
         def numbers() -> None:
@@ -72,7 +72,7 @@ def learn(
 
 
 def number(paths: Sequence[Path], vocabulary: Vocabulary, workers: Workers) -> list[str]:
-    """Write the id of each value of each piece beside the piece; return the files' CRC-32."""
+    """Write the ids of each piece's values to a file next to the piece; return the files' CRC-32."""
 
     def ids(path: Path) -> str:
         piece, schema = Piece(path), vocabulary.schema
@@ -87,13 +87,13 @@ def number(paths: Sequence[Path], vocabulary: Vocabulary, workers: Workers) -> l
 
 
 def ids_path(path: Path) -> Path:
-    """Return the file with the ids of a piece's values."""
+    """Return the path of the file with the ids of a piece's values."""
     return path.with_suffix(".ids")
 
 
 @dataclass(frozen=True)
 class Range:
-    """Rows [start, stop) of a piece's split, counted within the piece's split."""
+    """Rows [start, stop) of a split of a piece, counted within that split."""
 
     piece: int
     start: int
@@ -101,7 +101,7 @@ class Range:
 
 
 def shards_of(facts: Sequence[Facts], split: int, rows_per_shard: int) -> Iterator[list[Range]]:
-    """Iterate over the shards of a split, each by the rows of pieces that it has, in order."""
+    """Iterate over the shards of a split, each as a list of row ranges, in order."""
     ends = ragged.offsets_of(np.array([fact.rows[split] for fact in facts], np.int64))
     total = int(ends[-1])
     for first in range(0, total, rows_per_shard):
@@ -125,7 +125,7 @@ def rows_of(
     *,
     hashed: bool,
 ) -> Rows:
-    """Return the rows of a shard: their values' ids, their numbers scaled."""
+    """Build the rows of a shard, with ids and scaled numbers."""
     n, columns = sum(one.stop - one.start for one in ranges), len(layout.ids)
     label = np.empty(n, np.float32)
     dense = np.empty((n, len(layout.dense)), np.float32)
@@ -157,6 +157,6 @@ def rows_of(
 
 
 def out_of_vocabulary(rows: Rows, schema: Schema) -> tuple[int, int]:
-    """Return how many ids of rows stand for no value, and how many ids there are."""
+    """Return the number of out-of-vocabulary ids, and of all ids."""
     some = [rows.ids, *(values for values, _ in rows.bags.values())]
     return sum(int(np.count_nonzero(ids < schema.first_value)) for ids in some), sum(ids.size for ids in some)

@@ -1,7 +1,7 @@
-"""Values of any type to the texts that training may have had for them: what they are looked up, or hashed, by.
+"""Conversion of served values of any type to the texts that training may have used, for lookup or hashing.
 
-A value that is served as another type than in training, 1.0 for "1" or a timestamp of another unit, is the same value.
-So it is written in each form in which training's values were; what cannot be the same is refused.
+A value may be served as another type than in training: 1.0 for "1", or a timestamp of another unit.
+It is therefore formatted in each form that training's values had; incompatible types are refused.
 """
 
 from decimal import Decimal
@@ -24,15 +24,14 @@ _SHOWN = 40
 
 
 class WrongTypeError(Exception):
-    """A column whose type leaves open which of training's values its values are."""
+    """A column's type does not determine which of training's values its values are."""
 
 
 def texts_for(values: pa.Array, written: Written, *, hashed: bool) -> Texts:
-    """Return what values [N] of any type may have been in training.
+    """Return the texts that values [N] of any type may have had in training.
 
-    hashed  one text is needed for each value, as there is no vocabulary to look others up in
-
-    Raises WrongTypeError for a type that does not go with training's values, and WrongValueError for a value.
+    With `hashed`, each value needs exactly one text, because there is no vocabulary to try several.
+    Raises WrongTypeError for a type that does not match training's values, and WrongValueError for a value.
     """
     kind = arrow.kind_of(values.type)
     if kind == "text":
@@ -53,13 +52,13 @@ def texts_for(values: pa.Array, written: Written, *, hashed: bool) -> Texts:
 
 
 def _with_missing(found: Texts, missing: Mask, written: Written) -> Texts:
-    """Return the texts of values, of which some are missing."""
+    """Insert training's text for missing values into texts."""
     if not missing.any():
         return found
     if written.missing is None:
         raise WrongValueError(
             int(np.flatnonzero(missing)[0]),
-            "it is missing, which was written in several ways in training; give the text that it was then",
+            "it is missing, and training had several texts for missing values; give the text used in training",
         )
     mask, word = pa.array(missing), pa.scalar(written.missing)
     texts = [pc.if_else(mask, word, found.texts[0]), *(pc.if_else(mask, None, each) for each in found.texts[1:])]
@@ -67,7 +66,7 @@ def _with_missing(found: Texts, missing: Mask, written: Written) -> Texts:
 
 
 def require_type(found: pa.DataType, written: Written) -> None:
-    """Raise WrongTypeError where no value of a type can be one of training's."""
+    """Raise WrongTypeError if no value of a type can match training's values."""
     kind, was = arrow.kind_of(found), written.kind
     if was == "unknown" or kind in ("text", "list", "nested"):
         return
@@ -84,17 +83,17 @@ def require_type(found: pa.DataType, written: Written) -> None:
 
 
 def _require_one(found: Texts, of: pa.DataType, written: Written) -> None:
-    """Raise WrongTypeError where a value may be several of training's, and no vocabulary tells which."""
+    """Raise WrongTypeError if a value may match several of training's values."""
     several = sum(each.is_valid().to_numpy(zero_copy_only=False).astype(np.int32) for each in found.texts) > 1
     if several.any() or found.doubtful.any():
         raise WrongTypeError(
-            f"is of type {of} here, and its values were {written.shown} in training, which of them a "
-            "value is cannot be told; give it as text, written as then"
+            f"is of type {of} here, and its values were {written.shown} in training, so the match is "
+            "ambiguous; give it as text, written as in training"
         )
 
 
 def _of_text(values: pa.StringArray, written: Written, *, hashed: bool) -> Texts:
-    """Return texts as they are, but those that are written as none of training's and can be one of them."""
+    """Return texts unchanged, except those in a form that training did not have but that can be converted."""
     values = pc.fill_null(values, "")
     plain = Texts([values], values, np.zeros(len(values), np.bool_))
     kind, typed = written.kind, written.is_typed
@@ -174,7 +173,7 @@ def _timestamps_in(values: pa.Array, forms: Any, unlike: Mask, written: Written)
 
 
 def _part(values: pa.Array, some: Mask, written: Written, *, zoned: bool) -> Texts | None:
-    """Return what timestamps in text, all with a zone or all without, may have been; None where there is none."""
+    """Return training's texts for the selected timestamps, all with a zone or all without; None if there are none."""
     if not some.any():
         return None
     texts = values.filter(pa.array(some))
@@ -196,14 +195,14 @@ def _times_in(values: pa.Array, forms: Any, unlike: Mask, written: Written) -> t
 
 
 def _require_readable(values: pa.Array, wrong: Mask, written: Written, what: str) -> None:
-    """Raise WrongValueError for text that is not what a column of another type than text had."""
+    """Raise WrongValueError for text that cannot be parsed as the type that the column had in training."""
     if written.is_typed and len(rows := np.flatnonzero(wrong)):
         shown = values[int(rows[0])].as_py()[:_SHOWN]
         raise WrongValueError(int(rows[0]), f"{shown!r} is not {what}, and its values were {written.shown} in training")
 
 
 def _of_numbers(values: pa.Array, written: Written) -> Texts:
-    """Return what integers, floats or decimals may have been."""
+    """Return training's texts for integers, floats or decimals."""
     require_type(values.type, written)
     if pa.types.is_floating(values.type):
         arrow.whole_numbers_below_limit(values)
@@ -233,7 +232,7 @@ def _of_numbers(values: pa.Array, written: Written) -> Texts:
 
 
 def _numbers(texts: pa.StringArray, written: Written) -> Texts:
-    """Return what numbers may have been, which are given as their shortest text."""
+    """Return training's texts for numbers, given as their shortest text."""
     forms = written.forms
     whole = pc.invert(pc.match_substring(texts, "."))
     integers = pc.if_else(whole, texts, None)
@@ -251,7 +250,7 @@ def _numbers(texts: pa.StringArray, written: Written) -> Texts:
 
 
 def _with_digits(texts: pa.Array, digits: int) -> pa.Array:
-    """Return numbers with so many digits after the point; null where that are too few."""
+    """Pad numbers to `digits` digits after the point; null if a number has more."""
     after = pc.subtract(pc.utf8_length(texts), pc.add(pc.find_substring(texts, "."), 1))
     padded = [
         None if text is None or n > digits else text + "0" * (digits - n)
@@ -261,13 +260,13 @@ def _with_digits(texts: pa.Array, digits: int) -> pa.Array:
 
 
 def _padded(integers: pa.Array, width: int) -> pa.Array:
-    """Return integers of 0 and more with zeros before them; null where these have as many digits already."""
+    """Pad non-negative integers with leading zeros; null for others, and for those that are not shorter."""
     shorter = pc.and_(pc.less(pc.utf8_length(integers), width), pc.invert(pc.starts_with(integers, "-")))
     return pc.if_else(shorter, pc.utf8_lpad(integers, width, "0"), None)
 
 
 def _of_bools(values: pa.Array, written: Written) -> Texts:
-    """Return what truth values may have been."""
+    """Return training's texts for booleans."""
     require_type(values.type, written)
     if not written.forms & BOOLS:
         return _numbers(pc.if_else(values, "1", "0"), written)
@@ -277,7 +276,7 @@ def _of_bools(values: pa.Array, written: Written) -> Texts:
 
 
 def _of_times(values: pa.Array, written: Written, shown: str | None = None) -> Texts:
-    """Return what dates, timestamps or times of day may have been."""
+    """Return training's texts for dates, timestamps or times of day."""
     require_type(values.type, written)
     if pa.types.is_time(values.type):
         return time_texts(values.cast(pa.string()), written.forms)
@@ -304,20 +303,20 @@ def _of_times(values: pa.Array, written: Written, shown: str | None = None) -> T
 
 
 def large_float(shown: str) -> str:
-    """Return what is wrong with a float that may stand for several integers."""
+    """Return the message for a float that may represent several integers."""
     return (
         f"{shown} is a float of 2^53 or more, which may stand for several whole numbers; write the column as "
         "integers, or as text of such"
     )
 
 
-_LARGEST_EXPONENT = 400  # of ten; a float's are smaller
+_LARGEST_EXPONENT = 400  # decimal; a float's are smaller
 
 
 def _shortest(text: str) -> str:
-    """Return a decimal number, in any way to write it, without needless zeros and without an exponent.
+    """Normalize a decimal number: no trailing zeros, no exponent.
 
-    One that would be longer than any that training writes so stays as it is: it is out of vocabulary either way.
+    A number beyond the largest exponent stays unchanged; it is out of vocabulary either way.
     """
     number = Decimal(text)
     if abs(number.adjusted()) > _LARGEST_EXPONENT:

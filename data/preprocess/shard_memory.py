@@ -1,4 +1,4 @@
-"""How much memory writing shards needs: each thread holds the rows of one."""
+"""Memory estimate for writing shards: each thread holds the rows of one shard."""
 
 from collections.abc import Sequence
 
@@ -9,16 +9,15 @@ from hostdev.core.memory import available_bytes, format_bytes
 from hostdev.data.preprocess.pieces import SPLITS, Facts
 from hostdev.data.preprocess.raw import Layout
 
-_BESIDE = 16 << 20  # of a thread
-_NUMBER_BYTES = 24  # of each number of a piece, while it is scaled: three times as float64
+_BESIDE = 16 << 20  # overhead per thread
+_NUMBER_BYTES = 24  # per number of a piece during scaling: three float64 copies
 
 
 class ShardMemory:
-    """What the shards of the rows that were met so far need.
+    """Estimate of the memory for the shards of the rows counted so far.
 
-    rows_per_shard  at most
-    threads         that write shards, one each
-    id_type         dtype of ids
+    Args:
+        threads: Number of threads; each writes one shard at a time.
     """
 
     def __init__(self, layout: Layout, rows_per_shard: int, threads: int, id_type: str) -> None:
@@ -27,9 +26,9 @@ class ShardMemory:
         self._rows, self._values, self._of_piece = [0] * len(SPLITS), [0] * len(SPLITS), 0
 
     def take_in(self, facts: Sequence[Facts]) -> None:
-        """Count the rows of some pieces more.
+        """Add the rows of pieces.
 
-        Raises TransientError unless as many shards as are written at the same time fit into the memory that is free.
+        Raises TransientError unless all shards that are written concurrently fit into free memory.
         """
         for i in range(len(SPLITS)):
             self._rows[i] += sum(fact.rows[i] for fact in facts)
@@ -46,9 +45,9 @@ class ShardMemory:
             )
 
     def _shard(self, split: int) -> tuple[int, int, int]:
-        """Return about how many bytes a shard of a split takes, how many there are at the same time, and its rows.
+        """Estimate the bytes of a shard of a split; return them, the number of concurrent shards, and a shard's rows.
 
-        A bag's values are held twice, by piece and end to end; ids are looked through for those that stand for none.
+        A bag's values are held twice, by piece and concatenated. Counting out-of-vocabulary ids takes a mask.
         """
         rows = min(self._rows[split], self._most)
         if rows == 0:

@@ -1,4 +1,4 @@
-"""A data set's shards, mapped into memory and read in parts by several threads: what `check` and `info` stand on."""
+"""Readers of a data set's shards for `check` and `info`: mapped into memory, read in parts by several threads."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,7 @@ REMEDY = "preprocess the data again, or copy it again from where it is whole"
 
 
 class DamagedError(UserError):
-    """A file of a data set that is not what it should be."""
+    """A file of a data set is damaged."""
 
     def __init__(self, path: Path, what: str) -> None:
         super().__init__(f"{path}: {what}; {REMEDY}")
@@ -36,20 +36,17 @@ class DamagedError(UserError):
 
 @dataclass(frozen=True)
 class Part(Piece):
-    """Neighbouring rows of a shard, views of its memory.
+    """Consecutive rows of a shard, as views of its memory."""
 
-    start  the number of the first row in the shard
-    """
-
-    start: int
+    start: int  # number of the first row in the shard
 
     def ids_of(self, schema: Schema, column: Column) -> Ids:
-        """Return a column's ids [N], n of them but for a bag."""
+        """Return a column's ids: [n], or [N] for a bag."""
         return self.bags[column.name][0] if column.kind == "bag" else self.ids[:, schema.ids.index(column.name)]
 
 
 def each_shard(look: Callable[[Shard], T], folder: Path, shards: Sequence[Shard], title: str) -> Iterator[T]:
-    """Call `look` for shards, several at once, and yield what it returns in their order; with a progress bar."""
+    """Call `look` for shards in parallel with a progress bar; yield the results in order."""
     sizes = [size_of(folder / shard.file) for shard in shards]
     threads = max(1, min(host_threads(), len(shards)))
     with (
@@ -62,7 +59,7 @@ def each_shard(look: Callable[[Shard], T], folder: Path, shards: Sequence[Shard]
 
 
 def size_of(path: Path) -> int:
-    """Return a file's bytes; 0 where it cannot be seen."""
+    """Return a file's size in bytes; 0 if it is inaccessible."""
     try:
         return path.stat().st_size
     except OSError:
@@ -72,10 +69,10 @@ def size_of(path: Path) -> int:
 def parts_of(folder: Path, found: Manifest, shard: Shard, *, known: bool = False) -> Iterator[Part]:
     """Iterate over a shard's rows, in parts of bounded size.
 
-    known  it has been read before: its checksum and its values are not looked at again
-
-    Raises DamagedError before the first part unless checksum, schema and number of rows are right, and before a part
-    whose lists are broken or that has missing values.
+    Args:
+        known: Skip the checks of checksum and values, because the shard was read before.
+    Raises:
+        DamagedError: Checksum, schema, number of rows or lists are wrong, or values are missing.
     """
     path = folder / shard.file
     if not known:
@@ -95,7 +92,7 @@ def parts_of(folder: Path, found: Manifest, shard: Shard, *, known: bool = False
 
 
 def require_checksum(path: Path, expected: str) -> None:
-    """Raise DamagedError unless a file is there and has this SHA-256."""
+    """Raise DamagedError unless a file exists and has this SHA-256."""
     try:
         if checksum(path) != expected:
             raise DamagedError(path, "a wrong checksum: it is damaged or was changed")
@@ -131,12 +128,12 @@ def _require_whole(path: Path, batch: pa.RecordBatch) -> None:
 
 @dataclass(frozen=True)
 class Wrong:
-    """Values of a part that no data set has.
+    """Invalid values of a part.
 
-    kind   what they are, such as "label"
-    what   is wrong with them, such as "not 0 or 1"
-    count  how many
-    first  the first of them, and its row in the shard
+    Attributes:
+        kind: Kind of the values, such as "label".
+        what: The fault, such as "not 0 or 1".
+        first: The first such value, and its row in the shard.
     """
 
     kind: str
@@ -145,12 +142,12 @@ class Wrong:
     first: str
 
     def text(self) -> str:
-        """Return how many there are, and the first."""
+        """Format the number of values and the first one."""
         return f"{counted(self.count, self.kind)} {self.what}, the first in {self.first}"
 
 
 def wrong_values(part: Part, schema: Schema) -> list[Wrong]:
-    """Find ids outside their column's, labels that are none and numbers that are not finite; one item for each kind."""
+    """Find ids outside their column's range, labels other than 0 and 1, and numbers that are not finite."""
     found = []
     spaces = {space.name: space for space in schema.spaces}
     for column in schema.columns:

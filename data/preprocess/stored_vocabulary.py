@@ -1,4 +1,4 @@
-"""A data set's vocabulary, mapped into memory: whose each id is, which value it stands for, how often it is used."""
+"""A data set's vocabulary, mapped into memory: the column or space, value and occurrence count of each id."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -18,13 +18,13 @@ from hostdev.data.schema import Space
 from hostdev.data.shard_files import types
 from hostdev.kernels.strings import hash_texts
 
-_MOST_IDS = 1 << 20  # looked at together
+_MOST_IDS = 1 << 20  # per chunk
 
 
 class StoredVocabulary:
     """The vocabulary of a data set that has one.
 
-    Raises DamagedError unless its checksum, its columns and the number of its ids are right.
+    Raises DamagedError if its checksum, its columns or the number of ids are wrong.
     """
 
     def __init__(self, folder: Path, found: Manifest) -> None:
@@ -53,17 +53,17 @@ class StoredVocabulary:
 
     @cached_property
     def counts(self) -> npt.NDArray[np.int64]:
-        """Uses of each id in the training rows, int64 [V]; mapped, where the file has them in one piece."""
+        """Occurrences of each id in training rows, int64 [V]; mapped if the file has one batch."""
         chunks = [chunk.to_numpy() for chunk in self.table["count"].chunks]
         return chunks[0] if len(chunks) == 1 else np.concatenate([np.zeros(0, np.int64), *chunks])
 
     def counts_of(self, space: Space) -> npt.NDArray[np.int64]:
-        """Return the uses of each value of a space, int64 [values]; a view where they lie in one segment."""
+        """Return the occurrences of each value of a space, int64 [values]; a view if the space has one segment."""
         pieces = [self.counts[first : first + size] for first, size in space.segments]
         return pieces[0] if len(pieces) == 1 else np.concatenate([np.zeros(0, np.int64), *pieces])
 
     def _owners(self) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
-        """Iterate over all ids in order: the first of some, and the fixed id of each one's column or space, or -1."""
+        """Iterate over chunks of ids in order: the first id, and the fixed id of each one's column or space, or -1."""
         numbers = {name: i for i, name in enumerate(self._names)}
         start = 0
         for chunk in self.table["field"].chunks:
@@ -75,10 +75,10 @@ class StoredVocabulary:
 
     @cached_property
     def spaces(self) -> dict[str, Space]:
-        """The ids of each space by its name, as the file has them: data sets of version 1 record them nowhere else.
+        """The spaces by name, read from the file because manifests of version 1 do not record them.
 
-        Raises DamagedError where they are not by space, in the order of the spaces; of a data set that has kept earlier
-        ids, where they are not as its schema says.
+        Raises DamagedError if ids are not in the order of the spaces, or contradict the schema of a data set that
+        kept earlier ids.
         """
         begins = [first for space in self._schema.spaces for first, _ in space.segments]
         if begins != sorted(begins):
@@ -103,7 +103,7 @@ class StoredVocabulary:
         }
 
     def _grown_spaces(self) -> dict[str, Space]:
-        """Return the schema's spaces, once the file has been compared with them; raises as `spaces`."""
+        """Check the file against the schema's spaces and return these; raises as `spaces`."""
         spaces, fixed = self._schema.spaces, self._schema.first_value
         begins = [(number, number) for number in range(fixed)]
         begins += sorted((first, space.oov) for space in spaces for first, _ in space.segments)
@@ -123,12 +123,12 @@ class StoredVocabulary:
         return pa.chunked_array([chunk for piece in pieces for chunk in piece.chunks], pa.string())
 
     def text(self, number: int) -> str:
-        """Return what an id stands for."""
+        """Describe an id: its column or space, and its value."""
         field, value = (self.table[name][number].as_py() for name in ("field", "value"))
         return f"{field!r}" if value is None else f"{field!r} value {value!r}"
 
     def value_twice(self, space: Space) -> tuple[int, int] | None:
-        """Return two ids of a space that stand for one value; 8 bytes of memory for each id of the space."""
+        """Return two ids of a space with the same value, or None; takes 8 bytes of memory per id of the space."""
         values = self.values(space)
         hashes = np.empty(space.values, np.uint64)
         start = 0
@@ -137,7 +137,7 @@ class StoredVocabulary:
             start += len(piece)
         hashes.sort()
         alike = np.unique(hashes[1:][hashes[1:] == hashes[:-1]])
-        seen: dict[str, int] = {}  # of those with a hash that is there twice, which may differ nevertheless
+        seen: dict[str, int] = {}  # values with a duplicate hash, which may still differ
         start = 0
         for piece in _pieces(values) if len(alike) else ():
             for at in np.flatnonzero(np.isin(_hashes(piece), alike)).tolist():

@@ -1,6 +1,6 @@
-"""A Criteo look-alike of any length: Zipf-distributed categoricals, skewed integers, labels from a planted model.
+"""Synthetic Criteo data of any length: Zipf-distributed categoricals, skewed integers, labels from a planted model.
 
-Row i is a pure function of (seed, i), so a longer set begins with the shorter one.
+Row i is a pure function of (seed, i), so a longer data set begins with the shorter one.
 """
 
 import math
@@ -23,11 +23,11 @@ from hostdev.data.preprocess.raw import BEGINNING, Block, Place, RawRows
 from hostdev.kernels.counter import key64, mix64
 from hostdev.kernels.criteo import EMPTY
 
-GENERATOR_VERSION = 1  # of the rows that a seed gives
+GENERATOR_VERSION = 1  # changes when a seed yields other rows
 CHUNK_ROWS = 1 << 16
 _SQRT_12 = math.sqrt(12.0)
 
-# Distinct values per categorical field of Criteo's Kaggle set, and how often the field is empty there.
+# Distinct values per categorical field of Criteo's Kaggle data set, and the share of empty fields.
 CARDINALITIES = np.array(
     [
         1460,
@@ -89,7 +89,7 @@ EMPTY_RATES = np.array(
     ]
 )
 ZIPF_EXPONENT = 1.1
-# The integer columns: log-normal with these medians, shifted down, and how often they are missing.
+# Integer columns: log-normal with these medians, shifted down, and the share of missing values.
 MEDIANS = np.array([2, 8, 7, 5, 3000, 40, 4, 8, 40, 1, 2, 1, 5])
 SHIFTS = np.array([0, 3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0])
 MISSING_RATES = np.array([0.45, 0, 0.21, 0.22, 0.03, 0.22, 0.04, 0, 0.04, 0.45, 0.04, 0.77, 0.22])
@@ -101,7 +101,7 @@ SLOPES = np.array([0.25, 0.05, 0.05, -0.1, -0.2, -0.15, 0.25, 0.05, 0.05, 0.15, 
 
 
 class Synthetic:
-    """The first `rows` rows of the look-alike with this seed."""
+    """The first `rows` synthetic rows for this seed."""
 
     layout = LAYOUT
     unit = "rows"
@@ -139,10 +139,10 @@ class Synthetic:
         return [GENERATOR_VERSION, self.total, self.seed]
 
     def check_unchanged(self) -> None:
-        """A function does not change."""
+        """Do nothing: generated rows cannot change."""
 
     def options(self) -> dict[str, Any]:
-        """Return that it was the generator."""
+        """Return the manifest's entry."""
         return {"preset": "synthetic"}
 
     def _chunk(self, number: int, n: int) -> RawRows:
@@ -169,9 +169,9 @@ class Synthetic:
 def zipf_ranks(
     u: npt.NDArray[np.float64], cardinality: npt.NDArray[np.int64], exponent: float
 ) -> npt.NDArray[np.int64]:
-    """Turn uniform numbers into ranks 0 .. cardinality - 1 whose frequency falls as (rank + 1)^-exponent.
+    """Map uniform numbers to ranks 0 .. cardinality - 1 with frequency proportional to (rank + 1)^-exponent.
 
-    The inverse of the continuous power law's distribution on [1, cardinality + 1), rounded down; exponent != 1.
+    Inverts the continuous power law's distribution on [1, cardinality + 1) and rounds down; exponent != 1.
     """
     power = 1.0 - exponent
     x = (1.0 + u * ((cardinality + 1.0) ** power - 1.0)) ** (1.0 / power)
@@ -179,15 +179,15 @@ def zipf_ranks(
 
 
 def _standard(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """Random words to numbers with mean 0 and variance 1 (uniform)."""
+    """Map random words to uniform numbers with mean 0 and variance 1."""
     uniform = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return (uniform - 0.5) * _SQRT_12
 
 
 def write_text(source: Synthetic, path: Path, *, wait: bool = False) -> None:
-    """Write rows as Criteo text; the file appears under its name when it is whole. UserError where that is taken.
+    """Write rows as Criteo text, atomically; raise UserError if the file exists.
 
-    wait  for another process that writes the same file; it is taken then
+    With `wait`, wait for another process that writes the same file; then the file exists.
     """
     if os.path.lexists(path):
         raise UserError(f"{path} exists already; remove it or choose another --tsv")

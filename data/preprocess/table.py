@@ -1,4 +1,4 @@
-"""Any table: columns by name, from CSV, TSV, Parquet and Arrow files."""
+"""A source of rows from any table: columns by name in CSV, TSV, Parquet and Arrow files."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,19 +31,19 @@ from hostdev.kernels.strings import TextMap, hash_texts
 
 @dataclass(frozen=True, kw_only=True)
 class TableOptions:
-    """Which columns of a table are what."""
+    """The roles of a table's columns."""
 
     label: str
-    positive: str | None = None  # which labels are positive, such as ">3"; None: they are 0 and 1, or false and true
+    positive: str | None = None  # condition for positive labels, such as ">3"; None: labels are 0/1 or false/true
     numeric: tuple[str, ...] = ()
     categorical: tuple[str, ...] = ()
-    bags: tuple[tuple[str, str | None], ...] = ()  # name, and the separator that splits its text
-    share: tuple[tuple[str, str], ...] = ()  # a column, and the one whose ids it has
-    test_column: tuple[str, str] | None = None  # rows with this value of this column are for testing
-    test_after: tuple[str, str] | None = None  # rows with a larger or later value of this column are for testing
+    bags: tuple[tuple[str, str | None], ...] = ()  # name, and the separator of values in its text
+    share: tuple[tuple[str, str], ...] = ()  # a column, and the column whose ids it shares
+    test_column: tuple[str, str] | None = None  # a column, and its value in test rows
+    test_after: tuple[str, str] | None = None  # a column; test rows have a larger or later value
     columns: tuple[str, ...] | None = None  # names for text without a header
-    delimiter: str | None = None  # of text; None: a comma or a tab
-    quotes: bool = True  # text may have values in double quotes
+    delimiter: str | None = None  # in text files; None: a comma or a tab
+    quotes: bool = True  # text files may have values in double quotes
 
     def __post_init__(self) -> None:
         with_ids = [*self.categorical, *(name for name, _ in self.bags)]
@@ -89,21 +89,21 @@ class TableOptions:
         return tuple(dict.fromkeys([self.label, *self.numeric, *self.categorical, *bags, *self.split()]))
 
     def split(self) -> tuple[str, ...]:
-        """Return the names of the columns that say which rows are for testing."""
+        """Return the names of the columns that select test rows."""
         return tuple(pair[0] for pair in (self.test_column, self.test_after) if pair is not None)
 
     def as_json(self) -> dict[str, Any]:
-        """Return what the manifest records."""
+        """Return the manifest's entry."""
         return {**vars(self), "bags": dict(self.bags), "share": dict(self.share)}
 
 
-_NOTHING = np.zeros(2, np.int32), np.zeros(0, np.uint8)  # the text "", of a missing value
+_NOTHING = np.zeros(2, np.int32), np.zeros(0, np.uint8)  # the text "", for a missing value
 
 
 class Table:
-    """The rows of files in the order given, of the tables in folders, or of "-".
+    """The rows of the given files in order, of the tables in folders, or of standard input ("-").
 
-    Raises UserError for files that cannot be read or do not have the columns, at once or when a row is met.
+    Raises UserError for unreadable files and wrong columns, in the constructor or while reading.
     """
 
     unit = "B"
@@ -114,9 +114,9 @@ class Table:
         self._options = options
         self._positive = None if options.positive is None else Positive.parse(options.positive)
         self._used = options.used()
-        self._owners = dict(options.share)  # whose ids a column has, if not its own
+        self._owners = dict(options.share)  # columns with the ids of another column
         self._files = [_open(path, options) for path in expand(files, is_table)]
-        self._types: dict[str, tuple[str, pa.DataType, TableFile, str]] = {}  # by space, once known: whose text matters
+        self._types: dict[str, tuple[str, pa.DataType, TableFile, str]] = {}  # by space: the first known type
         for file in self._files:
             self._check_columns(file)
         self.layout = options.layout()
@@ -133,22 +133,22 @@ class Table:
         return None if None in stamps else stamps
 
     def check_unchanged(self) -> None:
-        """Raise UserError where a file has changed since this was made."""
+        """Raise UserError if a file has changed since it was opened."""
         for file in self._files:
             file.input.check_unchanged()
 
     def options(self) -> dict[str, Any]:
-        """Return which columns are what."""
+        """Return the manifest's entry on the roles of the columns."""
         return {"preset": "table", **self._options.as_json()}
 
     def blocks(self, start: Place = BEGINNING) -> Iterator[Block]:
-        """Iterate over the rows from a place on."""
+        """Iterate over the rows from `start` on."""
         for number, file in enumerate(self._files[start.input :], start.input):
             for part in file.parts(self._used, start.offset if number == start.input else 0):
                 yield Block((file, part), file.input.name, Place(number, part.offset), part.taken)
 
     def parse(self, block: Block, *, hashed: bool = False) -> RawRows:
-        """Return a block's rows; a key is the number of the value's text among those of its space, or its hash."""
+        """Parse a block's rows; a key is the number of the value's text within its space, or the text's hash."""
         file, part = block.content
         return self._rows(file, part, hashed)
 
@@ -195,7 +195,7 @@ class Table:
             raise WrongRowError(file.input.name, chunk.number(error.row), reason) from None
         except pa.ArrowMemoryError:
             raise
-        except pa.ArrowException as error:  # which nobody has thought of
+        except pa.ArrowException as error:  # unforeseen
             kind = short(file.type_of(name))
             raise UserError(
                 f"{file.input.name}, column {name!r}: its values, of type {kind}, cannot be read "
@@ -211,11 +211,10 @@ class Table:
         )
 
     def _forms(self, name: str, file: TableFile, codes: arrow.Codes | None, texts: pa.StringArray) -> frozenset[int]:
-        """Return how a column's values are written.
+        """Return the forms in which a column's values are written.
 
-        codes  which of the texts each row has; None: nobody knows
-
-        Raises WrongValueError for text that is another value than the same one of another file, or than any one.
+        `codes` maps rows to texts; None if unknown.
+        Raises WrongValueError for ambiguous text, or text that differs from the same value in another file.
         """
         each = each_form(texts)
         forms = frozenset(np.unique(each).tolist())
@@ -234,13 +233,13 @@ class Table:
                 large_float(shown)
                 if wrong == LARGE_FLOAT
                 else f"it is text such as {shown!r} here, and {where}, so that a value would be two; "
-                "write it alike in both",
+                "write it the same way in both",
             )
         return forms
 
     @cached_property
     def _typed_numbers(self) -> dict[str, str]:
-        """Of each space one of its columns that has numbers in a file, the type, and which file that is, in words."""
+        """By space, a description of a column with a numeric type: name, type and file."""
         found = {}
         for file in reversed(self._files):
             for name in self._used:
@@ -249,11 +248,10 @@ class Table:
         return found
 
     def kinds(self, forms: Mapping[str, Mapping[int, frozenset[int]]]) -> dict[str, Any]:
-        """Return what the manifest has of the columns with ids: their types in the files, and how they are written.
+        """Return the manifest's entries on columns with ids: the types in the files, and the forms of the values.
 
-        forms  by column and the file's number, of all rows
-
-        Prints a line for a column whose whole numbers are written otherwise in another file.
+        `forms` is by column and file number.
+        Prints a note for each column whose whole numbers are written in different ways in two files.
         """
         found = {}
         for column in self.layout.columns:
@@ -274,9 +272,9 @@ class Table:
         return found
 
     def _hint(self, name: str) -> str:
-        """Return what to do about a value that is not what the column's option says."""
+        """Return a hint for a value that does not fit the column's role."""
         if name in self._options.numeric:
-            return "; name the column with --categorical, or mend the value (a missing one is empty or NA)"
+            return "; name the column with --categorical, or fix the value (a missing one is empty or NA)"
         return ""
 
     def _check_columns(self, file: TableFile) -> None:
@@ -290,13 +288,13 @@ class Table:
             raise UserError(f"{file.input.name} has other columns than {first.input.name}: {difference}")
         for name in self._used:
             if file.names.count(name) > 1:
-                raise UserError(f"{file.input.name} has {file.names.count(name)} columns of the name {name!r}")
+                raise UserError(f"{file.input.name} has {file.names.count(name)} columns named {name!r}")
             if reason := self._against(name, file.type_of(name)):
                 raise UserError(f"{file.input.name}, column {name!r}: {reason}")
             self._check_type(name, file)
 
     def _check_type(self, name: str, file: TableFile) -> None:
-        """Raise UserError where a value would be written otherwise than in files before, and be two values."""
+        """Raise UserError if the type differs from earlier files such that equal values would get different ids."""
         found, options = file.type_of(name), self._options
         written = arrow.written_as(found)
         owner = self._owners.get(name, name)
@@ -307,13 +305,13 @@ class Table:
         if written != first and column == name:
             raise UserError(
                 f"column {name!r} is of type {short(before)} in {where.input.name} and {short(found)} in "
-                f"{file.input.name}, so that a value would be two; cast it in one of them"
+                f"{file.input.name}, so equal values would get different ids; cast it in one of them"
             )
         if written != first and arrow.TEXT_OR_WHOLE not in (written, first):
             raise UserError(
                 f"columns {column!r} and {name!r} share their ids, and are of type {short(before)} in "
-                f"{where.input.name} and {short(found)} in {file.input.name}, so that a value would be "
-                "two; cast one of them"
+                f"{where.input.name} and {short(found)} in {file.input.name}, so equal values would get "
+                "different ids; cast one of them"
             )
 
     def _about_headers(self, file: TableFile) -> str:
@@ -324,12 +322,12 @@ class Table:
         return " (from its first line; if that is a row, give --columns)"
 
     def _against(self, name: str, found: pa.DataType) -> str | None:
-        """Return why a column of this type cannot be what the options say, or None."""
+        """Return the reason why a column of this type cannot have its role, or None."""
         kind, bags, shown = arrow.kind_of(found), dict(self._options.bags), short(found)
         if kind == "nested":
             return f"it is of type {shown}, which is nested or unknown; only plain values and lists of these are read"
         if kind == "list" and name in self._options.split():
-            return f"it is of type {shown}, a list; --test-column and --test-after take a column with a value a row"
+            return f"it is of type {shown}, a list; --test-column and --test-after take a column with one value per row"
         if name == self._options.label and kind == "other" and self._positive is not None and self._positive.orders:
             return (
                 f"it is of type {shown}, and --positive {self._options.positive} compares numbers; make it a "
@@ -347,20 +345,20 @@ class Table:
 
 
 def _value_type(found: pa.DataType) -> pa.DataType:
-    """Return the type of a column's values, which may be in lists or dictionaries."""
+    """Return the type of a column's values inside lists and dictionaries."""
     while arrow.kind_of(found) == "list" or pa.types.is_dictionary(found):
         found = found.value_type
     return found
 
 
 def _type_name(found: pa.DataType) -> str:
-    """Return the type of a column's values as the manifest has it: all sorts of text are "text"."""
+    """Return the manifest's name of the type of a column's values; all kinds of text are "text"."""
     found = _value_type(found)
     return "text" if arrow.kind_of(found) == "text" and not pa.types.is_null(found) else str(found)
 
 
 def _open(path: Path, options: TableOptions) -> TableFile:
-    """Open a file by what it begins with."""
+    """Open a file in the format that its first bytes show."""
     source = open_input(path)
     found = format_of(source)
     if found == "text":

@@ -14,11 +14,11 @@ _ESCAPES = {"\\t": "\t", "tab": "\t"}
 
 
 def options_of(arguments: argparse.Namespace, earlier: Earlier | None = None) -> TableOptions:
-    """Make `TableOptions` of parsed flags; which columns are what is as in an earlier data set, where there is one."""
+    """Build `TableOptions` from parsed flags; an earlier data set determines the columns' roles."""
     for name, given in vars(arguments).items():
         for text in given if isinstance(given, list) else [given]:
             if isinstance(text, str) and not is_text(text):
-                raise UserError(f"--{name.replace('_', '-')} {text!r}: this is not text in UTF-8")
+                raise UserError(f"--{name.replace('_', '-')} {text!r} is not text in UTF-8")
     columns = None if arguments.columns is None else _names([arguments.columns])
     delimiter = arguments.delimiter
     what = {
@@ -48,12 +48,12 @@ def options_of(arguments: argparse.Namespace, earlier: Earlier | None = None) ->
 
 
 def _names(texts: Sequence[str] | None) -> tuple[str, ...]:
-    """Return names that are separated by commas; one with a comma in it is in double quotes."""
+    """Parse comma-separated names; a name with a comma is in double quotes."""
     try:
         return tuple(name for text in texts or () for name in next(csv.reader([text], skipinitialspace=True)))
     except csv.Error:
         raise UserError(
-            f"{', '.join(map(repr, texts or ()))}: these are no names, with commas between them; put one "
+            f"{', '.join(map(repr, texts or ()))}: not a list of names with commas between them; put a name "
             "with a comma or a line end in it in double quotes"
         ) from None
 

@@ -1,4 +1,4 @@
-"""Text in blocks of whole lines."""
+"""Reader of text in blocks of complete lines."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -8,19 +8,19 @@ from hostdev.data.preprocess.inputs import AnyInput
 
 
 class Lines(NamedTuple):
-    """Some MiB of whole lines: the last of an input may lack its end."""
+    """Some MiB of complete lines; the last line of an input may lack its newline."""
 
     text: bytes
-    offset: int  # of their end among the input's bytes
-    taken: int  # bytes of the file that they took, compressed as they are
-    is_last: bool = False  # what is left at the end of the input, without the end of a line
+    offset: int  # end of the lines in the input, in decompressed bytes
+    taken: int  # bytes of the file, compressed, that the lines took
+    is_last: bool = False  # the rest of the input, without a newline
 
 
-LONGEST = 4  # blocks that a line may take; a longer one is an error, wherever blocks begin
+LONGEST = 4  # maximum blocks per line; a longer line is an error, wherever blocks begin
 
 
 def newline(piece: bytes) -> int:
-    """Return how much of a piece is up to the last end of a line; 0: none."""
+    """Return the length of a piece up to its last newline; 0 if it has none."""
     return piece.rfind(b"\n") + 1
 
 
@@ -31,11 +31,11 @@ def whole_lines(
     too_long: Callable[[], UserError],
     last_end: Callable[[bytes], int] = newline,
 ) -> Iterator[Lines]:
-    """Iterate over an input's lines from an offset on, where a line begins.
+    """Iterate over an input's lines from `offset` on, the start of a line.
 
-    too_long  the error for a line of more than `LONGEST` blocks
-    last_end  as `newline`; gets what is read, piece by piece, where the ends of rows are not those of lines. Then rows
-              of up to one block more pass
+    Args:
+        too_long: Creates the error for a line of more than `LONGEST` blocks.
+        last_end: Like `newline`, for rows that contain newlines; then rows may be one block longer.
     """
     most = LONGEST * block_bytes
     with source.open() as stream:
@@ -43,7 +43,7 @@ def whole_lines(
         rest, before = b"", stream.taken() if source.plain else 0
         while piece := stream.read(block_bytes):
             end = last_end(piece)
-            goes_on = 0 if end else len(piece)  # of the line that began before
+            goes_on = 0 if end else len(piece)  # rest of a line that began before
             if end and rest and last_end is newline:
                 goes_on = piece.index(b"\n") + 1
             if len(rest) + goes_on > most:

@@ -1,4 +1,4 @@
-"""How long the texts of a Parquet file may be once they are decoded, which a dictionary of one value does not show."""
+"""Bounds on the decoded size of a Parquet file's texts, which a dictionary can hide."""
 
 import os
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ import pyarrow.parquet as pq
 
 from hostdev.data.preprocess import columns as arrow
 
-MOST_BYTES = 1 << 27  # of text in rows that are decoded together
-_LARGE = 1 << 13  # bytes of a value: shorter ones are as many rows as ever
+MOST_BYTES = 1 << 27  # maximum text in rows decoded together
+_LARGE = 1 << 13  # bytes; columns with smaller chunks do not limit the rows
 
 
 def rows_for_text(path: Path, group: int, columns: Sequence[Any], rows: int) -> int:
-    """Return how many rows of a row group, at most `rows`, may be decoded together: MOST_BYTES of text in all.
+    """Return how many rows of a row group, at most `rows`, may be decoded together within MOST_BYTES of text.
 
-    columns  of the group, as its metadata has them: those that are read
+    `columns` has the metadata of the group's columns that are read.
     """
     doubtful = [
         one.path_in_schema
@@ -37,7 +37,7 @@ def rows_for_text(path: Path, group: int, columns: Sequence[Any], rows: int) -> 
 
 
 def _longest(column: Any) -> int:
-    """Return the bytes of the longest text in a column's dictionary; 0 where it has none."""
+    """Return the bytes of the longest text in a column's dictionary; 0 if there is none."""
     values = column
     while pa.types.is_nested(values.type) and hasattr(values, "values"):
         values = values.values

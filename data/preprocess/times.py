@@ -1,4 +1,4 @@
-"""Dates, timestamps and times of day to the texts that training may have had for them."""
+"""Conversion of served dates, timestamps and times of day to the texts that training may have used."""
 
 from typing import Any
 
@@ -15,9 +15,9 @@ _NANOSECONDS = 9  # digits
 
 
 def timestamps_from_text(texts: pa.StringArray, *, zoned: bool) -> pa.Array:
-    """Return timestamps in text, all with a zone or all without, as Arrow's; to the nanosecond where one is needed.
+    """Parse timestamps, all with a zone or all without, into Arrow's type, in nanoseconds if needed.
 
-    Raises WrongValueError for a date that there is not.
+    Raises WrongValueError for a nonexistent date.
     """
     fine = pc.any(pc.match_substring_regex(texts, r"\.\d{7,9}(Z|[+-]|$)")).as_py()
     to = pa.timestamp("ns" if fine else "us", "UTC" if zoned else None)
@@ -28,14 +28,14 @@ def timestamps_from_text(texts: pa.StringArray, *, zoned: bool) -> pa.Array:
             try:
                 texts[row : row + 1].cast(to)
             except pa.ArrowInvalid:
-                raise WrongValueError(row, f"{texts[row].as_py()!r} is not a date that there is") from None
+                raise WrongValueError(row, f"{texts[row].as_py()!r} is not an existing date") from None
         raise
 
 
 def timestamp_texts(values: pa.Array, written: Written) -> Texts:
-    """Return what dates or timestamps may have been: of these forms of training's those of the same sort, naive or not.
+    """Return texts for dates or timestamps in training's forms with (or without) a time zone, like the values.
 
-    Raises WrongValueError where training had dates only and a value has a time, too.
+    Raises WrongValueError if training had only dates and a value has a time.
     """
     aware = getattr(values.type, "tz", None) is not None
     fallback = values.cast(pa.string())
@@ -93,7 +93,7 @@ def timestamp_texts(values: pa.Array, written: Written) -> Texts:
 
 
 def time_texts(texts: pa.StringArray, forms: Any) -> Texts:
-    """Return what times of day may have been, which are given as text."""
+    """Return training's texts for times of day, given as text."""
     dated = pc.binary_join_element_wise("2000-01-01", texts, " ")
     short = pc.equal(pc.utf8_length(texts), 5)
     base, fraction = _pieces(pc.if_else(short, pc.binary_join_element_wise(dated, ":00", ""), dated))
@@ -106,7 +106,7 @@ def time_texts(texts: pa.StringArray, forms: Any) -> Texts:
 
 
 def _pieces(texts: pa.Array) -> tuple[pa.Array, pa.Array]:
-    """Return the part to the second, null where the year has not four digits, and the 9 digits of the fraction."""
+    """Split into the part up to the second (null unless the year has four digits) and 9 digits of the fraction."""
     base = pc.utf8_slice_codeunits(texts, 0, _SECONDS)
     usual = pc.and_(
         pc.equal(pc.utf8_slice_codeunits(texts, 4, 5), "-"), pc.equal(pc.utf8_slice_codeunits(texts, 16, 17), ":")
@@ -122,7 +122,7 @@ def _dates(base: pa.Array, fraction: pa.Array) -> pa.Array:
 
 
 def _with_precision(base: pa.Array, fraction: pa.Array, precision: int) -> pa.Array:
-    """Return times as precise as a form has them (`kernels.forms`); null where a value is more precise than that."""
+    """Format times with a form's precision (`kernels.forms`); null if a value is more precise."""
     digits = max(0, precision - 1)
     rest = "0" * (_NANOSECONDS - digits)
     fits = pc.equal(pc.utf8_slice_codeunits(fraction, digits), rest) if rest else pc.is_valid(fraction)

@@ -1,4 +1,4 @@
-"""Raw rows for predictions: Criteo's text with or without labels, or any table; encoded as a data set's were."""
+"""Raw rows for predictions, encoded like a data set: Criteo's text with or without labels, or any table."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -21,28 +21,28 @@ from hostdev.data.preprocess.naming import about_blanks, listed
 
 
 class Part(NamedTuple):
-    """Rows of a file in order."""
+    """Consecutive rows of a file."""
 
     batch: Batch
-    places: npt.NDArray[np.int64] | None  # of the rows among the part's lines; None: all lines are rows
+    places: npt.NDArray[np.int64] | None  # line numbers of the rows within the part; None: all lines are rows
     lines: int
-    size: int  # bytes of the file, about
+    size: int  # approximate bytes of the file
 
 
 class Rows(Protocol):
     """A file's rows."""
 
     total: int  # bytes
-    labelled: bool  # there is a column of labels, though some may be missing
+    labelled: bool  # whether there is a column of labels; single labels may be missing
 
     def parts(self) -> Iterator[Part]:
-        """Iterate over the rows; UserError for what cannot be read."""
+        """Iterate over the rows; raise UserError for unreadable input."""
 
 
 def rows_in(path: Path, encoding: Encoding, options: Mapping[str, Any]) -> Rows:
-    """Return the rows of a file; UserError where it cannot be read.
+    """Open the rows of a file; raise UserError if it is unreadable.
 
-    options  of the data set's manifest: how its files were read
+    `options` is the manifest's entry on how the data set's files were read.
     """
     source = open_input(path)
     found = format_of(source)
@@ -63,7 +63,7 @@ def rows_in(path: Path, encoding: Encoding, options: Mapping[str, Any]) -> Rows:
 
 
 def _columns(source: AnyInput, options: Mapping[str, Any]) -> list[str] | None:
-    """Return the names of text without a header; without the label where a line has one value less."""
+    """Return column names for text without a header, without the label if the first line has one value less."""
     names = options.get("columns")
     if names is None:
         return None
@@ -74,7 +74,7 @@ def _columns(source: AnyInput, options: Mapping[str, Any]) -> list[str] | None:
 
 
 class _Criteo:
-    """Criteo's text; of lines with 39 values the label is missing."""
+    """Criteo's text; lines with 39 values have no label."""
 
     def __init__(self, source: AnyInput, encoding: Encoding) -> None:
         self._text, self._encoding = CriteoText(inputs=[source]), encoding
@@ -95,16 +95,16 @@ class _Criteo:
 
 
 def _labelled(block: bytes) -> bytes:
-    """Return lines without labels with one."""
+    """Prepend a label of 0 to each line."""
     ended = block if block.endswith(b"\n") else block + b"\n"
     return b"0\t" + ended[:-1].replace(b"\n", b"\n0\t") + b"\n"
 
 
 def _with_labels(block: bytes) -> tuple[bytes, npt.NDArray[np.int64]]:
-    """Return lines with a 0 for each label that is missing or none, and which lines these are, from 0."""
+    """Replace missing and invalid labels by 0; return the text and the numbers of these lines, from 0."""
     text = np.frombuffer(block, np.uint8)
     starts = np.concatenate([[0], np.flatnonzero(text == ord("\n")) + 1])
-    starts = starts[starts + 1 < len(text)]  # a line of one character is malformed, whatever it is
+    starts = starts[starts + 1 < len(text)]  # a line of one character is always malformed
     good = ((text[starts] == ord("0")) | (text[starts] == ord("1"))) & (text[starts + 1] == ord("\t"))
     wrong = np.flatnonzero(~good)
     pieces, done = [], 0
@@ -117,7 +117,7 @@ def _with_labels(block: bytes) -> tuple[bytes, npt.NDArray[np.int64]]:
 
 
 class _Table:
-    """A table; lines of text that are malformed, and rows with a number that cannot be read, have no place."""
+    """A table; malformed lines and rows with an unparsable number have no place."""
 
     def __init__(self, file: TableFile, encoding: Encoding) -> None:
         self._file, self._encoding = file, encoding
@@ -128,7 +128,7 @@ class _Table:
                 f"{about_blanks(missing[0], file.names)}"
             )
         if twice := [name for name in encoding.columns() if file.names.count(name) > 1]:
-            raise UserError(f"{file.input.name} has {file.names.count(twice[0])} columns of the name {twice[0]!r}")
+            raise UserError(f"{file.input.name} has {file.names.count(twice[0])} columns named {twice[0]!r}")
         label = encoding.schema.label
         self.labelled = file.names.count(label) == 1
         self._used = [*encoding.columns(), *([label] if self.labelled else [])]

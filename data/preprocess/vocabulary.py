@@ -1,4 +1,4 @@
-"""Values to ids: a vocabulary counted on the training rows, or a hash that needs none."""
+"""Encoding of values as ids: by a vocabulary counted on the training rows, or by hash."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -22,13 +22,13 @@ from hostdev.kernels.strings import BYTES_A_TEXT, TextMap
 Ids = npt.NDArray[np.int64]
 TextOf = Callable[[Ids], pa.Array]
 
-_WRITTEN_AT_ONCE = 1 << 20  # rows of the vocabulary's file, in a batch
-_WRITTEN_BYTES = 1 << 28  # of texts in a batch, which is cut there if its rows have more
+_WRITTEN_AT_ONCE = 1 << 20  # rows per batch of the vocabulary's file
+_WRITTEN_BYTES = 1 << 28  # limit of the texts in a batch
 _AT_ONCE = 1 << 20  # values
-_DIGITS = 20  # of an integer, at most
-_ID_BYTES = 8  # of each value, once they are numbered
-_WRITTEN_ROW = 64  # bytes of a row that is being written, beside its text, which is there twice
-_MARGIN = 1.03  # of what is estimated, see kernels/cardinality.py
+_DIGITS = 20  # maximum of an integer
+_ID_BYTES = 8  # per value, once ids are assigned
+_WRITTEN_ROW = 64  # bytes per row during writing, plus two copies of its text
+_MARGIN = 1.03  # error margin of the estimates, see kernels/cardinality.py
 
 
 class _Integers:
@@ -53,7 +53,7 @@ class _Integers:
         return self._text_of(self._seen.keys[numbers])
 
     def lengths(self, numbers: Ids) -> Ids:
-        """Return how many bytes the texts of the values with these numbers have, at most."""
+        """Return the maximum number of bytes of each value's text."""
         return np.full(len(numbers), _DIGITS)
 
 
@@ -73,30 +73,30 @@ class _Texts:
         positions = self._seen.add(*arrow.bytes_of(keys))
         if len(self._seen) > len(self._uses):
             self._uses.resize(len(self._seen) + len(self._seen) // 4, refcheck=False)
-        self._uses[positions] += uses  # which are of different values
+        self._uses[positions] += uses  # positions are distinct
 
     def find(self, keys: pa.LargeStringArray) -> Ids:
         return self._seen.find(*arrow.bytes_of(keys)).astype(np.int64)
 
     def texts(self, numbers: Ids) -> pa.Array:
-        """Return the values with these numbers, which have less than 2 GiB."""
+        """Return the values with these numbers, less than 2 GiB of text."""
         return arrow.text_from(*self._seen.take(numbers)).cast(pa.string())
 
     def lengths(self, numbers: Ids) -> Ids:
-        """Return how many bytes the values with these numbers have."""
+        """Return the number of bytes of each value."""
         return self._seen.lengths(numbers)
 
 
 class Vocabulary:
-    """An id for each value of a space that training rows use more than `threshold` times.
+    """Ids for the values that occur more than `threshold` times in training rows.
 
-    Ids are assigned by space, in order of first occurrence (within a row, in the order of the columns); a rarer or
+    Ids are assigned by space, in order of first occurrence (within a row, in the order of the columns). A rarer or
     unseen value gets its space's out-of-vocabulary id.
 
-    threshold  None: no value gets an id but those of `earlier`
-    text_of    returns the texts of values that are integers; None: values are texts
-    earlier    the columns of an earlier data set, whose ids stay; new values get ids after all of them. Its values are
-               counted first, with no uses, in the order of their ids
+    Args:
+        threshold: None assigns no new ids.
+        text_of: Returns the texts of integer values; None if values are texts.
+        earlier: Schema of an earlier data set whose ids are kept. Count its values first, with 0 uses, in id order.
     """
 
     def __init__(
@@ -110,15 +110,15 @@ class Vocabulary:
         self._begun = empty if earlier is None else earlier.spaces
 
     def count(self, space: int, keys: Any, uses: npt.NDArray[Any]) -> None:
-        """Count uses [N] of values [N] of a space, each there once; other threads may count those of other spaces."""
+        """Add uses [N] of distinct values [N] of a space; other threads may count other spaces."""
         self._values[space].count(keys, uses)
 
     def size(self, space: int) -> int:
-        """Return how many values of a space were counted."""
+        """Return the number of counted values of a space."""
         return len(self._values[space].uses)
 
     def known_shares(self) -> dict[str, float]:
-        """Return which share of the uses is of values of the earlier data set, by space, where both have any."""
+        """Return the share of uses that belongs to the earlier data set's values, by space with values in both."""
         shares = {}
         for space, values in zip(self._begun, self._values, strict=True):
             uses = int(values.uses.sum())
@@ -127,11 +127,13 @@ class Vocabulary:
         return shares
 
     def freeze(self) -> Schema:
-        """Assign the ids."""
+        """Assign the ids; return the schema."""
         spaces = []
         first = len(self._layout.dense) + len(self._values) if self._earlier is None else self._earlier.rows
         for number, (space, values) in enumerate(zip(self._begun, self._values, strict=True)):
-            ids = np.full(len(values.uses) + 1, space.oov, np.int64)  # the last is for values never seen: found at -1
+            ids = np.full(
+                len(values.uses) + 1, space.oov, np.int64
+            )  # the last element serves unseen values, found at -1
             done = size = 0
             for begin, count in space.segments:
                 ids[done : done + count] = np.arange(begin, begin + count)
@@ -147,7 +149,7 @@ class Vocabulary:
         return self.schema
 
     def _new(self, space: int) -> Iterator[Ids]:
-        """Iterate over the numbers of the values that get new ids, some at a time: they may be hundreds of millions."""
+        """Iterate over the numbers of the values that get new ids, in chunks that bound memory."""
         uses, begin = self._values[space].uses, self._begun[space].values
         if self._threshold is None:
             return
@@ -155,7 +157,7 @@ class Vocabulary:
             yield start + np.flatnonzero(uses[start : start + _AT_ONCE] > self._threshold)
 
     def _in_order(self) -> Iterator[tuple[int, Ids]]:
-        """Iterate over the values with ids in the order of these: the number of a space, and values' numbers in it."""
+        """Iterate over the values with ids, in id order: the number of a space, and numbers of values in it."""
         earlier = []
         for number, space in enumerate(self._begun):
             place = 0
@@ -170,14 +172,14 @@ class Vocabulary:
                 yield number, new
 
     def ids(self, space: int, keys: Any) -> Ids:
-        """Return the ids of values [N] of a space, once they are assigned; several threads may call."""
+        """Return the ids of values [N] of a space after `freeze`; thread-safe."""
         found: Ids = self._ids[space][self._values[space].find(keys)]
         return found
 
     def write(self, path: Path, rows: int) -> None:
         """Write a row per id: column or space, value (null for the fixed ids), uses in the `rows` training rows.
 
-        A batch has 2^20 rows, or fewer where their texts are longer than 256 MiB together, so that memory is bounded.
+        A batch has at most 2^20 rows and 256 MiB of text, to bound memory.
         """
         names = pa.array([*self._layout.dense, *self._layout.spaces], pa.string())
         kinds = pa.schema(
@@ -208,7 +210,7 @@ class Vocabulary:
                     ends = np.cumsum(values.lengths(some))
                     fitting = int(np.searchsorted(ends, bytes_left, "right"))
                     if fitting == 0 and bytes_left == _WRITTEN_BYTES:
-                        fitting = 1  # a text that is longer than all of a batch may be
+                        fitting = 1  # a single text exceeds the limit of a batch
                     some, kept = some[:fitting], kept[fitting:]
                     if fitting:
                         waiting.append((np.full(fitting, oov), values.texts(some), values.uses[some]))
@@ -221,9 +223,9 @@ class Vocabulary:
 
 
 def require_memory(values: float, text_bytes: float | None) -> None:
-    """Raise TransientError unless so many distinct values can be counted, and written, in the memory that is free.
+    """Raise TransientError unless free memory suffices to count and write this number of distinct values.
 
-    text_bytes  of all of them, where they are texts
+    `text_bytes` is the total length of text values; None for integers.
     """
     each = BYTES_A_VALUE if text_bytes is None else BYTES_A_TEXT
     texts = text_bytes or 0.0
@@ -239,9 +241,9 @@ def require_memory(values: float, text_bytes: float | None) -> None:
 
 
 class HashBuckets:
-    """Ids first + hash(space, value) mod buckets: no vocabulary, so values may collide, and none is out of it.
+    """Ids first + hash(space, value) mod buckets: values may collide, and no value is out of vocabulary.
 
-    The hash is not keyed by the seed: data sets made apart, with other splits, share their ids.
+    The hash does not depend on the seed: separately built data sets share their ids.
     """
 
     def __init__(self, buckets: int, layout: Layout) -> None:
@@ -263,5 +265,5 @@ class HashBuckets:
         return ids.T, bags
 
     def ids_of(self, keys: Ids, column: int) -> Ids:
-        """Return the ids of keys [N] of the column of this number, in the layout's order."""
+        """Return the ids of keys [N] of the layout's column number `column`."""
         return hash_keys(np.ascontiguousarray(keys), self._keys[column], self._buckets, self.schema.first_value)

@@ -1,8 +1,8 @@
-"""Where a data set is made: a folder beside the one to be, and a journal of what is finished there.
+"""The work folder of a data set under construction, next to its final folder, with a journal of finished work.
 
-A process that ends at any moment leaves whole pieces, and the same command goes on from them. Files appear under their
-names when they are whole; the journal has their checksums, which tell what a loss of power has damaged. Each line of
-the journal has a checksum, too: the work begins anew from the first line that is damaged.
+A process that is killed at any moment leaves complete pieces; the same command resumes from them. Files are written
+atomically. The journal has their checksums, which reveal damage by a power loss. Each line of the journal has a
+checksum, too; work restarts from the first damaged line.
 """
 
 import json
@@ -20,26 +20,26 @@ from hostdev.core.errors import TransientError, UserError, naming
 from hostdev.core.memory import format_bytes
 from hostdev.core.progress import note
 
-_VERSION = 3  # of what is in the folder
+_VERSION = 3  # of the folder's format
 _LOCK, _RECIPE, _JOURNAL, _PIECES, _RESULT = "lock", "recipe.json", "journal.jsonl", "pieces", "result"
 
 _LEFT_OVER = "{out} is whole; what is left in {folder} can be removed"
 
 
 class Work:
-    """The folder of work for a data set; a context of `claim`."""
+    """The work folder of a data set; created by `claim`."""
 
     def __init__(self, folder: Path, out: Path) -> None:
         self.folder, self._out = folder, out
         self.pieces, self.result = folder / _PIECES, folder / _RESULT
-        self.goes_on = True  # what is left, with the same command
+        self.goes_on = True  # whether the same command can resume
         self._journal: Any = None
-        self._last = ""  # the mark of the journal's last line
+        self._last = ""  # checksum of the journal's last line
 
     def begin(self, recipe: Any) -> list[dict[str, Any]]:
-        """Return the journal of the same work's earlier part; of other work, or with no recipe, nothing is left.
+        """Return the journal entries of earlier work with the same recipe; remove other work.
 
-        recipe  all that the result depends on; None: it cannot be told whether that is the same
+        `recipe` has everything that the result depends on; None if that is unknown.
         """
         content = json.dumps([_VERSION, recipe], sort_keys=True)
         entries: list[dict[str, Any]] = []
@@ -61,7 +61,7 @@ class Work:
         return entries
 
     def rewrite(self, entries: list[dict[str, Any]]) -> None:
-        """Let the journal have these entries."""
+        """Replace the journal's entries."""
         self._close()
         path = self.folder / _JOURNAL
         partial = path.with_suffix(".partial")
@@ -71,29 +71,29 @@ class Work:
         self._journal = path.open("a")
 
     def note(self, **entry: Any) -> None:
-        """Add an entry to the journal: what it names is finished."""
+        """Append an entry for finished work to the journal."""
         with naming(self.folder / _JOURNAL):
             self._journal.write(self._line(entry))
             self._journal.flush()
 
     def _line(self, entry: dict[str, Any]) -> str:
-        """Return the journal's next line."""
+        """Format the journal's next line."""
         text = json.dumps(entry)
         self._last = _mark(self._last, text)
         return f"{self._last} {text}\n"
 
     def finish(self) -> None:
-        """Give the result its name, once it is on the disk: the pieces go only when it can no longer be lost."""
+        """Sync the result to disk and rename it; the pieces are removed only afterwards."""
         sync_tree(self.result)
         self.result.rename(self._out)
         sync_folder(self._out.parent)
 
     def is_finished(self) -> bool:
-        """Tell whether the result has its name."""
+        """Return whether the result has its final name."""
         return not self.result.exists() and os.path.lexists(self._out)
 
     def clear(self) -> None:
-        """Remove all but the lock."""
+        """Remove everything except the lock."""
         self._close()
         for path in self.folder.iterdir():
             if path.name == _LOCK:
@@ -104,7 +104,7 @@ class Work:
                 path.unlink()
 
     def _remove(self) -> None:
-        self.clear()  # the lock last, which tells whose folder it is
+        self.clear()  # the lock goes last: it marks the folder as ours
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _close(self) -> None:
@@ -113,7 +113,7 @@ class Work:
             self._journal = None
 
     def left(self) -> int:
-        """Return the bytes of what is finished, 0 if that is not worth to be kept."""
+        """Return the bytes of finished work, 0 if the journal has no entries."""
         self._close()
         if not _read_journal(self.folder / _JOURNAL):
             return 0
@@ -122,12 +122,12 @@ class Work:
 
 @contextmanager
 def claim(out: Path) -> Iterator[Work]:
-    """Give the folder of work for a data set to this process; another one that is at it is waited for.
+    """Lock the work folder of a data set for this process; wait while another process uses it.
 
-    After a UserError nothing is left. After another error, a TransientError too, or an interruption what is finished is
-    left, and a line says so, but for input that can be read once only. At the end the work is removed.
+    A UserError removes the work. Other errors (TransientError, too) and interruptions keep finished work and print
+    a note, unless the input can be read only once. Success removes the work.
 
-    Raises UserError where `out` exists.
+    Raises UserError if `out` exists.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = out.parent / f".{out.name}.partial"
@@ -138,7 +138,7 @@ def claim(out: Path) -> Iterator[Work]:
     with _locked(folder):
         work = Work(folder, out)
         try:
-            _refuse_existing(out)  # another process may have made it meanwhile
+            _refuse_existing(out)  # another process may have created it meanwhile
             yield work
         except BaseException as error:
             wrong = isinstance(error, UserError) and not isinstance(error, TransientError)
@@ -147,19 +147,19 @@ def claim(out: Path) -> Iterator[Work]:
                 raise
             size = 0 if wrong else work.left()
             if size and work.goes_on:
-                note(f"{format_bytes(size)} of finished work is kept in {folder}; the same command goes on from there")
+                note(f"{format_bytes(size)} of finished work is kept in {folder}; the same command resumes from there")
                 raise
             work._remove()
             if size:
                 note(
                     f"the finished work ({format_bytes(size)}) is not kept: standard input and pipes "
                     f"are read once only, and "
-                    "the same command begins anew; with a file it would go on"
+                    "the same command starts over; with a file it would resume"
                 )
             raise
         try:
             work._remove()
-        except OSError:  # the data set is whole; a process that was started meanwhile may be removing this, too
+        except OSError:  # the data set is complete; another process may be removing the folder
             if folder.exists():
                 note(_LEFT_OVER.format(out=out, folder=folder))
         except BaseException:
@@ -168,7 +168,7 @@ def claim(out: Path) -> Iterator[Work]:
 
 
 def _is_work(folder: Path) -> bool:
-    """Tell whether a folder is one of work, or empty or gone: somebody's own has neither of these files."""
+    """Return whether a folder is a work folder, empty or absent; other folders have neither of our files."""
     try:
         names = {path.name for path in folder.iterdir()}  # once: another process may be removing it
     except FileNotFoundError:
@@ -184,25 +184,23 @@ def _refuse_existing(out: Path) -> None:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     lock = None
-    while lock is None:  # or the folder was removed when the work of who had it was done
+    while lock is None:  # retry if the lock's previous owner removed the folder
         folder.mkdir(exist_ok=True)
         if not _is_work(folder):
-            raise UserError(
-                f"{folder} is where the work would be, but has other files; move them, or choose another --out"
-            )
+            raise UserError(f"{folder} is the work folder, but has other files; move them, or choose another --out")
         lock = _lock(folder)
     with lock:
         yield
 
 
 def _lock(folder: Path) -> IO[str] | None:
-    """Return the folder's lock, once it is this process's; None where the folder has gone meanwhile."""
+    """Wait for the folder's lock and return it; None if the folder was removed meanwhile."""
     try:
         lock = (folder / _LOCK).open("w")
     except FileNotFoundError:
         return None
     if not locks.try_lock(lock):
-        note(f"another process is at work in {folder}; waiting for it")
+        note(f"another process works in {folder}; waiting for it")
         locks.await_lock(lock)
     if locks.is_same_file(folder / _LOCK, lock):
         return lock
@@ -211,12 +209,12 @@ def _lock(folder: Path) -> IO[str] | None:
 
 
 def _mark(last: str, text: str) -> str:
-    """Return what a line of the journal begins with: a checksum of it and of the lines before, `last` being theirs."""
+    """Return the checksum at the start of a journal line; it chains `last`, the checksum of the lines before."""
     return sha256(f"{last} {text}".encode()).hexdigest()[:16]
 
 
 def _read_journal(path: Path) -> list[dict[str, Any]]:
-    """Return the entries up to the first that is not whole, or was changed since it was written."""
+    """Return the entries before the first incomplete or damaged one."""
     entries = []
     try:
         lines = path.read_text().splitlines(keepends=True)

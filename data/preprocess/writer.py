@@ -1,4 +1,4 @@
-"""Encoded rows into Arrow IPC shards: one record batch in each, whose columns can be mapped."""
+"""Writer of encoded rows to Arrow IPC shards, each with one record batch whose columns can be mapped."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
@@ -14,19 +14,19 @@ from hostdev.data.manifest import shard_schema
 from hostdev.data.rows import Piece
 from hostdev.data.schema import Schema
 
-MOST_VALUES = 2**31 - 1  # of a bag in a record batch: offsets are int32
+MOST_VALUES = 2**31 - 1  # per bag in a record batch: offsets are int32
 
 
 def write_shard(path: Path, rows: Piece, schema: Schema) -> str:
-    """Write a shard, which appears under its name when it is whole; return its SHA-256."""
+    """Write a shard atomically; return its SHA-256."""
     kinds = shard_schema(schema, schema.id_type)
     return write_arrow(path, kinds, _batches(rows, kinds), sha256)
 
 
 def write_arrow(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch], digest: Callable[[], Digest]) -> str:
-    """Write an Arrow file, which appears under its name when it is whole; return its checksum."""
+    """Write an Arrow file atomically; return its checksum."""
     partial = path.with_name(f"{path.name}.partial")
-    partial.unlink(missing_ok=True)  # of who was killed
+    partial.unlink(missing_ok=True)  # left by a killed process
     with naming(path), closing(HashedFile(partial, digest)) as file:
         with pa.ipc.new_file(pa.PythonFile(file, mode="w"), schema) as writer:
             for batch in batches:
@@ -37,7 +37,7 @@ def write_arrow(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]
 
 
 def _batches(rows: Piece, kinds: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """Iterate over rows: in one batch, but where a bag has more values than that may have."""
+    """Iterate over batches of rows: one, unless a bag exceeds MOST_VALUES."""
     offsets = [begin for _, begin in rows.bags.values()]
     start, n = 0, len(rows)
     while start < n:

@@ -192,7 +192,7 @@ def test_an_interruption_before_anything_is_finished_leaves_nothing(tmp_path):
 
 
 def test_after_an_interruption_the_same_call_goes_on(tmp_path, capsys):
-    for n, said in ((200_000, "finished work is kept in"), (200_000, "the same command goes on from there")):
+    for n, said in ((200_000, "finished work is kept in"), (200_000, "the same command resumes from there")):
         with pytest.raises(KeyboardInterrupt):
             build(Interrupted(n, 1), tmp_path / "out", Options(), threads=1)
         assert said in capsys.readouterr().err
@@ -229,7 +229,7 @@ def test_a_folder_of_others_where_the_work_would_be_is_left_alone(tmp_path, ther
     mine.mkdir(parents=True)
     if there:
         (tmp_path / "out").mkdir()
-    message = "exists already" if there else r"\.out\.partial is where the work would be, but has other files"
+    message = "exists already" if there else r"\.out\.partial is the work folder, but has other files"
     with pytest.raises(UserError, match=message):
         build(Synthetic(100, 1), tmp_path / "out", Options())
     assert mine.is_dir()

@@ -81,7 +81,7 @@ def good(tmp_path):
         (
             ["--label", "y", "--numeric", "g"],
             "good.csv, row 1, column 'g': 'a|b' is not a number; name the column with "
-            "--categorical, or mend the value (a missing one is empty or NA)",
+            "--categorical, or fix the value (a missing one is empty or NA)",
         ),
         (
             ["--label", "x"],
@@ -142,7 +142,7 @@ def test_wrong_options(refused, good, options, message):
 
 def test_options_in_no_encoding(refused, good):
     for options in (["--delimiter", "\udce9"], ["--test-column", "c=\udce9"], ["--bag", "g=\udce9"]):
-        assert refused(good, *options) == f"{options[0]} {options[1]!r}: this is not text in UTF-8"
+        assert refused(good, *options) == f"{options[0]} {options[1]!r} is not text in UTF-8"
 
 
 def test_no_column_with_ids(refused, good):
@@ -180,7 +180,7 @@ def test_no_column_with_ids(refused, good):
             ["--test-after", "t=3"],
             "t.csv, row 2, column 't': it is missing, so that its row is neither before nor after",
         ),
-        ("y,c,c\n1,a,b\n0,a,b\n", [], "t.csv has 2 columns of the name 'c'"),
+        ("y,c,c\n1,a,b\n0,a,b\n", [], "t.csv has 2 columns named 'c'"),
         ("y,c\n1,a\n" + "0,b,c\n" * 5, [], "5 lines are malformed, more than 1% of all; the first is "),
         (
             'y,c\n1,a\n0,"b\n1,c\n',
@@ -231,8 +231,8 @@ def test_files_that_write_a_value_otherwise(refused, tmp_path, values, one, othe
         pq.write_table(pa.table({"y": [0, 1], "t": array.cast(kind), "c": ["a", "b"]}), tmp_path / f"{name}.parquet")
     columns = ("--bag", "t") if pa.types.is_list(one) else ("--categorical", "t")
     one, other = (pq.read_schema(tmp_path / f"{name}.parquet").field("t").type for name in "ab")
-    line = f"column 't' is of type {one} in a.parquet and {other} in b.parquet, so that a value would be two; cast it"
-    assert refused("a.parquet", "b.parquet", columns=columns) == f"{line} in one of them"
+    line = f"column 't' is of type {one} in a.parquet and {other} in b.parquet, so equal values would get different ids"
+    assert refused("a.parquet", "b.parquet", columns=columns) == f"{line}; cast it in one of them"
     if "--bag" not in columns:
         assert line in refused("a.parquet", "b.parquet", "--test-column", "t=1")
 
@@ -439,7 +439,7 @@ def test_another_delimiter(refused, tmp_path, delimiter, shown):
 
 
 def test_names_that_are_none(refused, good):
-    assert refused(good, columns=("--categorical", "a\rb")).startswith("'a\\rb': these are no names, with commas")
+    assert refused(good, columns=("--categorical", "a\rb")).startswith("'a\\rb': not a list of names with commas")
 
 
 def test_what_arrow_does_not_do_is_said_in_a_line(refused, good, tmp_path, monkeypatch, in_process):
