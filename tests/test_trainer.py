@@ -181,7 +181,7 @@ def test_predictions_that_are_not_finite_are_no_auc(device, small_data):
     trainer = make(rows, device=device)
     dense = steps[0].dense.copy()
     dense[5, 2] = np.inf
-    with pytest.raises(UserError, match="the predictions of 1 of 100 rows are not finite"):
+    with pytest.raises(UserError, match="1 of 100 predictions are not finite"):
         trainer.evaluate([Batch(steps[0].label, dense, steps[0].ids, {})])
 
 

@@ -1,4 +1,4 @@
-"""A model with its tables: what trains it, evaluates it and digests it. A user of `hostdev.Runtime` like any other."""
+"""Training, evaluation and checkpoints of a model with its tables, on top of `hostdev.Runtime`."""
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
@@ -49,11 +49,11 @@ from hostdev.train.staged import Staged
 from hostdev.train.together import Together
 
 DENSE_EPS = 1e-8
-DEEP = "deep"  # the table that --l2 is about
+DEEP = "deep"  # the table that --l2 regularizes
 
 
 class Evaluation(NamedTuple):
-    """How good the model is on a split."""
+    """The quality of the model on a split."""
 
     auc: float
     logloss: float
@@ -61,7 +61,7 @@ class Evaluation(NamedTuple):
 
 
 class Result:
-    """A batch's step, whose losses may be on their way from the device still."""
+    """A batch's step; its losses may still be in transfer from the device."""
 
     def __init__(self, rows: int, outcome: Outcome) -> None:
         self.rows = rows
@@ -69,31 +69,27 @@ class Result:
 
     @property
     def value(self) -> Losses:
-        """The losses, waited for; raises NonFiniteLossError."""
+        """The losses; waits for them, and raises NonFiniteLossError."""
         losses: Losses = self._outcome.get()
         return losses
 
 
 class Trainer:
-    """A model with its tables.
+    """Train, evaluate and save a model with its tables.
 
-    model            which tables it wants, and logits from dense columns and rows; it goes to the device
-    host_device_mix  place the tables, and the ops on them, on the host
-    device           of the dense layers
-    l2               "none", "batch" or "table": of the table named "deep"
-    precision        "fp32", or "bf16" for the dense layers' arithmetic over float32 weights
-    seed             of the tables' initial values
-    lr               of the dense side's Adam; None for the model's own
-    log              where every op's durations go
-    most_uses        ids in a batch, at most: so that the memory of the copies is found to be too large before it is
-    cache            of the tables' rows, as `Runtime` takes it
-    saves            checkpoints are going to be saved, which takes memory, too
-    micro_batches    into which a batch is cut: what they come to is added in an order that depends on nothing else
-    gradients        "mean": a micro-batch counts by its rows; "sum": each one's mean counts whole
-    ranks            processes that share out the micro-batches and the tables' rows; None: this one is alone
-    layout           how the model is cut into stages and slices, where the ranks' mesh has any
-    sample           a batch, of which its parts see what the model's inputs look like
-    dense_exchange, hooks  of `Runtime`
+    Args:
+        model: Declares its tables and computes logits from dense columns and rows. It is moved to the device.
+        host_device_mix: Place the tables, and the ops on them, on the host.
+        l2: Regularization of the table "deep": "none", "batch" or "table".
+        precision: "fp32", or "bf16" for the dense layers' arithmetic over float32 weights.
+        lr: Learning rate of the dense layers' Adam. None: the model's.
+        most_uses, saves: Ids in a batch at most, and whether checkpoints will be saved; both need memory.
+        micro_batches: Parts of a batch. Their gradients are summed in an order that depends on this number alone.
+        gradients: "mean" weights a micro-batch by its samples; "sum" adds the micro-batches' means.
+        ranks: Processes that share the micro-batches and the tables' rows. None: this process alone.
+        layout: Stages and slices of the model, if the ranks' mesh has any.
+        sample: A batch that shows the stages the shapes of the model's inputs; required with `layout`.
+        cache, depth, log, timeline, dense_exchange, hooks: As for `Runtime`.
     """
 
     def __init__(
@@ -121,12 +117,12 @@ class Trainer:
         hooks: PipelineHooks | None = None,
     ) -> None:
         if l2 != "none" and DEEP not in model.tables:
-            raise UserError(f"--l2 {l2} is of Wide & Deep's deep table, which this model does not have; leave it out")
+            raise UserError(f"--l2 {l2} requires Wide & Deep's table deep, which this model lacks; leave it out")
         if cache is not None and l2 == "table":
-            raise UserError("--l2 table reads the whole table in every step, which a cache of its rows would have to "
-                            "write back each time; use --l2 batch, or no --cache-rows")  # fmt: skip
+            raise UserError("--l2 table reads the whole table in every step, so --cache-rows would write all rows back "
+                            "each time; use --l2 batch, or leave out --cache-rows")  # fmt: skip
         if l2 == "table" and micro_batches > 1:
-            raise UserError("--l2 table does not go with --micro-batches: it would be added with each of them; use "
+            raise UserError("--l2 table cannot be combined with --micro-batches, each of which would add it; use "
                             "--l2 batch")  # fmt: skip
         require_own_averages(model)
         log = log or OpLog()
@@ -139,7 +135,7 @@ class Trainer:
         self.server = ParameterServer()
         part = world.part()
         free = require_room(model.tables, host_device_mix, device, part)
-        self.room = Room(free, {})  # what is kept of the host's memory
+        self.room = Room(free, {})  # the host's memory budget
         uses = -(-most_uses // shares)
         if host_device_mix:
             self.room = host_room(kept_on_host(model, cache, part, device, depth=depth, uses=uses, saves=saves))
@@ -159,7 +155,7 @@ class Trainer:
             dense_exchange=dense_exchange, hooks=hooks)  # fmt: skip
         self.timeline = self.runtime.pipeline.timeline
         self.model, self._staged = model, None
-        self._reading: dict[str, Any] = {"ids": model.ids, "send": _sent, "background": True}  # it draws nothing
+        self._reading: dict[str, Any] = {"ids": model.ids, "send": _sent, "background": True}  # uses no random numbers
         if layout is not None:
             assert ranks is not None
             assert sample is not None
@@ -172,12 +168,12 @@ class Trainer:
         else:
             broadcast_parameters(model, world)
             self._parameters = list(model.to(self.runtime.device).parameters())
-            # with whole batches the layers themselves move theirs
+            # without micro-batches, the layers move their averages themselves
             self._averages = Averages([model] if micro_batches > 1 else [], world.channel())
         self.adam = torch.optim.Adam(self._parameters, lr=model.lr if lr is None else lr, eps=DENSE_EPS, fused=True)
         self._start_adam()
-        self._parts_begun = 0  # micro-batches here of all steps
-        self._forward = Primitive("DenseForward", _objective, scope="network", log=log)  # no cycle: tables go with it
+        self._parts_begun = 0  # of this rank, in all steps
+        self._forward = Primitive("DenseForward", _objective, scope="network", log=log)  # a method would be a cycle
         self._backward = Primitive("DenseBackward", Tensor.backward, scope="network", log=log)
         self._adam_step = Primitive("Adam", self.adam.step, scope="network", log=log)
         if l2 == "table":
@@ -186,7 +182,7 @@ class Trainer:
             self._table_l2.add_prim_attr("primitive_target", table.primitive_target)
 
     def _feature(self, feature: Feature) -> Feature:
-        """Return a model's feature with its tables for their names; vectors in the dense layers' precision."""
+        """Replace a feature's table names by the tables; embeddings have the dense layers' precision."""
         names = (feature.tables,) if feature.is_single else tuple(feature.tables)
         tables = tuple(self.tables[name] for name in names)
         dtypes = tuple("bfloat16" if self._precision == "bf16" and table.dim > 1 else "float32" for table in tables)
@@ -194,7 +190,7 @@ class Trainer:
                        dtype=dtypes[0] if feature.is_single else dtypes)  # fmt: skip
 
     def _start_adam(self) -> None:
-        """Make the optimizer's state, by a step that is skipped: a first step that is not finite changes nothing."""
+        """Create the optimizer's state by a skipped step, so that a non-finite first step changes nothing."""
         for parameter in self._parameters:
             parameter.grad = torch.zeros_like(parameter)
         self.adam.found_inf = torch.ones((), device=self._device)  # type: ignore[attr-defined]
@@ -203,29 +199,29 @@ class Trainer:
 
     @property
     def caches(self) -> list[Any]:
-        """The caches of the tables' groups."""
+        """The caches of the table groups."""
         return self.runtime.caches
 
     def exchanged_bytes(self) -> dict[str, int]:
-        """Return the bytes sent to other ranks in training: those of `Runtime`, and between stages."""
+        """Return the bytes sent to other ranks in training, by `Runtime` and between stages."""
         between = {} if self._staged is None else {"parts": self._staged.sent_bytes}
         return {**self.runtime.exchanged_bytes(), **between}
 
     @property
     def cut(self) -> str | None:
-        """How the network is cut, as text; None where every rank has all of it."""
+        """The stages and slices as text; None if every rank has all layers."""
         return None if self._staged is None else self._staged.describe()
 
     @property
     def steps(self) -> int:
-        """Steps whose updates are finished."""
+        """Number of steps with finished updates."""
         return self.runtime.pipeline.steps
 
     def train(self, batches: Iterable[Batch]) -> Generator[Result, None, None]:
-        """Take a step per batch, and yield each one's losses from before its update.
+        """Take a step per batch and yield its losses before the update; closing the iterator finishes queued steps.
 
-        Closing the iterator finishes what has been stepped. Raises NonFiniteLossError where a loss or a gradient is not
-        finite; that step and later ones update nothing.
+        Raises:
+            NonFiniteLossError: A loss or gradient is not finite. This step and later ones update nothing.
         """
         self.model.train()
         many = self._micro_batches > 1
@@ -239,12 +235,12 @@ class Trainer:
             for (batch, dense, label), rows in loop:
                 outcome = self._step(rows, batch, dense, label)
                 result = [Result(batch.step_rows, outcome)] if outcome is not None else []
-                del batch, dense, label, rows, outcome  # the loop reads on when nobody has them
+                del batch, dense, label, rows, outcome  # the loop reads ahead once these are released
                 if result:
                     yield result.pop()
 
     def _train_stages(self, staged: Staged, parts: Iterable[Batch]) -> Generator[Result, None, None]:
-        """See `train`."""
+        """Train as `train` does, with stages."""
         loop = self.runtime.train(parts, **self._reading, micro_batches=self._parts_here, by_step=True)
         with loop:
             for step in loop:
@@ -253,7 +249,7 @@ class Trainer:
                 del step, outcome
 
     def _step_stages(self, staged: Staged, step: Step) -> tuple[Outcome, int]:
-        """Queue a step of stages; return its losses and its samples."""
+        """Queue a step of stages; return its losses and its number of samples."""
         self.adam.zero_grad()
 
         def given(number: int) -> tuple[Tensor, Rows]:
@@ -275,12 +271,12 @@ class Trainer:
         return self._finish(rows, batch, losses, None), batch.step_rows
 
     def _extra(self, rows: Rows) -> Tensor:
-        """Return the L2 term."""
+        """Return the L2 term of a micro-batch."""
         unique, counts = rows.unique(DEEP)
         return deep_l2(unique, counts)
 
     def _parts(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the micro-batches of each batch, or of this rank's part of it."""
+        """Yield this rank's micro-batches of each batch."""
         for batch in batches:
             if self._micro_batches == 1:
                 yield batch
@@ -290,7 +286,7 @@ class Trainer:
             yield from batch.split([0, *(stop - begin for _, stop in mine)])
 
     def _step(self, rows: Rows, batch: Batch, dense: Tensor, label: Tensor) -> Outcome | None:
-        """Queue a step: losses, gradients, Adam on the dense side; None while more micro-batches are to come."""
+        """Queue a micro-batch: losses, gradients and, after the last one of a step (else None), Adam."""
         if self._l2 == "table":
             self.runtime.write_back()  # the table is read as a whole
         self.adam.zero_grad()
@@ -309,13 +305,13 @@ class Trainer:
         if not rows.is_due:
             return None
         self._averages.move()
-        assert losses is not None  # the last micro-batch has a row
+        assert losses is not None  # the last micro-batch has a sample
         return self._finish(rows, batch, losses, squares)
 
     def _finish(self, rows: Rows, batch: Batch, losses: Tensor, squares: Any) -> Outcome:
-        """Queue what follows when all gradients have come: the look whether they are finite, and Adam."""
+        """Queue the check for non-finite gradients, and Adam."""
         looked_at, results = [losses], [losses]
-        if isinstance(squares, Tensor):  # on the device, so not here yet
+        if isinstance(squares, Tensor):  # on the device, maybe not computed yet
             looked_at.append(squares.sum().float())
             results.append(squares)
         elif squares is not None:
@@ -328,13 +324,13 @@ class Trainer:
         return outcome
 
     def _weight(self, batch: Batch) -> float | None:
-        """Return what a micro-batch's loss is multiplied by; None: the batch is whole."""
+        """Return the weight of a micro-batch's loss; None for an undivided batch."""
         if self._micro_batches == 1:
             return None
         return len(batch) / batch.step_rows if self._gradients == "mean" else 1.0
 
     def _draw_anew(self, part: int) -> None:
-        """Let what a micro-batch draws, as dropout does, be a function of its number."""
+        """Seed the generators with the micro-batch's number, for layers such as dropout."""
         if self._micro_batches > 1:
             step = self._parts_begun // self._parts_here
             number = step * self._micro_batches + self._first_part + part
@@ -343,9 +339,9 @@ class Trainer:
     def objective(
         self, rows: Rows, dense: Tensor, label: Tensor, weight: float | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the wide loss, what to differentiate (the deep loss, whose gradient is both losses'), its value.
+        """Return the wide loss, the deep loss to differentiate, and its value.
 
-        weight  of the wide loss in what is differentiated: of a micro-batch; None for a whole batch
+        The deep loss contains the wide loss, multiplied by `weight` if given.
         """
         wide = wide_loss(self._logits(dense, rows), label)
         objective = wide if weight is None else wide * weight
@@ -362,10 +358,11 @@ class Trainer:
     def evaluate(
         self, batches: Iterable[Batch], progress: Callable[[], object] = lambda: None, folder: Path | None = None
     ) -> Evaluation | None:
-        """Return AUC and log loss over batches, None if there are none; the model stays as it is, in training or not.
+        """Return AUC and log loss over batches; None if there are none. The model's training mode is kept.
 
-        progress  called after each batch
-        folder    for what does not fit in memory, as of `Scores`
+        Args:
+            progress: Called after each batch.
+            folder: Receives scores that do not fit in memory, as for `Scores`.
         """
         training = self.model.training
         self.model.eval()
@@ -387,12 +384,12 @@ class Trainer:
             return None
         if found.not_finite:
             raise UserError(
-                f"the predictions of {found.not_finite} of {found.rows} rows are not finite; the model has diverged"
+                f"{found.not_finite} of {found.rows} predictions are not finite; the model has diverged"
             )
         return Evaluation(found.auc, found.logloss, found.rows)
 
     def _scored(self, batches: Iterable[Batch]) -> Iterator[tuple[npt.NDArray[Any] | None, Batch]]:
-        """Yield the logits of each micro-batch here; None where it has no samples, or another rank has them."""
+        """Yield each local micro-batch with its logits; None if it has no samples or another rank has the logits."""
         parts = self._parts(batches)
         if self._staged is None:
             with closing(self.runtime.predict(parts, **self._reading)) as loop:
@@ -412,21 +409,22 @@ class Trainer:
                     yield None if scores is None else scores.float().cpu().numpy(), batch
 
     def state_sha256(self) -> str:
-        """Return the digest of the tables and of the dense side."""
+        """Return the digest of the tables and the dense state."""
         self.runtime.write_back()
         return state_sha256(self.tables.values(), self.dense_state(), self.ranks)
 
     def dense_state(self) -> DenseState:
-        """Return the dense side's state; of stages the whole one, on rank 0."""
+        """Return the dense state; with stages, rank 0 returns all of it."""
         return get_dense_state(self.model, self.adam) if self._staged is None else self._staged.state(self.adam)
 
     def save(
         self, to: CheckpointManager, step: int, more: Any, files: Mapping[str, Path], *, state_sha256: str | None = None
     ) -> AsyncWriter:
-        """Begin to save a checkpoint of everything, as of the last step; between two steps of a loop, too.
+        """Start saving a checkpoint of everything after the last step; a loop may be between two steps.
 
-        more   values to be kept with it
-        files  to be kept with it, by their names there
+        Args:
+            more: Values to store with it.
+            files: Files to store with it, by their names there.
         """
         self.runtime.write_back()
         tensors: dict[str, Tensor] = {}
@@ -438,18 +436,19 @@ class Trainer:
         return to.save(self.tables.values(), step, content, state_sha256=state_sha256)
 
     def _random_states(self) -> dict[str, Tensor]:
-        """Return the states of torch's generators, which layers such as dropout draw from."""
+        """Return the states of torch's generators, for layers such as dropout."""
         if self._micro_batches > 1:
-            return {}  # each micro-batch begins anew
+            return {}  # each micro-batch is seeded
         states = {"cpu": torch.get_rng_state()}
         if _has_generator(self._device):
             states[self._device.type] = torch.get_device_module(self._device).get_rng_state(self._device)
         return states
 
     def load(self, chain: Chain, *, check: bool = False) -> Any:
-        """Load a checkpoint; return its `more`. UserError, before anything changes, for another model.
+        """Load a checkpoint and return its `more`; `check` verifies the row checksums, as in `load_tables`.
 
-        check  compare the checksums of the tables' rows, as `load_tables` does; else they are known to be whole
+        Raises:
+            UserError: The checkpoint is of another model; nothing was changed.
         """
         require_tables(chain, self.tables)
         values = values_of(chain)
@@ -461,7 +460,7 @@ class Trainer:
         return values["more"]
 
     def load_dense(self, chain: Chain, dense: Any) -> None:
-        """Load the weights and Adam's state of a checkpoint's dense side; UserError for another model's."""
+        """Load a checkpoint's dense weights and Adam state; UserError if they are of another model."""
         try:
             if self._staged is not None:
                 self._staged.load(dense["model"], self.adam, dense["optimizer"])
@@ -497,5 +496,5 @@ def _given(step: Step, number: int) -> tuple[Tensor, Rows]:
 
 
 def _sent(batch: Batch) -> tuple[Batch, Tensor, Tensor]:
-    """What the loop needs of a batch: itself, its dense columns and labels on the device."""
+    """Return a batch, and its dense columns and labels as tensors to send to the device."""
     return batch, torch.from_numpy(batch.dense), torch.from_numpy(batch.label)

@@ -128,7 +128,7 @@ def test_what_has_no_effect_in_one_process(refused, flags):
         (("--batch-per-rank", 0), "--batch-per-rank must be at least 1, not 0"),
         (("--torch-threads", 0), "--torch-threads must be at least 1, not 0"),
         (("--gradients", "sum"), "--gradients sum has no effect without --micro-batches"),
-        (("--l2", "table", "--micro-batches", 2), "--l2 table does not go with --micro-batches"),
+        (("--l2", "table", "--micro-batches", 2), "--l2 table cannot be combined with --micro-batches"),
     ],
     ids=str,
 )
