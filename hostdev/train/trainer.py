@@ -383,9 +383,7 @@ class Trainer:
         if not found.rows:
             return None
         if found.not_finite:
-            raise UserError(
-                f"{found.not_finite} of {found.rows} predictions are not finite; the model has diverged"
-            )
+            raise UserError(f"{found.not_finite} of {found.rows} predictions are not finite; the model has diverged")
         return Evaluation(found.auc, found.logloss, found.rows)
 
     def _scored(self, batches: Iterable[Batch]) -> Iterator[tuple[npt.NDArray[Any] | None, Batch]]:
