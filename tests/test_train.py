@@ -290,8 +290,8 @@ def error_of(capsys):
         (["--cache-rows", "5", "--cache-window", "33"], "--cache-window must be in 0..32, not 33"),
         (["--tf32"], "--tf32 has no effect on cpu; leave it out"),
         (["--tf32", "--precision", "bf16"], "--tf32 has no effect with --precision bf16; leave it out"),
-        (["--cache-rows", "5", "--l2", "table"], "--l2 table does not go with --cache-rows: "),
-        (["--cache-rows", "5", "--staleness", "1"], "--staleness does not go with --cache-rows"),
+        (["--cache-rows", "5", "--l2", "table"], "--l2 table cannot be combined with --cache-rows: "),
+        (["--cache-rows", "5", "--staleness", "1"], "--staleness cannot be combined with --cache-rows"),
     ],
 )
 def test_a_wrong_option_gets_one_line(trained, small_data, tmp_path, capsys, options, message):

@@ -1,18 +1,18 @@
-"""The command lines: parsers, and the checks of options. They import little, so that a command answers at once.
+"""Command lines: parsers and checks of options. They import little, so that --help is fast.
 
-Each has `PROG`, `parser(prog)` and `main(argv, prog)`, which checks the options before it imports what does the work.
-`hostdev NAME` is the same as `python -m` of the module that `COMMANDS` names.
+Each has `PROG`, `parser(prog)` and `main(argv, prog)`, which checks the options before it imports the implementation.
+`hostdev NAME` is the same as `python -m` with the module in `COMMANDS`.
 """
 
 COMMANDS = {
     "train": ("hostdev.train", "train a model on a data set"),
-    "quickstart": ("hostdev.train.quickstart", "preprocess Criteo text, or a look-alike, and train on it"),
+    "quickstart": ("hostdev.train.quickstart", "preprocess Criteo text, or synthetic data, and train on it"),
     "preprocess": (
         "hostdev.data.preprocess",
         "turn tables or Criteo text into a data set; check or describe one",
     ),
     "predict": ("hostdev.predict", "write probabilities for the rows of a file"),
-    "checkpoint": ("hostdev.checkpoint", "look at checkpoints, check, compare, merge and export them"),
+    "checkpoint": ("hostdev.checkpoint", "describe, check, compare, merge and export checkpoints"),
     "advise": ("hostdev.advise", "recommend an embedding cache for your data"),
     "verify": ("hostdev.verify", "show on your data that every mode gives the same bits"),
     "launch": ("hostdev.launch", "start this host's processes of a rank table; test the connections"),

@@ -14,7 +14,7 @@ DTYPES = ("float32", "bfloat16", "bf16")  # bf16 for one release
 
 def parser(prog: str = PROG) -> cli.Parser:
     """Return the parser of its commands and flags."""
-    made = cli.parser(prog, "Look at checkpoints, check them, merge them, take them elsewhere.")
+    made = cli.parser(prog, "Describe, check, compare, merge and export checkpoints.")
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, help: str) -> argparse.ArgumentParser:
@@ -24,38 +24,38 @@ def parser(prog: str = PROG) -> cli.Parser:
             "path",
             type=Path,
             metavar="DIR",
-            help="a checkpoint, or a folder of them, or a run directory: the newest there",
+            help="a checkpoint; for a folder of them or a run directory, the newest",
         )
         return one
 
-    add("info", "say what checkpoints hold")
+    add("info", "describe checkpoints")
     add(
         "verify",
         "read every file of all checkpoints there, compare checksums, and compute the digest of the newest's state",
     )
-    of_diff = add("diff", "say how a checkpoint differs from another one; exit code 1 if it does")
-    of_diff.add_argument("other", type=Path, metavar="OTHER", help="the other one")
-    of_compact = add("compact", "merge a checkpoint and all that it adds to into one")
+    of_diff = add("diff", "compare two checkpoints; exit code 1 if they differ")
+    of_diff.add_argument("other", type=Path, metavar="OTHER", help="the other checkpoint")
+    of_compact = add("compact", "merge an incremental checkpoint and its base into a full one")
     of_compact.add_argument(
-        "--keep", type=int, metavar="K", help="then remove all but the K newest checkpoints and what they add to"
+        "--keep", type=int, metavar="K", help="then remove all but the K newest checkpoints and their bases"
     )
     of_merge = add("merge", "write a checkpoint of several processes as one of one process")
     of_reshard = add("reshard", "write a checkpoint for another number of processes")
-    of_reshard.add_argument("--ranks", type=int, required=True, metavar="N", help="processes that are to load it")
+    of_reshard.add_argument(
+        "--ranks", type=int, required=True, metavar="N", help="number of processes that will load it"
+    )
     for one in (of_merge, of_reshard):
         one.add_argument("--out", type=Path, required=True, metavar="DIR", help="a folder for it, without checkpoints")
-    _add_export(add("export", "write tables and dense layers as files that others read"))
+    _add_export(add("export", "write tables and dense layers as files for other programs"))
     return made
 
 
 def _add_export(to: argparse.ArgumentParser) -> None:
     """Add the options of `export`."""
     to.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder")
-    to.add_argument("--format", choices=FORMATS, default="parquet", help="of the tables (default parquet)")
-    to.add_argument(
-        "--slots", action="store_true", help="the optimizers' slots, steps and settings, and what `extra` holds, too"
-    )
-    to.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights (default float32)")
+    to.add_argument("--format", choices=FORMATS, default="parquet", help="format of the tables (default parquet)")
+    to.add_argument("--slots", action="store_true", help="also write optimizer state, steps and settings, and `extra`")
+    to.add_argument("--dtype", choices=DTYPES, default="float32", help="type of the weights (default float32)")
 
 
 def main(argv: Sequence[str], prog: str = PROG) -> int:

@@ -1,4 +1,4 @@
-"""The command line of `launch`; what does the work imports little, too."""
+"""The command line of `launch`."""
 
 import time
 from collections.abc import Sequence
@@ -14,15 +14,16 @@ def parser(prog: str = PROG) -> cli.Parser:
     """Return the parser of its flags."""
     made = cli.parser(prog, "Start this host's processes of a rank table; the program and its options follow after --.")
     made.add_argument("--rank-table", type=Path, metavar="FILE", help="JSON: the servers and their devices")
-    made.add_argument("--server", metavar="ID", help="this host's server_id in it (the one whose address is here)")
-    made.add_argument("--log-dir", type=Path, metavar="DIR", help="a new folder, with one for each rank (launch-TIME)")
-    made.add_argument("--check", action="store_true",
-                        help="exchange something between all processes, and say how fast; by any launcher")  # fmt: skip
+    made.add_argument("--server", metavar="ID", help="this host's server_id in the table (default: by address)")
+    made.add_argument(
+        "--log-dir", type=Path, metavar="DIR", help="a new folder for the logs of the ranks (default launch-TIME)"
+    )
+    made.add_argument("--check", action="store_true", help="test and time the connections; works under any launcher")
     return made
 
 
 def main(argv: Sequence[str], prog: str = PROG) -> int:
-    """Parse the command line and start processes, or check the way between them."""
+    """Parse the command line and start processes, or check their connections."""
     own, command = list(argv), []
     if "--" in own:
         at = own.index("--")
@@ -38,7 +39,7 @@ def main(argv: Sequence[str], prog: str = PROG) -> int:
             raise UserError("give --rank-table FILE -- PROGRAM OPTIONS, or --check")
         return check()
     if not command and not options.check:
-        raise UserError("what is to be started? Give it after --, such as -- -m hostdev.train --host-device-mix ...")
+        raise UserError("missing command after --, such as -- -m hostdev.train --host-device-mix ...")
     if options.check:
         command = ["-m", PROG, "--check"]
     table = read_table(options.rank_table)

@@ -13,14 +13,10 @@ PROG = "hostdev.predict"
 def parser(prog: str = PROG) -> cli.Parser:
     """Return the parser of its flags."""
     made = cli.parser(prog, "Write the probability of a positive label for each row of a file or a data set.")
-    made.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help=
-                        "a checkpoint of hostdev.train, or a folder or run directory of them")  # fmt: skip
-    made.add_argument("--which", choices=WHICH, help=
-                        "of several (default: the best of a run with --early-stop, else the newest)")  # fmt: skip
-    made.add_argument("--model", metavar="package.module:Class", help=
-                        "the model's class, where it is not one of hostdev's; its module is run")  # fmt: skip
-    made.add_argument("--data", type=Path, required=True, metavar="FILE|DIR", help=
-                        "raw rows as the data set was made of, with or without labels, or a data set")  # fmt: skip
+    made.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="checkpoint, or a folder of them")
+    made.add_argument("--which", choices=WHICH, help="which checkpoint (default: best if known, else newest)")
+    made.add_argument("--model", metavar="package.module:Class", help="the class of your own model")
+    made.add_argument("--data", type=Path, required=True, metavar="FILE|DIR", help="raw rows, or a data set")
     made.add_argument("--split", choices=("train", "test"), help="rows of a data set (default test)")
     made.add_argument("--out", type=Path, required=True, metavar="FILE", help="a new Parquet file, .parquet")
     made.add_argument("--device", default="cpu", metavar="NAME", help="where the dense layers run (default cpu)")

@@ -19,29 +19,30 @@ def parser(prog: str = PROG) -> cli.Parser:
     """Return the parser of its flags."""
     made = cli.parser(
         prog,
-        "Preprocess Criteo text (or a look-alike made for it) and train on it with --host-device-mix. "
+        "Preprocess Criteo text (or synthetic data) and train on it with --host-device-mix. "
         "Takes the options of hostdev.data.preprocess and of hostdev.train.",
     )
-    made.add_argument("--criteo", type=Path, metavar="FILE", help=f"Criteo text; without it, {ROWS:,} look-alike rows")
-    made.add_argument("--datasets", type=Path, default=Path("datasets"), metavar="DIR",
-                        help="folder for the data sets, kept for the next time (default %(default)s)")  # fmt: skip
+    made.add_argument("--criteo", type=Path, metavar="FILE", help=f"Criteo text; without it, {ROWS:,} synthetic rows")
+    made.add_argument(
+        "--datasets", type=Path, default=Path("datasets"), metavar="DIR", help="data sets (default %(default)s)"
+    )
     add_options(made, Options(threshold=THRESHOLD))
     config.add_flags(made)
     for action in made._actions:
-        if action.dest in ("data", "host_device_mix"):  # the one is refused, the other is on
+        if action.dest in ("data", "host_device_mix"):  # --data is refused, --host-device-mix is on
             action.help = argparse.SUPPRESS
     return made
 
 
 def main(argv: Sequence[str], prog: str = PROG) -> None:
-    """Parse the command line; make the look-alike if no file is given, preprocess what is new, train."""
+    """Parse the command line; generate data if no file is given, preprocess, train."""
     arguments = parser(prog).parse_args(argv)
     if arguments.data is not None:
         raise UserError("--data has no effect here; give --criteo FILE, or use python -m hostdev.train --data DIR")
     arguments.host_device_mix = True
     if arguments.epochs is None:
         arguments.epochs = EPOCHS
-    config.from_flags(arguments)  # refuses what is wrong before the work begins
+    config.from_flags(arguments)  # checks the options before the work begins
     options = options_from(arguments, threshold=THRESHOLD)
 
     if arguments.criteo is not None and str(arguments.criteo) != "-" and not arguments.criteo.exists():

@@ -16,7 +16,7 @@ def parser(prog: str = PROG) -> cli.Parser:
     """Return the parser of its flags."""
     made = cli.parser(prog, "Train Wide & Deep, or another model, on Arrow shards made by hostdev.data.preprocess.")
     config.add_flags(made)
-    # torch.distributed.launch gives it, and sets LOCAL_RANK as well.
+    # torch.distributed.launch passes it, and sets LOCAL_RANK as well.
     made.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
     return made
 

@@ -18,9 +18,9 @@ from hostdev.distributed.mesh import SCHEDULES, parse_mesh
 from hostdev.parallel.plan_text import parse_plan
 
 REFERENCE_BATCH_SIZE = 16_000
-MOST_DEPTH = 64  # more ahead than that helps nobody
+MOST_DEPTH = 64  # reading further ahead does not help
 LEAST_OPS_LOG = 1 << 16
-BFLOAT16 = "bfloat16"  # the public name of BF16, which is accepted for one release
+BFLOAT16 = "bfloat16"  # the public name; BF16 is still accepted for one release
 _AT_LEAST_1 = (
     *("epochs", "batch_size", "batch_per_rank", "micro_batches", "max_steps", "early_stop", "shuffle_window"),
     *("emb_dim", "host_threads", "torch_threads", "spawn", "checkpoint_every", "keep_checkpoints"),
@@ -33,7 +33,7 @@ def _flag(help: str, *, default: Any = None, kind: Any = None, **extra: Any) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The options of `hostdev train`. `epochs` and `batch_size` are None until `resolved`."""
+    """The options of `hostdev train`. `resolved` fills in `epochs` and `batch_size`."""
 
     data: Path | None = _flag(
         "data set written by hostdev preprocess (default: a small synthetic one)", kind=Path, metavar="DIR"
@@ -115,8 +115,7 @@ class TrainConfig:
         "order of the micro-batches in the stages of --mesh pipe=N (default 1f1b)", kind=str, choices=SCHEDULES
     )
     stage_cut: str | None = _flag(
-        "the modules at which the second and later stages begin, for example deep.2,deep.4 (default: stages of equal "
-        "cost)",
+        "the modules that begin the second and later stages, for example deep.2,deep.4 (default: stages of equal cost)",
         kind=str,
         metavar="NAMES",
     )
@@ -153,7 +152,7 @@ class TrainConfig:
         metavar="S",
     )
     pipeline_depth: int = _flag(
-        "batches that are read and looked up ahead of the step; 0 runs the stages one after the other",
+        "batches to read and look up ahead of the step; 0 runs the stages one after another",
         default=2,
         kind=int,
         metavar="N",
@@ -203,14 +202,14 @@ class TrainConfig:
         "folder of the checkpoints (default: checkpoints in the run directory)", kind=Path, metavar="DIR"
     )
     resume: str | None = _flag(
-        "resume from the newest complete checkpoint, or start anew if there is none; or resume from DIR",
+        "resume from the newest complete checkpoint, or from DIR; without one, start a new run",
         kind=str,
         metavar="DIR",
         nargs="?",
         const="",
     )
     start_from: Path | None = _flag(
-        "start a new run with the tables and layers of a checkpoint; the data must have kept the ids of its data",
+        "start a new run with the tables and layers of a checkpoint; the data must keep that checkpoint's ids",
         kind=Path,
         metavar="CHECKPOINT",
     )
@@ -222,7 +221,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         if self.table_dtype == BFLOAT16:
-            object.__setattr__(self, "table_dtype", BF16)  # as files name it
+            object.__setattr__(self, "table_dtype", BF16)  # the name in files
         for name in _AT_LEAST_1:
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -253,13 +252,15 @@ class TrainConfig:
                 if getattr(self, name) is not None:
                     raise UserError(f"{_option(name)} has no effect without --mesh pipe=N; leave it out")
         if self.plan is not None:
-            parse_plan(self.plan)  # says what is wrong
+            parse_plan(self.plan)  # raises UserError
             if not is_open and (self.mesh is None or parse_mesh(self.mesh).model == 1):
                 raise UserError("--plan has no effect without --mesh model=N; leave it out")
         if self.gradients is not None and self.micro_batches == 1:
             raise UserError(f"--gradients {self.gradients} has no effect without --micro-batches; leave it out")
         if self.l2 == "table" and self.micro_batches > 1:
-            raise UserError("--l2 table does not go with --micro-batches, each of which would add it; use --l2 batch")
+            raise UserError(
+                "--l2 table cannot be combined with --micro-batches, each of which would add it; use --l2 batch"
+            )
         if self.tf32 and self.precision != "fp32":
             raise UserError(f"--tf32 has no effect with --precision {self.precision}; leave it out")
         if self.staleness and not (self.host_device_mix and self.pipeline_depth):
@@ -301,7 +302,7 @@ class TrainConfig:
 
     @property
     def saves(self) -> bool:
-        """Tell whether checkpoints are saved."""
+        """Whether checkpoints are saved."""
         return self.checkpoint_every is not None or self.checkpoint_minutes is not None
 
     def _check_cache(self) -> None:
@@ -315,11 +316,11 @@ class TrainConfig:
         if not self.host_device_mix:
             raise UserError(f"--cache-rows {self.cache_rows} has no effect without --host-device-mix; give both")
         if self.staleness:
-            raise UserError("--staleness does not go with --cache-rows: a stale row would stay cached")
+            raise UserError("--staleness cannot be combined with --cache-rows: a stale row would stay cached")
         if self.l2 == "table":
             raise UserError(
-                "--l2 table does not go with --cache-rows: it reads the whole table on the host, so every step would "
-                "write back all cached rows; leave one of them out"
+                "--l2 table cannot be combined with --cache-rows: it reads the whole table on the host, so each step "
+                "would write back all cached rows; leave one of them out"
             )
         if self.cache_window is not None:
             if self.cache_policy not in (None, "lookahead"):
@@ -336,7 +337,7 @@ class TrainConfig:
         """Return the settings with the defaults that depend on other options."""
         epochs, batch_size = (15, REFERENCE_BATCH_SIZE) if self.data is not None else (2, 1000)
         filled = replace(self, epochs=self.epochs or epochs, batch_size=self.batch_size or batch_size)
-        if self.micro_batches > 1:  # results do not depend on who computes them
+        if self.micro_batches > 1:  # results must not depend on the number of processes
             filled = replace(filled, torch_threads=self.torch_threads or 1, gradients=self.gradients or "mean")
         if self.cache_rows == AUTO:
             return filled
@@ -378,12 +379,12 @@ def add_flags(to: argparse.ArgumentParser, names: Collection[str] | None = None)
 
 
 def from_flags(arguments: argparse.Namespace, names: Collection[str] | None = None) -> TrainConfig:
-    """Make the configuration of parsed flags, as `add_flags` added them."""
+    """Build the configuration from the parsed flags of `add_flags`."""
     return TrainConfig(**{item.name: getattr(arguments, item.name) for item in _fields(names)})
 
 
 def to_flags(settings: TrainConfig) -> list[str]:
-    """Return the flags that give these settings, defaults left out."""
+    """Return the flags for these settings, without defaults."""
     flags: list[str] = []
     for item in fields(TrainConfig):
         value = getattr(settings, item.name)

@@ -80,15 +80,15 @@ class Trainer:
     Args:
         model: Declares its tables and computes logits from dense columns and rows. It is moved to the device.
         host_device_mix: Place the tables, and the ops on them, on the host.
-        l2: Regularization of the table "deep": "none", "batch" or "table".
         precision: "fp32", or "bf16" for the dense layers' arithmetic over float32 weights.
         lr: Learning rate of the dense layers' Adam. None: the model's.
         most_uses, saves: Ids in a batch at most, and whether checkpoints will be saved; both need memory.
         micro_batches: Parts of a batch. Their gradients are summed in an order that depends on this number alone.
         gradients: "mean" weights a micro-batch by its samples; "sum" adds the micro-batches' means.
         ranks: Processes that share the micro-batches and the tables' rows. None: this process alone.
+        l2: Regularization of the table "deep": "none", "batch" or "table".
         layout: Stages and slices of the model, if the ranks' mesh has any.
-        sample: A batch that shows the stages the shapes of the model's inputs; required with `layout`.
+        sample: A batch with the shapes of the model's inputs; required with `layout`.
         cache, depth, log, timeline, dense_exchange, hooks: As for `Runtime`.
     """
 
@@ -339,10 +339,7 @@ class Trainer:
     def objective(
         self, rows: Rows, dense: Tensor, label: Tensor, weight: float | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the wide loss, the deep loss to differentiate, and its value.
-
-        The deep loss contains the wide loss, multiplied by `weight` if given.
-        """
+        """Return the wide loss, the deep loss to differentiate, and its value; `weight` scales the wide loss in it."""
         wide = wide_loss(self._logits(dense, rows), label)
         objective = wide if weight is None else wide * weight
         if self._l2 != "none":

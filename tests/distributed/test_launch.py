@@ -78,7 +78,7 @@ def test_processes_that_reach_each_other(processes):
         (["--check"], "there is one process only"),
         (["--check", "--server", "a"], "--server has no effect without --rank-table; leave it out"),
         (["--log-dir", "x", "--check"], "--log-dir has no effect without --rank-table; leave it out"),
-        (["--rank-table", "TABLE"], "what is to be started? Give it after --"),
+        (["--rank-table", "TABLE"], "missing command after --"),
         (["--rank-table", "none.json", "--", "x"], "rank table none.json: No such file or directory"),
         (["--rank-table", "TABLE", "--", "x"], "is this host? It has a, b; give --server ID"),
         (["--rank-table", "TABLE", "--server", "c", "--", "x"], "--server c: "),
