@@ -253,7 +253,7 @@ def test_the_manifest_of_another_version_is_refused(tmp_path):
     path = tmp_path / "out" / "manifest.json"
     content = json.loads(path.read_text())
     for change, message in [
-        ({"version": 3}, "version 3, and this is"),
+        ({"version": 3}, "version 3; this hostdev reads"),
         ({"format": "x"}, "'x'"),
         ({"extra": 1}, "extra"),
         ({"vocabulary_sha256": 3}, "a wrong value of vocabulary_sha256"),

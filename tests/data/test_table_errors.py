@@ -402,8 +402,8 @@ TABLE = {"y": [0, 1, 1], "c": ["a", "b", "c"], "x": [1.0, 2.5, None]}
             "x",
             [["a"]] * 3,
             ["--bag", "x", "--test-column", "x=a"],
-            "it is of type list<element: string>, a list; --test-column and --test-after take a column with a value a "
-            "row",
+            "it is of type list<element: string>, a list; --test-column and --test-after take a column with one "
+            "value per row",
         ),
         ("x", [[1]] * 3, ["--bag", "x", "--test-after", "x=1"], "a list; --test-column and --test-after take a column"),
         (
