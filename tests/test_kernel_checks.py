@@ -129,8 +129,12 @@ def indexes_by_values(function: ast.FunctionDef) -> bool:
 
 def kernels_in(path: Path) -> list[ast.FunctionDef]:
     """Return the functions of a file that numba compiles."""
-    found = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
-    compiled = ("kernel", "inline", "overload", "njit", "numba.njit")
+    tree = ast.parse(path.read_text())
+    typing = [each.names for each in ast.walk(tree) if isinstance(each, ast.ImportFrom) and each.module == "typing"]
+    compiled = {"kernel", "inline", "overload", "njit", "numba.njit"} - {
+        each.name for names in typing for each in names
+    }
+    found = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
     return [each for each in found if any(ast.unparse(d).split("(")[0] in compiled for d in each.decorator_list)]
 
 

@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from hostdev.cache.options import WINDOW
 from hostdev.core.initializers import Initializer, Normal
@@ -14,10 +13,13 @@ from hostdev.core.memory import TableShape
 from hostdev.core.optimizers import SparseOptimizer
 from hostdev.core.table_dtypes import FP32, require_table_dtype
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 POOLINGS = (None, "sum", "mean")
 DTYPES = ("float32", "bfloat16")
 
-Array: TypeAlias = Tensor | npt.ArrayLike
+Array: TypeAlias = Union["Tensor", npt.ArrayLike]
 
 
 @dataclass(frozen=True)
