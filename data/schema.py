@@ -1,11 +1,10 @@
-"""The columns of a data set and their ids: what a model needs to know of it.
+"""The schema of a data set: its columns and their ids.
 
-All ids are in one joint space of `rows` ids: first one for each dense column (only models that look dense columns up
-use them), then one out-of-vocabulary id for each space, then the values by space, in order of first occurrence. Where
-values are hashed, all spaces have the same range of values.
+All ids share one joint range of `rows` ids: one for each dense column (used only by models that look up dense columns),
+one out-of-vocabulary id for each space, then the values by space, in order of first occurrence. Hashed spaces all share
+the same range of values.
 
-A data set that keeps the ids of an earlier one has new values after all earlier ids, by space again: the ids of a space
-are then several segments.
+A data set that extends an earlier one appends its new values, again by space, so a space can have several segments.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -21,7 +20,7 @@ KINDS = ("id", "bag")
 class Space:
     """The ids of one vocabulary: its out-of-vocabulary id, and [first, first + size) for its values.
 
-    more  further segments (first, size), ascending: values that later data sets have added
+    `more` has further segments (first, size), ascending, for values added by later data sets.
     """
 
     name: str
@@ -32,16 +31,16 @@ class Space:
 
     @property
     def segments(self) -> tuple[tuple[int, int], ...]:
-        """The segments (first, size) of the values' ids, ascending; none where there are no values."""
+        """The non-empty segments (first, size) of the values' ids, ascending."""
         return (((self.first, self.size),) if self.size else ()) + self.more
 
     @property
     def values(self) -> int:
-        """How many values there are."""
+        """Number of values."""
         return self.size + sum(size for _, size in self.more)
 
     def grown(self, first: int, size: int) -> "Space":
-        """Return the space with the ids [first, first + size) added, which are above its own."""
+        """Return the space with the ids [first, first + size) added; they must be above its own."""
         if not size:
             return self
         if not self.segments:
@@ -54,14 +53,14 @@ class Space:
         return replace(self, size=last + size)
 
     def has(self, ids: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-        """Tell for each of the ids [N] whether it stands for a value of this space, bool [N]."""
+        """Return which ids [N] are values of this space, bool [N]."""
         found = np.zeros(ids.shape, np.bool_)
         for first, size in self.segments:
             found |= (ids >= first) & (ids < first + size)
         return found
 
     def id_at(self, number: int) -> int:
-        """Return the id of the value of this number among the space's, in the order of their ids."""
+        """Return the id of the space's value with this number, counted in ascending order of ids."""
         for first, size in self.segments:
             if number < size:
                 return first + number
@@ -69,13 +68,13 @@ class Space:
         raise IndexError(f"space {self.name!r} has {self.values} values")
 
     def in_words(self) -> str:
-        """Return the ranges of the values' ids as text, such as "4..7, 20..22"; empty where there are none."""
+        """Return the ranges of the values' ids as text, such as "4..7, 20..22" or ""."""
         return ", ".join(f"{first}..{first + size - 1}" for first, size in self.segments)
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of ids: "id", one a row, or "bag", any number a row; several columns may name one space."""
+    """A column of kind "id" (one id a row) or "bag" (any number a row); columns may share a space."""
 
     name: str
     kind: str
@@ -84,13 +83,14 @@ class Column:
 
 @dataclass(frozen=True)
 class Schema:
-    """The columns of a data set, and how many ids they have together.
+    """The columns of a data set and its total number of ids.
 
-    label    name of the label's column
-    dense    names of the dense columns
-    columns  those with ids
-    spaces   of the columns
-    rows     ids in all: rows of a table that all columns share
+    Attributes:
+        label: name of the label column.
+        dense: names of the dense columns.
+        columns: id and bag columns.
+        spaces: the columns' spaces.
+        rows: total number of ids, which is the rows of a table shared by all columns.
     """
 
     label: str
@@ -102,18 +102,18 @@ class Schema:
     def __post_init__(self) -> None:
         names = [self.label, *self.dense, *(column.name for column in self.columns)]
         if twice := _twice(names):
-            raise ValueError(f"column {twice!r} is there twice")
+            raise ValueError(f"column {twice!r} occurs twice")
         spaces = [space.name for space in self.spaces]
         if twice := _twice(spaces):
-            raise ValueError(f"space {twice!r} is there twice")
+            raise ValueError(f"space {twice!r} occurs twice")
         for column in self.columns:
             if column.kind not in KINDS:
                 raise ValueError(f"column {column.name!r} is of kind {column.kind!r}, not one of {', '.join(KINDS)}")
             if column.space not in spaces:
-                raise ValueError(f"column {column.name!r} has the ids of {column.space!r}, which is no space")
+                raise ValueError(f"column {column.name!r} names an unknown space {column.space!r}")
         fixed = len(self.dense) + len(self.spaces)
         if self.rows < fixed:
-            raise ValueError(f"{self.rows} rows, fewer than the {fixed} fixed ids")
+            raise ValueError(f"{self.rows} rows are fewer than the {fixed} fixed ids")
         for space in self.spaces:
             if not (0 <= space.oov < self.rows and space.size >= 0 and 0 <= space.first <= self.rows - space.size):
                 raise ValueError(f"space {space.name!r} has ids outside 0..{self.rows - 1}")
@@ -121,7 +121,7 @@ class Schema:
             for first, size in space.more:
                 if size < 1 or first < end or first + size > self.rows:
                     raise ValueError(
-                        f"space {space.name!r} has segments of ids that overlap, are empty or end outside "
+                        f"space {space.name!r} has id segments that overlap, are empty or end outside "
                         f"0..{self.rows - 1}"
                     )
                 end = first + size
@@ -138,16 +138,16 @@ class Schema:
 
     @property
     def id_type(self) -> str:
-        """The dtype that holds all ids: "int32", or "int64" where there are more."""
+        """The smallest dtype for all ids: "int32" or "int64"."""
         return "int32" if self.rows <= 2**31 else "int64"
 
     @property
     def first_value(self) -> int:
-        """The first id that stands for a value; those below are the dense columns' and out of vocabulary."""
+        """The first id of a value; lower ids are of dense columns and out-of-vocabulary values."""
         return len(self.dense) + len(self.spaces)
 
     def as_json(self) -> dict[str, Any]:
-        """Return what a manifest holds; a space has `more` only where there are such segments."""
+        """Return the schema as in a manifest; `more` is omitted if empty."""
         content = asdict(self)
         for space in content["spaces"]:
             if not space["more"]:
@@ -156,7 +156,7 @@ class Schema:
 
 
 def from_json(content: Any) -> Schema:
-    """Return the schema that `as_json` gave; ValueError or TypeError where it is none."""
+    """Parse the result of `as_json`; raise ValueError or TypeError if it is invalid."""
     if not isinstance(content, dict):
         raise TypeError("the schema is not an object")
     content = dict(content)
@@ -173,7 +173,7 @@ def from_json(content: Any) -> Schema:
 
 
 def _space(content: Any) -> Space:
-    """Return the space that a manifest describes."""
+    """Parse a space of a manifest."""
     if not isinstance(content, dict):
         raise TypeError("a space is not an object")
     more = content.get("more", ())
@@ -187,6 +187,6 @@ def _numbers(space: Space) -> tuple[Any, ...]:
 
 
 def _twice(names: list[str]) -> str | None:
-    """Return a name that is there twice."""
+    """Return a duplicate name, or None."""
     seen: set[str] = set()
     return next((name for name in names if name in seen or seen.add(name)), None)  # type: ignore[func-returns-value]

@@ -1,9 +1,9 @@
-"""Arrow IPC files mapped into memory; every file is checked before a row of it is used.
+"""Memory-mapped Arrow IPC files; every file is checked before its rows are used.
 
-A file is read from its beginning to its end before it is mapped: by the first reader to compare its checksum, later
-to have it in the page cache, as rows are then taken in any order. What cannot be read, a file that has become shorter
-or has been replaced is an error then, and a file that has changed since its checksum was computed is hashed again.
-From then on the rows are the operating system's: who shortens a file that is mapped ends the process (SIGBUS).
+A file is read sequentially before it is mapped: the first time to verify its checksum, later to bring it into the page
+cache for random access. A read error, a shortened or a replaced file raises an error at that point. A file that has
+changed since its checksum was computed is hashed again. Shortening a file that is already mapped kills the process
+(SIGBUS).
 """
 
 import os
@@ -23,31 +23,27 @@ from hostdev.data.rows import Piece
 from hostdev.kernels.buffers import scratch
 from hostdev.kernels.lookup import first_outside
 
-_READ = 1 << 22  # bytes at a time: fewer calls than pages, as each waits for Python's lock
+_READ = 1 << 22  # bytes a call; large, because each call waits for the GIL
 
 
 class StoppedError(Exception):
-    """Nobody wants a file any more."""
+    """The reader was closed while a file was read."""
 
 
 class ShardFiles:
-    """A data set's files; several threads may open them.
-
-    root      the data set's folder
-    manifest  its manifest
-    """
+    """The shards of the data set in folder `root`; thread-safe."""
 
     def __init__(self, root: Path, manifest: Manifest) -> None:
         self._root = root
         self._manifest = manifest
-        self._intact: dict[str, tuple[int, ...]] = {}  # files whose checksum has been computed, as they were then
+        self._intact: dict[str, tuple[int, ...]] = {}  # by verified file: its state at that time
 
     def open(self, shard: Shard, stop: Event) -> list[Piece]:
-        """Return a shard's record batches, mapped.
+        """Return a shard's record batches, memory-mapped.
 
-        stop  when it is set, StoppedError is raised soon
-
-        Raises UserError for a file that is missing or does not match the manifest, and for a bad id or label.
+        Raises:
+            StoppedError: `stop` was set.
+            UserError: the file is missing or does not match the manifest, or an id or a label is invalid.
         """
         path = self._root / shard.file
         state = self._read(path, shard, stop)
@@ -76,7 +72,7 @@ class ShardFiles:
         return pieces
 
     def _read(self, path: Path, shard: Shard, stop: Event) -> tuple[int, ...]:
-        """Read a file, compare its checksum where that has not been done, and return what tells that it has changed."""
+        """Read a file, verify its checksum unless already verified, and return its state."""
         buffer = scratch("shard", (_READ,), np.uint8)
         digest, size = sha256(), 0
         try:
@@ -128,7 +124,7 @@ class ShardFiles:
 
 
 def _numbered(pieces: list[Piece]) -> Iterator[tuple[int, Piece]]:
-    """Yield pieces with the number of their first row."""
+    """Yield each piece with the index of its first row."""
     first = 0
     for piece in pieces:
         yield first, piece
@@ -136,7 +132,7 @@ def _numbered(pieces: list[Piece]) -> Iterator[tuple[int, Piece]]:
 
 
 def _state(found: os.stat_result) -> tuple[int, ...]:
-    """Return the size of a file, when it was written, and which one it is."""
+    """Return a file's size, modification time, device and inode."""
     return found.st_size, found.st_mtime_ns, found.st_dev, found.st_ino
 
 
@@ -145,7 +141,7 @@ def _changed(path: Path) -> UserError:
 
 
 def piece_of(batch: pa.RecordBatch, found: Manifest) -> Piece:
-    """Return a record batch's columns as arrays; all but the bags' offsets are the file's memory."""
+    """Return a record batch's columns as arrays; only the bags' offsets are copied."""
     n, schema = len(batch), found.schema
     dense, ids = np.zeros((n, 0), np.float32), np.zeros((n, 0), found.id_type)
     if schema.dense:
@@ -160,12 +156,12 @@ def piece_of(batch: pa.RecordBatch, found: Manifest) -> Piece:
 
 
 def inside(array: Any) -> Any:
-    """Return the values of lists end to end; those of a column without lists are its own."""
+    """Return the concatenated values of lists; return any other column unchanged."""
     return array.flatten() if hasattr(array, "flatten") and pa.types.is_nested(array.type) else array
 
 
 def types(found: pa.Schema) -> str:
-    """Return names and types of a schema's fields."""
+    """Format the names and types of a schema's fields."""
     try:
         return ", ".join(f"{field.name} {field.type}" for field in found)
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""Arrow shards to batches: threads open and check the files ahead, and the host threads gather each batch's rows."""
+"""Batches from Arrow shards: background threads open and check files, and host threads gather the rows."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -14,12 +14,13 @@ from hostdev.data.shard_files import ShardFiles
 
 
 class ShardReader:
-    """The rows of one split of a data set, in batches.
+    """Reader of one split of a data set, in batches.
 
-    root            the data set's folder
-    manifest        its manifest
-    split           "train" or "test"
-    shuffle_window  how many shards that follow each other in the order of an epoch have their rows mixed
+    Args:
+        root: the data set's folder.
+        manifest: its manifest.
+        split: "train" or "test".
+        shuffle_window: number of consecutive shards (in the epoch's order) that are shuffled together.
     """
 
     def __init__(self, root: Path, manifest: Manifest, split: str, *, shuffle_window: int = 1) -> None:
@@ -37,26 +38,27 @@ class ShardReader:
         if batch_size > self.rows:
             smaller = max(1, min(1000, self.rows // 20))
             raise UserError(
-                f"--batch-size {batch_size} is larger than the {self.rows} training rows of {self._root}; give a "
+                f"--batch-size {batch_size} is larger than the {self.rows} training rows of {self._root}; use a "
                 f"smaller one, such as --batch-size {smaller}"
             )
 
     def steps(self, batch_size: int) -> int:
-        """Return the number of batches in one pass; the last may be smaller."""
+        """Return the number of batches in an epoch; the last may be smaller."""
         return -(-self.rows // batch_size)
 
     def batches(
         self, batch_size: int, *, seed: int | None = None, epoch: int = 0, skip: int = 0, part: tuple[int, int] = (0, 1)
     ) -> Iterator[Batch]:
-        """Iterate over every row once; the last batch may be smaller.
+        """Yield the batches of one epoch; the last may be smaller. Closing the iterator ends its reader threads.
 
-        With a seed the shards, and the rows of each window of them, come in an order of that seed and epoch.
+        Args:
+            seed: shuffle the shards and the rows of each window by seed and epoch; None: stored order.
+            skip: number of batches to skip; windows that lie entirely before are not read.
+            part: (i, n): yield the i-th of n slices of each batch, which may be empty.
 
-        skip  begin after so many batches; windows that these would use up are not read
-        part  (i, n): of each batch only the i-th of n parts, which may have no rows; all parts together are the batch
-
-        Raises UserError for a shard that is missing or does not match the manifest, and for a bad id or label: where
-        the batches before have been given out. Files are read ahead by threads, which end with the iterator.
+        Raises:
+            UserError: a shard is missing or does not match the manifest, or an id or a label is invalid; raised after
+                all preceding batches.
         """
         windows = windows_of([shard.rows for shard in self._shards], seed, epoch, self._window)
         passed = skip * batch_size

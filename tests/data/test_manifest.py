@@ -90,12 +90,12 @@ def test_a_schema_survives_json():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"label": "a"}, "column 'a' is there twice"),
-        ({"dense": ("a", "c")}, "column 'c' is there twice"),
-        ({"spaces": (*SCHEMA.spaces, Space("c", 1, 2, 3))}, "space 'c' is there twice"),
-        ({"spaces": SCHEMA.spaces[:1]}, "column 'e' has the ids of 'e', which is no space"),
+        ({"label": "a"}, "column 'a' .*twice"),
+        ({"dense": ("a", "c")}, "column 'c' .*twice"),
+        ({"spaces": (*SCHEMA.spaces, Space("c", 1, 2, 3))}, "space 'c' .*twice"),
+        ({"spaces": SCHEMA.spaces[:1]}, "column 'e' .*space 'e'"),
         ({"columns": (Column("c", "list", "c"),)}, "column 'c' is of kind 'list', not one of id, bag"),
-        ({"rows": 3}, "3 rows, fewer than the 4 fixed ids"),
+        ({"rows": 3}, "3 rows .*4 fixed ids"),
         ({"rows": 18}, "space 'e' has ids outside 0..17"),
         ({"spaces": (SCHEMA.spaces[0], Space("e", -1, 14, 5))}, "space 'e' has ids outside 0..18"),
         ({"spaces": (SCHEMA.spaces[0], Space("e", 3, 14, -5))}, "space 'e' has ids outside 0..18"),
