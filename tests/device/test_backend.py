@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hostdev import UserError, verify
-from hostdev.commands import train
+from hostdev import UserError
+from hostdev.commands import train, verify
 from hostdev.device import backend
 
 
