@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import hostdev
 from hostdev import HostTable
 from hostdev.kernels.shards import get_ids_at, get_multiplier, partition, range_of
-from hostdev.pipeline.row_ids import RowOffsets, SelectedRows
+from hostdev.pipeline.row_ids import RowOffsets, RowSubset
 
 LARGE = 10**10
 
@@ -129,5 +129,5 @@ def test_groups_that_have_more_rows_together_than_32_bits():
     offsets = RowOffsets(groups)
     joint = offsets.concatenate(ids)
     assert joint.ids.tolist() == [5, 1_499_999_999, 1_500_000_003, 2_400_000_000, 4_499_999_999]
-    parts = offsets.split(SelectedRows.select(joint.ids, None), joint.starts)
+    parts = offsets.split(RowSubset.select(joint.ids, None), joint.starts)
     assert [part.ids.tolist() for part in parts] == [each.tolist() for each in ids]
