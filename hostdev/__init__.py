@@ -13,26 +13,16 @@ import lazy_loader
 __version__ = "0.1.0"
 _load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
-_MOVED = {"Network": "parallel", "sliced": "parallel", "ranks": "distributed"} | dict.fromkeys(
-    (
-        "EmbeddingLookup",
-        "FusedSparseAdagrad",
-        "FusedSparseFtrl",
-        "FusedSparseLazyAdam",
-        "FusedSparseRowWiseAdagrad",
-        "FusedSparseSGD",
-        "ParameterServer",
-        "Primitive",
-        "set_host_threads",
-        "unique",
-    ),
-    "ops",
-)
+_MOVED = {"Network": "parallel", "sliced": "parallel", "ranks": "distributed"}  # with all of hostdev.ops
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MOVED:  # for one release
-        module = f"hostdev.{_MOVED[name]}"
-        warnings.warn(f"hostdev.{name} is {module}.{name} now", DeprecationWarning, stacklevel=2)
-        return getattr(import_module(module), name)
-    return _load(name)
+    try:
+        return _load(name)
+    except AttributeError:
+        room = _MOVED.get(name, "ops")
+        module = import_module(f"hostdev.{room}")
+        if name not in module.__all__:
+            raise
+    warnings.warn(f"hostdev.{name} is hostdev.{room}.{name} now", DeprecationWarning, stacklevel=2)  # for one release
+    return getattr(module, name)
