@@ -254,54 +254,58 @@ class EmbeddingCache:
         rate, the fewest bytes in both directions, and the most time saved, each by a different cache.
 
         Args:
-            optimum: Compute the optimum, in up to a minute; `no_optimum` gives the reason if that is not possible.
+            optimum: Add the optimum, in up to a minute; `no_optimum` gives the reason if that is not possible.
             host: Nanoseconds of the host for a row that bypasses, is admitted, is evicted; None: saved time is null.
             progress: Called during the search; its exceptions are passed on.
         """
-        total, these = self.planner.statistics, self._at_first
+        total = self.planner.statistics
         down, up = total.bytes_moved(*self._row_bytes)
-        why = self._no_optimum() if optimum else "it was not requested"
-        best = uses = least = None
-        if why is None:
-            best = optimal(self._recorded, self.rows, self.capacity, progress=progress)
-            uses = bound.uses_of([ids for ids, _ in self._recorded])
-            least = round(bound.least_cost(uses, self.capacity, self._costs, progress=progress))
-        return {
+        found = {
             "rows": self.capacity,
             "policy": self.planner.policy,
             "window": self.window,
             "batches": total.batches,
             "hit_rate": round(total.hit_rate, 6),
             "unique_hit_rate": round(total.unique_hit_rate, 6),
-            "optimal_hit_rate": round(best.hit_rate, 6) if best is not None else None,
-            "optimal_batches": best.batches if best is not None else None,
-            "no_optimum": why,
-            "hit_rate_of_these": round(these.hit_rate, 6),
             "admitted": total.admitted,
             "evicted": total.evicted,
             "bypassed": total.passed,
             "bytes_to_device": down,
             "bytes_to_host": up,
-            "least_bytes": least,
-            "bytes_of_these": sum(these.bytes_moved(*self._row_bytes)),
-            **self._host_time(host, uses, progress),
+            "host_us_saved": None if host is None else _us(self._saved(host)),
         }
+        return found | self._optimum(host, progress) if optimum else found
 
-    def _host_time(
-        self, host: Costs | None, uses: bound.Uses | None, progress: Callable[[], object]
-    ) -> dict[str, float | None]:
-        """Return the host time that the cache saves, and the most that a cache could on the recorded batches, in us."""
-        saved = most = of_these = None
-        if host is not None:
-            spent = sum(op.times.durations().total for op in (self.counting, self.announcing, self.planning))
-            saved = _saved(self.planner.statistics, host) - spent
-            of_these = _saved(self._at_first, host)
-            if uses is not None:
+    def _optimum(self, host: Costs | None, progress: Callable[[], object]) -> dict[str, Any]:
+        """Return the figures of the best possible caches on the recorded batches, and this one's on these."""
+        these, why = self._at_first, self._no_optimum()
+        best = least = most = None
+        if why is None:
+            best = optimal(self._recorded, self.rows, self.capacity, progress=progress)
+            uses = bound.uses_of([ids for ids, _ in self._recorded])
+            least = round(bound.least_cost(uses, self.capacity, self._costs, progress=progress))
+            if host is not None:
                 most = host.passed * len(uses.batches)
                 most -= bound.least_cost(uses, self.capacity, host, progress=progress)
-        names = "host_us_saved", "host_us_saved_of_these", "most_host_us_saved"
-        values = saved, of_these, most
-        return {name: None if one is None else round(one / 1e3, 1) for name, one in zip(names, values, strict=True)}
+        return {
+            "optimal_hit_rate": round(best.hit_rate, 6) if best is not None else None,
+            "optimal_batches": best.batches if best is not None else None,
+            "no_optimum": why,
+            "hit_rate_of_these": round(these.hit_rate, 6),
+            "least_bytes": least,
+            "bytes_of_these": sum(these.bytes_moved(*self._row_bytes)),
+            "host_us_saved_of_these": None if host is None else _us(_saved(these, host)),
+            "most_host_us_saved": None if most is None else _us(most),
+        }
+
+    def _saved(self, host: Costs) -> float:
+        """Return the nanoseconds of the host that the cache has saved, without its own."""
+        spent = sum(op.times.durations().total for op in (self.counting, self.announcing, self.planning))
+        return _saved(self.planner.statistics, host) - spent
+
+
+def _us(nanoseconds: float) -> float:
+    return round(nanoseconds / 1e3, 1)
 
 
 def _saved(total: Statistics, host: Costs) -> float:

@@ -12,17 +12,6 @@ from hostdev.core.rotation import RotatedFile
 from hostdev.distributed.process_group import Ranks
 from hostdev.train.trainer import Trainer
 
-_NO_OPTIMUM = (  # what `advise` finds, and a run does not
-    "optimal_hit_rate",
-    "optimal_batches",
-    "no_optimum",
-    "hit_rate_of_these",
-    "least_bytes",
-    "bytes_of_these",
-    "host_us_saved_of_these",
-    "most_host_us_saved",
-)
-
 
 def get_caches(caches: Sequence[EmbeddingCache], ops: Mapping[str, Any]) -> dict[str, Any]:
     """Return the caches' figures; those of several groups by the names of their tables.
@@ -30,12 +19,12 @@ def get_caches(caches: Sequence[EmbeddingCache], ops: Mapping[str, Any]) -> dict
     Args:
         ops: Durations, as `OpLog.summary` returns them.
     """
-    found = {}
-    for cache in caches:
-        figures = cache.summary(optimum=False, host=get_host_costs(ops, cache.tables))
-        found[" and ".join(table.name for table in cache.tables)] = {
-            name: value for name, value in figures.items() if name not in _NO_OPTIMUM
-        }
+    found = {
+        " and ".join(table.name for table in cache.tables): cache.summary(
+            optimum=False, host=get_host_costs(ops, cache.tables)
+        )
+        for cache in caches
+    }
     if not found:
         return {}
     return {"cache": next(iter(found.values()))} if len(found) == 1 else {"caches": found}
