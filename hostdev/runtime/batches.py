@@ -12,7 +12,6 @@ from weakref import WeakSet
 import torch
 
 from hostdev.distributed.process_group import PeerLostError
-from hostdev.distributed.world import ALONE_WORLD
 from hostdev.pipeline.pipeline import Pipeline
 from hostdev.pipeline.results import Request, StepBatch
 from hostdev.runtime.body import Body, BodyState
@@ -78,8 +77,8 @@ class Loop(Generic[Item]):
         self._how: dict[str, Any] = {"background": background, "read_ahead": steps_ahead}  # the pipeline reads requests
         self._reading: Reading | None = None  # None before the first batch and after the last
         self._runtime, self._reader, self._batches = runtime, reader, batches
-        asks = (runtime.ranks or ALONE_WORLD).leads  # else other ranks have the rows of its samples
-        self._batch = BodyBatch(runtime, asks=asks, flags=flags, features=features)
+        # Ranks that do not lead get the rows of their samples from others.
+        self._batch = BodyBatch(runtime, asks=runtime.world.leads, flags=flags, features=features)
         self._stack = ExitStack()  # its callbacks do not refer to the loop, which ends when nobody holds it
         self._pass: Any = None  # None before the first batch and after the last
         self._ended = False
@@ -240,7 +239,7 @@ class Loop(Generic[Item]):
         if self._pass is None:
             self._pass = self._open()
             _open_loops.add(self)
-            (self._runtime.ranks or ALONE_WORLD).note_loop(self)
+            self._runtime.world.note_loop(self)
         flight = self._take_next()
         if flight is None:
             if self._reading is not None and self._reading.kept is not None:

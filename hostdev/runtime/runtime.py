@@ -16,7 +16,7 @@ from hostdev.core.timeline import Timeline
 from hostdev.device import backend
 from hostdev.device.staging import Staging
 from hostdev.distributed.process_group import Ranks
-from hostdev.distributed.world import ALONE_WORLD
+from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.pipeline.groups import Group
 from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.pipeline.pipeline import Pipeline, require_depth
@@ -101,6 +101,7 @@ class Runtime(FrameworkLoaders):
         if ranks is None:
             require_alone("a Runtime", "give each HostTable part=ranks.part() and the Runtime ranks=ranks")
         self.ranks, self.dense_exchange = ranks, dense_exchange
+        self.world: World = ranks or ALONE_WORLD
         require_depth(depth)
         if dense_exchange not in EXCHANGES:
             raise ValueError(f"dense_exchange must be one of {', '.join(EXCHANGES)}, not {dense_exchange!r}")
@@ -245,8 +246,7 @@ class Runtime(FrameworkLoaders):
             )
         if by_step and self.ranks is None:
             raise ValueError("by_step requires other ranks, and this process is alone")
-        leads = (self.ranks or ALONE_WORLD).leads
-        reader = Reader(self.bindings, self.group_specs, ids, send, micro_batches, whole=True, asks=leads)
+        reader = Reader(self.bindings, self.group_specs, ids, send, micro_batches, whole=True, asks=self.world.leads)
         how = {"reduce_early": reduce_early, "by_step": by_step, "read_ahead": read_ahead, "background": background}
         return TrainLoop(self, batches, reader, micro_batches, **how)  # type: ignore[arg-type]
 
@@ -317,8 +317,10 @@ class Runtime(FrameworkLoaders):
         **how: Any,
     ) -> PredictLoop[Any]:
         get_ids: GetIds[Any] | None = ids if features is None else get_ids_of_some(features, ids, self.bindings)
-        by_step, leads = micro_batches is not None, (self.ranks or ALONE_WORLD).leads
-        reader = Reader(self.bindings, self.group_specs, get_ids, send, micro_batches or 1, whole=by_step, asks=leads)
+        by_step = micro_batches is not None
+        reader = Reader(
+            self.bindings, self.group_specs, get_ids, send, micro_batches or 1, whole=by_step, asks=self.world.leads
+        )
         return PredictLoop(self, batches, reader, by_step=by_step, features=features, **how)
 
     def lookup(self, ids: Mapping[str, FeatureInput], *, features: Iterable[str] | None = None) -> dict[str, Value]:
@@ -426,7 +428,7 @@ class Runtime(FrameworkLoaders):
 
     def _begin_call(self, name: str) -> None:
         """Begin a call that all ranks make together."""
-        (self.ranks or ALONE_WORLD).agree(name, f"runtime.{name}()")
+        self.world.agree(name, f"runtime.{name}()")
 
     @property
     def is_saved(self) -> bool:

@@ -47,7 +47,7 @@ class Ending:
     def draw(self) -> str | None:
         """Draw the run's picture; return why there is none, as it is not worth a failure; "" where rank 0 draws it."""
         run = self.run
-        if run.ranks is not None and run.ranks.rank:
+        if run.world.rank:
             return ""
         try:
             curve.draw(run.files.curve, run.progress.wide, run.progress.rows, run.quality)

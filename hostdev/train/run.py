@@ -52,7 +52,8 @@ class Run:
         company: Company | None = None, origin: starting.Origin | None = None,
     ) -> None:  # fmt: skip
         self.ranks = company.ranks if company is not None else None
-        self._part = (self.ranks or ALONE_WORLD).share()
+        self.world: World = self.ranks or ALONE_WORLD
+        self._part = self.world.share()
         assert settings.epochs is not None
         assert settings.batch_size is not None
         self.settings, self.data = settings, found
@@ -78,7 +79,7 @@ class Run:
         if settings.torch_threads is not None:
             torch.set_num_threads(settings.torch_threads)
         backend.make_deterministic(self.device)
-        trace = _trace_of(settings.trace, self.ranks)
+        trace = _trace_of(settings.trace, self.world)
         if trace is not None and trace.exists():
             raise UserError(f"--trace {trace} exists; choose another file")
         self.files = run_dir(settings, company)
@@ -114,7 +115,7 @@ class Run:
                 gradients=settings.gradients or "mean",
                 ranks=self.ranks,
                 dense_exchange=settings.dense_exchange or EXCHANGES[0],
-                layout=layout_of(settings) if (self.ranks or ALONE_WORLD).has_parts else None,
+                layout=layout_of(settings) if self.world.has_parts else None,
                 sample=sample,
             )
             self.progress, self.quality = Progress(), Quality(settings.early_stop)
@@ -331,11 +332,11 @@ def _one_behind(
         raise error
 
 
-def _trace_of(path: Path | None, ranks: World | None) -> Path | None:
+def _trace_of(path: Path | None, world: World) -> Path | None:
     """Return where a rank's trace goes: rank 0's to the file named, that of rank k to NAME.rank<k> beside it."""
-    if path is None or not (ranks := ranks or ALONE_WORLD).rank:
+    if path is None or not world.rank:
         return path
-    return path.with_name(f"{path.stem}.rank{ranks.rank}{path.suffix}")
+    return path.with_name(f"{path.stem}.rank{world.rank}{path.suffix}")
 
 
 def _open_trace(path: Path) -> IO[str]:
