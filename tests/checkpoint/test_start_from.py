@@ -102,39 +102,11 @@ def test_two_days(days, first, trained, tmp_path, capsys):
     saved = read_chain(tmp_path / "depth/checkpoints" / names_in(tmp_path / "depth/checkpoints")[-1])
     assert len(saved) == 1  # whole: it adds to none of another folder
     assert (saved[-1].manifest.step, saved[-1].manifest.table("vectors").step) == (5, 10)
-    assert (
-        cli.run(
-            "p",
-            predict.main,
-            [
-                "--checkpoint",
-                str(tmp_path / "depth"),
-                "--data",
-                str(days / "two"),
-                "--out",
-                str(tmp_path / "p.parquet"),
-            ],
-        )
-        == 0
-    )
+    predicted(tmp_path / "depth", days / "two", tmp_path / "p.parquet")
     auc = json.loads((tmp_path / "depth/summary.json").read_text())["auc"]
     assert f"AUC {auc:.4f}" in capsys.readouterr().out
     # The same rows as text, whose values the checkpoint's own vocabulary looks up.
-    assert (
-        cli.run(
-            "p",
-            predict.main,
-            [
-                "--checkpoint",
-                str(tmp_path / "depth"),
-                "--data",
-                str(days / "2.csv"),
-                "--out",
-                str(tmp_path / "q.parquet"),
-            ],
-        )
-        == 0
-    )
+    predicted(tmp_path / "depth", days / "2.csv", tmp_path / "q.parquet")
     assert len(pq.read_table(tmp_path / "q.parquet")) == 2500
 
 
