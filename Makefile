@@ -22,7 +22,7 @@ FAST := tests/kernels tests/core tests/host tests/models \
 	tests/checkpoint/test_best.py tests/checkpoint/test_files.py tests/checkpoint/test_open.py \
 	tests/checkpoint/test_snapshot.py tests/checkpoint/test_untrusted.py \
 	tests/data/test_check.py tests/data/test_manifest.py tests/data/test_reader.py tests/data/test_table.py \
-	tests/data/test_table_errors.py \
+	tests/data/test_table_errors.py tests/data/test_table_errors_typed.py tests/data/test_table_text.py \
 	tests/device/test_backend.py tests/device/test_device.py tests/device/test_rows.py \
 	tests/runtime/test_close.py tests/runtime/test_features.py tests/runtime/test_lookup.py \
 	tests/runtime/test_not_finite.py tests/runtime/test_refused.py tests/runtime/test_steps.py \
