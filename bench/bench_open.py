@@ -65,7 +65,7 @@ def measure(rows: int, dim: int, folder: Path) -> dict[str, Any]:
                     "request_s": measure_call(lambda number: table.lookup(ids[number])),  # noqa: B023
                     "embedding_s": measure_call(lambda number: embedding(asked[number])),
                     "touched_bytes": float(psutil.Process().memory_info().rss - before),
-                    "look_up_s": measure_call(lambda number: features.look_up(requests[number])),
+                    "look_up_s": measure_call(lambda number: features.lookup(requests[number])),
                     "embeddings_s": measure_call(lambda number: [each(asked[number] % 100_000) for each in modules]),
                 }
             )

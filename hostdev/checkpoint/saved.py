@@ -86,9 +86,11 @@ class SavedModel(Mapping[str, SavedTable]):
     def __len__(self) -> int:
         return len(self.tables)
 
-    def look_up(self, ids: Mapping[str, npt.ArrayLike]) -> dict[str, Rows]:
+    def lookup(self, ids: Mapping[str, npt.ArrayLike]) -> dict[str, Rows]:
         """Return the rows of ids for each table, as `SavedTable.lookup` does."""
         return {name: self[name].lookup(values) for name, values in ids.items()}
+
+    look_up = lookup  # its name before; for one release
 
     @cached_property
     def extra(self) -> Any:
