@@ -63,7 +63,7 @@ def model_of(settings: TrainConfig, schema: Schema) -> Model:
     return model
 
 
-def layout_of(settings: TrainConfig) -> Layout:
+def get_layout(settings: TrainConfig) -> Layout:
     """Return how the options cut the model into stages and slices."""
     begins = None if settings.stage_cut is None else settings.stage_cut.split(",")
     return Layout(settings.schedule or SCHEDULES[0], begins, parse_plan(settings.plan) if settings.plan else ())
@@ -79,12 +79,12 @@ def require_layout(settings: TrainConfig, data: Path) -> None:
     model = model_of(settings, found.schema)
     [sample] = itertools.islice(ShardReader(data, found, "train").batches(1), 1)
     if mesh is None:
-        matched(model, layout_of(settings).plan)
+        matched(model, get_layout(settings).plan)
         if settings.stage_cut is not None:
             cut(get_pieces(model), settings.stage_cut.split(","))
         return
     is_searched = settings.parallel == "auto"
-    resolve_layout(model, layout_of(settings), mesh, partial(inputs_like, model, sample, None), searched=is_searched)
+    resolve_layout(model, get_layout(settings), mesh, partial(inputs_like, model, sample, None), searched=is_searched)
 
 
 def vector_tables(model: Model) -> dict[str, TableSpec]:
@@ -132,7 +132,7 @@ def known_counts(model: Model, data: Path, found: Manifest, reader: ShardReader)
     return counts
 
 
-def counts_of(model: Model, data: Path, found: Manifest, reader: ShardReader) -> list[npt.NDArray[np.int64]]:
+def count_uses(model: Model, data: Path, found: Manifest, reader: ShardReader) -> list[npt.NDArray[np.int64]]:
     """Return for each group of tables how often the training rows use each row, int64 [V].
 
     From the vocabulary, if all columns share one group, as the models that come with hostdev have it; else by a pass
@@ -153,7 +153,7 @@ def counts_of(model: Model, data: Path, found: Manifest, reader: ShardReader) ->
     return made
 
 
-def cache_of(
+def make_cache_specs(
     settings: TrainConfig, model: Model, data: Path, found: Manifest, reader: ShardReader
 ) -> dict[str, CacheSpec] | None:
     """Return what resolved settings say of the cache of each group, as `Runtime` takes it; None for no cache."""
@@ -163,20 +163,20 @@ def cache_of(
     groups = groups_of(model)
     counts: list[Any] = [None] * len(groups)
     if settings.cache_policy == "static":
-        counts[:] = counts_of(model, data, found, reader)
+        counts[:] = count_uses(model, data, found, reader)
     elif settings.cache_policy == "lookahead":
         counts[0] = known_counts(model, data, found, reader)
     how = settings.cache_rows, settings.cache_policy, settings.cache_window or 0
     return {tables[0]: CacheSpec(*how, each) for tables, each in zip(groups, counts, strict=True)}
 
 
-def most_uses(model: Model, batch: Batch, batch_size: int) -> int:
+def estimate_uses(model: Model, batch: Batch, batch_size: int) -> int:
     """Return about how many ids a batch of this size looks up, from a sample of them."""
     uses = sum(len(ids_of(model, batch, tables[0])) for tables in groups_of(model))
     return int(np.ceil(uses * batch_size / max(1, len(batch))))
 
 
-def warm_up_for(model: Model, batch: Batch, id_type: str, *, bf16: bool, cached: bool) -> None:
+def warm_up_kernels(model: Model, batch: Batch, id_type: str, *, bf16: bool, cached: bool) -> None:
     """Compile, or load, the kernels of a training before its first step is timed; a batch shows which have weights."""
     dtypes = {np.dtype(id_type)}
     if cached:

@@ -18,7 +18,7 @@ from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.session import join
 from hostdev.distributed.start import start_processes, wait_for
 from hostdev.parallel.auto import choose
-from hostdev.train.build import device_of, layout_of, model_of, require_layout, seed_torch
+from hostdev.train.build import device_of, get_layout, model_of, require_layout, seed_torch
 from hostdev.train.config import TrainConfig
 from hostdev.train.staged import inputs_like
 
@@ -54,7 +54,7 @@ def laid_out(settings: TrainConfig, data: Path, found: Manifest, ranks: Ranks) -
     autocast = torch.bfloat16 if settings.precision == "bf16" else None
     chosen = choose(
         model, partial(inputs_like, model, sample, autocast), ranks, samples=settings.batch_size,
-        micro_batches=settings.micro_batches, given=layout_of(settings),
+        micro_batches=settings.micro_batches, given=get_layout(settings),
         mesh=None if settings.mesh is None else parse_mesh(settings.mesh),
         device=device_of(settings.device, tf32=settings.tf32), autocast=autocast, looked_up=True,
     )  # fmt: skip

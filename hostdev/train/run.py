@@ -30,7 +30,7 @@ from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.kernels.pool import set_host_threads
 from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.train import checkpointing, report, starting
-from hostdev.train.build import cache_of, layout_of, model_of, most_uses, seed_torch, warm_up_for
+from hostdev.train.build import estimate_uses, get_layout, make_cache_specs, model_of, seed_torch, warm_up_kernels
 from hostdev.train.checkpointing import CheckpointSchedule, Progress
 from hostdev.train.config import TrainConfig
 from hostdev.train.interrupt import GracefulStop
@@ -94,8 +94,8 @@ class Run:
             sample = next(self.train_rows.batches(min(self.batch_size, _SAMPLE)))
             seed_torch(settings.seed)
             model = model_of(settings, found.schema)
-            cache = cache_of(settings, model, data, found, self.train_rows)
-            warm_up_for(model, sample, found.id_type, bf16=settings.precision == "bf16", cached=cache is not None)
+            cache = make_cache_specs(settings, model, data, found, self.train_rows)
+            warm_up_kernels(model, sample, found.id_type, bf16=settings.precision == "bf16", cached=cache is not None)
             self.trainer = Trainer(
                 model,
                 host_device_mix=settings.host_device_mix,
@@ -105,7 +105,7 @@ class Run:
                 seed=settings.seed,
                 log=self.log,
                 lr=settings.lr,
-                most_uses=most_uses(model, sample, self.batch_size),
+                most_uses=estimate_uses(model, sample, self.batch_size),
                 cache=cache,
                 saves=settings.saves,
                 depth=settings.pipeline_depth,
@@ -115,7 +115,7 @@ class Run:
                 gradients=settings.gradients or "mean",
                 ranks=self.ranks,
                 dense_exchange=settings.dense_exchange or EXCHANGES[0],
-                layout=layout_of(settings) if self.world.has_parts else None,
+                layout=get_layout(settings) if self.world.has_parts else None,
                 sample=sample,
             )
             self.progress, self.quality = Progress(), Quality(settings.early_stop)

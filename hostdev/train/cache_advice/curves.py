@@ -21,7 +21,7 @@ from hostdev.data.shards import ShardReader
 from hostdev.device.bus import Bus
 from hostdev.kernels.unique import count_occurrences, unique
 from hostdev.models.model import Model
-from hostdev.train.build import counts_of, groups_of, ids_of, known_counts
+from hostdev.train.build import count_uses, groups_of, ids_of, known_counts
 from hostdev.train.cache_advice.rates import host_costs
 
 SHARES = ("0.1%", "0.5%", "1%", "2%", "5%", "10%", "20%", "50%", "100%")
@@ -241,7 +241,7 @@ def simulate(
     groups, steps = measured(model, reader, size, seed), reader.steps(size)
     sizes = sizes_of(groups, memory)
     known = known_counts(model, data, found, reader)  # a training has no others for lookahead
-    counts = [known] if known is not None else counts_of(model, data, found, reader)
+    counts = [known] if known is not None else count_uses(model, data, found, reader)
     left = _MOST_BYTES - sum(each.nbytes for each in counts)
     told = known is not None
     del known
