@@ -129,7 +129,7 @@ class Run:
             self.saver: CheckpointSchedule | None = None
             if settings.saves:
                 self._data_files = checkpointing.data_files(data, found)
-                path = checkpointing.folder_of(settings, company.root if company is not None else self.files.path)
+                path = checkpointing.get_folder(settings, company.root if company is not None else self.files.path)
                 self.saver = CheckpointSchedule(settings, path, self.trainer.runtime.write_back, self._save, self.ranks)
                 self.saver.start(start.chain if start is not None else None, self.trainer.tables.values())
                 if settings.early_stop is not None and self.quality.best is not None:

@@ -235,7 +235,7 @@ def test_a_run_without_checkpoints_is_not_overwritten(trained, small_data, tmp_p
     before = (tmp_path / "run/loss.log").read_text()
     code, _, error = trained(*options, "--resume")
     assert (code, error.count("\n")) == (2, 1)
-    assert "--run-dir run holds a run that has finished, without checkpoints" in error
+    assert "--run-dir run holds a finished run, without checkpoints" in error
     (tmp_path / "run/summary.json").unlink()
     code, _, error = trained(*options, "--resume", "--seed", 1)
     assert code == 2
@@ -334,7 +334,7 @@ def test_a_folder_that_is_removed_or_a_file(trained, small_data, tmp_path, monke
     code, _, error = trained(*small(small_data, "run", *MIX), "--checkpoint-every", 5)
     assert code == 0
     assert error.count("warning") == 1
-    assert "step-0000000005 is gone; the checkpoint of step 10 holds all rows" in error
+    assert "step-0000000005 was removed; the checkpoint of step 10 holds all rows" in error
     assert folder.read_chain(tmp_path / "run/checkpoints/step-0000000010")
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)

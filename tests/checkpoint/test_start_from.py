@@ -296,7 +296,7 @@ def test_resume_on_other_data_names_it(days, first, trained, tmp_path):
     newest = first / "checkpoints" / names_in(first / "checkpoints")[-1]
     code, _, error = trained(*flags_of(days / "two", tmp_path / "run", *MIX), "--resume", newest)
     assert code == 2
-    assert f"give --start-from {newest} in place of --resume" in error
+    assert f"give --start-from {newest} instead of --resume" in error
 
 
 def test_other_ids_are_named(days, first, tmp_path):
