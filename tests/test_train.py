@@ -415,7 +415,9 @@ def test_nothing_but_the_flag(command, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     first = done.stdout.splitlines()[0]
-    assert re.match(rf"no --data: a look-alike of {lookalike.ROWS:,} rows, made in .*cache/hostdev/lookalike-", first)
+    assert re.match(
+        rf"no --data: a synthetic data set of {lookalike.ROWS:,} samples, made in .*cache/hostdev/lookalike-", first
+    )
     assert "batch size 1,000, 2 epochs" in done.stdout
     assert [path.name for path in elsewhere.iterdir()] == ["runs"]
     again = command("hostdev.train", "--host-device-mix", "--max-steps", 2, cwd=elsewhere)

@@ -23,7 +23,7 @@ from hostdev.train.config import TrainConfig
 from hostdev.train.staged import inputs_like
 
 
-def meshed(settings: TrainConfig, ranks: int) -> TrainConfig:
+def resolve_mesh(settings: TrainConfig, ranks: int) -> TrainConfig:
     """Return the settings with the mesh that --parallel means; UserError where it contradicts the others."""
     how = settings.parallel
     mesh = None if settings.mesh is None else parse_mesh(settings.mesh)

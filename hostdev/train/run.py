@@ -35,7 +35,7 @@ from hostdev.train.checkpointing import CheckpointSchedule, Progress
 from hostdev.train.config import TrainConfig
 from hostdev.train.interrupt import GracefulStop
 from hostdev.train.losses import NonFiniteLossError
-from hostdev.train.processes import Company, run_dir
+from hostdev.train.processes import ProcessSession, make_run_dir
 from hostdev.train.quality import Point, Quality
 from hostdev.train.sample import TrainingSample
 from hostdev.train.schedule import Schedule
@@ -49,9 +49,9 @@ class Run:
 
     def __init__(
         self, settings: TrainConfig, data: Path, found: manifest.Manifest, start: checkpointing.Start | None = None,
-        company: Company | None = None, origin: starting.Origin | None = None,
+        session: ProcessSession | None = None, origin: starting.Origin | None = None,
     ) -> None:  # fmt: skip
-        self.ranks = company.ranks if company is not None else None
+        self.ranks = session.ranks if session is not None else None
         self.world: World = self.ranks or ALONE_WORLD
         self._part = self.world.share()
         assert settings.epochs is not None
@@ -82,7 +82,7 @@ class Run:
         trace = _trace_of(settings.trace, self.world)
         if trace is not None and trace.exists():
             raise UserError(f"--trace {trace} exists; choose another file")
-        self.files = run_dir(settings, company)
+        self.files = make_run_dir(settings, session)
         self.timeline = Timeline()
         self.trace: Path | None = None
         self.clock = make_clock(self.device)
@@ -129,7 +129,7 @@ class Run:
             self.saver: CheckpointSchedule | None = None
             if settings.saves:
                 self._data_files = checkpointing.data_files(data, found)
-                path = checkpointing.get_folder(settings, company.root if company is not None else self.files.path)
+                path = checkpointing.get_folder(settings, session.root if session is not None else self.files.path)
                 self.saver = CheckpointSchedule(settings, path, self.trainer.runtime.write_back, self._save, self.ranks)
                 self.saver.start(start.chain if start is not None else None, self.trainer.tables.values())
                 if settings.early_stop is not None and self.quality.best is not None:
