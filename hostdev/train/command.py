@@ -137,7 +137,7 @@ def _train(settings: TrainConfig, session: ProcessSession | None) -> dict[str, A
     )
     print(lines)
     if run.saver is not None and run.saver.failed is not None:
-        raise ending.not_saved()
+        raise ending.make_checkpoint_error()
     return summary
 
 

@@ -378,7 +378,7 @@ def test_a_signal_saves_what_was_trained(tmp_path, number, code):
     (line,) = error.splitlines()
     [name] = names(tmp_path / "run/checkpoints")
     steps = int(name.removeprefix("step-"))
-    assert line == f"hostdev.train: interrupted; {steps} steps are saved; go on with --resume run/checkpoints/{name}"
+    assert line == f"hostdev.train: interrupted; {steps} steps are saved; continue with --resume run/checkpoints/{name}"
     assert (tmp_path / "run/loss.log").read_text().count("\n") == steps
     assert cli.run(checkpoint.PROG, checkpoint.main, ["verify", str(tmp_path / "run/checkpoints")]) == 0
 
@@ -424,7 +424,7 @@ def test_a_second_signal_ends_at_once_and_leaves_what_was_whole(tmp_path, comman
     assert process.returncode == 130
     (line,) = error.splitlines()
     assert line.startswith("interrupted in the middle of a step; ")
-    assert line.endswith(" in the logs in run; go on with --resume run/checkpoints/step-0000000002")
+    assert line.endswith(" in the logs in run; continue with --resume run/checkpoints/step-0000000002")
     assert names(tmp_path / "run/checkpoints") == ["step-0000000002"]
     assert command("hostdev.checkpoint", "verify", "run/checkpoints").returncode == 0
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "interrupted"
