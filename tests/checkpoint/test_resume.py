@@ -169,9 +169,11 @@ def test_a_run_directory_stands_for_its_checkpoints(trained, small_data, tmp_pat
     assert "resume   run/checkpoints/step-0000000005.2, after step 5\n" in printed
     code, _, error = trained(*options, 7)
     assert code == 2
-    assert error.endswith("run holds a run already (loss.log); choose another --run-dir, or go on with it: --resume\n")
+    assert error.endswith(
+        "run already holds a run (loss.log); choose another --run-dir, or resume that run with --resume\n"
+    )
     code, _, error = trained(*small(small_data, "other", *MIX))
-    assert error.endswith("other holds a run already (loss.log); choose another --run-dir\n")
+    assert error.endswith("other already holds a run (loss.log); choose another --run-dir\n")
 
 
 def test_options_are_compared_by_what_they_come_to(trained, small_data, tmp_path):
