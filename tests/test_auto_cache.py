@@ -21,7 +21,7 @@ from hostdev.train.config import TrainConfig
 
 LINE = re.compile(
     r"^cache    auto: ([\d,]+) rows, (\w+), [\d.]+ \w+ of the [\d.]+ \w+ that (.*); by (\d+) batches [\d.]+ MiB a step "
-    r"instead of [\d.]+, [\d.]+ ms of the host instead of [\d.]+, [\d.]+% of uses hit$",
+    r"instead of [\d.]+, [\d.]+ ms of the host instead of [\d.]+, [\d.]+% of lookups hit$",
     re.M,
 )
 

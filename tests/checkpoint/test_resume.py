@@ -271,7 +271,7 @@ def test_a_run_directory_that_is_removed_meanwhile(trained, small_data, tmp_path
     assert (code, error) == (0, "")
     assert printed.endswith(
         "files          run/: summary.json, curve.png\n"
-        "               loss.log, eval.log, ops.log, config.json are gone: somebody has removed them meanwhile\n"
+        "               removed during the run: loss.log, eval.log, ops.log, config.json\n"
     )
 
 

@@ -204,7 +204,7 @@ def gains(point: Point) -> str:
     return (
         f"{point.moved / 2**20:.2f} MiB a step instead of {point.without / 2**20:.2f}, "
         f"{point.host * 1e3:.2f} ms of the host instead of {point.host_without * 1e3:.2f}, "
-        f"{point.total.hit_rate:.1%} of uses hit"
+        f"{point.total.hit_rate:.1%} of lookups hit"
     )
 
 
