@@ -87,10 +87,10 @@ def test_what_is_chosen_is_not_refused(trained, small_data, tmp_path, monkeypatc
     found = []
 
     def noted(parts):
-        found.append(room.host_room(parts))
+        found.append(room.make_host_budget(parts))
         return found[-1]
 
-    monkeypatch.setattr(trainer, "host_room", noted)
+    monkeypatch.setattr(trainer, "make_host_budget", noted)
     more = ("--checkpoint-every", 2)
     assert trained(small_data, "--cache-rows", 1, *more, run_dir="first") == 0
     slots = 4 * manifest.read(small_data).vocabulary_size  # of the plan of a cache of all rows
@@ -148,7 +148,7 @@ def test_a_dense_step_leaves_less_than_there_was(device, small_data):
     for samples in (10, 2000):
         model = model_of(TrainConfig(emb_dim=8), found.schema)
         before = backend.free_bytes(device)
-        left.append(before - room.left_by_a_step(model, sample, samples, device, None))
+        left.append(before - room.measure_free_after_step(model, sample, samples, device, None))
         assert backend.free_bytes(device) >= before - (1 << 20)  # nothing of it stays
     assert 0 < left[0] < left[1]
     torch.accelerator.synchronize(device)

@@ -108,7 +108,7 @@ def _train(settings: TrainConfig, session: ProcessSession | None) -> dict[str, A
         checkpoints = run.saver.describe() if run.saver is not None else None
         lines = report.start_lines(
             settings.as_json(), data, rows, run.trainer.tables, device, run.trainer.caches,
-            run.trainer.room.in_words(), checkpoints, run.trainer.cut,
+            run.trainer.host_budget.describe(), checkpoints, run.trainer.cut,
         )  # fmt: skip
         print(lines, flush=True)
         try:

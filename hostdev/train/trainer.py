@@ -43,7 +43,7 @@ from hostdev.runtime.runtime import Runtime
 from hostdev.runtime.spec import CacheSpec, Feature
 from hostdev.runtime.step import Step
 from hostdev.train.losses import Losses, read_losses
-from hostdev.train.room import Room, host_room, kept_on_host, require_copies, require_room
+from hostdev.train.room import HostBudget, estimate_host_memory, make_host_budget, require_copies, require_room
 from hostdev.train.scores import Scores
 from hostdev.train.staged import Staged
 from hostdev.train.together import Together
@@ -135,10 +135,12 @@ class Trainer:
         self.server = ParameterServer()
         part = world.part()
         free = require_room(model.tables, host_device_mix, device, part)
-        self.room = Room(free, {})  # the host's memory budget
+        self.host_budget = HostBudget(free, {})
         uses = -(-most_uses // shares)
         if host_device_mix:
-            self.room = host_room(kept_on_host(model, cache, part, device, depth=depth, uses=uses, saves=saves))
+            self.host_budget = make_host_budget(
+                estimate_host_memory(model, cache, part, device, depth=depth, uses=uses, saves=saves)
+            )
         if host_device_mix and is_accelerator(device):
             require_copies(model.tables, uses, depth + 2, free, cached=cache is not None)
         self.tables: dict[str, HostTable | DeviceTable] = {}

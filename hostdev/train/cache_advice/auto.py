@@ -40,7 +40,7 @@ from hostdev.train.cache_advice.curves import (
     sizes_of,
 )
 from hostdev.train.config import TrainConfig
-from hostdev.train.room import kept_on_host, left_by_a_step
+from hostdev.train.room import estimate_host_memory, measure_free_after_step
 
 _LEAST_BATCHES, _MOST_BATCHES, _MOST_IDS = 48, 256, 1 << 24  # of the sample
 _SAMPLE = 1000  # rows, of which the model's inputs are made
@@ -109,7 +109,7 @@ def _room(
         most = CacheSpec("100%", window=WINDOW if settings.cache_window is None else settings.cache_window)
         part = (ranks or ALONE_WORLD).part()
         uses = -(-max(sum(int(uses.sum()) for _, uses in each) for each in zip(*batches, strict=True)) // shares)
-        kept = kept_on_host(
+        kept = estimate_host_memory(
             model, most, part, device, depth=settings.pipeline_depth, uses=uses, saves=settings.saves
         )  # fmt: skip
         counts = 0 if found.vocabulary is None else 8 * found.schema.rows  # which are read for the choice, and kept
@@ -117,7 +117,7 @@ def _room(
     [sample] = itertools.islice(reader.batches(_SAMPLE), 1)
     autocast = torch.bfloat16 if settings.precision == "bf16" else None
     samples = -(-settings.batch_size // settings.micro_batches)
-    left = left_by_a_step(model, sample, samples, device, autocast)
+    left = measure_free_after_step(model, sample, samples, device, autocast)
     if left is None:
         raise UserError(
             f"--cache-rows auto: torch does not tell how much memory {describe(device)} has free; give a number"
