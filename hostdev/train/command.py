@@ -104,13 +104,11 @@ def _train(settings: TrainConfig, session: ProcessSession | None) -> dict[str, A
             run.discard()
             raise
         rows = {split: found.rows(split) for split in ("train", "test")}
-        device = backend.describe(run.device)
+        device, trainer = backend.describe(run.device), run.trainer
+        memory = trainer.host_budget.describe()
         checkpoints = run.saver.describe() if run.saver is not None else None
-        lines = report.start_lines(
-            settings.as_json(), data, rows, run.trainer.tables, device, run.trainer.caches,
-            run.trainer.host_budget.describe(), checkpoints, run.trainer.cut,
-        )  # fmt: skip
-        print(lines, flush=True)
+        trained = settings.as_json(), data, rows, trainer.tables, device, trainer.caches
+        print(report.start_lines(*trained, memory, checkpoints, trainer.cut), flush=True)
         try:
             status = run.train(stop)
             if status != "interrupted":
