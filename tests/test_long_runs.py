@@ -24,8 +24,8 @@ def test_ops_log_is_of_bounded_size(trained, small_data, tmp_path, capsys, monke
     capsys.readouterr()
 
     monkeypatch.setattr(config, "LEAST_OPS_LOG", 1)
-    note = run.Run._note
-    monkeypatch.setattr(run.Run, "_note", lambda self, *step: [self.log.flush(), note(self, *step)])
+    record = run.Run._record
+    monkeypatch.setattr(run.Run, "_record", lambda self, *step: [self.log.flush(), record(self, *step)])
     assert trained(*small(small_data, *MIX, "--ops-log", "1200")) == 0
     out, err = capsys.readouterr()
     parts = [(tmp_path / "run" / f"ops.log{number}").read_text() for number in ("", ".1", ".2", ".3")]
