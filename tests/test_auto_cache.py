@@ -104,10 +104,10 @@ def test_what_is_chosen_is_not_refused(trained, small_data, tmp_path, monkeypatc
 def test_sizes_are_shares_and_what_just_fits():
     group = Group(("t",), 10_000, ((4, SGD()),))
     shares = [10, 50, 100, 200, 500, 1000, 2000, 5000, 10_000]
-    assert cache_advice.sizes_of([group], 10**9) == [shares]
-    assert cache_advice.sizes_of([group], 4321 * group.whole) == [sorted([*shares, 4321])]
+    assert cache_advice.choose_sizes([group], 10**9) == [shares]
+    assert cache_advice.choose_sizes([group], 4321 * group.whole) == [sorted([*shares, 4321])]
     other = Group(("u",), 20, ((8, SGD()),))
-    both = cache_advice.sizes_of([group, other], (10_000 * group.whole + 20 * other.whole) * 3 // 10)
+    both = cache_advice.choose_sizes([group, other], (10_000 * group.whole + 20 * other.whole) * 3 // 10)
     assert list(zip(*both, strict=True))[-3:] == [(3000, 6), (5000, 10), (10_000, 20)]
 
 

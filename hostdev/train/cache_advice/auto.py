@@ -31,13 +31,13 @@ from hostdev.train.cache_advice.curves import (
     Curves,
     Group,
     Point,
-    curves_of,
+    choose_sizes,
+    format_size,
     gains,
-    measured,
+    make_curves,
+    measure_groups,
     recommend,
     require_memory,
-    size_of,
-    sizes_of,
 )
 from hostdev.train.config import TrainConfig
 from hostdev.train.room import estimate_host_memory, measure_free_after_step
@@ -63,7 +63,7 @@ def choose_cache(
     model, device = model_of(settings, found.schema), device_of(settings.device, tf32=settings.tf32)
     reader = ShardReader(data, found, "train", shuffle_window=settings.shuffle_window)
     reader.require(settings.batch_size)
-    groups = measured(model, reader, settings.batch_size, settings.seed)
+    groups = measure_groups(model, reader, settings.batch_size, settings.seed)
     batches = _sample(model, groups, reader, settings)
     room = _room(settings, model, found, reader, device, groups, batches, ranks)
     world = ranks or ALONE_WORLD
@@ -149,7 +149,7 @@ def _simulate(
     window = WINDOW if settings.cache_window is None else settings.cache_window
     sizes = [
         mine
-        for mine in zip(*sizes_of(groups, room), strict=True)
+        for mine in zip(*choose_sizes(groups, room), strict=True)
         if sum(size * group.whole for size, group in zip(mine, groups, strict=True)) <= room
     ]
     if not sizes or not policies:
@@ -172,13 +172,13 @@ def _simulate(
                     simulation.add_unique(ids, uses)
                 one[policy] += simulation.end()[policy]
                 progress.update()
-    return curves_of(groups, [list(mine) for mine in zip(*sizes, strict=True)], ended, measure(device))
+    return make_curves(groups, [list(mine) for mine in zip(*sizes, strict=True)], ended, measure(device))
 
 
 def _size(point: Point, ranks: Ranks | None) -> str:
     """Return a value for --cache-rows; a share for several processes, because each has a part of the rows."""
     if ranks is None:
-        return size_of(point)
+        return format_size(point)
     return f"{100 * point.rows / sum(group.rows for group in point.groups):.4g}%"
 
 
