@@ -117,8 +117,8 @@ def summary_lines(
     lines = ["", _quality(summary), *(_op_table(summary["ops"]) if summary["ops"] else [])]
     ops = [OPS_LOG] if has_ops_log else []
     files = [LOSS_LOG, EVAL_LOG, *ops, CONFIG, SUMMARY, *([CURVE] if undrawn is None else [])]
-    gone = [name for name in files if not (run_dir / name).exists()]
-    files = [name for name in files if name not in gone]
+    removed = [name for name in files if not (run_dir / name).exists()]
+    files = [name for name in files if name not in removed]
     best = (
         f"AUC {summary['best_auc']:.4f} after epoch {summary['best_epoch']} of {epochs}"
         if summary["best_epoch"]
@@ -136,7 +136,7 @@ def summary_lines(
         f"state_sha256   {summary['state_sha256']}",
         f"files          {run_dir}/: {', '.join(files)}{f'; {trace}' if trace is not None else ''}",
         *([f"               {_dropped(summary['ops_log'])}"] if "ops_log" in summary else []),
-        *([f"               removed during the run: {', '.join(gone)}"] if gone else []),
+        *([f"               removed during the run: {', '.join(removed)}"] if removed else []),
         *([f"no {CURVE}   {undrawn}"] if undrawn else []),
     ]
     return "\n".join(lines)
