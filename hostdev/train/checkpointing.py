@@ -45,7 +45,7 @@ FIXED = (
     "shuffle_window",
     "table_dtype",
 )
-_BEFORE = {  # defaults for files that are older than the option
+_BEFORE = {  # values for files that are older than the option
     "micro_batches": 1,
     "gradients": None,
     "torch_threads": None,
@@ -67,7 +67,7 @@ class Progress:
         self.steps = 0
         self.seconds = 0.0  # of training
         self.wide, self.deep = array("d"), array("d")  # the losses of each step
-        self.rows = array("q")  # of each step's batch
+        self.rows = array("q")  # samples in each step's batch
 
     def add(self, wide: float, deep: float, rows: int) -> None:
         """Count a step."""
@@ -156,9 +156,9 @@ def _describe_start(found: Found, start: Start) -> str:
 
 
 def begin(settings: TrainConfig, data: Manifest, start: Start | None, load: Callable[[Start], None]) -> Start | None:
-    """Load the checkpoint that a run resumes from, verifying its rows meanwhile; return the one that was loaded.
+    """Load the checkpoint that a run resumes from, and verify its rows; return the one that was loaded.
 
-    If its rows are damaged, an older one is loaded instead, and lines say so. Raises as `find` does.
+    If its rows are damaged, an older one is loaded instead, and printed lines say so. Raises as `find` does.
     """
     if start is None:
         return None
