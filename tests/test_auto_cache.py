@@ -21,7 +21,7 @@ from hostdev.train.config import TrainConfig
 
 LINE = re.compile(
     r"^cache    auto: ([\d,]+) rows, (\w+), [\d.]+ \w+ of the [\d.]+ \w+ that (.*); by (\d+) batches [\d.]+ MiB a step "
-    r"instead of [\d.]+, [\d.]+ ms of the host instead of [\d.]+, [\d.]+% of uses hit$",
+    r"instead of [\d.]+, [\d.]+ ms of the host instead of [\d.]+, [\d.]+% of lookups hit$",
     re.M,
 )
 
@@ -78,7 +78,7 @@ def test_only_what_fits_is_chosen(trained, small_data, tmp_path, monkeypatch, ca
     assert 50 < rows <= 100
     monkeypatch.setattr(auto_cache, "_room", lambda *arguments: 3)
     assert trained(small_data, "--cache-rows", "auto", run_dir="other") == 0
-    assert "cache    auto: none; of those that fit into the 3 bytes that the tables leave" in capsys.readouterr().out
+    assert "cache    auto: none; no cache that fits into the 3 bytes that the tables leave" in capsys.readouterr().out
     assert "cache" not in of_run(tmp_path / "other")[0]
 
 
@@ -87,10 +87,10 @@ def test_what_is_chosen_is_not_refused(trained, small_data, tmp_path, monkeypatc
     found = []
 
     def noted(parts):
-        found.append(room.host_room(parts))
+        found.append(room.make_host_budget(parts))
         return found[-1]
 
-    monkeypatch.setattr(trainer, "host_room", noted)
+    monkeypatch.setattr(trainer, "make_host_budget", noted)
     more = ("--checkpoint-every", 2)
     assert trained(small_data, "--cache-rows", 1, *more, run_dir="first") == 0
     slots = 4 * manifest.read(small_data).vocabulary_size  # of the plan of a cache of all rows
@@ -104,17 +104,17 @@ def test_what_is_chosen_is_not_refused(trained, small_data, tmp_path, monkeypatc
 def test_sizes_are_shares_and_what_just_fits():
     group = Group(("t",), 10_000, ((4, SGD()),))
     shares = [10, 50, 100, 200, 500, 1000, 2000, 5000, 10_000]
-    assert cache_advice.sizes_of([group], 10**9) == [shares]
-    assert cache_advice.sizes_of([group], 4321 * group.whole) == [sorted([*shares, 4321])]
+    assert cache_advice.choose_sizes([group], 10**9) == [shares]
+    assert cache_advice.choose_sizes([group], 4321 * group.whole) == [sorted([*shares, 4321])]
     other = Group(("u",), 20, ((8, SGD()),))
-    both = cache_advice.sizes_of([group, other], (10_000 * group.whole + 20 * other.whole) * 3 // 10)
+    both = cache_advice.choose_sizes([group, other], (10_000 * group.whole + 20 * other.whole) * 3 // 10)
     assert list(zip(*both, strict=True))[-3:] == [(3000, 6), (5000, 10), (10_000, 20)]
 
 
 def test_no_cache_where_its_plan_takes_longer_than_it_saves(trained, small_data, monkeypatch, capsys):
     monkeypatch.setattr(cache_advice, "host_costs", lambda *arguments: Costs(1e-3, 1e-3, 1e-3))
     assert trained(small_data, "--cache-rows", "auto") == 0
-    assert "none makes a step shorter" in capsys.readouterr().out
+    assert re.search("cache    auto: none; .* makes a step shorter", capsys.readouterr().out)
 
 
 def test_tables_without_common_ids_get_a_share(trained, small_data, tmp_path):
@@ -148,7 +148,7 @@ def test_a_dense_step_leaves_less_than_there_was(device, small_data):
     for samples in (10, 2000):
         model = model_of(TrainConfig(emb_dim=8), found.schema)
         before = backend.free_bytes(device)
-        left.append(before - room.left_by_a_step(model, sample, samples, device, None))
+        left.append(before - room.measure_free_after_step(model, sample, samples, device, None))
         assert backend.free_bytes(device) >= before - (1 << 20)  # nothing of it stays
     assert 0 < left[0] < left[1]
     torch.accelerator.synchronize(device)

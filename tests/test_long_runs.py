@@ -24,8 +24,8 @@ def test_ops_log_is_of_bounded_size(trained, small_data, tmp_path, capsys, monke
     capsys.readouterr()
 
     monkeypatch.setattr(config, "LEAST_OPS_LOG", 1)
-    note = run.Run._note
-    monkeypatch.setattr(run.Run, "_note", lambda self, *step: [self.log.flush(), note(self, *step)])
+    record = run.Run._record
+    monkeypatch.setattr(run.Run, "_record", lambda self, *step: [self.log.flush(), record(self, *step)])
     assert trained(*small(small_data, *MIX, "--ops-log", "1200")) == 0
     out, err = capsys.readouterr()
     parts = [(tmp_path / "run" / f"ops.log{number}").read_text() for number in ("", ".1", ".2", ".3")]
@@ -39,8 +39,8 @@ def test_ops_log_is_of_bounded_size(trained, small_data, tmp_path, capsys, monke
     assert found["ops"].keys() == summary_of(tmp_path / "whole")["ops"].keys()
     assert found["state_sha256"] == summary_of(tmp_path / "whole")["state_sha256"]
     assert err == "the oldest lines of ops.log are removed from now on (--ops-log 1200)\n"
-    assert "\n               ops.log is without its first " in out
-    assert "--ops-log lets it have 1.2 KiB\n" in out
+    assert "\n               ops.log lacks its first " in out
+    assert "--ops-log limits it to 1.2 KiB\n" in out
 
 
 def test_no_ops_log(trained, small_data, tmp_path, capsys):  # noqa: F811
@@ -97,7 +97,7 @@ def test_a_run_reports_bytes_and_hits_and_no_optimum(trained, small_data, tmp_pa
         "bytes_to_host",
         "host_us_saved",
     ]
-    assert f"{found['hit_rate']:.2%} of uses hit; a step admits" in capsys.readouterr().out
+    assert f"{found['hit_rate']:.2%} of lookups hit; a step admits" in capsys.readouterr().out
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
         "config.json",
         "curve.png",

@@ -135,10 +135,10 @@ def test_a_training_is_refused_before_its_tables_are_there(monkeypatch):
     how = {"device": torch.device("cpu"), "depth": 2, "uses": 0, "saves": True}
     for free, part in ((3 * tables + 1000 + 3 * 125, None), (3 * tables // 2 + 500 + 3 * 63, (1, 2))):
         monkeypatch.setattr("hostdev.runtime.room.available_bytes", lambda free=free: free)
-        found = room.host_room(room.kept_on_host(model, None, part, **how))
+        found = room.make_host_budget(room.estimate_host_memory(model, None, part, **how))
         assert sum(found.parts.values()) == found.free == free
-        assert found.in_words().startswith(
+        assert found.describe().startswith(
             f"{memory.format_bytes(free)} of the host's {memory.format_bytes(free)} free: tables "
         )
         with pytest.raises(UserError, match="use fewer rows"):
-            room.host_room(room.kept_on_host(model, CacheSpec(10), part, **how))
+            room.make_host_budget(room.estimate_host_memory(model, CacheSpec(10), part, **how))

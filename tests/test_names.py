@@ -105,8 +105,8 @@ def test_what_a_terminal_cannot_show(odd, how, shown):
 
 
 def test_what_is_told_at_the_end(odd, capfd):
-    write_stderr(f"go on with --resume {odd}")
-    assert capfd.readouterr().err == "go on with --resume caf\\udce9\n"
+    write_stderr(f"continue with --resume {odd}")
+    assert capfd.readouterr().err == "continue with --resume caf\\udce9\n"
 
 
 @pytest.mark.slow

@@ -87,8 +87,8 @@ def test_the_pairs_are_counted_in_integers():
     """In float64 the sums of ranks lose units from 2^53 pairs on."""
     n = 1 << 30
     twice = 2 * n * n - 1
-    assert metrics.auc_of(twice, n, n) == float(Fraction(twice, 2 * n * n))
-    assert metrics.auc_of(3 * n * n + 2, 3 * n, n) == float(Fraction(3 * n * n + 2, 6 * n * n))
+    assert metrics.make_auc(twice, n, n) == float(Fraction(twice, 2 * n * n))
+    assert metrics.make_auc(3 * n * n + 2, 3 * n, n) == float(Fraction(3 * n * n + 2, 6 * n * n))
 
 
 def test_a_folder_that_is_gone_is_not_needed(tmp_path):

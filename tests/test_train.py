@@ -227,7 +227,7 @@ def test_a_run_with_a_cache(device, trained, small_data, tmp_path, capsys):
         assert f"{name}-op" in operations
     out = capsys.readouterr().out
     assert f"cache    {cache['rows']:,} rows of each table, " in out
-    assert f"{cache['hit_rate']:.2%} of uses hit; a step admits" in out
+    assert f"{cache['hit_rate']:.2%} of lookups hit; a step admits" in out
     saved = cache["host_us_saved"] / summary["steps"] / 1e3
     says = f"saves the host {saved:.2f} ms a step" if saved >= 0 else f"costs the host {-saved:.2f} ms a step more than"
     assert f"; it {says}" in out
@@ -279,7 +279,7 @@ def error_of(capsys):
         (["--early-stop", "14"], "--early-stop 14 has no effect with 15 epochs: it can stop after epoch 15 at"),
         (
             ["--run-dir", "/dev/null/run"],
-            "--run-dir /dev/null/run: Not a directory; choose a folder that can be written",
+            "--run-dir /dev/null/run: Not a directory; choose a writable folder",
         ),
         (["--trace", "/dev/null/t"], "--trace /dev/null/t: Not a directory; choose another file"),
         (["--trace", "no/t"], "--trace no/t: No such file or directory; choose another file"),
@@ -343,7 +343,7 @@ def test_a_place_for_the_runs_files(trained, small_data, tmp_path, capsys, monke
     options = ["--data", small_data, "--device", "cpu", "--batch-size", 500, "--emb-dim", 4, "--host-device-mix"]
     assert trained(*options) == 2
     assert error_of(capsys).endswith(
-        f"the run's files have no place in {tmp_path / 'runs'}: File exists; give a --run-dir that can be written\n"
+        f"cannot create a run in {tmp_path / 'runs'}: File exists; give a writable --run-dir\n"
     )
 
     def fail(*arguments, **more):
@@ -351,7 +351,7 @@ def test_a_place_for_the_runs_files(trained, small_data, tmp_path, capsys, monke
 
     monkeypatch.setattr(Path, "mkdir", fail)
     assert trained(*options, "--run-dir", "run") == 2
-    assert error_of(capsys).endswith("error: --run-dir run: Permission denied; choose a folder that can be written\n")
+    assert error_of(capsys).endswith("error: --run-dir run: Permission denied; choose a writable folder\n")
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
@@ -396,7 +396,7 @@ def test_a_run_directory_is_used_once(trained, small_data, tmp_path, capsys):
     before = (tmp_path / "run" / "summary.json").read_text()
     capsys.readouterr()
     assert trained(*options) == 2
-    assert "run holds a run already (loss.log); choose another --run-dir" in error_of(capsys)
+    assert "run already holds a run (loss.log); choose another --run-dir" in error_of(capsys)
     assert (tmp_path / "run" / "summary.json").read_text() == before
 
 
@@ -415,7 +415,9 @@ def test_nothing_but_the_flag(command, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     first = done.stdout.splitlines()[0]
-    assert re.match(rf"no --data: a look-alike of {lookalike.ROWS:,} rows, made in .*cache/hostdev/lookalike-", first)
+    assert re.match(
+        rf"no --data: a synthetic data set of {lookalike.ROWS:,} samples, made in .*cache/hostdev/lookalike-", first
+    )
     assert "batch size 1,000, 2 epochs" in done.stdout
     assert [path.name for path in elsewhere.iterdir()] == ["runs"]
     again = command("hostdev.train", "--host-device-mix", "--max-steps", 2, cwd=elsewhere)

@@ -1,1 +1,1 @@
-"""The command `python -m hostdev.train`, a user of `hostdev.runtime`: options, run folder, report."""
+"""The command `hostdev train`, built on `hostdev.runtime`: options, run directory, report."""

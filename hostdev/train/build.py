@@ -1,4 +1,4 @@
-"""From options to a model and its trainer; what `train`, `verify` and `advise` share."""
+"""Model, layout, caches and device from the options; shared by `train`, `verify` and `advise`."""
 
 import itertools
 from dataclasses import replace
@@ -36,17 +36,17 @@ from hostdev.runtime.spec import Bag, CacheSpec, TableSpec
 from hostdev.train.config import TrainConfig
 from hostdev.train.staged import inputs_like
 
-_COUNTED_ROWS = 1 << 16  # at once
+_COUNTED_ROWS = 1 << 16  # samples in a batch of the counting pass
 _COUNTS = "how often each row is used"
 
 
 def seed_torch(seed: int) -> None:
-    """Let torch's generators begin anew, from which layers such as dropout draw; before a model is made."""
-    torch.manual_seed(key64(seed, "torch") >> 1)  # of 63 bits, as some devices take signed ones
+    """Seed torch's generators, which layers such as dropout draw from; call it before a model is made."""
+    torch.manual_seed(key64(seed, "torch") >> 1)  # 63 bits, because some devices take signed seeds
 
 
 def model_of(settings: TrainConfig, schema: Schema) -> Model:
-    """Return the model that the options name, for data with this schema; UserError where they do not go together."""
+    """Return the model that the options name, for data with this schema; UserError if they do not match."""
     optimizer = None
     if settings.table_optimizer is not None:
         optimizer = build_optimizer(settings.table_optimizer, settings.table_lr)
@@ -63,14 +63,14 @@ def model_of(settings: TrainConfig, schema: Schema) -> Model:
     return model
 
 
-def layout_of(settings: TrainConfig) -> Layout:
+def get_layout(settings: TrainConfig) -> Layout:
     """Return how the options cut the model into stages and slices."""
     begins = None if settings.stage_cut is None else settings.stage_cut.split(",")
     return Layout(settings.schedule or SCHEDULES[0], begins, parse_plan(settings.plan) if settings.plan else ())
 
 
 def require_layout(settings: TrainConfig, data: Path) -> None:
-    """UserError where the options do not fit the model's layers; before any process waits for another."""
+    """Raise UserError if the options do not fit the model's layers, before any process waits for another."""
     mesh = None if settings.mesh is None else parse_mesh(settings.mesh)
     is_open = mesh is None and settings.parallel == "auto"
     if not is_open and (mesh is None or mesh.pipe == mesh.model == 1):
@@ -79,22 +79,22 @@ def require_layout(settings: TrainConfig, data: Path) -> None:
     model = model_of(settings, found.schema)
     [sample] = itertools.islice(ShardReader(data, found, "train").batches(1), 1)
     if mesh is None:
-        matched(model, layout_of(settings).plan)
+        matched(model, get_layout(settings).plan)
         if settings.stage_cut is not None:
             cut(get_pieces(model), settings.stage_cut.split(","))
         return
     is_searched = settings.parallel == "auto"
-    resolve_layout(model, layout_of(settings), mesh, partial(inputs_like, model, sample, None), searched=is_searched)
+    resolve_layout(model, get_layout(settings), mesh, partial(inputs_like, model, sample, None), searched=is_searched)
 
 
 def vector_tables(model: Model) -> dict[str, TableSpec]:
-    """Return the tables of vectors, not those of single weights beside them; all if there are no others."""
+    """Return the embedding tables, without tables of single weights unless all are."""
     found = {name: spec for name, spec in model.tables.items() if spec.dim > 1}
     return found or model.tables
 
 
 def group_features(model: Model) -> dict[str, list[str]]:
-    """Return for each table the features that look it up."""
+    """Return the features that look up each table."""
     found: dict[str, list[str]] = {name: [] for name in model.tables}
     for feature, spec in model.features.items():
         for table in [spec.tables] if spec.is_single else spec.tables:
@@ -103,11 +103,11 @@ def group_features(model: Model) -> dict[str, list[str]]:
 
 
 def groups_of(model: Model) -> list[list[str]]:
-    """Return the tables by groups, as `Runtime` makes them: those that the same features look up."""
+    """Return groups of tables that the same features look up, as `Runtime` forms them."""
     groups: dict[Any, list[str]] = {}
     for table, features in group_features(model).items():
         if not features:
-            raise UserError(f"the model wants table {table!r}, but none of its features looks it up")
+            raise UserError(f"the model declares table {table!r}, but none of its features looks it up")
         groups.setdefault((model.tables[table].rows, *features), []).append(table)
     return list(groups.values())
 
@@ -120,7 +120,7 @@ def ids_of(model: Model, batch: Batch, table: str) -> npt.NDArray[Any]:
 
 
 def known_counts(model: Model, data: Path, found: Manifest, reader: ShardReader) -> npt.NDArray[np.int64] | None:
-    """Return the vocabulary's counts, int64 [V], if all columns share one group of tables; else None."""
+    """Return the vocabulary's occurrence counts, int64 [V]; None unless all columns share one group of tables."""
     groups = groups_of(model)
     if len(groups) > 1 or model.tables[groups[0][0]].rows != found.schema.rows or found.vocabulary is None:
         return None
@@ -128,15 +128,15 @@ def known_counts(model: Model, data: Path, found: Manifest, reader: ShardReader)
     counts = read_counts(data, found)
     dense = len(found.schema.dense)
     if not (ids_of(model, next(reader.batches(1)), groups[0][0]) < dense).any():
-        counts[:dense] = 0  # rows of their own, which only Wide & Deep looks up
+        counts[:dense] = 0  # the rows of dense columns; only Wide & Deep looks them up
     return counts
 
 
-def counts_of(model: Model, data: Path, found: Manifest, reader: ShardReader) -> list[npt.NDArray[np.int64]]:
-    """Return for each group of tables how often the training rows use each row, int64 [V].
+def count_uses(model: Model, data: Path, found: Manifest, reader: ShardReader) -> list[npt.NDArray[np.int64]]:
+    """Return how often the training samples use each row of each group of tables, int64 [V].
 
-    From the vocabulary, if all columns share one group, as the models that come with hostdev have it; else by a pass
-    over the training rows.
+    If all columns share one group, as in hostdev's own models, the vocabulary has the counts. Otherwise this takes a
+    pass over the training samples.
     """
     known = known_counts(model, data, found, reader)
     if known is not None:
@@ -148,40 +148,40 @@ def counts_of(model: Model, data: Path, found: Manifest, reader: ShardReader) ->
     with bar(reader.steps(_COUNTED_ROWS), "counting", "step") as progress:
         for batch in reader.batches(_COUNTED_ROWS):
             for counts, tables in zip(made, groups, strict=True):
-                np.add.at(counts, ids_of(model, batch, tables[0]), 1)  # whose time does not grow with the rows
+                np.add.at(counts, ids_of(model, batch, tables[0]), 1)  # its time does not grow with the table
             progress.update()
     return made
 
 
-def cache_of(
+def make_cache_specs(
     settings: TrainConfig, model: Model, data: Path, found: Manifest, reader: ShardReader
 ) -> dict[str, CacheSpec] | None:
-    """Return what resolved settings say of the cache of each group, as `Runtime` takes it; None for no cache."""
+    """Return the cache of each group for `Runtime`, from resolved settings; None for no cache."""
     if settings.cache_policy is None:
         return None
     assert settings.cache_rows is not None
     groups = groups_of(model)
     counts: list[Any] = [None] * len(groups)
     if settings.cache_policy == "static":
-        counts[:] = counts_of(model, data, found, reader)
+        counts[:] = count_uses(model, data, found, reader)
     elif settings.cache_policy == "lookahead":
         counts[0] = known_counts(model, data, found, reader)
     how = settings.cache_rows, settings.cache_policy, settings.cache_window or 0
     return {tables[0]: CacheSpec(*how, each) for tables, each in zip(groups, counts, strict=True)}
 
 
-def most_uses(model: Model, batch: Batch, batch_size: int) -> int:
-    """Return about how many ids a batch of this size looks up, from a sample of them."""
+def estimate_uses(model: Model, batch: Batch, batch_size: int) -> int:
+    """Estimate how many ids a batch of this size looks up, from a smaller batch."""
     uses = sum(len(ids_of(model, batch, tables[0])) for tables in groups_of(model))
     return int(np.ceil(uses * batch_size / max(1, len(batch))))
 
 
-def warm_up_for(model: Model, batch: Batch, id_type: str, *, bf16: bool, cached: bool) -> None:
-    """Compile, or load, the kernels of a training before its first step is timed; a batch shows which have weights."""
+def warm_up_kernels(model: Model, batch: Batch, id_type: str, *, bf16: bool, cached: bool) -> None:
+    """Compile or load the kernels before the first step is timed; the batch shows which features have weights."""
     dtypes = {np.dtype(id_type)}
     if cached:
         warm_up_planner(np.dtype(id_type))
-        dtypes.add(np.dtype(np.int32))  # of the numbers of slots
+        dtypes.add(np.dtype(np.int32))  # of slot numbers
     for dtype in dtypes:
         for stored in {spec.dtype for spec in model.tables.values()}:
             warm_up(dtype, stored)
@@ -195,7 +195,7 @@ def warm_up_for(model: Model, batch: Batch, id_type: str, *, bf16: bool, cached:
 
 
 def device_of(name: str, *, tf32: bool) -> torch.device:
-    """Return the device of this name, with deterministic arithmetic."""
+    """Select the device of this name and make its arithmetic deterministic."""
     from hostdev.device import backend
 
     device = backend.select(name)

@@ -45,7 +45,7 @@ FIXED = (
     "shuffle_window",
     "table_dtype",
 )
-_BEFORE = {  # defaults for files that are older than the option
+_BEFORE = {  # values for files that are older than the option
     "micro_batches": 1,
     "gradients": None,
     "torch_threads": None,
@@ -55,7 +55,7 @@ _BEFORE = {  # defaults for files that are older than the option
 
 
 class CheckpointError(UserError):
-    """The last checkpoint of a run that has ended was not saved."""
+    """The last checkpoint of a run was not saved."""
 
     exit_code = 3
 
@@ -67,7 +67,7 @@ class Progress:
         self.steps = 0
         self.seconds = 0.0  # of training
         self.wide, self.deep = array("d"), array("d")  # the losses of each step
-        self.rows = array("q")  # of each step's batch
+        self.rows = array("q")  # samples in each step's batch
 
     def add(self, wide: float, deep: float, rows: int) -> None:
         """Count a step."""
@@ -95,7 +95,7 @@ class Start(NamedTuple):
     """The checkpoint that a run resumes from."""
 
     chain: Chain
-    more: dict[str, Any]  # of `values`
+    more: dict[str, Any]  # as `values` returns it
 
     @property
     def path(self) -> Path:
@@ -103,7 +103,7 @@ class Start(NamedTuple):
         return self.chain[-1].path
 
 
-def folder_of(settings: TrainConfig, run_dir: Path) -> Path:
+def get_folder(settings: TrainConfig, run_dir: Path) -> Path:
     """Return the folder of a run's checkpoints."""
     return settings.checkpoint_dir or run_dir / FOLDER
 
@@ -133,7 +133,7 @@ def find(settings: TrainConfig, data: Manifest, check: Callable[[Chain], None] =
 
 def _get_search_path(settings: TrainConfig) -> Path:
     """Return the folder that --resume searches, or the checkpoint that it names."""
-    return Path(settings.resume) if settings.resume else folder_of(settings, settings.run_dir or Path())
+    return Path(settings.resume) if settings.resume else get_folder(settings, settings.run_dir or Path())
 
 
 def _make_start(settings: TrainConfig, data: Manifest, chain: Chain) -> Start:
@@ -156,9 +156,9 @@ def _describe_start(found: Found, start: Start) -> str:
 
 
 def begin(settings: TrainConfig, data: Manifest, start: Start | None, load: Callable[[Start], None]) -> Start | None:
-    """Load the checkpoint that a run resumes from, verifying its rows meanwhile; return the one that was loaded.
+    """Load the checkpoint that a run resumes from, and verify its rows; return the one that was loaded.
 
-    If its rows are damaged, an older one is loaded instead, and lines say so. Raises as `find` does.
+    If its rows are damaged, an older one is loaded instead, and printed lines say so. Raises as `find` does.
     """
     if start is None:
         return None
@@ -180,11 +180,11 @@ def begin(settings: TrainConfig, data: Manifest, start: Start | None, load: Call
 def find_together(settings: TrainConfig, data: Manifest, ranks: Ranks) -> tuple[Start | None, str]:
     """Call `find` on rank 0, and return its result on all ranks."""
     start, line = find(settings, data) if ranks.rank == 0 else (None, "")
-    told = ranks.control.share([None if start is None else str(start.path.resolve()), line])[0]
-    if ranks.rank and told[0] is not None:
-        chain = read_chain(Path(told[0]))
+    path, line = ranks.control.share([None if start is None else str(start.path.resolve()), line])[0]
+    if ranks.rank and path is not None:
+        chain = read_chain(Path(path))
         start = Start(chain, values_of(chain)["more"])
-    return start, told[1]
+    return start, line
 
 
 def _require_same(settings: TrainConfig, data: Manifest, start: Start) -> None:
@@ -193,12 +193,12 @@ def _require_same(settings: TrainConfig, data: Manifest, start: Start) -> None:
         option = "--" + name.replace("_", "-")
         raise UserError(
             f"{start.path} was trained with {_format_option(option, then[name])}, not "
-            f"{_format_option(option, getattr(settings, name))}; give the same, or begin another run without --resume"
+            f"{_format_option(option, getattr(settings, name))}; give the same, or start a new run without --resume"
         )
     if start.more["data"] != data.identity:
         raise UserError(
-            f"{start.path} was trained on another data set than {settings.data}; its rows, or their order, differ; to "
-            f"begin a new run with its tables and layers, give --start-from {start.path} in place of --resume"
+            f"{start.path} was trained on another data set than {settings.data}: its samples or their order differ; "
+            f"to start a new run with its tables and layers, give --start-from {start.path} instead of --resume"
         )
 
 
@@ -233,7 +233,7 @@ def _require_unfinished(settings: TrainConfig, data: Manifest) -> None:
     except (OSError, ValueError, KeyError, TypeError):
         return
     if status in ("finished", "stopped early") or not same:
-        what = "another run" if not same else "a run that has finished"
+        what = "another run" if not same else "a finished run"
         raise UserError(f"--run-dir {settings.run_dir} holds {what}, without checkpoints; choose another --run-dir")
 
 
@@ -310,7 +310,7 @@ class CheckpointSchedule:
             if "in use" in str(error):
                 raise
             self._failing = str(error)
-            note(f"warning: checkpoints cannot be saved: {error}; training goes on, and tries when one is due")
+            note(f"warning: checkpoints cannot be saved: {error}; training continues and retries when one is due")
         if chain is not None:
             self.manager.start_from(chain, tables)
             self._loaded = self.manager.last
@@ -324,7 +324,7 @@ class CheckpointSchedule:
         )
         if self._ranks is None:
             return due or late
-        due |= bool(self._ranks.reduced[SAVE])  # in the last step, by the first
+        due |= bool(self._ranks.reduced[SAVE])  # rank 0 asked for it in the last step
         self._ranks.contributed[SAVE] = int(late and not due and self._ranks.rank == 0)
         return due
 
@@ -335,7 +335,7 @@ class CheckpointSchedule:
         self._record_outcome()
         self._last_began, self._step = start, step
         if self.newest is not None and not self.newest.is_dir():
-            note(f"warning: {self.newest} is gone; the checkpoint of step {step:,} holds all rows")
+            note(f"warning: {self.newest} was removed; the checkpoint of step {step:,} holds all rows")
         self._prepare()
         try:
             self._save(self.manager, step, state_sha256)
@@ -379,8 +379,8 @@ class CheckpointSchedule:
     def _fail(self, why: str) -> None:
         self._failed += 1
         if self._failing is None:
-            told = f"the checkpoint of step {self._step:,} was not saved: {why}"
-            note(f"warning: {told}; training goes on, and tries again")
+            message = f"the checkpoint of step {self._step:,} was not saved: {why}"
+            note(f"warning: {message}; training continues and retries")
         self._failing = why
 
     def finish(self) -> None:

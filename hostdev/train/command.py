@@ -1,4 +1,4 @@
-"""A training from its settings to the summary: alone, or as one of several processes."""
+"""A training run from its settings to its summary, in one process or as one of several."""
 
 import hostdev.core.environment  # isort: skip  (before torch)
 
@@ -25,49 +25,51 @@ from hostdev.train.config import TrainConfig
 from hostdev.train.ending import Ending
 from hostdev.train.interrupt import DEADLINE_SECONDS, GracefulStop, Interrupted
 from hostdev.train.layouts import laid_out
-from hostdev.train.processes import Company, joined, resolved
+from hostdev.train.processes import ProcessSession, join_processes, resolve_batch
 from hostdev.train.run import Run
 
 _RANKS_DEADLINE_SECONDS = 10.0
 
 
 def train(settings: TrainConfig) -> dict[str, Any]:
-    """Train as the settings say, print what happens, and return summary.json's content.
+    """Train as the settings say, print the progress, and return the content of summary.json.
 
-    Where a launcher has started several processes, this is one of them.
+    If a launcher has started several processes, this is one of them.
 
-    Raises UserError for wrong input or options, and Interrupted after Ctrl-C or SIGTERM, with the logs complete.
+    Raises:
+        UserError: The input or the options are wrong.
+        Interrupted: Ctrl-C or SIGTERM; the logs are complete.
     """
-    with joined(settings, _require) as company:
-        return _train(settings, company)
+    with join_processes(settings, _require) as session:
+        return _train(settings, session)
 
 
 def _require(settings: TrainConfig) -> None:
-    """Look at what can be wrong with the options before others are met; without data that is looked at later."""
+    """Check the options before the rendezvous; without data, they are checked later."""
     data = settings.data or lookalike.there()
     if data is not None:
         require_layout(settings, data)
 
 
-def _train(settings: TrainConfig, company: Company | None) -> dict[str, Any]:
-    if company is not None:
-        settings = resolved(company.settings, company.ranks.mesh.data)
+def _train(settings: TrainConfig, session: ProcessSession | None) -> dict[str, Any]:
+    if session is not None:
+        settings = resolve_batch(session.settings, session.ranks.mesh.data)
     data = settings.data
     if data is None:
-        if company is not None and company.ranks.rank:
-            company.ranks.control.barrier()
+        if session is not None and session.ranks.rank:
+            session.ranks.control.barrier()
         data, made = lookalike.ensure()
-        if company is not None and not company.ranks.rank:
-            company.ranks.control.barrier()
-        print(f"no --data: a look-alike of {lookalike.ROWS:,} rows, {'made in' if made else 'from'} {data}")
-        if company is not None:  # of data that is given this has been compared before
-            company.ranks.agree("data", "the look-alike", {"the data set": manifest.read(data).identity})
+        if session is not None and not session.ranks.rank:
+            session.ranks.control.barrier()
+        print(f"no --data: a synthetic data set of {lookalike.ROWS:,} samples, {'made in' if made else 'from'} {data}")
+        if session is not None:  # a data set of --data was compared in the rendezvous
+            session.ranks.agree("data", "the synthetic data set", {"the data set": manifest.read(data).identity})
     settings = settings.resolved()
     found = manifest.read(data)
-    if company is not None and settings.parallel == "auto":
-        settings, why = laid_out(settings, data, found, company.ranks)
+    if session is not None and settings.parallel == "auto":
+        settings, why = laid_out(settings, data, found, session.ranks)
         print("\n".join(why), flush=True)
-    settings, why = choose_cache(settings, data, found, company.ranks if company is not None else None)
+    settings, why = choose_cache(settings, data, found, session.ranks if session is not None else None)
     for line in why:
         print(line, flush=True)
     ending: Ending | None = None
@@ -77,23 +79,23 @@ def _train(settings: TrainConfig, company: Company | None) -> dict[str, Any]:
         return ending.abandon() if ending is not None else "interrupted before the first step"
 
     start = None
-    with GracefulStop(on_deadline, _deadline(settings, company)) as stop, _memory_in_words():
+    with GracefulStop(on_deadline, _deadline(settings, session)) as stop, _report_memory():
         if settings.resume is not None:
-            if company is None:
-                start, line = checkpointing.find(settings, found, verify_others)  # the rest while it is loaded
+            if session is None:
+                start, line = checkpointing.find(settings, found, verify_others)  # rows are verified while they load
             else:
-                start, line = checkpointing.find_together(settings, found, company.ranks)
+                start, line = checkpointing.find_together(settings, found, session.ranks)
             print(line, flush=True)
         origin = None
         if settings.start_from is not None and start is None:
-            if company is None:
+            if session is None:
                 origin = starting.find(settings, data, found)
             else:
-                origin = starting.find_together(settings, data, found, company.ranks)
-        run = Run(settings, data, found, start, company, origin)
+                origin = starting.find_together(settings, data, found, session.ranks)
+        run = Run(settings, data, found, start, session, origin)
         ending = Ending(run)
-        if company is not None:
-            company.on_fault = partial(ending.abandon, "failed")
+        if session is not None:
+            session.on_fault = partial(ending.abandon, "failed")
         config = {**settings.as_json(), "data": str(data), "versions": _versions(), "preprocess": found.options}
         try:
             run.files.write_config(config)
@@ -102,13 +104,11 @@ def _train(settings: TrainConfig, company: Company | None) -> dict[str, Any]:
             run.discard()
             raise
         rows = {split: found.rows(split) for split in ("train", "test")}
-        device = backend.describe(run.device)
+        device, trainer = backend.describe(run.device), run.trainer
+        memory = trainer.host_budget.describe()
         checkpoints = run.saver.describe() if run.saver is not None else None
-        lines = report.start_lines(
-            settings.as_json(), data, rows, run.trainer.tables, device, run.trainer.caches,
-            run.trainer.room.in_words(), checkpoints, run.trainer.cut,
-        )  # fmt: skip
-        print(lines, flush=True)
+        trained = settings.as_json(), data, rows, trainer.tables, device, trainer.caches
+        print(report.start_lines(*trained, memory, checkpoints, trainer.cut), flush=True)
         try:
             status = run.train(stop)
             if status != "interrupted":
@@ -126,7 +126,7 @@ def _train(settings: TrainConfig, company: Company | None) -> dict[str, Any]:
             if run.steps == 0:
                 run.discard()
             raise
-    if stop.requested and (company is None or status == "interrupted"):
+    if stop.requested and (session is None or status == "interrupted"):
         raise ending.interrupted(stop.requested)
     summary = ending.finish(status, digest)
     has_ops_log = run.files.ops is not None
@@ -135,20 +135,20 @@ def _train(settings: TrainConfig, company: Company | None) -> dict[str, Any]:
     )
     print(lines)
     if run.saver is not None and run.saver.failed is not None:
-        raise ending.not_saved()
+        raise ending.make_checkpoint_error()
     return summary
 
 
-def _deadline(settings: TrainConfig, company: Company | None) -> float | None:
-    """Return how many seconds a step has after a signal; with other ranks it ends with them."""
+def _deadline(settings: TrainConfig, session: ProcessSession | None) -> float | None:
+    """Return the seconds that a step has after a signal; None for no limit. Ranks end their steps together."""
     if settings.saves:
         return None
-    return DEADLINE_SECONDS if company is None else _RANKS_DEADLINE_SECONDS
+    return DEADLINE_SECONDS if session is None else _RANKS_DEADLINE_SECONDS
 
 
 @contextmanager
-def _memory_in_words() -> Iterator[None]:
-    """Raise UserError where torch could not allocate; on the CPU it says so in words only."""
+def _report_memory() -> Iterator[None]:
+    """Raise UserError if torch could not allocate; on the CPU only the text of torch's error tells."""
     try:
         yield
     except RuntimeError as error:

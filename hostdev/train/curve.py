@@ -1,4 +1,4 @@
-"""curve.png: a run's losses by step, and AUC by epoch, on test and on training rows."""
+"""curve.png: a run's losses by step and its AUC by epoch, on test and training samples."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,18 +10,19 @@ import numpy.typing as npt
 from hostdev.core import pictures
 from hostdev.train.quality import Quality
 
-_SMOOTHED_PARTS = 25  # the smoothed loss is a mean over one of so many parts of all steps
+_SMOOTHED_PARTS = 25  # the loss is smoothed over 1 / 25 of all steps
 _MOST_POINTS = 4000
 _MOST_EPOCH_LINES = 30
-_LEAST_AUC_RANGE = 0.02  # of the axis, so that little looks little
+_LEAST_AUC_RANGE = 0.02  # of the axis, so that small differences look small
 _TEST, _TRAINING = "C1", "C2"  # colours
 
 
 def draw(path: Path, losses: Sequence[float], rows: Sequence[int], quality: Quality) -> None:
-    """Write the picture, PNG.
+    """Write the picture as PNG.
 
-    losses  of each step, the mean of its batch's rows
-    rows    of each step's batch
+    Args:
+        losses: Mean loss of each step's batch.
+        rows: Samples in each step's batch.
     """
     figure = pictures.figure(12, 4.6)
     left, right = figure.subplots(1, 2)
@@ -38,7 +39,7 @@ def _draw_losses(axes: Any, losses: npt.NDArray[Any], rows: npt.NDArray[Any], qu
     dots = "." if len(losses) < 10 else ""
     if window > 1:
         axes.plot(step[some], losses[some], color="C0", alpha=0.25, linewidth=0.8)
-    label = f"training, mean of {window} steps" if window > 1 else "training, each step's rows"
+    label = f"training, mean of {window} steps" if window > 1 else "training, each step"
     middle = step[window - 1 :] - (window - 1) / 2
     axes.plot(middle[some], smooth[some], color="C0", marker=dots, label=label)
     at = [point.step for point in quality.points]
@@ -48,12 +49,12 @@ def _draw_losses(axes: Any, losses: npt.NDArray[Any], rows: npt.NDArray[Any], qu
             axes.plot(at, values, color=color, marker="o", linestyle="--", linewidth=1, label=name)
             shown += values
     bottom, top = np.nanmin(shown), np.nanmax(shown)
-    room = 0.06 * (top - bottom) or 0.01
-    axes.set(xlabel="step", ylabel="log loss", title="Loss", ylim=(bottom - room, top + room))
+    margin = 0.06 * (top - bottom) or 0.01
+    axes.set(xlabel="step", ylabel="log loss", title="Loss", ylim=(bottom - margin, top + margin))
     if 1 < len(at) <= _MOST_EPOCH_LINES:
         for end in at[:-1]:
             axes.axvline(end, color="grey", linewidth=0.5)
-    _whole_numbers(axes)
+    _format_integers(axes)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=9)
 
@@ -69,10 +70,10 @@ def _draw_auc(axes: Any, quality: Quality) -> None:
         axes.plot([epoch], [auc], **ring, label=f"best: {auc:.4f} after epoch {epoch}")
     axes.set(xlabel="epoch", ylabel="AUC", title="AUC after each epoch")
     bottom, top = axes.get_ylim()
-    room = max(0.0, _LEAST_AUC_RANGE - (top - bottom)) / 2
-    axes.set_ylim(bottom - room, top + room)
+    margin = max(0.0, _LEAST_AUC_RANGE - (top - bottom)) / 2
+    axes.set_ylim(bottom - margin, top + margin)
     axes.set_xlim(min(epochs, default=1) - 0.5, max(epochs, default=1) + 0.5)
-    _whole_numbers(axes)
+    _format_integers(axes)
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=9)
@@ -81,7 +82,7 @@ def _draw_auc(axes: Any, quality: Quality) -> None:
 
 
 def _series(quality: Quality, name: str) -> list[tuple[str, str, list[float]]]:
-    """A figure of each evaluation, on test and on training rows: label, colour, values."""
+    """Return label, colour and values of a metric over the evaluations, on test and on training samples."""
     both = [(getattr(point.test, name), getattr(point.training, name, np.nan)) for point in quality.points]
     return [
         ("test rows", _TEST, [pair[0] for pair in both]),
@@ -90,14 +91,14 @@ def _series(quality: Quality, name: str) -> list[tuple[str, str, list[float]]]:
 
 
 def _means(losses: npt.NDArray[Any], rows: npt.NDArray[Any], window: int) -> npt.NDArray[np.float64]:
-    """Return the mean loss of the rows of `window` neighbouring steps, [N - window + 1]."""
+    """Return the mean loss over the samples of `window` consecutive steps, float64 [N - window + 1]."""
     ends = np.arange(window, len(losses) + 1)
     sums, counts = (np.concatenate([[0.0], np.cumsum(part, dtype=np.float64)]) for part in (losses * rows, rows))
     means: npt.NDArray[np.float64] = (sums[ends] - sums[ends - window]) / (counts[ends] - counts[ends - window])
     return means
 
 
-def _whole_numbers(axes: Any) -> None:
+def _format_integers(axes: Any) -> None:
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
     axes.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True, min_n_ticks=1))

@@ -1,4 +1,4 @@
-"""How a run ends: its last checkpoint, summary.json, the picture, and what a signal leaves."""
+"""The end of a run: its last checkpoint, summary.json, the picture, and the end after a signal."""
 
 import signal
 from typing import Any
@@ -18,7 +18,7 @@ from hostdev.train.run import Run
 
 
 class Ending:
-    """Completes what a run leaves behind."""
+    """Completes a run's files."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -26,18 +26,18 @@ class Ending:
         self._exchanged: dict[str, int] = {}  # bytes that all ranks have sent
 
     def finish(self, status: str, digest: str | None = None) -> dict[str, Any]:
-        """Complete the logs and summary.json, and return its content."""
+        """Complete the logs, write summary.json and return its content."""
         run = self.run
         with run.lock:
             if isinstance(run.clock, EventClock):
-                # A device that waits for a rank that is gone would never be done.
+                # A device that waits for a dead rank would never finish.
                 run.clock.drain(wait=run.ranks is None or status != "failed")
             content = self._write_summary(status, digest)
             self._is_complete = True
         return content
 
     def count_exchanged(self) -> None:
-        """Add up what all ranks have sent; all of them call it."""
+        """Sum the bytes that all ranks have sent; all ranks call it."""
         run = self.run
         if run.ranks is not None:
             mine = run.trainer.exchanged_bytes()
@@ -45,7 +45,7 @@ class Ending:
             self._exchanged = dict(zip(mine, np.sum(each, axis=0).tolist(), strict=True))
 
     def draw(self) -> str | None:
-        """Draw the run's picture; return why there is none, as it is not worth a failure; "" where rank 0 draws it."""
+        """Draw the run's picture; return why that failed, as a run must not fail for it, or "" on ranks above 0."""
         run = self.run
         if run.world.rank:
             return ""
@@ -56,28 +56,28 @@ class Ending:
         return None
 
     def abandon(self, status: str = "interrupted") -> str:
-        """Complete the logs while the step goes on in another thread, which gets no further: the process ends."""
+        """Complete the logs while the main thread is in a step, and return a message; the caller ends the process."""
         run = self.run
-        run.lock.acquire()  # for good
+        run.lock.acquire()  # never released, so that the main thread writes nothing more
         if not self._is_complete:
             self._write_summary(status, None)
         newest = run.loaded_from if run.saver is None else run.saver.newest or run.loaded_from
         if newest is not None and newest.is_dir():
-            return f"interrupted in the middle of a step; {self._how_far()}; go on with --resume {newest}"
+            return f"interrupted in the middle of a step; {self._describe_steps()}; continue with --resume {newest}"
         none = "; there is no checkpoint" if run.saver is not None else ""
-        return f"interrupted in the middle of a step; {self._how_far()}{none}"
+        return f"interrupted in the middle of a step; {self._describe_steps()}{none}"
 
     def interrupted(self, number: signal.Signals) -> Interrupted:
-        """Complete the logs after a signal, and save a checkpoint if there are any; return what to raise."""
+        """Complete the logs after a signal, save a checkpoint if the run saves any, and return the exception."""
         run = self.run
         self.close_saver(save=True)
         self.finish("interrupted")
         if run.saver is None:
-            return Interrupted(number, self._how_far())
+            return Interrupted(number, self._describe_steps())
         if run.saver.failed is not None:
-            raise self.not_saved()
-        told = f"{_counted(run.steps)} saved; go on with --resume {run.saver.newest}"
-        return Interrupted(number, told, saved=True)
+            raise self.make_checkpoint_error()
+        message = f"{_count_steps(run.steps)} saved; continue with --resume {run.saver.newest}"
+        return Interrupted(number, message, saved=True)
 
     def close_saver(self, digest: str | None = None, *, save: bool) -> None:
         """Save a last checkpoint, and wait until it is written."""
@@ -88,18 +88,18 @@ class Ending:
             run.saver.save_last(run.steps, digest)
         run.saver.finish()
 
-    def not_saved(self) -> CheckpointError:
-        """Return what to raise where the last checkpoint was not saved."""
+    def make_checkpoint_error(self) -> CheckpointError:
+        """Return the exception to raise if the last checkpoint was not saved."""
         run = self.run
         assert run.saver is not None
         newest = f"the newest one is {run.saver.newest}" if run.saver.newest is not None else "there is none"
         return CheckpointError(f"the last checkpoint was not saved: {run.saver.failed}; {newest}")
 
-    def _how_far(self) -> str:
+    def _describe_steps(self) -> str:
         run = self.run
         if not run.files.has_logs:
-            return f"{counted(run.steps, 'step')} taken; the logs in {run.files.path} are gone"
-        return f"{_counted(run.steps)} in the logs in {run.files.path}"
+            return f"{counted(run.steps, 'step')} taken; the logs in {run.files.path} were removed"
+        return f"{_count_steps(run.steps)} in the logs in {run.files.path}"
 
     def _write_summary(self, status: str, digest: str | None) -> dict[str, Any]:
         run = self.run
@@ -142,5 +142,5 @@ class Ending:
         }
 
 
-def _counted(steps: int) -> str:
+def _count_steps(steps: int) -> str:
     return f"{counted(steps, 'step')} {'is' if steps == 1 else 'are'}"

@@ -1,4 +1,4 @@
-"""--parallel: which mesh, stages and slices a training has; found by measuring where it is `auto`."""
+"""--parallel: the mesh, stages and slices of a run; `auto` finds them by measuring."""
 
 import itertools
 import sys
@@ -18,34 +18,36 @@ from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.session import join
 from hostdev.distributed.start import start_processes, wait_for
 from hostdev.parallel.auto import choose
-from hostdev.train.build import device_of, layout_of, model_of, require_layout, seed_torch
+from hostdev.train.build import device_of, get_layout, model_of, require_layout, seed_torch
 from hostdev.train.config import TrainConfig
 from hostdev.train.staged import inputs_like
 
 
-def meshed(settings: TrainConfig, ranks: int) -> TrainConfig:
-    """Return the settings with the mesh that --parallel means; UserError where it contradicts the others."""
+def resolve_mesh(settings: TrainConfig, ranks: int) -> TrainConfig:
+    """Return the settings with the mesh that --parallel means; UserError if it contradicts other options."""
     how = settings.parallel
     mesh = None if settings.mesh is None else parse_mesh(settings.mesh)
     if how is None:
         return settings
     if how == "none":
         if ranks > 1:
-            raise UserError(f"--parallel none is for one process, and {ranks} were started; start one, or leave it out")
+            raise UserError(
+                f"--parallel none requires one process, but {ranks} were started; start one, or leave it out"
+            )
         return settings
     if ranks == 1:
         raise UserError(f"--parallel {how} has no effect in one process; leave it out, or start several")
     if how == "data" and mesh is not None and mesh.data != mesh.size:
-        raise UserError(f"--parallel data is along data alone, not --mesh {mesh}; leave --parallel out, or use semi")
+        raise UserError(f"--parallel data splits samples only, unlike --mesh {mesh}; leave --parallel out, or use semi")
     if how == "semi" and mesh is None:
         return replace(settings, mesh=f"model={ranks}")
     return settings
 
 
 def laid_out(settings: TrainConfig, data: Path, found: Manifest, ranks: Ranks) -> tuple[TrainConfig, list[str]]:
-    """Return the settings with the mesh, the stages and the slices that take the least time, and why, as lines.
+    """Return the settings with the fastest mesh, stages and slices, and lines about the measurements.
 
-    All ranks call it, before anything is made along the mesh's axes; it becomes that of the ranks.
+    All ranks call it, before anything depends on the mesh's axes. It sets the mesh of `ranks`.
     """
     assert settings.batch_size is not None
     seed_torch(settings.seed)
@@ -53,11 +55,17 @@ def laid_out(settings: TrainConfig, data: Path, found: Manifest, ranks: Ranks) -
     [sample] = itertools.islice(ShardReader(data, found, "train").batches(1), 1)
     autocast = torch.bfloat16 if settings.precision == "bf16" else None
     chosen = choose(
-        model, partial(inputs_like, model, sample, autocast), ranks, samples=settings.batch_size,
-        micro_batches=settings.micro_batches, given=layout_of(settings),
+        model,
+        partial(inputs_like, model, sample, autocast),
+        ranks,
+        samples=settings.batch_size,
+        micro_batches=settings.micro_batches,
+        given=get_layout(settings),
         mesh=None if settings.mesh is None else parse_mesh(settings.mesh),
-        device=device_of(settings.device, tf32=settings.tf32), autocast=autocast, looked_up=True,
-    )  # fmt: skip
+        device=device_of(settings.device, tf32=settings.tf32),
+        autocast=autocast,
+        looked_up=True,
+    )
     ranks.mesh = chosen.mesh
     plan = ",".join(f"{name}={strategy}" for name, strategy in chosen.layout.plan)
     cut = ",".join(chosen.layout.begins or ())
@@ -65,14 +73,14 @@ def laid_out(settings: TrainConfig, data: Path, found: Manifest, ranks: Ranks) -
 
 
 def advise_alone(settings: TrainConfig, processes: int) -> int:
-    """Start so many processes of this command on this host; return the exit code. UserError for wrong options."""
+    """Start this command in several processes on this host and return the exit code; UserError for wrong options."""
     require_layout(settings, _data(settings))
     command = [sys.executable, "-m", "hostdev.advise", *sys.argv[1:]]
     return wait_for(start_processes(processes, command))
 
 
 def advise_together(settings: TrainConfig) -> None:
-    """Print, on rank 0, what layouts of a model take on these processes."""
+    """Measure layouts of a model on these processes; rank 0 prints the times."""
     with join() as ranks:
         assert ranks is not None
         torch.set_num_threads(settings.torch_threads or 1)

@@ -18,17 +18,18 @@ class Losses(NamedTuple):
 
 
 class NonFiniteLossError(NonFiniteError):
-    """A loss or a gradient is not a number or infinite; the message says which, and that no row was updated."""
+    """A loss or a gradient is NaN or infinite; no row was updated."""
 
 
-def read_losses(
-    squares: Any, shares: list[float], has_l2: bool, step: int, results: list[npt.NDArray[Any]]
-) -> Losses:  # fmt: skip
-    """Make losses of a step's results.
+def read_losses(squares: Any, shares: list[float], has_l2: bool, step: int, results: list[npt.NDArray[Any]]) -> Losses:
+    """Compute the losses from a step's results.
 
-    squares  the table's, where its L2 is added
-    shares   of the micro-batches in the batch's rows
-    has_l2   the deep losses, which are weighted already, have a term of their own
+    Args:
+        squares: Sums of squares of the table's weights with --l2 table, else None.
+        shares: Each micro-batch's share of the batch's samples.
+        has_l2: Whether the deep losses, which are weighted already, include an L2 term.
+        step: The step's number, for errors.
+        results: Wide and deep losses [M, 2], squares if they were on the device, and the flag of a skipped update.
     """
     losses, *more, skipped = results
     each = losses.tolist()

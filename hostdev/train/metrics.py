@@ -1,4 +1,4 @@
-"""How good predictions are: AUC and log loss over all rows, in float64. `scores` has them for more rows than fit."""
+"""AUC and log loss in float64 over samples in memory; `scores` computes them for more samples."""
 
 from itertools import pairwise
 from typing import Any
@@ -6,25 +6,28 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_AT_ONCE = 1 << 20  # values whose intermediate results are held
+_AT_ONCE = 1 << 20  # values with intermediate results in memory
 
 
 def auc(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.float32]) -> float:
     """Return the area under the ROC curve; equal scores count half. NaN unless both labels occur.
 
-    logits  float32 [N], any monotone score
-    labels  float32 [N], 0 or 1
+    This is the Mann-Whitney statistic (Hanley & McNeil, Radiology 143, 1982). Pairs are counted in integers, so it is
+    rounded once.
 
-    The Mann-Whitney statistic (Hanley & McNeil, Radiology 143, 1982), rounded once: pairs are counted in integers.
+    Args:
+        logits: float32 [N], any monotone score.
+        labels: float32 [N], 0 or 1.
     """
     positives, negatives = np.sort(logits[labels != 0]), np.sort(logits[labels == 0])
-    return auc_of(twice_above(positives, negatives), len(positives), len(negatives))
+    return make_auc(twice_above(positives, negatives), len(positives), len(negatives))
 
 
 def twice_above(positives: npt.NDArray[Any], negatives: npt.NDArray[Any]) -> int:
     """Return twice the number of pairs whose positive has the higher score; pairs of equal scores count once.
 
-    positives, negatives  sorted scores [P] and [N], of any one dtype
+    Args:
+        positives, negatives: Sorted scores [P] and [N] of one dtype.
     """
     twice = 0
     for start in range(0, len(positives), _AT_ONCE):
@@ -33,8 +36,8 @@ def twice_above(positives: npt.NDArray[Any], negatives: npt.NDArray[Any]) -> int
     return twice
 
 
-def auc_of(twice: int, positives: int, negatives: int) -> float:
-    """Return the AUC of what `twice_above` counts over all pairs of so many rows; NaN unless both labels occur."""
+def make_auc(twice: int, positives: int, negatives: int) -> float:
+    """Return the AUC from `twice_above` over all pairs and the numbers of samples; NaN unless both labels occur."""
     return twice / (2 * positives * negatives) if positives and negatives else float("nan")
 
 
@@ -44,7 +47,7 @@ def log_loss(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.float32]) -
 
 
 def losses(logits: npt.NDArray[np.float32], labels: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """Return the negative log likelihood of each row, float64 [N]; NaN where a logit is infinite. Labels also bool."""
+    """Return each sample's negative log likelihood, float64 [N], NaN for an infinite logit; labels may be bool."""
     found = np.empty(len(logits))
     for start, stop in pairwise([*range(0, len(logits), _AT_ONCE), len(logits)]):
         x = logits[start:stop].astype(np.float64)

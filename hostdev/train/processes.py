@@ -1,4 +1,4 @@
-"""A training of many processes: each finds its place, meets the others, and ends when one of them fails."""
+"""Training in several processes: rendezvous, options that must agree, output of each rank, coordinated shutdown."""
 
 import hostdev.core.environment  # isort: skip  # noqa: F401  (before torch)
 
@@ -27,29 +27,32 @@ from hostdev.distributed.start import start_processes, wait_for
 from hostdev.models import registry
 from hostdev.train.config import TrainConfig, to_flags
 from hostdev.train.interrupt import Interrupted
-from hostdev.train.layouts import meshed
+from hostdev.train.layouts import resolve_mesh
 from hostdev.train.rundir import EVAL_LOG, LOSS_LOG, OPS_LOG, RunDir
 
 OUTPUT = "output.log"
-_OWN = ("data", "run_dir", "checkpoint_dir", "trace", "host_threads", "ops_log", "dist_timeout", "dist_url",
-        "dist_backend", "batch_per_rank", "cache_policy", "cache_window", "device")  # fmt: skip
-_BOOKS_SECONDS = 5.0  # for the logs of a rank that is ended
+_OWN = (
+    *("data", "run_dir", "checkpoint_dir", "trace", "host_threads", "ops_log", "dist_timeout", "dist_url"),
+    *("dist_backend", "batch_per_rank", "cache_policy", "cache_window", "device"),
+)
+_LOG_SECONDS = 5.0  # to complete the logs when another rank has failed
 
 
 class _Output(io.TextIOBase):
-    """What a rank prints, for a file in its folder: kept until there is one; of the first one shown, too.
+    """A rank's standard output: buffered until its file is open, then written to it.
 
-    shown  where
+    Args:
+        shown: Stream that shows the output, too; None for ranks above 0.
     """
 
     def __init__(self, shown: TextIO | None) -> None:
-        self._kept: list[str] = []
+        self._buffered: list[str] = []
         self._file: Any = None
         self._shown = shown
 
     def write(self, text: str) -> int:
         if self._file is None:
-            self._kept.append(text)
+            self._buffered.append(text)
         else:
             self._file.write(text)
         return len(text) if self._shown is None else self._shown.write(text)
@@ -65,42 +68,44 @@ class _Output(io.TextIOBase):
     def fileno(self) -> int:
         return super().fileno() if self._shown is None else self._shown.fileno()
 
-    def go_to(self, path: Path) -> None:
-        """Write to this file from now on."""
-        self._file = path.open("a", buffering=1, errors="surrogateescape")  # a path may be in no encoding
-        self._file.write("".join(self._kept))
+    def open(self, path: Path) -> None:
+        """Write to this file from now on, beginning with the buffered output."""
+        self._file = path.open("a", buffering=1, errors="surrogateescape")  # printed paths may not be UTF-8
+        self._file.write("".join(self._buffered))
 
 
-class Company:
-    """The ranks of a training run, as the command sees them.
+class ProcessSession:
+    """This process and the other ranks of a training run.
 
-    ranks    that have met; root: the run directory of all
-    settings with the mesh that these mean
-    on_fault completes what must not be lost before the process ends for another's failure; set by the run
+    Attributes:
+        ranks: The ranks after the rendezvous.
+        settings: The options, with the mesh resolved.
+        root: The run directory of all ranks.
+        on_fault: Completes the logs before this process ends because another rank failed; set by the run.
     """
 
-    def __init__(self, place: RankEnvironment, settings: TrainConfig) -> None:
+    def __init__(self, environment: RankEnvironment, settings: TrainConfig) -> None:
         self.on_fault: Callable[[], object] = lambda: None
-        self._answer: Callable[[], object] = lambda: None  # a rank may fail before all have been here
-        self._place, self.settings = place, settings
-        self.output = _Output(None if place.rank else sys.stdout)
+        self._answer: Callable[[], object] = lambda: None  # a rank may fail during the rendezvous
+        self._environment, self.settings = environment, settings
+        self.output = _Output(None if environment.rank else sys.stdout)
         self.ranks = Ranks(
-            place,
+            environment,
             self._fault,
             timeout=settings.dist_timeout or TIMEOUT,
             meeting=min(settings.dist_timeout or RENDEZVOUS_SECONDS, RENDEZVOUS_SECONDS),
             backend=settings.dist_backend,
             mesh=parse_mesh(settings.mesh) if settings.mesh is not None else None,
-            values=alike(settings, place.ranks),
+            values=get_shared_values(settings, environment.ranks),
         )
         self._answer = self.ranks.monitor.answer
-        if place.rank:
+        if environment.rank:
             sys.stdout = sys.stderr = self.output
 
     @contextmanager
     def printing(self) -> Iterator[None]:
-        """Let what rank 0 prints go to a file, too; what others print goes there only, to their end."""
-        if self._place.rank:
+        """Copy what rank 0 prints to its file; the other ranks print to their files only, until they exit."""
+        if self._environment.rank:
             yield
             return
         shown, sys.stdout = sys.stdout, self.output
@@ -110,41 +115,42 @@ class Company:
             sys.stdout = shown
 
     def _fault(self, rank: int, why: str) -> None:
-        """End this process, in the watching thread: another rank has failed."""
-        run_within(
-            _BOOKS_SECONDS, self.on_fault
-        )  # a thread that has its locks may wait for a device that does not answer
-        if self._place.rank == (0 if rank else 1):  # one of all tells the user
-            write_stderr(f"hostdev.train: error: rank {rank} of {self._place.ranks}: {why}")
+        """End this process because another rank has failed; runs in the monitor's thread."""
+        run_within(_LOG_SECONDS, self.on_fault)  # a thread with its locks may wait for a device forever
+        if self._environment.rank == (0 if rank else 1):  # only one rank tells the user
+            write_stderr(f"hostdev.train: error: rank {rank} of {self._environment.ranks}: {why}")
         else:
-            self.output.write(f"rank {rank} of {self._place.ranks}: {why}\n")
+            self.output.write(f"rank {rank} of {self._environment.ranks}: {why}\n")
         self._answer()
         os._exit(2)
 
     def folder(self, made: Path | None) -> Path:
-        """Return where this rank's files go: `made` by rank 0, whose own folder has links to them; or one in it."""
+        """Return the folder of this rank's files.
+
+        Rank 0's is the run directory `made`; its subfolder rank0 has links to the logs. Others use rank<k> in it.
+        """
         self.root = root = Path(self.ranks.control.share(str(made))[0])
-        mine = root / f"rank{self._place.rank}"
+        mine = root / f"rank{self._environment.rank}"
         mine.mkdir(exist_ok=True)
-        self.output.go_to(mine / OUTPUT)
-        if self._place.rank:
+        self.output.open(mine / OUTPUT)
+        if self._environment.rank:
             return mine
         for name in (LOSS_LOG, EVAL_LOG, *([OPS_LOG] if self.settings.ops_log_bytes else [])):
-            with contextlib.suppress(OSError):  # there already, or no links here
+            with contextlib.suppress(OSError):  # the link exists, or the file system has no links
                 (mine / name).symlink_to(f"../{name}")
         return root
 
 
-def alike(settings: TrainConfig, ranks: int) -> dict[str, Any]:
-    """Return what all ranks must have alike: the data set, and the options by their names.
+def get_shared_values(settings: TrainConfig, ranks: int) -> dict[str, Any]:
+    """Return the values that must be equal on all ranks: the data set, and the options by their names.
 
-    Options that concern one process alone may differ, and so may folders, of which each host may have its own.
+    Options of a single process may differ, and so may folders, because each host may have its own.
     """
     mesh = parse_mesh(settings.mesh) if settings.mesh is not None else Mesh(data=ranks)
-    given = resolved(settings, mesh.data).resolved()
+    given = resolve_batch(settings, mesh.data).resolved()
     found: dict[str, Any] = {"the data set": None if settings.data is None else _identity(settings.data)}
     found |= {f"--{name.replace('_', '-')}": value for name, value in given.as_json().items() if name not in _OWN}
-    with contextlib.suppress(UserError):  # said again when all have met
+    with contextlib.suppress(UserError):  # raised again after the rendezvous
         found["--emb-dim"] = given.emb_dim or registry.default_dim(given.model)
     found["--pipeline-depth"] = shown(given.pipeline_depth > 0, str(given.pipeline_depth))
     rows = given.cache_rows
@@ -156,32 +162,33 @@ def alike(settings: TrainConfig, ranks: int) -> dict[str, Any]:
 def _identity(data: Path) -> list[Any]:
     try:
         identity = manifest.read(data).identity
-    except (UserError, OSError) as error:  # said again when all have met
+    except (UserError, OSError) as error:  # raised again after the rendezvous
         return shown(None, in_words(error))
     return shown(identity, f"checksum {identity[:12]} ({data})")
 
 
-def run_dir(settings: TrainConfig, company: Company | None) -> RunDir:
-    """Return the run directory, or with other ranks this one's place in it."""
+def make_run_dir(settings: TrainConfig, session: ProcessSession | None) -> RunDir:
+    """Make the run directory, or this rank's folder in it."""
     make = partial(RunDir, again=settings.resume is not None, ops_log=settings.ops_log_bytes)
-    if company is None:
+    if session is None:
         return make(settings.run_dir)
-    if company.ranks.rank == 0:
+    if session.ranks.rank == 0:
         made = make(settings.run_dir)
-        company.folder(made.path)
+        session.folder(made.path)
         return made
-    return make(company.folder(None))
+    return make(session.folder(None))
 
 
 @contextmanager
-def joined(settings: TrainConfig, require: Callable[[TrainConfig], object]) -> Iterator[Company | None]:
-    """Meet the other processes that a launcher has started; None where there are none.
+def join_processes(settings: TrainConfig, require: Callable[[TrainConfig], object]) -> Iterator[ProcessSession | None]:
+    """Join the other processes that a launcher has started; yield None if there are none.
 
-    require  raises UserError where there is no use in meeting them
+    Args:
+        require: Raises UserError for wrong options, before the rendezvous.
     """
-    place = find_rank_environment()
-    if place.alone:
-        meshed(settings, 1)
+    environment = find_rank_environment()
+    if environment.alone:
+        resolve_mesh(settings, 1)
         for name in ("dist_timeout", "dist_backend", "dist_url", "batch_per_rank", "dense_exchange", "mesh"):
             if getattr(settings, name) is not None:
                 option = "--" + name.replace("_", "-")
@@ -189,74 +196,73 @@ def joined(settings: TrainConfig, require: Callable[[TrainConfig], object]) -> I
         yield None
         return
     try:
-        settings = meshed(settings, place.ranks)
-        require_shares(settings, place.ranks)
+        settings = resolve_mesh(settings, environment.ranks)
+        require_shares(settings, environment.ranks)
         require(settings)
     except HostdevError:
-        if place.rank:
-            raise SystemExit(2) from None  # rank 0 says it
+        if environment.rank:
+            raise SystemExit(2) from None  # rank 0 reports it
         raise
-    take_host_share(place)
+    take_host_share(environment)
     try:
-        company = Company(place, settings)
+        session = ProcessSession(environment, settings)
     except BaseException:
         share_memory(1)
         raise
-    with leave_together(company.ranks, alike=(Interrupted,)), company.printing():
-        yield company
+    with leave_together(session.ranks, alike=(Interrupted,)), session.printing():
+        yield session
 
 
 def require_shares(settings: TrainConfig, ranks: int) -> None:
-    """Raise UserError unless so many processes can share out the work that the settings name."""
+    """Raise UserError unless this number of processes can share the work."""
     if not settings.host_device_mix:
         raise UserError(f"{ranks} processes share the tables in host memory; give --host-device-mix")
-    if settings.mesh is None and settings.parallel == "auto":  # it will be one that fits
+    if settings.mesh is None and settings.parallel == "auto":  # the chosen mesh will fit
         return
     mesh = Mesh(data=ranks) if settings.mesh is None else parse_mesh(settings.mesh)
     if mesh.size != ranks:
         raise UserError(
-            f"--mesh {settings.mesh} is of {mesh.size} processes, and {ranks} were started; the sizes of its axes "
-            "multiply to their number"
+            f"--mesh {settings.mesh} needs {mesh.size} processes, the product of its axes, but {ranks} were started"
         )
     if settings.dense_exchange is not None and mesh.data == 1:
         raise UserError(
-            f"--dense-exchange {settings.dense_exchange} has no effect with --mesh {settings.mesh}, where each process "
-            "has layers of its own; leave it out"
+            f"--dense-exchange {settings.dense_exchange} has no effect with --mesh {settings.mesh}, whose data axis "
+            "has size 1; leave it out"
         )
     M = settings.micro_batches
     if M % mesh.data:
         up = -(-M // mesh.data) * mesh.data
         who = f"{ranks} processes" if mesh.data == ranks else f"the {mesh.data} shares of --mesh {settings.mesh}"
         raise UserError(
-            f"--micro-batches {M} cannot be shared out equally by {who}; give --micro-batches {up}, or another "
+            f"--micro-batches {M} cannot be divided equally among {who}; give --micro-batches {up}, or another "
             f"multiple of {mesh.data}"
         )
     count = M // mesh.data
     if settings.schedule == "interleaved" and count % max(1, count // mesh.pipe):
         up = -(-count // mesh.pipe) * mesh.pipe * mesh.data
         raise UserError(
-            f"--schedule interleaved takes micro-batches in rounds of {mesh.pipe}, and --micro-batches {M} gives each "
+            f"--schedule interleaved takes micro-batches in rounds of {mesh.pipe}, but --micro-batches {M} gives each "
             f"process {count}; give --micro-batches {up}, or another schedule"
         )
     if mesh.data * mesh.pipe > M:
         raise UserError(
-            f"--mesh {settings.mesh} has {mesh.pipe} stages, which want at least as many micro-batches; give "
+            f"--mesh {settings.mesh} has {mesh.pipe} stages, which need at least as many micro-batches; give "
             f"--micro-batches {mesh.data * mesh.pipe} or more"
         )
 
 
-def resolved(settings: TrainConfig, shares: int) -> TrainConfig:
-    """Return the settings with the batch of all ranks where that of each was given."""
+def resolve_batch(settings: TrainConfig, shares: int) -> TrainConfig:
+    """Return the settings with --batch-per-rank replaced by the batch size of all ranks."""
     if settings.batch_per_rank is None:
         return settings
     return replace(settings, batch_size=settings.batch_per_rank * shares, batch_per_rank=None)
 
 
 def spawn(settings: TrainConfig) -> int:
-    """Start the processes of --spawn on this host, wait for them, and return the exit code of the first that failed."""
+    """Start the processes of --spawn on this host, wait, and return the exit code of the first one that failed."""
     assert settings.spawn is not None
     if not find_rank_environment().alone:
-        raise UserError("--spawn starts processes, but a launcher has started this one as one of several; leave it out")
-    require_shares(meshed(settings, settings.spawn), settings.spawn)
+        raise UserError("--spawn has no effect in a process that a launcher started as one of several; leave it out")
+    require_shares(resolve_mesh(settings, settings.spawn), settings.spawn)
     command = [sys.executable, "-m", "hostdev.train", *to_flags(replace(settings, spawn=None))]
     return wait_for(start_processes(settings.spawn, command))

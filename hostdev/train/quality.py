@@ -1,4 +1,4 @@
-"""How good the model is after each epoch, and which epoch was the best."""
+"""The model's quality after each epoch, and the best epoch."""
 
 from typing import Any, NamedTuple
 
@@ -11,15 +11,16 @@ class Point(NamedTuple):
     """An evaluation."""
 
     epoch: int  # from 1
-    step: int  # since the start of the training
+    step: int  # since the start of training
     test: Evaluation
-    training: Evaluation | None  # of a sample of the training rows
+    training: Evaluation | None  # on a subset of the training samples
 
 
 class Quality:
-    """The evaluations of a run. The best is the one with the highest AUC on test rows, of equal ones the first.
+    """The evaluations of a run. The best is the first one with the highest test AUC.
 
-    patience  epochs without a better one after which it is enough; None: never
+    Args:
+        patience: Epochs without a better AUC before training stops. None: no early stop.
     """
 
     def __init__(self, patience: int | None = None) -> None:
@@ -28,32 +29,32 @@ class Quality:
         self._patience = patience
 
     def add(self, point: Point) -> None:
-        """Take in the next epoch's evaluation. An AUC that is not a number, as of rows with one label, is no better."""
+        """Add the next epoch's evaluation. A NaN AUC, as with a single label, is never the best."""
         self.points.append(point)
         if np.isfinite(point.test.auc) and (self.best is None or point.test.auc > self.best.test.auc):
             self.best = point
 
     def as_values(self) -> list[Any]:
-        """Return the evaluations as lists of numbers, for a checkpoint."""
+        """Return the evaluations as lists of numbers for a checkpoint."""
         return [
             [point.epoch, point.step, list(point.test), None if point.training is None else list(point.training)]
             for point in self.points
         ]
 
     def restore(self, values: list[Any], before_epoch: float = np.inf) -> None:
-        """Take in the evaluations of `as_values`; of epochs before this one only."""
+        """Add the evaluations of `as_values` from epochs before `before_epoch`."""
         for epoch, step, test, training in values:
             if epoch < before_epoch:
                 self.add(Point(epoch, step, Evaluation(*test), None if training is None else Evaluation(*training)))
 
     @property
     def is_enough(self) -> bool:
-        """Tell whether the last `patience` epochs were not better than one before."""
+        """Whether none of the last `patience` epochs was better than an earlier one."""
         since = len(self.points) - (self.points.index(self.best) + 1 if self.best is not None else 0)
         return self._patience is not None and since >= self._patience
 
     def summary(self) -> dict[str, Any]:
-        """Return what summary.json says: None for what is not known."""
+        """Return the entries in summary.json; None for unknown values."""
         last, best = self.points[-1] if self.points else None, self.best
         training = last.training if last is not None else None
         return {
@@ -67,5 +68,5 @@ class Quality:
 
 
 def _finite(value: float | None) -> float | None:
-    """JSON has no NaN: the AUC of rows with one label only is null."""
+    """Return None for NaN, which JSON lacks; a single label, for example, has no AUC."""
     return value if value is not None and np.isfinite(value) else None

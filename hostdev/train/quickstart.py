@@ -1,6 +1,6 @@
-"""python -m hostdev.train.quickstart: from raw Criteo text, or a look-alike, to a trained model in one command."""
+"""python -m hostdev.train.quickstart: from raw Criteo text, or synthetic text, to a trained model in one command."""
 
-if __name__ == "__main__":  # first of all, as imports take seconds: Ctrl-C ends these, too, with one line
+if __name__ == "__main__":  # before the slow imports, so that Ctrl-C during them prints one line, too
     from hostdev.core import cli
 
     raise SystemExit(cli.run_module("hostdev.commands.quickstart", "hostdev.train.quickstart"))
@@ -10,6 +10,7 @@ import json
 import shlex
 import time
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 
 from hostdev.core import cli
@@ -28,9 +29,12 @@ SMALL_ROWS, SMALL_BATCH = 1_000_000, 1000
 
 
 def run(arguments: argparse.Namespace, options: Options, rows: int) -> None:
-    """Do what parsed flags say: `arguments` are those of training, `options` how rows become shards.
+    """Prepare the data and train.
 
-    rows  of the synthetic data, without a file
+    Args:
+        arguments: Parsed flags of the training.
+        options: Options of the preprocessing.
+        rows: Samples of the synthetic data if no file is given.
     """
     text = arguments.criteo
     if text is None:
@@ -39,7 +43,7 @@ def run(arguments: argparse.Namespace, options: Options, rows: int) -> None:
             _announce("hostdev.data.preprocess", "synthetic", "--rows", rows, "--tsv", text, "--seed", options.seed)
             try:
                 write_text(Synthetic(rows, options.seed), text, wait=True)
-            except HostdevError:  # another process may have made it meanwhile
+            except HostdevError:  # another process may have made it first
                 if not text.exists():
                     raise
     data = prepare(text, arguments.datasets, options)
@@ -54,30 +58,32 @@ def run(arguments: argparse.Namespace, options: Options, rows: int) -> None:
 
 
 def prepare(text: Path, datasets: Path, options: Options) -> Path:
-    """Return the data set of a text with these options; an existing one is used while the text has not changed."""
+    """Return the data set of a text with these options; reuse an existing one if the text has not changed."""
     if text == STANDARD_INPUT:
-        raise UserError("--criteo takes a file, which tells whether its data set is there already; for standard input "
-                        "use python -m hostdev.data.preprocess criteo - --out DIR")  # fmt: skip
+        raise UserError(
+            "--criteo needs a file, because a later call reuses its data set; for standard input use "
+            "python -m hostdev.data.preprocess criteo - --out DIR"
+        )
     source = CriteoText([text])
     stamp = [*source.describe(), text.stat().st_mtime_ns, vars(options), manifest.VERSION]
     mark = sha256(json.dumps(stamp, sort_keys=True).encode()).hexdigest()[:8]
     out = datasets / f"{text.stem}-{mark}"
     if (out / manifest.FILE_NAME).is_file():
-        print(f"using {out}, made from {text} before")
+        print(f"using {out}, made earlier from {text}")
         return out
     flags = {name: value for name, value in vars(options).items() if value is not None}
-    _announce("hostdev.data.preprocess", "criteo", text, "--out", out,
-              *(part for name, value in flags.items() for part in ("--" + name.replace("_", "-"), value)))  # fmt: skip
+    pairs = (("--" + name.replace("_", "-"), value) for name, value in flags.items())
+    _announce("hostdev.data.preprocess", "criteo", text, "--out", out, *chain.from_iterable(pairs))
     start = time.monotonic()
     try:
         print(summary(build(source, out, options), out, time.monotonic() - start))
     except HostdevError:
         if not (out / manifest.FILE_NAME).is_file():
             raise
-        print(f"using {out}, which another process has made from {text} meanwhile")
+        print(f"using {out}, which another process has just made from {text}")
     return out
 
 
 def _announce(module: str, *arguments: object) -> None:
-    """Print the command that does the next step alone."""
+    """Print the command that runs the next step alone."""
     print(f"$ python -m {module} {shlex.join(map(str, arguments))}", flush=True)

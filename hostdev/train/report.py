@@ -1,4 +1,4 @@
-"""What a run prints: the lines at its start and the summary at its end."""
+"""The text that a run prints: the lines at its start and the summary at its end."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,33 +23,36 @@ def start_lines(
     checkpoints: str | None = None,
     parts: str | None = None,
 ) -> str:
-    """Return what is about to be trained, on what, and where its files go.
+    """Return the lines before training: data, tables, caches, memory, device, checkpoints.
 
-    memory       what is kept of the host's for the tables' rows; empty for nothing
-    checkpoints  when and where they are saved
-    parts        how the network is cut
+    Args:
+        config: The options, as in config.json.
+        memory: Host memory that grows with the tables; empty for none.
+        checkpoints: When and where checkpoints are saved.
+        parts: Stages and slices of the model.
     """
-    place = "host memory" if config["host_device_mix"] else "device memory"
+    where = "host memory" if config["host_device_mix"] else "device memory"
     if interleaving := in_words():
-        place += f", {interleaving}"
+        where += f", {interleaving}"
     arithmetic = config["precision"] + " with TF32" * config["tf32"]
     epochs = f"{config['epochs']} epoch{'s' * (config['epochs'] > 1)}"
     inexact = f"NOT EXACT: --staleness {config['staleness']} lets lookups miss updates; runs differ"
-    return "\n".join([
+    evaluated = "" if rows["test"] else "; nothing is evaluated"
+    lines = [
         *([inexact] if config["staleness"] else []),
-        f"data     {data}: {rows['train']:,} training and {rows['test']:,} test rows"
-        + "; nothing is evaluated" * (not rows["test"]),
-        f"tables   {tables_line(tables.values(), on_host=config['host_device_mix'])} of {place}",
+        f"data     {data}: {rows['train']:,} training and {rows['test']:,} test rows{evaluated}",
+        f"tables   {tables_line(tables.values(), on_host=config['host_device_mix'])} of {where}",
         *map(_cache_line, caches),
         *([f"memory   {memory}"] if memory else []),
         f"dense    {arithmetic} on {device}; batch size {config['batch_size']:,}, {epochs}",
         *([f"parts    {parts}"] if parts else []),
         *([f"save     {checkpoints}"] if checkpoints else []),
-    ])  # fmt: skip
+    ]
+    return "\n".join(lines)
 
 
 def tables_line(tables: Iterable[Any], *, on_host: bool = True) -> str:
-    """Return names, shapes and optimizers of tables (or of what has these), and the bytes of all of them."""
+    """Return names, shapes and optimizers of tables or of their specifications, and their total size."""
     shapes = sorted(tables, key=lambda table: table.name)
     size = sum(
         TableShape(table.dim, table.optimizer, table.dtype if on_host else FP32).nbytes(_rows(table))
@@ -66,7 +69,7 @@ def kind(table: Any) -> str:
 
 
 def _rows(table: Any) -> int:
-    """Return the rows of a table, those that other processes hold included."""
+    """Return the number of rows of a table over all processes."""
     found: int = getattr(table, "total_rows", table.rows)
     return found
 
@@ -81,37 +84,41 @@ def _cache_line(cache: EmbeddingCache) -> str:
 
 
 def evaluation_line(point: Point) -> str:
-    """Return how good the model is after an epoch."""
+    """Return the model's quality after an epoch."""
     test, training = point.test, point.training
-    beside = [f" (training {value:.4f})" for value in (training.auc, training.logloss)] if training else ["", ""]
-    return (
-        f"epoch {point.epoch}: AUC {test.auc:.4f}{beside[0]}, log loss {test.logloss:.4f}{beside[1]} on "
-        f"{test.rows:,} test rows"
-    )
+    auc, loss = [f" (training {x:.4f})" for x in (training.auc, training.logloss)] if training else ["", ""]
+    return f"epoch {point.epoch}: AUC {test.auc:.4f}{auc}, log loss {test.logloss:.4f}{loss} on {test.rows:,} test rows"
 
 
 def early_stop_line(quality: Quality, patience: int | None) -> str:
     """Return why a run stops before its last epoch."""
     last, best = quality.points[-1].epoch, quality.best
-    what = f"the best is {best.test.auc:.4f}, after epoch {best.epoch}" if best is not None else "there is none"
+    found = f"the best is {best.test.auc:.4f}, after epoch {best.epoch}" if best is not None else "there is none"
     epochs = "the last epoch" if patience == 1 else f"the last {patience} epochs"
-    return f"stopped after epoch {last} (--early-stop {patience}): no better AUC in {epochs}; {what}"
+    return f"stopped after epoch {last} (--early-stop {patience}): no better AUC in {epochs}; {found}"
 
 
 def summary_lines(
-    summary: dict[str, Any], epochs: int, run_dir: Path, trace: Path | None = None, *, undrawn: str | None = None,
+    summary: dict[str, Any],
+    epochs: int,
+    run_dir: Path,
+    trace: Path | None = None,
+    *,
+    undrawn: str | None = None,
     has_ops_log: bool = True,
-) -> str:  # fmt: skip
-    """Return the summary as text: quality, speed, the time of every op, where the files are.
+) -> str:
+    """Return the summary as text: quality, speed, the time of every op, the files.
 
-    epochs   that were to be trained
-    undrawn  why there is no picture; "": nobody wanted one here
+    Args:
+        summary: The content of summary.json.
+        epochs: Planned epochs.
+        undrawn: Why there is no picture; "" if this process does not draw it.
     """
     lines = ["", _quality(summary), *(_op_table(summary["ops"]) if summary["ops"] else [])]
     ops = [OPS_LOG] if has_ops_log else []
     files = [LOSS_LOG, EVAL_LOG, *ops, CONFIG, SUMMARY, *([CURVE] if undrawn is None else [])]
-    gone = [name for name in files if not (run_dir / name).exists()]
-    files = [name for name in files if name not in gone]
+    removed = [name for name in files if not (run_dir / name).exists()]
+    files = [name for name in files if name not in removed]
     best = (
         f"AUC {summary['best_auc']:.4f} after epoch {summary['best_epoch']} of {epochs}"
         if summary["best_epoch"]
@@ -129,7 +136,7 @@ def summary_lines(
         f"state_sha256   {summary['state_sha256']}",
         f"files          {run_dir}/: {', '.join(files)}{f'; {trace}' if trace is not None else ''}",
         *([f"               {_dropped(summary['ops_log'])}"] if "ops_log" in summary else []),
-        *([f"               {', '.join(gone)} are gone: somebody has removed them meanwhile"] if gone else []),
+        *([f"               removed during the run: {', '.join(removed)}"] if removed else []),
         *([f"no {CURVE}   {undrawn}"] if undrawn else []),
     ]
     return "\n".join(lines)
@@ -142,7 +149,7 @@ def _quality(summary: dict[str, Any]) -> str:
 
 
 def _pipeline(pipeline: dict[str, Any]) -> str:
-    """How well the stages overlapped, and who waited most."""
+    """Return how well the stages overlapped, and how long the step waited."""
     wall = pipeline["wall_us"] / 1e6
     parts = [f"depth {pipeline['depth']}"]
     if not pipeline["exact"]:
@@ -157,7 +164,7 @@ def _pipeline(pipeline: dict[str, Any]) -> str:
 
 
 def _cache(cache: dict[str, Any]) -> str:
-    """Return the hit rate, and what the cache moved and saved in a step."""
+    """Return the hit rate, and per step the rows and bytes that moved and the time that the cache saved."""
     steps = max(1, cache["batches"])
     moved = (cache["bytes_to_device"] + cache["bytes_to_host"]) // steps
     time = ""
@@ -166,47 +173,47 @@ def _cache(cache: dict[str, Any]) -> str:
         if cache["host_us_saved"] < 0:
             time = f"; it costs the host {-cache['host_us_saved'] / steps / 1e3:.2f} ms a step more than it saves"
     return (
-        f"{cache['rows']:,} rows, {cache['policy']}: {cache['hit_rate']:.2%} of uses hit; "
-        f"a step admits {cache['admitted'] // steps:,} rows, evicts {cache['evicted'] // steps:,}, passes "
+        f"{cache['rows']:,} rows, {cache['policy']}: {cache['hit_rate']:.2%} of lookups hit; "
+        f"a step admits {cache['admitted'] // steps:,} rows, evicts {cache['evicted'] // steps:,}, bypasses "
         f"{cache['bypassed'] // steps:,} and moves {format_bytes(moved)}{time}"
     )
 
 
 def _ranks(ranks: dict[str, Any], steps: int) -> str:
-    """How many there were, and what they have sent to one another."""
+    """Return the number of processes and the bytes that they exchanged per step."""
     sent = ranks["sent_bytes"]
     rows, least, dense = (sent[name] / max(1, steps) for name in ("rows", "least", "dense"))
     more = f", {rows / least - 1:.1%} more than the least possible" if least else ""
-    what = [f"{format_bytes(round(rows))} for rows{more}"]
+    each = [f"{format_bytes(round(rows))} for rows{more}"]
     if "parts" in sent:
-        what.append(f"{format_bytes(round(sent['parts'] / max(1, steps)))} between parts of the network")
+        each.append(f"{format_bytes(round(sent['parts'] / max(1, steps)))} between parts of the network")
     if dense:
-        what.append(f"{format_bytes(round(dense))} for the dense layers' gradients by {ranks['backend']}")
-    told = " and ".join([", ".join(what[:-1]), what[-1]]) if len(what) > 2 else ", and ".join(what)
+        each.append(f"{format_bytes(round(dense))} for the dense layers' gradients by {ranks['backend']}")
+    exchanged = " and ".join([", ".join(each[:-1]), each[-1]]) if len(each) > 2 else ", and ".join(each)
     return (
         f"{ranks['size']}{f' ({mesh})' if (mesh := ranks['mesh']) else ''}; "
         + ("" if ranks["exact"] else f"NOT EXACT: --dense-exchange {ranks['dense_exchange']}; ")
-        + f"a step exchanges {told}"
+        + f"a step exchanges {exchanged}"
     )
 
 
 def _checkpoints(saved: dict[str, Any]) -> str:
-    """How many there are, and what they cost."""
+    """Return the number of checkpoints and how long they stalled training."""
     last = "" if saved["last_step"] is None else f", the last after step {saved['last_step']:,}"
     failed = f"; {saved['failed']} not saved" * bool(saved["failed"])
     stall = saved["stall_us"] / 1e6
-    return f"{saved['saved']} saved in {saved['path']}{last}{failed}; training stood still for {stall:.1f} s"
+    return f"{saved['saved']} saved in {saved['path']}{last}{failed}; training stalled for {stall:.1f} s"
 
 
 def _dropped(log: dict[str, int]) -> str:
     return (
-        f"{OPS_LOG} is without its first {format_bytes(log['dropped_bytes'])}: --ops-log lets it have "
+        f"{OPS_LOG} lacks its first {format_bytes(log['dropped_bytes'])}: --ops-log limits it to "
         f"{format_bytes(log['limit_bytes'])}"
     )
 
 
 def _op_table(ops: dict[str, dict[str, Any]]) -> list[str]:
-    """Ops by total time; one that works for several tables has a line for each."""
+    """Return a table of the ops by total time; an op of several tables has a line for each."""
     rows = []
     for name, times in ops.items():
         for scope, part in times.get("by_scope", {"": times}).items():

@@ -1,4 +1,4 @@
-"""Whether a model's tables, and the copies of their rows, fit in memory, before it is allocated; what is left."""
+"""Memory of a model's tables and of the copies of their rows: checked before anything is allocated."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -21,14 +21,14 @@ from hostdev.train.build import groups_of
 from hostdev.train.staged import inputs_like
 
 
-class Room(NamedTuple):
-    """What the host's memory has free, and what of it is kept for the tables' rows."""
+class HostBudget(NamedTuple):
+    """Free bytes of host memory, and those that the tables' rows will take."""
 
     free: int
-    parts: dict[str, int]  # as of `hostdev.runtime.room.kept`
+    parts: dict[str, int]  # as `hostdev.runtime.room.kept` returns them
 
-    def in_words(self) -> str:
-        """Return both as text; empty where nothing is kept."""
+    def describe(self) -> str:
+        """Return both as text; empty if the rows take nothing."""
         if not self.parts:
             return ""
         return (
@@ -37,11 +37,17 @@ class Room(NamedTuple):
         )
 
 
-def kept_on_host(
-    model: Model, cache: CacheSpec | Mapping[str, CacheSpec] | None, part: tuple[int, int] | None,
-    device: torch.device, *, depth: int, uses: int, saves: bool,
-) -> dict[str, int]:  # fmt: skip
-    """Return what a training keeps in host memory where its tables are there; arguments as of `Trainer`."""
+def estimate_host_memory(
+    model: Model,
+    cache: CacheSpec | Mapping[str, CacheSpec] | None,
+    part: tuple[int, int] | None,
+    device: torch.device,
+    *,
+    depth: int,
+    uses: int,
+    saves: bool,
+) -> dict[str, int]:
+    """Return the host memory that training with tables on the host takes, by part; arguments as for `Trainer`."""
     sizes = []
     for names in groups_of(model):
         specs = [model.tables[name] for name in names]
@@ -52,9 +58,9 @@ def kept_on_host(
     return room.kept(sizes, depth=depth, slots_on_host=not is_accelerator(device), uses=uses, copies=copies)
 
 
-def host_room(parts: dict[str, int]) -> Room:
-    """Return what of `kept_on_host` is kept, and what is free; UserError unless it fits, before a table is there."""
-    found = Room(room.free_with_counts(parts), parts)
+def make_host_budget(parts: dict[str, int]) -> HostBudget:
+    """Return the budget of `estimate_host_memory`'s parts before any table is made; UserError unless they fit."""
+    found = HostBudget(room.free_with_counts(parts), parts)
     room.require(parts, found.free)
     return found
 
@@ -62,10 +68,7 @@ def host_room(parts: dict[str, int]) -> Room:
 def require_room(
     tables: Mapping[str, TableSpec], host_device_mix: bool, device: torch.device, part: tuple[int, int] | None
 ) -> int:
-    """Raise UserError unless all tables, or this rank's part of them, fit together, before the first is allocated.
-
-    Returns what is free beside.
-    """
+    """Return the bytes that all tables, or this rank's part of them, will leave free; UserError unless they fit."""
     where = "host" if host_device_mix else "device"
     free = available_bytes() if host_device_mix else free_bytes(device)
     if free is None:
@@ -78,45 +81,46 @@ def require_room(
 
 
 def require_copies(tables: Mapping[str, TableSpec], uses: int, batches: int, free: int, *, cached: bool) -> None:
-    """Raise UserError unless the pinned memory of the copies fits beside the tables, where no id comes twice."""
+    """Raise UserError unless pinned copies of batches without repeated ids fit in the `free` bytes."""
     row, whole = row_bytes((spec.dim, spec.optimizer) for spec in tables.values())
     most = min(max(spec.rows for spec in tables.values()), uses)
     each = copied_bytes(most, 2 * most if cached else 0, uses, row, whole)
     needed = batches * pinned_size(each)
     if needed > free:
         raise UserError(
-            f"the copies of {batches} batches need up to {format_bytes(needed)} of pinned host "
-            f"memory, but beside the tables "
-            f"{format_bytes(free)} are free; use a smaller --batch-size or --pipeline-depth"
+            f"the copies of {batches} batches need up to {format_bytes(needed)} of pinned host memory, but the tables "
+            f"leave {format_bytes(free)}; use a smaller --batch-size or --pipeline-depth"
         )
 
 
-def left_by_a_step(
+def measure_free_after_step(
     model: Model, sample: Batch, samples: int, device: torch.device, autocast: torch.dtype | None
 ) -> int | None:
-    """Return what is free on an accelerator when the dense layers have taken a step; None where torch cannot tell.
+    """Return the free bytes of an accelerator after a step of the dense layers; None if torch cannot tell.
 
-    The model goes there and is of no more use: it has had a step of zeros.
+    The model takes a step on zeros there and cannot be used afterwards.
 
-    sample   a batch, which shows what the model's inputs look like
-    samples  of the step
+    Args:
+        sample: A batch with the shapes of the model's inputs.
+        samples: Samples of the step.
 
-    Raises UserError where the inputs' sizes cannot be known before, and where the step does not fit.
+    Raises:
+        UserError: The inputs' sizes are not known in advance.
     """
     dense, rows = tree_map(
         lambda value: value.detach().to(device).requires_grad_(value.requires_grad),
         inputs_like(model, sample, autocast, samples),
-    )  # fmt: skip
+    )
     parameters = list(model.to(device).parameters())
     adam = torch.optim.Adam(parameters, fused=True)
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast is not None):
         logits = model(dense, rows)
     torch.accelerator.synchronize(device)
-    between = free_bytes(device)  # while what the backward pass needs is there
+    between = free_bytes(device)  # with everything that the backward pass needs
     wide_loss(logits, torch.zeros(samples, device=device)).backward()  # type: ignore[no-untyped-call]
     adam.step()
     torch.accelerator.synchronize(device)
-    after = free_bytes(device)  # where torch keeps what it took at its peak
+    after = free_bytes(device)  # torch's allocator still holds its peak
     left = None if after is None or between is None else min(after, between)
     del dense, rows, logits, adam, parameters
     model.to("meta")

@@ -1,4 +1,4 @@
-"""One training run: what it trains, and its epochs."""
+"""One training run: its parts and its epochs."""
 
 import contextlib
 import itertools
@@ -30,28 +30,41 @@ from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.kernels.pool import set_host_threads
 from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.train import checkpointing, report, starting
-from hostdev.train.build import cache_of, layout_of, model_of, most_uses, seed_torch, warm_up_for
+from hostdev.train.build import estimate_uses, get_layout, make_cache_specs, model_of, seed_torch, warm_up_kernels
 from hostdev.train.checkpointing import CheckpointSchedule, Progress
 from hostdev.train.config import TrainConfig
 from hostdev.train.interrupt import GracefulStop
 from hostdev.train.losses import NonFiniteLossError
-from hostdev.train.processes import Company, run_dir
+from hostdev.train.processes import ProcessSession, make_run_dir
 from hostdev.train.quality import Point, Quality
 from hostdev.train.sample import TrainingSample
 from hostdev.train.schedule import Schedule
 from hostdev.train.trainer import Result, Trainer
 
-_SAMPLE = 1000  # rows, of which a batch's ids are looked at before the first step
+_SAMPLE = 1000  # samples that show a batch's ids before the first step
 
 
 class Run:
-    """One training run: what it trains, where it writes, how far it is."""
+    """One training run: model, data, files and progress.
+
+    Args:
+        settings: The options, resolved.
+        found: The manifest of the data set in the folder `data`.
+        start: The checkpoint to resume from.
+        session: This process and the other ranks; None for a single process.
+        origin: The checkpoint of --start-from.
+    """
 
     def __init__(
-        self, settings: TrainConfig, data: Path, found: manifest.Manifest, start: checkpointing.Start | None = None,
-        company: Company | None = None, origin: starting.Origin | None = None,
-    ) -> None:  # fmt: skip
-        self.ranks = company.ranks if company is not None else None
+        self,
+        settings: TrainConfig,
+        data: Path,
+        found: manifest.Manifest,
+        start: checkpointing.Start | None = None,
+        session: ProcessSession | None = None,
+        origin: starting.Origin | None = None,
+    ) -> None:
+        self.ranks = session.ranks if session is not None else None
         self.world: World = self.ranks or ALONE_WORLD
         self._part = self.world.share()
         assert settings.epochs is not None
@@ -79,10 +92,10 @@ class Run:
         if settings.torch_threads is not None:
             torch.set_num_threads(settings.torch_threads)
         backend.make_deterministic(self.device)
-        trace = _trace_of(settings.trace, self.world)
+        trace = _get_trace_path(settings.trace, self.world)
         if trace is not None and trace.exists():
             raise UserError(f"--trace {trace} exists; choose another file")
-        self.files = run_dir(settings, company)
+        self.files = make_run_dir(settings, session)
         self.timeline = Timeline()
         self.trace: Path | None = None
         self.clock = make_clock(self.device)
@@ -94,8 +107,8 @@ class Run:
             sample = next(self.train_rows.batches(min(self.batch_size, _SAMPLE)))
             seed_torch(settings.seed)
             model = model_of(settings, found.schema)
-            cache = cache_of(settings, model, data, found, self.train_rows)
-            warm_up_for(model, sample, found.id_type, bf16=settings.precision == "bf16", cached=cache is not None)
+            cache = make_cache_specs(settings, model, data, found, self.train_rows)
+            warm_up_kernels(model, sample, found.id_type, bf16=settings.precision == "bf16", cached=cache is not None)
             self.trainer = Trainer(
                 model,
                 host_device_mix=settings.host_device_mix,
@@ -105,7 +118,7 @@ class Run:
                 seed=settings.seed,
                 log=self.log,
                 lr=settings.lr,
-                most_uses=most_uses(model, sample, self.batch_size),
+                most_uses=estimate_uses(model, sample, self.batch_size),
                 cache=cache,
                 saves=settings.saves,
                 depth=settings.pipeline_depth,
@@ -115,21 +128,21 @@ class Run:
                 gradients=settings.gradients or "mean",
                 ranks=self.ranks,
                 dense_exchange=settings.dense_exchange or EXCHANGES[0],
-                layout=layout_of(settings) if self.world.has_parts else None,
+                layout=get_layout(settings) if self.world.has_parts else None,
                 sample=sample,
             )
             self.progress, self.quality = Progress(), Quality(settings.early_stop)
             if self.ranks is None:
-                start = checkpointing.begin(settings, found, start, self._go_on)
-            elif start is not None:  # the first has checked all of it
-                self._go_on(start)
+                start = checkpointing.begin(settings, found, start, self._resume)
+            elif start is not None:  # rank 0 has verified it
+                self._resume(start)
             if origin is not None and start is None:
                 print("\n".join(starting.load(origin, self.trainer)), flush=True)
             self.loaded_from = start.path if start is not None else None
             self.saver: CheckpointSchedule | None = None
             if settings.saves:
                 self._data_files = checkpointing.data_files(data, found)
-                path = checkpointing.folder_of(settings, company.root if company is not None else self.files.path)
+                path = checkpointing.get_folder(settings, session.root if session is not None else self.files.path)
                 self.saver = CheckpointSchedule(settings, path, self.trainer.runtime.write_back, self._save, self.ranks)
                 self.saver.start(start.chain if start is not None else None, self.trainer.tables.values())
                 if settings.early_stop is not None and self.quality.best is not None:
@@ -141,17 +154,17 @@ class Run:
             self.files.restart(self._lines(), self.quality.points)
         if self.files.ops is not None:
             self.log.write_to(self.files.ops)
-        self._told_of_ops = False
-        self._due = 0  # the step after which a checkpoint is to be saved
+        self._has_noted_ops = False
+        self._due = 0  # a checkpoint is saved after this step
         evaluations = self.schedule.evaluations - len(self.quality.points)
         self._left = TimeLeft(training=self.schedule.steps - self.steps, evaluation=evaluations * evaluation_steps)
-        self.lock = threading.Lock()  # counters and logs: the watcher of a signal may finish them
+        self.lock = threading.Lock()  # for counters and logs, which the watcher of signals may finish
 
-    def _go_on(self, start: checkpointing.Start) -> None:
+    def _resume(self, start: checkpointing.Start) -> None:
         """Load a checkpoint."""
         more = start.more
         if more["device"] != self.device.type:
-            print(f"NOT EXACT: {start.path} was trained on {more['device']}; {self.device.type} has other bits")
+            print(f"NOT EXACT: {start.path} was trained on {more['device']}; {self.device.type} differs in some bits")
         self.progress = Progress.of(more["progress"])
         if self.steps > self.schedule.steps:
             raise UserError(
@@ -159,9 +172,10 @@ class Run:
                 "more --epochs or --max-steps"
             )
         epoch, within = self.schedule.find(self.steps)
-        goes_on = within < self.schedule.epoch_steps and self.steps < self.schedule.steps
+        is_unfinished = within < self.schedule.epoch_steps and self.steps < self.schedule.steps
         self.quality = Quality(self.settings.early_stop)
-        self.quality.restore(more["quality"], epoch if goes_on else np.inf)  # what a limit has ended is evaluated anew
+        # if --max-steps ended the epoch early, its evaluation is dropped: the epoch continues and is evaluated again
+        self.quality.restore(more["quality"], epoch if is_unfinished else np.inf)
         self.trainer.load(start.chain, check=self.ranks is None)
 
     def _save(self, to: CheckpointManager, step: int, digest: str | None) -> AsyncWriter:
@@ -169,17 +183,17 @@ class Run:
         return self.trainer.save(to, step, more, self._data_files, state_sha256=digest)
 
     def _lines(self) -> Iterator[tuple[int, int, float, float]]:
-        """Yield what loss.log says of the steps so far."""
+        """Yield the arguments of `RunDir.write_losses` for the steps so far."""
         for number, losses in enumerate(zip(self.progress.wide, self.progress.deep, strict=True)):
             yield number // self.schedule.epoch_steps + 1, number % self.schedule.epoch_steps + 1, *losses
 
     @property
     def steps(self) -> int:
-        """Steps taken, those before a checkpoint that the run goes on from included."""
+        """Steps taken, including those before the checkpoint that the run resumed from."""
         return self.progress.steps
 
     def train(self, stop: GracefulStop) -> str:
-        """Train and evaluate, epoch by epoch, until the end, the step limit, --early-stop or a signal; return which."""
+        """Train and evaluate until the last step, --early-stop or a signal; return the status for summary.json."""
         begin, within = self.schedule.find(self.steps)
         for epoch in range(begin, self.epochs + 1):
             with self.timeline.span("epoch", epoch):
@@ -197,19 +211,22 @@ class Run:
             if self.quality.is_enough:
                 print(report.early_stop_line(self.quality, self.settings.early_stop), flush=True)
                 if self.saver is not None and self.quality.best is not None:
-                    print(f"the checkpoint of step {self.quality.best.step:,}, the best, is kept beside the newest; "
-                          "predictions take it unless told --which newest", flush=True)  # fmt: skip
+                    print(
+                        f"the best checkpoint, of step {self.quality.best.step:,}, is kept along with the newest; "
+                        "predictions use it unless --which newest is given",
+                        flush=True,
+                    )
                 return "stopped early"
         raise AssertionError
 
     def _train_epoch(self, epoch: int, taken: int, stop: GracefulStop) -> None:
-        """Take an epoch's steps, of which some have been taken before."""
+        """Take an epoch's steps after the first `taken`."""
         planned = min(self.schedule.epoch_steps, self.schedule.steps - self.steps + taken)
         if planned == taken:
             return
         batches = self.train_rows.batches(
             self.batch_size, seed=self.settings.seed, epoch=epoch, skip=taken, part=self._part
-        )  # fmt: skip
+        )
         results = self.trainer.train(itertools.islice(batches, planned - taken))
         title = f"epoch {epoch}/{self.epochs}"
         with (
@@ -221,21 +238,21 @@ class Run:
             first = self.steps
             try:
                 for step, result in enumerate(
-                    _one_behind(results, lambda: self._is_stopped(stop), lambda taken: self._is_due(first + taken)),
+                    _delay_by_one(results, lambda: self._is_stopped(stop), lambda taken: self._is_due(first + taken)),
                     taken + 1,
                 ):
-                    self._note(epoch, step, result, progress)
+                    self._record(epoch, step, result, progress)
                     if self.saver is not None and self.steps == self._due:
                         with self.timeline.span("checkpoint", self.steps):
                             self.saver.save(self.steps)
             except NonFiniteLossError as error:
                 raise UserError(f"epoch {epoch} step {error.step + taken}: {error}") from error
             finally:
-                results.close()  # what has been stepped is updated
+                results.close()  # finishes the updates of queued steps
                 self.progress.seconds += time.perf_counter() - start
 
     def _is_stopped(self, stop: GracefulStop) -> bool:
-        """Tell whether a signal asks for the end; with other ranks, where all knew of it in the last step."""
+        """Return whether a signal requests the end; with several ranks, whether all learned of it in the last step."""
         if self.ranks is None:
             return stop.requested is not None
         self.ranks.contributed[STOP] = int(stop.requested or 0)
@@ -244,28 +261,28 @@ class Run:
         return self.ranks.reduced[STOP] > 0
 
     def _is_due(self, step: int) -> bool:
-        """Tell whether a checkpoint is to be saved after this step, which has been queued."""
+        """Return whether a checkpoint is due after this step, which has been queued."""
         if self.saver is None or not self.saver.is_due(step):
             return False
         self._due = step
         return True
 
-    def _note(self, epoch: int, step: int, result: Result, progress: Shown) -> None:
-        """Write a step's losses, and show how far the epoch is."""
+    def _record(self, epoch: int, step: int, result: Result, progress: Shown) -> None:
+        """Write a step's losses and update the progress bar."""
         losses = result.value
         with self.lock, naming(self.files.path):
             self.progress.add(losses.wide, losses.deep, result.rows)
             self.files.write_losses(epoch, step, losses.wide, losses.deep)
             self.log.check()
-        if self.files.ops is not None and self.files.ops.dropped_bytes and not self._told_of_ops:
+        if self.files.ops is not None and self.files.ops.dropped_bytes and not self._has_noted_ops:
             note(f"the oldest lines of ops.log are removed from now on (--ops-log {self.settings.ops_log})")
-            self._told_of_ops = True
+            self._has_noted_ops = True
         self._left.step("training")
         progress.set_postfix_str(f"loss {losses.wide:.4f}", refresh=False)
         progress.update()
 
     def _evaluate(self, epoch: int, stop: GracefulStop) -> None:
-        """Evaluate the test rows and as many training rows, and say how good the model is."""
+        """Evaluate the test samples and as many training samples, and print the result."""
         with bar(
             self.schedule.evaluation_steps, f"epoch {epoch}/{self.epochs}, evaluation", "step", left=self._left.seconds
         ) as progress:
@@ -290,7 +307,7 @@ class Run:
         print(report.evaluation_line(self.quality.points[-1]), flush=True)
 
     def _keep_best(self) -> None:
-        """With --early-stop, keep a checkpoint of now if the evaluation is the best so far."""
+        """With --early-stop, keep a checkpoint if the last evaluation is the best so far."""
         if self.saver is None or self.settings.early_stop is None or self.quality.best is None:
             return
         if self.quality.best is self.quality.points[-1] and self.quality.best.step == self.steps:
@@ -298,7 +315,7 @@ class Run:
                 self.saver.keep_best(self.steps)
 
     def discard(self) -> None:
-        """Remove what the run wrote: nobody wants to choose other names after a failure before the first step."""
+        """Remove the run's files after a failure before the first step, so that their names can be used again."""
         with contextlib.suppress(OSError):
             self.log.close()
         self.files.discard()
@@ -307,13 +324,13 @@ class Run:
             self.trace.unlink(missing_ok=True)
 
 
-def _one_behind(
+def _delay_by_one(
     results: Iterator[Result], is_stopped: Callable[[], bool], is_due: Callable[[int], bool]
-) -> Iterator[Result]:  # fmt: skip
-    """Yield each step when the next one has been queued, by when its losses are there and nobody waits for the device.
+) -> Iterator[Result]:
+    """Yield each step after the next one has been queued, so that reading its losses does not wait for the device.
 
-    After a signal, before an error is raised, and where a checkpoint is due after a step (they count from 1), what has
-    been stepped comes still.
+    All queued steps are yielded after a signal, before an error is raised, and if a checkpoint is due after a step;
+    steps count from 1.
     """
     held: list[Result] = []
     error: Exception | None = None
@@ -332,15 +349,15 @@ def _one_behind(
         raise error
 
 
-def _trace_of(path: Path | None, world: World) -> Path | None:
-    """Return where a rank's trace goes: rank 0's to the file named, that of rank k to NAME.rank<k> beside it."""
+def _get_trace_path(path: Path | None, world: World) -> Path | None:
+    """Return the file of a rank's trace: the given one for rank 0, NAME.rank<k> in its folder for rank k."""
     if path is None or not world.rank:
         return path
     return path.with_name(f"{path.stem}.rank{world.rank}{path.suffix}")
 
 
 def _open_trace(path: Path) -> IO[str]:
-    """Open the file of --trace; UserError where it cannot be made."""
+    """Open the file of --trace; UserError if it cannot be created."""
     try:
         return path.open("x")
     except OSError as error:

@@ -17,17 +17,20 @@ from hostdev.train.quality import Point
 
 LOSS_LOG, EVAL_LOG, OPS_LOG = "loss.log", "eval.log", "ops.log"
 CONFIG, SUMMARY, CURVE = "config.json", "summary.json", "curve.png"
-_RUN = (LOSS_LOG, CONFIG, SUMMARY)  # by which a folder is a run's
+_RUN = (LOSS_LOG, CONFIG, SUMMARY)  # a folder with any of these holds a run
 _NAMES = (LOSS_LOG, EVAL_LOG, OPS_LOG, CONFIG, SUMMARY, CURVE)
 
 
 class RunDir:
     """A new folder with the open logs of one run.
 
-    again    the folder may be that of a run which is gone on with; its logs stay until `restart`
-    ops_log  bytes of ops.log, at most, as of `RotatedFile`; 0: there is none
+    Args:
+        path: The folder; None for a new one in runs/, named by the time.
+        again: Whether the folder may hold the run that is resumed; its logs stay until `restart`.
+        ops_log: Limit of ops.log in bytes, as in `RotatedFile`; 0 for no ops.log.
 
-    Raises UserError, which names the option, where they cannot be made or are there already.
+    Raises:
+        UserError: The logs cannot be created, or the folder holds another run.
     """
 
     def __init__(self, path: Path | None, *, again: bool = False, ops_log: int = 1 << 30) -> None:
@@ -42,7 +45,7 @@ class RunDir:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(self.path)
             self._there = [name for name in _NAMES if self._is_there(name)]
-            if not again:  # another process may have had it meanwhile
+            if not again:  # another process may have used it before the lock
                 self._require_none(name for name in _RUN if name in self._there)
             self.loss = (self.path / LOSS_LOG).open("a", buffering=1)
             self.eval = (self.path / EVAL_LOG).open("a", buffering=1)
@@ -51,30 +54,28 @@ class RunDir:
                 self.ops.fit()
         except OSError as error:
             if path is None:
-                where = (
-                    f"the run's files have no place in {Path('runs').absolute()}: {error.strerror}; give a --run-dir"
-                )
-                raise UserError(f"{where} that can be written") from None
-            raise UserError(f"--run-dir {path}: {error.strerror}; choose a folder that can be written") from None
+                runs = Path("runs").absolute()
+                raise UserError(f"cannot create a run in {runs}: {error.strerror}; give a writable --run-dir") from None
+            raise UserError(f"--run-dir {path}: {error.strerror}; choose a writable folder") from None
         except UserError:
             self._release()
             raise
         self.curve = self.path / CURVE
 
     def _require_none(self, names: Iterable[str]) -> None:
-        """Raise UserError where one of these files is there, as a run is."""
+        """Raise UserError if one of these files of a run exists."""
         for name in names:
             if (self.path / name).exists():
-                more = ", or go on with it: --resume" if names_in(self.path / FOLDER) else ""
-                raise UserError(f"{self.path} holds a run already ({name}); choose another --run-dir{more}")
+                more = ", or resume that run with --resume" if names_in(self.path / FOLDER) else ""
+                raise UserError(f"{self.path} already holds a run ({name}); choose another --run-dir{more}")
 
     def _is_there(self, name: str) -> bool:
-        """Tell whether a file is of a run before; the lock has made an empty loss.log."""
+        """Return whether an earlier run wrote this file; the lock creates an empty loss.log."""
         path = self.path / name
         return path.exists() and (name != LOSS_LOG or path.stat().st_size > 0 or (self.path / CONFIG).exists())
 
     def restart(self, losses: Iterable[tuple[int, int, float, float]], points: Iterable[Point]) -> None:
-        """Let the logs hold what they held when a run was at a step: losses as of `write_losses`, and evaluations."""
+        """Rewrite the logs as they were at a checkpoint: arguments of `write_losses`, and evaluations."""
         with naming(self.path):
             for file in (self.loss, self.eval):
                 file.truncate(0)
@@ -90,7 +91,7 @@ class RunDir:
             _write_json(self.path / CONFIG, content)
 
     def write_losses(self, epoch: int, step: int, wide: float, deep: float) -> None:
-        """Append a line to loss.log; epoch and step, within the epoch, count from 1."""
+        """Append a line to loss.log; the epoch, and the step in it, count from 1."""
         self.loss.write(_loss_line(epoch, step, wide, deep))
 
     def write_evaluation(self, point: Point) -> None:
@@ -105,21 +106,21 @@ class RunDir:
             self.eval.write(f"{line}\n")
 
     def discard(self) -> None:
-        """Remove what the run wrote: it failed before its first step, and nobody wants to choose another folder.
+        """Remove the files of a run that failed before its first step, so that the folder can be used again.
 
-        What was there before stays: it is another run's.
+        Files that existed before stay: they are an earlier run's.
         """
         self._close_logs()
         for name in _NAMES:
             if name not in self._there:
                 (self.path / name).unlink(missing_ok=True)
         if self._made:
-            with contextlib.suppress(OSError):  # other ranks' folders are there
+            with contextlib.suppress(OSError):  # it may hold other ranks' folders
                 self.path.rmdir()
         self._release()
 
     def close(self, summary: dict[str, Any] | None = None) -> None:
-        """Close the logs, and write summary.json where there is one; then other processes may go on with the run."""
+        """Close the logs, write summary.json if given, and release the lock; other processes may then resume."""
         try:
             self._close_logs()
             if summary is not None:
@@ -133,7 +134,7 @@ class RunDir:
         with naming(self.path), ExitStack() as stack:
             for file in (self.loss, self.eval, self.ops):
                 if file is not None:
-                    stack.callback(file.close)  # all, though one may fail
+                    stack.callback(file.close)  # closes all of them, even if one fails
 
     def _release(self) -> None:
         if self._lock is not None:
@@ -142,15 +143,12 @@ class RunDir:
 
     @property
     def has_logs(self) -> bool:
-        """Tell whether the logs are there still."""
+        """Whether the logs still exist."""
         return (self.path / LOSS_LOG).exists()
 
 
 def _locked(path: Path) -> IO[str]:
-    """Return a run directory's loss.log, locked: no other process opens or removes a file there.
-
-    Raises UserError where another process has it.
-    """
+    """Open and lock a run directory's loss.log, so that no other process writes there; UserError if one does."""
     while True:
         file = (path / LOSS_LOG).open("a")
         state = locks.lock_state(file.fileno())
@@ -166,7 +164,7 @@ def _loss_line(epoch: int, step: int, wide: float, deep: float) -> str:
 
 
 def _new_folder(parent: Path, name: str) -> Path:
-    """Make a folder of this name, or with a number behind it where another run has taken that."""
+    """Make a folder of this name, with a number appended if the name is taken."""
     parent.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
         folder = parent / (name if number == 1 else f"{name}-{number}")

@@ -1,4 +1,4 @@
-"""Training rows to be evaluated beside the test rows: how much better the model knows what it has been trained on."""
+"""Training samples that are evaluated along with the test samples; the difference shows overfitting."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,12 +11,13 @@ from hostdev.data.shards import ShardReader
 
 
 class TrainingSample:
-    """Training rows drawn from every shard alike, the same ones each time.
+    """The same random training samples at each evaluation, drawn evenly from all shards.
 
-    root      the data set's folder
-    manifest  its manifest
-    rows      how many, about: a shard's are rounded up to batches of equal size
-    seed      of the drawing
+    Args:
+        root: The data set's folder.
+        manifest: Its manifest.
+        rows: Approximate number of samples; each shard's is rounded up to batches of equal size.
+        seed: Seed of the draw.
     """
 
     def __init__(self, root: Path, manifest: Manifest, rows: int, seed: int) -> None:
@@ -35,7 +36,7 @@ class TrainingSample:
         return sum(-(-wanted // batch_size) for _, wanted in self._parts)
 
     def batches(self, batch_size: int, *, part: tuple[int, int] = (0, 1)) -> Iterator[Batch]:
-        """Iterate over the rows, or a part of each batch; none is larger than this. As `ShardReader.batches`."""
+        """Iterate over batches of at most `batch_size` samples, or a part of each, as `ShardReader.batches` does."""
         for reader, wanted in self._parts:
             steps = -(-wanted // batch_size)
             yield from islice(reader.batches(-(-wanted // steps), seed=self._seed, part=part), steps)

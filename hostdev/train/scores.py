@@ -1,4 +1,4 @@
-"""AUC and log loss of any number of rows in bounded memory: sorted runs in a file, read a range at a time."""
+"""AUC and log loss of any number of samples in bounded memory: sorted runs in a file, read a range at a time."""
 
 import math
 import tempfile
@@ -11,33 +11,34 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.errors import naming
-from hostdev.train.metrics import auc_of, losses, twice_above
+from hostdev.train.metrics import losses, make_auc, twice_above
 
-BLOCK = 1 << 24  # rows
-_STRIDE = 1 << 12  # keys of a run, of which one is held
-_FIRST, _BEHIND = -(1 << 31), 1 << 31  # of all keys
+BLOCK = 1 << 24  # samples
+_STRIDE = 1 << 12  # one key of a run in so many is kept in memory
+_FIRST, _END = -(1 << 31), 1 << 31  # range of the keys
 
 Keys = npt.NDArray[np.int32]
 
 
 class Figures(NamedTuple):
-    """How good predictions are. AUC is NaN unless both labels occur, log loss where there are no rows."""
+    """The quality of predictions. AUC is NaN unless both labels occur; log loss is NaN without samples."""
 
     auc: float
     logloss: float
     rows: int
-    not_finite: int  # rows whose logit is none; the figures then mean nothing
+    not_finite: int  # samples with a non-finite logit; if there are any, the other figures mean nothing
 
 
 class Scores:
-    """Collects logits and labels; a context, which lets go of its file at its end.
+    """Collects logits and labels; as a context, it closes its file at the end.
 
-    Up to a block of rows the figures are to the bit those of `metrics.auc` and `metrics.log_loss`. Beyond it the AUC is
-    still, as pairs are counted in integers; the log loss is of the sum over blocks, each summed as one array, rounded
-    once. Neither depends on how the rows come.
+    Up to a block of samples, the figures equal `metrics.auc` and `metrics.log_loss` bit for bit. Beyond it, the AUC
+    still does, because pairs are counted in integers; the log loss is the correctly rounded sum of the blocks' sums.
+    Neither depends on how the samples are divided into calls of `add`.
 
-    folder  where there is a file without a name for more than a block of rows, 4 bytes a row; None: the system's folder
-    block   how many rows are held, at 20 bytes each or less: 320 MiB, for any number of rows
+    Args:
+        folder: Folder of an unnamed temporary file for more than a block, 4 bytes a sample. None: the system's folder.
+        block: Samples in memory, at most 20 bytes each: 320 MiB by default.
     """
 
     def __init__(self, folder: Path | None = None, block: int = BLOCK) -> None:
@@ -45,7 +46,7 @@ class Scores:
         self._folder, self._block = folder, block
         self._logits, self._labels = np.empty(block, np.float32), np.empty(block, np.bool_)
         self._held = self._not_finite = 0
-        self._losses: list[float] = []  # of the blocks before
+        self._losses: list[float] = []  # sums of the spilled blocks
         self._file: IO[bytes] | None = None
         self._runs: tuple[list[_Run], list[_Run]] = [], []  # of negatives, of positives
 
@@ -59,11 +60,11 @@ class Scores:
             self._file.close()
 
     def add(self, logits: npt.NDArray[np.float32], labels: npt.NDArray[np.float32]) -> None:
-        """Take in rows: logits float32 [n], labels float32 [n], 0 or 1; both are copied. OSError for a full disk."""
+        """Add samples: logits float32 [n] and labels float32 [n], 0 or 1; both are copied. OSError for a full disk."""
         start = 0
         while start < len(logits):
             if self._held == self._block:
-                self._put_aside()
+                self._spill()
             n = min(len(logits) - start, self._block - self._held)
             self._logits[self._held : self._held + n] = logits[start : start + n]
             self._labels[self._held : self._held + n] = labels[start : start + n] != 0
@@ -72,35 +73,35 @@ class Scores:
         self._not_finite += len(logits) - int(np.count_nonzero(np.isfinite(logits)))
 
     def figures(self) -> Figures:
-        """Return AUC and log loss of all rows; nothing may be added after."""
+        """Return AUC and log loss of all samples; nothing may be added afterwards."""
         if self._file is None:
-            total, parts = self._block_of()
+            total, parts = self._sort_block()
             twice, sizes = twice_above(parts[1], parts[0]), [len(part) for part in parts]
         else:
-            self._put_aside()
+            self._spill()
             self._logits, self._labels = np.empty(0, np.float32), np.empty(0, np.bool_)
             total, twice = math.fsum(self._losses), self._twice_above(self._file)
             sizes = [sum(run.size for run in runs) for runs in self._runs]
         logloss = total / self.rows if self.rows else float("nan")
-        return Figures(auc_of(twice, sizes[1], sizes[0]), logloss, self.rows, self._not_finite)
+        return Figures(make_auc(twice, sizes[1], sizes[0]), logloss, self.rows, self._not_finite)
 
-    def _block_of(self) -> tuple[float, list[Keys]]:
-        """Return the summed loss of what is held, and the sorted keys of negatives and of positives."""
+    def _sort_block(self) -> tuple[float, list[Keys]]:
+        """Return the summed loss of the samples in memory, and the sorted keys of negatives and of positives."""
         logits, labels = self._logits[: self._held], self._labels[: self._held]
         total = float(losses(logits, labels).sum())
-        keys = _keys_of(logits)
+        keys = _make_keys(logits)
         parts = [keys[~labels], keys[labels]]
         for part in parts:
             part.sort()
         return total, parts
 
-    def _put_aside(self) -> None:
-        """Write what is held to the file."""
-        folder = self._folder if self._folder is not None and self._folder.is_dir() else None  # somebody removed it
+    def _spill(self) -> None:
+        """Write the samples in memory to the file."""
+        folder = self._folder if self._folder is not None and self._folder.is_dir() else None  # it may be removed
         with naming(folder or tempfile.gettempdir()):
             if self._file is None:
-                self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  (until the end of the context)
-            total, parts = self._block_of()
+                self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  (closed by __exit__)
+            total, parts = self._sort_block()
             self._losses.append(total)
             self._held = 0
             for keys, runs in zip(parts, self._runs, strict=True):
@@ -108,7 +109,7 @@ class Scores:
                 self._file.write(keys.data)
 
     def _twice_above(self, file: IO[bytes]) -> int:
-        """Do `metrics.twice_above` over all runs, a range of keys at a time that holds at most a block of rows."""
+        """Compute `metrics.twice_above` over all runs, in ranges of keys that hold at most a block of samples."""
         runs = [*self._runs[0], *self._runs[1]]
         negatives = len(self._runs[0])
 
@@ -116,15 +117,15 @@ class Scores:
             return sum(run.below(key, file) for run in runs)
 
         low, at = _FIRST, [0] * len(runs)
-        twice = before = 0  # negatives in the ranges before
-        while low < _BEHIND:
-            fitting = bisect_right(range(low + 1, _BEHIND + 1), sum(at) + self._block, key=rows_below)
+        twice = before = 0  # before: negatives in earlier ranges
+        while low < _END:
+            fitting = bisect_right(range(low + 1, _END + 1), sum(at) + self._block, key=rows_below)
             high = low + max(1, fitting)
             ends = [run.below(high, file) for run in runs]
             counts = [end - start for start, end in zip(at, ends, strict=True)]
             below, above = sum(counts[:negatives]), sum(counts[negatives:])
             twice += 2 * before * above
-            if not fitting:  # one key, of more rows than are held
+            if not fitting:  # a single key with more than a block of samples
                 twice += below * above
             elif below and above:
                 parts = [run.read(start, end, file) for run, start, end in zip(runs, at, ends, strict=True)]
@@ -142,24 +143,24 @@ class _Run(NamedTuple):
 
     offset: int  # bytes
     size: int
-    marks: Keys  # every so manieth
+    marks: Keys  # every _STRIDE-th key
 
     def below(self, key: int, file: IO[bytes]) -> int:
-        """Return how many of the keys are smaller."""
+        """Return how many keys are smaller."""
         stop = int(np.searchsorted(self.marks, np.int64(key))) * _STRIDE
         start = max(0, stop - _STRIDE)
         return start + int(np.searchsorted(self.read(start, min(stop, self.size), file), np.int64(key)))
 
     def read(self, start: int, stop: int, file: IO[bytes]) -> Keys:
-        """Return some of the keys."""
+        """Return the keys [start, stop)."""
         keys = np.empty(stop - start, np.int32)
         file.seek(self.offset + 4 * start)
         file.readinto(keys.data)  # type: ignore[attr-defined]
         return keys
 
 
-def _keys_of(logits: npt.NDArray[np.float32]) -> Keys:
-    """Return integers in the order of the logits, the same for both zeros."""
+def _make_keys(logits: npt.NDArray[np.float32]) -> Keys:
+    """Return integers with the order of the logits; both zeros have the same."""
     keys = (logits + np.float32(0)).view(np.int32)
     signs = keys >> 31
     signs &= np.int32(0x7FFFFFFF)

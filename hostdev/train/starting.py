@@ -1,4 +1,4 @@
-"""--start-from CHECKPOINT: a new run that begins with the tables and the layers of an earlier one."""
+"""--start-from CHECKPOINT: a new run that starts with the tables and layers of an earlier one."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,9 +20,10 @@ _REMEDY = "prepare the data with preprocess ... --vocabulary FROM, where FROM is
 
 
 class Origin(NamedTuple):
-    """The checkpoint that a new run begins with.
+    """The checkpoint that a new run starts from.
 
-    notes  lines about newer ones that are damaged, and about what could not be compared
+    Attributes:
+        notes: Lines about newer checkpoints that are damaged, and about values that could not be compared.
     """
 
     chain: Chain
@@ -35,10 +36,11 @@ class Origin(NamedTuple):
 
 
 def find(settings: TrainConfig, root: Path, data: Manifest) -> Origin:
-    """Return the checkpoint that --start-from names, the newest whole one of a folder.
+    """Return the checkpoint that --start-from names, or the newest valid one in that folder.
 
-    Raises UserError where there is none, where it is of another model, or where the data's ids, columns or scaled
-    numbers have another meaning than those that it was trained with.
+    Raises:
+        UserError: There is none, it is of another model, or it was trained on ids, columns or scaled numbers with
+            another meaning than the data's.
     """
     assert settings.start_from is not None
     if not settings.start_from.exists():
@@ -54,25 +56,26 @@ def find(settings: TrainConfig, root: Path, data: Manifest) -> Origin:
     layers = Layers(origin.chain)
     file = find_file(layers, f"data/{FILE_NAME}")
     if file is None:
-        origin.notes.append(f"start    {origin.path} has no data set's vocabulary: that its rows are of the same ids "
-                            "as the data's is not checked")  # fmt: skip
+        origin.notes.append(f"start    {origin.path} has no vocabulary, so its ids cannot be compared with the data's")
         return origin
     require_same_meaning(origin.path, file.parent, manifest.read(file.parent), root, data)
     return origin
 
 
 def find_together(settings: TrainConfig, root: Path, data: Manifest, ranks: Ranks) -> Origin:
-    """Do `find` as several processes: the first looks; all begin with the same checkpoint."""
+    """Call `find` on rank 0, and return its result on all ranks."""
     origin = find(settings, root, data) if ranks.rank == 0 else None
-    told = ranks.control.share(None if origin is None else [str(origin.path.resolve()), origin.notes])[0]
-    return origin or Origin(read_chain(Path(told[0])), told[1])
+    path, notes = ranks.control.share(None if origin is None else [str(origin.path.resolve()), origin.notes])[0]
+    return origin or Origin(read_chain(Path(path)), notes)
 
 
 def load(origin: Origin, trainer: Trainer) -> list[str]:
-    """Load rows, slots, layers and their optimizer's state into a new run; return lines that say what was taken.
+    """Load rows, layers and optimizer state into a new run; return lines that describe what was loaded.
 
-    Steps count from 0, learning rates are the run's own, and rows that the checkpoint does not have keep their initial
-    values. Raises UserError, before anything changes, for another model.
+    Steps count from 0, learning rates are the run's own, and rows that the checkpoint lacks keep their initial values.
+
+    Raises:
+        UserError: The checkpoint is of another model; nothing was changed.
     """
     chain = origin.chain
     fit = fit_tables(chain, trainer.tables)
@@ -82,9 +85,9 @@ def load(origin: Origin, trainer: Trainer) -> list[str]:
         trainer.load_dense(chain, dense)
         for group, lr in zip(trainer.adam.param_groups, rates, strict=True):
             group["lr"] = lr
-        layers = "dense layers and their optimizer's state are taken"
+        layers = "dense layers and their optimizer state are loaded"
     else:
-        layers = "dense layers have their initial values: the checkpoint has none of this command"
+        layers = "dense layers have their initial values: the checkpoint has none of hostdev train"
     load_shared(chain, trainer.tables, fit)
     step = chain[-1].manifest.step
     return [
@@ -96,18 +99,19 @@ def load(origin: Origin, trainer: Trainer) -> list[str]:
 
 
 def require_same_meaning(path: Path, theirs: Path, there: Manifest, root: Path, here: Manifest) -> None:
-    """Raise UserError unless ids, columns and scaled numbers of a data set mean what they meant in a checkpoint.
+    """Raise UserError unless a data set's ids, columns and scaled numbers have the same meaning as in a checkpoint.
 
-    path    the checkpoint's; theirs: the folder with its manifest and vocabulary
-    there   its data set's manifest
-    root    the folder of the data set at hand; here: its manifest
+    Args:
+        path: The checkpoint.
+        theirs, there: The folder with the vocabulary of the checkpoint's data set, and its manifest.
+        root, here: The folder of the data set, and its manifest.
     """
     differs = difference(there, theirs, here, root)
     if differs is not None:
         raise UserError(f"{root} does not fit {path}, which was trained on {differs}; {_REMEDY}")
     if there.schema.rows > here.schema.rows:
         raise UserError(
-            f"{path} was trained with {there.schema.rows:,} ids, and {root} has only {here.schema.rows:,}; {_REMEDY}"
+            f"{path} was trained with {there.schema.rows:,} ids, but {root} has only {here.schema.rows:,}; {_REMEDY}"
         )
 
 

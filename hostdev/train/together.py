@@ -1,4 +1,4 @@
-"""What the ranks of a training do with their predictions."""
+"""Scores of all ranks, collected on rank 0."""
 
 import numpy as np
 import numpy.typing as npt
@@ -6,37 +6,38 @@ import numpy.typing as npt
 from hostdev.distributed.process_group import Ranks
 from hostdev.train.scores import Figures, Scores
 
-_AT_ONCE = 1 << 20  # rows of all ranks
+_AT_ONCE = 1 << 20  # samples of all ranks before they are sent
 
 
 class Together:
-    """Collects the scores of all ranks on the first one, in the order of the rows: batch by batch, each by rank.
+    """Collects the scores of all ranks on rank 0, in the order of the samples: by batch, then by rank.
 
-    All ranks call what one calls, but for `add`; what they hold for it is bounded, too.
+    All ranks make the same calls except `add`. Their memory is bounded.
 
-    to  where the first one's go
+    Args:
+        to: Receives the scores on rank 0.
     """
 
     def __init__(self, ranks: Ranks, to: Scores) -> None:
         self._ranks, self._to = ranks, to
         self._parts: list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]] = []
-        self._sizes: list[int] = []  # of this rank's parts of the batches
-        self._mine = self._all = 0  # rows of the batch, and of those that wait
+        self._sizes: list[int] = []  # this rank's samples in each waiting batch
+        self._mine = self._all = 0  # this rank's samples in the batch, and all ranks' in the waiting batches
 
     def add(self, logits: npt.NDArray[np.float32], labels: npt.NDArray[np.float32]) -> None:
-        """Take in rows of this rank's part of a batch, as `Scores.add`; they are not copied yet."""
+        """Add samples of this rank's part of a batch, as `Scores.add` does; the arrays are kept, not copied."""
         self._parts.append((logits, labels))
         self._mine += len(logits)
 
     def end_batch(self, rows: int) -> None:
-        """Note that a batch of so many rows, on all ranks, is complete."""
+        """End a batch that has `rows` samples over all ranks."""
         self._sizes.append(self._mine)
         self._mine, self._all = 0, self._all + rows
         if self._all >= _AT_ONCE:
             self._send()
 
     def figures(self) -> Figures:
-        """Return the figures of all rows, on every rank."""
+        """Return the figures of all samples, on every rank."""
         self._send()
         found = self._to.figures() if self._ranks.rank == 0 else None
         return Figures(*self._ranks.control.share(found)[0])

@@ -43,7 +43,7 @@ from hostdev.runtime.runtime import Runtime
 from hostdev.runtime.spec import CacheSpec, Feature
 from hostdev.runtime.step import Step
 from hostdev.train.losses import Losses, read_losses
-from hostdev.train.room import Room, host_room, kept_on_host, require_copies, require_room
+from hostdev.train.room import HostBudget, estimate_host_memory, make_host_budget, require_copies, require_room
 from hostdev.train.scores import Scores
 from hostdev.train.staged import Staged
 from hostdev.train.together import Together
@@ -119,11 +119,9 @@ class Trainer:
         if l2 != "none" and DEEP not in model.tables:
             raise UserError(f"--l2 {l2} requires Wide & Deep's table deep, which this model lacks; leave it out")
         if cache is not None and l2 == "table":
-            raise UserError("--l2 table reads the whole table in every step, so --cache-rows would write all rows back "
-                            "each time; use --l2 batch, or leave out --cache-rows")  # fmt: skip
+            raise UserError("--l2 table cannot be combined with a cache: each step would write it back; use --l2 batch")
         if l2 == "table" and micro_batches > 1:
-            raise UserError("--l2 table cannot be combined with --micro-batches, each of which would add it; use "
-                            "--l2 batch")  # fmt: skip
+            raise UserError("--l2 table cannot be combined with --micro-batches, each of which adds it; use --l2 batch")
         require_own_averages(model)
         log = log or OpLog()
         self._micro_batches, self._gradients, self._seed = micro_batches, gradients, seed
@@ -135,10 +133,11 @@ class Trainer:
         self.server = ParameterServer()
         part = world.part()
         free = require_room(model.tables, host_device_mix, device, part)
-        self.room = Room(free, {})  # the host's memory budget
+        self.host_budget = HostBudget(free, {})
         uses = -(-most_uses // shares)
         if host_device_mix:
-            self.room = host_room(kept_on_host(model, cache, part, device, depth=depth, uses=uses, saves=saves))
+            needs = estimate_host_memory(model, cache, part, device, depth=depth, uses=uses, saves=saves)
+            self.host_budget = make_host_budget(needs)
         if host_device_mix and is_accelerator(device):
             require_copies(model.tables, uses, depth + 2, free, cached=cache is not None)
         self.tables: dict[str, HostTable | DeviceTable] = {}
@@ -186,8 +185,9 @@ class Trainer:
         names = (feature.tables,) if feature.is_single else tuple(feature.tables)
         tables = tuple(self.tables[name] for name in names)
         dtypes = tuple("bfloat16" if self._precision == "bf16" and table.dim > 1 else "float32" for table in tables)
-        return replace(feature, tables=tables[0] if feature.is_single else tables,
-                       dtype=dtypes[0] if feature.is_single else dtypes)  # fmt: skip
+        if feature.is_single:
+            return replace(feature, tables=tables[0], dtype=dtypes[0])
+        return replace(feature, tables=tables, dtype=dtypes)
 
     def _start_adam(self) -> None:
         """Create the optimizer's state by a skipped step, so that a non-finite first step changes nothing."""
@@ -425,8 +425,8 @@ class Trainer:
         tensors: dict[str, Tensor] = {}
         whole = self.dense_state()
         dense = {"model": whole.model, "optimizer": whole.optimizer}
-        state = {"dense": to_tree(dense, tensors), "random": to_tree(self._random_states(), tensors, "random"),
-                 "more": to_tree(more, tensors, "more")}  # fmt: skip
+        state = {"dense": to_tree(dense, tensors), "random": to_tree(self._random_states(), tensors, "random")}
+        state["more"] = to_tree(more, tensors, "more")
         content = Content(state, tensors, dict(files), names_in_checkpoint(whole))
         return to.save(self.tables.values(), step, content, state_sha256=state_sha256)
 

@@ -64,7 +64,7 @@ def test_a_run_directory_has_one_run(trained, run_dir, small_data, tmp_path, sav
 def test_a_new_run_directory_has_one_run(tmp_path):
     first = RunDir(tmp_path / "run")
     for again in (True, False):
-        with pytest.raises(UserError, match="holds a run already|is in use"):
+        with pytest.raises(UserError, match="already holds a run|is in use"):
             RunDir(tmp_path / "run", again=again)
     first.discard()
     assert list(tmp_path.iterdir()) == []

@@ -169,9 +169,11 @@ def test_a_run_directory_stands_for_its_checkpoints(trained, small_data, tmp_pat
     assert "resume   run/checkpoints/step-0000000005.2, after step 5\n" in printed
     code, _, error = trained(*options, 7)
     assert code == 2
-    assert error.endswith("run holds a run already (loss.log); choose another --run-dir, or go on with it: --resume\n")
+    assert error.endswith(
+        "run already holds a run (loss.log); choose another --run-dir, or resume that run with --resume\n"
+    )
     code, _, error = trained(*small(small_data, "other", *MIX))
-    assert error.endswith("other holds a run already (loss.log); choose another --run-dir\n")
+    assert error.endswith("other already holds a run (loss.log); choose another --run-dir\n")
 
 
 def test_options_are_compared_by_what_they_come_to(trained, small_data, tmp_path):
@@ -235,7 +237,7 @@ def test_a_run_without_checkpoints_is_not_overwritten(trained, small_data, tmp_p
     before = (tmp_path / "run/loss.log").read_text()
     code, _, error = trained(*options, "--resume")
     assert (code, error.count("\n")) == (2, 1)
-    assert "--run-dir run holds a run that has finished, without checkpoints" in error
+    assert "--run-dir run holds a finished run, without checkpoints" in error
     (tmp_path / "run/summary.json").unlink()
     code, _, error = trained(*options, "--resume", "--seed", 1)
     assert code == 2
@@ -269,7 +271,7 @@ def test_a_run_directory_that_is_removed_meanwhile(trained, small_data, tmp_path
     assert (code, error) == (0, "")
     assert printed.endswith(
         "files          run/: summary.json, curve.png\n"
-        "               loss.log, eval.log, ops.log, config.json are gone: somebody has removed them meanwhile\n"
+        "               removed during the run: loss.log, eval.log, ops.log, config.json\n"
     )
 
 
@@ -334,7 +336,7 @@ def test_a_folder_that_is_removed_or_a_file(trained, small_data, tmp_path, monke
     code, _, error = trained(*small(small_data, "run", *MIX), "--checkpoint-every", 5)
     assert code == 0
     assert error.count("warning") == 1
-    assert "step-0000000005 is gone; the checkpoint of step 10 holds all rows" in error
+    assert "step-0000000005 was removed; the checkpoint of step 10 holds all rows" in error
     assert folder.read_chain(tmp_path / "run/checkpoints/step-0000000010")
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
@@ -378,7 +380,7 @@ def test_a_signal_saves_what_was_trained(tmp_path, number, code):
     (line,) = error.splitlines()
     [name] = names(tmp_path / "run/checkpoints")
     steps = int(name.removeprefix("step-"))
-    assert line == f"hostdev.train: interrupted; {steps} steps are saved; go on with --resume run/checkpoints/{name}"
+    assert line == f"hostdev.train: interrupted; {steps} steps are saved; continue with --resume run/checkpoints/{name}"
     assert (tmp_path / "run/loss.log").read_text().count("\n") == steps
     assert cli.run(checkpoint.PROG, checkpoint.main, ["verify", str(tmp_path / "run/checkpoints")]) == 0
 
@@ -424,7 +426,7 @@ def test_a_second_signal_ends_at_once_and_leaves_what_was_whole(tmp_path, comman
     assert process.returncode == 130
     (line,) = error.splitlines()
     assert line.startswith("interrupted in the middle of a step; ")
-    assert line.endswith(" in the logs in run; go on with --resume run/checkpoints/step-0000000002")
+    assert line.endswith(" in the logs in run; continue with --resume run/checkpoints/step-0000000002")
     assert names(tmp_path / "run/checkpoints") == ["step-0000000002"]
     assert command("hostdev.checkpoint", "verify", "run/checkpoints").returncode == 0
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "interrupted"

@@ -94,7 +94,7 @@ def test_two_days(days, first, trained, tmp_path, capsys):
                 f"{two - one:,} new rows have their initial values"
                 for table in ("first_order", "vectors")
             ),
-            "start    dense layers and their optimizer's state are taken; learning rates are this run's",
+            "start    dense layers and their optimizer state are loaded; learning rates are this run's",
         ]
     assert len(set(found.values())) == 1
     assert found["depth"] != digest(first)
@@ -296,7 +296,7 @@ def test_resume_on_other_data_names_it(days, first, trained, tmp_path):
     newest = first / "checkpoints" / names_in(first / "checkpoints")[-1]
     code, _, error = trained(*flags_of(days / "two", tmp_path / "run", *MIX), "--resume", newest)
     assert code == 2
-    assert f"give --start-from {newest} in place of --resume" in error
+    assert f"give --start-from {newest} instead of --resume" in error
 
 
 def test_other_ids_are_named(days, first, tmp_path):
@@ -312,7 +312,7 @@ def test_other_ids_are_named(days, first, tmp_path):
     two = manifest.read(days / "two")
     starting.require_same_meaning(first, days / "one", there, days / "two", two)
     with pytest.raises(
-        hostdev.UserError, match=r"first was trained with \d+ ids, and .*/one has only \d+; prepare the"
+        hostdev.UserError, match=r"first was trained with \d+ ids, but .*/one has only \d+; prepare the"
     ):
         starting.require_same_meaning(first, days / "two", two, days / "one", there)
 
@@ -333,12 +333,12 @@ def test_a_checkpoint_of_a_program_of_its_own_with_one_of_the_tables(days, train
     assert (code, error) == (0, "")
     path = tmp_path / "own" / names_in(tmp_path / "own")[-1]
     assert [line for line in out.splitlines() if line.startswith("start ")] == [
-        f"start    {path} has no data set's vocabulary: that its rows are of the same ids as the data's is not checked",
+        f"start    {path} has no vocabulary, so its ids cannot be compared with the data's",
         f"start    from {path}, after step 1; steps of this run count from 0",
         f"start    table vectors: 50 rows with their slots; {schema.rows - 50} new rows have their initial values",
         "start    table first_order: not in the checkpoint; all rows have their initial values",
         "start    table other: only in the checkpoint; not taken",
-        "start    dense layers have their initial values: the checkpoint has none of this command; learning rates are "
+        "start    dense layers have their initial values: the checkpoint has none of hostdev train; learning rates are "
         "this run's",
     ]
 

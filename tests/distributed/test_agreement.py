@@ -7,7 +7,7 @@ import pytest
 
 from hostdev.distributed.agreement import UnlikeError, compare, shown
 from hostdev.train.config import TrainConfig
-from hostdev.train.processes import alike
+from hostdev.train.processes import get_shared_values
 from tests.distributed.conftest import flags_of
 from tests.distributed.processes import free_port
 from tests.distributed.test_rendezvous import TRAIN, refused, start
@@ -34,7 +34,7 @@ def test_what_differs_is_named_with_its_values_and_the_ranks():
 
 
 def options(**given):
-    return alike(TrainConfig(host_device_mix=True, micro_batches=4, **given), 2)
+    return get_shared_values(TrainConfig(host_device_mix=True, micro_batches=4, **given), 2)
 
 
 def test_what_may_differ(tmp_path):

@@ -14,7 +14,7 @@ from hostdev.distributed.rank_environment import RankEnvironment
 from hostdev.runtime.spec import TableSpec
 from hostdev.train import room
 from hostdev.train.config import TrainConfig
-from hostdev.train.processes import resolved
+from hostdev.train.processes import resolve_batch
 from tests.distributed.processes import free_port
 from tests.distributed.threads import with_ranks
 
@@ -49,7 +49,7 @@ def as_one_of(monkeypatch):
 
 @pytest.mark.parametrize(("M", "ranks", "suggested"), [(1, 2, 2), (4, 3, 6), (6, 4, 8), (2, 8, 8)])
 def test_micro_batches_that_processes_cannot_share_out_equally(refused, as_one_of, M, ranks, suggested):
-    words = f"--micro-batches {M} cannot be shared out equally by {ranks} processes; give --micro-batches {suggested},"
+    words = f"--micro-batches {M} cannot be divided equally among {ranks} processes; give --micro-batches {suggested},"
     assert words in refused(*MIX, "--micro-batches", M, "--spawn", ranks)
     as_one_of(ranks)
     assert words in refused(*MIX, "--micro-batches", M)
@@ -58,7 +58,7 @@ def test_micro_batches_that_processes_cannot_share_out_equally(refused, as_one_o
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("--mesh pipe=3", "--mesh pipe=3 is of 3 processes, and 2 were started"),
+        ("--mesh pipe=3", "--mesh pipe=3 needs 3 processes, the product of its axes, but 2 were started"),
         ("--mesh data=2,data=2", "data is given twice"),
         (
             "--mesh pipe=2 --stage-cut deep.99",
@@ -71,7 +71,7 @@ def test_micro_batches_that_processes_cannot_share_out_equally(refused, as_one_o
         ),
         ("--mesh pipe=2 --model tests.own_models:FewRows", "FewRows cannot be cut into stages"),
         ("--mesh pipe=2 --dense-exchange tree", "--dense-exchange tree has no effect with --mesh pipe=2"),
-        ("--mesh pipe=2 --schedule interleaved --micro-batches 5", "takes micro-batches in rounds of 2, and"),
+        ("--mesh pipe=2 --schedule interleaved --micro-batches 5", "takes micro-batches in rounds of 2, but"),
         ("--mesh data=2 --schedule gpipe", "--schedule has no effect without --mesh pipe=N"),
         ("--stage-cut deep.2", "--stage-cut has no effect without --mesh pipe=N"),
     ],
@@ -85,7 +85,7 @@ def test_meshes_cuts_and_schedules(refused, as_one_of, options, words):
 def test_more_stages_than_micro_batches(refused, as_one_of):
     as_one_of(4)
     words = (
-        "--mesh data=2,pipe=2 has 2 stages, which want at least as many micro-batches; give --micro-batches 4 or more"
+        "--mesh data=2,pipe=2 has 2 stages, which need at least as many micro-batches; give --micro-batches 4 or more"
     )
     assert words in refused(*MIX, "--micro-batches", 2, "--mesh", "data=2,pipe=2")
 
@@ -99,9 +99,8 @@ def test_tables_on_the_device(refused, as_one_of):
 
 def test_spawn_under_a_launcher(refused, as_one_of):
     as_one_of(2)
-    assert "--spawn starts processes, but a launcher has started this one as one of several; leave it out" in refused(
-        *MIX, "--micro-batches", 2, "--spawn", 2
-    )
+    error = refused(*MIX, "--micro-batches", 2, "--spawn", 2)
+    assert "--spawn has no effect in a process that a launcher started as one of several; leave it out" in error
 
 
 @pytest.mark.parametrize(
@@ -137,7 +136,7 @@ def test_wrong_options(refused, flags, words):
 
 
 def test_the_batch_of_all_is_that_of_each_times_their_number():
-    settings = resolved(TrainConfig(batch_per_rank=100, micro_batches=4), 4)
+    settings = resolve_batch(TrainConfig(batch_per_rank=100, micro_batches=4), 4)
     assert (settings.batch_size, settings.batch_per_rank) == (400, None)
     assert settings.resolved() == TrainConfig(batch_size=400, micro_batches=4).resolved()
 

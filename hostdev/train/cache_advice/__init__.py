@@ -1,1 +1,1 @@
-"""Which cache pays off: simulated on a data set's own batches, for `hostdev advise` and `--cache-rows auto`."""
+"""Recommended cache sizes, simulated on a data set's own batches, for `hostdev advise` and `--cache-rows auto`."""

@@ -1,4 +1,4 @@
-"""--cache-rows auto: the cache that `advise` would choose, by the first batches and what a dense step leaves free."""
+"""--cache-rows auto: the cache that `advise` would choose, from the first batches and the memory left by a step."""
 
 import itertools
 from collections.abc import Sequence
@@ -31,29 +31,29 @@ from hostdev.train.cache_advice.curves import (
     Curves,
     Group,
     Point,
-    curves_of,
+    choose_sizes,
+    format_size,
     gains,
-    measured,
+    make_curves,
+    measure_groups,
     recommend,
     require_memory,
-    size_of,
-    sizes_of,
 )
 from hostdev.train.config import TrainConfig
-from hostdev.train.room import kept_on_host, left_by_a_step
+from hostdev.train.room import estimate_host_memory, measure_free_after_step
 
-_LEAST_BATCHES, _MOST_BATCHES, _MOST_IDS = 48, 256, 1 << 24  # of the sample
-_SAMPLE = 1000  # rows, of which the model's inputs are made
+_LEAST_BATCHES, _MOST_BATCHES, _MOST_IDS = 48, 256, 1 << 24  # to simulate
+_SAMPLE = 1000  # samples that show the shapes of the model's inputs
 
-Sampled = list[tuple[npt.NDArray[Any], npt.NDArray[np.int32]]]  # unique ids and uses of each batch
+Sampled = list[tuple[npt.NDArray[Any], npt.NDArray[np.int32]]]  # unique ids of each batch, and their occurrences
 
 
 def choose_cache(
     settings: TrainConfig, data: Path, found: Manifest, ranks: Ranks | None
-) -> tuple[TrainConfig, list[str]]:  # fmt: skip
-    """Return the settings with a cache's rows and policy in place of auto, and why, as lines.
+) -> tuple[TrainConfig, list[str]]:
+    """Return the settings with a cache's rows and policy instead of auto, and lines that explain the choice.
 
-    All ranks call it: the first of them chooses, for the device that has the least memory free.
+    All ranks call it. Rank 0 chooses, for the device with the least free memory.
     """
     if settings.cache_rows != AUTO:
         return settings, []
@@ -63,27 +63,27 @@ def choose_cache(
     model, device = model_of(settings, found.schema), device_of(settings.device, tf32=settings.tf32)
     reader = ShardReader(data, found, "train", shuffle_window=settings.shuffle_window)
     reader.require(settings.batch_size)
-    groups = measured(model, reader, settings.batch_size, settings.seed)
+    groups = measure_groups(model, reader, settings.batch_size, settings.seed)
     batches = _sample(model, groups, reader, settings)
     room = _room(settings, model, found, reader, device, groups, batches, ranks)
     world = ranks or ALONE_WORLD
     rooms = world.control.share(room)
-    room = min(rooms) * len(rooms)  # each has its part of the rows
-    told: Any = None
+    room = min(rooms) * len(rooms)  # each rank caches its part of the rows
+    choice: Any = None
     if world.rank == 0:
         counts: list[Any] = [None] * len(groups)
         counts[0] = known_counts(model, data, found, reader)
         curves = _simulate(settings, groups, batches, counts, room, device)
         chosen = recommend(curves, room) if curves else None
         line = _line(chosen, room, device, len(batches[0]))
-        told = [_size(chosen[1], ranks), chosen[0], line] if chosen is not None else ["0", None, line]
-    rows, policy, line = world.control.share(told)[0]
+        choice = [_size(chosen[1], ranks), chosen[0], line] if chosen is not None else ["0", None, line]
+    rows, policy, line = world.control.share(choice)[0]
     window = settings.cache_window if policy == POLICIES[0] else None
     return replace(settings, cache_rows=rows, cache_policy=policy, cache_window=window).resolved(), [line]
 
 
 def _sample(model: Model, groups: Sequence[Group], reader: ShardReader, settings: TrainConfig) -> list[Sampled]:
-    """Return the first batches of the training, of each group."""
+    """Return the first training batches for each group."""
     assert settings.batch_size is not None
     sampled: list[Sampled] = [[] for _ in groups]
     ids = 0
@@ -99,28 +99,34 @@ def _sample(model: Model, groups: Sequence[Group], reader: ShardReader, settings
 
 
 def _room(
-    settings: TrainConfig, model: Model, found: Manifest, reader: ShardReader, device: torch.device,
-    groups: Sequence[Group], batches: Sequence[Sampled], ranks: Ranks | None,
-) -> int:  # fmt: skip
-    """Return the bytes that this process's device has for slots."""
+    settings: TrainConfig,
+    model: Model,
+    found: Manifest,
+    reader: ShardReader,
+    device: torch.device,
+    groups: Sequence[Group],
+    batches: Sequence[Sampled],
+    ranks: Ranks | None,
+) -> int:
+    """Return the bytes that this process's device has for a cache."""
     assert settings.batch_size is not None
     shares = (ranks or ALONE_WORLD).share()[1]
     if not is_accelerator(device):
         most = CacheSpec("100%", window=WINDOW if settings.cache_window is None else settings.cache_window)
         part = (ranks or ALONE_WORLD).part()
         uses = -(-max(sum(int(uses.sum()) for _, uses in each) for each in zip(*batches, strict=True)) // shares)
-        kept = kept_on_host(
+        kept = estimate_host_memory(
             model, most, part, device, depth=settings.pipeline_depth, uses=uses, saves=settings.saves
-        )  # fmt: skip
-        counts = 0 if found.vocabulary is None else 8 * found.schema.rows  # which are read for the choice, and kept
+        )
+        counts = 0 if found.vocabulary is None else 8 * found.schema.rows  # read for the choice, and kept
         return max(0, available_bytes() - counts - sum(kept.values()) + kept.get("cached rows", 0))
     [sample] = itertools.islice(reader.batches(_SAMPLE), 1)
     autocast = torch.bfloat16 if settings.precision == "bf16" else None
     samples = -(-settings.batch_size // settings.micro_batches)
-    left = left_by_a_step(model, sample, samples, device, autocast)
+    left = measure_free_after_step(model, sample, samples, device, autocast)
     if left is None:
         raise UserError(
-            f"--cache-rows auto: torch does not tell how much memory {describe(device)} has free; give a number"
+            f"--cache-rows auto: torch does not report the free memory of {describe(device)}; give a number"
         )
     step = sum(
         group.passing * max((len(ids) for ids, _ in mine), default=0)
@@ -130,17 +136,22 @@ def _room(
 
 
 def _simulate(
-    settings: TrainConfig, groups: list[Group], batches: Sequence[Sampled], counts: Sequence[Any], room: int,
+    settings: TrainConfig,
+    groups: list[Group],
+    batches: Sequence[Sampled],
+    counts: Sequence[Any],
+    room: int,
     device: torch.device,
-) -> Curves:  # fmt: skip
-    """Return what caches that fit do with the sample: one at a time, as a plan takes memory for all rows."""
+) -> Curves:
+    """Simulate the caches that fit on the sampled batches, one at a time, because a plan takes memory for all rows."""
     policies = [settings.cache_policy] if settings.cache_policy is not None else [POLICIES[0], "static"]
     policies = [policy for policy in policies if policy != "static" or all(each is not None for each in counts)]
     window = WINDOW if settings.cache_window is None else settings.cache_window
     sizes = [
-        mine for mine in zip(*sizes_of(groups, room), strict=True)
+        mine
+        for mine in zip(*choose_sizes(groups, room), strict=True)
         if sum(size * group.whole for size, group in zip(mine, groups, strict=True)) <= room
-    ]  # fmt: skip
+    ]
     if not sizes or not policies:
         return {}
     steps = len(batches[0])
@@ -161,26 +172,25 @@ def _simulate(
                     simulation.add_unique(ids, uses)
                 one[policy] += simulation.end()[policy]
                 progress.update()
-    return curves_of(groups, [list(mine) for mine in zip(*sizes, strict=True)], ended, measure(device))
+    return make_curves(groups, [list(mine) for mine in zip(*sizes, strict=True)], ended, measure(device))
 
 
 def _size(point: Point, ranks: Ranks | None) -> str:
-    """Return what --cache-rows takes; of several processes, which have a part of the rows each, a share."""
+    """Return a value for --cache-rows; a share for several processes, because each has a part of the rows."""
     if ranks is None:
-        return size_of(point)
+        return format_size(point)
     return f"{100 * point.rows / sum(group.rows for group in point.groups):.4g}%"
 
 
 def _line(chosen: tuple[str, Point] | None, room: int, device: torch.device, batches: int) -> str:
-    """Return what was chosen, and why."""
+    """Return a line that explains the choice."""
     where = f"{format_bytes(room)} that a dense step leaves on {describe(device)}"
     if not is_accelerator(device):
         where = f"{format_bytes(room)} that the tables leave of the host's memory"
     if chosen is None:
-        return f"cache    auto: none; of those that fit into the {where}, none makes a step shorter"
+        return f"cache    auto: none; no cache that fits into the {where} makes a step shorter"
     policy, point = chosen
     return (
         f"cache    auto: {point.rows:,} rows, {policy}, {format_bytes(point.nbytes)} of the {where}; "
-        f"by {batches} batches "
-        f"{gains(point)}"
+        f"by {batches} batches {gains(point)}"
     )

@@ -1,7 +1,7 @@
-"""How large a cache is worth it: every policy and size on a data set's own batches, by what a step then takes.
+"""Simulation of cache policies and sizes on a data set's own batches, and the recommended cache.
 
-A step takes the host's time for rows and plan, and the time in which its bytes cross to the device and back: both are
-measured on this machine. A cache is worth its memory while it makes that sum smaller.
+The cost of a step is the host's time for rows and plan, plus the time that its bytes take to the device and back. Both
+are measured on this machine. A larger cache is recommended only if it reduces that cost.
 """
 
 import itertools
@@ -21,14 +21,14 @@ from hostdev.data.shards import ShardReader
 from hostdev.device.bus import Bus
 from hostdev.kernels.unique import count_occurrences, unique
 from hostdev.models.model import Model
-from hostdev.train.build import counts_of, groups_of, ids_of, known_counts
+from hostdev.train.build import count_uses, groups_of, ids_of, known_counts
 from hostdev.train.cache_advice.rates import host_costs
 
 SHARES = ("0.1%", "0.5%", "1%", "2%", "5%", "10%", "20%", "50%", "100%")
-_WORTH = 1.05  # more time than this factor of the least is not taken for a smaller cache
+_WORTH = 1.05  # a smaller cache may cost this factor of the least time
 _UNKNOWN = Costs(0, 0, 0)
-_PLANS_PART, _MOST_BYTES = 4, 3 << 30  # of the free memory; of plans and counts
-_RATED = 9  # batches on which the host's work is measured
+_PLANS_PART, _MOST_BYTES = 4, 3 << 30  # plans take 1 / 4 of the free memory; plans and counts at most 3 GiB
+_RATED = 9  # batches to measure the host's work
 
 
 @dataclass(frozen=True)
@@ -38,36 +38,36 @@ class Group:
     names: tuple[str, ...]
     rows: int
     tables: tuple[TableShape, ...]
-    host: Costs = _UNKNOWN  # nanoseconds of a row's ways on the host
-    unique: int = 0  # ids of a batch, about
+    host: Costs = _UNKNOWN  # nanoseconds per row on the host
+    unique: int = 0  # most unique ids in a batch
 
     @classmethod
     def of(cls, model: Model, names: Sequence[str]) -> "Group":
-        """Those of a model."""
+        """Return the group of these tables of a model."""
         specs = [model.tables[name] for name in names]
         return cls(tuple(names), specs[0].rows, tuple(spec.shape for spec in specs))
 
     @property
     def passing(self) -> int:
-        """Bytes of a row that passes by, each way."""
+        """Bytes of a row that bypasses the cache, in each direction."""
         return row_bytes(self.tables)[0]
 
     @property
     def whole(self) -> int:
-        """Bytes of a row with its slots."""
+        """Bytes of a row with its optimizer state."""
         return row_bytes(self.tables)[1]
 
     @property
     def costs(self) -> Costs:
-        """In bytes."""
+        """Costs of a row in bytes."""
         return Costs.of(self.passing, self.whole)
 
 
 @dataclass
 class Point:
-    """Caches of one policy and one size, one for each group, over the second half of the batches.
+    """Caches of one policy and size, one for each group, over the second half of the batches.
 
-    Of the optimum, the best figures that caches of this size could have, each that of another one.
+    A point of the optimum holds lower bounds for this size; different caches may attain different bounds.
     """
 
     sizes: list[int]
@@ -77,22 +77,22 @@ class Point:
 
     @property
     def parts(self) -> list[Statistics]:
-        """Of each cache."""
+        """Statistics of each cache."""
         return [cache.statistics for cache in self.caches]
 
     @property
     def rows(self) -> int:
-        """Of all caches."""
+        """Total rows over all caches."""
         return sum(self.sizes)
 
     @property
     def nbytes(self) -> int:
-        """On the device."""
+        """Bytes on the device."""
         return sum(size * group.whole for size, group in zip(self.sizes, self.groups, strict=True))
 
     @property
     def bytes(self) -> tuple[float, float]:
-        """That go to the device, and to the host, in a step."""
+        """Bytes per step to the device, and to the host."""
         pairs = zip(self.parts, self.groups, strict=True)
         both = [(part.bytes_moved(group.passing, group.whole), part.batches) for part, group in pairs]
         down, up = (sum(moved[way] / max(1, batches) for moved, batches in both) for way in (0, 1))
@@ -100,63 +100,66 @@ class Point:
 
     @property
     def moved(self) -> float:
-        """Bytes that go to the device and back in a step."""
+        """Bytes per step in both directions."""
         return self._least(0) if self.is_optimum else sum(self.bytes)
 
     @property
     def without(self) -> float:
-        """What would, without caches."""
+        """Bytes per step in both directions without caches."""
         pairs = zip(self.parts, self.groups, strict=True)
         return sum(2 * group.passing * part.unique / max(1, part.batches) for part, group in pairs)
 
     @property
     def host(self) -> float:
-        """Seconds of the host in a step: for rows that pass by, come and go; for the plan."""
+        """Seconds per step on the host: for bypassing, admitted and evicted rows, and for the plan."""
         if self.is_optimum:
             return self._least(1) / 1e9
         pairs = zip(self.caches, self.groups, strict=True)
         return sum(
-            (group.host.paid(one.statistics.passed, one.statistics.admitted, one.statistics.evicted) / 1e9
-             + one.planning) / max(1, one.statistics.batches)
+            (
+                group.host.paid(one.statistics.passed, one.statistics.admitted, one.statistics.evicted) / 1e9
+                + one.planning
+            )
+            / max(1, one.statistics.batches)
             for one, group in pairs
-        )  # fmt: skip
+        )
 
     @property
     def host_without(self) -> float:
-        """What it would be, without caches."""
+        """Seconds per step on the host without caches."""
         pairs = zip(self.parts, self.groups, strict=True)
         return sum(group.host.passed * part.unique / max(1, part.batches) for part, group in pairs) / 1e9
 
     @property
     def planning(self) -> float:
-        """Seconds of the plan in a step."""
+        """Seconds per step for the plan."""
         return sum(one.planning / max(1, one.statistics.batches) for one in self.caches)
 
     @property
     def seconds(self) -> float:
-        """Of the host, and of the bus, in a step."""
+        """Seconds per step, host plus bus."""
         down, up = self.bytes
         return self.host + down / self.bus.down + up / self.bus.up
 
     @property
     def seconds_without(self) -> float:
-        """What these would be, without caches."""
+        """Seconds per step, host plus bus, without caches."""
         each_way = self.without / 2
         return self.host_without + each_way / self.bus.down + each_way / self.bus.up
 
     @property
     def unique(self) -> float:
-        """Unique rows of a step."""
+        """Unique rows per step."""
         return sum(part.unique / max(1, part.batches) for part in self.parts)
 
     @property
     def total(self) -> Statistics:
-        """The sums over the groups."""
+        """Sums over the groups."""
         return add_up(self.parts)
 
     @property
     def is_optimum(self) -> bool:
-        """Tell whether these are the best figures, rather than caches."""
+        """Whether these are lower bounds rather than caches."""
         return all(cache.least for cache in self.caches)
 
     def _least(self, number: int) -> float:
@@ -167,9 +170,10 @@ Curves = dict[str, list[Point]]  # by policy; a point for each size
 
 
 def recommend(curves: Curves, memory: int) -> tuple[str, Point] | None:
-    """Return the policy and the smallest size with which a step takes about as little time as with any that fits.
+    """Return the policy and size of the smallest cache that fits and is within 5% of the fastest.
 
-    None if none takes less than no cache does.
+    Returns:
+        Policy and caches; None if no cache is faster than having none.
     """
     options = [
         (point.seconds, point.rows, policy, point)
@@ -187,29 +191,29 @@ def recommend(curves: Curves, memory: int) -> tuple[str, Point] | None:
 
 
 def flags(chosen: tuple[str, Point]) -> str:
-    """Return the options of `hostdev.train` that say so."""
+    """Return the options of `hostdev train` for this choice."""
     policy, point = chosen
-    return f"--cache-rows {size_of(point)}" + ("" if policy == POLICIES[0] else f" --cache-policy {policy}")
+    return f"--cache-rows {format_size(point)}" + ("" if policy == POLICIES[0] else f" --cache-policy {policy}")
 
 
-def size_of(point: Point) -> str:
-    """Return what --cache-rows takes: rows, or of several groups the share of all."""
-    return str(point.rows) if len(point.groups) == 1 else (
-        f"{100 * point.rows / sum(group.rows for group in point.groups):.4g}%"
-    )  # fmt: skip
+def format_size(point: Point) -> str:
+    """Return a value for --cache-rows: the rows, or a share of all rows if there are several groups."""
+    if len(point.groups) == 1:
+        return str(point.rows)
+    return f"{100 * point.rows / sum(group.rows for group in point.groups):.4g}%"
 
 
 def gains(point: Point) -> str:
-    """Return what a cache wins, as text."""
+    """Describe what a cache saves."""
     return (
         f"{point.moved / 2**20:.2f} MiB a step instead of {point.without / 2**20:.2f}, "
         f"{point.host * 1e3:.2f} ms of the host instead of {point.host_without * 1e3:.2f}, "
-        f"{point.total.hit_rate:.1%} of uses hit"
+        f"{point.total.hit_rate:.1%} of lookups hit"
     )
 
 
-def measured(model: Model, reader: ShardReader, size: int, seed: int) -> list[Group]:
-    """Return a model's groups with what rows cost the host, measured on the first batches."""
+def measure_groups(model: Model, reader: ShardReader, size: int, seed: int) -> list[Group]:
+    """Return a model's groups with the host's costs per row, measured on the first batches."""
     groups = [Group.of(model, names) for names in groups_of(model)]
     batches = list(itertools.islice(reader.batches(size, seed=seed, epoch=1), _RATED))
     found = []
@@ -220,8 +224,8 @@ def measured(model: Model, reader: ShardReader, size: int, seed: int) -> list[Gr
     return found
 
 
-def sizes_of(groups: Sequence[Group], memory: int) -> list[list[int]]:
-    """Return the sizes to try, of each group as many: shares of its rows, and what just fits into `memory` bytes."""
+def choose_sizes(groups: Sequence[Group], memory: int) -> list[list[int]]:
+    """Return equally many sizes to try for each group: shares of its rows, and the largest that fits in `memory`."""
     tried = {tuple(max(1, rows_of(share, group.rows)) for group in groups) for share in SHARES}
     fitting = min(1.0, memory / sum(group.rows * group.whole for group in groups))
     if all(exact := tuple(int(fitting * group.rows) for group in groups)):
@@ -230,32 +234,50 @@ def sizes_of(groups: Sequence[Group], memory: int) -> list[list[int]]:
 
 
 def simulate(
-    model: Model, data: Path, found: Manifest, reader: ShardReader, size: int, *, seed: int, window: int, bus: Bus,
+    model: Model,
+    data: Path,
+    found: Manifest,
+    reader: ShardReader,
+    size: int,
+    *,
+    seed: int,
+    window: int,
+    bus: Bus,
     memory: int,
-) -> Curves:  # fmt: skip
-    """Run caches of every policy and size over the training rows; one size is what fits into `memory`.
+) -> Curves:
+    """Simulate caches of every policy and size over the training samples, in batches of `size`.
 
-    In as many passes as the memory of their plans asks for: a quarter of what is free is for them, and at most what the
-    counts leave of 3 GiB.
+    One of the sizes is the largest that fits in `memory` bytes. The plans' memory determines the number of passes:
+    plans take at most a quarter of the free memory, and 3 GiB together with the counts.
     """
-    groups, steps = measured(model, reader, size, seed), reader.steps(size)
-    sizes = sizes_of(groups, memory)
-    known = known_counts(model, data, found, reader)  # a training has no others for lookahead
-    counts = [known] if known is not None else counts_of(model, data, found, reader)
+    groups, steps = measure_groups(model, reader, size, seed), reader.steps(size)
+    sizes = choose_sizes(groups, memory)
+    known = known_counts(model, data, found, reader)  # a run has no other counts for lookahead
+    counts = [known] if known is not None else count_uses(model, data, found, reader)
     left = _MOST_BYTES - sum(each.nbytes for each in counts)
-    told = known is not None
+    has_counts = known is not None
     del known
     passes = _passes(groups, sizes, steps, window, min(available_bytes() // _PLANS_PART, left))
     ended: list[dict[str, list[Simulated]]] = [{policy: [] for policy in POLICIES} for _ in groups]
     with bar(steps * len(passes), "simulating", "step") as progress:
         for tries in passes:
             simulations = [
-                (one, Simulation(
-                    groups[one].rows, sizes[one][number : number + 1], steps, counts[one], window, groups[one].costs,
-                    told=told, policies=[policy], optimum=False,
-                ))
+                (
+                    one,
+                    Simulation(
+                        groups[one].rows,
+                        sizes[one][number : number + 1],
+                        steps,
+                        counts[one],
+                        window,
+                        groups[one].costs,
+                        told=has_counts,
+                        policies=[policy],
+                        optimum=False,
+                    ),
+                )
                 for policy, number, one in tries
-            ]  # fmt: skip
+            ]
             if tries is passes[-1]:
                 simulations += [(one, _optima(groups[one], sizes[one], steps, window)) for one in range(len(groups))]
             for batch in reader.batches(size, seed=seed, epoch=1):
@@ -267,19 +289,19 @@ def simulate(
                 progress.update()
             if tries is passes[-1]:
                 counts.clear()
-            while simulations:  # the memory of plans and counts is free for the optimum
+            while simulations:  # pop frees each plan's memory for the optimum
                 one, simulation = simulations.pop(0)
                 for policy, found_here in simulation.end().items():
                     ended[one].setdefault(policy, []).extend(found_here)
-    return curves_of(groups, sizes, ended, bus)
+    return make_curves(groups, sizes, ended, bus)
 
 
 def _passes(
     groups: Sequence[Group], sizes: Sequence[Sequence[int]], steps: int, window: int, room: int
 ) -> list[list[tuple[str, int, int]]]:
-    """Return which policies, sizes by number, and groups by number, to try in each pass, in plans of `room` bytes.
+    """Divide all policies, indices of sizes and indices of groups into passes whose plans take `room` bytes.
 
-    A plan may take more, alone in its pass; UserError where it does not fit at all.
+    A larger plan gets its own pass; UserError if it does not fit in memory.
     """
     passes: list[list[tuple[str, int, int]]] = [[]]
     left = room
@@ -297,26 +319,25 @@ def _passes(
 
 
 def _optima(group: Group, sizes: Sequence[int], steps: int, window: int) -> Simulation:
-    """Return what finds the best that caches of these sizes could do."""
+    """Return a simulation that finds the bounds for caches of these sizes."""
     others = group.costs, group.host
     return Simulation(group.rows, sizes, steps, None, window, group.costs, policies=(), others=others)
 
 
 def require_memory(needed: int) -> None:
-    """Raise UserError where planners of so many bytes do not fit."""
+    """Raise UserError unless plans of this many bytes fit in memory."""
     free = available_bytes()
     if needed > free:
         raise UserError(
-            f"the simulation needs {format_bytes(needed)} for a cache's plan, but "
-            f"{format_bytes(free)} of host memory are free; "
-            "use a smaller batch size or window"
+            f"the simulation needs {format_bytes(needed)} for a cache's plan, but {format_bytes(free)} of host memory "
+            "are free; use a smaller batch size or window"
         )
 
 
-def curves_of(
+def make_curves(
     groups: list[Group], sizes: list[list[int]], ended: list[dict[str, list[Simulated]]], bus: Bus
-) -> Curves:  # fmt: skip
-    """Return the points of each policy, of simulations of each group that have ended."""
+) -> Curves:
+    """Return the points of each policy from the finished simulations of each group."""
     return {
         policy: [
             Point([mine[i] for mine in sizes], [one[policy][i] for one in ended], groups, bus)

@@ -1,4 +1,4 @@
-"""What a row's ways cost the host, measured by the kernels of a training on a table like its own."""
+"""The host's time per row for lookups, updates and swaps, measured with the training kernels on similar tables."""
 
 import statistics
 import time
@@ -16,18 +16,21 @@ from hostdev.host.table import HostTable
 from hostdev.kernels.pool import Task, run_tasks
 from hostdev.kernels.unique import unique
 
-_MOST_BYTES = 1 << 29  # of the tables, which are many times what a processor caches
+_MOST_BYTES = 1 << 29  # of the tables; many times a processor's cache
 _ROUNDS = 7
 
 
 def host_costs(
     rows: int, tables: Sequence[tuple[int, SparseOptimizer] | TableShape], batches: Sequence[npt.NDArray[Any]]
 ) -> Costs:
-    """Return the nanoseconds of a row of all tables: looked up and updated, read with its slots, overwritten with them.
+    """Return the nanoseconds that a row of all tables takes: bypassing, admitted to or evicted from a cache.
 
-    rows     V; of larger tables than 512 MiB, or a quarter of the free memory, there are fewer rows here
-    tables   columns and optimizer of each, and its weights' dtype
-    batches  unique ids [U] of some batches
+    A row that bypasses is looked up and updated; the others are read or written with their optimizer state.
+
+    Args:
+        rows: V; tables above 512 MiB or a quarter of the free memory are measured with fewer rows.
+        tables: Dimension, optimizer and weights' dtype of each table.
+        batches: Unique ids [U] of some batches.
     """
     most = min(_MOST_BYTES, available_bytes() // 4)
     held = max(1, min(rows, most // row_bytes(tables)[1]))
@@ -40,32 +43,39 @@ def host_costs(
         return Costs(0, 0, 0)
     longest = max(map(len, ids))
     weights = [np.zeros((longest, table.dim), np.float32) for table in mine]
-    whole = [(np.zeros((longest, 1 + len(table.optimizer.slots), table.dim), np.float32),
-              np.zeros((longest, table.row_slots.shape[1]), np.float32)) for table in mine]  # fmt: skip
+    whole = [
+        (
+            np.zeros((longest, 1 + len(table.optimizer.slots), table.dim), np.float32),
+            np.zeros((longest, table.row_slots.shape[1]), np.float32),
+        )
+        for table in mine
+    ]
 
-    def passing(some: npt.NDArray[Any]) -> list[list[Task]]:
+    def bypass(some: npt.NDArray[Any]) -> list[list[Task]]:
         pairs = list(zip(mine, weights, strict=True))
         looked_up = [task for table, rows in pairs for task in table.lookup_tasks(some, rows[: len(some)])]
         return [looked_up, [task for table, rows in pairs for task in table.update_tasks(some, rows[: len(some)])]]
 
-    def admitting(some: npt.NDArray[Any]) -> list[list[Task]]:
-        return [[task for table, (block, row_slots) in zip(mine, whole, strict=True)
-                 for task in table.read_rows_tasks(some, block[: len(some)], row_slots[: len(some)])]]  # fmt: skip
+    def admit(some: npt.NDArray[Any]) -> list[list[Task]]:
+        n, pairs = len(some), zip(mine, whole, strict=True)
+        return [[task for table, (block, own) in pairs for task in table.read_rows_tasks(some, block[:n], own[:n])]]
 
-    def evicting(some: npt.NDArray[Any]) -> list[list[Task]]:
-        return [[task for table, (block, row_slots) in zip(mine, whole, strict=True)
-                 for task in table.write_rows_tasks(some, block[: len(some)], row_slots[: len(some)])]]  # fmt: skip
+    def evict(some: npt.NDArray[Any]) -> list[list[Task]]:
+        n, pairs = len(some), zip(mine, whole, strict=True)
+        return [[task for table, (block, own) in pairs for task in table.write_rows_tasks(some, block[:n], own[:n])]]
 
-    return Costs(*(_per_row(tasks_of, ids) for tasks_of in (passing, admitting, evicting)))
+    return Costs(*(_measure_row(make_tasks, ids) for make_tasks in (bypass, admit, evict)))
 
 
-def _per_row(tasks_of: Callable[[npt.NDArray[Any]], list[list[Task]]], batches: Sequence[npt.NDArray[Any]]) -> float:
-    """Return the median over batches in turn; the first ones bring kernels and pages."""
+def _measure_row(
+    make_tasks: Callable[[npt.NDArray[Any]], list[list[Task]]], batches: Sequence[npt.NDArray[Any]]
+) -> float:
+    """Return the median time per row over batches in turn, after two rounds that load kernels and pages."""
     times = []
     for number in range(_ROUNDS + 2):
         ids = batches[number % len(batches)]
         start = time.perf_counter_ns()
-        for tasks in tasks_of(ids):
+        for tasks in make_tasks(ids):
             run_tasks(tasks)
         times.append((time.perf_counter_ns() - start) / len(ids))
     return statistics.median(times[2:])
