@@ -101,6 +101,17 @@ def test_what_is_chosen_is_not_refused(trained, small_data, tmp_path, monkeypatc
     assert 50 < int(LINE.search(capsys.readouterr().out)[1].replace(",", "")) <= 151  # the first run has 1
 
 
+def test_a_step_that_does_not_fit_is_reported_in_words(trained, small_data, monkeypatch, capsys):
+    def fail(*arguments):
+        raise torch.OutOfMemoryError("the device has no more memory")
+
+    monkeypatch.setattr(auto_cache, "measure_groups", fail)
+    assert trained(small_data, "--cache-rows", "auto") == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "hostdev.train: error: out of memory; use a smaller --batch-size or --emb-dim"
+    ]
+
+
 def test_sizes_are_shares_and_what_just_fits():
     group = Group(("t",), 10_000, ((4, SGD()),))
     shares = [10, 50, 100, 200, 500, 1000, 2000, 5000, 10_000]

@@ -24,6 +24,10 @@ _PARTIAL, _LOCK, _REMOVED = ".partial-", ".lock", ".removed-"
 FOLDER = "checkpoints"  # in a run directory
 
 
+class FolderInUseError(UserError):
+    """Another process writes checkpoints to the folder."""
+
+
 class Checkpoint(NamedTuple):
     """A checkpoint on disk."""
 
@@ -171,7 +175,7 @@ def is_locked_here(path: Path, file: IO[Any]) -> bool:
 @contextlib.contextmanager
 def _lock(file: IO[Any], path: Path) -> Iterator[None]:
     if not locks.try_lock(file):
-        raise UserError(f"{path} is in use: another process writes checkpoints there; end it first")
+        raise FolderInUseError(f"{path} is in use: another process writes checkpoints there; end it first")
     try:
         yield
     finally:

@@ -10,7 +10,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hostdev.checkpoint.folder import FOLDER, Chain, Checkpoint, Found, is_checkpoint, is_on_disk, names_in, read_chain
+from hostdev.checkpoint.folder import (
+    FOLDER,
+    Chain,
+    Checkpoint,
+    FolderInUseError,
+    Found,
+    is_checkpoint,
+    is_on_disk,
+    names_in,
+    read_chain,
+)
 from hostdev.checkpoint.loading import find_newest_valid, values_of, verify, verify_others
 from hostdev.checkpoint.manager import CheckpointManager
 from hostdev.checkpoint.writer import AsyncWriter
@@ -306,9 +316,9 @@ class CheckpointSchedule:
         """Lock the folder; a resumed run's checkpoints are increments of the one that it loaded."""
         try:
             self.manager.lock()
+        except FolderInUseError:
+            raise
         except UserError as error:
-            if "in use" in str(error):
-                raise
             self._failing = str(error)
             note(f"warning: checkpoints cannot be saved: {error}; training continues and retries when one is due")
         if chain is not None:

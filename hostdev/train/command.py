@@ -66,10 +66,11 @@ def _train(settings: TrainConfig, session: ProcessSession | None) -> dict[str, A
             session.ranks.agree("data", "the synthetic data set", {"the data set": manifest.read(data).identity})
     settings = settings.resolved()
     found = manifest.read(data)
-    if session is not None and settings.parallel == "auto":
-        settings, why = laid_out(settings, data, found, session.ranks)
-        print("\n".join(why), flush=True)
-    settings, why = choose_cache(settings, data, found, session.ranks if session is not None else None)
+    with _report_memory():
+        if session is not None and settings.parallel == "auto":
+            settings, why = laid_out(settings, data, found, session.ranks)
+            print("\n".join(why), flush=True)
+        settings, why = choose_cache(settings, data, found, session.ranks if session is not None else None)
     for line in why:
         print(line, flush=True)
     ending: Ending | None = None
