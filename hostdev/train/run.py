@@ -35,11 +35,12 @@ from hostdev.train.checkpointing import CheckpointSchedule, Progress
 from hostdev.train.config import TrainConfig
 from hostdev.train.interrupt import GracefulStop
 from hostdev.train.losses import NonFiniteLossError
+from hostdev.train.network import Result
 from hostdev.train.processes import ProcessSession, make_run_dir
 from hostdev.train.quality import Point, Quality
 from hostdev.train.sample import TrainingSample
 from hostdev.train.schedule import Schedule
-from hostdev.train.trainer import Result, Trainer
+from hostdev.train.trainer import Trainer
 
 _SAMPLE = 1000  # samples that show a batch's ids before the first step
 

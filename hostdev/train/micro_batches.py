@@ -1,0 +1,69 @@
+"""The parts of a batch on this rank: where they are cut, how much they weigh, and what their layers draw."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from hostdev.core.micro_batches import cut
+from hostdev.data.batch import Batch
+from hostdev.device.backend import seed_generators
+from hostdev.kernels.counter import key64
+
+
+class MicroBatches:
+    """This rank's share of the micro-batches of each batch.
+
+    Args:
+        count: Micro-batches of a batch, on all ranks.
+        gradients: "mean" weights a micro-batch by its samples; "sum" adds the micro-batches' means.
+        seed: Of the training.
+        device: Whose generators the layers use.
+        share: This rank's share, and the number of shares.
+    """
+
+    def __init__(self, count: int, gradients: str, seed: int, device: torch.device, share: tuple[int, int]) -> None:
+        self.count, self._gradients, self._seed, self._device = count, gradients, seed, device
+        number, shares = share
+        self.here = count // shares
+        self._first = number * self.here
+        self._begun = 0  # here, in all steps
+
+    def begin(self, count: int = 1) -> None:
+        """Count micro-batches that have begun."""
+        self._begun += count
+
+    def start_after(self, step: int) -> None:
+        """Continue after a step of an earlier training."""
+        self._begun = step * self.here
+
+    @property
+    def number(self) -> int:
+        """The number of the next micro-batch within its step, here."""
+        return self._begun % self.here
+
+    def divide(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield this rank's micro-batches of each batch."""
+        for batch in batches:
+            if self.count == 1:
+                yield batch
+                continue
+            mine = cut(batch.step_rows, self.count)[self._first : self._first + self.here]
+            begin = mine[0][0]
+            yield from batch.split([0, *(stop - begin for _, stop in mine)])
+
+    def shares(self, batch: Batch) -> list[float]:
+        """Return each micro-batch's share of a step's samples, on all ranks."""
+        return [(stop - start) / batch.step_rows for start, stop in cut(batch.step_rows, self.count)]
+
+    def weight(self, batch: Batch) -> float | None:
+        """Return the weight of a micro-batch's loss; None for an undivided batch."""
+        if self.count == 1:
+            return None
+        return len(batch) / batch.step_rows if self._gradients == "mean" else 1.0
+
+    def seed_layers(self, number: int) -> None:
+        """Seed the generators for a micro-batch of the step, for layers such as dropout."""
+        if self.count > 1:
+            step = self._begun // self.here
+            key = key64(self._seed, "micro-batch", step * self.count + self._first + number)
+            seed_generators(self._device, key >> 1)

@@ -1,0 +1,226 @@
+"""The dense layers of a training: their passes, their optimizer, and a step's losses. A whole network is here."""
+
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hostdev.core.primitive import OpLog, Primitive
+from hostdev.data.batch import Batch
+from hostdev.device.table import DeviceTable
+from hostdev.distributed.process_group import Ranks
+from hostdev.distributed.world import ALONE_WORLD
+from hostdev.host.table import HostTable
+from hostdev.kernels.norm import total
+from hostdev.models.model import Model
+from hostdev.models.wide_deep.loss import deep_l2, wide_loss
+from hostdev.parallel.averages import Averages
+from hostdev.parallel.parts import broadcast_parameters
+from hostdev.parallel.state import DenseState, get_dense_state
+from hostdev.pipeline.outcome import Outcome
+from hostdev.runtime.rows import Rows
+from hostdev.runtime.runtime import Runtime
+from hostdev.train.losses import Losses, read_losses
+from hostdev.train.micro_batches import MicroBatches
+
+DENSE_EPS = 1e-8
+Table: TypeAlias = HostTable | DeviceTable
+DEEP = "deep"  # the table that --l2 regularizes
+
+# Logits of a micro-batch; None: it has no samples, or another rank has them.
+Scored: TypeAlias = Generator[tuple[npt.NDArray[Any] | None, Batch], None, None]
+
+
+class Setup(NamedTuple):
+    """The training that a network is part of.
+
+    Attributes:
+        l2: Regularization of the table "deep": "none", "batch" or "table".
+        precision: "fp32", or "bf16" for the dense layers' arithmetic over float32 weights.
+        lr: Learning rate of Adam.
+        tables: By name.
+        log: Times the passes and the optimizer.
+    """
+
+    model: Model
+    runtime: Runtime
+    micro_batches: MicroBatches
+    ranks: Ranks | None
+    l2: str
+    precision: str
+    lr: float
+    tables: Mapping[str, Table]
+    log: OpLog
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The dtype of the dense layers' arithmetic, where it is not float32."""
+        return torch.bfloat16 if self.precision == "bf16" else None
+
+
+class Result:
+    """A batch's step; its losses may still be in transfer from the device."""
+
+    def __init__(self, rows: int, outcome: Outcome) -> None:
+        self.rows = rows
+        self._outcome = outcome
+
+    @property
+    def value(self) -> Losses:
+        """The losses; waits for them, and raises NonFiniteLossError."""
+        losses: Losses = self._outcome.get()
+        return losses
+
+
+class Network:
+    """A network's optimizer and the end of its step.
+
+    Args:
+        setup: The training.
+        parameters: Of this rank's layers, on the device.
+    """
+
+    def __init__(self, setup: Setup, parameters: Sequence[Tensor]) -> None:
+        self.setup, self.parameters = setup, list(parameters)
+        self.timeline = setup.runtime.pipeline.timeline
+        self.device = setup.runtime.device
+        self.adam = torch.optim.Adam(self.parameters, lr=setup.lr, eps=DENSE_EPS, fused=True)
+        self._start_adam()
+        self._adam_step = Primitive("Adam", self.adam.step, scope="network", log=setup.log)
+
+    def _start_adam(self) -> None:
+        """Create the optimizer's state by a skipped step, so that a non-finite first step changes nothing."""
+        for parameter in self.parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        self.adam.found_inf = torch.ones((), device=self.device)  # type: ignore[attr-defined]
+        self.adam.step()
+        self.adam.zero_grad()
+
+    def finish(self, rows: Rows, batch: Batch, losses: Tensor, squares: Any = None) -> Outcome:
+        """Queue the check for non-finite gradients, and Adam; return the step's losses.
+
+        Args:
+            rows: Of the step's last micro-batch.
+            batch: The last micro-batch.
+            losses: Of all micro-batches, float32 [M, 2].
+            squares: Sums of squares of the table's weights with --l2 table.
+        """
+        looked_at, results = [losses], [losses]
+        if isinstance(squares, Tensor):  # on the device, maybe not computed yet
+            looked_at.append(squares.sum().float())
+            results.append(squares)
+        elif squares is not None:
+            looked_at.append(torch.full((), total(squares), device=self.device))
+        shares = self.setup.micro_batches.shares(batch)
+        read = partial(read_losses, squares, shares, self.setup.l2 != "none", rows.step)
+        outcome = rows.guard(self.adam, looked_at, results, read)
+        with self.timeline.span("optimizer", rows.number):
+            self._adam_step()
+        return outcome
+
+
+class WholeNetwork(Network):
+    """All layers of a model, on this rank.
+
+    Args:
+        setup: The training.
+        reading: How loops read batches, for `Runtime.train` and `predict`.
+    """
+
+    description: str | None = None  # of the network's parts
+    sent_bytes: int | None = None  # between parts
+
+    def __init__(self, setup: Setup, reading: dict[str, Any]) -> None:
+        world = setup.ranks or ALONE_WORLD
+        broadcast_parameters(setup.model, world)
+        super().__init__(setup, list(setup.model.to(setup.runtime.device).parameters()))
+        self._reading = reading
+        divided = setup.micro_batches.count > 1
+        # without micro-batches, the layers move their averages themselves
+        self._averages = Averages([setup.model] if divided else [], world.channel())
+        self._forward = Primitive("DenseForward", _objective, scope="network", log=setup.log)  # a method: a cycle
+        self._backward = Primitive("DenseBackward", Tensor.backward, scope="network", log=setup.log)
+        self._table_l2: Callable[[], Any] | None = None
+        if setup.l2 == "table":
+            table = setup.tables[DEEP]
+            table_l2 = Primitive("TableL2", table.partial_squares, scope=DEEP, log=setup.log)
+            table_l2.add_prim_attr("primitive_target", table.primitive_target)
+            self._table_l2 = table_l2
+
+    def train(self, parts: Iterable[Batch]) -> Generator[Result, None, None]:
+        """Take a step per batch; see `Trainer.train`."""
+        many = self.setup.micro_batches.count > 1
+        micro_batches = self.setup.micro_batches.here if many else None
+        loop = self.setup.runtime.train(parts, **self._reading, micro_batches=micro_batches, reduce_early=many)
+        with loop:
+            for (batch, dense, label), rows in loop:
+                outcome = self._step(rows, batch, dense, label)
+                result = [Result(batch.step_rows, outcome)] if outcome is not None else []
+                del batch, dense, label, rows, outcome  # the loop reads ahead once these are released
+                if result:
+                    yield result.pop()
+
+    def _step(self, rows: Rows, batch: Batch, dense: Tensor, label: Tensor) -> Outcome | None:
+        """Queue a micro-batch: losses, gradients and, after the last one of a step (else None), Adam."""
+        micro = self.setup.micro_batches
+        if self._table_l2 is not None:
+            self.setup.runtime.write_back()  # the table is read as a whole
+        self.adam.zero_grad()
+        values = squares = None
+        if len(batch):
+            micro.seed_layers(micro.number)
+            with self.timeline.span("forward", rows.number), self._averages.watching(micro.number):
+                wide, objective, deep = self._forward(self, rows, dense, label, micro.weight(batch))
+            squares = self._table_l2() if self._table_l2 is not None else None
+            with self.timeline.span("backward", rows.number):
+                self._backward(objective)
+            values = torch.stack([wide, deep])
+        losses = rows.reduce(self.parameters, values)
+        micro.begin()
+        if not rows.is_due:
+            return None
+        self._averages.move()
+        assert losses is not None  # the last micro-batch has a sample
+        return self.finish(rows, batch, losses, squares)
+
+    def objective(
+        self, rows: Rows, dense: Tensor, label: Tensor, weight: float | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the wide loss, the deep loss to differentiate, and its value; `weight` scales the wide loss in it."""
+        wide = wide_loss(self._logits(dense, rows), label)
+        objective = wide if weight is None else wide * weight
+        if self.setup.l2 != "none":
+            unique, counts = rows.unique(DEEP)
+            objective = objective + deep_l2(unique, counts if self.setup.l2 == "batch" else None)
+        return wide.detach(), objective, objective.detach()
+
+    def _logits(self, dense: Tensor, rows: Rows) -> Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.setup.autocast is not None):
+            logits: Tensor = self.setup.model(dense, rows)
+        return logits
+
+    def score(self, parts: Iterable[Batch]) -> Scored:
+        """Yield each local micro-batch with its logits; None if it has no samples."""
+        with closing(self.setup.runtime.predict(parts, **self._reading)) as loop:
+            for (batch, dense, _), rows in loop:
+                outcome = None
+                if len(batch):
+                    outcome = rows.to_host([self._logits(dense, rows)], lambda results: results[0])
+                yield None if outcome is None else outcome.get(), batch
+
+    def state(self) -> DenseState:
+        """Return the layers' and the optimizer's state."""
+        return get_dense_state(self.setup.model, self.adam)
+
+    def load(self, model: Any, optimizer: Any) -> None:
+        """Load the layers' and the optimizer's state."""
+        self.setup.model.load_state_dict(model)
+        self.adam.load_state_dict(optimizer)
+
+
+def _objective(network: WholeNetwork, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return network.objective(*arguments)
