@@ -283,7 +283,7 @@ def error_of(capsys):
         ),
         (["--trace", "/dev/null/t"], "--trace /dev/null/t: Not a directory; choose another file"),
         (["--trace", "no/t"], "--trace no/t: No such file or directory; choose another file"),
-        (["--cache-rows", "some"], "a cache's size is a number of rows or a share from 0% to 100%, not 'some'"),
+        (["--cache-rows", "some"], "a cache's size must be a number of rows or a share from 0% to 100%, not 'some'"),
         (["--cache-rows", "5", "--cache-policy", "mru"], "invalid choice: 'mru'"),
         (["--cache-policy", "lru"], "--cache-policy has no effect without --cache-rows; leave it out"),
         (["--cache-rows", "5", "--cache-policy", "lru", "--cache-window", "3"], "--cache-window has no effect with"),

@@ -152,7 +152,7 @@ class TimeLeft:
         self._since = time.monotonic()
 
     def step(self, kind: str) -> None:
-        """Note a finished step of this kind."""
+        """Record a finished step of this kind."""
         now = time.monotonic()
         self._seconds[kind] += now - self._since
         self._done[kind] += 1

@@ -133,7 +133,7 @@ class Network:
             ("precision", precision, ("fp32", "bf16")),
         ):
             if value not in known:
-                raise UserError(f"{name} is one of {', '.join(known)}, not {value!r}")
+                raise UserError(f"{name} must be one of {', '.join(known)}, not {value!r}")
         self.module, self.ranks, self.micro_batches = module, ranks, micro_batches
         self._mean, self._seed, self._steps = gradients == "mean", seed, 0
         self._count = micro_batches // shares

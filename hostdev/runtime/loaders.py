@@ -60,7 +60,7 @@ class RowsLoader(Generic[B]):
                 f"the loader, a {type(loader).__name__}, has no len(): give the number of batches of an epoch, length=N"
             )
         if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
-            raise ValueError(f"length is a number of batches, 1 or more, not {length!r}")
+            raise ValueError(f"length must be a number of batches, 1 or more, not {length!r}")
         self._loop: Loop[tuple[B, Rows]] | None = None
         self._given = 0  # batches of the epoch so far
         self._skip = 0  # batches that the next epoch leaves out

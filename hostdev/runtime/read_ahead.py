@@ -113,6 +113,6 @@ def require_read_ahead(read_ahead: Any, *, background: bool) -> None:
     if read_ahead is None:
         return
     if isinstance(read_ahead, bool) or not isinstance(read_ahead, int) or read_ahead < 0:
-        raise ValueError(f"read_ahead is a number of batches, 0 or more, not {read_ahead!r}")
+        raise ValueError(f"read_ahead must be a number of batches, 0 or more, not {read_ahead!r}")
     if background:
         raise ValueError("read_ahead bounds what is read in the loop's thread; leave it out with background=True")

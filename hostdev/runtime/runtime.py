@@ -230,7 +230,7 @@ class Runtime(FrameworkLoaders):
         """
         self.require_open()
         if accumulate < 1:
-            raise ValueError(f"accumulate is a number of batches, not {accumulate}")
+            raise ValueError(f"accumulate must be a number of batches, not {accumulate}")
         require_read_ahead(read_ahead, background=background)
         if micro_batches is None and self.ranks is None:
             if reduce_early:
@@ -240,7 +240,7 @@ class Runtime(FrameworkLoaders):
         micro_batches = 1 if micro_batches is None else micro_batches
         if micro_batches < 1 or accumulate != 1:
             raise ValueError(
-                f"micro_batches is a number of batches, not {micro_batches}"
+                f"micro_batches must be a number of batches, not {micro_batches}"
                 if micro_batches < 1
                 else "micro_batches and accumulate are two ways to say how many batches make a step; give one"
             )
@@ -396,7 +396,7 @@ class Runtime(FrameworkLoaders):
             UserError: The folder cannot be made, or another process writes there.
         """
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-            raise ValueError(f"keep is a number of checkpoints, 1 or more, not {keep!r}")
+            raise ValueError(f"keep must be a number of checkpoints, 1 or more, not {keep!r}")
         self._begin_call("save")
         self.write_back()
         return self._checkpoints.save(Path(path), extra, keep, wait=wait)

@@ -69,7 +69,7 @@ class Feature:
         if self.pooling not in POOLINGS:
             raise ValueError(f'the pooling of a feature is None, "sum" or "mean", not {self.pooling!r}')
         if any(one not in DTYPES for one in ([self.dtype] if isinstance(self.dtype, str) else self.dtype)):
-            raise ValueError(f"the dtype of a feature is one of {', '.join(DTYPES)}, not {self.dtype!r}")
+            raise ValueError(f"the dtype of a feature must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
         if isinstance(self.padding, bool) or not isinstance(self.padding, int | None):
             raise ValueError(f"the padding of a feature is an id, not {self.padding!r}")
         if isinstance(self.tables, Sequence) and not isinstance(self.tables, str) and not self.tables:

@@ -64,7 +64,7 @@ class DCN(Model):
     ) -> None:
         super().__init__()
         if structure not in STRUCTURES:
-            raise ValueError(f"the structure of DCN is one of {', '.join(STRUCTURES)}, not {structure!r}")
+            raise ValueError(f"the structure of DCN must be one of {', '.join(STRUCTURES)}, not {structure!r}")
         if rank is not None and rank < 1:
             raise ValueError(f"the rank of cross layers must be at least 1, or None for full ones, not {rank}")
         self.schema = schema

@@ -304,7 +304,7 @@ def test_the_end_of_the_program_waits_for_the_writing(tmp_path):
 
 @pytest.mark.parametrize("keep", [0, -1, 1.5, True])
 def test_a_wrong_number_to_keep(tmp_path, keep):
-    with pytest.raises(ValueError, match="keep is a number of checkpoints, 1 or more, not"):
+    with pytest.raises(ValueError, match="keep .* number of checkpoints, 1 or more, not"):
         Case().runtime.save(tmp_path / "c", keep=keep)
     assert not (tmp_path / "c").exists()
 

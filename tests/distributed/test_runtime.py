@@ -263,8 +263,8 @@ def test_a_step_of_the_optimizer_with_each_micro_batch():
     ("options", "words"),
     [
         ({"accumulate": 2, "micro_batches": 2}, "two ways to say how many batches make a step; give one"),
-        ({"micro_batches": 0}, "micro_batches is a number of batches, not 0"),
-        ({"accumulate": 0, "micro_batches": 2}, "accumulate is a number of batches, not 0"),
+        ({"micro_batches": 0}, "micro_batches must be a number of batches, not 0"),
+        ({"accumulate": 0, "micro_batches": 2}, "accumulate must be a number of batches, not 0"),
     ],
 )
 def test_wrong_numbers(options, words):

@@ -369,9 +369,9 @@ def test_wrong_arguments_are_named():
     network, example = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (torch.zeros(1, 4),)
     for how, says in (
         ({"micro_batches": 0}, "0 micro-batches"),
-        ({"gradients": "max"}, "gradients is one of mean, sum, not 'max'"),
-        ({"schedule": "2f2b"}, "schedule is one of 1f1b, gpipe, interleaved"),
-        ({"precision": "fp8"}, "precision is one of fp32, bf16"),
+        ({"gradients": "max"}, "gradients must be one of mean, sum, not 'max'"),
+        ({"schedule": "2f2b"}, "schedule must be one of 1f1b, gpipe, interleaved"),
+        ({"precision": "fp8"}, "precision must be one of fp32, bf16"),
         ({"plan": "0=colwise"}, "--plan has no effect"),
     ):
         with pytest.raises(UserError, match=says):

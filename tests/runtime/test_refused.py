@@ -130,7 +130,7 @@ def test_features_that_are_none():
         Runtime({"x": Feature((table, other), dtype=("float32",) * 3)}, device="cpu")
     with pytest.raises(ValueError, match='the pooling of a feature is None, "sum" or "mean", not \'max\''):
         Feature(table, pooling="max")
-    with pytest.raises(ValueError, match="the dtype of a feature is one of float32, bfloat16, not 'float16'"):
+    with pytest.raises(ValueError, match="dtype .*float32, bfloat16, not 'float16'"):
         Feature(table, dtype="float16")
     for padding in (True, 1.0, "0"):
         with pytest.raises(ValueError, match="the padding of a feature is an id, not"):
@@ -168,7 +168,7 @@ def test_caches_that_have_no_effect(device):
 def test_caches_that_are_none():
     table = table_of()
     for size in ("x", -1, 1.5, "200%", True):
-        with pytest.raises(UserError, match=f"a cache's size is a number of rows or a share .*, not '{size}'"):
+        with pytest.raises(UserError, match=f"a cache's size must be a number of rows or a share .*, not '{size}'"):
             Runtime({"x": table}, device="cpu", cache=size)
     for cache, message in [
         (CacheSpec(5, "best"), "the policy must be one of lookahead, lru, lfu, static, not 'best'"),
