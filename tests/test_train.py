@@ -268,7 +268,7 @@ def error_of(capsys):
         (["--seed", "-1"], "--seed must be at least 0, not -1"),
         (["--data", "nowhere"], "nowhere is not a data set"),
         (["--batch-size", "4000"], "--batch-size 4000 is larger than the"),
-        (["--device", "abacus"], "--device abacus: there is no such kind of device"),
+        (["--device", "abacus"], "--device abacus: unknown kind of device"),
         (["--emb-dim", "2000000000"], "out of memory; use a smaller --batch-size or --emb-dim"),
         (["--shuffle-window", "0"], "--shuffle-window must be at least 1, not 0"),
         (["--early-stop", "0"], "--early-stop must be at least 1, not 0"),

@@ -144,7 +144,7 @@ def test_a_table_elsewhere(device):
     meta._block = meta._block.to("meta")
     with pytest.raises(ValueError, match=f"table 't' is on meta, and the rows go to {device}"):
         Runtime({"x": meta}, device=device)
-    with pytest.raises(UserError, match="there is no such kind of device"):
+    with pytest.raises(UserError, match="unknown kind of device"):
         Runtime({"x": table_of()}, device="gpu")
 
 
