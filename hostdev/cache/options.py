@@ -1,4 +1,4 @@
-"""Options of a cache: size, policy and window. Every command imports this module, so it imports little."""
+"""Options of a cache: size, policy and window. Every command imports this module, so it must import little."""
 
 import math
 
