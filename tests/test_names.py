@@ -122,5 +122,5 @@ def test_all_processes_tell_what_has_failed_on_one(odd):
     command = [sys.executable, "-m", "hostdev.train", *map(str, options)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    told = "no checkpoint in caf\\udce9/c is whole; the newest: caf\\udce9/c/step-"
+    told = "no checkpoint in caf\\udce9/c is valid; the newest: caf\\udce9/c/step-"
     assert f"hostdev.train: error: rank 0 of 2: {told}" in done.stderr

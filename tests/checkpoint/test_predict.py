@@ -363,7 +363,7 @@ def test_the_newest_is_damaged(trained, tmp_path, capsys):
     names = folder.names_in(tmp_path / "run/checkpoints")
     file = tmp_path / "run/checkpoints" / names[-1] / "checkpoint.json"
     file.write_text("{}")
-    told = f"{file} is broken ('format'); an older one is taken: {file.parent.parent / names[-2]}"
+    told = f"{file} is broken ('format'); using an older one: {file.parent.parent / names[-2]}"
     options = ["--data", trained / "data", "--out", tmp_path / "p.parquet"]
     assert run(predict, "--checkpoint", tmp_path / "run", *options) == 0
     assert capsys.readouterr().err == f"hostdev.predict: {told}\n"

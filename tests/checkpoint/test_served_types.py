@@ -194,7 +194,7 @@ def test_a_module_that_a_checkpoint_names_is_not_imported(copied, capsys):
     rows = {"u": [1], "flag": [True]}
     for model in ("deepfm", DeepFM, "hostdev.models.deepfm.network:DeepFM"):
         assert hostdev.Predictor(copied, model=model)(rows).shape == (1,)
-    with pytest.raises(hostdev.UserError, match="is of another model"):
+    with pytest.raises(hostdev.UserError, match="is of a different model"):
         hostdev.Predictor(copied, model="wide_deep")
 
 

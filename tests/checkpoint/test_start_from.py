@@ -337,7 +337,7 @@ def test_a_checkpoint_of_a_program_of_its_own_with_one_of_the_tables(days, train
         f"start    from {path}, after step 1; steps of this run count from 0",
         f"start    table vectors: 50 rows with their slots; {schema.rows - 50} new rows have their initial values",
         "start    table first_order: not in the checkpoint; all rows have their initial values",
-        "start    table other: only in the checkpoint; not taken",
+        "start    table other: only in the checkpoint; not loaded",
         "start    dense layers have their initial values: the checkpoint has none of this command; learning rates are "
         "this run's",
     ]
