@@ -64,7 +64,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Parent:
-    """The parent of an incremental checkpoint: the name of its folder, next to this one, and its manifest's checksum."""
+    """The parent of an incremental checkpoint: its folder's name (next to this folder), and its manifest's checksum."""
 
     name: str
     sha256: str
