@@ -292,7 +292,7 @@ class DenseGradients:
         return self._summed(self._submit(self._small, parts))
 
     def finish(self, given: Sequence[int]) -> None:
-        """Assign the sums to the parameters; None where no rank had a gradient."""
+        """Assign the sums to the parameters; None if no rank had a gradient."""
         for bucket, total in zip(self._buckets, self._totals, strict=True):
             flat, at = self._summed(total), 0
             for number in bucket:
