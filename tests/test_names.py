@@ -92,7 +92,7 @@ def test_a_network_in_parts_is_not(odd):
 def test_a_network_in_parts_that_was_moved_there(odd):
     saving.save(Path("network"), "a.safetensors", {"w": (torch.ones(3), None)}, {}, ALONE_WORLD)
     Path("network").rename(odd / "network")
-    with pytest.raises(UserError, match="the name is not UTF-8, and safetensors reads no such file; rename"):
+    with pytest.raises(UserError, match="the name is not UTF-8, and safetensors cannot read such a file; rename"):
         saving.load(odd / "network", lambda name: True)
 
 

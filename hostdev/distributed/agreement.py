@@ -18,7 +18,7 @@ def compare(each: Sequence[Values], where: str = "") -> None:
     """Raise UnlikeError unless all ranks have the same values.
 
     Args:
-        each: Values of each rank, as JSON returns them; a list [value, text] is compared by its value and shown as its
+        each: The values of each rank, decoded from JSON; a list [value, text] is compared by its value and shown as its
             text.
         where: Beginning of the message, such as "hostdev.Runtime(...)".
     """
@@ -35,7 +35,7 @@ def compare(each: Sequence[Values], where: str = "") -> None:
     also += ", ..." * (len(others) > 4)
     begin = f"{where}: " if where else ""
     raise UnlikeError(
-        printable(f"{begin}{first} differs between processes: {values_text}{also}; give all of them the same")
+        printable(f"{begin}{first} differs between processes: {values_text}{also}; give all the same")
     )
 
 

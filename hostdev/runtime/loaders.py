@@ -151,7 +151,7 @@ class TrainLoader(RowsLoader[B]):
         if state["steps"] != steps:
             raise UserError(
                 f"the checkpoint is of step {state['steps']}, but the tables are at step {steps}: save and load "
-                "them with the model, such as with Trainer(plugins=[hostdev.frameworks.lightning.checkpoint_io(runtime)])"
+                "them with the model, such as by Trainer(plugins=[hostdev.frameworks.lightning.checkpoint_io(runtime)])"
             )
         self._skip = state["given"]
 

@@ -161,7 +161,7 @@ def test_compact(saved, capsys, keep):
     before = folder.names_in(path)
     shutil.copytree(path, path.with_name("copy"))
     assert run(checkpoint, "compact", path, *([] if keep is None else ["--keep", keep])) == 0
-    assert "4 checkpoints in one" in capsys.readouterr().out
+    assert "4 checkpoints merged into one" in capsys.readouterr().out
     merged = "step-0000000003.3"
     assert folder.names_in(path) == ([*before[:-1], merged] if keep is None else [merged])
     assert manifest.read(path / merged).parent is None

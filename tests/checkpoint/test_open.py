@@ -122,7 +122,7 @@ def test_a_child_of_another_shape_than_its_parent(tmp_path):
     saved(tmp_path, steps=1)
     child = tmp_path / folder.names_in(tmp_path)[-1]
     rewritten(child, lambda content: content["tables"][1].update(dim=8, files=[]))
-    with pytest.raises(BrokenCheckpointError, match="table 'users' has other dim than"):
+    with pytest.raises(BrokenCheckpointError, match="table 'users' differs in dim from"):
         hostdev.open(child)
 
 

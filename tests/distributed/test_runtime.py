@@ -51,7 +51,7 @@ def test_gradients_that_are_not_finite(alone, spoilt):
 MISUSED = (
     "do not use GradScaler with ranks",
     "clip model.parameters() alone",
-    "ranks add up gradients of float32 only",
+    "ranks can sum float32 gradients only",
     "one number or a list, not [2, 2]",
 )
 
