@@ -34,9 +34,7 @@ def compare(each: Sequence[Values], where: str = "") -> None:
     also = f", and so {'does' if len(others) == 1 else 'do'} {', '.join(others[:4])}" if others else ""
     also += ", ..." * (len(others) > 4)
     begin = f"{where}: " if where else ""
-    raise UnlikeError(
-        printable(f"{begin}{first} differs between processes: {values_text}{also}; give all the same")
-    )
+    raise UnlikeError(printable(f"{begin}{first} differs between processes: {values_text}{also}; give all the same"))
 
 
 def shown(value: Any, text: str) -> list[Any]:

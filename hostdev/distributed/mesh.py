@@ -75,8 +75,8 @@ def parse_mesh(text: str) -> Mesh:
         axis, equals, number = (each.strip() for each in part.partition("="))
         if axis not in Mesh._fields or not equals:
             raise UserError(
-                f"--mesh {text}: {part.strip() or 'nothing'!r} is not data=N, model=N or pipe=N; give the axes with more "
-                "than 1, separated by commas"
+                f"--mesh {text}: {part.strip() or 'nothing'!r} is not data=N, model=N or pipe=N; give the axes with "
+                "more than 1, separated by commas"
             )
         if axis in sizes:
             raise UserError(f"--mesh {text}: {axis} is given twice; give it once")

@@ -77,7 +77,7 @@ class Monitor:
         self._lost = True
 
     def fail(self, why: str) -> None:
-        """Report this rank's failure, and wait briefly for an answer: a launcher may kill all ranks once this one ends."""
+        """Report this rank's failure; wait briefly for an answer: a launcher may kill all ranks once this one ends."""
         self._stop.set()
 
         until = time.monotonic() + _ANSWER_SECONDS

@@ -103,7 +103,7 @@ class Channel(LocalChannel):
         return out
 
     def try_out(self) -> str:
-        """Exchange one number with each rank; return an error's text, or "". This first call allocates device memory."""
+        """Exchange one number with each rank; return an error's text, or "". The first call allocates device memory."""
         try:
             one = torch.ones(self.ranks, device=self.device)
             received = torch.empty_like(one)
