@@ -55,7 +55,7 @@ def pieces_of(rows: Any, fetch: Callable[[Any], Any]) -> Iterator[Any]:
 
 
 def _one_ahead(pieces: Iterator[Any]) -> Iterator[Any]:
-    """Yield chunks; another thread fetches the next one meanwhile."""
+    """Yield chunks while another thread fetches the next one."""
     first = next(pieces, None)
     if first is None:
         return

@@ -155,7 +155,7 @@ class OpLog:
             self.check()
             if self._file is None:
                 return
-            lines = (self._buffer.popleft() for _ in range(len(self._buffer)))  # other threads append meanwhile
+            lines = (self._buffer.popleft() for _ in range(len(self._buffer)))  # other threads may be appending
             try:
                 self._file.writelines(f"{_stamp(at)} INFO {line} {ns // 1000} us.\n" for at, line, ns in lines)
                 self._file.flush()

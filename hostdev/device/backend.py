@@ -96,7 +96,7 @@ def _find_missing(device: torch.device) -> list[str]:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Tell whether the device has memory of its own."""
+    """Return whether the device has its own memory."""
     return device.type != "cpu"
 
 
@@ -124,7 +124,7 @@ def set_tf32(device: torch.device, on: bool) -> None:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the device's free memory in bytes; None if torch cannot tell."""
+    """Return the device's free memory in bytes; None if torch does not know."""
     if not is_accelerator(device):
         return available_bytes()
     module = torch.get_device_module(device)
@@ -134,7 +134,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def get_cache_room(device: torch.device, beside: int = 0) -> int | None:
-    """Return the bytes that an embedding cache may take; None if torch cannot tell.
+    """Return the bytes that an embedding cache may take; None if torch does not know.
 
     On the CPU that is all free memory; on an accelerator `memory.cache_room` reserves a part.
     """

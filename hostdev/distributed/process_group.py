@@ -216,7 +216,7 @@ class Ranks(World):
             self.control.barrier()
         except (RuntimeError, PeerLostError) as error:
             self.monitor.lost()
-            time.sleep(LOST_SECONDS + 1)  # if a rank is gone, the monitor ends this process during this
+            time.sleep(LOST_SECONDS + 1)  # if a rank is gone, the monitor ends this process during the sleep
             why = f"all ranks have joined but cannot reach each other: {_short(error)}"
             self.monitor.fail(why)
             raise UserError(f"rank {self.rank} of {self.size}: {why}") from None

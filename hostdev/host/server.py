@@ -29,7 +29,7 @@ class ParameterServer:
             raise UserError(f"no table {name!r}; there are {sorted(self._tables)}") from None
 
     def __contains__(self, name: object) -> bool:
-        """Tell whether there is a table of this name."""
+        """Return whether there is a table of this name."""
         return name in self._tables
 
     def __iter__(self) -> Iterator[str]:

@@ -70,7 +70,7 @@ def _is(data, at, end, word):
 
 @kernel
 def _is_date(data, at):
-    """Tell whether 10 bytes are a date."""
+    """Return whether 10 bytes are a date."""
     if data[np.uint64(at + 4)] != 45 or data[np.uint64(at + 7)] != 45:
         return False
     if _two(data, at) < 0 or _two(data, at + 2) < 0:

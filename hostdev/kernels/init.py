@@ -1,4 +1,4 @@
-"""Initial rows: a weight is a pure function of (key, row, column), rounded alike on every IEEE machine.
+"""Initial rows: a weight is a pure function of (key, row, column), rounded identically on every IEEE machine.
 
 Normal numbers follow Box & Muller (1958), two per pair of columns, from 32-bit hashes. Logarithm, sine and cosine are
 the polynomials of Cephes (Moshier: logf.c, sinf.c) written out, independent of math libraries.
