@@ -132,7 +132,7 @@ def copied_bytes(passing: int, changing: int, uses: int, row: int, whole: int) -
     """Return the host memory for the copies of a batch, with an accelerator.
 
     Args:
-        passing: Rows sent and returned; a row counts again if it is sent a second time as a conflicting row.
+        passing: Rows sent and returned. Each way counts twice, for rows that conflict or are needed first.
         changing: Rows that a cache admits or evicts, with their slots.
         uses: Occurrences of rows, each with a position, a weight, etc.
         row: Bytes of one row of every table, weights only.

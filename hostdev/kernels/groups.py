@@ -119,7 +119,7 @@ def _unique_small(start, stop, which, firsts, addresses, ends, keys, inverse, co
         firsts: [G + 1], each group's first feature.
         addresses: [F], of the features.
         ends: [F + 1], of the features.
-        keys: [N + G], written: each group's unique ids, from position (the group's first id) + (its number).
+        keys: [N + G], written: group g's unique ids, starting g places after where its ids begin in the sequence.
         inverse: int32 [N], written.
         counts: [G], written: the number of unique ids of each group.
         places: int32, one per possible id, for groups of small ids; all -1 before and after.

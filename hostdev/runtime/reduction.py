@@ -62,7 +62,7 @@ class Reduction:
         return self._ranks is None and reduced and self._next >= self.count
 
     def require_sums(self, *, reduced: bool) -> None:
-        """Raise ValueError if this process does not have the step's gradients of the rows yet, or never will."""
+        """Raise ValueError if this process does not yet have the step's gradients of the rows, or never gets them."""
         if self._ranks is not None:
             raise ValueError(
                 "each rank sums the gradients of its own rows, so no rank has the norm of all: with ranks, "

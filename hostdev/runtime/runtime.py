@@ -414,9 +414,9 @@ class Runtime(FrameworkLoaders):
 
         Args:
             path: A folder of checkpoints, or a checkpoint.
-            strict: False loads only the tables that both have. A table may have more rows than in the checkpoint; its
-                other rows keep their values. Warnings name everything that is not loaded. The next checkpoint has all
-                rows.
+            strict: False loads only the tables that both have, with the checkpoint's steps, rates and seeds. A table
+                may have more rows than in the checkpoint; its other rows keep their values. Warnings name everything
+                that is not loaded. The next checkpoint has all rows.
 
         Raises:
             UserError: The checkpoint has different tables or is of another program, or none is complete.
