@@ -21,11 +21,11 @@ def opened(
 ) -> Generator[Rows, None, None]:
     """Yield the rows of each window while threads open the next two shards, or one larger window.
 
-    An open shard is a mapped file and 8 bytes a row for the order (16 while sorting). Closing the iterator ends the
-    threads.
+    An open shard takes a mapped file and 8 bytes per row for the order (16 while sorting). Closing the iterator ends
+    the threads.
 
     Args:
-        open_shard: called with a shard's number and an event that is set on close; its error is raised in window order.
+        open_shard: Called with a shard's number and an event that is set on close; its error is raised in window order.
     """
     if len(windows) == 1 and len(windows[0].shards) == 1:
         [window] = windows

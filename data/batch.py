@@ -11,14 +11,14 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """B samples, with ids in the schema's joint id range.
+    """B samples, with ids in the schema's shared id range.
 
     Attributes:
         label: float32 [B], 0 or 1.
         dense: float32 [B, dense columns], scaled.
         ids: int32 or int64 [B, columns of kind "id"].
-        bags: by column of kind "bag": concatenated ids [N] of the dtype of `ids`, and lengths int32 [B].
-        whole: size of the step's batch if this is a slice of it; None: the full batch.
+        bags: By column of kind "bag": concatenated ids [N] with the dtype of `ids`, and lengths int32 [B].
+        whole: Size of the step's batch if this is a slice of it; None: this is the full batch.
     """
 
     label: npt.NDArray[np.float32]

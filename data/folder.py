@@ -1,4 +1,4 @@
-"""Check that a folder is a data set. Imports little, to report a wrong path at once."""
+"""Checks that a folder is a data set. It imports little, to report a wrong path immediately."""
 
 from pathlib import Path
 
@@ -11,5 +11,5 @@ def require(folder: Path) -> None:
     """Raise UserError unless `folder` has a manifest."""
     if not (folder / FILE_NAME).is_file():
         raise UserError(
-            f"{folder} is not a data set: it has no {FILE_NAME}; make one with python -m hostdev.data.preprocess"
+            f"{folder} is not a data set: it has no {FILE_NAME}; create one with python -m hostdev.data.preprocess"
         )

@@ -1,4 +1,4 @@
-"""Small synthetic data set for a run without --data, made once in the user's cache folder."""
+"""A small synthetic data set for runs without --data, created once in the user's cache folder."""
 
 import json
 import os
@@ -41,13 +41,13 @@ def _folder() -> Path:
 
 
 def ensure() -> tuple[Path, bool]:
-    """Return the synthetic data set's folder and whether this call made it; concurrent processes share it."""
+    """Return the synthetic data set's folder and whether this call created it; concurrent processes share it."""
     folder = _folder()
     if (folder / FILE_NAME).is_file():
         return folder, False
     try:
         build(Synthetic(ROWS, SEED), folder, OPTIONS)
     except (HostdevError, OSError):
-        if not (folder / FILE_NAME).is_file():  # otherwise another process made it first
+        if not (folder / FILE_NAME).is_file():  # otherwise another process created it first
             raise
     return folder, True

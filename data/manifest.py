@@ -1,4 +1,4 @@
-"""A data set's manifest: the content of its shards and how they were made. Writes format version 2, reads 1 and 2.
+"""A data set's manifest: the content of its shards and how they were created. Writes format version 2, reads 1 and 2.
 
 Version 1 has Criteo's columns only. It lists their names without id ranges, so every column gets the full range.
 """
@@ -179,7 +179,7 @@ def _version_1(content: dict[str, Any]) -> Schema:
 def read_counts(folder: Path, found: Manifest) -> npt.NDArray[np.int64]:
     """Return the training occurrences of each id, int64 [vocabulary_size], as a copy from the vocabulary.
 
-    Raises UserError if the vocabulary is missing, damaged or of another data set.
+    UserError if the vocabulary is missing, damaged or of another data set.
     """
     if found.vocabulary is None:
         raise UserError(f"{folder} has no vocabulary with counts: its ids are hashed; use another --cache-policy")
@@ -202,7 +202,7 @@ def read_counts(folder: Path, found: Manifest) -> npt.NDArray[np.int64]:
 
 
 def _wrong_counts(column: Any, uses: int) -> str | None:
-    """Return the problem of a vocabulary's column of counts, or None; their sum must be `uses`."""
+    """Return the problem with a vocabulary's column of counts, whose sum must be `uses`, or None."""
     if column.type != pa.int64():
         return f"counts of uses that are {column.type}, not int64"
     if column.null_count:
@@ -238,7 +238,7 @@ def _check(found: Manifest, path: Path) -> None:
 
 
 def _has_bag_values(found: Manifest) -> bool:
-    """Tell whether the statistics have the number of values of each bag."""
+    """Return whether the statistics have the number of values of each bag."""
     values = found.statistics.get("bag_values", {}) if isinstance(found.statistics, dict) else None
     return isinstance(values, dict) and all(
         isinstance(values.get(bag), dict) and all(type(values[bag].get(split)) is int for split in ("train", "test"))
@@ -247,7 +247,7 @@ def _has_bag_values(found: Manifest) -> bool:
 
 
 def _has_kinds(kinds: Any) -> bool:
-    """Tell whether `kinds` are types and forms by column."""
+    """Return whether `kinds` has types and forms by column."""
     return isinstance(kinds, dict) and all(
         isinstance(kind, dict)
         and set(kind) == {"types", "forms"}
@@ -257,7 +257,7 @@ def _has_kinds(kinds: Any) -> bool:
 
 
 def _has_rates(missing: Any) -> bool:
-    """Tell whether `missing` are shares of missing values by split and column."""
+    """Return whether `missing` has shares of missing values by split and column."""
     return isinstance(missing, dict) and all(
         isinstance(of_split, dict) and all(isinstance(rate, int | float) for rate in of_split.values())
         for of_split in missing.values()

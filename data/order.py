@@ -14,9 +14,9 @@ class Window:
     """Consecutive shards that are shuffled together.
 
     Attributes:
-        shards: their numbers.
-        rows: total rows.
-        key: of the permutation of the rows; None: stored order.
+        shards: The shards' numbers.
+        rows: Total number of rows.
+        key: Key of the permutation of the rows; None: stored order.
     """
 
     shards: tuple[int, ...]
@@ -32,9 +32,9 @@ def windows_of(rows: Sequence[int], seed: int | None, epoch: int, width: int) ->
     """Return an epoch's windows in order; each shard is in one window.
 
     Args:
-        rows: rows of each shard.
-        seed: of the order of shards and rows; None: the order of the data set.
-        width: shards in a window; the last may have fewer.
+        rows: Number of rows of each shard.
+        seed: Seed of the order of shards and rows; None: the data set's order.
+        width: Number of shards in a window; the last window may have fewer.
     """
     if seed is None:
         return [Window((number,), rows[number], None) for number in range(len(rows))]

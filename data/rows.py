@@ -31,8 +31,8 @@ class Rows:
     """Concatenated rows of pieces, without copying.
 
     Args:
-        pieces: at least one.
-        order: permutation of the rows, int64 [n]; None: stored order.
+        pieces: The pieces, at least one.
+        order: Permutation of the rows, int64 [n]; None: stored order.
     """
 
     def __init__(self, pieces: Sequence[Piece], order: npt.NDArray[np.int64] | None) -> None:
@@ -63,8 +63,8 @@ def gathered(ranges: Sequence[Range], whole: int | None) -> Batch:
     """Copy rows into a batch, in order, with the host threads.
 
     Args:
-        ranges: at least one, of rows with the same columns.
-        whole: size of the step's batch if this is a slice of it; None: the full batch.
+        ranges: At least one range, of rows with the same columns.
+        whole: Size of the step's batch if this is a slice of it; None: this is the full batch.
     """
     ends = np.cumsum([0, *(stop - start for _, start, stop in ranges)]).tolist()
     found = [

@@ -1,8 +1,8 @@
 """The schema of a data set: its columns and their ids.
 
-All ids share one joint range of `rows` ids: one for each dense column (used only by models that look up dense columns),
-one out-of-vocabulary id for each space, then the values by space, in order of first occurrence. Hashed spaces all share
-the same range of values.
+All ids share one range of `rows` ids: one for each dense column (used only by models that look up dense columns), one
+out-of-vocabulary id for each space, then the values by space, in order of first occurrence. All hashed spaces share the
+same range of values.
 
 A data set that extends an earlier one appends its new values, again by space, so a space can have several segments.
 """
@@ -53,7 +53,7 @@ class Space:
         return replace(self, size=last + size)
 
     def has(self, ids: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-        """Return which ids [N] are values of this space, bool [N]."""
+        """Return whether each of the ids [N] is a value of this space, bool [N]."""
         found = np.zeros(ids.shape, np.bool_)
         for first, size in self.segments:
             found |= (ids >= first) & (ids < first + size)
@@ -74,7 +74,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of kind "id" (one id a row) or "bag" (any number a row); columns may share a space."""
+    """A column of kind "id" (one id per sample) or "bag" (any number per sample); columns may share a space."""
 
     name: str
     kind: str
@@ -86,11 +86,11 @@ class Schema:
     """The columns of a data set and its total number of ids.
 
     Attributes:
-        label: name of the label column.
-        dense: names of the dense columns.
-        columns: id and bag columns.
-        spaces: the columns' spaces.
-        rows: total number of ids, which is the rows of a table shared by all columns.
+        label: Name of the label column.
+        dense: Names of the dense columns.
+        columns: The id and bag columns.
+        spaces: The columns' spaces.
+        rows: Total number of ids: the rows of a table that all columns share.
     """
 
     label: str
@@ -128,12 +128,12 @@ class Schema:
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """Names of the columns with one id a row, in the order of `Batch.ids`."""
+        """Names of the columns with one id per sample, in the order of `Batch.ids`."""
         return tuple(column.name for column in self.columns if column.kind == "id")
 
     @property
     def bags(self) -> tuple[str, ...]:
-        """Names of the columns with any number of ids a row."""
+        """Names of the columns with any number of ids per sample."""
         return tuple(column.name for column in self.columns if column.kind == "bag")
 
     @property
@@ -143,11 +143,11 @@ class Schema:
 
     @property
     def first_value(self) -> int:
-        """The first id of a value; lower ids are of dense columns and out-of-vocabulary values."""
+        """The first id of a value; lower ids belong to dense columns and out-of-vocabulary values."""
         return len(self.dense) + len(self.spaces)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the schema as in a manifest; `more` is omitted if empty."""
+        """Return the schema as manifests store it; `more` is omitted if empty."""
         content = asdict(self)
         for space in content["spaces"]:
             if not space["more"]:

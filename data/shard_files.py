@@ -1,9 +1,9 @@
 """Memory-mapped Arrow IPC files; every file is checked before its rows are used.
 
-A file is read sequentially before it is mapped: the first time to verify its checksum, later to bring it into the page
-cache for random access. A read error, a shortened or a replaced file raises an error at that point. A file that has
-changed since its checksum was computed is hashed again. Shortening a file that is already mapped kills the process
-(SIGBUS).
+A file is read sequentially before it is mapped: the first time to verify its checksum, later to load it into the page
+cache for random access. A read error, or a file that was shortened or replaced, raises an error at that point. A file
+that has changed since its checksum was computed is hashed again. Shortening a file that is already mapped kills the
+process (SIGBUS).
 """
 
 import os
@@ -23,7 +23,7 @@ from hostdev.data.rows import Piece
 from hostdev.kernels.buffers import scratch
 from hostdev.kernels.lookup import first_outside
 
-_READ = 1 << 22  # bytes a call; large, because each call waits for the GIL
+_READ = 1 << 22  # bytes per call; large, because each call waits for the GIL
 
 
 class StoppedError(Exception):
@@ -36,14 +36,14 @@ class ShardFiles:
     def __init__(self, root: Path, manifest: Manifest) -> None:
         self._root = root
         self._manifest = manifest
-        self._intact: dict[str, tuple[int, ...]] = {}  # by verified file: its state at that time
+        self._intact: dict[str, tuple[int, ...]] = {}  # by verified file: its state when it was verified
 
     def open(self, shard: Shard, stop: Event) -> list[Piece]:
         """Return a shard's record batches, memory-mapped.
 
         Raises:
             StoppedError: `stop` was set.
-            UserError: the file is missing or does not match the manifest, or an id or a label is invalid.
+            UserError: The file is missing or does not match the manifest, or an id or a label is invalid.
         """
         path = self._root / shard.file
         state = self._read(path, shard, stop)
@@ -72,7 +72,7 @@ class ShardFiles:
         return pieces
 
     def _read(self, path: Path, shard: Shard, stop: Event) -> tuple[int, ...]:
-        """Read a file, verify its checksum unless already verified, and return its state."""
+        """Read a file, verify its checksum unless that was already done, and return its state."""
         buffer = scratch("shard", (_READ,), np.uint8)
         digest, size = sha256(), 0
         try:

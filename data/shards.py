@@ -1,4 +1,4 @@
-"""Batches from Arrow shards: background threads open and check files, and host threads gather the rows."""
+"""Reads batches from Arrow shards: background threads open and check files, and host threads gather the rows."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -14,13 +14,13 @@ from hostdev.data.shard_files import ShardFiles
 
 
 class ShardReader:
-    """Reader of one split of a data set, in batches.
+    """Reads one split of a data set in batches.
 
     Args:
-        root: the data set's folder.
-        manifest: its manifest.
+        root: The data set's folder.
+        manifest: The data set's manifest.
         split: "train" or "test".
-        shuffle_window: number of consecutive shards (in the epoch's order) that are shuffled together.
+        shuffle_window: Number of consecutive shards (in the epoch's order) that are shuffled together.
     """
 
     def __init__(self, root: Path, manifest: Manifest, split: str, *, shuffle_window: int = 1) -> None:
@@ -52,12 +52,12 @@ class ShardReader:
         """Yield the batches of one epoch; the last may be smaller. Closing the iterator ends its reader threads.
 
         Args:
-            seed: shuffle the shards and the rows of each window by seed and epoch; None: stored order.
-            skip: number of batches to skip; windows that lie entirely before are not read.
-            part: (i, n): yield the i-th of n slices of each batch, which may be empty.
+            seed: Shuffle the shards and the rows of each window by seed and epoch; None: stored order.
+            skip: Number of batches to skip; windows that lie entirely before them are not read.
+            part: (i, n): yield the i-th of n slices of each batch; a slice may be empty.
 
         Raises:
-            UserError: a shard is missing or does not match the manifest, or an id or a label is invalid; raised after
+            UserError: A shard is missing or does not match the manifest, or an id or a label is invalid; raised after
                 all preceding batches.
         """
         windows = windows_of([shard.rows for shard in self._shards], seed, epoch, self._window)

@@ -13,7 +13,7 @@ from hostdev.core.pieces import Piece
 
 
 def perceptron(widths: Sequence[int], *, dropout: float = 0.0, linear: bool = True) -> nn.Sequential:
-    """Return layers of these widths, inputs first, each with a ReLU and dropout; the last without if `linear`."""
+    """Return layers of these widths, inputs first, each with a ReLU and dropout; the last has neither if `linear`."""
     modules: list[nn.Module] = []
     for inputs, outputs in itertools.pairwise(widths):
         modules += [nn.Linear(inputs, outputs), nn.ReLU()]
@@ -23,7 +23,7 @@ def perceptron(widths: Sequence[int], *, dropout: float = 0.0, linear: bool = Tr
 
 
 def hidden_pieces(name: str, layers: nn.Sequential, *, alone: bool = False) -> list[Piece]:
-    """Return a network's layers but the last as segments; unless `alone`, they pass a first value through."""
+    """Return a network's layers except the last as segments; unless `alone`, they pass a first value through."""
     return [
         Piece(f"{name}.{number}", layer if alone else partial(pass_through, layer), (layer,))
         for number, layer in enumerate(list(layers)[:-1])
@@ -51,12 +51,12 @@ def initialize(module: nn.Module, seed: int, init: Callable[[str, Tensor], Initi
 
 
 def glorot_normal(weight: Tensor) -> Normal:
-    """Glorot & Bengio (AISTATS 2010), for a weight [outputs, inputs]."""
+    """Return the initializer of Glorot & Bengio (AISTATS 2010) for a weight [outputs, inputs]."""
     return Normal(math.sqrt(2 / sum(weight.shape)))
 
 
 def he_normal(weight: Tensor) -> Normal:
-    """He et al. (ICCV 2015), for a weight [outputs, inputs]."""
+    """Return the initializer of He et al. (ICCV 2015) for a weight [outputs, inputs]."""
     return Normal(math.sqrt(2 / weight.shape[1]))
 
 

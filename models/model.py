@@ -25,11 +25,11 @@ class Batch(Protocol):
 
     @property
     def bags(self) -> dict[str, tuple[npt.NDArray[Any], npt.NDArray[np.int32]]]:
-        """The columns of kind "bag" by name: values [N] of all samples end to end, and lengths int32 [B]."""
+        """The columns of kind "bag" by name: concatenated values [N] of all samples, and lengths int32 [B]."""
 
 
 class Model(nn.Module):
-    """A network over rows of tables; it names the tables, but does not know where they are or how they are updated.
+    """A network over rows of tables. It names the tables, but does not know where they are or how they are updated.
 
     A model class has this constructor, these attributes and methods; inheritance is optional::
 
@@ -59,7 +59,7 @@ class Model(nn.Module):
 
         Args:
             dense: float32 [B, nd].
-            rows: By feature: [B, k, D] without pooling, [B, D] with pooling, times the weights; a tuple of them if the
-                feature has several tables.
+            rows: By feature: [B, k, D] without pooling, [B, D] with pooling, multiplied by the weights; a tuple of
+                these if the feature has several tables.
         """
         raise NotImplementedError

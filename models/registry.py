@@ -1,4 +1,4 @@
-"""Models by name, and the checks of a model before data is read or memory allocated."""
+"""Models by name, and checks of a model before data is read or memory is allocated."""
 
 import inspect
 import math
@@ -24,10 +24,10 @@ NAMES: dict[str, str] = {
 def find(name: "str | type[Any]") -> "type[Model]":
     """Return a model class by a name in NAMES, or "package.module:Class", or the class itself.
 
-    The class must be an nn.Module with the constructor and methods of `Model`, but need not inherit from it.
+    The class must be an nn.Module with the constructor and methods of `Model`, but need not inherit from `Model`.
 
     Raises:
-        UserError: There is no such class, or it lacks something. Errors of the user's module are raised unchanged.
+        UserError: There is no such class, or it lacks a method. Errors of the user's module are raised unchanged.
     """
     from torch import nn
 
@@ -35,24 +35,24 @@ def find(name: "str | type[Any]") -> "type[Model]":
 
     found = _load(name) if isinstance(name, str) else name
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise UserError(f"model {name!r} is not a class of torch's nn.Module, but {found!r}")
+        raise UserError(f"model {name!r} must be a subclass of torch.nn.Module, not {found!r}")
     try:
         inspect.signature(found).bind(None, 1, seed=0, optimizer=None)
     except TypeError as error:
         raise UserError(
-            f"model {name!r} is not made by {found.__name__}(schema, dim, *, seed, optimizer=None): {error}"
+            f"model {name!r} cannot be created by {found.__name__}(schema, dim, *, seed, optimizer=None): {error}"
         ) from None
     for method, missing in (("ids", (None, Model.ids)), ("forward", (nn.Module.forward, Model.forward))):
         if getattr(found, method, None) in missing:
-            raise UserError(f"model {name!r} has no method {method}; hostdev.models.model.Model says what it returns")
-    return found  # type: ignore[return-value]  # as good as a Model
+            raise UserError(f"model {name!r} has no method {method}; see hostdev.models.model.Model")
+    return found  # type: ignore[return-value]  # has the interface of Model
 
 
 def default_dim(name: "str | type[Any]") -> int:
     """Return the default number of a model's embedding columns; UserError if it has none."""
     dim = getattr(find(name), "default_dim", None)
     if isinstance(dim, bool) or not isinstance(dim, int) or dim < 1:
-        raise UserError(f"model {name!r} has no default_dim, the columns of its embeddings; say how many: --emb-dim N")
+        raise UserError(f"model {name!r} has no default_dim, the number of embedding columns; give it with --emb-dim N")
     return dim
 
 
@@ -82,15 +82,15 @@ def make(
         found = getattr(model, attribute, None)
         if not (isinstance(found, dict) and found and all(isinstance(value, kind) for value in found.values())):
             raise UserError(
-                f"model {name!r}: its attribute {attribute} must be a dict of {kind.__name__} by name, "
-                f"with one at least, not {found!r}"
+                f"model {name!r}: its attribute {attribute} must be a non-empty dict of {kind.__name__} "
+                f"by name, not {found!r}"
             )
     for feature_name, feature in model.features.items():
         for table in [feature.tables] if feature.is_single else feature.tables:
             if table not in model.tables:
                 raise UserError(
-                    f"model {name!r}: feature {feature_name!r} is of table {table!r}, which is not one of "
-                    f"its tables: {', '.join(model.tables)}"
+                    f"model {name!r}: feature {feature_name!r} uses table {table!r}, which is not one of "
+                    f"the model's tables: {', '.join(model.tables)}"
                 )
     lr = getattr(model, "lr", None)
     if isinstance(lr, bool) or not isinstance(lr, int | float) or not (math.isfinite(lr) and lr >= 0):

@@ -182,7 +182,7 @@ def test_wrong_options(advised, small_data, tmp_path):
         (["--out", "old.png"], "--out old.png exists"),
         (["--out", "x.foo"], "--out x.foo must be a .png, .pdf or .svg file in a folder that exists"),
         (["--out", "no/x.png"], "--out no/x.png must be"),
-        (["--memory", "lots"], "a size is a number and KiB, MiB, GiB or TiB, not 'lots'"),
+        (["--memory", "lots"], "a size must be bytes, or a number and KiB, MiB, GiB or TiB, not 'lots'"),
         (["--cache-window", 33], "--cache-window must be in 0..32, not 33"),
         (["--batch-size", 10**6], "--batch-size 1000000 is larger than the"),
         (["--cache-rows", 5], "unrecognized arguments"),
@@ -295,7 +295,7 @@ def test_sizes_of_memory():
     sizes = {"16GiB": 16 << 30, "1.5 MiB": 3 << 19, "2KB": 2000, "3g": 3 << 30, "77": 77, "1e3": 1000}
     assert {text: parse_bytes(text) for text in sizes} == sizes
     for text in ("", "GiB", "-1", "nan", "1 XB", "infGiB"):
-        with pytest.raises(UserError, match="a size is"):
+        with pytest.raises(UserError, match="a size must be"):
             parse_bytes(text)
 
 

@@ -22,7 +22,7 @@ WRONG = {
     "checkpoint": (["diff", ".", "nope"], "there is no nope"),
     "advise": (
         ["--data", "nope"],
-        "nope is not a data set: it has no manifest.json; make one with python -m hostdev.data.preprocess",
+        "nope is not a data set: it has no manifest.json; create one with python -m hostdev.data.preprocess",
     ),
     "verify": (["--steps", 1], "--steps must be at least 2, not 1"),
     "launch": ([], "give --rank-table FILE -- PROGRAM OPTIONS, or --check"),

@@ -92,7 +92,7 @@ def test_a_network_in_parts_is_not(odd):
 def test_a_network_in_parts_that_was_moved_there(odd):
     saving.save(Path("network"), "a.safetensors", {"w": (torch.ones(3), None)}, {}, ALONE_WORLD)
     Path("network").rename(odd / "network")
-    with pytest.raises(UserError, match="the name is not UTF-8, and safetensors reads no such file; rename"):
+    with pytest.raises(UserError, match="the name is not UTF-8, and safetensors cannot read such a file; rename"):
         saving.load(odd / "network", lambda name: True)
 
 
@@ -122,5 +122,5 @@ def test_all_processes_tell_what_has_failed_on_one(odd):
     command = [sys.executable, "-m", "hostdev.train", *map(str, options)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    told = "no checkpoint in caf\\udce9/c is whole; the newest: caf\\udce9/c/step-"
+    told = "no checkpoint in caf\\udce9/c is valid; the newest: caf\\udce9/c/step-"
     assert f"hostdev.train: error: rank 0 of 2: {told}" in done.stderr

@@ -156,15 +156,13 @@ def test_targets():
     lookup = EmbeddingLookup()
     assert lookup.primitive_target == "DEVICE"
     table = HostTable(10, 4, LazyAdam(), name="deep")
-    with pytest.raises(
-        ValueError, match="EmbeddingLookup has primitive_target 'DEVICE', but table 'deep' is of target 'CPU'"
-    ):
+    with pytest.raises(ValueError, match="EmbeddingLookup has primitive_target 'DEVICE', but table 'deep' has 'CPU'"):
         lookup(table, np.array([1]))
     assert lookup.add_prim_attr("primitive_target", "CPU") is lookup
     assert lookup(table, np.array([1])).shape == (1, 4)
     with pytest.raises(ValueError, match="must be one of"):
         lookup.add_prim_attr("primitive_target", "GPU")
-    with pytest.raises(ValueError, match="FusedSparseFtrl cannot update table 'deep' of LazyAdam"):
+    with pytest.raises(ValueError, match="FusedSparseFtrl cannot update table 'deep'.* LazyAdam"):
         FusedSparseFtrl().add_prim_attr("primitive_target", "CPU")(table, np.array([1]), np.ones((1, 4), np.float32))
 
 

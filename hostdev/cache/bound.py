@@ -1,6 +1,6 @@
 """A lower bound on the cost of any cache on known batches: the Lagrangian dual of offline caching's linear program.
 
-Between two uses of a row, a cache either keeps it, which takes a slot in every batch between, or evicts it and pays
+Between two uses of a row, a cache either keeps it, which takes a slot in every batch in between, or evicts it and pays
 again; at most C rows are kept at a time. Once each slot of each batch has a price, every row is decided independently,
 by dynamic programming over its uses. The sum of the rows' costs minus the price of the C slots is a lower bound for
 every cache, and the largest such bound is the program's value.
@@ -25,7 +25,7 @@ from hostdev.kernels.jit import kernel
 from hostdev.kernels.pool import KernelTask, ranges, run_tasks
 
 _SEARCHED, _LEAST_STEPS, _MOST_STEPS = 16, 60, 300
-VISITS = 4e8  # of uses, over all steps: a few seconds
+VISITS = 4e8  # visits to uses, over all steps: a few seconds
 _GRAIN = 1 << 13  # rows
 _SHRINK_AFTER = 12  # steps without a better bound
 _DEFLECTION = 1.5
@@ -40,13 +40,13 @@ class Uses(NamedTuple):
 
 
 def fits(unique: int, batches: int) -> bool:
-    """Return whether host memory suffices for `unique` ids, summed over batches, and the bound."""
+    """Return whether host memory suffices for the bound on `unique` ids, summed over batches."""
     pieces = len(ranges(unique, _GRAIN))
     return 40 * unique + (10 * pieces + 64) * (batches + 2) <= available_bytes()
 
 
 def most_steps(unique: int, visits: float = VISITS) -> int:
-    """Return the most steps that `least_cost` takes over `unique` uses."""
+    """Return the maximum number of steps that `least_cost` takes for `unique` uses."""
     return _SEARCHED + _steepest(unique, visits)
 
 
@@ -84,7 +84,7 @@ def least_cost(
         first: Cost of a row that is cached before the first batch; None for `costs.admitted`, 0 if it was admitted in
             batches that are not counted.
         visits: The approximate number of uses visited over all steps; fewer may give a lower bound.
-        progress: Called after each step; its exceptions are passed on.
+        progress: Called after each step; its exceptions propagate.
     """
     batches = uses.total
     if not len(uses.batches):
@@ -105,7 +105,7 @@ def least_cost(
     best, wanted = bound(prices)
     low, high = 0.0, float(costs.passed)
     at = prices
-    for _ in range(_SEARCHED):  # bisection: the bound is concave, and the demand meets C at its maximum
+    for _ in range(_SEARCHED):  # bisection: the bound is concave; at its maximum, demand equals C
         middle = np.full(batches + 1, (low + high) / 2)
         value, more = bound(middle)
         if value > best:
@@ -155,7 +155,7 @@ def _pay(
         until: float64 [T + 2], cumulative prices of a slot.
         entry: The cost of being cached before the first batch.
         choices: Scratch, bool [pieces, most uses of a row + 1, 2].
-        kept: Output, int64 [pieces, T + 2]: differences between batches of the number of rows that are kept.
+        kept: Output, int64 [pieces, T + 2]: changes from batch to batch in the number of rows that are kept.
         totals: Output, float64 [pieces]: the rows' costs.
     """
     total, last, held_more, choice = 0.0, len(until) - 1, kept[piece], choices[piece]
@@ -163,7 +163,7 @@ def _pay(
     for i in range(start, stop):
         begin, end = starts[i], starts[i + 1]
         uses = end - begin
-        # Before each use: the least cost so far without and with the row cached; choices are for the backtrack.
+        # Before each use: the least cost so far, without and with the row cached; `choices` are for backtracking.
         without, cached = 0.0, entry + until[batches[begin] + 1]
         choice[0, 0], choice[0, 1] = False, False
         for k in range(uses):

@@ -1,4 +1,4 @@
-"""`EmbeddingCache`: hot rows of host tables on the device, planned with knowledge of the next batches."""
+"""`EmbeddingCache`: hot rows of host tables on the device, planned by looking at the next batches."""
 
 import threading
 from collections import deque
@@ -23,28 +23,28 @@ from hostdev.device.backend import get_cache_room, is_accelerator, require
 from hostdev.kernels.pool import run_tasks
 from hostdev.kernels.unique import count_occurrences
 
-_MOST_RECORDED = 1 << 24  # unique ids, for the comparison with the optimum
-_MOST_VISITS = 1 << 29  # of rows, to find it: about 20 seconds
+_MOST_RECORDED = 1 << 24  # unique ids that are kept to find the optimum
+_MOST_VISITS = 1 << 29  # visits to rows when finding it: about 20 seconds
 _AT_ONCE_BYTES = 1 << 26  # copied to or from the host at a time
 
 
 class CacheTooLargeError(UserError):
-    """The device has no room for the slots."""
+    """The slots do not fit into the device's memory."""
 
 
 class EmbeddingCache:
     """Keeps hot rows of host tables, weights and optimizer state, on the device.
 
-    A row has one owner: the host, or a device slot from the end of the step that admits it to the end of the step that
-    evicts it; then it is written back. `write_back` updates the host, and rows stay cached. Results equal those without
-    a cache, bit for bit. Device memory: capacity x (D x (1 + slots)) x 4 bytes per table, and the rows of in-flight
-    batches.
+    A row has one owner: a device slot from the end of the step that admits it to the end of the step that evicts it,
+    otherwise the host. An evicted row is written back. `write_back` updates the host, and rows stay cached. Results
+    equal those without a cache, bit for bit. Device memory: capacity x (D x (1 + slots)) x 4 bytes per table, and the
+    rows of in-flight batches.
 
     One thread at a time may call. The host copy of a cached row is stale: call `write_back` before reading the tables,
     and before changing them by other means; then call `refresh`.
 
     Args:
-        tables: One host table, or several that share ids and so one plan.
+        tables: One host table, or several that share ids and therefore one plan.
         capacity_rows: Slots, as a number or a share of the table such as "5%"; may be smaller than a batch.
         policy: "lookahead", "lru", "lfu" or "static"; see `hostdev.cache.planner.Planner`.
         device: Where the slots lie.
@@ -56,8 +56,8 @@ class EmbeddingCache:
         log: Receives the durations of planning.
 
     Raises:
-        CacheTooLargeError: The slots do not fit into the device's free memory, of which an accelerator keeps a tenth,
-            and at least 256 MiB, for the rest of the training.
+        CacheTooLargeError: The slots do not fit into the device's free memory. On an accelerator a tenth of it, and at
+            least 256 MiB, is reserved for the rest of the training.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class EmbeddingCache:
         self.tables = list(tables) if isinstance(tables, Sequence) else [tables]
         rows = {table.rows for table in self.tables}
         if len(rows) != 1:
-            raise ValueError(f"tables that share a cache share their ids; these have {sorted(rows)} rows")
+            raise ValueError(f"tables that share a cache must have the same number of rows; these have {sorted(rows)}")
         self.rows = rows.pop()
         capacity = rows_of(capacity_rows, self.rows)
         self.device = require(device)
@@ -89,8 +89,8 @@ class EmbeddingCache:
         self._costs = Costs.of(*self._row_bytes)
         self.planner = Planner(self.rows, capacity, policy, window=window, counts=counts, costs=self._costs)
         self.slots = [DeviceSlots(capacity, table, self.device) for table in self.tables]
-        self._resident = [np.full(capacity, -1, np.int32) for _ in self.tables]  # the row in each slot, after steps
-        self._exchanged: deque[tuple[Plan, int]] = deque()  # swaps by steps that are not in `_resident` yet
+        self._resident = [np.full(capacity, -1, np.int32) for _ in self.tables]  # each slot's row after the steps
+        self._exchanged: deque[tuple[Plan, int]] = deque()  # swaps that are not in `_resident` yet
         self._leaving: dict[tuple[int, int], tuple[Plan, Callable[[], None]]] = {}  # in flight to the host
         self._settling = threading.Lock()
         self.counting = _on_host("CacheCount", count_occurrences, log)
@@ -137,7 +137,7 @@ class EmbeddingCache:
         return plan
 
     def stepped(self, plan: Plan, table: int, bring_back: Callable[[], None]) -> None:
-        """Record that a plan's swap was done in the slots of table number `table`.
+        """Record that a plan's swap has been done in the slots of table number `table`.
 
         Args:
             plan: The plan.
@@ -145,7 +145,7 @@ class EmbeddingCache:
             bring_back: Writes the evicted rows to the host; called if an error occurs before `left` is called.
         """
         self._leaving[id(plan), table] = plan, bring_back
-        self._exchanged.append((plan, table))  # a step must not wait for more
+        self._exchanged.append((plan, table))  # and nothing more: a step must not wait
         self._changed = True
 
     def left(self, plan: Plan, table: int) -> None:
@@ -229,7 +229,7 @@ class EmbeddingCache:
 
     @property
     def optimum_steps(self) -> int:
-        """The most calls of `progress` that `summary` makes."""
+        """The maximum number of times that `summary` calls `progress`."""
         return len(self._recorded) + 2 * bound.most_steps(self._unique)
 
     @property
@@ -249,14 +249,15 @@ class EmbeddingCache:
     ) -> dict[str, Any]:
         """Return the statistics, and the figures of the best possible caches on the recorded batches.
 
-        The `optimal_batches` first batches were recorded. On these, this cache had `hit_rate_of_these`, moved
-        `bytes_of_these` and saved `host_us_saved_of_these` (planning not counted). The optimum has the highest hit
+        The first `optimal_batches` batches were recorded. On these, this cache had `hit_rate_of_these`, moved
+        `bytes_of_these` and saved `host_us_saved_of_these` (not counting planning). The optimum is the highest hit
         rate, the fewest bytes in both directions, and the most time saved, each by a different cache.
 
         Args:
-            optimum: Add the optimum, in up to a minute; `no_optimum` gives the reason if that is not possible.
-            host: Nanoseconds of the host for a row that bypasses, is admitted, is evicted; None: saved time is null.
-            progress: Called during the search; its exceptions are passed on.
+            optimum: Add the optimum, which takes up to a minute; if that is not possible, `no_optimum` gives the
+                reason.
+            host: Host nanoseconds for a row that bypasses, is admitted, or is evicted; None: saved time is null.
+            progress: Called during the search; its exceptions propagate.
         """
         total = self.planner.statistics
         down, up = total.bytes_moved(*self._row_bytes)
@@ -277,7 +278,7 @@ class EmbeddingCache:
         return found | self._optimum(host, progress) if optimum else found
 
     def _optimum(self, host: Costs | None, progress: Callable[[], object]) -> dict[str, Any]:
-        """Return the figures of the best possible caches on the recorded batches, and this one's on these."""
+        """Return the figures of the best possible caches, and of this one, on the recorded batches."""
         these, why = self._at_first, self._no_optimum()
         best = least = most = None
         if why is None:
@@ -299,7 +300,7 @@ class EmbeddingCache:
         }
 
     def _saved(self, host: Costs) -> float:
-        """Return the nanoseconds of the host that the cache has saved, without its own."""
+        """Return the host nanoseconds that the cache has saved, not counting its planning."""
         spent = sum(op.times.durations().total for op in (self.counting, self.announcing, self.planning))
         return _saved(self.planner.statistics, host) - spent
 
@@ -320,7 +321,7 @@ def _require(capacity: int, tables: Sequence[CachedTable], device: torch.device)
     needed = capacity * row_bytes((table.dim, table.optimizer) for table in tables)[1]
     room = get_cache_room(device)
     if room is not None and needed > room:
-        kept = " for it, besides a tenth and at least 256 MiB for the rest" if is_accelerator(device) else ""
+        kept = " for it (a tenth, and at least 256 MiB, is reserved)" if is_accelerator(device) else ""
         raise CacheTooLargeError(
             f"a cache of {capacity} rows needs {needed} bytes ({format_bytes(needed)}), but {room} "
             f"bytes ({format_bytes(room)}) of "

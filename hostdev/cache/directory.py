@@ -1,8 +1,8 @@
-"""Storage of a planner's per-row data: for every row at its id, or in a directory of the rows that matter now.
+"""Storage of a planner's per-row data: an array over all ids, or a directory of the rows that currently matter.
 
 A directory is an open-addressing hash table of positions, with linear probing. It holds the rows that have a slot or
-occur in an announced batch, and as many of the most recently used others as fit. A row keeps its position while it is
-in the directory. A forgotten row starts from zero when it returns, including its count of uses under lfu.
+occur in an announced batch, and as many other recently used rows as fit. A row keeps its position while it is in the
+directory. A forgotten row starts from zero when it returns, including its count of uses under lfu.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ Positions = npt.NDArray[np.int32]
 
 ROW = 4 * WORDS  # bytes, within a cache line
 _EMPTY, _GONE = -1, -2  # hash table entries; a search continues past _GONE (a tombstone)
-_LIVE, _USED, _HAND, _DEAD = range(4)  # the state: rows, positions so far, the next that may be free, tombstones
+_LIVE, _USED, _HAND, _DEAD = range(4)  # the state: rows, positions so far, the next position to try, tombstones
 _AGES = 512  # distinct ages, in batches
 _AHEAD, _NEAR = 32, 12  # prefetch distances in ids: the hash table entry, then the row
 _GRAIN = 1 << 14
@@ -65,12 +65,12 @@ class AllRows:
         return positions
 
     def expect(self, counts: npt.NDArray[Any], per_use: np.float32, *, above: float) -> np.float32:
-        """Store the probability that a batch has each row, and mark the C likeliest; return the lowest one's.
+        """Store each row's probability of being in a batch, and mark the C likeliest rows; return the lowest of theirs.
 
         Args:
             counts: Uses of each row, [V].
             per_use: Uses in a batch divided by the sum of counts.
-            above: The likeliest rows need a larger count than this.
+            above: Rows need a larger count than this to be marked.
         """
         expected = self.values[:, CHANCE]
         weights = np.ascontiguousarray(counts, np.float32)
@@ -83,20 +83,20 @@ class AllRows:
         return least
 
     def choose(self, counts: npt.NDArray[Any]) -> None:
-        """Set the count of the C most frequent rows to 1; of equally frequent rows, the first are taken."""
+        """Set the count of the C most frequent rows to 1; ties go to the first rows."""
         self.rows[np.argsort(-np.asarray(counts, np.float64), kind="stable")[: self._capacity], COUNT] = 1
 
 
 class Directory:
-    """Data of the rows that matter now: 32 bytes per row, and 7 to 14 to find it. Methods are those of `AllRows`.
+    """Data of the rows that currently matter: 32 bytes per row, and 7 to 14 for the index; methods as in `AllRows`.
 
-    There is room for a quarter more rows than are pinned (they have a slot or occur in an announced batch), and for two
+    There is room for the pinned rows (which have a slot or occur in an announced batch) and a quarter more, and for two
     batches. Unused room takes no memory.
 
     Args:
         rows: V.
         capacity: Number of slots.
-        window: Batches that are announced besides the next one.
+        window: Batches that are announced in addition to the next one.
         least: Number of rows below which none is forgotten.
     """
 
@@ -137,7 +137,7 @@ class Directory:
         return np.uint64(65 - len(self._index).bit_length())
 
     def place(self, ids: Ids, planned: int) -> Positions:
-        """Return the positions int32 [U] of rows, which are inserted if missing; may evict rows that are not pinned."""
+        """Return the positions int32 [U] of rows; inserts missing rows, and may forget rows that are not pinned."""
         self._make_room(len(ids), planned)
         positions = self._find(ids)
         expected, chosen = self._get_probabilities(ids, positions)
@@ -196,7 +196,7 @@ class Directory:
     def _get_probabilities(
         self, ids: Ids, positions: Positions
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
-        """Return, for rows without a position, their probabilities by counts [U], and which are likeliest [U]."""
+        """For rows without a position, return their probabilities by counts [U], and whether they are likeliest [U]."""
         expected, chosen = scratch("expected", (len(ids),), np.float32), scratch("chosen", (len(ids),), np.bool_)
         if self._likeliest is None:
             expected.fill(0)
@@ -265,19 +265,19 @@ def _empty(bits: int) -> Positions:
 
 
 def _most(capacity: int, window: int, unique: int) -> int:
-    """Return the most rows that a directory has room for, with batches of `unique` ids."""
+    """Return the maximum number of rows that a directory has room for, with batches of `unique` ids."""
     pinned = capacity + (window + 1) * unique
     return pinned + pinned // 4 + 2 * unique
 
 
 def most_bytes(rows: int, capacity: int, window: int, least: int, unique: int) -> int:
-    """Return the most bytes that a directory takes; at most `rows` rows occur, `unique` in a batch."""
+    """Return the maximum bytes of a directory, if at most `rows` rows occur, and `unique` in a batch."""
     room = min(rows, max(least, _most(capacity, window, unique)))
     return room * ROW + (4 << _get_hash_bits(room))
 
 
 def find_quantile(chances: npt.NDArray[np.float32], share: float) -> np.float32:
-    """Return the probability that this share of rows reaches."""
+    """Return the value that this share of `chances` reaches or exceeds."""
     last = min(round(len(chances) * (1 - share)), len(chances) - 1)
     least: np.float32 = np.partition(chances, last)[last]
     return least

@@ -1,7 +1,7 @@
-"""The most used rows by counts, found without copying the counts, which may be large and lie in a file.
+"""The most used rows by counts, found without copying the counts, which may be large and in a file.
 
 A row's key is the probability that a batch uses it, or the count itself. A radix search over histograms finds the C-th
-largest key; of the rows that have it, the first are taken.
+largest key; ties at that key go to the first rows.
 """
 
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from hostdev.kernels.jit import inline, kernel
 from hostdev.kernels.pool import run_tasks
 
-_DIGIT_BITS, _KEY_BITS, _CHANCE_BITS = 16, 64, 32  # the last: bits below a probability, which is a float32
+_DIGIT_BITS, _KEY_BITS, _CHANCE_BITS = 16, 64, 32  # the last: bits of a key below the probability, a float32
 _BY_COUNT = np.float32(0)
 _PIECES, _PIECE = 16, 1 << 18  # chunks at a time, and rows per chunk
 
@@ -52,7 +52,7 @@ def chance_at(key: np.uint64) -> np.float32:
 
 
 def _blocks(rows: int) -> list[list[tuple[int, int]]]:
-    """Return blocks of chunks of rows; a block is short, so that an interruption does not wait for long."""
+    """Return blocks of chunks of rows; blocks are short, so that an interruption does not wait for long."""
     pieces = [(start, min(start + _PIECE, rows)) for start in range(0, rows, _PIECE)]
     return [pieces[i : i + _PIECES] for i in range(0, len(pieces), _PIECES)]
 
@@ -114,7 +114,7 @@ def told(
     chances: Any,
     members: Any,
 ) -> None:
-    """Write probabilities and membership in `Likeliest` of those ids[start:stop] that have no position yet.
+    """Write probabilities, and membership in `Likeliest`, for those of ids[start:stop] that have no position yet.
 
     Args:
         chances: Output, float32 [U].
@@ -132,7 +132,7 @@ def told(
 def _digits(
     start: Any, stop: Any, counts: Any, per_use: Any, key: Any, shift: Any, histograms: Any, piece: Any
 ) -> None:
-    """Count the digits at `shift` of the rows [start, stop) whose higher digits are those of `key`."""
+    """Count the digits at `shift` of the rows [start, stop) whose higher digits equal those of `key`."""
     histogram = histograms[piece]
     for row in range(np.uint64(start), np.uint64(stop)):
         digit = (_key_of(counts[row], per_use) ^ key) >> shift

@@ -19,7 +19,7 @@ def fits(batches: Sequence[tuple[Ids, Positions]], rows: int, capacity: int) -> 
 
 
 def visits(unique: int, rows: int, capacity: int) -> int:
-    """Return the number of rows that `optimal` visits for a batch of `unique` ids: 20 to 40 ns each."""
+    """Return the number of rows that `optimal` visits for a batch of `unique` ids; a visit takes 20 to 40 ns."""
     return unique + min(capacity, rows) + _VISITS_A_BATCH
 
 
@@ -33,16 +33,16 @@ def optimal(
 ) -> Statistics:
     """Return the offline optimum's statistics: Belady with bypass over all batches, weighted by uses.
 
-    After each batch it keeps those cached and current rows whose next use is the densest: its uses divided by the
-    batches until then. Over 90 batches of Criteo and of Zipf ids, its hit rate was within 0.001 of the exact optimum,
-    the dual bound of the linear program (sources in `bound`).
+    After each batch it keeps those of the cached and current rows whose next use is the densest: its uses divided by
+    the number of batches until then. Over 90 batches of Criteo and of Zipf ids, its hit rate was within 0.001 of the
+    exact optimum, the dual bound of the linear program (sources in `bound`).
 
     Args:
         batches: Unique ids [U] and their uses int32 [U], in order.
         rows: V.
         capacity: Number of slots.
         since: The first batch that counts.
-        progress: Called after each batch; its exceptions are passed on.
+        progress: Called after each batch; its exceptions propagate.
     """
     total = Statistics(batches=len(batches) - since)
     following = _next_uses(batches, rows)
@@ -71,7 +71,7 @@ def optimal(
 
 
 def _next_uses(batches: Sequence[tuple[Ids, Positions]], rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return for each batch, the last one first, the next batch that has each id, and how often."""
+    """For each batch, from last to first, return the next batch that uses each id, and how often."""
     next_batch, next_uses = np.full(rows, _NEVER), np.zeros(rows, np.float32)
     found = []
     for number in range(len(batches) - 1, -1, -1):

@@ -1,4 +1,4 @@
-"""Options of a cache: size, policy and window. Every command imports this module, so it imports little."""
+"""Options of a cache: size, policy and window. Every command imports this module, so it must import little."""
 
 import math
 
@@ -22,5 +22,5 @@ def rows_of(size: int | str, rows: int) -> int:
     except ValueError:
         wanted = -1
     if not 0 <= wanted < math.inf or (text.endswith("%") and wanted > 1):
-        raise UserError(f"a cache's size is a number of rows or a share from 0% to 100%, not {str(size)!r}")
+        raise UserError(f"a cache's size must be a number of rows or a share from 0% to 100%, not {str(size)!r}")
     return min(math.ceil(round(wanted * rows, 6)) if text.endswith("%") else int(wanted), rows)

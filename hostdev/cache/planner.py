@@ -1,7 +1,8 @@
 """The cache's plan: which rows are admitted, evicted and bypassed. It depends only on the batches' ids, in order.
 
-A row enters when a batch uses it, and leaves when a better one needs its slot; any row may take any slot. Both happen
-after the batch's step, so that rows of the batch may leave, too. Rows that are not worth their transfers bypass.
+A row enters when a batch uses it, and leaves when a better row needs its slot; any row may take any slot. Both happen
+after the batch's step, so that rows of the batch may leave, too. Rows that are not worth their transfers bypass the
+cache.
 """
 
 import itertools
@@ -25,11 +26,11 @@ from hostdev.kernels.unique import count_occurrences
 Ids = npt.NDArray[Any]
 Positions = npt.NDArray[np.int32]
 
-BUDGET = 192 << 20  # bytes; if all rows fit, a directory would only cost time
+BUDGET = 192 << 20  # bytes; if all rows fit in it, a directory would only cost time
 MOST_ROWS = 2**31 - 1  # a slot is an int32
 _GRAIN = 1 << 14
-# A newcomer must save, per batch, this factor of what the C-th likeliest row saves, plus this many rows. Both are lower
-# without counts, as more rows are then unexpected.
+# Per batch, a newcomer must save this factor of what the C-th likeliest row saves, plus this many rows. Both are lower
+# without counts, since more rows are unexpected then.
 _GATE, _OPEN_GATE = (0.7, 0.045), (0.5, 0.03)
 _SAMPLED, _SAMPLED_EVERY = 1024, 4  # rows, batches: to estimate the C-th largest probability
 _DECAY = 2 ** (-1 / 15)  # per batch, of recent uses
@@ -51,7 +52,7 @@ class Plan(NamedTuple):
     ids: Ids  # [U]
     hits: Positions  # [H], cached before the batch
     hit_slots: Positions  # [H]
-    admitted: Positions  # [A], cached from the end of the batch's step on
+    admitted: Positions  # [A], cached from the end of the batch's step
     admitted_slots: Positions  # [A]: first free slots, then those of evicted rows, in the order of `evicted`
     passed: Positions  # [M], bypassing rows: looked up and updated on the host
     evicted: Ids  # [E], rows that leave at the end of the batch's step, before others are admitted
@@ -87,7 +88,7 @@ class Plan(NamedTuple):
 
 @dataclass
 class Statistics:
-    """Sums over batches. A use is a hit if its row was cached before the batch."""
+    """Totals over batches. A use is a hit if its row was cached before the batch."""
 
     batches: int = 0
     uses: int = 0
@@ -107,7 +108,7 @@ class Statistics:
 
         Args:
             passing: Bytes of a bypassing row.
-            whole: Bytes of an admitted or evicted row, which has its optimizer state.
+            whole: Bytes of an admitted or evicted row, including its optimizer state.
         """
         return self.passed * passing + self.admitted * whole, self.passed * passing + self.evicted * whole
 
@@ -125,12 +126,12 @@ class Statistics:
 def planner_bytes(
     rows: int, capacity: int, unique: int = 0, window: int = WINDOW, *, batches: int | None = None, budget: int = BUDGET
 ) -> int:
-    """Return the most bytes that a planner takes; if not all rows fit the budget, they depend on the batches.
+    """Return the maximum bytes of a planner; unless all rows fit the budget, they depend on the batches.
 
     Args:
         rows: V.
         capacity: Number of slots.
-        unique: Unique ids of a batch; 0 leaves out what batches add.
+        unique: Unique ids of a batch; 0 leaves out the bytes that batches add.
         window: The planner's window; 0 for a policy without lookahead.
         batches: The number of batches to come, if it is known.
         budget: As for `Planner`.
@@ -149,20 +150,21 @@ class Planner:
     Memory: 32 bytes per row and 4 per slot. If there are too many rows for the budget: about 40 bytes for each row that
     has a slot or occurs in announced batches, for a quarter as many others and for two batches, and for at least 3
     million rows; 4 per slot, and 4 per id of an announced batch. Data of other rows is then forgotten; `counts`, which
-    may lie in a file, and the ids of announced batches are kept.
+    may be in a file, and the ids of announced batches are kept.
 
     Args:
         rows: V, at most 2^31 - 1.
         capacity: Number of slots, in 0..V.
-        policy: "lookahead": the least cost, by the uses within the window and the probability of uses beyond; "lru";
-            "lfu": by the uses so far, also of uncached rows; "static": the rows with the largest `counts`. With more
-            than 8,192 slots, each batch searches another part of them for evictions.
-        window: Batches that are announced before one is planned, at most 32. The first 16 are distinguished; all count
-            for probabilities. Only for lookahead.
-        counts: How often each row is used, [V], in any unit: required by "static". Lookahead weighs it against recent
-            uses by how well each predicts; other policies ignore it.
+        policy: "lookahead": the least cost, given the uses within the window and the probability of uses beyond; "lru";
+            "lfu": by the uses so far, including those of uncached rows; "static": the rows with the largest `counts`.
+            With more than 8,192 slots, each batch searches a different part of them for evictions.
+        window: Batches that are announced before one is planned, at most 32. Only the first 16 are told apart; all
+            count for probabilities. Only for lookahead.
+        counts: How often each row is used, [V], in any unit: required by "static". Lookahead weighs counts against
+            recent uses by how well each predicts; other policies ignore them.
         costs: Costs of a bypass, an admission and an eviction; only for lookahead.
-        budget: Bytes for the data of all rows; if they do not fit, half of it for a part of them, and more if needed.
+        budget: Bytes for the data of all rows; if that does not fit, half of the budget, or more if needed, for some
+            rows.
     """
 
     def __init__(
@@ -186,7 +188,7 @@ class Planner:
         self.rows, self.capacity, self.policy = rows, capacity, policy
         self.window = window if kind == LOOKAHEAD else 0
         self.statistics = Statistics()
-        self.filled = 0  # occupied slots; they never become free again
+        self.filled = 0  # occupied slots; a slot never becomes free again
         self._kind = kind
         self._margin = (1 << FINE_BITS) - 1 if kind == LOOKAHEAD else 0
         self._directory = (
@@ -194,7 +196,7 @@ class Planner:
             if rows * ROW <= budget
             else Directory(rows, capacity, self.window, _get_least_rows(budget))
         )
-        self._slots = np.empty(capacity, np.int32)  # the position of the row in each of the first `filled`
+        self._slots = np.empty(capacity, np.int32)  # the position of the row in each of the first `filled` slots
         self._exchanging = False  # True: an interruption left the slots inconsistent
         if kind == STATIC:
             if counts is None:
@@ -204,10 +206,10 @@ class Planner:
         self._indices = prices(costs, self._bits).reshape(2, -1)  # unused by other policies
         self._counts = (
             np.asarray(counts) if kind == LOOKAHEAD and counts is not None else None
-        )  # until the first batch shows how many uses a batch has
+        )  # a guess, until the first batch shows how many uses a batch has
         self._least, self._gate, self._counted = np.float32(0), 0, False  # by the counts
         self._least_of_late, self._gate_of_late = np.float32(0), 0
-        self._watched = np.empty(0, np.int32)  # rows by which the counts are judged
+        self._watched = np.empty(0, np.int32)  # rows on which the counts are judged
         self._scores, self._believed = np.zeros(len(_WEIGHTS)), _WEIGHTS[0]
         self._scanned = 0  # the next slot to search for evictions
         self._swapped = 0  # evictions of the last batch
@@ -220,14 +222,14 @@ class Planner:
 
     @property
     def slot_ids(self) -> Positions:
-        """The row in each slot, int32 [C]; -1 where there is none."""
+        """The row in each slot, int32 [C]; -1 if the slot is free."""
         ids = np.full(self.capacity, -1, np.int32)
         ids[: self.filled] = self._directory.ids_of(self._slots[: self.filled])
         return ids
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the planner now, without the ids and uses of announced batches and the counts."""
+        """Bytes of the planner now, not counting the counts or the ids and uses of announced batches."""
         beside = sum(positions.nbytes for ids, _, positions in self._announced if positions is not ids)
         return self._directory.nbytes + self.filled * 4 + beside
 
@@ -236,10 +238,10 @@ class Planner:
 
         Args:
             ids: Unique, int32 or int64 [U], each in [0, V) (not checked).
-            uses: How often the batch has each, int32 [U].
+            uses: How often the batch uses each, int32 [U].
         """
         if len(self._announced) > self.window:
-            raise ValueError(f"{len(self._announced)} batches are announced already; plan one before the next")
+            raise ValueError(f"{len(self._announced)} batches are already announced; plan one before the next")
         if self._counts is not None and len(ids):
             self._store_probabilities(self._counts, int(uses.sum()))
             self._counts = None
@@ -294,7 +296,7 @@ class Planner:
         return plan
 
     def _make_context(self, latest: int) -> PlanContext:
-        """Return the context that rows are valued in; `latest` is the last announced batch."""
+        """Return the context for valuing rows; `latest` is the last announced batch."""
         by_counts = self._counted and self._believed >= planning.SURE
         return PlanContext(
             number=self._planned,
@@ -328,10 +330,10 @@ class Planner:
             self._gate_of_late = _get_gate(self._least_of_late, _OPEN_GATE)
 
     def _store_probabilities(self, counts: npt.NDArray[Any], uses: int) -> None:
-        """Store the probabilities that a batch of `uses` occurrences has each row, by the counts."""
+        """Store each row's probability, by the counts, of being in a batch of `uses` occurrences."""
         total = float(counts.sum(dtype=np.float64))
         per_use = np.float32(uses / total) if total > 0 else np.float32(0)
-        self._counted = bool(per_use > 0)  # counts that overflow are useless
+        self._counted = bool(per_use > 0)  # overflowing counts are useless
         if not self._counted or not self.capacity:
             return
         # A row that is used once per epoch is not worth a transfer.
@@ -340,13 +342,13 @@ class Planner:
         self._gate = _get_gate(self._least, _GATE)
 
     def restore(self, slot_ids: Positions) -> None:
-        """Forget announced batches, and set the cached rows [C]; -1 for none, after all others.
+        """Forget announced batches, and set the cached rows [C]; -1 for free slots, which come last.
 
         Usage statistics of planned batches are kept.
         """
         taken = np.flatnonzero(slot_ids >= 0)
         if len(taken) and taken[-1] >= len(taken):
-            raise ValueError("slots are filled from the first on, but some before the last row's are free")
+            raise ValueError("slots are filled from the first on, but a slot before the last used one is free")
         for _, uses, positions in self._announced if self._kind != STATIC else ():
             added = 1 if self._kind == LOOKAHEAD else uses
             rows = self._directory.rows
@@ -372,7 +374,7 @@ class Planner:
     def _choose(
         self, known: tuple[Any, ...], newcomers: npt.NDArray[np.int64]
     ) -> tuple[Positions, Positions, tuple[int, int]]:
-        """Return the slots of admitted rows, those that evicted rows free, and the threshold key with its ties."""
+        """Return the slots of admitted rows, the slots of evicted rows, and the threshold key with its ties."""
         willing = int(newcomers[1:].sum())
         free = min(self.capacity - self.filled, willing)
         leaving = np.empty(0, np.int32)
@@ -394,7 +396,7 @@ class Planner:
         return slots, leaving, _find_key_from_top(newcomers, len(slots))
 
     def _get_slots_to_scan(self) -> tuple[int, int]:
-        """Return the range of slots to search for evictions: all, or each part of very many in turn."""
+        """Return the range of slots to search for evictions: all, or if there are very many, each part in turn."""
         most = max(_SCANNED, _SCANNED_PER_SWAP * self._swapped)
         if self.filled <= most:
             return 0, self.filled
@@ -414,7 +416,7 @@ class Planner:
 
 
 def _get_least_rows(budget: int) -> int:
-    """Return the number of rows below which a directory forgets none."""
+    """Return the number of rows up to which a directory forgets none."""
     return budget // 2 // ROW
 
 
@@ -430,14 +432,14 @@ def _get_gate(least: np.float32, gate: tuple[float, float]) -> int:
 
 
 def _find_key(histogram: npt.NDArray[np.int64], count: int) -> tuple[int, int]:
-    """Return the key up to which there are at least `count` > 0 rows, and how many at that key belong to them."""
+    """Return the key up to which there are at least `count` > 0 rows, and how many rows at that key are among them."""
     up_to = np.cumsum(histogram)
     key = int(np.searchsorted(up_to, count))
     return key, int(count - (up_to[key] - histogram[key]))
 
 
 def _find_key_from_top(histogram: npt.NDArray[np.int64], count: int) -> tuple[int, int]:
-    """Return the key down to which there are at least `count` rows, and how many at that key belong to them."""
+    """Return the key down to which there are at least `count` rows, and how many rows at that key are among them."""
     key, ties = _find_key(histogram[::-1], count) if count else (0, 0)
     return KEYS - 1 - key, ties
 
@@ -457,7 +459,7 @@ def _join_parts(values: Positions, starts: Iterable[int], stops: Iterable[int]) 
 
 
 def renumber(inverse: Positions, places: Positions) -> Positions:
-    """Return the inverse int32 [N] into the rows on the device, from that into ids and the ids' places."""
+    """Turn an inverse into ids, and the ids' places, into the inverse into the rows on the device, int32 [N]."""
     out = np.empty_like(inverse)
     parallel_for(planning.take, len(inverse), inverse, places, out, grain=_GRAIN)
     return out
@@ -467,7 +469,7 @@ def warm_up(id_dtype: npt.DTypeLike) -> None:
     """Compile all kernels of a planner for ids of this dtype, or load them from numba's cache."""
     for policy, counts, budget in itertools.product(
         ("lookahead", "lru"), (None, np.arange(8)), (BUDGET, 0)
-    ):  # lru swaps rows each time
+    ):  # with lru, every batch swaps rows
         planner = Planner(8, 1, policy, window=1, counts=counts, budget=budget)
         for row, uses in ((0, 1), (1, 8), (1, 8), (2, 1)):
             planner.announce(np.array([row], id_dtype), count_occurrences(np.zeros(uses, np.int32), 1))

@@ -3,14 +3,15 @@
 V rows, C slots, U unique ids of a batch. A row's data takes half a cache line:
 
     rows    int32 [V, 8]: 0 the last announced batch that uses the row; 1 a bit for each of the 32 batches up to that
-            one, bit k for the one k before it; 2 the row's slot or -1; 3 its uses in all announced batches (lookahead:
-            the batches that use it; static: 1 if it is to be cached); 6 is 1 for the C likeliest rows by count
+            one, bit k for the batch k before it; 2 the row's slot or -1; 3 its uses in all announced batches
+            (lookahead: the batches that use it; static: 1 if it is to be cached); 6 is 1 for the C likeliest rows by
+            count
     values  float32 [V, 8], a view of `rows`: 4 its decayed number of uses as of the last one; 5 the probability that a
             batch uses it, by its count
 
-A row's value is a 12-bit key, so that a histogram gives ranks. Lookahead's key is the index of `prices`, by the known
-batches and the probability of a use beyond them, followed by bits of that probability. Other policies have 64 steps per
-octave of a number.
+A row's value is a 12-bit key, so that a histogram gives ranks. Lookahead's key is the index of `prices`, looked up by
+the known batches and the probability of a use beyond them, followed by bits of that probability. Other policies encode
+a number with 64 steps per octave.
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ import numpy as np
 from hostdev.cache.prices import ENTER, RATES, STAY
 from hostdev.kernels.jit import inline, kernel, prefetch_to_read
 
-LOOKAHEAD, LRU, LFU, STATIC = range(4)  # as in `options.POLICIES`
+LOOKAHEAD, LRU, LFU, STATIC = range(4)  # in the order of `options.POLICIES`
 
 KEYS = 1 << 12
 FINE_BITS = 4  # bits of a key below the index
@@ -36,12 +37,12 @@ _MOST_USES = 2**30
 
 
 class PlanContext(NamedTuple):
-    """The context that the rows of a planned batch are valued in."""
+    """The context in which the rows of a planned batch are valued."""
 
     number: int  # of the planned batch
     latest: int  # of the last announced batch
     kind: int
-    bits: int  # of the index table: batches that it distinguishes
+    bits: int  # of the index table: the number of batches that it distinguishes
     believed: np.float32  # weight of the counts, in recent uses
     per_batch: np.float32  # 1 / the decayed number of batches
     per_announced: np.float32  # 1 / batches so far, if there are no counts; else 0
@@ -58,7 +59,7 @@ def _key_of(value: Any) -> Any:
 
 @inline
 def _coming(rows: Any, row: Any, now: Any) -> Any:
-    """Return the announced batches that use the row as bits for the index table; the nearest is the highest bit."""
+    """Return bits for the index table: the announced batches that use the row, the nearest as the highest bit."""
     later: Any = min(max(np.int64(rows[row, LAST]) - np.int64(now.number), 0), 32)
     used = np.uint64(np.uint32(rows[row, BEFORE])) & ((np.uint64(1) << np.uint64(later)) - np.uint64(1))
     return (used << np.uint64(32)) >> np.uint64(later + 32 - now.bits)
@@ -94,9 +95,9 @@ def _value(
     places: Any,
     keys: Any,
 ) -> None:
-    """Write probabilities and keys of the first `count` rows of a block: indices from a table [RATES << bits], 4 bits.
+    """Write probabilities and keys of a block's first `count` rows; a key is an index from `table`, then 4 bits.
 
-    Separate loops read rows at random, compute (vectorized), and read the table, which is larger than the L1 cache.
+    Separate loops read random rows, compute (vectorized), and read the table [RATES << bits], larger than the L1 cache.
     """
     believed, per_batch, per_announced, bits = now.believed, now.per_batch, now.per_announced, np.uint32(now.bits)
     last: Any = np.int64(now.latest)
@@ -152,9 +153,10 @@ def announce(start: Any, stop: Any, ids: Any, uses: Any, now: Any, rows: Any, va
 
 @kernel
 def judge(watched: Any, now: Any, rows: Any, values: Any, decays: Any, weights: Any, scores: Any) -> None:
-    """Add to `scores` [K] the log-likelihood of batch `now.latest` if counts have the weight weights[k].
+    """Add to scores[k] the log-likelihood of batch `now.latest` if counts have the weight weights[k].
 
-    The Poisson likelihood over the rows `watched`, after that batch is announced, with the rates before it in `now`.
+    It is the Poisson likelihood of the rows `watched`, after that batch is announced, with the rates before it in
+    `now`.
     """
     decay = decays[1]
     for i in range(len(watched)):
@@ -195,7 +197,7 @@ def classify(
         hit_slots: Output from `start` on, int32 [U]: their slots.
         missed: Output from `start` on, int32 [U]: positions of ids without a slot, ascending.
         keys: Output from `start` on, uint16 [U]: their keys; 0 for a bypass.
-        histograms: int32 [pieces, KEYS]; histograms[piece] is increased by the counts of these keys.
+        histograms: int32 [pieces, KEYS]; the counts of these keys are added to histograms[piece].
         totals: Output, int64 [pieces, 3]: ids with a slot, their uses, all uses.
     """
     histogram, end, block, entering = histograms[piece], np.uint64(stop), np.uint64(_BLOCK), indices[ENTER]
@@ -207,7 +209,7 @@ def classify(
             if p + np.uint64(_AHEAD) < end:
                 prefetch_to_read(rows, ids[p + np.uint64(_AHEAD)], 1)
             slot, used = rows[np.uint64(ids[p]), SLOT], np.int64(uses[p])
-            hits[h], hit_slots[h], missed[m] = p, slot, p  # the wrong one is overwritten by the next
+            hits[h], hit_slots[h], missed[m] = p, slot, p  # the next id overwrites the wrong entry
             hit = slot >= 0
             h, m = h + np.uint64(hit), m + np.uint64(not hit)
             hit_uses, all_uses = hit_uses + used * np.int64(hit), all_uses + used
@@ -224,7 +226,7 @@ def classify(
                 willing = (sure & (index >= 1 << FINE_BITS)) | (index > now.gate)
                 key = np.uint16(index * np.int64(willing))
             else:
-                key = _key_of(1.0) if now.kind == LRU else _key_of(rows[row, COUNT])  # static: above 0 is cached
+                key = _key_of(1.0) if now.kind == LRU else _key_of(rows[row, COUNT])  # static: rows above 0 are cached
             keys[valued + i] = key
             histogram[np.uint64(key)] += 1
         valued = m
@@ -245,7 +247,7 @@ def score(
     histograms: Any,
     piece: Any,
 ) -> None:
-    """Write the keys of the rows in slots [start, stop) to keys uint16 from `start` on, and count them.
+    """Write the keys of the rows in slots [start, stop) to `keys`, uint16, at these positions, and count them.
 
     A row is evicted if a newcomer's key exceeds its own by the margin.
     """
@@ -283,7 +285,7 @@ def exchanges(newcomers: Any, residents: Any, margin: Any) -> Any:
     """Return the number of swaps: the k-th best newcomer replaces the k-th worst resident while it is better.
 
     Args:
-        newcomers: Counts by key, int64 [KEYS]; those of key 0 do not enter.
+        newcomers: Counts by key, int64 [KEYS]; rows of key 0 do not enter.
         residents: Counts by key, int64 [KEYS].
         margin: A newcomer's key must exceed the resident's by more than this.
     """
@@ -304,7 +306,7 @@ def exchanges(newcomers: Any, residents: Any, margin: Any) -> Any:
 
 @kernel
 def worst(threshold: Any, ties: Any, keys: Any, out: Any) -> None:
-    """Write the positions of keys below the threshold, and of the first `ties` at it, ascending, to out, one longer."""
+    """Write the ascending positions of keys below the threshold, and of the first `ties` at it, to the longer `out`."""
     count, left = np.uint64(0), np.int64(ties)
     for p in range(np.uint64(0), np.uint64(len(keys))):
         out[count] = p
@@ -337,7 +339,7 @@ def divide(
 
 @kernel
 def exchange(start: Any, stop: Any, ids: Any, admitted: Any, into: Any, evicted: Any, rows: Any, slot_ids: Any) -> None:
-    """Assign the slots into[start:stop] to the ids at the positions `admitted`.
+    """Assign the slots `into[start:stop]` to the ids at the positions `admitted`.
 
     Args:
         evicted: Output [E]: the rows that held the last E of these slots.

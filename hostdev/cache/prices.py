@@ -1,9 +1,9 @@
 """Whittle indices: the highest price per slot at which a row is worth caching, by its known and expected uses.
 
-The uses of a row in the next batches are known; beyond them, only the probability that a batch uses it. A row is worth
-a slot while the slot costs less per batch than caching the row saves. The highest such price is its Whittle index.
-Keeping the rows with the largest indices is optimal if "C rows at a time" is relaxed to "C rows on average"; with the
-whole future known, it is the linear program of offline caching.
+The uses of a row in the next batches are known; beyond them, only the probability that a batch uses it is known. A row
+is worth a slot while the slot costs less per batch than caching the row saves. The highest such price is its Whittle
+index. Keeping the rows with the largest indices is optimal if "C rows at a time" is relaxed to "C rows on average". If
+the whole future is known, this is the linear program of offline caching.
 
 Let x(s) be the future cost without the row minus that with it, for a slot of price p:
 
@@ -27,7 +27,7 @@ import numpy.typing as npt
 from hostdev.kernels.jit import kernel
 from hostdev.kernels.pool import parallel_for
 
-RATES = 22  # classes of the probability that a batch uses a row: 1, from 3/4, from 1/2, from 3/8, ..., and the rest
+RATES = 22  # classes of the probability that a batch uses a row: 1, >= 3/4, >= 1/2, >= 3/8, ..., the rest
 PRICES = 161  # 16 per octave; the highest is a little above any row's index
 HORIZON = 100  # batches
 MOST_BITS = 16  # batches ahead
@@ -45,7 +45,7 @@ class Costs(NamedTuple):
     def of(
         cls, passing: int, whole: int, *, down: float = 1.0, up: float = 1.0, host: "Costs | None" = None
     ) -> "Costs":
-        """Return the costs on the bus, plus those of the host's work.
+        """Return the costs of bus transfers, plus those of the host's work.
 
         Args:
             passing: Bytes of a bypassing row, in each direction.
@@ -64,12 +64,13 @@ class Costs(NamedTuple):
 
 @lru_cache(maxsize=4)
 def prices(costs: Costs, bits: int) -> npt.NDArray[np.uint8]:
-    """Return the indices [2, RATES, 2 ** bits] of rows to stay, and of rows to enter; 0: not worth any price.
+    """Return the indices [2, RATES, 2 ** bits] for rows to stay and for rows to enter; 0: not worth any price.
 
-    The last axis has a bit per known batch, the nearest one highest. Index i is a price of about 2 ** (i / 16).
+    The last axis has a bit per known batch; the nearest batch is the highest bit. Index i is a price of about 2 ** (i /
+    16).
     """
     if not 0 <= bits <= MOST_BITS:
-        raise ValueError(f"indices exist for 0 to {MOST_BITS} known batches, not {bits}")
+        raise ValueError(f"the number of known batches must be in 0..{MOST_BITS}, not {bits}")
     table = np.zeros((2, RATES, 1 << bits), np.uint8)
     admitted, evicted = (np.float32(cost / costs.passed) for cost in costs[1:])
     of_rate = np.array([get_rate_middle(rate) for rate in range(RATES)], np.float32)
@@ -88,7 +89,7 @@ def get_rate_middle(rate: int) -> float:
 
 
 def get_price_index(price: float) -> int:
-    """Return the index of a slot's price per batch, in units in which `passed` is 2."""
+    """Return the index of a slot's price per batch, in units where `passed` is 2."""
     return int(np.clip(np.ceil(PRICES + 16 * np.log2(max(price, 1e-9) / 2.02)), 0, PRICES))
 
 

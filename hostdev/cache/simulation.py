@@ -21,26 +21,26 @@ _VISITS = 1e8  # of uses, for each bound
 
 
 class Simulated(NamedTuple):
-    """Results of a cache, or of the optimum, whose figures each belong to a different cache."""
+    """Results of a cache, or of the optimum, whose figures may each come from a different cache."""
 
     statistics: Statistics
     planning: float = 0.0  # seconds, over the same batches
-    least: tuple[float, ...] = ()  # for the optimum: the least by each of the costs
+    least: tuple[float, ...] = ()  # for the optimum: the least value of each of the costs
 
 
 class Simulation:
-    """Caches of a group's tables, of every policy and several sizes, over the same batches.
+    """Caches of a group's tables, for every policy and several sizes, over the same batches.
 
     Args:
         rows: Rows of the tables.
         sizes: Sizes of the caches, in rows.
         steps: Batches to come; results cover the second half of them.
-        counts: Uses of each row [V], for "static", which is left out without them.
+        counts: Uses of each row [V], for "static"; None leaves it out.
         window: Batches that lookahead knows in advance.
         costs: Costs of moving a row, which lookahead minimizes.
-        told: Whether lookahead has the counts, too.
+        told: Whether lookahead gets the counts, too.
         policies: A subset of `POLICIES`.
-        optimum: Find the optimum, too: the most hits, and the least by each of `others`.
+        optimum: Find the optimum, too: the most hits, and the least value of each of `others`.
         others: Further costs, such as bytes and nanoseconds.
     """
 
@@ -119,7 +119,7 @@ class Simulation:
         return bound.fits(unique, self._steps) and fits(self._recorded, self._rows, max(self._sizes, default=0))
 
     def _optimum(self) -> list[Simulated]:
-        """Return the results of the best caches in the second half; those of least cost may start with any rows."""
+        """Return the results of the best caches in the second half; caches of least cost may start with any rows."""
         uses = bound.uses_of([ids for ids, _ in self._recorded[self._half :]])
         return [
             Simulated(

@@ -1,7 +1,7 @@
 """The device side of a cache: a table's hot rows with their optimizer state, gathered and updated in place.
 
-C slots; optimizer state of S columns of D values and R of one value per row. A batch has U unique ids: H are cached, A
-are admitted, M bypass the cache, and its rows lie in this order. E rows are evicted.
+Shapes: C slots; per row, S optimizer state columns of D values and R state values. A batch has U unique ids: H are
+cached, A are admitted, M bypass the cache, and its rows are in this order. E rows are evicted.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -18,7 +18,7 @@ from hostdev.kernels.pool import Task
 
 
 class CachedTable(Protocol):
-    """A table in host memory, as a cache uses it; `hostdev.HostTable` is one."""
+    """The interface of a table in host memory that a cache needs; `hostdev.HostTable` implements it."""
 
     name: str
     optimizer: SparseOptimizer
@@ -47,7 +47,7 @@ class Places(NamedTuple):
 
     hit_slots: Tensor  # [H]
     admitted_slots: Tensor  # [A]; the last E hold rows that are evicted
-    row_ids: Tensor | None = None  # int32 or int64 [H + A], the ids of both in the table; None if they are not needed
+    row_ids: Tensor | None = None  # int32 or int64 [H + A], the table ids of both; None if they are not needed
 
     @classmethod
     def of(cls, plan: Plan, row_ids: Any = None) -> "Places":
@@ -100,7 +100,7 @@ class DeviceSlots:
     ) -> None:
         """Take one optimizer step on cached rows in their slots, and on admitted rows in their own memory.
 
-        Afterwards, weights that the host stores as bfloat16 are rounded; this does not change skipped rows.
+        Weights that the host stores as bfloat16 are then rounded; this does not change skipped rows.
 
         Args:
             at: The plan's slots.

@@ -1,4 +1,4 @@
-"""The best checkpoint of a run, by the evaluations that the newest checkpoint holds."""
+"""The best checkpoint of a run, according to the evaluations in its newest checkpoint."""
 
 import math
 from pathlib import Path
@@ -10,10 +10,10 @@ from hostdev.core.errors import HostdevError
 
 
 class Best(NamedTuple):
-    """A run's best evaluation so far: the highest test AUC, the first of equal ones.
+    """A run's best evaluation so far: the first one with the highest test AUC.
 
     Attributes:
-        stops_early: The run has --early-stop, and so keeps the checkpoint.
+        stops_early: The run has --early-stop, and therefore keeps this checkpoint.
     """
 
     step: int
@@ -23,7 +23,7 @@ class Best(NamedTuple):
 
 
 def of_run(newest: Checkpoint) -> Best | None:
-    """Return the best evaluation in a checkpoint of the command `train`; None if there is none."""
+    """Return the best evaluation recorded in a checkpoint of the command `train`; None if there is none."""
     state = newest.manifest.state
     more = state.get("more") if isinstance(state, dict) else None
     if not isinstance(more, dict) or not isinstance(more.get("quality"), list):

@@ -46,7 +46,7 @@ def _info(arguments: argparse.Namespace) -> int:
         weights = "" if table.dtype == FP32 else f", weights {table.dtype}"
         about = f"{table.rows:,} x {table.dim}, {table.optimizer} (slots {slots}){weights}, step {table.step:,}"
         print(printable(f"table {table.name}: {about}"))
-    digest = newest.manifest.state_sha256 or "not computed; verify does it"
+    digest = newest.manifest.state_sha256 or "not computed; verify computes it"
     print(f"state_sha256 {printable(digest, 80)}")
     return code
 
@@ -69,11 +69,11 @@ def _verify(arguments: argparse.Namespace) -> int:
     if newest is not None:
         digest, noted = _digest(chains[newest]), chains[newest][-1].manifest.state_sha256
         if noted not in (None, digest):
-            wrong[newest] = f"{newest}: state_sha256 is {digest}, not {noted} as it says"
+            wrong[newest] = f"{newest}: state_sha256 is {digest}, but the manifest says {noted}"
         digest += "" if noted is None else ", as the manifest says"
     if len(found) == 1 and wrong:
         raise BrokenCheckpointError(wrong[found[0]])
-    for path in dict.fromkeys([*(each.path for each in chains.get(found[0], [])), *found]):  # one's parents, too
+    for path in dict.fromkeys([*(each.path for each in chains.get(found[0], [])), *found]):  # and parents
         if path in wrong:
             print(printable(f"{path}: NOT WHOLE: {wrong[path]}"))
         else:
@@ -98,7 +98,7 @@ def _digest(chain: folder.Chain) -> str:
 
 
 def _newest(path: Path, prog: str) -> folder.Chain:
-    """Return the newest valid checkpoint, and name skipped ones on standard error."""
+    """Return the newest valid checkpoint; print skipped ones to standard error."""
     found = folder.newest(path)
     for line in found.notes():
         note(f"{prog}: {line}")
@@ -156,5 +156,5 @@ _COMMANDS = {
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command in the parsed flags, and return its exit code."""
+    """Run the command that the parsed flags name, and return its exit code."""
     return _COMMANDS[arguments.command](arguments)

@@ -30,7 +30,7 @@ class _MergedRows:
 
     def read(self, first: int, last: int, ids: npt.NDArray[np.int64] | None, columns: Rows, row_columns: Rows) -> None:
         """See `writer.Source`."""
-        for start, stop in self._layers.ranges(self._name):  # ranks' parts may have irregular ranges
+        for start, stop in self._layers.ranges(self._name):  # ranks' parts may have ranges of different sizes
             begin, end = max(first, start), min(last, stop)
             if begin >= end:
                 continue
@@ -45,32 +45,32 @@ def compact(chain: Chain, keep: int | None = None) -> str:
 
     Args:
         chain: The checkpoint, with its parents.
-        keep: Then remove all but this number of newest checkpoints and their parents; None removes none.
+        keep: Afterwards keep only this number of newest checkpoints, with their parents; None removes none.
 
     Raises:
-        UserError: Another process writes there.
+        UserError: Another process writes to the folder.
         OSError: The checkpoint cannot be written.
     """
     newest = chain[-1]
     path = newest.path.parent
     with folder.locked(path):
         if not all(map(folder.is_on_disk, chain)):
-            raise UserError(f"{newest.path} was merged or removed by another process meanwhile; run the command again")
+            raise UserError(f"{newest.path} was merged or removed by another process; run the command again")
         before = _size(path)
         if len(chain) == 1:
-            told = f"{newest.path} is whole already"
+            told = f"{newest.path} is already a full checkpoint"
         else:
             made = merge(chain, path)
-            told = f"{made}: {len(chain)} checkpoints in one"
+            told = f"{made}: {len(chain)} checkpoints merged into one"
             if folder.is_parent(newest.path):
-                told += f"; {newest.path} is kept, as it is the parent of another one"
+                told += f"; {newest.path} is kept, since it is the parent of another checkpoint"
             else:
                 folder.remove(newest.path)
         if keep is not None:
             known = best.of_run(newest)
             folder.prune(path, keep, [known.step] if known is not None and known.stops_early else [])
         after = _size(path)
-    return f"{told}; {path} has {after:,} bytes, before it had {before:,}"
+    return f"{told}; {path} has {after:,} bytes, and had {before:,} before"
 
 
 def merge(chain: Chain, path: Path) -> Path:
@@ -84,7 +84,7 @@ def merge(chain: Chain, path: Path) -> Path:
 
 
 def write_anew(layers: Layers, items: Sequence[Item], path: Path) -> Path:
-    """Write a full checkpoint of these tables, with a chain's other content, into `path`; return its path."""
+    """Write a full checkpoint of these tables, with the rest of a chain's content, into `path`; return its path."""
     newest = layers.manifest
     others = {
         file.file: checkpoint.path / file.file

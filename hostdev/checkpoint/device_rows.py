@@ -1,4 +1,4 @@
-"""A device table's rows for a checkpoint: copied in advance, as device tables have no copy-on-write."""
+"""A device table's rows for a checkpoint: copied in advance, since device tables have no copy-on-write."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ class DeviceRows:
 
     Args:
         table: A `DeviceTable`.
-        at_once: Most bytes to copy; a larger table is read while the checkpoint is written, and must not change.
+        at_once: Maximum bytes to copy; a larger table is read while the checkpoint is written, and must not change.
     """
 
     def __init__(self, table: Any, at_once: int) -> None:

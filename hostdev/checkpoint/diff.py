@@ -17,7 +17,7 @@ Rows = npt.NDArray[np.float32]
 
 
 def differences(one: Chain, other: Chain) -> list[str]:
-    """Return a line for each difference between two checkpoints; none if they are equal, bit for bit."""
+    """Return a line for each difference between two checkpoints; no lines if they are equal bit for bit."""
     a, b = Layers(one), Layers(other)
     lines = []
     if a.manifest.step != b.manifest.step:
@@ -53,14 +53,14 @@ def _compare_tables(a: Layers, b: Layers, mine: Table, theirs: Table) -> list[st
             count, begin = count + len(rows), begin + len(x)
         if count:
             lines.append(
-                f"table {mine.name}, {column}: {count:,} of {mine.rows:,} rows differ, the first is {first}; "
+                f"table {mine.name}, {column}: {count:,} of {mine.rows:,} rows differ, first row {first}; "
                 f"by at most {most:.3g}"
             )
     return lines
 
 
 def _zip_rows(ours: Iterator[Rows], theirs: Iterator[Rows]) -> Iterator[tuple[Rows, Rows]]:
-    """Yield the same rows of both, which arrive in chunks of different lengths."""
+    """Yield matching chunks of both, which arrive in chunks of different lengths."""
     x = y = np.empty((0, 0), np.float32)
     while True:
         try:

@@ -41,7 +41,7 @@ class Options(NamedTuple):
 
 
 def make_options(arguments: argparse.Namespace) -> Options:
-    """Return the options that were given; UserError for a combination that is not supported."""
+    """Return the given options; UserError for a combination that is not supported."""
     dtype = "bfloat16" if arguments.dtype == "bf16" else arguments.dtype  # the alias is accepted for one release
     if dtype == "bfloat16" and arguments.format != "safetensors":
         raise UserError(
@@ -91,14 +91,14 @@ def _describe_left_out(layers: Layers, options: Options) -> Iterator[str]:
     slots = {table.name: [*table.slots, *table.row_slots] for table in newest.tables}
     if any(slots.values()) and not options.slots:
         named = ", ".join(f"{name} ({', '.join(columns)})" for name, columns in slots.items() if columns)
-        yield f"left out: the optimizers' slots of {named}; --slots writes them"
+        yield f"not exported: the optimizer slots of {named}; --slots writes them"
     state = newest.state if isinstance(newest.state, dict) else {}
     if state.get("extra") is not None:
-        yield "left out: what Runtime.save was given as extra; hostdev.open(...).extra returns it"
+        yield "not exported: the `extra` of Runtime.save; hostdev.open(...).extra returns it"
     if "more" in state:
-        yield "left out: the dense layers' optimizer, random generators and the run's progress, which --resume needs"
+        yield "not exported: the dense layers' optimizer, random generators and run's progress, which --resume needs"
     if options.dtype == "bfloat16":
-        yield "left out: 16 bits of each weight, which is rounded to bfloat16"
+        yield "not exported: the low 16 bits of each weight, which is rounded to bfloat16"
 
 
 def _columns(table: Table, options: Options) -> list[str]:
@@ -107,7 +107,7 @@ def _columns(table: Table, options: Options) -> list[str]:
 
 def _write_table(out: Path, layers: Layers, table: Table, options: Options, progress: Progress) -> None:
     columns = _columns(table, options)
-    name = quote(table.name, safe=" ")  # it may contain a slash
+    name = quote(table.name, safe=" ")  # a name may contain a slash
     if options.format == "parquet":
         _write_parquet(out / f"{name}.parquet", layers, table, columns, progress)
     elif options.format == "npy":
@@ -118,7 +118,7 @@ def _write_table(out: Path, layers: Layers, table: Table, options: Options, prog
 
 
 def _write_parquet(path: Path, layers: Layers, table: Table, columns: list[str], progress: Progress) -> None:
-    """Write the columns id; column and value, if ids are the data set's; weights and optimizer state, lists of D."""
+    """Write the columns id; column and value, if the ids are the data set's; weights and state, lists of D."""
     names = _read_vocabulary(layers)
     named = names is not None and len(names) == table.rows
     writer: pq.ParquetWriter | None = None
@@ -151,7 +151,7 @@ def _write_npy(path: Path, layers: Layers, table: Table, column: str, progress: 
 def _write_safetensors(
     path: Path, layers: Layers, table: Table, columns: list[str], dtype: str, progress: Progress
 ) -> None:
-    """Write a tensor for each column in the format of github.com/huggingface/safetensors: a header, then all data."""
+    """Write columns as tensors in the format of github.com/huggingface/safetensors: a header, then data."""
     size, kind = (2, "BF16") if dtype == "bfloat16" else (4, "F32")
     header: dict[str, Any] = {"__metadata__": {"table": table.name, "optimizer": table.optimizer}}
     end = 0
@@ -205,6 +205,6 @@ def _write_dense(out: Path, layers: Layers) -> None:
     state = layers.manifest.state
     dense = state.get("dense") if isinstance(state, dict) else None
     if isinstance(dense, dict) and "model" in dense:
-        content = io.BytesIO()  # torch's own writer hides the cause of a full disk
+        content = io.BytesIO()  # torch's own writer hides a full disk's error
         torch.save(read_values(layers, dense["model"]), content)
         (out / DENSE).write_bytes(content.getbuffer())

@@ -15,11 +15,11 @@ STATE, OPTIMIZER, EXTRA = "state.json", "optimizer.pt", "extra.pt"
 
 
 def write_state(out: Path, layers: Layers) -> None:
-    """Write state.json; also optimizer.pt for a checkpoint of hostdev.train, extra.pt for one of `Runtime.save`.
+    """Write state.json, and optimizer.pt for a checkpoint of hostdev.train or extra.pt for one of `Runtime.save`.
 
-    state.json has the checkpoint's step, and for each table its step, optimizer with hyperparameters, names of
-    optimizer state, and dtype in training. `torch.load` reads the other files without hostdev; NumPy arrays in `extra`
-    become tensors.
+    state.json has the checkpoint's step, and each table's step, optimizer with hyperparameters, names of optimizer
+    state, and dtype in training. `torch.load` reads the other files without hostdev; NumPy arrays in `extra` become
+    tensors.
     """
     found = layers.manifest
     names = ("rows", "dim", "step", "optimizer", "hyperparameters", "slots", "row_slots", "dtype", "seed")
@@ -40,7 +40,7 @@ def write_state(out: Path, layers: Layers) -> None:
 
 
 def _write(path: Path, tree: Any, layers: Layers) -> None:
-    content = io.BytesIO()  # torch's own writer hides the cause of a full disk
+    content = io.BytesIO()  # torch's own writer hides a full disk's error
     torch.save(_as_tensors(read_values(layers, tree)), content)
     path.write_bytes(content.getbuffer())
 

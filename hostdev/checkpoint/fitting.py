@@ -1,4 +1,4 @@
-"""Partial loading: a checkpoint with other tables than the program's, or with fewer rows."""
+"""Partial loading of a checkpoint whose tables differ from the program's, or have fewer rows."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -15,7 +15,7 @@ class Fit(NamedTuple):
 
     Attributes:
         path: The checkpoint.
-        taken: Rows in the checkpoint and in the program, by names of shared tables.
+        taken: For each shared table, by name, its number of rows in the checkpoint and in the program.
         new: Tables that only the program has.
         left: Tables that only the checkpoint has.
     """
@@ -26,11 +26,11 @@ class Fit(NamedTuple):
     left: list[str]
 
     def what_is_left(self) -> list[str]:
-        """Return a line for each table with rows that are not loaded or not in the checkpoint."""
-        found = [f"{self.path} has no table {name!r}, whose rows stay as they are" for name in self.new]
-        found += [f"table {name!r} of {self.path} is left out, as there is none here" for name in self.left]
+        """Return a line for each table that is not loaded completely."""
+        found = [f"{self.path} has no table {name!r}; its rows keep their values" for name in self.new]
+        found += [f"table {name!r} of {self.path} is not loaded: there is no such table here" for name in self.left]
         return found + [
-            f"table {name!r} has {there:,} rows in {self.path}; the others of the {here:,} here stay as they are"
+            f"table {name!r} has {there:,} rows in {self.path}; the other rows of the {here:,} here keep their values"
             for name, (there, here) in self.taken.items()
             if there < here
         ]
@@ -42,7 +42,7 @@ class Fit(NamedTuple):
             more = f"; {here - there:,} new rows have their initial values" if here > there else ""
             found.append(f"table {name}: {there:,} rows with their slots{more}")
         found += [f"table {name}: not in the checkpoint; all rows have their initial values" for name in self.new]
-        found += [f"table {name}: only in the checkpoint; not taken" for name in self.left]
+        found += [f"table {name}: only in the checkpoint; not loaded" for name in self.left]
         return found
 
 
@@ -50,7 +50,7 @@ def fit_tables(chain: Chain, tables: Mapping[str, Any]) -> Fit:
     """Return the overlap of a checkpoint's tables and these, HostTable or DeviceTable by name.
 
     Raises:
-        UserError: No table is shared, or a shared one differs in columns, optimizer or dtype, or has fewer rows here.
+        UserError: No table is shared, or a shared table differs in columns, optimizer or dtype, or has fewer rows here.
     """
     newest = chain[-1]
     held = {table.name: table for table in newest.manifest.tables}
@@ -75,7 +75,7 @@ def fit_tables(chain: Chain, tables: Mapping[str, Any]) -> Fit:
         taken[name] = there.rows, table.total_rows
     if not taken:
         raise UserError(
-            f"{newest.path} has none of the tables {', '.join(sorted(tables))}; its own are {', '.join(sorted(held))}"
+            f"{newest.path} has none of the tables {', '.join(sorted(tables))}; it has {', '.join(sorted(held))}"
         )
     return Fit(newest.path, taken, sorted(tables.keys() - held.keys()), sorted(held.keys() - tables.keys()))
 

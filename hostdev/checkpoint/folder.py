@@ -1,7 +1,8 @@
 """A folder of checkpoints: listing, finding valid ones, committing new ones, and pruning.
 
 A checkpoint is written to a folder with a temporary name, synced to disk, and renamed. Under its final name it is
-complete or absent. An incremental checkpoint names its parent; `read_chain` finds all checkpoints that one needs.
+complete or absent. An incremental checkpoint names its parent; `read_chain` finds all checkpoints that a checkpoint
+needs.
 """
 
 import contextlib
@@ -40,7 +41,7 @@ class Checkpoint(NamedTuple):
         return self.path.name
 
 
-Chain = list[Checkpoint]  # the full one first; each one's parent is before it
+Chain = list[Checkpoint]  # the full checkpoint first; each one's parent precedes it
 
 
 class Found(NamedTuple):
@@ -51,16 +52,16 @@ class Found(NamedTuple):
 
     def notes(self) -> list[str]:
         """Return a line for each newer, damaged checkpoint."""
-        return [f"{line}; an older one is taken: {self.chain[-1].path}" for line in self.broken]
+        return [f"{line}; using an older one: {self.chain[-1].path}" for line in self.broken]
 
 
 def name_of(step: int, number: int = 1) -> str:
-    """Return the name of a checkpoint's folder, such as step-0000000300; further ones of a step have a number."""
+    """Return the name of a checkpoint's folder, such as step-0000000300; further ones of a step get a number."""
     return f"step-{step:010d}" + (f".{number}" if number > 1 else "")
 
 
 def names_in(path: Path) -> list[str]:
-    """Return the names of the checkpoints in a folder as written, unreadable ones last; [] if it is missing."""
+    """Return the names of a folder's checkpoints in order of writing, unreadable ones last; [] if it is missing."""
     try:
         found = [(match, each.name) for each in path.iterdir() if (match := _NAME.fullmatch(each.name))]
     except (FileNotFoundError, NotADirectoryError):
@@ -83,7 +84,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def candidates(path: Path) -> list[Path]:
-    """Return the checkpoint at `path`, or those in it, the newest first; UserError if there are none.
+    """Return the checkpoint at `path`, or the checkpoints in it, newest first; UserError if there are none.
 
     A run directory stands for the folder `checkpoints` in it.
     """
@@ -92,11 +93,11 @@ def candidates(path: Path) -> list[Path]:
     for place in (path, path / FOLDER):
         if found := [place / name for name in reversed(names_in(place))]:
             return found
-    raise UserError(f"{path} holds no checkpoint" if path.exists() else f"there is no {path}")
+    raise UserError(f"{path} has no checkpoint" if path.exists() else f"there is no {path}")
 
 
 def read_chain(path: Path) -> Chain:
-    """Return a checkpoint with its parents. Only manifests are read.
+    """Return a checkpoint with its parents, reading only manifests.
 
     Raises:
         BrokenCheckpointError: A part is missing or damaged.
@@ -106,14 +107,14 @@ def read_chain(path: Path) -> Chain:
     while (parent := chain[0].manifest.parent) is not None:
         beside = path.parent / parent.name
         if not (beside / manifest.FILE_NAME).is_file():
-            raise BrokenCheckpointError(f"{path} is not whole: its parent {beside} is missing")
+            raise BrokenCheckpointError(f"{path} is incomplete: its parent {beside} is missing")
         found = Checkpoint(beside, manifest.read(beside))
         if found.manifest.checksum != parent.sha256:
-            raise BrokenCheckpointError(f"{path} is not whole: {beside} is not its parent, but another checkpoint")
+            raise BrokenCheckpointError(f"{path} is incomplete: {beside} is not its parent, but a different checkpoint")
         if len(chain) > 1 << 16:
             raise BrokenCheckpointError(f"{path} is broken (its parents form a cycle)")
         if wrong := _find_difference(found.manifest, chain[0].manifest):
-            raise BrokenCheckpointError(f"{chain[0].path} is broken ({wrong} than its parent {beside})")
+            raise BrokenCheckpointError(f"{chain[0].path} is broken ({wrong} its parent {beside})")
         chain.insert(0, found)
     for checkpoint in chain:
         for file in checkpoint.manifest.files:
@@ -122,14 +123,14 @@ def read_chain(path: Path) -> Chain:
 
 
 def _find_difference(parent: Manifest, child: Manifest) -> str | None:
-    """Return how the tables of a checkpoint differ from its parent's, as text; None if they do not."""
+    """Return how a checkpoint's tables differ from its parent's, as the begin of a message; None if they do not."""
     if {table.name for table in parent.tables} != {table.name for table in child.tables}:
-        return "it has other tables"
+        return "its tables differ from those of"
     for table in child.tables:
         before = parent.table(table.name)
         for what in ("rows", "dim", "slots", "row_slots", "order"):
             if getattr(before, what) != getattr(table, what):
-                return f"table {table.name[:80]!r} has other {what}"
+                return f"table {table.name[:80]!r} differs in {what} from"
     return None
 
 
@@ -146,7 +147,7 @@ def _require_there(path: Path, file: manifest.File) -> None:
 
 
 def newest(path: Path) -> Found:
-    """Return the checkpoint at `path`, or the newest one in it that `read_chain` accepts; raises as that does."""
+    """Return the checkpoint at `path`, or the newest one in it that `read_chain` accepts; raises the same errors."""
     broken: dict[str, BrokenCheckpointError] = {}  # by message: several checkpoints may share a broken parent
     for each in candidates(path):
         try:
@@ -158,7 +159,7 @@ def newest(path: Path) -> Found:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[IO[Any]]:
-    """Lock an existing folder against other writers, and yield the lock's file; UserError if another process writes."""
+    """Lock a folder against other writers, and yield the lock's file; UserError if another process writes to it."""
     try:
         file = (path / _LOCK).open("a")
     except OSError as error:
@@ -168,7 +169,7 @@ def locked(path: Path) -> Iterator[IO[Any]]:
 
 
 def is_locked_here(path: Path, file: IO[Any]) -> bool:
-    """Return whether the locked folder still exists, and is not a new one of its name."""
+    """Return whether the locked folder still exists, and was not replaced by a new one of the same name."""
     return locks.is_same_file(path / _LOCK, file)
 
 
@@ -224,7 +225,7 @@ def make_parent(checkpoint: Checkpoint) -> Parent:
 
 
 def is_on_disk(checkpoint: Checkpoint) -> bool:
-    """Return whether this checkpoint, and not another one of its name, is still on disk."""
+    """Return whether this checkpoint, and not another one of the same name, is still on disk."""
     try:
         return manifest.checksum_of(checkpoint.path) == checkpoint.manifest.checksum
     except (OSError, ValueError, KeyError, TypeError):
@@ -244,14 +245,14 @@ def is_parent(path: Path) -> bool:
 
 
 def clean(path: Path, but: Path | None = None) -> None:
-    """Remove unfinished checkpoints, except `but`, and the rest of those being removed."""
+    """Remove unfinished checkpoints, except `but`, and the remains of checkpoints whose removal was interrupted."""
     for each in path.iterdir() if path.is_dir() else ():
         if each.name.startswith((_PARTIAL, _REMOVED)) and each != but:
             shutil.rmtree(each, ignore_errors=True)
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint; rename it first, so that no reader finds a part of it."""
+    """Remove a checkpoint; rename it first, so that no reader finds an incomplete one."""
     hidden = path.with_name(f"{_REMOVED}{path.name}")
     path.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)
@@ -263,7 +264,7 @@ def prune(path: Path, keep: int, best_steps: Sequence[int] = ()) -> None:
     Args:
         path: The folder.
         keep: Number of valid checkpoints to keep.
-        best_steps: The newest valid checkpoint of the first of these steps that has one is kept, too, and not counted.
+        best_steps: The newest valid checkpoint of the first of these steps that has one is also kept, and not counted.
     """
     kept: set[str] = set()
     chains: dict[str, Chain] = {}

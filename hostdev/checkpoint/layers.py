@@ -1,4 +1,4 @@
-"""The rows of a checkpoint and its parents, merged: read from the files, a range at a time."""
+"""The merged rows of a checkpoint and its parents, read from the files one range at a time."""
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
@@ -17,7 +17,7 @@ Rows = npt.NDArray[np.float32]
 
 
 class Layers:
-    """A chain's tables, with files mapped into memory. Files' checksums are not verified."""
+    """A chain's tables, with files mapped into memory. Checksums are not verified."""
 
     def __init__(self, chain: Chain) -> None:
         self.chain, self.manifest = chain, chain[-1].manifest

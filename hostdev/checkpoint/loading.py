@@ -31,14 +31,14 @@ def verify(chain: Chain) -> None:
 
 
 def verify_others(chain: Chain) -> None:
-    """Verify the files of a chain other than rows, which are verified while they are loaded."""
+    """Verify a chain's files, except those of rows, which are verified while they are loaded."""
     for checkpoint in chain:
         for file in checkpoint.manifest.others:
             check_file(checkpoint.path / file.file, file)
 
 
 def damaged(chains: Sequence[Chain]) -> Iterator[tuple[Path, BrokenCheckpointError]]:
-    """Verify the checksums of all files of some checkpoints, each once; yield checkpoints with damaged files."""
+    """Verify the checksums of all files of these chains, each file once; yield checkpoints with damaged files."""
     checkpoints = {checkpoint.path: checkpoint for chain in chains for checkpoint in chain}
     files = [(path, file) for path, checkpoint in checkpoints.items() for file in checkpoint.manifest.files]
 
@@ -64,8 +64,8 @@ def find_newest_valid(path: Path, check: Callable[[Chain], None] = verify) -> Fo
         check: Raises BrokenCheckpointError for a damaged checkpoint; called after the manifests are checked.
 
     Raises:
-        BrokenCheckpointError: The checkpoint at `path` is damaged, or all are.
-        UserError: There is none.
+        BrokenCheckpointError: The checkpoint at `path` is damaged, or all checkpoints are.
+        UserError: There is no checkpoint.
     """
     broken: dict[str, Path | None] = {}  # damaged files by message, once: several checkpoints may share a parent
     found = candidates(path)
@@ -81,7 +81,7 @@ def find_newest_valid(path: Path, check: Callable[[Chain], None] = verify) -> Fo
             broken[str(error)] = error.file
             continue
         return Found(chain, list(broken))
-    raise BrokenCheckpointError(f"no checkpoint in {path} is whole; the newest: {next(iter(broken))}")
+    raise BrokenCheckpointError(f"no checkpoint in {path} is valid; the newest: {next(iter(broken))}")
 
 
 def require_tables(chain: Chain, tables: Mapping[str, Any]) -> None:
@@ -90,7 +90,7 @@ def require_tables(chain: Chain, tables: Mapping[str, Any]) -> None:
     held = {table.name: table for table in newest.manifest.tables}
     if set(held) != set(tables):
         raise UserError(
-            f"{newest.path} is of another model: it has the tables {', '.join(sorted(held))}, not "
+            f"{newest.path} is of a different model: it has the tables {', '.join(sorted(held))}, not "
             f"{', '.join(sorted(tables))}"
         )
     for name, table in tables.items():
@@ -99,16 +99,16 @@ def require_tables(chain: Chain, tables: Mapping[str, Any]) -> None:
         theirs = (there.rows, there.dim), there.optimizer, {**there.hyperparameters, "lr": None}
         for what, a, b in zip(("shape", "optimizer", "optimizer"), theirs, mine, strict=True):
             if a != b:
-                raise UserError(f"{newest.path} is of another model: table {name!r} has the {what} {a} there, not {b}")
+                raise UserError(f"{newest.path} is of a different model: table {name!r} has {what} {a} there, not {b}")
         if there.dtype != table.dtype:
             raise UserError(
-                f"{newest.path} was trained with the weights of table {name!r} in {there.dtype}, not in "
-                f'{table.dtype}; make the table with dtype="{there.dtype}"'
+                f"{newest.path} was trained with {there.dtype} weights in table {name!r}, not "
+                f'{table.dtype}; create the table with dtype="{there.dtype}"'
             )
 
 
 def load_tables(chain: Chain, tables: Mapping[str, Any], *, check: bool = False) -> None:
-    """Load rows, steps, learning rates and seeds into the tables, after `require_tables`; raises as `load_rows`."""
+    """Load rows, steps, learning rates and seeds into the tables, after `require_tables`; raises like `load_rows`."""
     load_rows(chain, tables, check=check)
     for name, table in tables.items():
         about = chain[-1].manifest.table(name)
@@ -119,7 +119,7 @@ def load_tables(chain: Chain, tables: Mapping[str, Any], *, check: bool = False)
 
 
 def load_rows(chain: Chain, tables: Mapping[str, Any], *, check: bool = False) -> None:
-    """Load a checkpoint's rows into the given tables, by id. Further rows of a table stay unchanged.
+    """Load a checkpoint's rows into the given tables, by id. Other rows of the tables stay unchanged.
 
     Args:
         chain: The checkpoint, with its parents.
@@ -131,7 +131,7 @@ def load_rows(chain: Chain, tables: Mapping[str, Any], *, check: bool = False) -
     """
     layers = Layers(chain)
     for name in tables:
-        layers.ranges(name)  # no gaps
+        layers.ranges(name)  # raises if there are gaps
     wanted = [
         [
             (checkpoint.path / file.file, table, file, tables[table.name])
@@ -195,11 +195,11 @@ def _has_local_rows(about: Table, file: RangeFile, table: Any) -> bool:
 
 
 def _map_rows(about: Table, numbers: Any, table: Any) -> tuple[Any, Any]:
-    """Map row numbers of a file to local rows; return these, and the indices of numbers that are local (None: all).
+    """Map row numbers of a file to local rows; return these rows and the indices of local numbers (None: all).
 
     Args:
         about: The table's entry in the manifest.
-        numbers: Ascending ids, or positions if processes have shared the rows.
+        numbers: Ascending ids, or positions if the rows were divided among processes.
         table: The table to load into.
     """
     part = getattr(table, "part", None)
@@ -214,7 +214,7 @@ def _map_rows(about: Table, numbers: Any, table: Any) -> tuple[Any, Any]:
 
 
 def values_of(chain: Chain) -> Any:
-    """Return the values besides the tables, as they were saved."""
+    """Return the saved values other than the tables."""
     layers = Layers(chain)
     return read_values(layers, layers.manifest.state)
 

@@ -1,4 +1,4 @@
-"""Lookups in a checkpoint's tables: files are mapped into memory, which processes share."""
+"""Lookups in a checkpoint's tables, whose files are mapped into memory that processes share."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from hostdev.kernels.shards import get_positions
 Rows = npt.NDArray[np.float32]
 Ids = npt.NDArray[Any]
 
-_FEW = 512  # rows, too few to wake other threads
+_FEW = 512  # rows; fewer are not worth waking other threads
 
 
 @kernel
@@ -73,9 +73,9 @@ class MappedTable:
             table = checkpoint.manifest.table(name)
             if (table.dim, table.order) != (about.dim, about.order) or table.rows > about.rows:
                 raise BrokenCheckpointError(
-                    f"{checkpoint.path} is broken (table {name!r} has another shape than in {chain[-1].path})"
+                    f"{checkpoint.path} is broken (table {name!r} has a different shape than in {chain[-1].path})"
                 )
-        self._held: list[Any] = []  # keeps the memory alive that `files` points into
+        self._held: list[Any] = []  # keeps alive the memory that `files` points into
         found: list[list[int]] = []
         layers = [0]
         for checkpoint in reversed(chain):
@@ -91,7 +91,7 @@ class MappedTable:
         self._files, self._layers = np.array(found, np.int64).reshape(-1, 5), np.array(layers, np.int64)
 
     def lookup(self, ids: Ids) -> Rows:
-        """Return a copy of the rows of ids int32 or int64 [N], float32 [N, D]; raises as `HostTable.lookup`."""
+        """Return a copy of the rows of ids int32 or int64 [N], float32 [N, D]; raises like `HostTable.lookup`."""
         ids = checked_ids(ids, self.rows, self.name)
         out = np.empty((len(ids), self.dim), np.float32)
         if self._spread:

@@ -1,4 +1,4 @@
-"""`CheckpointManager`: the checkpoints of a folder, as a runtime and the command `train` save them."""
+"""`CheckpointManager`: saves the checkpoints of a runtime, or of the command `train`, to a folder."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -15,32 +15,32 @@ from hostdev.core.errors import UserError
 from hostdev.host.changes import Budget
 from hostdev.kernels.bits import count_bits
 
-COPIES_BYTES = 384 << 20  # limit on rows that are copied aside; with the buffers less than 1 GiB
+COPIES_BYTES = 384 << 20  # limit on rows that are copied aside; less than 1 GiB with the buffers
 SAVING_BYTES = COPIES_BYTES + BUFFERS * FILE_BYTES  # the memory that saving takes in total
 
 
 class CheckpointManager:
-    """Saves a training's tables to a folder, as full checkpoints or as increments of the last one.
+    """Saves the tables in training to a folder, as full checkpoints or as increments of the last one.
 
     Args:
         path: The folder; created if it is missing.
         keep: Number of newest checkpoints to keep, together with their parents.
-        hold: Keep the folder locked until `close`, and not only while a checkpoint is written.
-        ranks: Processes that save together, each its part of the tables; all make the same calls.
+        hold: Keep the folder locked until `close`; otherwise only while a checkpoint is written.
+        ranks: Processes that save together, each its part of the tables; all must make the same calls.
     """
 
     def __init__(self, path: Path, *, keep: int = 3, hold: bool = False, ranks: Any = None) -> None:
         self.path, self.keep, self._hold, self._ranks = path, keep, hold, ranks
-        self.best_steps: list[int] = []  # the checkpoint of the first step that has one is kept, too
-        self.last: Checkpoint | None = None  # tables count their changes from this one
-        self._increments = 0  # bytes of rows in its chain, without the full checkpoint
+        self.best_steps: list[int] = []  # the checkpoint of the first step that has one is also kept
+        self.last: Checkpoint | None = None  # the tables' changes are tracked since this one
+        self._increments = 0  # bytes of rows in its chain, not counting the full checkpoint
         self._writer: AsyncWriter | None = None
         self._untaken: AsyncWriter | None = None
-        self._channel: Any = None  # to the other ranks, for the writer's thread
+        self._channel: Any = None  # the writer thread's channel to the other ranks
         self._lock = ExitStack()
         self._locked: IO[Any] | None = None
         self.most_copied = 0  # peak bytes of rows that were copied aside
-        self.copying_seconds = 0.0  # training time spent on copying them
+        self.copying_seconds = 0.0  # training time spent copying them
 
     def __enter__(self) -> "CheckpointManager":
         return self
@@ -72,10 +72,10 @@ class CheckpointManager:
         except OSError as error:
             raise UserError(f"{self.path} cannot be created: {error.strerror}") from None
         self._locked = self._lock.enter_context(folder.locked(self.path))
-        folder.clean(self.path)  # leftovers of killed processes; a finished run would not save, and so not clean
+        folder.clean(self.path)  # leftovers of killed processes: a finished run does not save, and so does not clean
 
     def start_from(self, chain: Sequence[Checkpoint], tables: Iterable[Any]) -> None:
-        """Count the tables' changes from the checkpoint that they were just loaded from."""
+        """Track the tables' changes since the checkpoint that they were just loaded from."""
         self.last = chain[-1] if chain[-1].path.parent.resolve() == self.path.resolve() else None
         self._increments = sum(
             file.rows * _row_bytes(table)
@@ -99,11 +99,11 @@ class CheckpointManager:
     ) -> AsyncWriter:
         """Start to write a checkpoint of the tables as they are now; training may continue once this returns.
 
-        Waits for the last checkpoint first, and locks the folder. Device tables are copied; if they are too large for
-        that, they are written before this returns.
+        First waits for the last checkpoint, and locks the folder. Device tables are copied; tables too large for that
+        are written before this returns.
 
         Args:
-            tables: Not written by anybody until this returns; host tables are up to date with their caches.
+            tables: The tables. Nobody may write them until this returns, and cached rows must have been written back.
             step: The step of the training.
             content: Values besides the tables.
             state_sha256: Digest of the state, if it is known.
@@ -171,7 +171,7 @@ class CheckpointManager:
 
     @staticmethod
     def _is_of(last: Checkpoint, tables: Sequence[Any]) -> bool:
-        """Return whether a checkpoint has these tables, with their rows in the same order."""
+        """Return whether a checkpoint has these tables with their rows in the same order."""
         mine = [describe_table(table) for table in tables]
         return {(table.name, table.rows, table.order) for table in last.manifest.tables} == {
             (table.name, table.rows, table.order) for table in mine
@@ -196,7 +196,7 @@ class CheckpointManager:
         )
 
     def _knows_changes(self, table: Any) -> bool:
-        """Return whether a table's changes are counted from the last checkpoint here."""
+        """Return whether a table's changes are tracked since the last checkpoint in this folder."""
         if not hasattr(table, "note_changes") or table.changes is None or self.last is None:
             return False
         return bool(table.changes.since == self._token(self.last))
@@ -219,7 +219,7 @@ class CheckpointManager:
         self._lock.close()
 
     def take_ended(self) -> AsyncWriter | None:
-        """Return the last writer once it has ended; None while it runs, and where it was taken before."""
+        """Return the last writer once it has ended; None while it runs, or if it was already taken."""
         if self.is_saving:
             return None
         ended, self._untaken = self._untaken, None

@@ -57,14 +57,14 @@ class Table:
     row_slots: list[str]  # optimizer state of one value per row
     step: int
     files: list[RangeFile] = field(default_factory=list)
-    order: str = "ids"  # of the rows; "spread": by position, as processes share them (`kernels.shards`)
+    order: str = "ids"  # of the rows; "spread": by position, as ranks divide them (`kernels.shards`)
     dtype: str = FP32  # of the weights in training; files always have float32
     seed: int | None = None  # seed of the rounding, for weights that are not float32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parent:
-    """The parent of an incremental checkpoint: its folder's name, next to this one's, and its manifest's checksum."""
+    """The parent of an incremental checkpoint: its folder's name (next to this folder), and its manifest's checksum."""
 
     name: str
     sha256: str
@@ -75,8 +75,8 @@ class Manifest:
     """The content of checkpoint.json."""
 
     step: int
-    serial: int  # 1 more than the newest one's in the folder
-    parent: Parent | None  # None: a full checkpoint; else this one has the rows written since its parent
+    serial: int  # 1 more than that of the newest checkpoint in the folder
+    parent: Parent | None  # None: full; otherwise it has only rows written since
     tables: list[Table]
     others: list[File]  # dense tensors, the vocabulary, ...
     state: dict[str, Any]  # a tree of values, see `tree`
@@ -107,7 +107,7 @@ class Manifest:
 
     @property
     def checksum(self) -> str:
-        """The checksum of the content, as checkpoint.json has it."""
+        """The checksum of the content that checkpoint.json records."""
         return json_checksum(self._content())
 
     def _content(self) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class Manifest:
 
 
 def read_serial(path: Path) -> int | None:
-    """Return the serial number of the checkpoint at `path`, even if its manifest is damaged elsewhere; else None."""
+    """Return the serial number of the checkpoint at `path`, even if the rest of its manifest is damaged; else None."""
     try:
         serial = json_files.read(path / FILE_NAME)["serial"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -141,17 +141,17 @@ def read(path: Path) -> Manifest:
     """Read the manifest of the checkpoint at `path`.
 
     Raises:
-        BrokenCheckpointError: It is damaged or missing.
-        UserError: It has another version.
+        BrokenCheckpointError: The manifest is damaged or missing.
+        UserError: The manifest has another version.
     """
     file = path / FILE_NAME
     try:
         content = json_files.read(file)
         found = content.pop("format"), content.pop("version")
     except FileNotFoundError:
-        raise BrokenCheckpointError(f"{path} is no whole checkpoint: it has no {FILE_NAME}") from None
+        raise BrokenCheckpointError(f"{path} is not a complete checkpoint: it has no {FILE_NAME}") from None
     except NotADirectoryError:
-        raise UserError(f"{path} is not a checkpoint, but a file; name its folder") from None
+        raise UserError(f"{path} is a file, not a checkpoint; name its folder") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise_if_transient(error)
         raise BrokenCheckpointError(f"{file} is broken ({error or type(error).__name__})") from None
@@ -165,7 +165,7 @@ def read(path: Path) -> Manifest:
     if not is_whole:
         raise BrokenCheckpointError(f"{file} is broken (its checksum is wrong)")
     if found[1] != VERSION:
-        raise UserError(f"{file} is of format version {found[1]}, and this hostdev reads version {VERSION}")
+        raise UserError(f"{file} has format version {found[1]}, but this hostdev reads version {VERSION}")
     try:
         made = json_files.parse(Manifest, content)
         _check(made)
@@ -210,14 +210,14 @@ def _check_table(table: Table) -> None:
         _require(right, f"{file.file} has {file.rows} rows of {file.start}..{file.stop - 1}")
     end = 0
     for file in sorted(table.files, key=lambda file: file.start):
-        _require(end <= file.start, f"{file.file} has rows of another file of {name}")
+        _require(end <= file.start, f"{file.file} repeats rows of another file of {name}")
         end = file.stop
 
 
 def _require_different(names: list[str], what: str) -> None:
     seen: set[str] = set()
     for name in names:
-        _require(name not in seen, f"{what} {name[:80]!r} is there twice")
+        _require(name not in seen, f"{what} {name[:80]!r} appears twice")
         seen.add(name)
 
 

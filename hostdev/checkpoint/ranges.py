@@ -80,7 +80,7 @@ def parse_range(path: Path, content: Any, table: Table, file: RangeFile) -> RowC
         BrokenCheckpointError: The rows do not match the manifest; kernels read them by address.
     """
     values = file.rows * (table.dim * (1 + len(table.slots)) + len(table.row_slots))
-    if file.bytes < 4 * values:  # before a compressed file could make us allocate too much
+    if file.bytes < 4 * values:  # checked first: a compressed file could make us allocate too much
         raise BrokenCheckpointError(f"{path} is broken (it is too small for {file.rows} rows)")
     try:
         reader = pa.ipc.open_file(pa.py_buffer(content))
@@ -88,7 +88,7 @@ def parse_range(path: Path, content: Any, table: Table, file: RangeFile) -> RowC
         same = reader.schema.equals(make_schema(table, full=full)) and reader.num_record_batches == 1
         batch = reader.get_batch(0) if same else None
         if batch is None or len(batch) != file.rows:
-            raise BrokenCheckpointError(f"{path} is broken (it does not hold what the manifest says)")
+            raise BrokenCheckpointError(f"{path} is broken (its content does not match the manifest)")
         batch.validate(full=True)
         if any(column.null_count or nested(column).null_count for column in batch.columns):
             raise BrokenCheckpointError(f"{path} is broken (values are missing)")
@@ -108,7 +108,7 @@ def parse_range(path: Path, content: Any, table: Table, file: RangeFile) -> RowC
 
 
 def nested(column: Any) -> Any:
-    """Return the concatenated values of a column of lists; other columns as they are."""
+    """Return the concatenated values of a column of lists; other columns are returned unchanged."""
     return column.flatten() if pa.types.is_fixed_size_list(column.type) else column
 
 
@@ -151,7 +151,7 @@ def check_file(path: Path, file: File, content: memoryview | None = None) -> Non
 
 
 def _wrong(path: Path, file: File, content: memoryview | None) -> str | None:
-    """Return what is wrong with a file, as text; None if nothing is."""
+    """Return what is wrong with a file, as text; None if it is valid."""
     digest, size = sha256(), 0
     piece = memoryview(bytearray(_PIECE)) if content is None else content
     try:

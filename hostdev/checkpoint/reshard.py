@@ -1,4 +1,4 @@
-"""Rewriting of a checkpoint for another number of processes: all rows in another order, range by range."""
+"""Rewriting of a checkpoint for another number of processes: all rows in a new order, range by range."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -46,10 +46,10 @@ def rewrite(chain: Chain, out: Path, ranks: int | None) -> str:
     Args:
         chain: The checkpoint, with its parents.
         out: A folder without checkpoints.
-        ranks: Number of processes, each with files of its own; None: one process, in order of ids.
+        ranks: Number of processes, each with its own files; None: one process, in order of ids.
 
     Raises:
-        UserError: `out` has checkpoints, or another process writes there.
+        UserError: `out` has checkpoints, or another process writes to it.
         OSError: The checkpoint cannot be written.
     """
     _require_none(out)
@@ -62,11 +62,11 @@ def rewrite(chain: Chain, out: Path, ranks: int | None) -> str:
         rows = _Rows(layers, table, spread=ranks is not None)
         items.append(Item(about, rows, True, lambda: None, lambda saved: None, cuts=cuts))
     with folder.locked(out):
-        _require_none(out)  # again: another process may have written one meanwhile
+        _require_none(out)  # again, now that the folder is locked
         made = write_anew(layers, items, out)
     return f"{made}: {chain[-1].path} for {'one process' if ranks is None else f'{ranks} processes'}"
 
 
 def _require_none(out: Path) -> None:
     if folder.names_in(out):
-        raise UserError(f"{out} has checkpoints already; choose another --out")
+        raise UserError(f"{out} already has checkpoints; choose another --out")

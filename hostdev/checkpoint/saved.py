@@ -77,7 +77,7 @@ class SavedModel(Mapping[str, SavedTable]):
 
     def __getitem__(self, name: str) -> SavedTable:
         if name not in self.tables:
-            raise KeyError(f"no table {name!r} is open; there are {', '.join(self.tables)}")
+            raise KeyError(f"no table {name!r} is open; open are {', '.join(self.tables)}")
         return self.tables[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -90,13 +90,13 @@ class SavedModel(Mapping[str, SavedTable]):
         """Return the rows of ids for each table, as `SavedTable.lookup` does."""
         return {name: self[name].lookup(values) for name, values in ids.items()}
 
-    look_up = lookup  # its name before; for one release
+    look_up = lookup  # the former name, kept for one release
 
     @cached_property
     def extra(self) -> Any:
         """The `extra` of `Runtime.save`; for the command `train`, a dict with `dense`, `random` and `more`.
 
-        It is read at first use, which needs torch and, unlike the tables, the checkpoint's folder.
+        It is read at first use, which needs torch and (unlike the tables) the checkpoint's folder.
 
         Raises:
             BrokenCheckpointError: The file is damaged.
@@ -126,7 +126,7 @@ class SavedModel(Mapping[str, SavedTable]):
 
 
 def open(path: Path | str, *, tables: Sequence[str] | None = None, verify: bool = False) -> SavedModel:
-    """Open a model that `Runtime.save` or the command `train` has saved, to look rows up.
+    """Open a model saved by `Runtime.save` or the command `train`, to look rows up.
 
     ::
 
@@ -135,7 +135,7 @@ def open(path: Path | str, *, tables: Sequence[str] | None = None, verify: bool 
 
     Files are mapped into memory: a table of any size opens instantly, only rows that are looked up are read, and
     processes on one host share one copy. The checkpoint's folder may be deleted while the model is open; only `extra`
-    is read later. Incremental checkpoints, those of several ranks and of bfloat16 tables work the same way. A
+    is read later. Checkpoints that are incremental, of several ranks, or of bfloat16 tables work the same way. A
     checkpoint has tables only; features and pooling are up to the caller.
 
     Args:

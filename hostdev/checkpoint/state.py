@@ -1,4 +1,4 @@
-"""The values besides the tables in a checkpoint, and the digest of the whole checkpoint."""
+"""A checkpoint's values other than the tables, and the digest of the whole checkpoint."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -19,7 +19,7 @@ DigestNames = list[tuple[str, str]]  # for each dense array: its name in the dig
 
 
 def state_digest(layers: Layers, names: DigestNames, tensors: Mapping[str, Tensor]) -> str:
-    """Return `state_sha256` of a checkpoint, as training would print it at that step."""
+    """Return a checkpoint's `state_sha256`, which training would print at that step."""
     digest = StateDigest()
     for table in sorted(layers.manifest.tables, key=lambda table: table.name):
         columns = []
@@ -45,7 +45,7 @@ def read_dense_tensors(layers: Layers) -> dict[str, Tensor]:
 
 
 def read_values(layers: Layers, tree: Tree) -> Any:
-    """Return the values of a tree in a checkpoint's state; BrokenCheckpointError where it holds none."""
+    """Return the values of a tree in a checkpoint's state; BrokenCheckpointError if they are missing or invalid."""
     tensors = read_dense_tensors(layers)
     try:
         return from_tree(tree, tensors)
@@ -55,7 +55,7 @@ def read_values(layers: Layers, tree: Tree) -> Any:
 
 
 def find_file(layers: Layers, name: str) -> Path | None:
-    """Return the path of another file in the newest checkpoint of a chain that has it; None if none has."""
+    """Return the path of one of the other files in the newest checkpoint of a chain that has it; None if none does."""
     for checkpoint in reversed(layers.chain):
         if checkpoint.manifest.other(name) is not None:
             return checkpoint.path / name

@@ -1,7 +1,7 @@
 """Nested values with tensors, such as torch's `state_dict`s, to and from JSON and safetensors. Nothing is pickled.
 
 The tree represents a tensor as {"$tensor": its name in the file}, a tuple as {"$tuple": [...]}, and a dict whose keys
-are not all text as {"$dict": [[key, value], ...]}.
+are not all strings as {"$dict": [[key, value], ...]}.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,8 +25,8 @@ _MARKS = ("$tensor", "$array", "$tuple", "$dict")
 def to_tree(value: Any, tensors: dict[str, Tensor], path: str = "") -> Tree:
     """Return nested values as JSON values, and add copies of their tensors in host memory to `tensors`.
 
-    Takes dicts, lists, tuples, tensors, NumPy's arrays and numbers, text, numbers, bools and None. Other types raise
-    TypeError, which names their path.
+    Supported types: dicts, lists, tuples, tensors, NumPy's arrays and numbers, strings, numbers, bools and None. Others
+    raise TypeError, which names their path.
     """
     if value is None or isinstance(value, bool | str):
         return value
@@ -48,7 +48,7 @@ def to_tree(value: Any, tensors: dict[str, Tensor], path: str = "") -> Tree:
             return dict(pairs)
         return {"$dict": [[to_tree(key, tensors, _join(path, "key")), each] for key, each in pairs]}
     raise TypeError(
-        f"{path or 'the value'} is of type {type(value).__name__}, which a checkpoint cannot hold: give its "
+        f"{path or 'the value'} is of type {type(value).__name__}, which a checkpoint cannot store: pass its "
         "state_dict(), or dicts, lists, tensors, numbers and text"
     )
 
@@ -90,7 +90,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _put(tensor: Tensor, tensors: dict[str, Tensor], path: str) -> str:
-    """Add a tensor under its path, with a suffix if {"a.b": ..} and {"a": {"b": ..}} collide; return the name."""
+    """Add a tensor under its path, with a suffix if {"a.b": ..} and {"a": {"b": ..}} collide; return its name."""
     name, number = path or "value", 2
     while name in tensors:
         name, number = f"{path}#{number}", number + 1

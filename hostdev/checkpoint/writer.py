@@ -1,4 +1,4 @@
-"""Writing of a checkpoint in background threads, from snapshots of the tables, while training continues."""
+"""Writes a checkpoint in background threads, from snapshots of the tables, while training continues."""
 
 import contextlib
 import os
@@ -38,11 +38,11 @@ Rows = npt.NDArray[np.float32]
 _PIECE = 1 << 22  # bytes
 _NICE = 19
 _WRITERS = 2  # threads; each hashes and writes a file
-BUFFERS = _WRITERS + 1  # of a file each: one more is being filled
+BUFFERS = _WRITERS + 1  # one per file being written, and one that is being filled
 
 
 class Source(Protocol):
-    """A table's rows at one moment; `host.changes.Snapshot` is one."""
+    """A table's rows at one moment; `host.changes.Snapshot` implements it."""
 
     count: int
 
@@ -54,7 +54,7 @@ class Source(Protocol):
 
 
 class Channel(Protocol):
-    """What processes tell one another of a checkpoint that they write together; `distributed.Channel` is one."""
+    """Communication between processes that write a checkpoint together; `distributed.Channel` implements it."""
 
     rank: int
 
@@ -63,7 +63,7 @@ class Channel(Protocol):
 
 
 class Item(NamedTuple):
-    """A table to save, or this process's part of it. `end` is called with whether it was saved."""
+    """A table to save, or this process's part of it. `end(saved)` is called at the end."""
 
     table: Table
     source: Source
@@ -76,13 +76,13 @@ class Item(NamedTuple):
 
 
 class Content(NamedTuple):
-    """Values that are saved besides the tables.
+    """Values that are saved in addition to the tables.
 
     Attributes:
         state: A dict for JSON, from `tree.to_tree`.
         tensors: The tensors in `state`.
         others: Files by their names in the checkpoint; written to full checkpoints only.
-        digest: Names in the state's digest, and names of their tensors.
+        digest: Names in the state's digest, and the names of their tensors.
     """
 
     state: dict[str, Any]
@@ -101,10 +101,10 @@ class AsyncWriter:
         content: Values besides the tables.
         parent: The checkpoint that this one is an increment of; None for a full one.
         keep: Number of newest checkpoints to keep; 0 keeps all.
-        best_steps: The checkpoint of the first of these steps that has one is kept, too.
+        best_steps: The checkpoint of the first of these steps that has one is also kept.
         state_sha256: Digest of the state, if it is known.
         on_end: Called at the end, also after an error.
-        channel: To the other processes that write this checkpoint.
+        channel: Connects the processes that write this checkpoint.
         release: Called last, to unlock the folder.
     """
 
@@ -169,7 +169,7 @@ class AsyncWriter:
             self._save()
         finally:
             self._release()
-            del self._items, self._content, self._on_end, self._release  # so that a writer does not hold tables
+            del self._items, self._content, self._on_end, self._release  # an ended writer holds no tables
 
     def _save(self) -> None:
         partial, channel = None, self._channel
@@ -201,7 +201,7 @@ class AsyncWriter:
                 pass  # the next checkpoint removes them
 
     def _save_together(self, channel: Channel) -> Checkpoint:
-        """Write a checkpoint with other processes: each writes the files of its rows, rank 0 writes the rest."""
+        """Write a checkpoint together with other processes: each writes the files of its rows, rank 0 the rest."""
         partial: Path | None = None
 
         def begin() -> list[str]:
@@ -255,7 +255,7 @@ class AsyncWriter:
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         alone = self._channel is None
-        if alone and parent is None and content.state_sha256 is None:  # a full checkpoint: computed from the files
+        if alone and parent is None and content.state_sha256 is None:  # full: computed from the files
             layers = Layers([Checkpoint(partial, content)])
             content = replace(content, state_sha256=state_digest(layers, self._content.digest, self._content.tensors))
         return content
@@ -312,7 +312,7 @@ class AsyncWriter:
 
 
 def _agree(channel: Channel, work: Callable[[], Any] | None) -> list[Any]:
-    """Do this process's part of the work, and return the results of all; if one fails, all raise."""
+    """Do this process's part of the work, and return all processes' results; if one fails, all raise."""
     error: BaseException | None = None
     found = None
     try:
@@ -330,7 +330,7 @@ def _agree(channel: Channel, work: Callable[[], Any] | None) -> list[Any]:
 
 def _lower_priority() -> None:
     """Lower this thread's priority; training never waits for a lock that it holds."""
-    if sys.platform == "linux":  # elsewhere, the priority is that of the process
+    if sys.platform == "linux":  # elsewhere, a priority applies to the process
         with contextlib.suppress(OSError):  # not permitted
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
@@ -342,7 +342,7 @@ def _raise_first_error(written: list[Future[RangeFile]]) -> None:
 
 
 def _split_rows(item: Item) -> Iterator[tuple[int, int, npt.NDArray[np.int64] | None]]:
-    """Yield a range of rows for each file, with the rows of it to save; None for all."""
+    """Yield a range of rows for each file, with the rows in it to save; None for all."""
     V, most = item.table.rows if item.rows is None else item.rows, rows_per_file(item.table)
     if item.full:
         edges = sorted({*range(0, V, most), *item.cuts, V})
@@ -365,7 +365,7 @@ def _split_rows(item: Item) -> Iterator[tuple[int, int, npt.NDArray[np.int64] | 
 
 
 def _get_columns(buffer: Rows, table: Table, N: int) -> tuple[Rows, Rows, Rows]:
-    """Return a buffer that is large enough for N rows, and views of their columns in it."""
+    """Return a buffer that is large enough for N rows, and views of the rows' columns in it."""
     S, R, D = 1 + len(table.slots), len(table.row_slots), table.dim
     if buffer.size < N * (S * D + R):
         buffer = np.empty(N * (S * D + R), np.float32)

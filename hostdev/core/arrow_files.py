@@ -11,14 +11,14 @@ from hostdev.core.errors import in_words
 
 
 def read_table(path: Path, columns: Sequence[str] | None = None) -> Any:
-    """Return a table of an Arrow IPC file, mapped into memory, with validated offsets, indices and texts.
+    """Return a table of an Arrow IPC file, mapped into memory, with validated offsets, indices and strings.
 
     Args:
         columns: Names of the columns to read; None: all.
 
     Raises:
-        ValueError: It is not such a file; the message is one line.
-        OSError: It cannot be read.
+        ValueError: The file is not a valid Arrow file; the message is one line.
+        OSError: The file cannot be read.
     """
     try:
         source = pa.memory_map(os.fsencode(path))

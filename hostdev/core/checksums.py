@@ -51,7 +51,7 @@ def json_checksum(content: dict[str, Any]) -> str:
 
 
 class HashedFile:
-    """A new file, written once from its beginning, whose bytes are hashed meanwhile."""
+    """A new file that is written sequentially; its bytes are hashed as they are written."""
 
     def __init__(self, path: Path, digest: Callable[[], Digest] = sha256) -> None:
         self._file = path.open("xb", buffering=0)

@@ -16,7 +16,7 @@ from hostdev.core.errors import HostdevError, UserError, in_words, write_stderr
 from hostdev.core.interrupts import InterruptGuard, leaving
 from hostdev.core.printable import printable
 
-_RANKS = {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK_ID"}  # set in one of several processes
+_RANKS = {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK_ID"}  # set by launchers of several processes
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
@@ -90,12 +90,12 @@ def _run(
         if guard.is_interrupted:  # a library has swallowed it
             raise KeyboardInterrupt
         return code
-    except BrokenPipeError:  # the reader has ended, as with `| head`
+    except BrokenPipeError:  # the reader has exited, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except (Exception, KeyboardInterrupt) as error:
         guard.handled()
-        if isinstance(error, KeyboardInterrupt) or guard.is_interrupted:  # it may have become another error
+        if isinstance(error, KeyboardInterrupt) or guard.is_interrupted:  # the interrupt may have become another error
             interrupt = error if isinstance(error, KeyboardInterrupt) else KeyboardInterrupt()
             code = int(getattr(interrupt, "exit_code", EXIT_INTERRUPTED))
             print(printable(f"{prog}: interrupted{_detail(interrupt)}"), file=sys.stderr)
@@ -127,15 +127,15 @@ def run_module(name: str, prog: str) -> int:
 
 @contextmanager
 def importing(prog: str) -> Iterator[None]:
-    """Import modules within the block; this may take seconds, and Ctrl-C ends the command at once meanwhile.
+    """Let Ctrl-C end the command at once while the block imports modules, which may take seconds.
 
-    Does nothing where the process runs more than the command, as in a test.
+    Has no effect if the process runs more than the command, such as a test.
     """
     with leaving(lambda: _interrupted(prog)) if _is_own else contextlib.nullcontext():
         import_module("numpy")  # before torch, which reports a broken numpy as missing
         yield
     if _is_own and (arrow := sys.modules.get("pyarrow")) is not None:
-        arrow.enable_signal_handlers(False)  # its own catch Ctrl-C while a file is read, and may lose it
+        arrow.enable_signal_handlers(False)  # Arrow's handlers may lose a Ctrl-C during a read
 
 
 def _interrupted(prog: str) -> NoReturn:

@@ -1,8 +1,8 @@
 """state_sha256: a digest of everything that training has learned. Equal digests mean equal models.
 
-It covers the tables by name, each with a line that has its number of steps, its weights, and its slots by name; then
-the arrays of the dense side. A line with name, dtype and shape precedes each array; arrays are row-major,
-little-endian.
+It covers the tables in order of their names, each with a line that gives its number of steps, then its weights, then
+its slots by name; then the arrays of the dense side. A line with name, dtype and shape precedes each array. Arrays are
+row-major and little-endian.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +25,7 @@ class Column(NamedTuple):
 
 
 class StateDigest:
-    """SHA-256 over that sequence; the next chunk is fetched while one is hashed."""
+    """SHA-256 over the sequence that the module describes; the next chunk is fetched while one is hashed."""
 
     def __init__(self) -> None:
         self._digest = sha256()
@@ -48,14 +48,14 @@ class StateDigest:
 
 
 def pieces_of(rows: Any, fetch: Callable[[Any], Any]) -> Iterator[Any]:
-    """Yield non-empty chunks of some MiB of rows [n, ...], each as `fetch` returns it."""
+    """Yield rows [n, ...] in non-empty chunks of a few MiB, each as `fetch` returns it."""
     step = max(1, PIECE_BYTES // max(1, rows[:1].nbytes))
     for start in range(0, len(rows), step):
         yield fetch(rows[start : start + step])
 
 
 def _one_ahead(pieces: Iterator[Any]) -> Iterator[Any]:
-    """Yield chunks; another thread fetches the next one meanwhile."""
+    """Yield chunks while another thread fetches the next one."""
     first = next(pieces, None)
     if first is None:
         return

@@ -1,4 +1,4 @@
-"""Durations of any number of calls in bounded memory: exact up to a number, then a histogram."""
+"""Durations of any number of calls in bounded memory: exact for the first 65,536, then a histogram."""
 
 from array import array
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class Durations:
     def __init__(self) -> None:
         self.latest = array("q")  # not yet in the histogram
         self._earlier: npt.NDArray[np.int64] | None = None
-        self._count = self._total = 0  # of those in the histogram
+        self._count = self._total = 0  # of the durations in the histogram
 
     def add(self, nanoseconds: int) -> None:
         """Add a call's duration."""

@@ -10,8 +10,8 @@ from typing import Any
 from hostdev.core.printable import printable
 
 _SHORTAGES = {
-    errno.EMFILE: "allow this process more, as with ulimit -n",
-    errno.ENFILE: "the system has no more",
+    errno.EMFILE: "raise this process's limit, for example with ulimit -n",
+    errno.ENFILE: "close files in other processes",
     errno.ENOMEM: "end other processes, or use less",
 }
 
@@ -19,7 +19,7 @@ _SHORTAGES = {
 class HostdevError(Exception):
     """Base of hostdev's errors; commands print it as one line and exit with code 2.
 
-    The message may quote files and callers: it has no control characters and at most 500 others.
+    The message may quote files and callers: it has at most 500 characters, and no control characters.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -60,7 +60,7 @@ def raise_if_transient(error: BaseException) -> None:
 
 @contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Add this file's name to an OSError that has none: a write to a full disk knows no path."""
+    """Add this file's name to an OSError that has none, such as that of a write to a full disk."""
     try:
         yield
     except OSError as error:

@@ -26,7 +26,7 @@ def to_int64(given: Any, padding: int | None = None) -> npt.NDArray[Any]:
     A `padding` beyond int64 keeps its 64 bits; see `wrap_padding`.
 
     Raises:
-        BeyondInt64Error: An integer does not fit; it names the first one.
+        BeyondInt64Error: An integer does not fit; the error names the first one.
         ValueError: `given` is not an array.
     """
     array = np.asarray(given)

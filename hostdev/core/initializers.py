@@ -48,7 +48,7 @@ class Constant:
     def fill(
         self, block: Rows, seed: int, name: str, slots: Rows, *, first_row: int = 0, ids: Ids | None = None
     ) -> None:
-        """Do `Normal.fill`."""
+        """Fill a block as `Normal.fill` does."""
         fill_constant(block, self.value, slots)
 
 
@@ -68,7 +68,7 @@ class Uniform:
     def fill(
         self, block: Rows, seed: int, name: str, slots: Rows, *, first_row: int = 0, ids: Ids | None = None
     ) -> None:
-        """Do `Normal.fill`."""
+        """Fill a block as `Normal.fill` does."""
         fill_uniform(block, key64(seed, name, "uniform"), self.low, self.high, slots, first_row=first_row, ids=ids)
 
 
@@ -95,14 +95,14 @@ class Given:
         """Raise ValueError unless the array has this shape."""
         if self._values.shape != (rows, dim):
             raise ValueError(
-                f"table {table!r} has {rows} rows of {dim} columns, and the array of its initial values the shape "
+                f"table {table!r} has {rows} rows of {dim} columns, but its initial values have the shape "
                 f"{list(self._values.shape)}"
             )
 
     def fill(
         self, block: Rows, seed: int, name: str, slots: Rows, *, first_row: int = 0, ids: Ids | None = None
     ) -> None:
-        """Do `Normal.fill`; seed and name are not used."""
+        """Fill a block as `Normal.fill` does; seed and name are not used."""
         if ids is None:
             block[:, 0] = self._values[first_row : first_row + len(block)]
         else:
@@ -127,8 +127,8 @@ def initializer(init: Any, rows: int, dim: int, table: str) -> Initializer:
         if np.ndim(init) == 2 and np.asarray(init).dtype.kind in "fiu":
             raise ValueError(f"table {table!r}: {error}") from None
         raise TypeError(
-            f"table {table!r}: init is hostdev.Normal(std), Uniform(low, high), Constant(value) or an array [rows, "
-            f"dim] of numbers, not {type(init).__name__}"
+            f"table {table!r}: init must be hostdev.Normal(std), Uniform(low, high), Constant(value) or an array "
+            f"[rows, dim] of numbers, not {type(init).__name__}"
         ) from None
     given.require(rows, dim, table)
     return given
@@ -141,7 +141,7 @@ def _require_finite(name: str, value: float) -> None:
 
 
 def initial_array(shape: tuple[int, ...], init: Initializer, seed: int, name: str) -> Rows:
-    """Return initial values, float32 [*shape], equal to the first row of a table `name` with as many columns."""
+    """Return initial values, float32 [*shape], equal to the first row of a table `name` with that many columns."""
     block = np.empty((1, 1, max(1, int(np.prod(shape)))), np.float32)
     init.fill(block, seed, name, np.empty(0, np.float32))
     return block.reshape(shape)

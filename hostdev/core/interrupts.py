@@ -1,7 +1,7 @@
 """Ctrl-C that cannot get lost: it ends imports at once, and is raised again if something swallows it.
 
-Python raises KeyboardInterrupt wherever the main thread is, also where it goes no further: in a finalizer or callback,
-below a library's bare `except`, or in C code that clears errors or turns them into an ImportError.
+Python raises KeyboardInterrupt wherever the main thread happens to be, even where it cannot propagate: in a finalizer
+or callback, below a library's bare `except`, or in C code that clears errors or turns them into an ImportError.
 """
 
 import atexit
@@ -42,7 +42,7 @@ class _Interrupt(KeyboardInterrupt):
 
 
 class InterruptGuard:
-    """A context in which Ctrl-C raises KeyboardInterrupt again and again until `handled` is called.
+    """A context in which Ctrl-C raises KeyboardInterrupt repeatedly until `handled` is called.
 
     Args:
         leave: Ends the process; the effect of Ctrl-C after the context, since the interpreter's own exit takes seconds.
@@ -77,7 +77,7 @@ class InterruptGuard:
             sys.unraisablehook = self._hook
 
     def handled(self) -> None:
-        """Note that the interrupt has reached the code that ends the command."""
+        """Record that the interrupt has reached the code that ends the command."""
         self._is_handled = True
 
     def _unraisable(self, raised: "sys.UnraisableHookArgs") -> None:

@@ -20,8 +20,8 @@ def read(path: Path, most: int = MOST_BYTES) -> Any:
     """Return the content of a JSON file.
 
     Raises:
-        OSError: It cannot be read.
-        ValueError: It is not a regular file, larger than `most` bytes, or not JSON.
+        OSError: The file cannot be read.
+        ValueError: The file is not a regular file, larger than `most` bytes, or not JSON.
     """
     number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # do not wait for a pipe
     with os.fdopen(number, "rb") as file:
@@ -44,8 +44,8 @@ def read(path: Path, most: int = MOST_BYTES) -> Any:
 def parse(kind: type[T], content: Any, where: str = "") -> T:
     """Return a value of type `kind`, such as a dataclass, from JSON content; nothing is converted, only checked.
 
-    Supported are dataclasses (objects with their fields; those with defaults may be missing), lists, tuples of any
-    length, dicts with text keys, unions, int, float, str, bool, None and Any.
+    Supported types: dataclasses (objects with their fields; those with defaults may be missing), lists, tuples of any
+    length, dicts with string keys, unions, int, float, str, bool, None and Any.
 
     Raises:
         ValueError: The content does not fit; the message says where.

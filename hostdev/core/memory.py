@@ -1,4 +1,4 @@
-"""Free memory, and the refusal of tables that cannot fit before they are allocated."""
+"""Free memory, and checks that a table fits before it is allocated."""
 
 import itertools
 import sys
@@ -36,7 +36,7 @@ def parse_bytes(text: str) -> int:
     except ValueError:
         size = -1.0
     if not 0 <= size < float("inf"):
-        raise UserError(f"a size is a number and KiB, MiB, GiB or TiB, not {text!r}")
+        raise UserError(f"a size must be bytes, or a number and KiB, MiB, GiB or TiB, not {text!r}")
     return int(size)
 
 
@@ -117,7 +117,7 @@ class TableShape(NamedTuple):
 
 
 def row_bytes(tables: Iterable[tuple[int, SparseOptimizer] | TableShape]) -> tuple[int, int]:
-    """Return the float32 bytes of one row of all these tables in transit: of its weights, and with its slots.
+    """Return the float32 bytes in transit for one row of every table: the weights alone, and with the slots.
 
     Tables are given as (dim, optimizer) or as shapes.
     """
@@ -132,11 +132,11 @@ def copied_bytes(passing: int, changing: int, uses: int, row: int, whole: int) -
     """Return the host memory for the copies of a batch, with an accelerator.
 
     Args:
-        passing: Rows sent and returned, some of them again, as conflicting or wanted first.
+        passing: Rows sent and returned. Each way counts twice, for rows that conflict or are needed first.
         changing: Rows that a cache admits or evicts, with their slots.
         uses: Occurrences of rows, each with a position, a weight, etc.
-        row: Bytes of a row of all tables.
-        whole: Bytes of a row with its slots.
+        row: Bytes of one row of every table, weights only.
+        whole: Bytes of one row of every table with its slots.
     """
     return 4 * passing * row + 2 * changing * whole + 16 * uses
 
@@ -165,7 +165,7 @@ def require_table(
 
 
 def cache_room(free: int, beside: int = 0) -> int:
-    """Return how many of an accelerator's `free` bytes an embedding cache may take, with `beside` more to be allocated.
+    """Return how many of an accelerator's `free` bytes a cache may take if `beside` bytes are yet to be allocated.
 
     A tenth, and at least 256 MiB, is reserved for needs that are not known in advance: the libraries' workspaces,
     fragmentation, an unknown model.

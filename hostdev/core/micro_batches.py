@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
-EXCHANGES = ("tree", "all-reduce")  # how ranks sum gradients; the latter in an order of its own
+EXCHANGES = ("tree", "all-reduce")  # how ranks sum gradients; the library chooses all-reduce's order
 
 
 def cut(rows: int, parts: int) -> list[tuple[int, int]]:
@@ -43,7 +43,7 @@ class TreeSum(Generic[T]):
         self.nodes.append(node)
 
     def total(self) -> T | None:
-        """Return the sum over all, which began with the first; None for nothing."""
+        """Return the sum over all micro-batches, from the first on; None if every value was None."""
         while len(self.nodes) > 1:
             right = self.nodes.pop()
             self.nodes.append(self._joined(self.nodes.pop(), right))

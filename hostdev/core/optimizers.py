@@ -1,4 +1,4 @@
-"""The sparse optimizers: hyperparameters, recurrences and slots. The arithmetic is in kernels/ and device/.
+"""The optimizers of tables: hyperparameters, recurrences and slots. The arithmetic is in kernels/ and device/.
 
 Only an optimizer's learning rate may be changed (`table.optimizer.lr = 1e-4`), from the next update on.
 
@@ -54,11 +54,11 @@ class _Optimizer:
     def __setattr__(self, name: str, value: Any) -> None:
         if name in {field.name for field in fields(self)}:  # type: ignore[arg-type]  # each of them is a dataclass
             if name == "lr" and name in self.__dict__:
-                replace(self, lr=value)  # type: ignore[type-var]  # raises ValueError where it is wrong
+                replace(self, lr=value)  # type: ignore[type-var]  # raises ValueError if it is wrong
             if name == "lr" or name not in self.__dict__:
                 object.__setattr__(self, name, value)
                 return
-        raise FrozenInstanceError(f"{type(self).__name__}: lr may be set, but not {name}; make another optimizer")
+        raise FrozenInstanceError(f"{type(self).__name__}: only lr may be set, not {name}; create a new optimizer")
 
     def __delattr__(self, name: str) -> None:
         raise FrozenInstanceError(f"{type(self).__name__}: {name} cannot be deleted")
@@ -94,7 +94,9 @@ def _check(name: str, value: float, needed: str, why: str = "") -> None:
     with np.errstate(over="ignore"):
         rounded = float(np.float32(value))
     if not (math.isfinite(rounded) and holds(rounded)):
-        raise ValueError(f"{name} must be {needed} in float32, with which rows are updated; {value} is {rounded} there")
+        raise ValueError(
+            f"{name} must be {needed} when rounded to float32, which updates use; {value} becomes {rounded}"
+        )
 
 
 def _check_lr(lr: float) -> None:
@@ -326,6 +328,6 @@ def require_optimizer(optimizer: object, table: str) -> None:
         return
     classes = ", ".join(f"{made.__name__}()" for made in OPTIMIZERS.values() if isinstance(made, type))
     raise TypeError(
-        f"table {table!r}: the optimizer of a table is one of {classes} of hostdev, or what build_optimizer(name) of "
-        f"hostdev.core.optimizers makes of {', '.join(OPTIMIZERS)}; not {optimizer!r}"
+        f"table {table!r}: the optimizer must be hostdev's {classes}, or the result of "
+        f"hostdev.core.optimizers.build_optimizer(name) for {', '.join(OPTIMIZERS)}; not {optimizer!r}"
     )

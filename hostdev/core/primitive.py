@@ -155,7 +155,7 @@ class OpLog:
             self.check()
             if self._file is None:
                 return
-            lines = (self._buffer.popleft() for _ in range(len(self._buffer)))  # other threads append meanwhile
+            lines = (self._buffer.popleft() for _ in range(len(self._buffer)))  # other threads may be appending
             try:
                 self._file.writelines(f"{_stamp(at)} INFO {line} {ns // 1000} us.\n" for at, line, ns in lines)
                 self._file.flush()
@@ -167,7 +167,7 @@ class OpLog:
                     self._written.notify_all()
 
     def close(self) -> None:
-        """Write the remaining lines, and only keep durations from now on; raise as `flush`."""
+        """Write the remaining lines, and from now on keep durations only; raises like `flush`."""
         try:
             self.flush()
         finally:
@@ -324,7 +324,7 @@ class _TablePrimitive(Primitive):
         if table.primitive_target != self.primitive_target:
             raise ValueError(
                 f"{self._name} has primitive_target {self.primitive_target!r}, "
-                f"but table {table.name!r} is of target {table.primitive_target!r}"
+                f"but table {table.name!r} has {table.primitive_target!r}"
             )
 
 
@@ -377,7 +377,9 @@ class _Update(_TablePrimitive):
     def _check(self, table: Any) -> None:
         super()._check(table)
         if table.optimizer.primitive != self._name:
-            raise ValueError(f"{self._name} cannot update table {table.name!r} of {type(table.optimizer).__name__}")
+            raise ValueError(
+                f"{self._name} cannot update table {table.name!r}, whose optimizer is {type(table.optimizer).__name__}"
+            )
 
     def nbytes(self, table: Any, ids: Any, grads: Any, *some: Any) -> int:
         """Return the bytes of each row: its gradient is read, its weights and slots are read and written."""

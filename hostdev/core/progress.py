@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from hostdev.core.printable import printable
 
-_LOG_SECONDS, _MOST_LOG_SECONDS = 10.0, 60.0  # between lines; longer if little is done meanwhile
+_LOG_SECONDS, _MOST_LOG_SECONDS = 10.0, 60.0  # between lines; longer if little was done since the last
 _LOG_PARTS = 50
 
 
@@ -152,7 +152,7 @@ class TimeLeft:
         self._since = time.monotonic()
 
     def step(self, kind: str) -> None:
-        """Note a finished step of this kind."""
+        """Record a finished step of this kind."""
         now = time.monotonic()
         self._seconds[kind] += now - self._since
         self._done[kind] += 1

@@ -23,7 +23,7 @@ def require_table_dtype(dtype: str, table: str) -> str:
     """Return the dtype of stored weights, one of TABLE_DTYPES; ValueError unless it is fp32, bfloat16 or bf16."""
     found = _ALIASES.get(dtype, dtype)
     if found not in TABLE_DTYPES:
-        raise ValueError(f"table {table!r}: the dtype of its weights is one of fp32, bfloat16, not {dtype!r}")
+        raise ValueError(f"table {table!r}: dtype must be fp32 or bfloat16, not {dtype!r}")
     return found
 
 

@@ -11,10 +11,10 @@ class Owner(Protocol):
     """A loop that is open over a table, with unfinished steps, cached rows, and rows looked up ahead."""
 
     def before_read(self, table: Any) -> None:
-        """Apply all steps so far to the table. ValueError if it cannot be read now."""
+        """Apply all steps so far to the table; ValueError if it cannot be read now."""
 
     def before_write(self, table: Any) -> None:
-        """Do `before_read` before a write. ValueError if the table cannot be written now."""
+        """Do the same before a write; ValueError if the table cannot be written now."""
 
     def after_write(self, table: Any, ids: Any) -> None:
         """Refresh rows that were looked up ahead; ids int32 or int64 [N] are local rows, None for all."""
@@ -44,9 +44,9 @@ class Owned:
     @step.setter
     def step(self, step: int) -> None:
         if isinstance(step, bool) or not isinstance(step, int | np.integer):
-            raise TypeError(f"table {self.name!r}: step is a number of steps, an integer, not {step!r}")
+            raise TypeError(f"table {self.name!r}: step, the number of steps, must be an integer, not {step!r}")
         if step < 0:
-            raise ValueError(f"table {self.name!r}: step is a number of steps, 0 or more, not {step}")
+            raise ValueError(f"table {self.name!r}: step, the number of steps, must be 0 or more, not {step}")
         self._before_read()  # a pending step counts from the previous number
         self._step = int(step)
 
@@ -88,7 +88,7 @@ class Owned:
 def initial_seed(seed: int | None) -> int:
     """Return the seed of a table: the given one, else that of `torch.manual_seed`, else 0.
 
-    If torch has not been imported, or if the program has not seeded it, so that its seed is random, that is 0.
+    It is also 0 if torch is not imported, or if the program has not seeded it: torch's own seed is random.
     """
     if seed is not None:
         return seed

@@ -108,14 +108,14 @@ class Timeline:
                 file.write("\n]\n")
 
     def begin(self, stage: str) -> int:
-        """Note that a stage starts work; return the time."""
+        """Record that a stage starts work; return the time."""
         now = time.perf_counter_ns()
         if stage in HOST_STAGES:
             self._change(now, 1)
         return now
 
     def end(self, stage: str, batch: int, flow: str, start: int, args: dict[str, int]) -> None:
-        """Note that a stage is done with a batch."""
+        """Record that a stage is done with a batch."""
         now = time.perf_counter_ns()
         if stage in HOST_STAGES:
             self._change(now, -1)

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Workers:
-    """Threads that make submitted calls in order; the context waits for all of them at its end.
+    """Threads that run submitted calls in order; leaving the context waits for all calls.
 
     Args:
         threads: The number of threads.
@@ -47,7 +47,7 @@ class Workers:
         if sys.is_finalizing():  # Python has stopped them
             return
         for thread in self._threads:
-            if thread is not threading.current_thread():  # it may hold the last reference to this
+            if thread is not threading.current_thread():  # a worker may hold the last reference to this object
                 thread.join()
 
     def submit(self, call: Callable[[], T]) -> "Future[T]":

@@ -1,1 +1,1 @@
-"""The device side, over torch: clock, tables, rows and optimizers. May call kernels/, never host/."""
+"""The device side, over torch: clock, tables, rows and optimizers. It may call kernels/, never host/."""

@@ -13,14 +13,14 @@ _TF32_CAPABILITY = (8, 0)  # Ampere
 def select(name: str, option: str = "--device ") -> torch.device:
     """Return the device of this name; "auto" is the accelerator if there is one, else the CPU.
 
-    An accelerator gets an index, the current one unless the name has one, and becomes the current device.
+    An accelerator becomes the current device; if the name has no index, it is the current one.
 
     Args:
         name: "auto", "cpu", "cuda", "cuda:1", ...
         option: The user's option, as errors show it.
 
     Raises:
-        UserError: There is no such device, or it has no streams to copy rows during a step.
+        UserError: There is no such device, or it has no streams to copy rows with during a step.
     """
     accelerator = _accelerator()
     if name == "auto":
@@ -30,14 +30,14 @@ def select(name: str, option: str = "--device ") -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UserError(f"{option}{name}: there is no such kind of device; use auto, cpu or cuda") from None
+        raise UserError(f"{option}{name}: unknown kind of device; use auto, cpu or cuda") from None
     if device.type == "cpu":
         return torch.device("cpu")
     if accelerator is None or device.type != accelerator.type:
         raise UserError(f"{option}{name}: {_explain_missing(device, accelerator)}, or use {option}auto")
     count = torch.accelerator.device_count()
     if device.index is not None and device.index >= count:
-        raise UserError(f"{option}{name}: this machine has {count} of them, numbered from 0")
+        raise UserError(f"{option}{name}: this machine has {count} such devices, numbered from 0")
     if missing := _find_missing(device):
         raise UserError(
             f"{option}{name}: torch has no streams on this device, which are needed to copy rows during a step "
@@ -77,7 +77,7 @@ def _explain_missing(device: torch.device, accelerator: torch.device | None) -> 
     """Return why torch does not see a device of this kind, and what to do."""
     version = f"torch {torch.__version__}"
     if device.type == "cuda" and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
-        return f"{version} is built without CUDA; install a build with it (https://pytorch.org/get-started/locally)"
+        return f"{version} is built without CUDA; install a CUDA build (https://pytorch.org/get-started/locally)"
     if accelerator is not None:
         return f"{version} sees only {accelerator.type} on this machine; use that"
     if device.type == "cuda":
@@ -90,19 +90,19 @@ def _get_current(accelerator: torch.device) -> torch.device:
 
 
 def _find_missing(device: torch.device) -> list[str]:
-    """Return what `Staging` needs and torch's module for the device lacks; MPS has no streams."""
+    """Return the names that `Staging` needs and torch's module for the device lacks; MPS has no streams."""
     module = torch.get_device_module(device)
     return [name for name in ("Stream", "Event", "stream", "current_stream") if not hasattr(module, name)]
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Tell whether the device has memory of its own."""
+    """Return whether the device has its own memory."""
     return device.type != "cpu"
 
 
 def make_deterministic(device: torch.device) -> None:
-    """Allow deterministic operations only; call this before the first operation."""
-    if device.type == "cuda":  # cuBLAS reads it when it starts
+    """Allow only deterministic operations; call this before the first operation."""
+    if device.type == "cuda":  # cuBLAS reads this when it starts
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     # New memory is not filled with NaN: every byte is written before it is read.
@@ -110,7 +110,7 @@ def make_deterministic(device: torch.device) -> None:
 
 
 def set_tf32(device: torch.device, on: bool) -> None:
-    """Set whether float32 matrix products round their inputs to TF32; UserError if `on` and there is no TF32."""
+    """Set whether float32 matrix products round their inputs to TF32; UserError if `on` and the device has no TF32."""
     if on and (device.type != "cuda" or torch.version.hip is not None):
         raise UserError(f"--tf32 has no effect on {describe(device)}; leave it out")
     if device.type != "cuda":
@@ -124,7 +124,7 @@ def set_tf32(device: torch.device, on: bool) -> None:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the device's free memory in bytes; None if torch cannot tell."""
+    """Return the device's free memory in bytes; None if torch does not know."""
     if not is_accelerator(device):
         return available_bytes()
     module = torch.get_device_module(device)
@@ -134,9 +134,9 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def get_cache_room(device: torch.device, beside: int = 0) -> int | None:
-    """Return the bytes that an embedding cache may take; None if torch cannot tell.
+    """Return the bytes that an embedding cache may take; None if torch does not know.
 
-    The CPU offers all free memory, an accelerator what `memory.cache_room` leaves of it.
+    On the CPU that is all free memory; on an accelerator `memory.cache_room` reserves a part.
     """
     free = free_bytes(device)
     return cache_room(free, beside) if free is not None and is_accelerator(device) else free

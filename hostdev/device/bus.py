@@ -18,7 +18,7 @@ class Bus(NamedTuple):
 
 
 def measure(device: torch.device, nbytes: int = 1 << 26, rounds: int = 5) -> Bus:
-    """Return the median bandwidth of copies of `nbytes` through pinned memory; on the CPU, of copies in memory."""
+    """Return the median bandwidth of copies of `nbytes` through pinned memory, or within memory on the CPU."""
     host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=is_accelerator(device))
     there = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     down = _measure_seconds(lambda: there.copy_(host, non_blocking=True), device, rounds)

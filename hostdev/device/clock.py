@@ -11,7 +11,7 @@ from hostdev.device.backend import is_accelerator
 
 
 class EventClock:
-    """Records events in the device's stream, and reports a duration once both are done, without waiting."""
+    """Records a begin and an end event in the device's stream, and reports the duration once both have passed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -23,7 +23,7 @@ class EventClock:
         return self._record_event()
 
     def end(self, mark: Any, report: Report) -> None:
-        """Record the end event, and report the durations that are known by now."""
+        """Record the end event, and report the durations that are already known."""
         self._pending.append((mark, self._record_event(), report))
         if len(self._pending) >= 64:
             self.drain()

@@ -21,13 +21,13 @@ class PinnedBuffers:
 
     Args:
         pin: Pin their memory.
-        batches: Most batches that hold a buffer at a time; 0 gives every batch new memory.
+        batches: Maximum number of batches that hold a buffer at once; 0 gives every batch new memory.
     """
 
     def __init__(self, *, pin: bool, batches: int) -> None:
         self.pin, self.batches = pin, batches
         self._free: list[Tensor] = []
-        self._made: list[weakref.ref[Tensor]] = []  # weak: a buffer that an error lost is replaced
+        self._made: list[weakref.ref[Tensor]] = []  # weak: a buffer lost by an error is replaced
         self._bytes = 0  # of each buffer
         self._lock = threading.Lock()
 
@@ -40,7 +40,7 @@ class PinnedBuffers:
             return PinnedBuffer(self, self._free.pop() if self._free else None)
 
     def loose(self) -> "PinnedBuffer":
-        """Return memory that need not be released: torch keeps pinned memory until the copies from it are done."""
+        """Return memory that need not be released: torch keeps pinned memory until copies from it are done."""
         return PinnedBuffer(self, None)
 
     def allocate(self, nbytes: int) -> Tensor:
@@ -57,7 +57,7 @@ class PinnedBuffers:
             self._grow(used)
 
     def _grow(self, nbytes: int) -> None:
-        """Allocate missing buffers, or replace all by larger ones."""
+        """Allocate missing buffers, or replace all of them by larger ones."""
         if nbytes > self._bytes:
             self._bytes = pinned_size(nbytes)
             self._free, self._made = [], []
@@ -83,7 +83,7 @@ class PinnedBuffer:
         with self._lock:
             start = self._used
             self._used += -(-nbytes // _ALIGNED) * _ALIGNED
-        if self._memory is None or start + nbytes > self._memory.numel():  # the largest batch so far
+        if self._memory is None or start + nbytes > self._memory.numel():  # this is the largest batch so far
             return self._slabs.allocate(nbytes).view(dtype).view(shape)
         return self._memory[start : start + nbytes].view(dtype).view(shape)
 

@@ -24,12 +24,12 @@ class GroupUses:
 
     def __init__(self, features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> None:
         self.features, self.rows, self.in_order = tuple(features), rows, in_order
-        self._found: dict[tuple[bool, ...], Any] = {}  # by which features have a gradient: nearly always all
+        self._found: dict[tuple[bool, ...], Any] = {}  # by which features have a gradient (nearly always all)
 
     def sum(self, grads: Sequence[Tensor | None]) -> Tensor | None:
         """Return each row's gradient float32 [U, D] from those of the features' outputs, as `Ops.sum_uses` does.
 
-        A feature without a gradient counts as zeros: its occurrences are skipped, and 0 is added in the end. Returns
+        A feature without a gradient counts as zeros: its occurrences are skipped, and 0 is added at the end. Returns
         None if no feature has a gradient.
         """
         given = tuple(grad is not None for grad in grads)
@@ -64,7 +64,7 @@ class _Pull(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, uses: GroupUses, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.uses = uses  # not among the saved tensors, which a first backward pass of several frees
+        ctx.uses = uses  # not a saved tensor: the first of several backward passes frees those
         ops, out = get_ops(rows.device), []
         for (inverse, offsets, weights, mean, _), dtype in zip(uses.features, dtypes, strict=True):
             if offsets is None:
@@ -88,7 +88,7 @@ def pull(rows: Tensor, uses: GroupUses, dtypes: Sequence[torch.dtype] | None = N
     Args:
         rows: float32 [U, D].
         uses: The features' occurrences.
-        dtypes: Output dtypes in place of the features': tables of a group may differ.
+        dtypes: Output dtypes that replace the features' own: tables of a group may differ.
 
     Returns:
         For each feature, in its dtype, [B, D] or [N, D]; 0 for an empty bag.

@@ -1,7 +1,7 @@
 """Asynchronous copies between host memory and the device.
 
 An accelerator uses pinned memory, a copy stream in each direction, a stream for results, and events. On the CPU device
-nothing is copied: a tensor is its host memory.
+nothing is copied: tensors use the host memory itself.
 """
 
 import functools
@@ -26,7 +26,7 @@ class Staging:
     Args:
         device: Where the dense layers run.
         log: Receives the copies' durations.
-        batches: Most batches that hold a pinned buffer at a time.
+        batches: Maximum number of batches that hold a pinned buffer at once.
         streams: The module with Stream, Event, stream and current_stream; None for torch's module of the device.
     """
 
@@ -44,7 +44,7 @@ class Staging:
             self._event = _make_event_factory(self._streams)
 
     def enter_thread(self) -> None:
-        """Make the device current in a new thread, where the first device would be."""
+        """Make the device current in a new thread; by default that is the first device."""
         if self.pinned_buffers.pin:
             torch.accelerator.set_device_index(self.device)
 
@@ -77,7 +77,7 @@ class Staging:
         stream = self._streams.current_stream(self.device)
         for mark in marks:
             stream.wait_event(mark)
-        for tensor in tensors:  # the allocator must not reuse it before this stream is done with it
+        for tensor in tensors:  # the allocator must not reuse the tensor before this stream is done with it
             tensor.record_stream(stream)
 
     def receive(self, tensors: Sequence[Tensor], memory: PinnedBuffer) -> tuple[list[Tensor], Any]:
@@ -91,7 +91,7 @@ class Staging:
         """
         self._up.wait_stream(self._streams.current_stream(self.device))
         with self._streams.stream(self._up):
-            different = {id(positions): positions for _, positions in wanted}  # a group's tables have the same
+            different = {id(positions): positions for _, positions in wanted}  # shared by a group's tables
             host = [self._stage(torch.from_numpy(positions), memory) for positions in different.values()]
             at = dict(zip(different, self._copy_down(host, self.device), strict=True))
             picked = [tensor.index_select(0, at[id(positions)]) for tensor, positions in wanted]
@@ -110,7 +110,7 @@ class Staging:
         with self._streams.stream(stream):
             host = [memory.buffer(*tensor.shape, dtype=tensor.dtype) for tensor in tensors]
             (self._copy_up if timed else _to_host)(host, tensors)
-            for tensor in tensors:  # the allocator must not reuse it before it is copied
+            for tensor in tensors:  # the allocator must not reuse the tensor before it is copied
                 tensor.record_stream(stream)
             return host, self._record_event()
 
@@ -148,7 +148,7 @@ class Staging:
 
 
 def _make_event_factory(streams: Any) -> Callable[..., Any]:
-    """Return a factory of events that threads wait for asleep, not spinning, if the backend has these."""
+    """Return a factory of events; threads sleep instead of spinning while they wait, if the backend supports it."""
     try:
         streams.Event(blocking=True)
     except TypeError:

@@ -28,17 +28,17 @@ from hostdev.kernels.rounding import require_bfloat16, round_rows
 Rows = npt.NDArray[np.float32]
 
 _FILL_BYTES = 1 << 26
-_FOLD_BYTES = 1 << 28  # of squares at a time
+_FOLD_BYTES = 1 << 28  # bytes of squares at a time
 
 
 class DeviceTable(Owned):
     """Weights float32 [rows, dim] and optimizer state on `device`; equal to a `HostTable` with the same arguments.
 
     Ids must be in range and unique; the caller checks and deduplicates them on the host. With dtype="bfloat16" the
-    values are those of a host table of that dtype, but take 4 bytes each.
+    values equal those of a host table of that dtype, but take 4 bytes each.
 
-    The body of an open `Runtime.train` loop may read and write as with a host table. `weights`, `slots` and `block` are
-    views that torch cannot protect: use `writing` or `write_rows` to write.
+    The body of an open `Runtime.train` loop may read and write the table as it may a host table. `weights`, `slots` and
+    `block` are views that torch cannot protect: use `writing` or `write_rows` to write.
 
     Args:
         device: Where the table lies. The other arguments are those of `HostTable`.
@@ -179,10 +179,10 @@ class DeviceTable(Owned):
         Raises:
             ValueError: A gradient is not finite or above `optimizer.largest_gradient`; nothing is written then.
         """
-        most = float(grads.abs().max()) if grads.numel() else 0.0  # NaN where one is
+        most = float(grads.abs().max()) if grads.numel() else 0.0  # NaN if there is one
         if not most <= self.optimizer.largest_gradient:
             raise ValueError(
-                f"table {self.name!r}: a gradient is {most}, which is not finite or above "
+                f"table {self.name!r}: a gradient is {most}, not finite or above "
                 f"{self.optimizer.largest_gradient:.3g}, the limit of its optimizer; no row was updated"
             )
         self._before_write()
@@ -193,7 +193,7 @@ class DeviceTable(Owned):
         """Update as `update` does, for the loop itself, which has checked the gradients."""
         step = self.begin_step()
         self._ops.update(self.optimizer.primitive, self._block, self._row_slots, ids, grads, step.scalars, skip)
-        if step.rounding is not None:  # does not change rows that were skipped
+        if step.rounding is not None:  # rounding does not change skipped rows
             self._ops.round_rows(self._block, ids, ids, step.rounding)
 
     def begin_step(self) -> TableStep:
@@ -263,7 +263,7 @@ class DeviceTable(Owned):
     def partial_squares(self) -> Tensor:
         """Return the sums of squares of the weights by part and column, float64 [P, D] on the device.
 
-        The order is in `kernels.norm`; the bits are the host table's.
+        `kernels.norm` defines the order; the result equals the host table's bit for bit.
         """
         self._before_read()
         if self.device.type == "cpu":

@@ -18,7 +18,7 @@ def compare(each: Sequence[Values], where: str = "") -> None:
     """Raise UnlikeError unless all ranks have the same values.
 
     Args:
-        each: Values of each rank, as JSON returns them; a list [value, text] is compared by its value and shown as its
+        each: The values of each rank, decoded from JSON; a list [value, text] is compared by its value and shown as its
             text.
         where: Beginning of the message, such as "hostdev.Runtime(...)".
     """
@@ -34,9 +34,7 @@ def compare(each: Sequence[Values], where: str = "") -> None:
     also = f", and so {'does' if len(others) == 1 else 'do'} {', '.join(others[:4])}" if others else ""
     also += ", ..." * (len(others) > 4)
     begin = f"{where}: " if where else ""
-    raise UnlikeError(
-        printable(f"{begin}{first} differs between processes: {values_text}{also}; give all of them the same")
-    )
+    raise UnlikeError(printable(f"{begin}{first} differs between processes: {values_text}{also}; give all the same"))
 
 
 def shown(value: Any, text: str) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Flat buffers of an all-to-all: by rank, group and table, end to end."""
+"""Flat buffers of an all-to-all, with parts by rank, group and table."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -33,7 +33,7 @@ def make_views(flat: Rows, counts: Sequence[Sequence[int]], dims: Sequence[Seque
 
 
 def find_positions(counts: Sequence[int], mask: Mask | None) -> list[Any]:
-    """Return the ascending positions of each rank's rows among all rows: a range, or int32 of those in the mask."""
+    """Return each rank's ascending positions among all rows: a range, or with a mask an int32 array."""
     edges = [0, *accumulate(counts)]
     if mask is None:
         return [range(start, stop) for start, stop in pairwise(edges)]

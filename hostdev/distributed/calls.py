@@ -1,4 +1,4 @@
-"""Numbered calls of each rank, which detect ranks that wait in different collectives.
+"""Numbers the calls of each rank, to detect ranks that wait in different collectives.
 
 All ranks must call collectives in the same order. If one rank predicts while another trains, each waits for the other.
 So each rank numbers its calls, and its heartbeat carries their numbers and names.
@@ -12,14 +12,14 @@ from hostdev.core.printable import printable
 
 ADVICE = "all ranks must make the same calls in the same order (docs/parallel.md)"
 _MOST_RECENT = 8
-LEFT = "left"  # the kind of a call that leaves a loop early, maybe because of an error that is still on its way
+LEFT = "left"  # a call that leaves a loop early, perhaps because of an error yet to be reported
 
 
 class Call(NamedTuple):
     """A call that all ranks make together."""
 
     number: int  # number of calls that this rank has begun, equal on all ranks
-    kind: str  # two calls of one number and different kinds deadlock
+    kind: str  # calls with the same number and different kinds deadlock
     text: str  # text for messages, such as "runtime.predict()"
 
     def __str__(self) -> str:
@@ -34,7 +34,7 @@ class Call(NamedTuple):
 
 
 def format_calls(calls: Sequence[Call]) -> str:
-    """Return calls as a heartbeat carries them."""
+    """Return calls as text for a heartbeat."""
     return "\n".join(map(str, calls))
 
 
@@ -49,7 +49,7 @@ class Calls:
 
     def __init__(self, rank: int, ranks: int) -> None:
         self._rank, self._ranks = rank, ranks
-        self.recent: tuple[Call, ...] = (Call(0, "join", "hostdev.join()"),)  # since all ranks last agreed
+        self.recent: tuple[Call, ...] = (Call(0, "join", "hostdev.join()"),)  # calls since all ranks last agreed
         self.wrong: str | None = None  # why this rank waits in vain
 
     @property
@@ -58,7 +58,7 @@ class Calls:
         return self.recent[-1]
 
     def begin(self, kind: str, text: str) -> None:
-        """Begin a call that all ranks make; UserError if ranks were found in different calls before."""
+        """Begin a call that all ranks make; UserError if ranks were already found in different calls."""
         self.require_same_calls()
         self._count(kind, text)
 
@@ -75,7 +75,7 @@ class Calls:
             raise UserError(f"rank {self._rank} of {self._ranks} {self.wrong}")
 
     def catch_up(self, number: int) -> None:
-        """Continue from the largest number of calls that any rank has counted."""
+        """Continue from the largest number that any rank has counted."""
         self.recent = (self.last._replace(number=max(number, self.last.number)),)
 
 
@@ -93,5 +93,5 @@ def find_mismatch(mine: Sequence[Call], others: Sequence[Call]) -> tuple[Call, C
 
 
 def describe_mismatch(mine: Call, rank: int, other: Call) -> str:
-    """Return a message's text, which follows the name of the rank whose call is `mine`."""
+    """Return the text that follows a rank's name in a message; `mine` is that rank's call."""
     return f"is in {mine.text}, and rank {rank} in {other.text}: {ADVICE}"

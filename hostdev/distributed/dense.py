@@ -1,8 +1,8 @@
 """All-reduce of the dense parameters' gradients over all micro-batches, in the order of a tree.
 
-Each rank owns a slice of a bucket's elements: it receives that slice of every node, adds them up, and sends the sum to
-all. This moves as many bytes as a ring all-reduce, and the order of the additions does not depend on the ranks. A
-bucket is sent once the last micro-batch's backward pass has produced all of its gradients, as in
+Each rank owns a slice of a bucket's elements: it receives that slice of every node, adds the slices, and sends the sum
+to all ranks. This moves as many bytes as a ring all-reduce, and the order of the additions does not depend on the
+ranks. A bucket is sent once the last micro-batch's backward pass has produced all of its gradients, as in
 torch.nn.parallel.DistributedDataParallel (Li et al., VLDB 2020).
 """
 
@@ -22,13 +22,13 @@ from hostdev.core.micro_batches import EXCHANGES, Node, TreeSum, get_nodes
 from hostdev.distributed.process_group import Channel
 
 BUCKET_BYTES = 4 << 20
-_FREE = 2  # references to memory that no tensor uses: the attribute's and getrefcount's argument
+_FREE = 2  # references to unused memory: the attribute, and getrefcount's argument
 Grads = list[Tensor | None]
-Sum = tuple[Tensor, Any]  # and an event of its completion; None in host memory
+Sum = tuple[Tensor, Any]  # a sum, and its completion event (None in host memory)
 
 
 def add_lists(left: Grads, right: Grads) -> Grads:
-    """Add in place; None counts as zero."""
+    """Add `right` to `left` in place; None counts as zero."""
     both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     if both:
         torch._foreach_add_([a for a, _ in both], [b for _, b in both])
@@ -36,14 +36,14 @@ def add_lists(left: Grads, right: Grads) -> Grads:
 
 
 class TreeAllReduce:
-    """Sums over the nodes of all ranks, in the tree's order: the same bits on all ranks.
+    """Sums over the nodes of all ranks, in the tree's order; the result is bit-identical on all ranks.
 
     On an accelerator's channel all work is queued on the current stream.
 
     Args:
-        channel: To the other ranks.
+        channel: Connects the ranks.
         nodes: (start, size) of each rank's nodes.
-        n: Values of each node.
+        n: Number of values of each node.
     """
 
     def __init__(self, channel: Channel, nodes: Sequence[Sequence[tuple[int, int]]], n: int) -> None:
@@ -59,15 +59,15 @@ class TreeAllReduce:
         self._at_end = mine in (0, W - 1)
         self._received = [0 if rank == mine and self._at_end else len(each) for rank, each in enumerate(nodes)]
         self._receive_buffer = torch.empty(self._widths[mine] * sum(self._received), device=device)
-        self._memory = np.empty(n, np.float32)  # of the last result
+        self._memory = np.empty(n, np.float32)  # memory of the last result
 
     def sum(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the sum, float32 [n].
 
-        The next call overwrites it unless somebody still holds a part of it.
+        The next call overwrites it unless a part of it is still referenced.
 
         Args:
-            parts: This rank's nodes, float32 [n], where the channel's buffers are.
+            parts: This rank's nodes, float32 [n], on the device of the channel's buffers.
         """
         mine, edges, widths, own = self._channel.rank, self._edges, self._widths, len(parts)
         width, begin, end = widths[mine], edges[mine], edges[mine + 1]
@@ -88,7 +88,7 @@ class TreeAllReduce:
         total = tree.total()
         assert total is not None
         found = self._free()
-        torch.add(total, 0.0, out=found[begin:end])  # turns -0 into 0, as in one process
+        torch.add(total, 0.0, out=found[begin:end])  # turns -0 into 0, as one process does
         self._spread(found, begin, end)
         return found
 
@@ -101,7 +101,7 @@ class TreeAllReduce:
         return torch.from_numpy(self._memory)
 
     def _others(self, values: Tensor, counts: list[int]) -> tuple[Tensor, list[int]]:
-        """Return what other ranks receive of a flat buffer, if that is contiguous, and the counts."""
+        """Return the part of a flat buffer that is for other ranks, if it is contiguous, and the counts."""
         if not self._at_end:
             return values, counts
         mine = self._channel.rank
@@ -109,7 +109,7 @@ class TreeAllReduce:
         return rest, [0 if rank == mine else count for rank, count in enumerate(counts)]
 
     def _spread(self, found: Tensor, begin: int, end: int) -> None:
-        """Send the slice that was added up here to all others, and receive theirs in place."""
+        """Send the slice that this rank has summed to all others, and receive theirs in place."""
         mine, W = self._channel.rank, self._channel.ranks
         give = [0 if rank == mine and self._at_end else end - begin for rank in range(W)]
         copies = W - 1 if self._at_end else W
@@ -119,7 +119,7 @@ class TreeAllReduce:
 
 
 class AllReduce:
-    """Sums over all micro-batches in an order that depends on the ranks; otherwise as `TreeAllReduce`."""
+    """Sums over all micro-batches in an order that depends on the ranks; otherwise like `TreeAllReduce`."""
 
     def __init__(self, channel: Channel, nodes: Sequence[Sequence[tuple[int, int]]], n: int) -> None:
         self._channel, self.flat = channel, torch.empty(0, device=channel.device)
@@ -134,13 +134,12 @@ class AllReduce:
 
 
 class DenseGradients:
-    """Gradients of a fixed list of parameters, step after step.
+    """Sums the gradients of a fixed list of parameters, step by step.
 
     Args:
-        channel: To the ranks that have the same parameters.
-        parameters: Those with gradients, the same on all ranks.
-        count: Micro-batches of a step on each rank.
-        exchange: One of `EXCHANGES`.
+        channel: Connects the ranks that have the same parameters.
+        parameters: The parameters with gradients, the same on all ranks.
+        count: Number of micro-batches of a step on each rank. exchange: One of `EXCHANGES`.
     """
 
     def __init__(
@@ -156,7 +155,7 @@ class DenseGradients:
         self._small: TreeAllReduce | None = None
         self._bucket_of = {number: b for b, bucket in enumerate(self._buckets) for number in bucket}
         if any(parameter.dtype != torch.float32 for parameter in self.parameters):
-            raise ValueError("ranks add up gradients of float32 only; keep the parameters float32, as autocast does")
+            raise ValueError("ranks can sum float32 gradients only; keep the parameters float32, as autocast does")
         self._worker = ThreadPoolExecutor(1, "hostdev-dense", partial(_enter, channel.device))
         self._stream = _new_stream(channel.device)
         this = weakref.ref(self)
@@ -181,24 +180,24 @@ class DenseGradients:
         self._missing: list[set[int]] | None = None  # by bucket, in the last micro-batch
 
     def expect_last(self) -> None:
-        """Prepare for the backward pass of the step's last micro-batch here."""
+        """Prepare for the backward pass of the step's last micro-batch on this rank."""
         if self._may_lead:
             self._missing = [set(bucket) for bucket in self._buckets]
 
     def count_gradient(self, number: int) -> None:
-        """Count a gradient; send the buckets that are complete."""
+        """Count a gradient; send buckets that are complete."""
         self._counts[number] += 1
         if self._missing is not None:
             if self._counts[number] > 1:
                 raise ValueError(
-                    "a second backward pass of a micro-batch, but the steps before had one; call backward() once"
+                    "a micro-batch had two backward passes, but in earlier steps one; call backward() once"
                 )
             self._missing[self._bucket_of[number]].discard(number)
             while len(self._totals) < len(self._buckets) and not self._missing[len(self._totals)]:
                 self._send(len(self._totals))
 
     def put(self) -> list[bool] | None:
-        """Take a micro-batch's gradients; with the step's last one, return which parameters have any on this rank."""
+        """Take a micro-batch's gradients; for the step's last one, return which parameters have any on this rank."""
         self._may_lead = max(self._counts, default=0) <= 1
         last = self._next == self._first + self._count - 1
         for bucket in range(len(self._totals), len(self._buckets)):
@@ -214,7 +213,7 @@ class DenseGradients:
         return [self._has[number] for number in range(len(self.parameters))]
 
     def put_nodes(self, nodes: Sequence[Node[Grads]]) -> list[bool]:
-        """Take the gradients of all micro-batches of the step at once, instead of `put` for each; return the same."""
+        """Take the gradients of all the step's micro-batches at once, in place of `put` for each; returns the same."""
         for bucket, numbers in enumerate(self._buckets):
             self._trees[bucket].nodes = [
                 Node(start, size, None if value is None else [value[number] for number in numbers])
@@ -262,7 +261,7 @@ class DenseGradients:
         return self._worker.submit(self._exchange, tree, parts, _record_event(parts[0]))
 
     def _exchange(self, tree: "TreeAllReduce | AllReduce", parts: Sequence[Tensor], mark: Any) -> Sum:
-        """Add up over all ranks, in the worker's thread."""
+        """Sum over all ranks, in the worker's thread."""
         if self._stream is None:  # through host memory
             if mark is not None:
                 mark.synchronize()
@@ -292,7 +291,7 @@ class DenseGradients:
         return self._summed(self._submit(self._small, parts))
 
     def finish(self, given: Sequence[int]) -> None:
-        """Assign the sums to the parameters; None where no rank had a gradient."""
+        """Assign the sums to the parameters; None if no rank had a gradient."""
         for bucket, total in zip(self._buckets, self._totals, strict=True):
             flat, at = self._summed(total), 0
             for number in bucket:
@@ -308,10 +307,9 @@ class DenseExchange:
     """The `DenseGradients` of the parameters that a loop reduces.
 
     Args:
-        channel: To the ranks that have the same parameters; None if there are none.
-        count: Micro-batches of a step on each rank.
-        kind: One of `EXCHANGES`.
-        others: Host channels to the same ranks, and to all; None if these are all ranks.
+        channel: Connects the ranks that have the same parameters; None if there are none.
+        count: Number of micro-batches of a step on each rank. kind: One of `EXCHANGES`. others: Host channels between
+        the same ranks, and between all ranks; None if these are the same.
     """
 
     def __init__(
@@ -323,11 +321,11 @@ class DenseExchange:
 
     @property
     def is_of_all(self) -> bool:
-        """Tell whether all ranks have the same parameters."""
+        """Return whether all ranks have the same parameters."""
         return self._others is None
 
     def reduce_flags(self, has: Sequence[bool]) -> list[bool]:
-        """Return which parameters have a gradient on any rank that has them."""
+        """Return which parameters have a gradient on any rank that has these parameters."""
         assert self._others is not None
         [found] = np.max([self._others[0].gather(np.array(has, np.int64))], axis=1)
         return [bool(one) for one in found]
@@ -342,7 +340,7 @@ class DenseExchange:
         return self._sums[n].sum([values.cpu()])
 
     def is_new(self, parameters: list[Tensor]) -> bool:
-        """Tell whether the parameters differ from those of the step before."""
+        """Return whether the parameters differ from those of the previous step."""
         before = self._current
         return before is None or [id(one) for one in before.parameters] != [id(one) for one in parameters]
 
@@ -356,7 +354,7 @@ class DenseExchange:
         return before
 
     def expect_last(self) -> None:
-        """Prepare for the backward pass of the step's last micro-batch here."""
+        """Prepare for the backward pass of the step's last micro-batch on this rank."""
         if self._current is not None:
             self._current.expect_last()
 
@@ -384,7 +382,7 @@ def _record_event(tensor: Tensor | None) -> Any:
 
 
 def _enter(device: torch.device) -> None:
-    """Make the device current in a new thread, which would start with the first one."""
+    """Make the device current in a new thread, whose default is the first device."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
 
@@ -395,7 +393,7 @@ def _new_stream(device: torch.device) -> Any:
 
 
 def _buckets(parameters: Sequence[Tensor]) -> list[list[int]]:
-    """Return the parameters' numbers in buckets, in the reverse order in which gradients arrive."""
+    """Return the parameters' numbers in buckets, in the order in which gradients arrive: reversed."""
     buckets: list[list[int]] = []
     have = BUCKET_BYTES
     for number in reversed(range(len(parameters))):

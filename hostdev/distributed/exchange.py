@@ -3,7 +3,7 @@
 Each rank looks up the rows of its own samples, and owns a part of every table. All ranks call the same collectives for
 every batch, even with nothing to send: no collective depends on the data.
 
-W ranks, G groups of tables that share ids, U unique ids of a group on this rank.
+Shapes: W ranks, G groups of tables that share ids, U unique ids of a group on this rank.
 """
 
 import threading
@@ -27,16 +27,16 @@ Ids = npt.NDArray[Any]
 Rows = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int32]
 Places = npt.NDArray[np.int32]
-_END = -1  # in place of a number of ids: no further batch
+_END = -1  # replaces a number of ids: no further batch
 
 
 class Asked(NamedTuple):
-    """The rows of a group that this rank requests for a batch, and those that all ranks request here."""
+    """The rows of a group that this rank requests for a batch, and the rows that all ranks request from it."""
 
     places: Positions  # int32 [U], position of each unique id's row, sorted by owner
     counts: list[int]  # rows requested from each rank
-    wanted: list[int]  # rows that each rank requests here
-    inverse: Positions  # int32 [sum(wanted)], index of each requested row among the unique rows here
+    wanted: list[int]  # rows that each rank requests from this one
+    inverse: Positions  # int32 [sum(wanted)], index of each of those among this rank's unique rows
 
     @property
     def size(self) -> int:
@@ -45,12 +45,12 @@ class Asked(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """A batch's rows on their way from their owners."""
+    """A batch's rows in transit from their owners."""
 
     rows: list[list[Rows]]  # by group and table, float32 [U, D]; late rows are missing
-    given: list[Mask] | None = None  # by group, which rows requested here have been sent; None means all
+    given: list[Mask] | None = None  # by group, which rows requested from this rank have been sent; None: all
     received: list[Mask] | None = None  # by group, which rows that this rank requested have arrived
-    shared: Sequence[Mask] = ()  # by group, which rows requested in the batch before their owners send late
+    shared: Sequence[Mask] = ()  # by group, which rows of the previous batch's requests are sent late
 
 
 def _list_positions(counts: Sequence[int], mask: Mask | None) -> list[Places]:
@@ -62,7 +62,7 @@ def _list_positions(counts: Sequence[int], mask: Mask | None) -> list[Places]:
 
 
 class Exchange:
-    """All-to-all exchanges for the batches of one pass at a time; all ranks make theirs in the same order.
+    """All-to-all exchanges for the batches of one pass at a time; all ranks must make them in the same order.
 
     Args:
         ranks: The ranks of this run.
@@ -75,7 +75,7 @@ class Exchange:
         self._here = [stop - start for start, stop in (range_of(each, *ranks.part()) for each in rows)]  # by group
         self._channels = self._ids, self._values, self._late, self._gradients = [ranks.channel() for _ in range(4)]
         self.least_bytes = 0  # lower bound of the bytes sent: ids, rows and gradients once
-        self._counting = threading.Lock()  # several threads exchange
+        self._counting = threading.Lock()  # several threads may exchange
         self._dtype = np.dtype(np.int32 if max(rows) < 2**31 else np.int64)
 
     @property
@@ -84,7 +84,7 @@ class Exchange:
         return sum(channel.sent_bytes for channel in self._channels)
 
     def ids(self, groups: Sequence[Ids]) -> list[tuple[Ids, Asked]]:
-        """Request rows from their owners; return each group's unique ids requested here, and who requests them.
+        """Request rows from their owners; return, by group, the unique ids requested from this rank, and the requests.
 
         Args:
             groups: Unique ids [U] of each group.
@@ -112,7 +112,7 @@ class Exchange:
         ]
 
     def _require_here(self, received: Ids, pieces: Sequence[Ids]) -> None:
-        """Raise ValueError if another rank requests rows that this one does not own, because kernels do not check ids.
+        """Raise ValueError if a rank requests rows that this one does not own; kernels do not check ids.
 
         Args:
             received: All requested ids.
@@ -126,7 +126,7 @@ class Exchange:
                 wrong = ids[(ids < 0) | (ids >= self._here[group])][0]
                 raise ValueError(
                     f"rank {rank} asks rank {self.ranks.rank} for row {wrong} of its part of tables with "
-                    f"{self._rows[group]:,} rows, which has {self._here[group]:,}; are the tables of both of one size?"
+                    f"{self._rows[group]:,} rows, which has {self._here[group]:,}; do their tables have the same size?"
                 )
 
     def end(self) -> None:
@@ -135,7 +135,7 @@ class Exchange:
         self._require_all(self._ids.exchange_counts(counts), ended=True)
 
     def _require_all(self, wanted: npt.NDArray[np.int64], *, ended: bool = False) -> None:
-        """Raise ValueError if some ranks have no more batches while others have."""
+        """Raise ValueError if some ranks have no more batches while others do."""
         have_ended = wanted[:, 0] == _END
         if (wanted < _END).any():
             rank = int(np.flatnonzero((wanted < _END).any(1))[0])
@@ -145,8 +145,8 @@ class Exchange:
         done, going = np.flatnonzero(have_ended).tolist(), np.flatnonzero(~have_ended).tolist()
         raise ValueError(
             f"{format_ranks(done)} {'has' if len(done) == 1 else 'have'} no more batches, but {format_ranks(going)} "
-            f"{'has' if len(going) == 1 else 'have'}; all ranks must take equally many steps, with empty batches once "
-            "their samples run out"
+            f"{'has' if len(going) == 1 else 'have'}; all ranks must take the same number of steps, with empty batches "
+            "once their samples run out"
         )
 
     def early_rows(
@@ -162,11 +162,12 @@ class Exchange:
 
         Args:
             asked: Result of `ids`, by group.
-            values: Unique rows here by group and table, float32 [any, D]; None for a group without early rows.
-            early: By group, which rows are ready, [any]; None means all of every group, and no `late_rows` follows.
+            values: This rank's unique rows by group and table, float32 [any, D]; None for a group without early rows.
+            early: By group, which rows are ready, [any]; None means all rows of all groups, so that no `late_rows`
+                follows.
             buffer: Allocates rows [U, D] of a table.
-            before: Requests of the batch before, on all ranks or on none.
-            shared: By group, which rows of these requests are sent late here, so that their gradients go first.
+            before: The previous batch's requests, given on all ranks or on none.
+            shared: By group, which rows of these requests this rank sends late, so that their gradients go first.
         """
         incoming = Incoming(
             [[buffer(one.size, dim) for dim in dims] for one, dims in zip(asked, self._dims, strict=True)]
@@ -204,7 +205,7 @@ class Exchange:
         return [np.flatnonzero(mask).astype(np.int32) for mask in received], out
 
     def _exchange_masks(self, asked: Sequence[Asked], wanted: Sequence[Mask]) -> list[Mask]:
-        """Announce which requested rows are sent early here; return the same for this rank's requests."""
+        """Announce which requested rows this rank sends early; return the same for its own requests."""
         W = self.ranks.size
         cut = [np.split(mask, np.cumsum(one.wanted)[:-1]) for mask, one in zip(wanted, asked, strict=True)]
         bits = [np.packbits(np.concatenate([parts[rank] for parts in cut])) for rank in range(W)]
@@ -240,7 +241,7 @@ class Exchange:
         W, own = self.ranks.size, self.ranks.rank
         giving = [_list_positions(one.wanted, None if given is None else given[g]) for g, one in enumerate(asked)]
         tasks = []
-        for group, one in enumerate(asked):  # rows that stay here are copied once
+        for group, one in enumerate(asked):  # rows that stay on this rank are copied once
             for table, block in enumerate(values[group] or ()):
                 ids = one.inverse[giving[group][own]]
                 tasks += lookup_tasks(block[:, None], ids, out[group][table], taking[group][own])
@@ -287,5 +288,5 @@ class Exchange:
 
 
 def _list_incoming(asked: Sequence[Asked], received: Sequence[Mask] | None) -> list[list[Any]]:
-    """Return the positions of the rows that arrive among those requested, by group and rank."""
+    """Return the positions, among the requested rows, of the rows that arrive, by group and rank."""
     return [_list_positions(one.counts, None if received is None else received[g]) for g, one in enumerate(asked)]

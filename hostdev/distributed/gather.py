@@ -1,4 +1,4 @@
-"""Gather a table's rows from all ranks on rank 0, in the order of their ids."""
+"""Gathers a table's rows from all ranks on rank 0, in the order of their ids."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,10 +14,10 @@ _PIECE_BYTES = 1 << 24
 
 
 def gather_in_order(channel: Channel, rows: npt.NDArray[Any], total: int) -> Iterator[npt.NDArray[Any]]:
-    """Yield all rows of a table on rank 0 in the order of their ids, in chunks; other ranks iterate, too.
+    """Yield all rows of a table on rank 0 in the order of their ids, in chunks; the other ranks must also iterate.
 
     Args:
-        channel: To all ranks.
+        channel: Connects all ranks.
         rows: This rank's rows, float32 [any, D].
         total: V, the number of rows on all ranks.
     """

@@ -1,4 +1,4 @@
-"""Gradients of rows, sent to the rows' owners and added up there: all at once, or some rows first."""
+"""Sends gradients of rows to the rows' owners, which sum them: all at once, or some rows first."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -19,11 +19,11 @@ Parts = Sequence[Sequence[Sequence[Rows] | None]]
 
 
 class SelectedRows(NamedTuple):
-    """A subset of a group's rows in a batch, known to both sides."""
+    """A subset of a group's rows in a batch, known to both the requesting and the owning ranks."""
 
     asked: Mask  # mask [U] of the rows that this rank requests
-    wanted: Mask  # mask [any] of the rows requested here, sorted by requesting rank
-    rows: Mask  # mask [any] of the unique rows here
+    wanted: Mask  # mask [any] of the rows requested from this rank, sorted by requesting rank
+    rows: Mask  # mask [any] of this rank's unique rows
 
     def others(self) -> "SelectedRows":
         """Return the complement."""
@@ -38,14 +38,14 @@ def give_gradients(
     sums: Sequence[Sequence[Rows | None]],
     chosen: Sequence[SelectedRows] | None = None,
 ) -> int:
-    """Send gradients to the rows' owners, add up those of the rows here, and return the bytes that other ranks need.
+    """Send gradients to the rows' owners, sum those of this rank's rows, and return the bytes that others need.
 
     Args:
-        channel: For the gradients.
-        asked: This rank's requests and those of others, by group (`exchange.Asked`).
+        channel: Carries the gradients.
+        asked: The requests of this rank and of others, by group (`exchange.Asked`).
         grads: By group and table, gradients of this rank's nodes (`core.micro_batches`), float32 [U, D]; None if no
             rank has any.
-        nodes: (start, size) of each rank's nodes; none for a rank that requests nothing.
+        nodes: (start, size) of each rank's nodes; an empty list for a rank that requests nothing.
         sums: By group and table with gradients, float32 [any, D]; the chosen rows are written.
         chosen: By group; None means all rows.
     """
@@ -53,7 +53,7 @@ def give_gradients(
     dims = [[0 if out is None else out.shape[1] for out in each] for each in sums]
     giving = [find_positions(one.counts, None if chosen is None else chosen[g].asked) for g, one in enumerate(asked)]
     taking = [_counts(one.wanted, None if chosen is None else chosen[g].wanted) for g, one in enumerate(asked)]
-    # Rows that stay here are added up in place.
+    # Rows that stay on this rank are summed in place.
     counts = [[len(at) * len(nodes[mine]) * (rank != mine) for rank, at in enumerate(each)] for each in giving]
     wanted = [[n * len(nodes[rank]) * (rank != mine) for rank, n in enumerate(each)] for each in taking]
     sizes = count_values(counts, dims)

@@ -1,6 +1,6 @@
-"""The mesh: how ranks share a network by samples (data), stages (pipe) and slices of layers (model).
+"""The mesh: how ranks divide a network's work by samples (data), stages (pipe) and slices of layers (model).
 
-Names and order are those of torch.distributed.device_mesh: neighbours along `model` are neighbouring ranks, because
+Names and order are those of torch.distributed.device_mesh. Neighbours along `model` are neighbouring ranks, because
 they exchange most; stages are farthest apart.
 """
 
@@ -10,7 +10,7 @@ from hostdev.core.errors import UserError
 from hostdev.core.micro_batches import get_nodes
 
 AXES = ("pipe", "data", "model")  # outermost first
-SCHEDULES = ("1f1b", "gpipe", "interleaved")  # of stages
+SCHEDULES = ("1f1b", "gpipe", "interleaved")  # schedules of stages
 
 
 class Mesh(NamedTuple):
@@ -26,7 +26,7 @@ class Mesh(NamedTuple):
         return self.data * self.model * self.pipe
 
     def place(self, rank: int) -> "MeshPlace":
-        """Return a rank's place."""
+        """Return a rank's place in the mesh."""
         outer, model = divmod(rank, self.model)
         pipe, data = divmod(outer, self.data)
         return MeshPlace(data, model, pipe)
@@ -43,12 +43,12 @@ class Mesh(NamedTuple):
         return list(found.values())
 
     def leads(self, rank: int) -> bool:
-        """Tell whether a rank looks up the rows of its samples: one rank does so for all slices of the first stage."""
+        """Return whether a rank looks up its samples' rows; one rank does so for all slices of the first stage."""
         place = self.place(rank)
         return place.pipe == 0 and place.model == 0
 
     def nodes(self, micro_batches: int) -> list[list[tuple[int, int]]]:
-        """Return the nodes (start, size) of each rank's row gradients, of `micro_batches` for each place along data."""
+        """Return each rank's nodes (start, size) of row gradients, for `micro_batches` per place along data."""
         shares = [
             range(self.place(rank).data * micro_batches, (self.place(rank).data + 1) * micro_batches)
             for rank in range(self.size)
@@ -75,12 +75,12 @@ def parse_mesh(text: str) -> Mesh:
         axis, equals, number = (each.strip() for each in part.partition("="))
         if axis not in Mesh._fields or not equals:
             raise UserError(
-                f"--mesh {text}: {part.strip() or 'nothing'!r} is not data=N, model=N or pipe=N; give the axes that "
-                "are above 1, with commas between"
+                f"--mesh {text}: {part.strip() or 'nothing'!r} is not data=N, model=N or pipe=N; give the axes with "
+                "more than 1, separated by commas"
             )
         if axis in sizes:
             raise UserError(f"--mesh {text}: {axis} is given twice; give it once")
         if not (number.isascii() and number.isdigit() and int(number) > 0):
-            raise UserError(f"--mesh {text}: {axis}={number} is not a number of processes, 1 or more")
+            raise UserError(f"--mesh {text}: {axis}={number} must be a number of processes, 1 or more")
         sizes[axis] = int(number)
     return Mesh(**sizes)

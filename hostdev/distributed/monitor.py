@@ -1,4 +1,4 @@
-"""The monitor: heartbeats in a store, by which all ranks end when one fails, dies, hangs, or calls something else."""
+"""The monitor: heartbeats in a store, so that all ranks end when one fails, dies, hangs, or makes a different call."""
 
 import contextlib
 import hashlib
@@ -16,10 +16,10 @@ from hostdev.distributed.calls import LEFT, Call, Calls, describe_mismatch, find
 from hostdev.distributed.rank_environment import RankEnvironment
 from hostdev.distributed.rendezvous import connect
 
-HUNG_SECONDS = 24.0  # without a heartbeat: a machine short of memory may stall a process for some seconds
+HUNG_SECONDS = 24.0  # without a heartbeat; a machine short of memory may stall a process for seconds
 LOST_SECONDS = 3.0  # without a heartbeat after a connection has broken
-_UNLIKE_SECONDS = 1.2  # that ranks wait in different calls
-_LEFT_SECONDS = 4.0  # the same after a rank has left a loop: its error may be on the way, and explains more
+_UNLIKE_SECONDS = 1.2  # of waiting in different calls
+_LEFT_SECONDS = 4.0  # the same after a rank has left a loop: wait for its error, which explains more
 _EVERY = 0.5
 _ANSWER_SECONDS = 3.0
 _GONE = "stopped answering; was it killed?"
@@ -51,23 +51,23 @@ class Monitor:
         self._stop = threading.Event()
         self._found = threading.Lock()
         self._lost = False
-        self._looked = time.monotonic()  # last answer of the store
+        self._looked = time.monotonic()  # time of the store's last answer
         self._mine = calls.recent, self._looked  # this rank's calls, and the time of the latest
         self._beat(0)
-        # A request hangs forever if the store's host hangs, so a second thread watches the one that asks.
+        # A request hangs forever if the store's host hangs, so a second thread watches the requesting one.
         self._threads = [
             threading.Thread(target=work, name=f"hostdev-watch-{name}", daemon=True)
             for name, work in (("asks", self._ask), ("waits", self._wait))
         ]
 
     def start(self) -> None:
-        """Start after the rendezvous."""
+        """Start, after the rendezvous."""
         self._looked = time.monotonic()
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        """Stop before this rank leaves."""
+        """Stop, before this rank leaves."""
         self._stop.set()
         for thread in self._threads:
             thread.join(HUNG_SECONDS)
@@ -77,7 +77,7 @@ class Monitor:
         self._lost = True
 
     def fail(self, why: str) -> None:
-        """Report this rank's failure, and wait briefly for an answer: a launcher may kill all once this one ends."""
+        """Report this rank's failure; wait briefly for an answer: a launcher may kill all ranks once this one ends."""
         self._stop.set()
 
         until = time.monotonic() + _ANSWER_SECONDS
@@ -97,7 +97,7 @@ class Monitor:
     def absent(self) -> str | None:
         """Describe the ranks that have not reached this rank's call; None unless all others are known to be alive.
 
-        It takes some seconds.
+        This takes several seconds.
         """
         found: list[str] = []
 
@@ -160,7 +160,7 @@ class Monitor:
         self._stop.set()
         run_within(1.0, lambda: self._tell(rank, why))
         if self._env.rank == 0 and not self._env.hosted:
-            time.sleep(2 * _EVERY)  # the store ends with this process, and the others must read the cause first
+            time.sleep(2 * _EVERY)  # the store ends with this process; the others must read the cause first
         self._on_fault(rank, why)
 
     def _look(self, count: int, watched: list[int], seen: dict[int, _Seen]) -> tuple[int, str] | None:

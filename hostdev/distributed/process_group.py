@@ -1,4 +1,4 @@
-"""Process groups of a run on torch.distributed: `Ranks` has met, and makes `Channel`s."""
+"""The process groups of a run on torch.distributed: `Ranks` are the joined ranks, and create `Channel`s."""
 
 import contextlib
 import json
@@ -54,7 +54,7 @@ class Channel(LocalChannel):
     Args:
         rank: This rank within the group.
         ranks: Number of ranks in the group.
-        group: Of torch.distributed.
+        group: The group of torch.distributed.
         lost: Called when a rank stops answering.
         backend: Name of torch.distributed's backend.
         device: Device of the buffers of `all_to_all` and `all_reduce`; None for host memory. On an accelerator both
@@ -84,14 +84,14 @@ class Channel(LocalChannel):
     def all_to_all(
         self, values: Tensor, counts: Sequence[int], receive: Sequence[int], row: int = 1, out: Tensor | None = None
     ) -> Tensor:
-        """Send each rank its part of a flat buffer, and return what all ranks send here, by rank.
+        """Send each rank its part of a flat buffer, and return the values received from all ranks, by rank.
 
         Args:
-            values: Of any dtype, 1-dimensional, C-contiguous.
-            counts: Rows for each rank.
-            receive: Rows from each rank.
-            row: Values of a row.
-            out: Where the received values go; None for new memory.
+            values: A tensor of any dtype, 1-dimensional, C-contiguous.
+            counts: Number of rows for each rank.
+            receive: Number of rows from each rank.
+            row: Number of values per row.
+            out: Receives the values; None for new memory.
         """
         if out is None:
             out = torch.empty(sum(receive) * row, dtype=values.dtype, device=self.device)
@@ -113,14 +113,14 @@ class Channel(LocalChannel):
             return str(error).strip().replace("\n", " ")
 
     def all_reduce(self, values: Tensor) -> None:
-        """Overwrite values with their sum over all ranks, in an unspecified order."""
+        """Overwrite values with their sum over all ranks, added in an unspecified order."""
         self.sent_bytes += 2 * (self.ranks - 1) * values.nbytes // self.ranks
         with self.answering():
             dist.all_reduce(values, group=self.group)
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Raise PeerLostError if another rank stops answering within."""
+        """A context that raises PeerLostError if another rank stops answering within it."""
         try:
             yield
         except RuntimeError as error:
@@ -128,7 +128,7 @@ class Channel(LocalChannel):
             raise PeerLostError(f"another rank stopped answering ({_short(error)})") from None
 
     def exchange_counts(self, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Send each rank its row of numbers, int64 [W, any]; return the rows that all ranks send here."""
+        """Send each rank its row of numbers, int64 [W, any]; return the rows received from all ranks."""
         flat = torch.from_numpy(np.ascontiguousarray(counts)).view(-1)
         each = [counts.shape[1]] * self.ranks
         return self.all_to_all(flat, each, each).numpy().reshape(counts.shape)
@@ -164,7 +164,7 @@ class Ranks(World):
         meeting: Seconds until the rendezvous must be complete.
         backend: Backend for buffers on devices: see `device_channel`.
         mesh: How the ranks share the network; None means that each has all of it, and its part of the samples.
-        values: Further values that must be equal on all ranks, by name, as `compare` takes them.
+        values: Further values, by name, that must be equal on all ranks; see `compare`.
 
     Raises:
         UserError: The rendezvous failed.
@@ -191,8 +191,8 @@ class Ranks(World):
         self._kept: list[Channel] = []
         self._slices: dict[Any, tuple[Channel, Any]] = {}
         self.rank, self.size = env.rank, env.ranks
-        self.failed = False  # this rank, or one that it waited for
-        self.have_left = False  # together with all others
+        self.failed = False  # whether this rank, or one that it waited for, has failed
+        self.have_left = False  # whether all ranks have left together
         self._loops: list[weakref.ref[Any]] = []
         self.calls = Calls(env.rank, env.ranks)
         alike = {**versions(), "the mesh": str(self.mesh), **(values or {})}
@@ -212,26 +212,26 @@ class Ranks(World):
                 world_size=self.size,
                 timeout=timedelta(seconds=meeting),
             )
-            self.control = self.channel()  # the main thread's
+            self.control = self.channel()  # for the main thread
             self.control.barrier()
         except (RuntimeError, PeerLostError) as error:
             self.monitor.lost()
-            time.sleep(LOST_SECONDS + 1)  # if a rank is gone, the monitor ends this process meanwhile
-            why = f"all ranks have met but cannot reach one another: {_short(error)}"
+            time.sleep(LOST_SECONDS + 1)  # if a rank is gone, the monitor ends this process during the sleep
+            why = f"all ranks have joined but cannot reach each other: {_short(error)}"
             self.monitor.fail(why)
             raise UserError(f"rank {self.rank} of {self.size}: {why}") from None
 
     @property
     def have_parted(self) -> bool:  # type: ignore[override]
-        """Tell whether no rank waits for another any more: all have left, or one has failed or is in another call."""
+        """Return whether ranks no longer wait for each other: all have left, or one failed or makes another call."""
         return self.failed or self.have_left or self.calls.wrong is not None
 
     def note_loop(self, loop: Any) -> None:
-        """Note an open loop, which is closed before the ranks leave."""
+        """Register an open loop, which is closed before the ranks leave."""
         self._loops = [*(known for known in self._loops if known() is not None), weakref.ref(loop)]
 
     def channel(self, axis: str | None = None) -> Channel:
-        """Return a new channel; all ranks make theirs in the same order.
+        """Return a new channel; all ranks must create theirs in the same order.
 
         Each thread that exchanges needs its own channel, so that the order within a channel is the same on every rank.
 
@@ -241,10 +241,10 @@ class Ranks(World):
         return self._channel(HOST_BACKEND, None, axis)
 
     def device_channel(self, device: torch.device, axis: str | None = None) -> Channel:
-        """Return a new channel for tensors on a device; all ranks make theirs in the same order.
+        """Return a new channel for tensors on a device; all ranks must create theirs in the same order.
 
-        Its buffers are on the device if torch has a backend for this kind of device, such as NCCL, and each rank has a
-        device of its own. Otherwise they are in host memory. UserError if the requested backend is not possible.
+        Its buffers are on the device if torch has a backend for this kind of device, such as NCCL, and each rank has
+        its own device. Otherwise they are in host memory. UserError if the requested backend is not possible.
         """
         own = _get_backend(device)
         said = self.control.share([self._backend, own, _get_device_name(device)])
@@ -255,7 +255,7 @@ class Ranks(World):
                 continue
             where = f"rank {rank}'s dense layers are on {names[rank]}"
             why = (
-                "which another rank has too, or others have another kind"
+                "which another rank also has, or others have another kind"
                 if name == backends[rank]
                 else (f"for which this torch has {backends[rank] or 'no backend but ' + HOST_BACKEND}")
             )
@@ -270,11 +270,11 @@ class Ranks(World):
                 raise UserError(
                     f"rank {rank}: {own} does not work with {names[rank]}: {error}; use --dist-backend gloo"
                 )
-        self._kept.append(channel)  # closing it may wait for other ranks, so it must not happen at a random time
+        self._kept.append(channel)  # closing may wait for other ranks, so not at a random time
         return channel
 
     def slices(self, device: torch.device, axis: str | None = None) -> tuple[Channel, Any]:
-        """Return a channel for tensors on a device, and torch's DeviceMesh over it; all ranks call it in one order.
+        """Return a channel for tensors on a device, and its torch DeviceMesh; all ranks call it in the same order.
 
         Both are cached for each set of groups: DTensor treats two meshes of the same ranks as one, and uses the first.
         """
@@ -290,7 +290,7 @@ class Ranks(World):
 
     def _channel(self, backend: str, device: torch.device | None, axis: str | None) -> Channel:
         mine, group = list(range(self.size)), None
-        for members in [mine] if axis is None else self.mesh.groups(axis):  # torch wants all ranks to make all groups
+        for members in [mine] if axis is None else self.mesh.groups(axis):  # all ranks must create all groups
             made = dist.new_group(members, backend=backend, timeout=self._within)
             if self.rank in members:
                 mine, group = members, made
@@ -312,7 +312,7 @@ class Ranks(World):
         Args:
             kind: Kind of the `Call`.
             text: Text of the `Call`.
-            values: Values that must be equal, as `compare` takes them.
+            values: Values that must be equal; see `compare`.
         """
         self.calls.begin(kind, text)
         said = self.control.share([kind, text, dict(values or {}), self.calls.last.number])
@@ -329,7 +329,7 @@ class Ranks(World):
         compare([one[2] for one in said], text)
 
     def leave(self, text: str = "the end of hostdev.join()") -> None:
-        """Leave, once all ranks have arrived here."""
+        """Leave once all ranks have arrived here."""
         for known in reversed(self._loops):
             if (loop := known()) is not None:
                 loop.close()
@@ -340,7 +340,7 @@ class Ranks(World):
         self._kept.clear()
         self._slices.clear()
         dist.destroy_process_group()
-        # A group's thread that releases tensors while Python exits takes the interpreter's lock, and aborts the
+        # A group's thread that releases tensors while Python exits takes the interpreter's lock, which aborts the
         # process (torch 2.13).
         for channel in list(self._channels):
             channel.let_go()
@@ -366,5 +366,5 @@ def _get_device_name(device: torch.device) -> str:
 
 def _close(group: Any) -> None:
     if dist.is_initialized():
-        with contextlib.suppress(ValueError):  # all have been closed
+        with contextlib.suppress(ValueError):  # all groups have been closed
             dist.destroy_process_group(group)

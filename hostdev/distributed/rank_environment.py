@@ -11,23 +11,23 @@ from hostdev.core.errors import UserError
 from hostdev.core.launched import LAUNCHERS, RANK_TABLE, SLURM
 
 DEFAULT_PORT = 29500
-# `start` passes both to its processes: a secret that all share, and rank 0's listening socket.
+# `start` passes both to its processes: a shared secret, and rank 0's listening socket.
 TOKEN_VARIABLE = "HOSTDEV_TOKEN"
 LISTEN_VARIABLE = "HOSTDEV_LISTEN_FD"
 
 
 class RankEnvironment(NamedTuple):
-    """The rank of a process, and where the ranks meet.
+    """The rank of a process, and the rendezvous address.
 
     Attributes:
-        rank: Its number among all ranks.
+        rank: The process's number among all ranks.
         ranks: Number of ranks.
-        local_rank: Its number among the ranks of this host.
+        local_rank: The process's number among the ranks of this host.
         local_ranks: Number of ranks of this host.
         address: Host of rank 0.
-        port: Port at which the ranks meet.
-        launcher: Name of the launcher whose variables these are.
-        hosted: The launcher itself serves the store.
+        port: Port of the rendezvous.
+        launcher: Name of the launcher that set the variables.
+        hosted: Whether the launcher itself serves the store.
         attempt: Number of restarts by the launcher.
         device: Index of the device that this rank is assigned; None if the launcher assigns none.
         token: Secret that all ranks of a run share.
@@ -47,12 +47,12 @@ class RankEnvironment(NamedTuple):
 
     @property
     def alone(self) -> bool:
-        """Tell whether there is only one rank."""
+        """Return whether there is only one rank."""
         return self.ranks == 1
 
     @property
     def all_here(self) -> bool:
-        """Tell whether all ranks run on this host."""
+        """Return whether all ranks run on this host."""
         return self.local_ranks == self.ranks
 
 
@@ -87,7 +87,7 @@ def find_rank_environment(environment: Mapping[str, str] | None = None) -> RankE
             if mine != theirs:
                 raise UserError(
                     f"{first.launcher} says rank {first.rank} of {first.ranks}, but {other.launcher} says rank "
-                    f"{other.rank} of {other.ranks}; unset the variables of one of them ({what} differs)"
+                    f"{other.rank} of {other.ranks}; unset the variables of one ({what} differs)"
                 )
     return found[-1] if found[-1].launcher == _TABLE[0] else first
 
@@ -105,7 +105,7 @@ def _require_no_other(env: Mapping[str, str]) -> None:
 
 def _number(env: Mapping[str, str], name: str, launcher: str) -> int:
     if name not in env:
-        raise UserError(f"{launcher} sets no {name}; set it, or leave the others out")
+        raise UserError(f"{launcher} does not set {name}; set it, or unset the others")
     try:
         value = int(env[name])
     except ValueError:
@@ -121,7 +121,7 @@ def _read_launcher(
     mine, all_ranks = _number(env, rank, launcher), _number(env, ranks, launcher)
     if mine >= all_ranks:
         raise UserError(f"{rank} is {mine}, but {ranks} is {all_ranks}: ranks count from 0")
-    # A shell's loop over processes need not set the number of ranks on this host: all are here then.
+    # A shell loop that starts processes need not set the number of ranks on this host: then all are here.
     mine_here = _number(env, local_rank, launcher) if local_rank in env else mine
     here = _number(env, local_ranks, launcher) if local_ranks in env else None
     if here is None:
@@ -146,7 +146,7 @@ def _port(env: Mapping[str, str], launcher: str) -> int:
     """Return MASTER_PORT, or the default."""
     port = _number(env, "MASTER_PORT", launcher) if "MASTER_PORT" in env else DEFAULT_PORT
     if not 1 <= port <= 65535:
-        raise UserError(f"MASTER_PORT is {port}; a port is a number in 1..65535")
+        raise UserError(f"MASTER_PORT is {port}; a port must be a number in 1..65535")
     return port
 
 
@@ -257,7 +257,7 @@ def _read_rank_table(env: Mapping[str, str]) -> RankEnvironment:
 
 
 def is_first_on_host() -> bool:
-    """Tell whether this process reports command-line errors, which all processes of a host find alike."""
-    with contextlib.suppress(UserError):  # all processes report a wrong environment
+    """Return whether this process reports command-line errors, which all processes of a host detect."""
+    with contextlib.suppress(UserError):  # every process reports a wrong environment
         return find_rank_environment().local_rank == 0
     return True

@@ -1,4 +1,4 @@
-"""The rendezvous of a run's processes: they meet at a store on the host of rank 0."""
+"""The rendezvous of a run's processes at a store on the host of rank 0."""
 
 import contextlib
 import json
@@ -21,17 +21,17 @@ from hostdev.distributed.agreement import Values, compare, format_ranks
 from hostdev.distributed.rank_environment import LISTEN_VARIABLE, RankEnvironment
 from hostdev.distributed.start import listen_at
 
-NOTICE_SECONDS = 0.5  # for others to read the cause before the store ends with rank 0
+NOTICE_SECONDS = 0.5  # so that others can read the cause before the store ends with rank 0
 _GRACE_SECONDS = 2.0  # beyond torch's own timeout
 
 
 def make_key_prefix(env: RankEnvironment) -> str:
-    """Return the prefix of this run's keys: the attempt separates restarts, the token keeps strangers out."""
+    """Return the prefix of this run's keys: the attempt separates restarts, the token keeps other programs out."""
     return f"hostdev-{env.token}-{env.attempt}"
 
 
 def meet(env: RankEnvironment, seconds: float, values: Values | None = None) -> Any:
-    """Return the store at which all ranks have met.
+    """Return the store, once all ranks have joined it.
 
     Args:
         env: The rank environment of this process.
@@ -56,7 +56,7 @@ def meet(env: RankEnvironment, seconds: float, values: Values | None = None) -> 
                 raise UserError(printable(wrong))
             missing = [rank for rank in missing if not mine.check([f"here/{rank}"])]
             if missing:
-                time.sleep(0.05)  # others are starting
+                time.sleep(0.05)  # other ranks are starting
         each = [] if missing else [_values(mine.get(f"values/{rank}")) for rank in range(env.ranks)]
     except RuntimeError:
         raise UserError(
@@ -69,12 +69,12 @@ def meet(env: RankEnvironment, seconds: float, values: Values | None = None) -> 
 
 
 def announce(store: Any, env: RankEnvironment, values: Values | None = None) -> None:
-    """Announce this rank in the store; UserError on all ranks that are there if it contradicts another rank."""
+    """Announce this rank in the store; UserError on all ranks present if it contradicts another rank."""
     me = f"{socket.gethostname()} pid {os.getpid()}"
     wrong = None
     ranks = store.compare_set("ranks", "", f"{env.ranks}").decode(errors="replace")
     store.set(f"values/{env.rank}", json.dumps(dict(values or {})))
-    if ranks != f"{env.ranks}":  # it does not count as present: others would think that all have met
+    if ranks != f"{env.ranks}":  # not counted as present, or others would think that all have joined
         wrong = f"rank {env.rank} ({me}) was started as one of {env.ranks}, another as one of {ranks}"
     elif (first := store.compare_set(f"here/{env.rank}", "", me).decode(errors="replace")) != me:
         wrong = f"two processes were started as rank {env.rank}: {first} and {me}"
@@ -85,7 +85,7 @@ def announce(store: Any, env: RankEnvironment, values: Values | None = None) -> 
 
 
 def versions() -> Values:
-    """Return the versions that all ranks must share: others would compute other bits or speak another protocol."""
+    """Return the versions that must be equal on all ranks: others compute different bits or use another protocol."""
     import hostdev
 
     return {"the version of hostdev": hostdev.__version__, "the version of torch": torch.__version__}
@@ -94,7 +94,7 @@ def versions() -> Values:
 def connect(env: RankEnvironment, seconds: float, **how: Any) -> Any:
     """Return a TCPStore; UserError if the listener does not answer within the timeout.
 
-    torch waits forever for a listener that accepts the connection and stays silent, so a thread of its own connects.
+    torch waits forever for a listener that accepts the connection and stays silent, so a separate thread connects.
     """
     found: list[Any] = []
 
@@ -161,7 +161,7 @@ def _open(env: RankEnvironment, seconds: float) -> Any:
 def _listen(env: RankEnvironment) -> socket.socket | None:
     """Return a socket that listens at the rendezvous address only, if all ranks run on this host.
 
-    None leaves it to torch to listen on all interfaces for ranks of other hosts, or to report what is wrong.
+    If it returns None, torch listens on all interfaces for ranks of other hosts, or reports the problem.
     """
     inherited = os.environ.pop(LISTEN_VARIABLE, "")
     if inherited.isdecimal():
@@ -187,7 +187,7 @@ def _values(text: bytes) -> Values:
 def _compare_together(store: Any, env: RankEnvironment, each: Sequence[Values]) -> None:
     """Compare the ranks' values. If they differ, rank 0 keeps its store until all ranks have seen them."""
     store.set(f"seen/{env.rank}", "")
-    if not all(each):  # a program that only meets gives no values
+    if not all(each):  # a program that only joins gives no values
         return
     try:
         compare(each)

@@ -1,4 +1,4 @@
-"""The process session: launched processes meet, and end together when all are done or one fails."""
+"""The process session: launched processes join, and end together when all are done or one fails."""
 
 import os
 import time
@@ -27,7 +27,7 @@ def join(
     meeting: float = RENDEZVOUS_SECONDS,
     backend: str | None = None,
 ) -> Iterator[Ranks | None]:
-    """Join the processes that a launcher has started; yields None if this process is alone.
+    """Join the processes that a launcher has started; yield None if this process is alone.
 
     Args:
         mesh: How the ranks share a network, such as "data=2,pipe=2"; None means data parallel.
@@ -38,12 +38,12 @@ def join(
     If a rank fails, all end with exit code 2, and one line on stderr names the rank and the cause.
 
     Raises:
-        UserError: The mesh has another size, the rendezvous failed, or torch.distributed is initialised already.
+        UserError: The mesh has another size, the rendezvous failed, or torch.distributed is already initialised.
     """
     if group_size() > 1:
         raise UserError(
-            "torch.distributed is initialised already; leave out init_process_group(): hostdev.join() makes the "
-            "process group, from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as launchers set them"
+            "torch.distributed is already initialised; leave out init_process_group(): hostdev.join() creates the "
+            "process group from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as launchers set them"
         )
     env = find_rank_environment()
     wanted = None if mesh is None else parse_mesh(mesh)
@@ -73,11 +73,11 @@ def take_host_share(env: RankEnvironment) -> None:
 
 @contextmanager
 def leave_together(ranks: Ranks, alike: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
-    """Report an error within to all other ranks, which then end; without an error leave together.
+    """Report an error within the block to all other ranks, which then end; without an error, leave together.
 
     Args:
         ranks: The ranks of this run.
-        alike: Exceptions that all ranks raise after the same step.
+        alike: Types of exceptions that all ranks raise after the same step.
     """
     try:
         with _leave_at_end(ranks, (UnlikeError, *alike)):
@@ -100,7 +100,7 @@ def leave_together(ranks: Ranks, alike: tuple[type[BaseException], ...] = ()) ->
 
 @contextmanager
 def _leave_at_end(ranks: Ranks, alike: tuple[type[BaseException], ...]) -> Iterator[None]:
-    """Leave with the other ranks at the end, or after an exception that all raise."""
+    """Leave with the other ranks at the end, or after an exception that all ranks raise."""
     try:
         yield
     except SystemExit as error:
@@ -115,7 +115,7 @@ def _leave_at_end(ranks: Ranks, alike: tuple[type[BaseException], ...]) -> Itera
 
 
 def _format_end(error: BaseException) -> str:
-    """Return how this rank has ended, for the others."""
+    """Return text for the other ranks that says how this rank has ended."""
     if isinstance(error, SystemExit):
         return f"has called sys.exit({error.code!r})"
     return f"interrupted {error}".strip() if isinstance(error, KeyboardInterrupt) else in_words(error)

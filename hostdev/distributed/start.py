@@ -1,4 +1,4 @@
-"""Processes of a command on this host: start them as ranks, wait for them, end them together."""
+"""Processes of a command on this host: starts them as ranks, waits for them, and ends them together."""
 
 import itertools
 import os
@@ -14,7 +14,7 @@ from typing import Any
 from hostdev.core.launched import LAUNCHERS, RANK_TABLE
 from hostdev.distributed.rank_environment import LISTEN_VARIABLE, TOKEN_VARIABLE
 
-# Variables of a launcher that has started this command concern this command, not its children.
+# A launcher's variables are for this command, not for its children.
 _LAUNCHER_VARIABLES = {
     *itertools.chain.from_iterable(names for _, names in LAUNCHERS),
     *RANK_TABLE,
@@ -22,7 +22,7 @@ _LAUNCHER_VARIABLES = {
     "TORCHELASTIC_RESTART_COUNT",
 }
 _BACKLOG = 2048
-_END_SECONDS = 8.0  # for the others to end after a failure
+_END_SECONDS = 8.0  # after a failure, for the others to end
 
 
 def start_processes(ranks: int, command: Sequence[str], **how: Any) -> "list[subprocess.Popen[bytes]]":
@@ -33,7 +33,7 @@ def start_processes(ranks: int, command: Sequence[str], **how: Any) -> "list[sub
         command: Command line of each.
         **how: Further arguments of `subprocess.Popen`.
     """
-    # Rank 0 inherits the socket: no other program can take the port before, and other hosts cannot reach it.
+    # Rank 0 inherits the socket: no other program can take the port first, and other hosts cannot reach it.
     with listen_at(("127.0.0.1", 0), socket.AF_INET, socket.SOCK_STREAM) as listening:
         return _start(ranks, command, listening, how)
 
@@ -86,10 +86,10 @@ def die_with_parent() -> None:
 def wait_for(processes: "list[subprocess.Popen[bytes]]") -> int:
     """Wait until all processes have ended, and return the first failure's exit code.
 
-    After a failure the others have a few seconds left. Signals are forwarded to them.
+    After a failure the others have a few seconds to end. Signals are forwarded to them.
     """
     numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # unless ignored, as under nohup
         numbers.append(signal.SIGHUP)
     handlers = {number: signal.signal(number, _forward_signal(number, processes)) for number in numbers}
     deadline, first = float("inf"), 0
@@ -114,7 +114,7 @@ def _forward_signal(number: signal.Signals, processes: "list[subprocess.Popen[by
 
     def handle(*_: object) -> None:
         if number in (signal.SIGINT, signal.SIGHUP) and has_terminal:
-            return  # the terminal has sent it to the children, too
+            return  # the terminal has also sent it to the children
         for process in processes:
             if process.poll() is None:
                 process.send_signal(number)

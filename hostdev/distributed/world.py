@@ -1,4 +1,4 @@
-"""The processes that train together: a world of one, whose collectives return their input (or see `process_group`)."""
+"""The processes that train together: a world of one, whose collectives return their input; `process_group` has more."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -45,21 +45,21 @@ class World:
         return self.mesh.place(self.rank)
 
     def share(self) -> tuple[int, int]:
-        """Return which share of the samples this rank computes, and the number of shares."""
+        """Return the number of this rank's share of the samples, and the number of shares."""
         return self.at.data, self.mesh.data
 
     @property
     def has_parts(self) -> bool:
-        """Tell whether ranks hold different parts of the network."""
+        """Return whether ranks hold different parts of the network."""
         return self.mesh.data < self.size
 
     @property
     def leads(self) -> bool:
-        """Tell whether this rank looks up the rows of its samples."""
+        """Return whether this rank looks up the rows of its samples."""
         return self.mesh.leads(self.rank)
 
     def part(self) -> tuple[int, int] | None:
-        """Return this rank and the number of ranks as `HostTable` takes them; None for a world of one."""
+        """Return (rank, ranks) for `HostTable`; None for a world of one."""
         return None
 
     def channel(self, axis: str | None = None) -> Any:
@@ -81,7 +81,7 @@ class World:
         """Begin a call that all ranks make with equal values."""
 
     def note_loop(self, loop: Any) -> None:
-        """Note an open loop, which must be closed before the ranks leave."""
+        """Register an open loop, which must be closed before the ranks leave."""
 
 
 ALONE_WORLD = World()

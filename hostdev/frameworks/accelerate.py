@@ -1,4 +1,4 @@
-"""Hugging Face accelerate's prepared loaders in a loop that reads ahead.
+"""Supports Hugging Face accelerate's prepared loaders in a loop that reads ahead.
 
 accelerate's `GradientState` tells a loop's body whether a batch is the loader's last one (`Accelerator.accumulate`
 steps there), and how many of its samples are padding. A prepared loader sets this state when it is read, but a hostdev
@@ -75,7 +75,7 @@ class States:
         self._shown: _Shown | None = None
 
     def reading(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches and record the state of each; batches that were recorded before come first."""
+        """Yield the batches and record the state of each; already recorded batches come first."""
         _install()
         known = len(self._noted)  # left over from an earlier loop
         while True:
@@ -90,7 +90,7 @@ class States:
                 known -= 1
             else:
                 self._noted.append(self._reports.state())
-            yield held.pop()  # keep no reference: only the caller holds the batch
+            yield held.pop()  # keep no reference: only the caller may hold the batch
 
     def show(self) -> None:
         """Show accelerate the state of the batch that is yielded now."""
@@ -126,7 +126,7 @@ def _install() -> None:
     def begin_reporting(loader: Any) -> None:
         if _reading.reports is not None:
             loader.gradient_state = _reading.reports
-        elif isinstance(loader.gradient_state, _Reports):  # an earlier loop read it
+        elif isinstance(loader.gradient_state, _Reports):  # an earlier loop has read the loader
             loader.gradient_state = _gradient_state()
         begin(loader)
 

@@ -25,7 +25,7 @@ def checkpoint_io(runtime: Any) -> Any:
     both, and `ModelCheckpoint` removes both. Works with the packages `lightning` and `pytorch_lightning`.
 
     Raises:
-        UserError: Neither package is installed; or, when it is loaded, a checkpoint has no tables.
+        UserError: Neither package is installed; or, on loading, a checkpoint has no tables.
     """
     runtime.saves_with_framework = True
     loaded = [plugins for package, plugins in _PACKAGES.items() if package in sys.modules]

@@ -1,7 +1,8 @@
 """Change tracking and copy-on-write snapshots of a table, for checkpoints that are written during training.
 
-A `Snapshot` holds a table's rows at one moment. The checkpoint writer reads them in order. If training writes a row
-first, the old row is copied aside, and the writer reads the copy. One lock guards both, a few rows at a time.
+A `Snapshot` holds a table's rows at one moment. The checkpoint writer reads them in order. If training is about to
+overwrite a row that the writer has not read, the old row is copied aside, and the writer reads the copy. One lock
+guards both, for a few rows at a time.
 """
 
 import threading
@@ -19,7 +20,7 @@ from hostdev.kernels.buffers import scratch
 Rows = npt.NDArray[np.float32]
 Ids = npt.NDArray[Any]
 
-_AT_ONCE_BYTES = 1 << 22  # copied per hold of the lock; half a millisecond
+_AT_ONCE_BYTES = 1 << 22  # copied per acquisition of the lock; half a millisecond
 _SORTED_AT_ONCE = 16  # copies
 _BUCKETS = 32  # ranges of a table's rows; a bucket's copies are freed once its rows are read
 
@@ -78,7 +79,7 @@ class Snapshot:
         self._row_bytes = 4 * (planes * D + self.row_slots.shape[1])
 
     def save_before_write(self, ids: Ids) -> None:
-        """Copy the unread ones of the rows ids [N] aside; waits while the budget is used up."""
+        """Copy aside those of the rows ids [N] that are not read yet; waits while the budget is used up."""
         step = max(1, _AT_ONCE_BYTES // self._row_bytes)
         begin = time.perf_counter()
         for start in range(0, len(ids), step):
@@ -122,7 +123,7 @@ class Snapshot:
         self._free(last)
 
     def _sort_in(self, aside: list[tuple[Ids, Rows, Rows]]) -> None:
-        """Sort copies into buckets, in few Python steps: training's threads need the GIL."""
+        """Sort copies into buckets, with few Python operations, since training's threads need the GIL."""
         ids, rows, row_slots = (np.concatenate(parts) for parts in zip(*aside, strict=True))
         order = np.argsort(ids)
         ids = ids[order]
@@ -174,7 +175,7 @@ class Changes:
         self._storage, self._rows = storage, storage.shape[0]
         self._touched = empty_bits(self._rows)  # since the last snapshot
         self._unsaved: list[Bits] = []  # rows of snapshots that were not saved
-        self.since: Any = None  # names the checkpoint that changes are counted from; set by the checkpoint manager
+        self.since: Any = None  # identifies the checkpoint since which changes are tracked; set by its manager
         self._snapshot: Snapshot | None = None
 
     @property
@@ -192,13 +193,13 @@ class Changes:
         mark(ids, self._touched)
 
     def begin(self, budget: Budget, *, everything: bool) -> Snapshot:
-        """Return a snapshot of the rows written since the last one, or of all; no thread may write meanwhile.
+        """Return a snapshot of the rows written since the last one, or of all; no thread may write during this call.
 
         Raises:
             RuntimeError: The last snapshot has not ended.
         """
         if self._snapshot is not None:
-            raise RuntimeError("a snapshot of this table is being saved")
+            raise RuntimeError("the previous snapshot of this table is still being saved")
         wanted = full_bits(self._rows) if everything else self.touched
         self._unsaved = []
         self._snapshot = snapshot = Snapshot(self._storage, wanted, budget)

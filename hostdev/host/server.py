@@ -17,7 +17,7 @@ class ParameterServer:
     def add(self, table: HostTable) -> HostTable:
         """Add a table under its own name and return it; ValueError if the name is taken."""
         if table.name in self._tables:
-            raise ValueError(f"there is a table {table.name!r} already")
+            raise ValueError(f"there is already a table {table.name!r}")
         self._tables[table.name] = table
         return table
 
@@ -29,7 +29,7 @@ class ParameterServer:
             raise UserError(f"no table {name!r}; there are {sorted(self._tables)}") from None
 
     def __contains__(self, name: object) -> bool:
-        """Tell whether there is a table of this name."""
+        """Return whether there is a table of this name."""
         return name in self._tables
 
     def __iter__(self) -> Iterator[str]:
@@ -41,9 +41,9 @@ class ParameterServer:
         return len(self._tables)
 
     def pull(self, name: str, ids: npt.ArrayLike) -> Rows:
-        """Return rows float32 [N, D] of the table `name`, as `HostTable.lookup`."""
+        """Return rows float32 [N, D] of the table `name`, as `HostTable.lookup` does."""
         return self[name].lookup(ids)
 
     def push(self, name: str, ids: npt.ArrayLike, grads: Rows) -> None:
-        """Apply gradients float32 [N, D], duplicates allowed, to the table `name`, as `HostTable.apply`."""
+        """Apply gradients float32 [N, D] to rows of the table `name`, as `HostTable.apply` does; ids may repeat."""
         self[name].apply(ids, grads)

@@ -1,7 +1,7 @@
 """Layouts of a table's rows in host memory: all float32, or bfloat16 weights. Reads always return float32.
 
-V rows, D columns; optimizer state of S columns of D values and R of one value per row. N ids, int32 or int64, are
-trusted to be in [0, V).
+Shapes: V rows, D columns; per row, S optimizer state columns of D values and R state values. N ids, int32 or int64,
+which are trusted to be in [0, V).
 """
 
 from collections.abc import Callable
@@ -74,13 +74,13 @@ class Shape:
 
 
 class Storage(Protocol):
-    """A table's rows. Operations on them are returned as tasks, as by `HostTable`."""
+    """A table's rows. Methods named `*_tasks` return the tasks of an operation, as those of `HostTable` do."""
 
     dtype: str
     row_slots: Rows  # [V, R]
 
     def initial(self, shape: Shape, seed: int, init: Initializer, ids: npt.NDArray[np.int64], block: Rows) -> None:
-        """Write the initial values of rows to block [N, 1 + S, D]; ids [N] count over the rows of all ranks."""
+        """Write the initial values of rows to block [N, 1 + S, D]; ids [N] are those of the whole table."""
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -39,14 +39,14 @@ class HostTable(Owned):
     one of the two nearest bfloat16 values, by a random number that depends only on (seed, name, step of the table,
     row, column).
 
-    Several threads may look rows up at once. The caller must keep an update apart from other access to its rows.
+    Several threads may look rows up at once. The caller must not let an update overlap with other access to its rows.
 
-    While a `Runtime.train` loop is open, the loop's body may read and write the table. A read sees all steps so far. If
-    the body's batch has been stepped, reading ends it: its rows accept no more gradients. A write takes effect from the
-    next batch on. Access from another thread, or from the loader, `ids` or `send`, raises ValueError.
+    While a `Runtime.train` loop is open, the loop's body may read and write the table. A read sees all steps so far. A
+    read after the step of the body's batch ends that batch: its rows accept no more gradients. A write takes effect
+    from the next batch on. Access from another thread, or from the loader, `ids` or `send`, raises ValueError.
 
-    Methods check their ids. Their `*_tasks` twins return the same work for a joint `run_tasks` of several tables, and
-    trust their ids: C-contiguous int32 or int64, in [0, V).
+    Methods check their ids. The corresponding `*_tasks` methods return the same work as tasks, so that one `run_tasks`
+    can serve several tables. They trust their ids: C-contiguous int32 or int64, in [0, V).
 
     Args:
         rows: Number of rows, at least 1.
@@ -54,10 +54,10 @@ class HostTable(Owned):
         optimizer: LazyAdam, FTRL, SGD, Adagrad or RowWiseAdagrad.
         name: The table's name, in errors and in the key of its initial values.
         seed: Seed of the initial values. None: the seed given to `torch.manual_seed`, or 0.
-        init: Normal(std), Uniform(low, high), Constant(value), or numbers [rows, dim], which the table keeps for
-            `erase` and which must not change. With dtype="bfloat16" they are rounded as updates are.
+        init: Normal(std), Uniform(low, high), Constant(value), or an array [rows, dim], which the table keeps for
+            `erase` and which must not change. With dtype="bfloat16" it is rounded as updates are.
         part: (rank, ranks): hold only that rank's rows, at its positions (`kernels.shards`); ids are then local row
-            numbers. `init` still has all rows. None: hold all rows.
+            numbers. `init` still covers all rows. None: hold all rows.
         dtype: How weights are stored: "fp32" or "bfloat16". Optimizer state is float32.
 
     Raises:
@@ -98,7 +98,7 @@ class HostTable(Owned):
         self.storage.fill(shape, *self._initial)
         self.changes: Changes | None = None  # tracked from the first checkpoint on
         self.untouched = True  # all rows have their initial values
-        self.may_train = part is not None  # else `_require_alone` decides
+        self.may_train = part is not None  # otherwise `_require_alone` decides
 
     @property
     def rows(self) -> int:
@@ -113,7 +113,7 @@ class HostTable(Owned):
         return get_ids_at(self.total_rows, self.start + start, self.start + stop)
 
     def row_ids(self, ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return the ids of local rows, which count over all ranks."""
+        """Return the ids, in the whole table, of local rows."""
         return ids if self.part is None else ids_of(ids.astype(np.int64) + self.start, self.total_rows)
 
     @property
@@ -133,7 +133,7 @@ class HostTable(Owned):
 
     @property
     def block(self) -> Rows:
-        """A read-only view of all rows, float32 [V, 1 + S, D]; TypeError for bfloat16 weights, which lie apart."""
+        """A read-only view of all rows, float32 [V, 1 + S, D]; TypeError for bfloat16 weights, stored apart."""
         if not isinstance(self.storage, Float32):
             raise TypeError(f"table {self.name!r} stores weights as bfloat16, apart from its slots; use read_rows")
         self._before_read()
@@ -232,7 +232,7 @@ class HostTable(Owned):
             ids: int32 or int64 [N], each in [0, V), duplicates allowed.
 
         Raises:
-            UserError, TypeError, ValueError: As `lookup`.
+            UserError, TypeError, ValueError: As for `lookup`.
         """
         ids = np.unique(self._checked(ids))
         self._before_write()
@@ -252,7 +252,7 @@ class HostTable(Owned):
         Args:
             ids: int32 or int64 [N], each in [0, V), duplicates allowed.
             out: Output, float32 [N, D], C-contiguous; None allocates it.
-            positions: int32 [N]: the row of `out`, which may have more than N, for each id; all different (not
+            positions: int32 [N]: for each id, its row of `out`, which may have more than N rows; all different (not
                 checked).
 
         Returns:
@@ -284,8 +284,8 @@ class HostTable(Owned):
             grads: float32 [N, D].
 
         Raises:
-            UserError: An id is outside the table, or the table is not shared between the several processes that were
-                started (`hostdev.alone`).
+            UserError: An id is outside the table, or this is one of several processes, and the table is not shared
+                between them (see `hostdev.alone`).
             TypeError, ValueError: A dtype or shape is wrong, or a gradient is not finite or above
                 `optimizer.largest_gradient`, so that its square overflows; nothing is written then.
         """
@@ -315,10 +315,10 @@ class HostTable(Owned):
             ids: int32 or int64 [U], each in [0, V), **unique** (not checked).
             grads: float32 [U, D].
             step: From `begin_step`, if several calls make one step; None for a new step.
-            positions: int32 [U]: the row of `grads`, which may have more than U, for each id.
+            positions: int32 [U]: for each id, its row of `grads`, which may have more than U rows.
 
         Raises:
-            UserError, TypeError, ValueError: As `apply`.
+            UserError, TypeError, ValueError: As for `apply`.
         """
         self._require_alone()
         ids, grads = self._checked(ids), np.ascontiguousarray(grads)
@@ -349,7 +349,7 @@ class HostTable(Owned):
             positions: int32 [N]: rows of both outputs, as in `lookup`.
 
         Raises:
-            UserError, TypeError, ValueError: As `lookup`.
+            UserError, TypeError, ValueError: As for `lookup`.
         """
         ids = self._checked(ids)
         positions = checked_positions(positions, len(ids), len(block), self.name)
@@ -367,8 +367,8 @@ class HostTable(Owned):
         """Overwrite rows and their optimizer state, as `read_rows` returns them; ids must be unique (not checked).
 
         Raises:
-            UserError, TypeError: As `lookup`.
-            ValueError: As `lookup`, or values are not finite or not representable in the table's dtype; nothing is
+            UserError, TypeError: As for `lookup`.
+            ValueError: As for `lookup`, or values are not finite or not representable in the table's dtype; nothing is
                 written then.
         """
         ids = self._checked(ids)
@@ -420,7 +420,7 @@ class HostTable(Owned):
         """Raise UserError if other processes train copies of this table, which would diverge."""
         if not self.may_train:
             require_alone(
-                f"the training of table {self.name!r}", "give HostTable part=ranks.part(), and a Runtime ranks"
+                f"the training of table {self.name!r}", "give HostTable part=ranks.part(), and Runtime ranks=ranks"
             )
             self.may_train = True
 
@@ -437,12 +437,12 @@ class HostTable(Owned):
     def reset(self) -> None:
         """Reset all rows to their initial values, and the step to 0.
 
-        No thread may use the table meanwhile. Waits for a running snapshot.
+        No other thread may use the table during this call, which waits for a running snapshot.
         """
         self._before_write()
         if self.changes is not None:
             self.changes.await_end()
-            self.note_changes(anew=True)  # since no checkpoint: the next one is full
+            self.note_changes(anew=True)  # since no checkpoint, so the next one is full
         self.storage.fill(self._shape(self.dim), *self._initial)
         self._step, self.untouched = 0, True
         self._after_write(None)
@@ -451,7 +451,7 @@ class HostTable(Owned):
         return Shape(self.rows, dim, self.optimizer, self.start, self.total_rows, self.part is not None, self.ids)
 
     def note_changes(self, *, anew: bool = False) -> Changes:
-        """Track changes from now on and return them; `anew` forgets earlier ones."""
+        """Track changes from now on and return the tracker; `anew` forgets earlier changes."""
         if self.changes is None or anew:
             self.changes = Changes(self.storage)
         return self.changes

@@ -21,7 +21,7 @@ from hostdev.kernels.unique import unique
 def warm_up(id_dtype: npt.DTypeLike, table_dtype: str = FP32) -> None:
     """Call every kernel once with ids of this dtype, on tables of a few bytes.
 
-    With bfloat16 tables, the float32 kernels are called, too: they update rows in a cache.
+    For bfloat16 tables, the float32 kernels are called as well: they update rows in a cache.
     """
     ids, position = np.zeros(2, id_dtype), np.zeros(1, np.int32)
     optimizers: list[tuple[SparseOptimizer, int]] = [(FTRL(), 1), (LazyAdam(), 32)]
@@ -42,10 +42,10 @@ def warm_up(id_dtype: npt.DTypeLike, table_dtype: str = FP32) -> None:
         if table.dtype == BF16:  # for rows on the CPU device
             for numbers in (ids[:1], position, identity(1)):
                 round_rows(row[0], numbers, ids[:1], 0)
-    far = np.arange(1 << 16, dtype=id_dtype) << 8  # sparse ids are hashed, and many ids are split
+    far = np.arange(1 << 16, dtype=id_dtype) << 8  # widely spaced ids are hashed, and many ids are split
     unique(far)
     unique_groups([[ids], [far[:999]], [far]])
-    check_groups([([far], 1 << 24), ([ids], 1)])  # enough ids for the parallel kernel
+    check_groups([([far], 1 << 24), ([ids], 1)])  # enough ids to run the parallel kernel
     for lengths in (np.full(1, 2, np.int32), np.full(1, 2, np.int64)):
         offsets_of(lengths)
     for of_uses in (None, np.ones(2, np.float32)):

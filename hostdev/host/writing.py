@@ -1,4 +1,4 @@
-"""Editable copies of a host table's weights and optimizer state, and the rows that differ in the end."""
+"""Editable copies of a host table's weights and optimizer state, and the rows that an edit has changed."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -75,6 +75,6 @@ class Writing(Copies):
             yield rows, rows if self._ids is None else self._ids[rows]
 
     def put(self, name: str, rows: npt.NDArray[np.int64], out: Rows) -> None:
-        """Write rows of a copy to out, if the column was copied."""
+        """Write rows of a column's copy to `out`, if there is a copy."""
         if name in self._held:
             out[...] = self._held[name][rows]

@@ -64,7 +64,7 @@ def apply_rows(
     scalars: tuple[Any, ...],
     positions: npt.NDArray[np.int32] | None = None,
 ) -> None:
-    """Take one optimizer step on unique rows, in place; block, row_slots and ids are those of the module.
+    """Take one optimizer step on unique rows, in place; the module describes block, row_slots and ids.
 
     Args:
         primitive: The optimizer's op, such as "FusedSparseFtrl".
@@ -83,7 +83,7 @@ def apply_occurrences(
     grads: Rows,
     scalars: tuple[Any, ...],
 ) -> None:
-    """Sum the gradients of each id in order of occurrence, and do `apply_rows`.
+    """Sum the gradients of each id in order of occurrence, and call `apply_rows`.
 
     Args:
         ids: int32 or int64 [N], each in [0, V), duplicates allowed.

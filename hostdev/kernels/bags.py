@@ -1,7 +1,8 @@
 """Pooling of rows into bags and summation of gradients into rows, for several features that share the rows.
 
-Forward, a bag is the sum of its occurrences' rows. Backward, a row's gradient is the sum of its bags' gradients over
-all occurrences, feature by feature. No array has a row per occurrence. Each operation is rounded once.
+In the forward pass, a bag is the sum of its occurrences' rows. In the backward pass, a row's gradient is the sum of its
+bags' gradients over all occurrences, feature by feature. No array has a row per occurrence. Each operation is rounded
+once.
 
 Shapes: N occurrences of a feature in B bags, U unique rows, D columns.
 """
@@ -116,7 +117,7 @@ def pool(rows: Rows, feature: Feature, out: npt.NDArray[Any]) -> None:
 
 @kernel
 def _add_bags(start, stop, seen, grads, inverse, offsets, weights, mean, out):
-    """Do `segment.sum_part` for the occurrences in the bags [start, stop); each bag's gradient is read once."""
+    """Add the bags [start, stop) as `segment.sum_part` adds occurrences; each bag's gradient is read once."""
     D, seen, one = grads.shape[1], np.uint64(seen), np.uint64(1)
     grad = np.empty(D, np.float32)
     last = np.uint64(offsets[stop])
@@ -254,5 +255,5 @@ def _stream(feature: Feature, grads: npt.NDArray[Any], seen: Any, out: Rows) -> 
 def sum_uses(
     features: Sequence[Feature], grads: Sequence[npt.NDArray[Any]], out: Rows, *, in_order: bool = True
 ) -> None:
-    """Do `Uses.sum` once."""
+    """Call `Uses.sum` once, without keeping the occurrences."""
     Uses(features, len(out), in_order=in_order).sum(grads, out)

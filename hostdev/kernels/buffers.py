@@ -16,7 +16,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> 
     """Return an uninitialized C-contiguous array that begins on a cache line.
 
     An array of many MiB begins on a huge page, which numpy requests (madvise) when it allocates. This reserves at most
-    2 MiB more than the array, and touches less than a page of them.
+    2 MiB more than the array, and touches less than a page of the extra memory.
     """
     dtype = np.dtype(dtype)
     size = math.prod(shape) * dtype.itemsize

@@ -1,7 +1,8 @@
 """numba's cache of machine code on disk, with checksums, so that a damaged or full folder does not stop a command.
 
-numba trusts its files: a damaged index fails in every process until it is removed, and damaged code would run. Here a
-file with a wrong checksum is compiled and written again. Code that cannot be written is compiled in every process.
+numba trusts its files: a damaged index fails in every process until it is removed, and damaged code would run. Here the
+kernel of a file with a wrong checksum is compiled and written again. A kernel that cannot be written is compiled in
+every process.
 """
 
 import io
@@ -41,7 +42,7 @@ class _CheckedFile(_Base):  # type: ignore[misc]
             folder = str(Path(self._index_path).parent)
             if folder not in _reported:
                 _reported.add(folder)
-                why = f"compiled kernels are not kept in {folder} ({error.strerror}), and compiled in each process"
+                why = f"compiled kernels cannot be cached in {folder} ({error.strerror}); each process compiles them"
                 if sys.stderr is not None:
                     print(f"hostdev: warning: {why}", file=sys.stderr)
 
@@ -50,7 +51,7 @@ class _CheckedFile(_Base):  # type: ignore[misc]
             content = _checked(Path(self._index_path).read_bytes())
             version, rest = _unpickled(content)
             stamp, overloads = pickle.loads(rest) if version == self._version else (None, {})
-        except (OSError, _WrongError, AttributeError, ImportError):  # the last two: types of an older source are gone
+        except (OSError, _WrongError, AttributeError, ImportError):  # the last two: an old source's types
             return {}
         return overloads if stamp == self._source_stamp else {}
 

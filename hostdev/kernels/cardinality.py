@@ -1,7 +1,7 @@
 """The number of distinct values and the sum of their weights, estimated in little memory.
 
 Sources: HyperLogLog (Flajolet, Fusy, Gandouet & Meunier, 2007) and priority sampling (Duffield, Lund & Thorup, 2007).
-The summaries of several sets of values combine into that of their union.
+Summaries of several sets of values combine into the summary of their union.
 """
 
 from typing import NamedTuple
@@ -72,7 +72,7 @@ def draw_sample(keys: npt.NDArray[np.uint64], weights: npt.NDArray[np.int64]) ->
 
 def join(a: Sample, b: Sample) -> Sample:
     """Return the sample of the union of two samples' keys; a key has the same weight in both."""
-    if len(a.keys) > _SAMPLED:  # most of b's keys drop out: few remain to be sorted
+    if len(a.keys) > _SAMPLED:  # most of b's keys drop out, so few are left to sort
         there = _priorities(*b) >= _priorities(*a).min()
         b = Sample(b.keys[there], b.weights[there])
     keys, first = np.unique(np.concatenate([a.keys, b.keys]), return_index=True)

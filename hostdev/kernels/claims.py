@@ -1,7 +1,7 @@
 """Read-after-write hazards: the rows of a batch that an earlier, unfinished batch will still update.
 
-One byte per row of the table holds the tag of its last writer, so that a batch's rows are looked up in the CPU's cache.
-Batches are numbered 1, 2, 3, ...; tags repeat after 255 batches, and old ones are cleared before that.
+One byte per table row holds the tag of its last writer, small enough that lookups hit the CPU's cache. Batches are
+numbered 1, 2, 3, ...; tags repeat after 255 batches, and old ones are cleared before that.
 
 Shapes: U unique ids, V rows.
 """
@@ -28,7 +28,7 @@ class Late(NamedTuple):
     """The conflicting rows of a batch: an unfinished batch will update them."""
 
     rows: Positions  # positions in the batch's unique ids, ascending
-    owner: npt.NDArray[np.int32]  # per row, the batch after whose update it may be read
+    owner: npt.NDArray[np.int32]  # per row, the batch whose update must precede the read
 
     def first(self, n: int) -> "Late":
         """Return the conflicting rows among the first n ids."""
@@ -46,10 +46,10 @@ class Claims:
     def __init__(self, rows: int) -> None:
         self.tags = np.zeros(rows, np.uint8)
         self._forgotten = 0  # the batch at which old tags were cleared last
-        self._made: deque[int] = deque()  # the batches that claimed rows since then, and the most recent before
+        self._made: deque[int] = deque()  # the batches that claimed rows since then, and the last one before
 
     def begin(self, number: int) -> None:
-        """Begin a batch; once in a while, clear all tags but those of the `MOST_UNFINISHED` batches before this one.
+        """Begin a batch; occasionally clear all tags but those of the `MOST_UNFINISHED` batches before this one.
 
         Batches without claims, such as those of an evaluation, may lie in between.
         """
@@ -97,7 +97,7 @@ def claim(ids: npt.NDArray[Any], claims: Claims, number: int, oldest: int, newes
         claims: The table's last writers, updated.
         number: Larger than in the previous call.
         oldest: The oldest unfinished batch, at most MOST_UNFINISHED before `number`.
-        newest: The newest batch to wait for; a row of a later batch waits for this one.
+        newest: The newest batch to wait for; a row that a later batch will update waits for this one.
     """
     oldest = max(oldest, 1)
     if number - oldest > MOST_UNFINISHED:

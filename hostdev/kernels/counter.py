@@ -87,7 +87,7 @@ def _sort_by_hash(key, half, order):
 
 
 def permutation(n: int, key: int) -> npt.NDArray[np.int64]:
-    """Return a random order of range(n), int64 [n]; needs 8 more bytes per number meanwhile.
+    """Return a random order of range(n), int64 [n]; needs 8 more bytes per number while it runs.
 
     Equals `np.argsort(mix64(np.arange(n, dtype=np.uint64) ^ np.uint64(key)))`; no two numbers share a hash.
     """

@@ -18,7 +18,7 @@ def parse_lines(text, digits, label, numbers, keys, odd):
     """Parse the well-formed lines of a text, and locate the malformed ones.
 
     Args:
-        text: uint8 [N], whole lines; the last one may lack its line end.
+        text: uint8 [N], complete lines; the last one may lack its line end.
         digits: HEX_DIGITS.
         label: uint8 [n], written; n is at least the number of lines.
         numbers: float64 [n, D], written; NaN for empty fields.

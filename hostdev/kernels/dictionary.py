@@ -1,7 +1,7 @@
 """A dictionary of many keys: their numbers in order of first occurrence, and how often each occurred.
 
-It holds hundreds of millions of keys: 16 bytes for a key and its count, and 4-byte slots, at most three quarters of
-them taken. Cache lines are prefetched some keys ahead, to overlap their latencies.
+It holds hundreds of millions of keys: 16 bytes for a key and its count, and slots of 4 bytes, at most three quarters of
+which are taken. Cache lines are prefetched some keys ahead, to overlap their latencies.
 """
 
 from typing import Any
@@ -126,7 +126,7 @@ class Dictionary:
         if self._count == room:
             self._shift -= 1
             size = 2 * len(self._slots)
-            self._slots = np.empty(0, np.int32)  # before there are new ones
+            self._slots = np.empty(0, np.int32)  # free the old ones first
             self._slots = np.full(size, _EMPTY, np.int32)
             _rebuild(self._slots, self._shift, self._keys, self._count)
             room = min(size * _FULL // _OF, _MOST_VALUES)

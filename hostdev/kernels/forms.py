@@ -1,4 +1,4 @@
-"""How texts are written: whole numbers, decimals, truth values, dates, times, or any other text.
+"""The forms of texts: integers, decimals, truth values, dates, times, or any other text.
 
 N texts are their bytes end to end, uint8, and offsets int32 or int64 [N + 1] (Arrow's layout).
 """
@@ -70,7 +70,7 @@ def _is(data, at, end, word):
 
 @kernel
 def _is_date(data, at):
-    """Tell whether 10 bytes are a date."""
+    """Return whether 10 bytes are a date."""
     if data[np.uint64(at + 4)] != 45 or data[np.uint64(at + 7)] != 45:
         return False
     if _two(data, at) < 0 or _two(data, at + 2) < 0:
@@ -110,7 +110,7 @@ def _time(data, at, end):
 
 @kernel
 def _zone(data, at, end):
-    """Return the zone that the rest of a text is, or -1."""
+    """Return the zone that the rest of a text denotes, or -1."""
     n = end - at
     if n == 0:
         return NAIVE

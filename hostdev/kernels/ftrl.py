@@ -53,7 +53,7 @@ def _ftrl_power(start, stop, ids, source, grads, block, row_slots, lr, l1, two_l
 
 
 def ftrl(lr: np.float32, l1: np.float32, two_l2: np.float32, exponent: float) -> tuple[Kernel, tuple[Any, ...]]:
-    """Return the kernel for these scalars, and its scalars; two_l2 is 2 * l2 and exponent is -lr_power."""
+    """Return the kernel for these scalars, and the scalars it takes; two_l2 is 2 * l2, exponent is -lr_power."""
     if exponent == 0.5:
         return _ftrl_sqrt, (lr, l1, two_l2)
     return _ftrl_power, (lr, l1, two_l2, exponent)

@@ -92,7 +92,7 @@ def check_groups(groups: Sequence[tuple[Sequence[Ids], int]]) -> tuple[int, int,
 
 @kernel
 def _add_hashed(ids, slots, shift, keys, count, positions):
-    """Do `IdMap.add` with slots of positions into `keys`, which is faster while both fit the cache."""
+    """Add ids as `IdMap.add` does; slots hold positions in `keys`, which is faster while both fit the cache."""
     mask, one = np.uint64(len(slots) - 1), np.uint64(1)
     for i in range(np.uint64(0), np.uint64(len(ids))):
         key = ids[i]
@@ -119,11 +119,11 @@ def _unique_small(start, stop, which, firsts, addresses, ends, keys, inverse, co
         firsts: [G + 1], each group's first feature.
         addresses: [F], of the features.
         ends: [F + 1], of the features.
-        keys: [N + G], written: each group's unique ids, from its begin in the whole sequence plus its number.
+        keys: [N + G], written: group g's unique ids, starting g places after where its ids begin in the sequence.
         inverse: int32 [N], written.
         counts: [G], written: the number of unique ids of each group.
-        places: int32, -1 before and afterwards; one per id, for groups of small ids.
-        slots: int32, a power of two and at least twice the ids of a group, for other groups.
+        places: int32, one per possible id, for groups of small ids; all -1 before and after.
+        slots: int32, for other groups; their number is a power of two and at least twice the group's ids.
     """
     one = np.uint64(1)
     for w in range(np.uint64(start), np.uint64(stop)):
@@ -184,7 +184,7 @@ def unique_groups(groups: Sequence[Sequence[Ids]]) -> list[tuple[Ids, Positions]
     large: dict[int, Dedupe] = {}
     for g, (group, (begin, end)) in enumerate(zip(groups, pairwise(begins), strict=True)):
         if not group or any(ids.dtype != group[0].dtype for ids in group):
-            raise ValueError(f"the features of group {g} must be at least one, and their ids of one dtype")
+            raise ValueError(f"group {g} must have at least one feature, and its ids one dtype")
         if end - begin < _LARGE:
             small.setdefault(group[0].dtype, []).append(g)
         else:
@@ -207,7 +207,7 @@ def unique_groups(groups: Sequence[Sequence[Ids]]) -> list[tuple[Ids, Positions]
 
 
 def _shares(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Return ranges of groups with about as many ids each, as many as suit the threads."""
+    """Return ranges of groups with about the same number of ids each, as many ranges as suit the threads."""
     ends = list(accumulate(sizes))
     edges = [0, *(bisect_left(ends, stop) + 1 for _, stop in ranges(ends[-1], _GRAIN)), len(sizes)]
     return [(start, stop) for start, stop in pairwise(edges) if start < stop]
@@ -220,7 +220,7 @@ def _merge(start: int, stop: int, works: Sequence[Dedupe]) -> None:
 
 @kernel
 def _offsets(lengths, offsets):
-    """Write the sum of the lengths before each; return the position of the first negative one, or -1, and the sum."""
+    """Write the running sums of lengths; return the position of the first negative length, or -1, and the total."""
     total: Any = np.int64(0)
     negative: Any = np.int64(-1)
     for b in range(len(lengths)):
@@ -270,7 +270,7 @@ def _copy_kept(start, stop, values, weights, offsets, padding, begins, kept_valu
 def drop_padding(
     values: Ids, lengths: Positions, padding: int, weights: Weights | None
 ) -> tuple[Ids, Positions, Weights | None]:
-    """Return values, lengths and weights without the padding id; the arrays given if it does not occur.
+    """Return values, lengths and weights without the padding id; the given arrays if it does not occur.
 
     Args:
         values: int32 or int64 [N], the ids of all bags end to end.
@@ -285,7 +285,7 @@ def drop_padding(
     offsets = offsets_of(lengths)
     N, B = len(values), len(lengths)
     if offsets[-1] != N or (weights is not None and len(weights) != N):
-        raise ValueError(f"the lengths add up to {offsets[-1]}, but there are {N} values, and as many weights if any")
+        raise ValueError(f"the lengths add up to {offsets[-1]}, but there are {N} values (and as many weights, if any)")
     limits = np.iinfo(values.dtype)
     if not limits.min <= padding <= limits.max:
         return values, lengths, weights

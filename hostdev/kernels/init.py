@@ -1,4 +1,4 @@
-"""Initial rows: a weight is a pure function of (key, row, column), rounded alike on every IEEE machine.
+"""Initial rows: a weight is a pure function of (key, row, column), rounded identically on every IEEE machine.
 
 Normal numbers follow Box & Muller (1958), two per pair of columns, from 32-bit hashes. Logarithm, sine and cosine are
 the polynomials of Cephes (Moshier: logf.c, sinf.c) written out, independent of math libraries.
@@ -63,7 +63,7 @@ def _normal_pair(a, b, std):
     y = y - _HALF * z
     log_u = (x + y) + e * _LN2_HIGH
     radius = np.sqrt(-_TWO * log_u) * std
-    # The angle: 23 bits within the quarter turn around 0, one bit for the opposite, one for the adjacent quarter.
+    # The angle: 23 bits within the quarter turn around 0; one bit selects the opposite quarter, one the adjacent.
     t = ((float32(int32((b >> uint32(7)) & uint32(0x7FFFFF))) + _HALF) * _TO_UNIT - _HALF) * _HALF_PI
     tt = t * t
     sin = ((_S0 * tt + _S1) * tt + _S2) * tt * t + t
@@ -82,7 +82,7 @@ def _words(low, high, pair):
 
 @kernel
 def _fill_normal(start, stop, first_row, ids, key, std, block, slots):
-    """Fill several rows at a time, so that the pairs of their columns fill vectors for any number of columns."""
+    """Fill several rows at a time, so that their pairs of columns fill SIMD vectors for any number of columns."""
     D, one = np.uint64(block.shape[2]), np.uint64(1)
     pairs = (D + one) // np.uint64(2)
     rows = max(one, np.uint64(_PAIRS) // pairs)

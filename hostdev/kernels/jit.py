@@ -1,4 +1,4 @@
-"""All numba policy: how kernels are compiled, and what their arithmetic guarantees.
+"""The numba policy: how kernels are compiled, and what their arithmetic guarantees.
 
 Every kernel is a pure function on arrays. If its first two arguments are `start, stop`, a half-open range of items,
 then different ranges never write the same memory, so any thread may run a range. A last argument `piece` is the number
@@ -22,13 +22,13 @@ from hostdev.kernels.cached import check_cache
 _OPTIONS: dict[str, Any] = {
     "nogil": True,  # the pool runs ranges of one kernel on several Python threads
     "fastmath": False,  # no reassociation and no contraction to FMA: each operation is rounded once
-    "error_model": "numpy",  # a check for a zero divisor prevents vectorization
+    "error_model": "numpy",  # Python's check for a zero divisor prevents vectorization
     "boundscheck": False,  # ids are checked once, before a kernel gets them
 }
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Compile `function` lazily, per argument types, cached on disk next to the source or in the user's cache folder.
+    """Compile `function` lazily per argument types; cached on disk next to the source or in the user's cache folder.
 
     If neither folder is writable, it is compiled in every process.
     """
@@ -44,7 +44,7 @@ def inline(function: Callable[..., Any]) -> Any:
 
 
 def _prefetch(to_write: int, locality: int) -> Any:
-    """Return an intrinsic that prefetches the line at an address; locality 3 is the L1 cache, 2 the L2, 0 used once."""
+    """Return an intrinsic that prefetches the line at an address; locality 3: L1 cache, 2: L2, 0: used once."""
 
     @intrinsic
     def ask(typing_context: Any, address: Any) -> Any:
@@ -119,7 +119,7 @@ def prefetch_to_read(array, row, nbytes):
 
 @inline
 def prefetch_to_read_once(array, row, nbytes):
-    """Do `prefetch_to_read` for streamed data that must not evict data in use."""
+    """Prefetch as `prefetch_to_read` does, for streamed data that must not evict data in use."""
     address = array.ctypes.data + np.int64(row) * np.int64(array.strides[0])
     for offset in range(0, nbytes, 64):
         _ask_to_read_once(address + offset)
@@ -153,7 +153,7 @@ def array_at(address, n, dtype):
 def prefetch_update(block, ids, i, stop):
     """Prefetch the row that the update of item i + 8 of [.., stop) will write.
 
-    It prefetches for reading into the L2 cache, which allows more such requests in flight than prefetches for writing.
+    It prefetches into the L2 cache for reading: more such requests can be in flight than prefetches for writing.
     """
     ahead = i + np.uint64(8)
     if ahead < np.uint64(stop):

@@ -34,7 +34,7 @@ def _lookup_into(start, stop, ids, positions, block, out):
         ahead = i + np.uint64(_AHEAD)
         if ahead < np.uint64(stop):
             prefetch_to_read(block, ids[ahead], block.shape[2] * block.itemsize)
-            prefetch_to_write(out, positions[ahead], out.strides[0])  # the hardware prefetches only sequential rows
+            prefetch_to_write(out, positions[ahead], out.strides[0])  # hardware prefetches only sequential rows
         weights, row = block[np.uint64(ids[i]), 0], out[np.uint64(positions[i])]
         for j in range(len(row)):
             row[j] = as_stored(row, to_float32(weights[j]))
@@ -67,7 +67,7 @@ def lookup(
     out: npt.NDArray[np.float32],
     positions: npt.NDArray[np.int32] | None = None,
 ) -> None:
-    """Copy weights rows: out[i] = block[ids[i], 0], or out[positions[i]].
+    """Copy the weights of rows: out[i], or out[positions[i]], becomes block[ids[i], 0].
 
     Args:
         block: float32 [V, 1 + S, D], weights and slots side by side; or bfloat16 [V, 1, D].
@@ -97,7 +97,7 @@ def store(
     values: npt.NDArray[np.float32],
     positions: npt.NDArray[np.int32] | None = None,
 ) -> None:
-    """Overwrite rows: rows[ids[i]] = values[i], or values[positions[i]].
+    """Overwrite rows: rows[ids[i]] becomes values[i], or values[positions[i]].
 
     Args:
         rows: float32 [V, width].

@@ -29,8 +29,8 @@ def loop(begun, halt, most, n, grain, grains, pieces{args}):
         done += 1
     return done
 """
-_WORDS, _AT = 16, 8  # the word that all threads write has a cache line to itself
-_VISIT_NS = 5_000_000  # the main thread's stay in native code: Ctrl-C waits for about two of these, or for one range
+_WORDS, _AT = 16, 8  # the word that all threads write has its own cache line
+_VISIT_NS = 5_000_000  # the main thread's time in native code: Ctrl-C waits for about two of these, or one range
 
 
 def is_kernel(function: Any) -> bool:
@@ -44,13 +44,13 @@ def make_loop(work: Any) -> Any:
     It returns how many ranges it ran; threads that call it with the same `begun` share them.
 
     Args of the loop:
-        begun: Address of an int64, 0 at first, to which each begun range adds 1.
+        begun: Address of an int64, initially 0, to which each range adds 1 when it begins.
         halt: Address of an int64; if it is not 0, no range begins.
         most: Maximum number of ranges to run.
         n, grain, pieces: As in `edges`; `grains` is the number of grains.
         args: The kernel's arguments after start and stop, without `piece`, the range's number.
 
-    The kernel is compiled into the loop, and the loop is cached in the kernel's place.
+    The kernel is compiled into the loop, and the loop is cached in place of the kernel.
     """
     loop = getattr(work, "loop", None)
     if loop is None:

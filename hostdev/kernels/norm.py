@@ -1,8 +1,8 @@
 """The sum of squares of a table's weights, in an order that any number of threads and an accelerator can reproduce.
 
-All in float64, where the square of a float32 is exact. Rows are taken in parts of 4096; the last part is padded with
-zeros. Within a part, each column is folded in halves, x[i] + x[i + half] for half = 2048, 1024, ..., 1, which leaves a
-sum per part and column, [P, D]. The total is numpy's sum over these in C order.
+Everything is computed in float64, in which the square of a float32 is exact. Rows are taken in parts of 4096; the last
+part is padded with zeros. Within a part, each column is folded in halves, x[i] + x[i + half] for half = 2048, 1024,
+..., 1, which leaves a sum per part and column, [P, D]. The total is numpy's sum over these in C order.
 """
 
 from typing import Any

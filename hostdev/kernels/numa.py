@@ -1,8 +1,8 @@
 """Interleaving of a large table's pages over the memory nodes of a NUMA machine.
 
 By default, a page lies on the node of the thread that writes it first. All threads read and update random rows, so each
-node's memory should serve its share. This calls Linux's mbind by its number, without a library. It does nothing if this
-process's CPUs belong to one node, if a policy is set already (numactl), on other systems, and if the call is not
+node's memory should serve its share. This module calls Linux's mbind by its number, without a library. It does nothing
+if this process's CPUs belong to one node, if a policy is already set (numactl), on other systems, or if the call is not
 permitted, as in some containers.
 
 The benefit has not been measured: no machine with several nodes was available.
@@ -38,7 +38,7 @@ def interleave(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def in_words() -> str:
-    """Return a text on how the memory of large tables is placed; "" if no table was large or there is one node."""
+    """Return text that says how the memory of large tables is placed; "" if no table was large or there is one node."""
     return _layout
 
 
@@ -65,7 +65,7 @@ def bind(array: npt.NDArray[Any], found: list[int]) -> str:
     if error:
         return os.strerror(error)
     if mode.value != _DEFAULT:
-        return "this process has a memory policy already"
+        return "this process already has a memory policy"
     words = max(found) // _WORD + 1
     mask = (ctypes.c_uint64 * words)()
     for node in found:
@@ -84,7 +84,7 @@ def _call(number: int, *args: Any) -> int:
 
 
 def _numbers(path: Path) -> set[int]:
-    """Return the numbers in a list such as 0-3,8."""
+    """Return the numbers in a file with a list such as 0-3,8."""
     found: set[int] = set()
     for part in path.read_text().strip().split(","):
         if part:

@@ -1,8 +1,8 @@
-"""Gathering of rows and lists from arrays in pieces, such as the record batches of files.
+"""Gathering of rows and lists from chunked arrays, such as the record batches of files.
 
-A place encodes the number of a row's piece and the row within it in one int64.
+A place encodes the number of a row's chunk and the row within it in one int64.
 
-Shapes: P pieces of R rows in all, n places, D columns.
+Shapes: P chunks with R rows in total, n places, D columns.
 """
 
 from collections.abc import Sequence
@@ -53,8 +53,8 @@ def places_of(rows: npt.NDArray[np.int64], first: npt.NDArray[np.int64]) -> Plac
     """Return the places of rows, int64 [n]; may return `rows` itself.
 
     Args:
-        rows: int64 [n], each in [0, R), counted over all pieces end to end.
-        first: int64 [P], ascending from 0: the first row of each piece.
+        rows: int64 [n], each in [0, R), counted over the concatenated chunks.
+        first: int64 [P], ascending from 0: the first row of each chunk.
     """
     if len(first) == 1:
         return rows
@@ -81,7 +81,7 @@ def take_tasks(places: Places, addresses: Addresses, out: npt.NDArray[Any]) -> l
 
     Args:
         places: int64 [n].
-        addresses: int64 [P], of pieces [any, D] with the dtype of `out`.
+        addresses: int64 [P], of chunks [any, D] with the dtype of `out`.
         out: [n, D], C-contiguous.
     """
     return tasks_over(_take, len(places), places, addresses, out, grain=get_grain(out.strides[0]))
@@ -111,7 +111,7 @@ def length_tasks(places: Places, offsets: Addresses, lengths: npt.NDArray[np.int
 
     Args:
         places: int64 [n].
-        offsets: int64 [P], addresses of int64 [rows of the piece + 1], where each list begins in its piece's values.
+        offsets: int64 [P], addresses of int64 [rows of the chunk + 1], where each list begins in its chunk's values.
         lengths: int32 [n], written.
     """
     return tasks_over(_measure, len(places), places, offsets, lengths, grain=_GRAIN)
@@ -125,8 +125,8 @@ def list_tasks(
     Args:
         places: int64 [n].
         offsets: As for `length_tasks`.
-        values: int64 [P], addresses of each piece's values, with the dtype of `out`.
-        begins: int64 [n + 1], cumulated lengths.
+        values: int64 [P], addresses of each chunk's values, with the dtype of `out`.
+        begins: int64 [n + 1], cumulative lengths.
     """
     n = len(places)
     mean = (int(begins[-1]) - int(begins[0])) * out.itemsize // max(1, n)

@@ -34,9 +34,9 @@ class KernelTask(NamedTuple):
 
 Task = Call | KernelTask
 
-_RANGES_PER_THREAD = 4  # balances threads that the operating system slows down
+_RANGES_PER_THREAD = 4  # evens out threads that the operating system slows down
 _RANGE_BYTES, _LINE = 1 << 18, 64  # 20 to 30 microseconds; a scattered row costs at least a line
-_MOST_GRAINS = 16  # in a range: urgent callers wait about half a millisecond at most
+_MOST_GRAINS = 16  # per range: urgent callers wait about half a millisecond at most
 _MAX_RANGE_BITS = 18  # bounds the wait of Ctrl-C
 _WAKES = 2  # helpers that each participating thread wakes
 _LONGEST_JOIN = 1.0  # seconds to wait for helpers at work when the interpreter exits
@@ -93,7 +93,7 @@ class _Job:
             part.drop()
 
     def wake(self) -> None:
-        """Wake the next helpers, which wake the next: no thread has to wake all, and none wakes without work."""
+        """Wake the next helpers, each of which wakes more: no thread has to wake all, and none wakes without work."""
         with self._changed:
             for _ in range(min(_WAKES, self._asleep)):
                 self._asleep -= 1
@@ -134,7 +134,7 @@ class _Job:
                     return
 
     def end(self) -> None:
-        """Drop tasks that have not begun, and wait for the helpers despite interrupts: they write the caller's memory.
+        """Drop tasks that have not begun; despite interrupts, wait for the helpers, which write the caller's memory.
 
         Then the job drops its arrays; otherwise a late helper would hold and free them.
         """
@@ -254,7 +254,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def get_grain(nbytes: int) -> int:
-    """Return how many rows of `nbytes` make a range whose work outweighs the cost of handing it over."""
+    """Return how many rows of `nbytes` make a range whose work outweighs the cost of handing it to a thread."""
     return max(1, _RANGE_BYTES // max(nbytes, _LINE))
 
 
@@ -311,7 +311,7 @@ def tasks_over(kernel: Kernel, n: int, *args: Any, grain: int = 1) -> list[Task]
 
 
 def timed(task: Task, times: Times) -> Task:
-    """Return a task that adds its begin and end, in nanoseconds, to `times`; a kernel adds several spans."""
+    """Return a task that adds its begin and end, in nanoseconds, to `times`; a kernel task adds several spans."""
     if isinstance(task, KernelTask):
         return task._replace(times=times)
     kernel, start, stop, args = task

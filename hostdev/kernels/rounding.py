@@ -1,9 +1,9 @@
 """bfloat16 weights: stochastic rounding by counter-based random numbers, and access to rows for optimizers.
 
-A new weight between two bfloat16 numbers becomes the upper or the lower one, with the probability that keeps the mean.
+A new weight between two bfloat16 numbers becomes the upper or the lower one, with probabilities that preserve the mean.
 Steps far smaller than the gap are therefore not lost. bits(rounded) = (bits(x) + r) with the low 16 bits cleared, r in
-[0, 2^16). Exact values stay, including infinities; NaN becomes the quiet NaN. Sources: Gupta et al., "Deep Learning
-with Limited Numerical Precision", ICML 2015; Zamirai et al., "Revisiting BFloat16 Training", 2020.
+[0, 2^16). Exact values are unchanged, including infinities; NaN becomes the quiet NaN. Sources: Gupta et al., "Deep
+Learning with Limited Numerical Precision", ICML 2015; Zamirai et al., "Revisiting BFloat16 Training", 2020.
 
 r is a pure function of (key of the table's step, row id, column): half of a 32-bit hash per pair of columns. It does
 not depend on threads, order, rank or the row's address.
@@ -42,7 +42,7 @@ class Bfloat16Rows(NamedTuple):
         steps: From `steps_of`.
         key: 64 bits, of the table's step.
         first: Position of the first row among all `total` rows, if ids are local rows of a rank.
-        inverse: That of `shards.id_at`; 0 if ids are the table's.
+        inverse: As in `shards.id_at`; 0 if ids are the table's.
         total: Rows of the whole table.
     """
 
@@ -78,7 +78,7 @@ def _draw(key, row_id, steps, words):
 
 @inline
 def _rounded_bits(bits, r):
-    """Return the 16 bits to which r rounds a float32 of these bits."""
+    """Return the 16 bits to which r rounds the float32 with these bits."""
     kept = uint32(uint32(bits + uint32(r)) >> uint32(16))
     return uint16(0x7FC0) if (bits & uint32(0x7FFFFFFF)) > uint32(0x7F800000) else uint16(kept)
 
@@ -132,8 +132,8 @@ def require_bfloat16(block: Rows, table: str) -> None:
     """Raise ValueError unless bfloat16 can hold the weights exactly; block is float32 [N, 1 + S, D], C-contiguous."""
     if not _are_bfloat16(block):
         raise ValueError(
-            f"table {table!r} stores weights as bfloat16, which cannot represent all new ones; round them first, as "
-            "with torch's weights.bfloat16().float()"
+            f"table {table!r} stores weights as bfloat16, which cannot represent all new weights; round them first, "
+            "for example with torch's weights.bfloat16().float()"
         )
 
 
@@ -155,7 +155,7 @@ def make_scratch(block: Any) -> Any:
 
 
 def load_weights(block: Any, row: Any, scratch: Any) -> Any:
-    """Return the weights of a row, float32 [D], to be changed: in place, or a copy that `store_weights` stores."""
+    """Return the weights of a row, float32 [D], to be changed: the row itself, or a copy for `store_weights`."""
     raise NotImplementedError("compiled only")
 
 

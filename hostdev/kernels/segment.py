@@ -1,8 +1,8 @@
 """Sums over the occurrences of each row, in order of occurrence for any number of threads.
 
-Two ways, with the same additions. With few threads, one streams through the gradients in order and adds to the rows'
-sums: a core reads a stream at nearly the machine's bandwidth, and two slow each other down. With more threads, the
-occurrences are sorted by row, and the threads share the rows.
+There are two ways, with the same additions. With few threads, one thread streams through the gradients in order and
+adds to the rows' sums: a core reads a stream at nearly the machine's bandwidth, and two slow each other down. With more
+threads, the occurrences are sorted by row, and the threads share the rows.
 
 Shapes: N occurrences, U unique rows, D columns.
 """
@@ -66,7 +66,7 @@ def sum_scalar_part(start, stop, seen, grads, inverse, out):
 
 @kernel
 def sum_scaled_part(start, stop, seen, grads, inverse, weights, out):
-    """Do `sum_part` for float32 or bfloat16 gradients times weights; None for 1."""
+    """Add occurrences as `sum_part` does, for float32 or bfloat16 gradients times weights (None for 1)."""
     D = grads.shape[1]
     uses, seen, one = np.uint64(stop), np.uint64(seen), np.uint64(1)
     for i in range(np.uint64(start), uses):
@@ -87,12 +87,12 @@ def sum_scaled_part(start, stop, seen, grads, inverse, weights, out):
 
 
 def streams() -> bool:
-    """Return whether the threads are so few that one of them should add all gradients."""
+    """Return whether there are so few threads that one of them should add all gradients."""
     return host_threads() < _SORT_FROM_THREADS
 
 
 def prepare_sums(out: npt.NDArray[np.float32], in_order: bool) -> int:
-    """Prepare sums [U, D] of rows in order of first occurrence or any order; return `seen` for the first occurrence."""
+    """Prepare sums [U, D] of rows, numbered by first occurrence or in any order; return the initial `seen`."""
     if in_order:
         return 0
     out.fill(-0.0)  # x + -0 is x, for 0 too
@@ -101,7 +101,7 @@ def prepare_sums(out: npt.NDArray[np.float32], in_order: bool) -> int:
 
 @kernel
 def sort_uses(inverse, ends, order):
-    """Sort occurrences by row, stable (counting sort): those of row u become order[ends[u] : ends[u + 1]].
+    """Sort occurrences by row, stably (counting sort): those of row u become order[ends[u] : ends[u + 1]].
 
     Args:
         inverse: int32 [N].
@@ -154,7 +154,7 @@ def sum_sorted(start, stop, grads, order, ends, source, weights, fresh, out):
 
 
 def row_ranges(ends: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Return ranges of rows with about as many occurrences each, several per thread; rows begin at ends [U + 1]."""
+    """Return ranges of rows with about the same number of occurrences each, several per thread; ends is [U + 1]."""
     pieces = host_threads() * _PIECES_PER_THREAD
     edges = np.searchsorted(ends, np.arange(1, pieces) * (ends[-1] // pieces))
     edges = np.concatenate([[0], edges, [len(ends) - 1]])

@@ -47,7 +47,7 @@ def get_ids_at(rows: int, start: int, stop: int) -> npt.NDArray[np.int64]:
 
 @kernel
 def _step(first, step, modulus, out):
-    """Write first, first + step, first + 2 step, ... modulo `modulus`, without products, which may overflow."""
+    """Write first, first + step, first + 2 step, ... modulo `modulus`; products could overflow."""
     value = np.uint64(first)
     for i in range(len(out)):
         out[i] = value
@@ -69,7 +69,7 @@ def _locate(ids, multiplier, rows, ranks, owners, local, counts):
 
 @kernel
 def _sort(owners, local, ends, places, out):
-    """Sort by owner, stable (counting sort)."""
+    """Sort by owner, stably (counting sort)."""
     for i in range(np.uint64(0), np.uint64(len(owners))):
         owner = np.uint64(owners[i])
         place = ends[owner]
@@ -133,8 +133,8 @@ def partition(ids: Ids, rows: int, ranks: int) -> tuple[Ids, Places, npt.NDArray
         ranks: W.
 
     Returns:
-        Each row's number within its rank, by rank and then in the order of the ids, of the ids' dtype if it suffices;
-        places int32 [U], where each id went; counts int64 [W], the ids of each rank.
+        Each row's number within its rank, sorted by rank and then in the order of the ids, with the ids' dtype if that
+        suffices; places int32 [U], where each id went; counts int64 [W], the number of ids of each rank.
     """
     most = -(-rows // ranks) - 1  # the largest number within a rank
     dtype = ids.dtype if most <= np.iinfo(ids.dtype).max else np.dtype(np.int64)

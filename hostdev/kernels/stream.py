@@ -1,9 +1,9 @@
 """A batch's deduplication, gradient sums and updates in one pipelined pass, for a few threads.
 
-One thread deduplicates the ids; another streams through the gradients right behind it, part by part, and adds them to
-their rows' sums. The first thread then orders the rows by the part of their last occurrence, and updates each once its
-sum is complete; a row that occurs once takes its gradient from its source. At the end both threads update the remaining
-rows. The arithmetic equals that of separate passes.
+One thread deduplicates the ids; another follows it through the gradients, part by part, and adds them to their rows'
+sums. The first thread then orders the rows by the part of their last occurrence, and updates each once its sum is
+complete; a row that occurs once takes its gradient from its source. At the end both threads update the remaining rows.
+The arithmetic equals that of separate passes.
 
 Shapes: N occurrences, U unique rows, D columns.
 """
@@ -25,7 +25,7 @@ Rows = npt.NDArray[np.float32]
 
 _PART = 32768  # occurrences
 _PIECES = 2  # tasks for the rows that one part completes
-_ORDER_FROM_COLUMNS = 16  # with fewer columns, an update is too cheap to be ordered
+_ORDER_FROM_COLUMNS = 16  # with fewer columns, an update is too cheap to be worth the order
 _GRAIN = 256
 
 
@@ -52,7 +52,7 @@ class Progress:
 
 
 def _follow(start: int, stop: int, progress: Progress, work: Callable[[int], None]) -> None:
-    """Do `work(start)`, ..., `work(stop - 1)`, and report each."""
+    """Call `work(start)`, ..., `work(stop - 1)`, and report each."""
     for part in range(start, stop):
         try:
             work(part)
@@ -140,7 +140,7 @@ def _mark(start, stop, seen, part, inverse, uses):
 
 @kernel
 def _order(ids, uses, ends, chosen, source):
-    """Sort the rows, stable: those that occur once, then the others by the part of their last occurrence.
+    """Sort the rows stably: those that occur once, then the others by the part of their last occurrence.
 
     Args:
         ids: [U].

@@ -15,8 +15,8 @@ Positions = npt.NDArray[np.int32]
 _EMPTY = -1
 _SPARE_BITS = 1  # the table is at most half full
 _MOST_TEXTS = 2**31 - 2
-# At most, of the map: hash and end with a quarter to spare, slots of which a quarter are taken, and 10 for a count. The
-# text's own bytes come on top, with a quarter to spare.
+# At most, in the map: hash and end with a quarter to spare, slots of which a quarter are taken, and 10 for a count. The
+# text's own bytes are extra, with a quarter to spare.
 BYTES_A_TEXT = 46
 _FNV_BASIS, _FNV_PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)
 IN_QUOTES = 2  # a state of `scan_quotes`
@@ -173,7 +173,7 @@ class TextMap:
             if self._count == len(self._table) >> _SPARE_BITS:
                 self._shift -= 1
                 size = 2 * len(self._table)
-                self._table = np.empty(0, np.int32)  # before there is a new one
+                self._table = np.empty(0, np.int32)  # free the old one first
                 self._table = np.full(size, _EMPTY, np.int32)
                 _rehash(self._table, self._shift, self._known, self._count)
             room = min(len(self._table) >> _SPARE_BITS, self._count + self._count // 4 + 1024)

@@ -56,7 +56,7 @@ def _sum_rows(start, stop, ends, order, source, node_ends, nodes, strides, own_r
             rank = np.uint64(source[use])
             values = own if rank == own_rank else grads
             first, after = np.uint64(node_ends[rank]), np.uint64(node_ends[rank + one])
-            if begin + one == end and first + one == after:  # the only gradient of the row
+            if begin + one == end and first + one == after:  # the row's only gradient
                 row = np.uint64(strides[first]) + use * D
                 for j in range(D):
                     total[j] = values[row + j] + np.float32(0)

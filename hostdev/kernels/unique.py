@@ -1,4 +1,4 @@
-"""Ids to dense positions in order of first occurrence: a batch's deduplication and the vocabulary's counting.
+"""Maps of ids to dense positions in order of first occurrence, to deduplicate a batch or count a vocabulary.
 
 If the largest id of a batch is not far above the number of ids, an array is indexed by id. Otherwise an open-addressing
 hash table with linear probing is used; its cost depends on the number of distinct ids, not on the embedding table's
@@ -22,12 +22,12 @@ Positions = npt.NDArray[np.int32]
 _EMPTY = -1
 _AHEAD = 32  # ids
 _SPARE_BITS = 1  # the table is at most half full
-_FEW = 32  # slots per key, above which emptying the keys' slots is faster than emptying all
+_FEW = 32  # with more slots per key, emptying only the keys' slots is faster
 _MAX_DISTINCT = 2**31  # positions are int32
-_MOST_PARTS = 4  # of a batch, deduplicated in parallel; more parts make more serial work
+_MOST_PARTS = 4  # of a batch, deduplicated in parallel; more parts add serial work
 _SMALLEST_PART = 1 << 15
 _COUNTED_PART = 1 << 17  # at least
-_DIRECT_UP_TO = 2  # an array is used for ids below this many times their number; above, it outgrows the cache
+_DIRECT_UP_TO = 2  # with ids up to this many times their number, an array fits the cache
 _maps = threading.local()  # reused: batches have about as many distinct ids
 
 
@@ -89,7 +89,7 @@ def _find(ids, entries, shift, positions):
 
 @kernel
 def _forget(entries, shift, keys, count):
-    """Empty the slots of keys, last one first, since earlier keys were not displaced by later ones."""
+    """Empty the slots of keys, the last key first: earlier keys were not displaced by later ones."""
     mask, one = np.uint64(len(entries) - 1), np.uint64(1)
     for i in range(np.uint64(count)):
         key = keys[np.uint64(count) - one - i]
@@ -216,7 +216,7 @@ class DirectMap:
         self._count = 0
 
     def add(self, ids: npt.NDArray[Any], positions: Positions | None = None) -> Positions:
-        """Do `IdMap.add`."""
+        """Add ids as `IdMap.add` does."""
         if positions is None:
             positions = np.empty(len(ids), np.int32)
         self._count = int(add_direct(ids, self._places, self._keys, self._count, positions))
@@ -253,7 +253,7 @@ def unique(ids: npt.ArrayLike) -> tuple[npt.NDArray[Any], Positions]:
 
 
 def unique_into(ids: npt.NDArray[Any], inverse: Positions) -> npt.NDArray[Any]:
-    """Do `unique` without new memory: write `inverse`, and return a view until this thread's next call.
+    """Deduplicate as `unique` does, without new memory: write `inverse`; return a view until this thread's next call.
 
     Args:
         ids: int32 or int64 [N], C-contiguous.
@@ -267,15 +267,15 @@ def unique_into(ids: npt.NDArray[Any], inverse: Positions) -> npt.NDArray[Any]:
 
 
 class Dedupe:
-    """The deduplication of one sequence of ids, in tasks that run together with those of other sequences.
+    """Deduplication of one sequence of ids, in tasks that run together with those of other sequences.
 
     Parts are deduplicated in parallel (`tasks`); then the ids of each part join those of earlier parts, in order
     (`merge`), which numbers them as one pass would (`renumber_tasks`).
 
     Args:
-        features: The sequence in pieces, at least one: int32 or int64, of one dtype, C-contiguous.
+        features: The parts of the sequence, at least one: int32 or int64, of one dtype, C-contiguous.
         inverse: int32 [N], written.
-        number: Number of the sequence among this thread's concurrent ones, each of which reuses its own maps.
+        number: The sequence's number among those that this thread deduplicates at once; each reuses its own maps.
     """
 
     def __init__(self, features: Sequence[npt.NDArray[Any]], inverse: Positions, number: int = 0) -> None:
@@ -284,7 +284,7 @@ class Dedupe:
         parts = max(1, min(host_threads(), _MOST_PARTS, N // _SMALLEST_PART))
         self._maps: list[Any]
         self._limit: tuple[int, ...] = ()
-        if min(lows) >= 0 and max(highs) < _DIRECT_UP_TO * N:  # one part is faster than hashing in two
+        if min(lows) >= 0 and max(highs) < _DIRECT_UP_TO * N:  # one part with an array is faster than two that hash
             self._limit = (int(max(highs)) + 1,)
             self._maps = _get_maps(DirectMap, dtype, number + 1)[number:][:1]
         else:
@@ -325,7 +325,7 @@ class Dedupe:
 
 
 def id_map(ids: npt.NDArray[Any]) -> "IdMap | DirectMap":
-    """Return an empty map for ids int32 or int64 [N], in memory that this thread's next call reuses."""
+    """Return an empty map for ids int32 or int64 [N]; this thread's next call reuses its memory."""
     low, high = map(int, id_range(ids))
     if low >= 0 and high < _DIRECT_UP_TO * len(ids):
         direct: DirectMap = _get_maps(DirectMap, ids.dtype, 1)[0]

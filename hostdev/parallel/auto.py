@@ -19,9 +19,9 @@ from hostdev.parallel.search import Candidate, Layers, SearchOptions, candidates
 from hostdev.parallel.trial import can_be_copied, time_steps
 
 _SHOWN = 8
-_FINALISTS = 4  # most candidates that are measured
-_NEAR = 2.0  # their expected time is at most this multiple of the best one's
-_ALIKE = 1.05  # within this multiple of the least measured time the expected time decides
+_FINALISTS = 4  # maximum number of candidates that are measured
+_NEAR = 2.0  # their expected time may be this multiple of the best candidate's
+_ALIKE = 1.05  # up to this multiple of the least measured time, the expected time decides
 
 
 class LayoutChoice(NamedTuple):
@@ -74,7 +74,7 @@ def reason(tried: list[Candidate], machine: Machine) -> str:
     """Return why the first candidate was chosen."""
     best, others = tried[0], [one for one in tried[1:] if one.memory <= machine.available]
     if best.memory > machine.available:
-        return f"which needs the least time, though no layout fits the {format_bytes(machine.available)} that are free"
+        return f"which needs the least time, but no layout fits the {format_bytes(machine.available)} that are free"
     if not others:
         return "the only one that is possible" if len(tried) == 1 else "the only one that fits"
     other = others[0]
@@ -88,7 +88,7 @@ def reason(tried: list[Candidate], machine: Machine) -> str:
 
 
 def _explain_difference(best: Candidate, other: Candidate) -> str:
-    """Return the largest cost by which a candidate is slower by the model; "" if the model expects it to be faster."""
+    """Return the cost that makes a candidate slower according to the model; "" if it should be faster."""
     costs = {
         "compute": other.compute - best.compute,
         "waiting for stages": other.waiting - best.waiting,
@@ -112,14 +112,14 @@ def choose(
     autocast: torch.dtype | None = None,
     looked_up: bool = False,
 ) -> LayoutChoice:
-    """Return the fastest layout for batches of `samples`; all ranks call it. It takes some seconds.
+    """Return the fastest layout for batches of `samples`; takes some seconds. All ranks call it.
 
     Args:
         network: The whole network, which is left unchanged.
         inputs: Returns zeros in place of the network's inputs.
         ranks: The ranks of this run.
-        samples: Samples of a batch on all ranks.
-        micro_batches: Micro-batches of a step on all ranks.
+        samples: Number of samples of a batch over all ranks.
+        micro_batches: Number of micro-batches of a step over all ranks.
         given: Fixed parts of the layout: the schedule, first pieces of stages, strategies.
         mesh: A fixed mesh; None searches for one.
         device: Where the network will run.
@@ -190,14 +190,14 @@ def choose(
 
 
 def _order_measured(taken: list[Candidate]) -> list[Candidate]:
-    """Return measured candidates, the one to choose first, the others by their seconds."""
+    """Return measured candidates: first the one to choose, then the others by time."""
     order = sorted(taken, key=lambda one: one.measured or 0.0)
     alike = [one for one in order if (one.measured or 0.0) <= _ALIKE * (order[0].measured or 0.0)]
     return sorted(order, key=lambda one: one is not min(alike, key=lambda each: each.seconds))
 
 
 def _pick_finalists(tried: list[Candidate], machine: Machine) -> list[Candidate]:
-    """Return the best candidates, to be measured since the model may be wrong; all must fit into memory."""
+    """Return the best candidates that fit into memory together, to be measured, since the model may be wrong."""
     found: list[Candidate] = []
     for one in tried[:_FINALISTS]:
         fits = one.memory + sum(each.memory for each in found) <= machine.available

@@ -21,7 +21,8 @@ from hostdev.distributed.world import LocalChannel
 class Averages:
     """The layers of some modules that keep running averages.
 
-    `channel` connects, in host memory, the ranks that run other micro-batches through the same layers; None if none do.
+    `channel` connects, in host memory, the ranks that run other micro-batches through the same layers; None if there
+    are none.
     """
 
     def __init__(self, modules: Sequence[nn.Module], channel: LocalChannel | None = None) -> None:
@@ -36,7 +37,7 @@ class Averages:
 
     @contextmanager
     def watching(self, number: int) -> Iterator[None]:
-        """Within, training layers record a micro-batch's statistics, and leave their averages unchanged."""
+        """A context in which training layers record a micro-batch's statistics, and keep their averages unchanged."""
         self._number = number
         try:
             yield
@@ -46,7 +47,7 @@ class Averages:
                 self._restore(at)
 
     def _before_forward(self, at: int) -> None:
-        """Replace a layer's averages by zeros with momentum 1, so that they become the micro-batch's statistics."""
+        """Replace a layer's averages with zeros and momentum 1, so that they become the micro-batch's statistics."""
         layer = self._layers[at]
         if self._number is None or not layer.training:
             return
@@ -103,7 +104,7 @@ class Averages:
 
 
 class _KeptBuffers(NamedTuple):
-    """A layer's own averages while they are replaced."""
+    """A layer's own averages, kept while they are replaced."""
 
     mean: Any
     variance: Any
@@ -115,7 +116,7 @@ _NAMES = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class _Hook:
-    """Calls a method of living averages for a layer; a copy of the layer gets a hook without effect."""
+    """Calls a method of the averages for a layer while they live; a copy of the layer gets a hook without effect."""
 
     def __init__(
         self, averages: Averages | None = None, method: Callable[[Averages, int], None] | None = None, at: int = 0
@@ -142,5 +143,5 @@ def require_own_averages(module: nn.Module) -> None:
         if isinstance(layer, nn.SyncBatchNorm):
             raise UserError(
                 f"layer {name!r} (SyncBatchNorm) exchanges with other processes by itself; use BatchNorm, whose "
-                "averages are kept alike"
+                "averages are kept equal"
             )

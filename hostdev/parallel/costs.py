@@ -1,4 +1,4 @@
-"""Measured costs of a network's pieces and of a machine's exchanges, for the search of a layout."""
+"""Measured costs of a network's pieces and of a machine's exchanges, for the layout search."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -18,8 +18,8 @@ from hostdev.parallel.plan import cut_layers, cuttable, resolve_strategies
 
 _REPEATS = 4
 _BLOCK = 1 << 22  # bytes exchanged to measure the bandwidth
-_ADDED = 1 << 20, 1 << 26  # bounds of the bytes added to measure memory: as many as the parameters have
-_ROW = 4  # calls in a row, since ranks do not begin at the same moment
+_ADDED = 1 << 20, 1 << 26  # bounds of the bytes added to measure memory, otherwise the parameters' bytes
+_ROW = 4  # consecutive calls, since ranks do not begin at the same moment
 _PASSES = 7  # passes of Adam over the parameters: it reads four arrays and writes three
 
 
@@ -51,7 +51,7 @@ class Machine(NamedTuple):
     bandwidth: float  # bytes per second from one rank to others, while all exchange
     latency: float  # seconds of an empty exchange
     memory: float  # bytes per second read and written by additions
-    slicing: float  # extra seconds of a sliced layer for one micro-batch, forward and backward, without its exchanges
+    slicing: float  # extra seconds of a sliced layer per micro-batch, forward and backward, without its exchanges
     available: int  # bytes of free memory for each rank
 
     def exchange(self, size: float) -> float:
@@ -109,7 +109,7 @@ def measure_profile(
 
 
 def take_slowest(ranks: World, profile: Profile) -> Profile:
-    """Return the profile with the seconds of the slowest rank for each piece: the same on all ranks."""
+    """Return the profile with each piece's seconds on the slowest rank, equal on all ranks."""
     received = ranks.control.share([piece.seconds for piece in profile.pieces])
     slowest = [max(each) for each in zip(*received, strict=True)]
     return profile._replace(
@@ -120,7 +120,8 @@ def take_slowest(ranks: World, profile: Profile) -> Profile:
 def measure_machine(ranks: World, available: int, parameters: int, *, slices: bool) -> Machine:
     """Measure exchanges between ranks while all do the same; all ranks call it.
 
-    `available` and `parameters` are bytes of free memory and of the parameters; `slices` measures sliced layers, too.
+    `available` and `parameters` are bytes of free memory and of the parameters; if `slices`, sliced layers are also
+    measured.
     """
     channel, W = ranks.channel(), ranks.size
     part = _BLOCK // 4 // W
@@ -150,7 +151,7 @@ def measure_machine(ranks: World, available: int, parameters: int, *, slices: bo
 
 
 def _measure_slicing(ranks: World) -> float:
-    """Return the extra seconds of a tiny layer of a sliced pair, including one exchange."""
+    """Return the extra seconds of slicing, per layer of a tiny sliced pair, including one exchange."""
     channel, mesh = ranks.slices(torch.device("cpu"))
     W = channel.ranks
     plain, cut = (nn.Sequential(nn.Linear(W, W), nn.Linear(W, W)) for _ in range(2))
@@ -174,7 +175,7 @@ def _median_seconds(channel: Channel, call: Callable[[], object]) -> float:
 
 
 def filled(values: Any, device: torch.device) -> Any:
-    """Return values like the network's zero inputs, with random floating-point numbers."""
+    """Return values shaped like the network's zero inputs, with random floating-point numbers."""
 
     def drawn(one: Tensor) -> Tensor:
         if not one.is_floating_point():
@@ -187,7 +188,7 @@ def filled(values: Any, device: torch.device) -> Any:
 def _time_pieces(
     pieces: Sequence[Piece], given: Any, device: torch.device, autocast: torch.dtype | None, *, looking: bool = False
 ) -> tuple[list[float], list[tuple[int, int]]]:
-    """Return each piece's seconds forward and backward, and the bytes that it saves (0 unless looking) and returns."""
+    """Return each piece's seconds forward and backward, and its saved bytes (0 unless `looking`) and returned bytes."""
     seconds, about, values = [], [], given
     for piece in pieces:
         values = values if isinstance(values, tuple) else (values,)

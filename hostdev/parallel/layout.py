@@ -47,8 +47,8 @@ def resolve_layout(
 ) -> ResolvedLayout:
     """Return a network's layout on a mesh, without computing anything; UserError if the layout does not fit.
 
-    `inputs` returns zeros in place of the network's inputs. If `searched`, a search will add strategies, so there
-    need not be any yet.
+    `inputs` returns zeros in place of the network's inputs. If `searched`, there need not be strategies yet, since a
+    search will add them.
     """
     pieces: list[Piece] = []
     begins: list[str] = []
@@ -64,7 +64,7 @@ def resolve_layout(
     whole = all(get_slice_dim(one) is None for one in network.parameters())
     if mesh.model > 1 and whole and not strategies and not searched:
         raise UserError(
-            f"--mesh {mesh} has {mesh.model} processes for slices, and no layer is sliced; give --plan, or mark "
+            f"--mesh {mesh} has {mesh.model} processes for slices, but no layer is sliced; give --plan, or mark "
             "parameters as sliced by hand"
         )
     return ResolvedLayout(pieces, begins, strategies)
@@ -78,13 +78,13 @@ def _begins(pieces: Sequence[Piece], layout: Layout, pipe: int, inputs: Callable
     stages = len(layout.begins) + 1
     if several and (stages % pipe or stages == pipe):
         raise UserError(
-            f"--stage-cut {','.join(layout.begins)} makes {stages} stages, and --schedule interleaved has two or more "
+            f"--stage-cut {','.join(layout.begins)} makes {stages} stages, but --schedule interleaved has two or more "
             f"on each of {pipe} processes; give {2 * pipe - 1} names, or {3 * pipe - 1}, ..."
         )
     if not several and stages != pipe:
         raise UserError(
-            f"--stage-cut {','.join(layout.begins)} makes {stages} stages, and --mesh pipe={pipe} has a process for "
-            f"each of {pipe}; give {pipe - 1} name{'s' * (pipe > 2)}"
+            f"--stage-cut {','.join(layout.begins)} makes {stages} stages, but --mesh pipe={pipe} has processes for "
+            f"{pipe}; give {pipe - 1} name{'s' * (pipe > 2)}"
         )
     return list(layout.begins)
 
@@ -103,7 +103,7 @@ def describe_layout(settled: ResolvedLayout, layout: Layout, mesh: Mesh) -> str:
 
 
 def like(example: Mapping[str, Any] | Sequence[Any]) -> Inputs:
-    """Return a function that makes zeros like an example of the network's inputs, tensors [B, ...], for any B."""
+    """Return a function that creates zeros like an example of the network's inputs, tensors [B, ...], for any B."""
 
     def zeros(samples: int) -> tuple[Any, ...]:
         return torch.utils._pytree.tree_map_only(  # type: ignore[no-any-return]

@@ -12,8 +12,8 @@ class LocalParameters:
     """The local tensor of each parameter: itself, or this rank's slice of a DTensor, over the same memory.
 
     Args:
-        network: With its layers sliced.
-        strategies: Of the sliced layers, by name.
+        network: The network, with its layers sliced.
+        strategies: The sliced layers' strategies, by name.
     """
 
     def __init__(self, network: nn.Module, strategies: dict[str, Sliced]) -> None:

@@ -1,4 +1,4 @@
-"""A network without tables on any number of processes, for training loops of one's own."""
+"""A network without tables on any number of processes, for the user's own training loop."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,11 +40,11 @@ class Network:
                 sgd.step()
                 sgd.zero_grad()
 
-    Losses and parameters depend, to the bit, on the number of micro-batches but not on the axes data and pipe; with
-    slices (model) they agree to rounding.
+    Losses and parameters are bit-identical for any sizes of the axes data and pipe, given the number of micro-batches;
+    with slices (model) they agree up to rounding.
 
     Args:
-        module: The whole network; it releases the parts of other ranks.
+        module: The whole network; the parts of other ranks are released.
         example: Inputs for some samples: tensors [B, ...], or containers of such.
         ranks: Result of `join`; None for a single process, or after `hostdev.alone()`.
         micro_batches: Number of micro-batches of a batch.
@@ -54,10 +54,10 @@ class Network:
         plan: As --plan of hostdev.train.
         device: Where the network runs.
         precision: "fp32", or "bf16" for bfloat16 arithmetic over float32 parameters.
-        seed: Seed of layers that draw, such as dropout; with several micro-batches their draws are a function of the
-            seed, the step and the micro-batch's number.
-        auto: Samples of a batch for which the fastest mesh and layout are searched, with the given mesh, strategies
-            and cuts; `choice` says what was tried.
+        seed: Seed of layers that draw random numbers, such as dropout; with several micro-batches their draws are a
+            function of the seed, the step and the micro-batch's number.
+        auto: Number of samples of a batch: search for the fastest mesh and layout for it, with the given mesh,
+            strategies and cuts; `choice` lists the candidates.
 
     Raises:
         UserError: The layout does not fit the network or the ranks.
@@ -121,7 +121,7 @@ class Network:
             ranks.mesh, layout = self.choice.mesh, self.choice.layout
         shares, stages = ranks.mesh.data, ranks.mesh.pipe
         if micro_batches < 1 or micro_batches % shares:
-            raise UserError(f"{micro_batches} micro-batches cannot be shared out equally by {shares} ranks along data")
+            raise UserError(f"{micro_batches} micro-batches cannot be divided equally among {shares} ranks along data")
         if micro_batches < shares * stages:
             raise UserError(
                 f"{stages} stages need at least as many micro-batches: give {shares * stages} or more, not "
@@ -133,7 +133,7 @@ class Network:
             ("precision", precision, ("fp32", "bf16")),
         ):
             if value not in known:
-                raise UserError(f"{name} is one of {', '.join(known)}, not {value!r}")
+                raise UserError(f"{name} must be one of {', '.join(known)}, not {value!r}")
         self.module, self.ranks, self.micro_batches = module, ranks, micro_batches
         self._mean, self._seed, self._steps = gradients == "mean", seed, 0
         self._count = micro_batches // shares
@@ -150,14 +150,14 @@ class Network:
             )
 
     def describe(self) -> str:
-        """Describe the layout; "" if the network is whole here."""
+        """Describe the layout; "" if this rank has the whole network."""
         return self._parts.text
 
     def step(self, samples: int, inputs: Inputs, loss: Callable[[Any, slice], Tensor]) -> float:
-        """Take a batch forward and backward, and add its gradients to the parameters'. Return the loss.
+        """Run a batch forward and backward, add its gradients to the parameters', and return the loss.
 
         Args:
-            samples: Of the whole batch, the same on all ranks.
+            samples: Number of samples of the whole batch, the same on all ranks.
             inputs: Returns the network's inputs for a slice of the samples; called on the first stage.
             loss: Returns the mean loss, [], from the network's output and the slice; called on the last stage.
         """
@@ -193,9 +193,9 @@ class Network:
         return float(sum(value * weight for value, weight in zip(values.tolist(), weights, strict=True)))
 
     def clip_grad_norm(self, most: float) -> float:
-        """Scale the gradients so that their 2-norm is at most `most`; return the norm before. All ranks call it.
+        """Scale the gradients so that their 2-norm is at most `most`; return the original norm. All ranks call it.
 
-        torch.nn.utils.clip_grad_norm_ would see this rank's slices and stages only.
+        torch.nn.utils.clip_grad_norm_ would see only this rank's slices and stages.
         """
         self._begin("clip_grad_norm")
         norm = self._parts.norm()
@@ -206,10 +206,10 @@ class Network:
         return float(norm)
 
     def evaluate(self, samples: int, inputs: Inputs, measure: Callable[[Any, slice], Tensor]) -> list[float]:
-        """Take a batch forward in evaluation mode; return the sums of a measure over all micro-batches.
+        """Run a batch forward in evaluation mode; return the sums of a measure over all micro-batches.
 
         Args:
-            samples: Of the whole batch, the same on all ranks.
+            samples: Number of samples of the whole batch, the same on all ranks.
             inputs: Returns the network's inputs for a slice of the samples; called on the first stage.
             measure: Returns numbers, [] or [k], from the network's output and the slice; called on the last stage.
         """
@@ -238,11 +238,11 @@ class Network:
 
         Args:
             folder: The new folder.
-            optimizer: With one parameter group.
-            integrated: Rank 0 gathers everything in one file; otherwise each rank writes its slices and stages.
+            optimizer: The optimizer, with one parameter group.
+            integrated: Rank 0 gathers everything into one file; otherwise each rank writes its slices and stages.
 
         Raises:
-            UserError: The folder cannot be written, and is not there; raised on all ranks.
+            UserError: The folder cannot be written, and does not exist afterwards; raised on all ranks.
         """
         self._begin("save")
         self._parts.save(Path(folder), optimizer, self._steps, integrated=integrated)
@@ -256,7 +256,7 @@ class Network:
         self._steps = self._parts.restore(Path(folder), optimizer)
 
     def load(self, state: DenseState, optimizer: torch.optim.Optimizer) -> None:
-        """Load this rank's part of a whole state, of any mesh; UserError if it belongs to another network."""
+        """Load this rank's part of a whole state from any mesh; UserError if it belongs to another network."""
         self._parts.load(dict(state.model), optimizer, dict(state.optimizer))
 
     def _begin(self, name: str, text: str | None = None) -> None:

@@ -26,10 +26,10 @@ from hostdev.parallel.tied import Tied
 
 
 class StepResult(NamedTuple):
-    """The result of a step on this rank, before it is added up over all ranks."""
+    """The result of a step on this rank, before sums over all ranks."""
 
     parameters: list[Tensor]  # of this rank
-    nodes: list[Node[Grads]]  # sums of the micro-batches' gradients here: nodes of the tree
+    nodes: list[Node[Grads]]  # sums of this rank's micro-batches' gradients: nodes of the tree
     values: list[Tensor | None]  # of each micro-batch; None if it has no samples or another rank reports it
 
 
@@ -103,7 +103,7 @@ class Parts:
             self._passes = SingleStage(network, slices, device, autocast, timeline, ops, self._watching, aside=aside)
         for module in self._passes.modules:
             module.to(device)
-        for module in network.modules():  # buffers that no piece holds, too
+        for module in network.modules():  # including buffers that no piece holds
             for name, buffer in list(module.named_buffers(recurse=False)):
                 setattr(module, name, buffer.to(device))
         held = [one for module in self._passes.modules for one in module.parameters()]
@@ -121,8 +121,8 @@ class Parts:
     def _require_own_backend(self, channel: Channel, axis: str) -> None:
         if channel.device.type != self._device.type:
             raise UserError(
-                f"--mesh {self._mesh} sends values between devices along {axis}: each process needs a device of its "
-                "own, and torch a backend for it; use --device cpu, or data only"
+                f"--mesh {self._mesh} sends values between devices along {axis}: each process needs its own "
+                "device, and torch a backend for it; use --device cpu, or data only"
             )
 
     def _watching(self, number: int) -> AbstractContextManager[None]:
@@ -135,7 +135,7 @@ class Parts:
 
     @property
     def speaks(self) -> bool:
-        """Tell whether this rank, of those with slices of the same layers, reports its micro-batches' values."""
+        """Return whether this rank is the one, among those with slices of the same layers, that reports values."""
         return self._ranks.at.model == 0
 
     def step(
@@ -146,15 +146,15 @@ class Parts:
         loss: Callable[[int, Any], tuple[Tensor, Tensor]],
         on_gradients: Callable[[int], object] | None = None,
     ) -> StepResult:
-        """Take a step's micro-batches forward and backward.
+        """Run a step's micro-batches forward and backward.
 
         Args:
-            number: Of the step, for the trace.
-            sizes: Samples of each micro-batch here; some may be empty.
-            inputs: Returns a micro-batch's arguments of the network.
-            loss: Returns the scalar to differentiate and the values to report, from a micro-batch's number and the
+            number: The step's number, for the trace.
+            sizes: Number of samples of each micro-batch on this rank; some may be empty. inputs: Returns the network's
+            arguments for a micro-batch. loss: Returns the scalar to differentiate and the values to report, from a
+            micro-batch's number and the
                 network's output.
-            on_gradients: Called with a micro-batch's number once its inputs have all gradients, on the first stage.
+            on_gradients: Called on the first stage with a micro-batch's number once its inputs have all gradients.
         """
         count = len(sizes)
         numbers = [number for number, size in enumerate(sizes) if size]
@@ -196,12 +196,12 @@ class Parts:
         return StepResult(parameters, nodes, values)
 
     def finish(self) -> None:
-        """Copy the sums of shared parameters to all stages, once `step`'s gradients were added up over all ranks."""
+        """Copy the sums of shared parameters to all stages, after `step`'s gradients were summed over all ranks."""
         if self._tied is not None:
             self._tied.spread()
 
     def _by_stage(self) -> tuple[list[list[nn.Parameter]], list[list[nn.Parameter]]]:
-        """Return the parameters of each stage here: those that it alone uses, and those that other stages use, too."""
+        """Return the parameters of each of this rank's stages: those that it alone uses, and those it shares."""
         own, tied = [], []
         for module in self._passes.modules:
             trained = [one for one in self.leaves.of(module.parameters()) if one.requires_grad]
@@ -223,7 +223,7 @@ class Parts:
         return self._state.norm(self.leaves)
 
     def state(self, optimizer: torch.optim.Optimizer) -> DenseState:
-        """Return the whole dense state in host memory on rank 0, and an empty one on others; all ranks call it."""
+        """Return the whole dense state in host memory on rank 0, and an empty state on others; all ranks call it."""
         return self._state.whole(self.leaves, optimizer)
 
     def save(self, folder: Path, optimizer: torch.optim.Optimizer, steps: int, *, integrated: bool) -> None:
@@ -241,14 +241,14 @@ class Parts:
         return int(self._state.read(self.leaves, folder, optimizer)["steps"])
 
     def load(self, model: dict[str, Any], optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Take this rank's part of the whole dense state; UserError if it belongs to another network."""
+        """Load this rank's part of the whole dense state; UserError if it belongs to another network."""
         self._state.load(self.leaves, model, optimizer, state)
 
 
 def broadcast_parameters(network: nn.Module, ranks: World) -> None:
-    """Broadcast parameters and buffers of rank 0; slices made by hand go to the ranks with the same slice."""
+    """Broadcast parameters and buffers of rank 0; manual slices go to the ranks with the same slice."""
     if ranks.size == 1:
-        return  # saves copies to and from the host
+        return  # avoids copies to and from the host
     along_data = ranks.channel("data")
     for tensor in [*network.parameters(), *network.buffers()]:
         there = tensor.detach().cpu().contiguous()
@@ -269,7 +269,7 @@ class _OrderedSum:
     """The tree's sum of a stage's gradients, for micro-batches that finish in any order."""
 
     def __init__(self, first: int, count: int, numbers: Sequence[int], parameters: int) -> None:
-        self._first = first  # number of the first micro-batch here, which positions the tree's nodes
+        self._first = first  # number of this rank's first micro-batch, which positions the tree's nodes
         self._tree: TreeSum[Grads] = TreeSum(add_lists)
         self._waiting: dict[int, Grads] = {
             number: [None] * parameters for number in range(count) if number not in numbers

@@ -1,4 +1,4 @@
-"""A network as a sequence of pieces: where stages may begin, and which tensors cross from stage to stage."""
+"""A network as a sequence of pieces, at which stages may begin, and the tensors that cross between stages."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,7 +37,7 @@ class Stage(nn.Module):
 def get_pieces(network: nn.Module) -> list[Piece]:
     """Return the pieces of a network: from its method `pieces`, or the modules of an nn.Sequential.
 
-    UserError for any other network, whose `forward` may do anything between its modules.
+    UserError for any other network, whose `forward` may compute anything between its modules.
     """
     if callable(getattr(network, "pieces", None)):
         pieces = list(network.pieces())  # type: ignore[operator]
@@ -50,7 +50,7 @@ def get_pieces(network: nn.Module) -> list[Piece]:
         )
     held = {id(parameter) for piece in pieces for parameter in piece.parameters}
     if not pieces or len({piece.name for piece in pieces}) < len(pieces):
-        raise UserError(f"pieces() of {type(network).__name__} gives {'none' if not pieces else 'two with one name'}")
+        raise UserError(f"pieces() of {type(network).__name__} returns {'none' if not pieces else 'two with one name'}")
     own = {id(parameter) for parameter in network.parameters()}
     for piece in pieces:
         if any(id(parameter) not in own for parameter in piece.parameters):
@@ -74,12 +74,12 @@ def _sequential(network: nn.Sequential, prefix: str = "") -> list[Piece]:
 
 
 def cut(pieces: Sequence[Piece], begins: Sequence[str]) -> list[list[Piece]]:
-    """Return the pieces of each stage. Each but the first begins with a named piece; UserError for wrong names."""
+    """Return the pieces of each stage; each but the first begins with a named piece. UserError for wrong names."""
     names = [piece.name for piece in pieces]
     at = [0]
     for name in begins:
         if name not in names:
-            raise UserError(f"--stage-cut {name}: the network has no such piece; they are {', '.join(names)}")
+            raise UserError(f"--stage-cut {name}: the network has no such piece; its pieces are {', '.join(names)}")
         number = names.index(name)
         if number <= at[-1]:
             raise UserError(
@@ -99,7 +99,7 @@ _SAMPLES = (2, 3, 5)  # batch sizes of the fake runs
 
 
 class Shape(NamedTuple):
-    """A tensor's shape as a function of the number of samples B: each dimension is slope * B + constant."""
+    """A tensor's shape as a function of the number of samples B; each dimension is slope * B + constant."""
 
     slopes: tuple[int, ...]
     constants: tuple[int, ...]
@@ -115,9 +115,9 @@ class Traced(NamedTuple):
     """The tensors that a stage passes on.
 
     Attributes:
-        shapes: Of the tensors, each once.
-        places: For each value that the stage returns, its index among these tensors; one tensor may be returned twice.
-        draws: The stage draws from torch's generator, as dropout does.
+        shapes: The shapes of the tensors, each once.
+        places: For each value that the stage returns, its index among these tensors; a tensor may be returned twice.
+        draws: Whether the stage draws from torch's generator, as dropout does.
     """
 
     shapes: list[Shape]
@@ -129,7 +129,7 @@ class Traced(NamedTuple):
         return [values[self.places.index(number)] for number in range(len(self.shapes))]
 
     def all_of(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Return the stage's values from the received tensors: one leaf for each tensor, as without stages."""
+        """Return the stage's values from the received tensors, with one leaf for each tensor, as without stages."""
         return [values[number] for number in self.places]
 
 
@@ -140,7 +140,7 @@ def trace(
     device: str = "cpu",
     autocast: torch.dtype | None = None,
 ) -> list[Traced]:
-    """Return what crosses after each stage, found by running all of them on fake tensors.
+    """Return the tensors that cross after each stage, found by running all stages on fake tensors.
 
     Args:
         stages: Pieces of each stage.
@@ -169,8 +169,8 @@ def trace(
             shapes.append(Shape(slopes, constants, values[0].dtype, each[0].trained[at]))
             if not last and shapes[-1].of(_SAMPLES[2]) != list(values[2].shape):
                 raise UserError(
-                    f"piece {name!r} gives a value whose size does not grow with each sample alike: no stage can end "
-                    "there"
+                    f"piece {name!r} returns a value whose size is not linear in the number of samples: no stage can "
+                    "end there"
                 )
         found.append(Traced(shapes, places, each[0].draws))
     return found
@@ -179,16 +179,16 @@ def trace(
 def _require_crossing(name: str, values: Sequence[Any]) -> None:
     if not all(isinstance(value, Tensor) for value in values):
         raise UserError(
-            f"piece {name!r} gives a {type(values[0]).__name__}, and only tensors cross to another stage: no stage can "
-            "end there"
+            f"piece {name!r} returns a {type(values[0]).__name__}, but only tensors can cross to another stage: no "
+            "stage can end there"
         )
     if not all(value.is_contiguous() for value in values):
         raise UserError(
-            f"piece {name!r} gives a value that is not contiguous; let it call contiguous(), or cut elsewhere"
+            f"piece {name!r} returns a value that is not contiguous; call contiguous() in it, or cut elsewhere"
         )
     if len({value.dim() for value in values}) > 1:
         raise UserError(
-            f"piece {name!r} gives a value whose number of dimensions depends on the samples: no stage can end there"
+            f"piece {name!r} returns a value whose number of dimensions depends on the samples: no stage can end there"
         )
 
 
@@ -207,7 +207,7 @@ def count_flops(pieces: Sequence[Piece], inputs: tuple[Any, ...]) -> list[int]:
 def balanced(pieces: Sequence[Piece], costs: Sequence[float], count: int) -> list[str]:
     """Return the first pieces of all stages but the first, so that the costliest stage costs least.
 
-    Among equal cuts it prefers stages that begin with a piece that has parameters. UserError for too few pieces.
+    Of equal cuts, it prefers those whose stages begin with a piece that has parameters. UserError for too few pieces.
     """
     if len(pieces) < count:
         raise UserError(f"the network has {len(pieces)} pieces, too few for {count} stages")
@@ -221,7 +221,7 @@ def best_cut(
     """Return where `count` parts of a sequence begin, so that the costliest part costs least.
 
     Args:
-        costs: Of each element.
+        costs: The cost of each element.
         crossing: Cost added to both parts if one ends with this element.
         count: Number of parts.
         unwanted: Elements that should not begin a part if another cut costs the same.
@@ -229,7 +229,7 @@ def best_cut(
     n, sums = len(costs), [0, *accumulate(costs)]
     ends = [0.0, *crossing[:-1], 0.0]
     bad = unwanted or [False] * n
-    # best[k][i]: cost of the costliest of k parts of the first i elements, number of unwanted beginnings
+    # best[k][i]: for the first i elements in k parts, the costliest part's cost, and the unwanted beginnings
     best: list[list[tuple[float, int, int]]] = [[(float("inf"), 0, 0)] * (n + 1) for _ in range(count + 1)]
     best[0][0] = (0, 0, 0)
     for k in range(1, count + 1):
@@ -260,13 +260,13 @@ def with_extra_value(pieces: Sequence[Piece]) -> list[Piece]:
 
 @contextmanager
 def fake_mode(held: Iterable[Any]) -> Iterator[Callable[[Any], Any]]:
-    """Run modules on fake tensors, which have shapes and no values; yields a function that makes such tensors.
+    """Run modules on fake tensors, which have shapes but no values; yields a function that creates such tensors.
 
     Args:
         held: Modules that are run; their buffers are left unchanged.
     """
     modules = [module for one in held if isinstance(one, nn.Module) for module in one.modules()]
-    # without momentum a layer reads the value of its count
+    # without momentum, a layer reads the value of its counter
     counting = [one for one in modules if isinstance(one, _NormBase) and one.momentum is None]
     buffers = [
         (module, name, value) for module in modules for name, value in module._buffers.items() if value is not None
@@ -328,7 +328,7 @@ def _run_fake(
 
 
 def _find_trained(ends: Sequence[Tensor], values: Sequence[Any]) -> list[bool]:
-    """Tell for each value whether gradients flow back to it from the network's outputs."""
+    """Return, for each value, whether gradients flow back to it from the network's outputs."""
     at = [number for number, one in enumerate(values) if isinstance(one, Tensor) and one.requires_grad]
     if not at or not ends:
         return [False] * len(values)

@@ -1,9 +1,9 @@
 """Strategies of layers: which layers are sliced over the ranks along the model axis, and how.
 
 colwise slices a layer's outputs, rowwise its inputs (Shoeybi et al., "Megatron-LM", 2019). If a rowwise layer consumes
-a colwise layer's output with only elementwise functions between, each rank continues with its own slice, and one sum
-over the ranks follows. Otherwise a colwise layer's slices are gathered at once. Layers without a strategy are
-replicated: each rank of the axis computes all of them. Slices and collectives are torch.distributed.tensor's.
+a colwise layer's output with only elementwise functions in between, each rank continues with its own slice, and one sum
+over the ranks follows. Otherwise a colwise layer's slices are gathered immediately. Layers without a strategy are
+replicated: each rank of the axis computes all of them. Slices and collectives are those of torch.distributed.tensor.
 """
 
 from collections import Counter
@@ -47,7 +47,7 @@ class Sliced(NamedTuple):
 
     strategy: str  # "colwise" or "rowwise"
     dims: Mapping[str, int | None]  # the sliced dimension of each of its parameters; None if replicated
-    joined: bool  # a colwise layer's slices are gathered at once; a rowwise layer slices its whole input
+    joined: bool  # colwise: its slices are gathered immediately; rowwise: it slices its whole input
 
 
 Strategies = dict[str, Sliced]  # by layer name
@@ -58,7 +58,7 @@ def resolve_strategies(
 ) -> Strategies:
     """Return how each layer is sliced, without computing anything; UserError if the plan does not fit.
 
-    `stages` has the network's pieces by stage, or nothing; `inputs` returns tensors in place of the network's inputs.
+    `stages` has the network's pieces by stage, or is empty; `inputs` returns tensors in place of the network's inputs.
     """
     wanted = {name: strategy for name, strategy in matched(network, plan).items() if strategy != "replicate"}
     modules = dict(network.named_modules())
@@ -69,8 +69,8 @@ def resolve_strategies(
                 raise UserError(f"--plan {name}={strategy}: its {parameter} is marked as sliced by hand; leave it out")
             if dim is not None and value is not None and value.shape[dim] % ranks:  # as in `divides`
                 raise UserError(
-                    f"--plan {name}={strategy}: its {parameter} is {list(value.shape)}, and {value.shape[dim]} cannot "
-                    f"be cut into {ranks} slices of one size; use another --mesh, or {name}=replicate"
+                    f"--plan {name}={strategy}: its {parameter} is {list(value.shape)}, but {value.shape[dim]} cannot "
+                    f"be cut into {ranks} equal slices; use another --mesh, or {name}=replicate"
                 )
     _require_same_cut(network, wanted)
     pairs = _find_pairs(network, wanted, stages, inputs) if "colwise" in wanted.values() else set()
@@ -95,14 +95,14 @@ def matched(network: nn.Module, plan: Plan) -> dict[str, str]:
                 "Embedding layers can be cut"
             )
         if not names:
-            raise UserError(f"--plan {pattern}={strategy}: no layer has such a name; they are {', '.join(able)}")
+            raise UserError(f"--plan {pattern}={strategy}: no layer has such a name; the layers are {', '.join(able)}")
         for name in names:
             before = found.get(name)
             if before is None or exact:  # an exact name overrides a pattern
                 found[name] = (pattern, strategy)
             elif before[0] != name and before[1] != strategy:
                 raise UserError(
-                    f"--plan: {before[0]}={before[1]} and {pattern}={strategy} both are about {name}; name it itself"
+                    f"--plan: {before[0]}={before[1]} and {pattern}={strategy} both match {name}; give its full name"
                 )
     return {name: found[name][1] for name in able if name in found}
 
@@ -119,8 +119,8 @@ def _require_same_cut(network: nn.Module, wanted: Mapping[str, str]) -> None:
             if its != dim:
                 say = {each: f"{each}={wanted.get(each, 'replicate')}" for each in (other, name)}
                 raise UserError(
-                    f"--plan: {other} and {name} use one parameter, and {say[other]} and {say[name]} cut it "
-                    "differently; give strategies that cut it alike"
+                    f"--plan: {other} and {name} share a parameter, but {say[other]} and {say[name]} cut it "
+                    "differently; give strategies that cut it equally"
                 )
 
 
@@ -130,10 +130,10 @@ def _find_pairs(
     stages: Sequence[Sequence[Piece]],
     inputs: Callable[[], tuple[Any, ...]],
 ) -> set[tuple[str, str]]:
-    """Return pairs of a colwise layer and a rowwise one that alone consumes its output, elementwise, in one stage."""
+    """Return pairs of a colwise layer and the only (rowwise) consumer of its output, elementwise, in the same stage."""
     names = {id(module): name for name, module in network.named_modules() if name in wanted}
     calls: dict[str, int] = dict.fromkeys(wanted, 0)
-    # By id of a value: the colwise layer, the values since then, and the version, which changes on writes.
+    # By a value's id: the colwise layer, the values since then, and the version, which changes on writes.
     source: dict[int, tuple[str, list[Tensor], int]] = {}
     found: dict[str, tuple[str, list[Tensor]]] = {}  # by rowwise layer
     hooks, uses = [], _UseCounter()
@@ -205,9 +205,9 @@ class _UseCounter(TorchFunctionMode):
 
 
 def sliced(parameter: nn.Parameter, dim: int = 0) -> nn.Parameter:
-    """Mark a parameter as this rank's slice of one that is cut along a dimension over the ranks of the model axis.
+    """Mark a parameter as this rank's slice of one that is cut along a dimension over the model axis.
 
-    Checkpoints save it as slices and gather it for one process; its gradient is added up over the ranks with the same
+    Checkpoints save it as slices and gather it for one process; its gradient is summed over the ranks with the same
     slice. The network itself must exchange what its computation needs.
 
     Args:
@@ -219,7 +219,7 @@ def sliced(parameter: nn.Parameter, dim: int = 0) -> nn.Parameter:
 
 
 def get_slice_dim(parameter: Tensor) -> int | None:
-    """Return the dimension along which a parameter is a slice; None if it is whole."""
+    """Return the dimension along which a parameter is sliced; None if it is not."""
     found: int | None = getattr(parameter, "_hostdev_slice", None)
     return found
 
@@ -249,7 +249,7 @@ class Traffic:
 
 
 def cut_layers(network: nn.Module, strategies: Mapping[str, Sliced], mesh: Any) -> Traffic:
-    """Slice layers over the ranks of a DeviceMesh by torch's parallelize_module; return the counter of exchanged bytes.
+    """Slice layers over a DeviceMesh with torch's parallelize_module; return the counter of exchanged bytes.
 
     Their parameters become DTensors. `LocalParameters` has the local slices, marked by `sliced`, over the same memory.
     """
@@ -282,12 +282,12 @@ def _find_aliases(network: nn.Module) -> Iterator[list[tuple[nn.Module, str]]]:
 
 
 def cuttable(module: nn.Module) -> bool:
-    """Tell whether a layer's type can be sliced."""
+    """Return whether a layer's type can be sliced."""
     return type(module) in _CUTS
 
 
 def divides(module: nn.Module, strategy: str, ranks: int) -> bool:
-    """Tell whether a strategy cuts a layer into equal slices."""
+    """Return whether a strategy cuts a layer into equal slices."""
     values = [(getattr(module, name), dim) for name, dim in _CUTS[type(module)][strategy].items()]
     return all(value is None or dim is None or value.shape[dim] % ranks == 0 for value, dim in values) and not any(
         value is not None and get_slice_dim(value) is not None for value, _ in values
@@ -301,7 +301,7 @@ def get_shared_layers(network: nn.Module) -> set[str]:
 
 
 def pairable(network: nn.Module, inputs: Callable[[], tuple[Any, ...]]) -> set[tuple[str, str]]:
-    """Return pairs of layers of which the second alone consumes the first one's output, elementwise."""
+    """Return pairs of a layer and the only consumer of its output, if that consumes it elementwise."""
     names = [name for name, module in network.named_modules() if type(module) is nn.Linear]
     found: set[tuple[str, str]] = set()
     for first in range(2):

@@ -1,10 +1,10 @@
 """A network's state in a folder: gathered in one file, or each rank's slices and stages; any mesh loads both.
 
     manifest.json            parameters, the optimizer's options, each tensor's parts, each file's SHA-256
-    state.safetensors        everything, if integrated
-    rank<k>.safetensors      otherwise the part of rank k; the first rank writes what several have
+    state.safetensors        everything, if integrated rank<k>.safetensors      otherwise the part of rank k; the first
+    rank writes parts that several have
 
-The folder gets its name by one rename when it is complete.
+The folder gets its final name in one rename, when it is complete.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from hostdev.distributed.world import World
 
 MANIFEST, VERSION = "manifest.json", 1
 _CHUNK = 1 << 22
-_NO_TEXT = "the name is not UTF-8, and safetensors reads no such file"
+_NO_TEXT = "the name is not UTF-8, and safetensors cannot read such a file"
 T = TypeVar("T")
 
 
@@ -99,9 +99,9 @@ def load(folder: Path, wants: Callable[[str], bool]) -> tuple[dict[str, Tensor |
         try:
             same = _sha256(folder / name) == manifest["files"][name]
         except OSError as error:
-            raise UserError(f"{folder / name}: {error.strerror}; the saved network is not whole") from None
+            raise UserError(f"{folder / name}: {error.strerror}; the saved network is incomplete") from None
         if not same:
-            raise UserError(f"{folder / name} is damaged: its SHA-256 is not that of {MANIFEST}")
+            raise UserError(f"{folder / name} is damaged: its SHA-256 differs from {MANIFEST}")
     found: dict[str, Tensor | None] = dict.fromkeys(tensors)
     opened: dict[str, Any] = {name: safe_open(folder / name, "pt") for name in files}
     for key, parts in tensors.items():
@@ -112,7 +112,7 @@ def load(folder: Path, wants: Callable[[str], bool]) -> tuple[dict[str, Tensor |
 
 
 def call_on_all(ranks: World, call: Callable[[], T]) -> T:
-    """Return a call's result unless it raises UserError on any rank; then all ranks raise it. All ranks call it."""
+    """Return a call's result; if it raises UserError on any rank, all ranks raise it. All ranks call it."""
     found, problem = None, ""
     try:
         found = call()
@@ -123,13 +123,13 @@ def call_on_all(ranks: World, call: Callable[[], T]) -> T:
 
 
 def _make_folder(folder: Path, temporary: Path) -> str:
-    """Make the temporary folder; return an error's text, or ""."""
+    """Create the temporary folder; return an error's text, or ""."""
     if not is_text(folder):
         return f"{folder}: {_NO_TEXT}; choose another folder"
     if folder.exists():
         return f"{folder} exists; choose another folder"
     try:
-        shutil.rmtree(temporary, ignore_errors=True)  # of a killed process
+        shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process
         temporary.mkdir(parents=True)
     except OSError as error:
         return f"{folder}: {error.strerror}; choose a folder that can be written"

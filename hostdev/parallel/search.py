@@ -1,4 +1,4 @@
-"""The search for a layout: it enumerates meshes, and orders them by a cost model; `trial` measures the best of them.
+"""The search for a layout: enumerates meshes, and orders them by a cost model; `trial` measures the best.
 
 A step of M micro-batches on a mesh of D x T x P (data, model, pipe), M / D of them on each rank, takes
 
@@ -21,7 +21,7 @@ from hostdev.parallel.pieces import best_cut
 from hostdev.parallel.plan_text import Plan
 
 _NONE_SLICED = (
-    "--mesh {mesh} has {count} processes for slices, and no layer can be cut into {count}, or --plan leaves none to be "
+    "--mesh {mesh} has {count} processes for slices, but no layer can be cut into {count}, or --plan leaves none to "
     "cut; give another --mesh"
 )
 
@@ -30,7 +30,7 @@ class SearchOptions(NamedTuple):
     """The constraints of a search."""
 
     ranks: int  # number of ranks
-    micro_batches: int  # of a step, on all ranks
+    micro_batches: int  # per step, over all ranks
     mesh: Mesh | None = None  # a fixed mesh; None searches for one
     begins: Sequence[str] | None = None  # fixed first pieces of the stages; None searches for them
     strategies: Mapping[str, str] = {}  # fixed strategies by layer name
@@ -42,8 +42,8 @@ class SearchOptions(NamedTuple):
 class Layers(NamedTuple):
     """The layers that can be sliced."""
 
-    able: Callable[[str, str, int], bool]  # tells whether a layer can be sliced by a strategy over a number of ranks
-    pairs: set[tuple[str, str]]  # pairs of layers of which the second consumes the first one's output elementwise
+    able: Callable[[str, str, int], bool]  # whether a layer can be sliced by a strategy over a number of ranks
+    pairs: set[tuple[str, str]]  # pairs of layers; the second consumes the first one's output elementwise
     stages: bool  # the network can be cut into stages
 
 
@@ -76,7 +76,7 @@ class _Sliced(NamedTuple):
 
 
 def candidates(profile: Profile, machine: Machine, layers: Layers, wanted: SearchOptions) -> list[Candidate]:
-    """Return a candidate for each possible mesh, the fastest that fit into memory first; UserError if there is none."""
+    """Return a candidate for each possible mesh, first the fastest that fit into memory; UserError if there is none."""
     found = []
     for mesh in [wanted.mesh] if wanted.mesh is not None else meshes(wanted.ranks):
         stages = mesh.pipe * (1 + wanted.interleaved) if mesh.pipe > 1 else 1
@@ -219,7 +219,7 @@ def _strategies(
         return pieces[layer.piece].seconds * layer.share * away
 
     def held(layer: LayerCost) -> float:
-        """Seconds of one micro-batch's share of what a step does with parameters."""
+        """Seconds of a step's work on parameters, per micro-batch."""
         size = layer.parameters * away
         along_data = 0.0
         if mesh.data > 1:
@@ -261,6 +261,6 @@ def _strategies(
             less = sum(held(one) for one in own[: at + 1] if one.name in dict(sliced.plan))
             made.append((sliced.exchange - sliced.saved - less, sliced))
         if not made:
-            raise UserError(f"--plan: {layer.name} cannot be sliced so over {T} processes")
+            raise UserError(f"--plan: {layer.name} cannot be sliced this way over {T} processes")
         best.append(min(made, key=lambda one: one[0]))
     return best[-1][1]

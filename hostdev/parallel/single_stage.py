@@ -18,10 +18,10 @@ def called(call: Callable[..., Any], *values: Any, **named: Any) -> Any:
 
 
 class SingleStage:
-    """A network of which each rank has all layers, or slices of them; arguments as in `stages.Stages`.
+    """A network whose layers, or slices of them, are all on each rank; arguments as in `stages.Stages`.
 
     Args:
-        channel: To the ranks with the other slices.
+        channel: Connects the ranks with the slices.
         ops: Time forward and backward passes; each calls its first argument.
         watching: Returns a context for a forward pass, from the micro-batch's number.
         aside: The last input bypasses the network.
@@ -55,7 +55,7 @@ class SingleStage:
         loss: Callable[[int, Any], Tensor],
         on_gradients: Callable[[int, int], None],
     ) -> None:
-        """Take micro-batches forward and backward; see `stages.Stages.train`."""
+        """Run micro-batches forward and backward; see `stages.Stages.train`."""
         for number in range(len(sizes)):
             given = inputs(number)
             with self._answering():
@@ -66,7 +66,7 @@ class SingleStage:
             on_gradients(0, number)
 
     def predict(self, batch: int, sizes: Sequence[int], inputs: Callable[[int], tuple[Any, ...]]) -> list[Any]:
-        """Take micro-batches forward; return the network's outputs."""
+        """Run micro-batches forward; return the network's outputs."""
         found = []
         with torch.no_grad():
             for number in range(len(sizes)):
@@ -85,7 +85,7 @@ class SingleStage:
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
-        """Raise PeerLostError if a rank with other slices stops answering, and the network's own errors unchanged."""
+        """A context that raises PeerLostError if a rank with other slices stops answering, other errors unchanged."""
         try:
             yield
         except RuntimeError as error:

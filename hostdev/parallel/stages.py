@@ -4,8 +4,8 @@ GPipe (Huang et al., NeurIPS 2019): all forward passes, then all backward passes
 backward pass as soon as possible after each forward pass, so that a stage holds the activations of only as many
 micro-batches as there are stages behind it. Interleaved (Narayanan et al., SC 2021): several stages on each rank.
 
-Beyond torch's stages, micro-batches may differ in size, the state of torch's generator is passed along, so that
-dropout draws the same values as in one process, and shapes are known before the first step.
+Unlike torch's stages, these allow micro-batches of different sizes, pass the state of torch's generator along, so that
+dropout draws the same values as in one process, and know all shapes before the first step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ from hostdev.distributed.process_group import Channel
 from hostdev.parallel.pieces import Shape, Stage, Traced
 from hostdev.parallel.single_stage import called
 
-_EXAMPLE = 2  # samples of the example tensors, which only show dtypes
+_EXAMPLE = 2  # samples of the example tensors, which only define dtypes
 
 
 class Ops(NamedTuple):
@@ -49,9 +49,9 @@ class Stages:
     Args:
         stages: The pieces of all stages.
         traced: The tensors that each stage passes on.
-        channel: To the ranks along the pipe axis; of S stages and P ranks, rank r has r, r + P, r + 2 P, ...
+        channel: Connects the ranks along the pipe axis; with S stages and P ranks, rank r has r, r + P, r + 2 P, ...
         schedule: One of `mesh.SCHEDULES`.
-        device: Of the stages here.
+        device: The device of this rank's stages.
         autocast: Dtype of autocast, or None.
         ops: Hooks around each pass.
     """
@@ -101,12 +101,12 @@ class Stages:
 
     @property
     def first(self) -> bool:
-        """Tell whether the network begins here."""
+        """Return whether the network begins on this rank."""
         return self.numbers[0] == 0
 
     @property
     def last(self) -> bool:
-        """Tell whether the network ends here."""
+        """Return whether the network ends on this rank."""
         return self.numbers[-1] == self.count - 1
 
     def train(
@@ -117,15 +117,16 @@ class Stages:
         loss: Callable[[int, Any], Tensor],
         on_gradients: Callable[[int, int], None],
     ) -> None:
-        """Take micro-batches forward and backward.
+        """Run micro-batches forward and backward.
 
         Args:
-            batch: Its number, for the trace.
-            sizes: Samples of each micro-batch, at least 1.
-            inputs: Returns a micro-batch's arguments of the network; called on the first stage.
-            loss: Returns the scalar to differentiate, from a micro-batch's number and the network's output; called on
+            batch: The batch's number, for the trace.
+            sizes: Number of samples of each micro-batch, at least 1.
+            inputs: Returns the network's arguments for a micro-batch; called on the first stage. loss: Returns the
+            scalar to differentiate, from a micro-batch's number and the network's output; called on
                 the last stage.
-            on_gradients: Called with the number of a stage here and of a micro-batch whose gradients are complete.
+            on_gradients: Called with the number of one of this rank's stages, and of a micro-batch whose gradients are
+                complete.
         """
         if not sizes:
             return
@@ -134,7 +135,7 @@ class Stages:
         losses = schedule._internal_losses
 
         def done(stage: int, number: int) -> None:
-            if stage == self.count - 1:  # the schedule keeps losses, and so their graphs, to its end
+            if stage == self.count - 1:  # the schedule keeps losses, and therefore their graphs, to its end
                 losses[number] = losses[number].detach()
             on_gradients(stage, number)
 
@@ -150,7 +151,7 @@ class Stages:
                 stage.end()
 
     def predict(self, batch: int, sizes: Sequence[int], inputs: Callable[[int], tuple[Any, ...]]) -> list[Any]:
-        """Take micro-batches forward; return the network's outputs on the last stage."""
+        """Run micro-batches forward; return the network's outputs on the last stage."""
         found: list[Any] = []
         if not sizes:
             return found
@@ -168,7 +169,7 @@ class Stages:
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
-        """Raise errors of this rank's network unchanged, and PeerLostError if another rank stops answering."""
+        """A context that raises this rank's network errors unchanged, and PeerLostError if a rank stops answering."""
         try:
             with self._channel.answering():
                 yield
@@ -176,7 +177,7 @@ class Stages:
             raise failed.error from None
 
     def _get_schedule(self, count: int, *, backward: bool) -> Any:
-        """Return the schedule for a number of micro-batches; all schedules give the same bits."""
+        """Return the schedule for a number of micro-batches; all schedules give identical results."""
         found = self._made.get((count, backward))
         if found is None:
             loss = _nothing if backward else None
@@ -201,7 +202,7 @@ class _NetworkError(BaseException):
 
 
 def _call_network(call: Callable[..., Any], *values: Any) -> Any:
-    """Call the network's own code, and mark its errors."""
+    """Call the network's own code, and wrap its errors."""
     try:
         return call(*values)
     except Exception as error:
@@ -226,7 +227,7 @@ class _StageBody(nn.Module):
         self._takes, self._gives = takes, gives
         self.stage, self._device, self._autocast = stage, device, autocast
         self._takes_state, self._gives_state = takes_state, gives_state
-        self.inputs: tuple[Any, ...] = ()  # of the next micro-batch, on the first stage
+        self.inputs: tuple[Any, ...] = ()  # inputs of the next micro-batch, on the first stage
 
     def forward(self, *values: Any) -> Any:
         return _call_network(self._forward, *values)
@@ -271,7 +272,7 @@ class _SizedStage(PipelineStage):
             input_args=tuple(_example(shape) for shape in takes),
             output_args=tuple(_example(shape) for shape in gives) or (torch.empty(0, device="meta"),),
         )
-        self._runtime_validate = False  # it expects equal sizes
+        self._runtime_validate = False  # torch's validation expects equal sizes
         self._takes, self._gives, self._channel, self._ops = takes, gives, channel, ops
         self._batch = 0
         self._sizes: Sequence[int] = ()
@@ -290,7 +291,7 @@ class _SizedStage(PipelineStage):
         """Prepare for micro-batches of these sizes."""
         self.has_backward = backward
         self.clear_runtime_states()
-        self.chunks = len(sizes)  # torch keeps that of the first schedule
+        self.chunks = len(sizes)  # torch keeps the number of the first schedule
         self._batch, self._sizes, self._inputs, self._on_gradients = batch, sizes, inputs, on_gradients
 
     def end(self) -> None:
@@ -342,11 +343,11 @@ class _SizedStage(PipelineStage):
         return output
 
     def _require_known(self, values: Sequence[Tensor], samples: int) -> None:
-        """Raise UserError for an output that differs from the traced shape, which the next stage would misread."""
+        """Raise UserError for an output whose shape differs from the traced one, which the next stage would misread."""
         for value, shape in zip(values, self._gives, strict=True):
             if list(value.shape) != shape.of(samples) or value.dtype != shape.dtype or not value.is_contiguous():
                 raise UserError(
-                    f"stage {self.stage_index} gives {list(value.shape)} {value.dtype} for {samples} samples, but a "
+                    f"stage {self.stage_index} returns {list(value.shape)} {value.dtype} for {samples} samples, but a "
                     f"contiguous {shape.of(samples)} {shape.dtype} was traced before the first step; shapes of values "
                     "that cross to another stage must depend on the number of samples alone"
                 )
@@ -361,7 +362,7 @@ class _SizedStage(PipelineStage):
         except Exception as error:  # torch's message has a line for each tensor
             cause = error.__cause__
             raise _NetworkError(cause if isinstance(cause, Exception) else error) from None
-        if not self.is_first:  # the stage before waits for a gradient of each trained value
+        if not self.is_first:  # the previous stage waits for a gradient of each trained value
             self.bwd_cache[bwd_chunk_id] = tuple(
                 torch.zeros_like(value) if grad is None and shape.trained else grad
                 for grad, value, shape in zip(self.bwd_cache[bwd_chunk_id], values, self._takes, strict=True)

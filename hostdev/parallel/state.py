@@ -1,4 +1,4 @@
-"""The whole dense state, gathered from the ranks' parts, and each rank's part of it."""
+"""The whole dense state, which is gathered from the ranks' parts and divided among them."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,11 +21,11 @@ class DenseState(NamedTuple):
     model: Mapping[str, Any]
     optimizer: Mapping[str, Any]
     names: Sequence[str]  # of parameters, each once, in the optimizer's order
-    buffers: Sequence[str]  # names of persistent ones
+    buffers: Sequence[str]  # names of persistent buffers
 
 
 def get_dense_state(network: nn.Module, optimizer: torch.optim.Optimizer) -> DenseState:
-    """Return the state of a dense side that is whole here."""
+    """Return the state of dense layers that are all on this rank."""
     names = {id(parameter): name for name, parameter in network.named_parameters()}
     numbered = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     return DenseState(network.state_dict(), optimizer.state_dict(), numbered, get_buffer_names(network))
@@ -40,7 +40,7 @@ def get_buffer_names(network: nn.Module) -> list[str]:
 
 
 class State:
-    """The state of a network of which each rank has a part; UserError if it has state other than tensors.
+    """The state of a network that is divided among ranks; UserError if it has state other than tensors.
 
     Args:
         network: The whole network.
@@ -61,7 +61,7 @@ class State:
         self._owners |= _owners(network, stages, ranks)
 
     def whole(self, leaves: LocalParameters, optimizer: torch.optim.Optimizer) -> DenseState:
-        """Return the whole state in host memory on rank 0, and an empty one on others; all ranks call it."""
+        """Return the whole state in host memory on rank 0, and an empty state on others; all ranks call it."""
         _require_one_group(optimizer)
         mine = leaves.named()
         state, numbers = optimizer.state_dict()["state"], _numbers(optimizer)
@@ -88,7 +88,7 @@ class State:
         return dict(self._network.named_buffers(remove_duplicate=False))[name]
 
     def _gather_value(self, name: str, values: dict[str, Any], dim: int | None) -> dict[str, Any]:
-        """Return values from their owners on rank 0, slices concatenated; nothing on others."""
+        """Gather values from their owners on rank 0, with slices concatenated; return nothing on others."""
         if self._ranks.size == 1:
             return {key: value.detach().cpu() for key, value in values.items()}
         control, ranks, first = self._ranks.control, self._ranks, self._owners[name]
@@ -120,7 +120,7 @@ class State:
         return found
 
     def own(self, leaves: LocalParameters, optimizer: torch.optim.Optimizer) -> Own:
-        """Return the tensors that this rank writes to its own file; one rank writes those that several have."""
+        """Return the tensors that this rank writes to its file; of ranks with the same tensor, one writes it."""
         state, numbers = optimizer.state_dict()["state"], _numbers(optimizer)
         found: dict[str, tuple[Tensor, int | None]] = {}
         for name, leaf in leaves.named().items():
@@ -134,7 +134,7 @@ class State:
         return found
 
     def flatten(self, state: DenseState) -> Own:
-        """Return the tensors of a gathered state under the names that `own` uses; empty if the state is."""
+        """Return the tensors of a gathered state under the names that `own` uses; empty if the state is empty."""
         found = {f"model.{name}": state.model[name] for name in [*state.names, *state.buffers]}
         for number, name in enumerate(state.names):
             slots = state.optimizer["state"].get(number, {})
@@ -145,7 +145,7 @@ class State:
         """Return the 2-norm of all gradients, [], the same on all ranks, which all call it.
 
         It combines the parameters' norms in the network's order, as torch.nn.utils.get_total_norm does, so that stages
-        do not change its bits.
+        do not change the result.
         """
         mine = {
             name: float(torch.linalg.vector_norm(leaf.grad))
@@ -207,7 +207,7 @@ class State:
         optimizer: torch.optim.Optimizer,
         state: Mapping[str, Any],
     ) -> None:
-        """Take this rank's part of the whole state; all ranks call it.
+        """Load this rank's part of the whole state; all ranks call it.
 
         UserError on all ranks, before any change, if the state belongs to another network.
         """
@@ -230,7 +230,7 @@ class State:
         parts = {name: self._slice_for_rank(model[name], value) for name, value in here.items()}
         for name, value in here.items():
             if parts[name].shape != value.shape:
-                raise UserError(f"{name} has the shape {list(parts[name].shape)}, not {list(value.shape)}")
+                raise UserError(f"{name} has shape {list(parts[name].shape)}, not {list(value.shape)}")
         lacking = sorted({*optimizer.param_groups[0]} - {"params", *state["param_groups"][0]})
         if mine and lacking:
             raise UserError(f"its optimizer differs: it lacks {', '.join(lacking)}")
@@ -260,7 +260,7 @@ class State:
         n = like.shape[dim]
         if value.shape[dim] != n * self._ranks.mesh.model:
             return value
-        # A copy: with a view's strides torch's optimizers take another path, with other bits.
+        # A copy: with a view's strides torch's optimizers use other code, with different rounding.
         return value.narrow(dim, self._ranks.at.model * n, n).clone(memory_format=torch.contiguous_format)
 
 
@@ -273,7 +273,7 @@ class _LoadedState(NamedTuple):
 
 def _require_one_group(optimizer: torch.optim.Optimizer) -> None:
     if len(optimizer.param_groups) != 1:
-        raise UserError("ranks save the state of an optimizer with one parameter group only, not of several")
+        raise UserError("ranks can only save the state of an optimizer with one parameter group")
 
 
 def _get_parameter_name(key: str) -> str:

@@ -1,7 +1,7 @@
-"""Parameters that several stages share: their gradients are added up, and their copies stay equal.
+"""Parameters that several stages share: their gradients are summed, and their copies stay equal.
 
-A micro-batch's gradients of later stages are added first, as in the backward pass of one process. So the bits are those
-of one process unless a stage uses such a parameter twice.
+For each micro-batch, gradients of later stages are added first, as in the backward pass of one process. The result is
+therefore bit-identical to one process, unless a stage uses such a parameter twice.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class Tied:
     Args:
         stages: The pieces of all stages.
         leaves: Local tensors of the parameters.
-        channel: Host channel to the ranks along the pipe axis.
+        channel: Host channel between the ranks along the pipe axis.
     """
 
     def __init__(self, stages: Sequence[Sequence[Piece]], leaves: LocalParameters, channel: Channel) -> None:
@@ -42,25 +42,25 @@ class Tied:
         self._ids = {id(parameter): name for name, parameter in self._parameters.items()}
 
     def __contains__(self, parameter: Tensor) -> bool:
-        """Tell whether several stages use a parameter."""
+        """Return whether several stages use a parameter."""
         return id(parameter) in self._ids
 
     def _rank(self, stage: int) -> int:
         return stage % self._channel.ranks
 
     def owned(self) -> list[Tensor]:
-        """Return the parameters whose gradients are added up on this rank, which has the first stage that uses them."""
+        """Return the parameters whose gradients this rank sums, as it has the first stage that uses them."""
         return [
             self._parameters[name] for name, users in self.users.items() if self._rank(users[0]) == self._channel.rank
         ]
 
     def put(self, stage: int, number: int, parameter: Tensor) -> None:
-        """Take a micro-batch's gradient from a stage here."""
+        """Take a micro-batch's gradient from one of this rank's stages."""
         self._gradients[self._ids[id(parameter)]][stage, number] = parameter.grad
         parameter.grad = None
 
     def gathered(self, count: int) -> list[list[Tensor | None]]:
-        """Return each micro-batch's gradient of each owned parameter; all ranks of the axis call it."""
+        """Return, by micro-batch, the gradient of each owned parameter; all ranks of the axis call it."""
         found = []
         for name, users in self.users.items():
             owner, parameter = self._rank(users[0]), self._parameters[name]

@@ -15,12 +15,12 @@ from hostdev.parallel.costs import filled, now
 from hostdev.parallel.layout import Inputs, Layout
 from hostdev.parallel.plan import get_slice_dim
 
-_SECONDS = 6.0  # of all trials together
-_ROUNDS = 3, 25  # least and most
+_SECONDS = 6.0  # for all trials together
+_ROUNDS = 3, 25  # minimum and maximum
 
 
 def can_be_copied(network: nn.Module, ranks: World) -> bool:
-    """Tell whether all ranks can copy a network; slices made by hand fit one mesh only."""
+    """Return whether all ranks can copy a network; manual slices fit one mesh only."""
     possible = all(get_slice_dim(one) is None for one in network.parameters())
     if possible:
         try:
@@ -44,8 +44,8 @@ def time_steps(
 ) -> list[float | None]:
     """Return the seconds of a step of each layout with Adam; None if it is not possible. All ranks call it.
 
-    The network is left unchanged; copies of it for all layouts are in memory together. `expected` has the expected
-    seconds of each layout, the same on all ranks.
+    The network is left unchanged; copies for all layouts are in memory together. `expected` has the expected seconds of
+    each layout, the same on all ranks.
     """
     before = ranks.mesh
     kind = None if device.type == "cpu" else device.type
@@ -94,7 +94,7 @@ def _make_trial(
     device: torch.device,
     autocast: torch.dtype | None,
 ) -> _Trial | None:
-    """Return a trial; None if the layout does not fit, which all ranks find alike."""
+    """Return a trial; None if the layout does not fit (the same on all ranks)."""
     from hostdev.parallel.network import Network  # a circular import
 
     ranks.mesh = mesh

@@ -1,4 +1,4 @@
-"""The parts of a pipeline that every stage uses."""
+"""The parts of a pipeline that all stages share."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,16 +16,16 @@ from hostdev.pipeline.row_ids import RowOffsets
 
 
 class Context:
-    """What every stage uses: tables, the way to the device, clocks, hooks.
+    """The parts that all stages share: tables, copies to and from the device, clocks, hooks.
 
     Args:
         groups: The tables.
-        staging: The way to the device and back.
-        last_writers: For each row of all groups on the host, the last batch that is going to write it.
+        staging: Copies between host and device.
+        last_writers: For each host row of all groups, the last batch that will write it.
         timeline: Records the stages' durations.
         log: Records the ops' durations.
-        exchanges: With other ranks, each of which has a part of every table: for passes that update (True) and others.
-            Empty: this rank has all rows.
+        exchanges: All-to-all exchanges with other ranks, each of which has a part of every table: one for passes that
+            update (True), one for the others. Empty: this rank has all rows.
         hooks: For tests.
     """
 
@@ -50,4 +50,4 @@ class Context:
         self.cached = [number for number, group in enumerate(groups) if group.cache is not None]
         self.row_bytes = sum(group.row_bytes for group in groups if group.on_host)
         self.steps = 0  # steps whose updates are finished
-        self.asked_before: tuple[int, list[Asked]] = 0, []  # the last batch in training, and what was asked for in it
+        self.asked_before: tuple[int, list[Asked]] = 0, []  # last training batch, and its requests by ranks

@@ -1,4 +1,4 @@
-"""Groups: tables that the same features look up, and so with the same ids.
+"""Groups of tables that the same features look up, and that therefore get the same ids.
 
 All tables of a group share the deduplication, the plan and the cache. Every stage treats all groups at once.
 """
@@ -19,7 +19,7 @@ Ids = npt.NDArray[Any]
 
 
 class Embedding:
-    """A table with its lookup and its update, which run on the host or on the device, where the table is."""
+    """A table with its lookup and update ops, which run where the table is: on the host or on the device."""
 
     def __init__(self, table: HostTable | DeviceTable, log: OpLog | None = None) -> None:
         self.table = table
@@ -32,12 +32,12 @@ class Embedding:
         self.update = update(scope=self.name, log=log).add_prim_attr("primitive_target", self.target)
 
     def uncount_unfinished(self) -> None:
-        """Subtract the steps whose updates did not finish; the batches in flight are abandoned."""
+        """Subtract the steps whose updates did not finish, after the in-flight batches are abandoned."""
         self.table.uncount_steps(self.begun - self.steps)
         self.begun = self.steps
 
     def use_cache(self, slots: Any, log: OpLog | None = None) -> None:
-        """Add the ops of a cache whose `DeviceSlots` hold the hot rows."""
+        """Add the ops of a cache, whose `DeviceSlots` hold the hot rows."""
         self.cache_admit = CacheAdmit(scope=self.name, log=log).add_prim_attr("primitive_target", "CPU")
         self.cache_evict = CacheEvict(scope=self.name, log=log).add_prim_attr("primitive_target", "CPU")
         about: Any = {"scope": self.name, "log": log}
@@ -70,7 +70,7 @@ class Group:
         return 4 * sum(embedding.table.dim for embedding in self.embeddings)
 
     def row_ids(self, plan: Plan) -> Ids | None:
-        """Return the ids of a plan's hits and admitted rows; None where no table's rounding depends on them."""
+        """Return the ids of a plan's hits and admitted rows; None if no table's rounding depends on them."""
         rounded = [one.table for one in self.embeddings if one.table.dtype == BF16]
         if not rounded:
             return None
@@ -80,5 +80,5 @@ class Group:
 
     @property
     def window(self) -> int:
-        """How many batches the cache's plan looks ahead."""
+        """Number of batches that the cache's plan looks ahead."""
         return self.cache.window if self.cache is not None else 0

@@ -1,7 +1,7 @@
-"""Read-after-write hazards: which rows of a batch an unfinished one is going to write, and when they may be read.
+"""Read-after-write hazards: which rows of a batch an unfinished batch will write, and when they may be read.
 
-Rows of the batch right before are one subset: they are updated first when its gradients arrive. Rows of all older
-batches, which are updated earlier, are the other.
+Conflicting rows form two subsets. Rows of the previous batch are updated first, as soon as its gradients arrive. Rows
+of older batches are updated even earlier.
 """
 
 from collections.abc import Sequence
@@ -23,15 +23,15 @@ def find_conflicts(
     staleness: int = 0,
     ignored: Sequence[int] = (),
 ) -> Conflicts:
-    """Make a batch the last writer of its rows, and find those that an unfinished batch is going to write.
+    """Make a batch the last writer of its rows, and find the rows that an unfinished batch will write.
 
     Args:
-        unfinished: The batch, and those that it may have to wait for.
+        unfinished: The batch, and the batches that it may have to wait for.
         reads: The rows that the batch reads.
-        written: These rows, and then others that it writes.
-        last_writers: Of all rows.
-        staleness: Number of latest batches whose writes are not waited for.
-        ignored: Groups whose hazards are ignored, to test that this is found.
+        written: The rows that it writes: first the same rows, then others.
+        last_writers: The last writers of all rows, updated.
+        staleness: The batch does not wait for writes of this many batches before it.
+        ignored: Groups whose hazards are ignored, to test that the checks detect it.
     """
     batch, before, updated = unfinished
     number = batch.number

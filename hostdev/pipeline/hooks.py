@@ -1,4 +1,4 @@
-"""Hooks into the pipeline, for tests and for the commands that test it."""
+"""Hooks into the pipeline, for tests and for commands that check it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,13 +10,14 @@ AfterUpdate = Callable[[int, int, Any, list[tuple[Any, Any]]], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineHooks:
-    """What a test changes or observes in a pipeline.
+    """Points at which a test observes or changes a pipeline.
 
     Attributes:
-        before_stage: Called with a stage's name and a batch's number before the stage's work, in its thread.
-        after_update: Called when rows of a batch have been updated and no later batch has changed them. Its arguments
+        before_stage: Called in a stage's thread before it works on a batch, with the stage's name and the batch's
+            number.
+        after_update: Called when rows of a batch have been updated, before a later batch changes them. Its arguments
             are the batch's number, the group's number, the rows' ids, and for each table the memory that holds the
-            rows, [any, 1 + S, D], and their places in it.
+            rows, [any, 1 + S, D], and their positions in it.
         ignore_hazards: Numbers of groups whose read-after-write hazards are ignored. Results become wrong.
         staleness: **Not exact.** A lookup may miss the updates of this many batches before it.
     """

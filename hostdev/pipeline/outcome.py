@@ -1,4 +1,4 @@
-"""Small results of a step, copied to the host."""
+"""Small results of a step, which are copied to the host."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -15,10 +15,10 @@ class Outcome:
     """A step's results, which are copied to the host in the background.
 
     Args:
-        tensors: Small ones on the device.
-        read: Makes a value of them in host memory, or raises.
-        staging: The way to the host.
-        memory: Host memory of the batch, for the copies.
+        tensors: Small tensors on the device.
+        read: Called with the copies in host memory; returns a value, or raises.
+        staging: Copies the tensors to the host.
+        memory: The batch's host memory, for the copies.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Outcome:
         self._results: list[npt.NDArray[Any]] | None = None
         self._value: Any = None
         self._done = False
-        self.has_raised = False  # `read` has raised, to some caller of `get`
+        self.has_raised = False  # `read` has raised an error to a caller of `get`
         self._reading = threading.Lock()
 
     def arrive(self) -> None:
@@ -45,13 +45,13 @@ class Outcome:
                 self._tensors, self._mark = [], None
 
     def get(self) -> Any:
-        """Wait for the step, and return its value or raise the error of `read`; any thread, any number of times."""
+        """Wait for the step, and return the value or raise the error of `read`. Any thread may call, repeatedly."""
         self.arrive()
         with self._reading:
             if not self._done:
                 assert self._results is not None
                 self.has_raised = True
-                self._value = self._read(self._results)  # makes a new error each time: a kept one would hold its frames
+                self._value = self._read(self._results)  # a new error each time: a kept one holds its frames
                 self.has_raised = False
                 self._done, self._results = True, []
         return self._value

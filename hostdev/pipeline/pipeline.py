@@ -1,4 +1,4 @@
-"""The pipeline: takes batches through the stages, in one training pass at a time."""
+"""The pipeline: moves batches through the stages, with at most one training pass at a time."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -30,17 +30,17 @@ def require_depth(depth: Any) -> None:
 
 
 class Pipeline:
-    """Takes batches through the stages, from the caller's iterator to the update of the tables.
+    """Moves batches through the stages, from the caller's iterator to the update of the tables.
 
     Args:
-        groups: The tables, by the ids that they share.
-        staging: The way to the device and back.
-        depth: How many batches are looked up ahead. At most depth + 2 are alive: those that are looked up, the one in
-            the step, and those that are updated. At 0 the stages run one after the other in the caller's thread, which
-            is the reference.
+        groups: The tables, grouped by shared ids.
+        staging: Copies between host and device.
+        depth: Number of batches that are looked up ahead. At most depth + 2 are alive: batches being looked up, in the
+            step, or being updated. At 0 the stages run one after the other in the caller's thread; this is the
+            reference.
         timeline: Records the stages' durations.
         log: Records the ops' durations.
-        ranks: The processes that have the other parts of the tables; None if there are no others.
+        ranks: The processes that have the other parts of the tables; None for a single process.
         hooks: For tests.
     """
 
@@ -72,7 +72,7 @@ class Pipeline:
 
     @property
     def steps(self) -> int:
-        """Batches whose updates are finished; loading a checkpoint sets it."""
+        """Number of batches whose updates are finished; loading a checkpoint sets it."""
         return self._context.steps
 
     @steps.setter
@@ -80,7 +80,7 @@ class Pipeline:
         self._context.steps = steps
 
     def exchanged_bytes(self) -> dict[str, int]:
-        """Return the bytes sent to other ranks in training for rows, and the least possible."""
+        """Return the bytes sent to other ranks for rows in training, and the minimum possible."""
         exchange = self._context.exchanges[True]
         return {"rows": exchange.sent_bytes, "least": exchange.least_bytes}
 
@@ -93,19 +93,20 @@ class Pipeline:
         read_ahead: int | None = None,
         position: int = 0,
     ) -> Iterator[Pass]:
-        """Open a pass whose steps update the tables; at its end all stepped batches are updated.
+        """Open a pass whose steps update the tables; at its end the updates of all stepped batches are finished.
 
         Args:
             batches: The requests.
-            background: Read in a thread, and not in that of the steps.
-            read_ahead: Most batches to read beyond the one in its step; None: as many as depth and caches use.
-            position: Of the batch before the first, in the caller's loop.
+            background: Read in a background thread, not in the caller's.
+            read_ahead: Maximum number of batches to read beyond the one in its step; None: as many as depth and caches
+                need.
+            position: Position, in the caller's loop, of the batch before the first one.
 
         Raises:
             RuntimeError: Another training pass is open.
         """
         if self.training is not None:
-            raise RuntimeError("the tables are being trained; end or close the loop over `train` before")
+            raise RuntimeError("the tables are being trained; end or close the loop over `train` first")
         window = max(group.window for group in self.groups)
         for group in self.groups:
             if group.cache is not None:
@@ -117,7 +118,7 @@ class Pipeline:
             with opened as one:
                 self.training = one
                 yield one
-        finally:  # its updates have ended
+        finally:  # the pass's updates have ended
             self.training = None
             for group in self.groups:
                 for embedding in group.embeddings:
@@ -130,13 +131,13 @@ class Pipeline:
     def predict(
         self, batches: Iterable[Request], *, background: bool = True, read_ahead: int | None = None
     ) -> Iterator[Pass]:
-        """Open a pass that updates nothing, also within a drained one of `train`; arguments as there."""
+        """Open a pass that updates nothing, even within a drained pass of `train`; arguments as for `train`."""
         self.write_back()
         with self._open(batches, 0, update=False, background=background, read_ahead=read_ahead) as one:
             yield one
 
     def abandon(self, batch: StepBatch) -> None:
-        """Abandon a batch that was taken and will not be finished, at the end of a pass."""
+        """At the end of a pass, abandon a batch that was taken and will not be finished."""
         abandon_step(batch)
 
     def write_back(self) -> None:
@@ -148,11 +149,11 @@ class Pipeline:
                 group.cache.write_back_rows()
 
     def reload(self, table: Any, ids: Ids | None) -> None:
-        """Look rows up again that were looked up ahead or are in a cache; after `write_back` and a write to the table.
+        """Refresh rows that were looked up ahead or are cached, after `write_back` and a write to the table.
 
         Args:
             table: The table that was written.
-            ids: int32 or int64 [N], numbers of rows on this rank; None for all.
+            ids: int32 or int64 [N], local row numbers on this rank; None for all.
         """
         for group in self.groups:
             if group.cache is not None and any(one.table is table for one in group.embeddings):
@@ -200,5 +201,5 @@ class Pipeline:
                         self._number = max(self._number, one.number)
 
     def _are_ranks_gone(self) -> bool:
-        """Tell whether other ranks have been found to do something else, and will not answer."""
+        """Return whether other ranks are known to have diverged from this one, so that they will not answer."""
         return self.ranks is not None and self.ranks.calls.wrong is not None

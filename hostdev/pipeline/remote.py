@@ -1,4 +1,4 @@
-"""Rows that other ranks own, and gradients for them: exchanges between the stages, where tables are partitioned.
+"""Exchange of rows that other ranks own, and of their gradients, if tables are partitioned over ranks.
 
 Each function runs in the thread of the stage that calls it.
 """
@@ -35,7 +35,7 @@ def _get_asked(groups: Sequence[PlannedGroup]) -> list[Asked]:
 
 
 def _make_buffer(memory: PinnedBuffer) -> Callable[[int, int], Any]:
-    """Return a function that allocates rows in a batch's host memory."""
+    """Return a function that allocates memory for rows in a batch's host memory."""
     return lambda rows, dim: memory.buffer(rows, dim).numpy()
 
 
@@ -48,15 +48,15 @@ def exchange_early(
     update: bool,
     overlapped: bool,
 ) -> EarlyRows:
-    """Give other ranks the rows that they have asked for and that need not wait, and take theirs.
+    """Send other ranks the requested rows that need not wait, and receive such rows from them.
 
     Args:
-        context: Of the pipeline.
-        batch: With the rows here.
-        conflicts: Of the batch, here.
-        before: The batch right before, if it is unfinished here. It gets to know which of its rows this one waits for.
+        context: The pipeline's context.
+        batch: The batch, with the rows on this rank.
+        conflicts: The batch's conflicting rows on this rank.
+        before: The previous batch, if it is unfinished on this rank. It records which of its rows this batch waits for.
         update: The pass updates the tables.
-        overlapped: Batches overlap: rows may have to wait, here or elsewhere.
+        overlapped: Batches overlap, so rows may have to wait, on this rank or others.
     """
     exchange = context.exchanges[update]
     with context.timeline.span("exchange rows", batch.number):
@@ -89,7 +89,7 @@ def exchange_early(
 
 
 def _choose_shared(asked: Sequence[Asked], conflicts: Conflicts | None, before: InFlight | None) -> list[SelectedRows]:
-    """Return which rows of the batch before conflict in this one, here."""
+    """Return the rows of the previous batch that conflict with this one, on this rank."""
     found = []
     starts, positions = [0] * (len(asked) + 1), _NONE
     if before is not None:
@@ -108,12 +108,12 @@ def _choose_shared(asked: Sequence[Asked], conflicts: Conflicts | None, before: 
 
 
 def exchange_late(context: Context, batch: SentBatch, values: list[list[Tensor]], update: bool) -> list[list[Tensor]]:
-    """Give and take the rows that had to wait; return the batch's own rows on the device, by group and table.
+    """Exchange the rows that had to wait; return the batch's own rows on the device, by group and table.
 
     Args:
-        context: Of the pipeline.
-        batch: Whose early rows are sent.
-        values: The rows here that any rank asks for, by group and table.
+        context: The pipeline's context.
+        batch: The batch; its early rows have been sent.
+        values: This rank's rows that any rank requests, by group and table.
         update: The pass updates the tables.
     """
     assert batch.early is not None
@@ -121,7 +121,7 @@ def exchange_late(context: Context, batch: SentBatch, values: list[list[Tensor]]
     if incoming.given is not None:
         with urgent(), context.timeline.span("exchange late rows", batch.number):
             given = [[value.cpu().numpy() for value in group] for group in values]
-            # The early rows may still be on their way from their buffers to the device.
+            # The early rows may still be in transit from their buffers to the device.
             buffer = _make_buffer(batch.memory) if staging.copies else None
             places, late = context.exchanges[update].late_rows(incoming, _get_asked(batch.groups), given, buffer)
         if staging.copies:
@@ -137,16 +137,16 @@ def exchange_late(context: Context, batch: SentBatch, values: list[list[Tensor]]
 
 
 class Leaving(NamedTuple):
-    """What becomes of a step's gradients where other ranks own rows."""
+    """A step's gradients, divided by the owners of the rows."""
 
-    gradients: Gradients | None  # those for rows on this rank's device
-    outgoing: Outgoing | None  # those that the updater gives to the owners
-    received: Any  # a mark: these are in host memory
+    gradients: Gradients | None  # for rows on this rank's device
+    outgoing: Outgoing | None  # for the updater to send to the owners
+    received: Any  # an event: the outgoing gradients are in host memory
 
 
 def send_gradients(context: Context, batch: StepBatch, gradients: Gradients) -> Leaving:
-    """Copy gradients to host memory for the owners of the rows; with a cache, exchange them at once."""
-    if not gradients.parts:  # no rank has any
+    """Copy gradients to host memory for the owners of the rows; with a cache, exchange them immediately."""
+    if not gradients.parts:  # no rank has gradients
         return Leaving(gradients, None, None)
     flat = [part for group in gradients.parts for table in group for part in table or ()]
     host, received = context.staging.receive(flat, batch.memory)
@@ -182,9 +182,9 @@ def send_gradients(context: Context, batch: StepBatch, gradients: Gradients) -> 
 def exchange_gradients(
     context: Context, batch: StepBatch | SteppedBatch, outgoing: Outgoing
 ) -> list[list[Tensor | None]]:
-    """Give the owners of rows their gradients; return the sums for the rows here, in host memory.
+    """Send gradients to the owners of the rows; return the sums for this rank's rows, in host memory.
 
-    Where the gradients of some rows go first, only these are exchanged; `exchange_rest` must follow.
+    If the gradients of some rows go first, only these are exchanged; `exchange_rest` must follow.
     """
     if outgoing.chosen is None:
         _exchange(context, batch, outgoing, None)
@@ -195,7 +195,7 @@ def exchange_gradients(
 
 
 def exchange_rest(context: Context, batch: SteppedBatch) -> None:
-    """Exchange the gradients that `exchange_gradients` has left out, and complete the sums."""
+    """Exchange the remaining gradients after `exchange_gradients`, and complete the sums."""
     if batch.outgoing is not None and batch.outgoing.chosen is not None:
         _exchange(context, batch, batch.outgoing, [one.others() for one in batch.outgoing.chosen])
 

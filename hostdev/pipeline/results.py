@@ -1,7 +1,7 @@
 """The result of each stage, in the order of the stages.
 
-A stage makes its result once and changes no earlier one, except that `release` empties the lists of rows. The threads'
-shared state of a batch is `scheduling.in_flight.InFlight`.
+A stage creates its result once and does not change earlier ones, except that `release` empties the lists of rows. The
+state of a batch that threads share is `scheduling.in_flight.InFlight`.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,44 +24,44 @@ Inverse = npt.NDArray[np.int32]
 
 
 class Request(NamedTuple):
-    """What the caller wants for a batch."""
+    """A batch as the caller requests it."""
 
-    batch: Any  # the caller's
-    rows: int  # samples in it, for the trace
+    batch: Any  # the caller's batch
+    rows: int  # number of samples, for the trace
     ids: Sequence[Sequence[Ids]]  # by group, by feature: int32 or int64 [N], C-contiguous, all in the table
-    tensors: Sequence[Tensor] = ()  # others that the step needs on the device
+    tensors: Sequence[Tensor] = ()  # other tensors that the step needs on the device
     note: Any = None  # the caller's own data
-    check: Callable[[], None] | None = None  # raises for ids that are not in the table; called first
+    check: Callable[[], None] | None = None  # called first; raises for ids outside the table
 
 
 class Gradients(NamedTuple):
     """A step's gradients."""
 
-    grads: Sequence[Sequence[Tensor | None]]  # by group, by table: float32 [U, D], the rows'; None: it takes no step
-    skip: Tensor | None = None  # float32 [] on the device: no row may change if it is not 0
-    check: Any = None  # an `Outcome` that is read before the host's rows change; raises if they must not
-    parts: Sequence[Sequence[Sequence[Tensor] | None]] = ()  # in place of grads, for other ranks: their tree nodes'
-    micro_batches: int = 1  # of the step, here
-    in_two: bool = False  # those for other ranks: on all ranks it is known which rows the next batch waits for
+    grads: Sequence[Sequence[Tensor | None]]  # by group and table: float32 [U, D]; None: the table takes no step
+    skip: Tensor | None = None  # float32 [] on the device: unless it is 0, no row may change
+    check: Any = None  # an `Outcome`, read before host rows change; raises if they must not
+    parts: Sequence[Sequence[Sequence[Tensor] | None]] = ()  # replaces grads if there are other ranks: by tree node
+    micro_batches: int = 1  # of the step, on this rank
+    in_two: bool = False  # sent in two parts: all ranks know which rows the next batch waits for
 
 
 class ReadBatch(NamedTuple):
-    """Read: a batch's request."""
+    """A batch that has been read: its request."""
 
     number: int
     request: Request
 
 
 class UniqueGroup(NamedTuple):
-    """A group's unique ids; with other ranks, the rows of this rank that any rank asks for."""
+    """A group's unique ids; with other ranks, this rank's rows that any rank requests."""
 
     ids: Ids  # unique [U]
     inverse: Inverse  # [N], of the batch's own ids
-    asked: Asked | None = None  # what this rank asks of others, and they of it
+    asked: Asked | None = None  # requests to other ranks, and theirs to this one
 
 
 class UniqueBatch(NamedTuple):
-    """Deduplicated."""
+    """A deduplicated batch."""
 
     number: int
     position: int  # in its loop over batches, from 1
@@ -70,47 +70,47 @@ class UniqueBatch(NamedTuple):
 
 
 class PlannedGroup(NamedTuple):
-    """A group's ids with the cache's plan."""
+    """A group's ids and the cache's plan."""
 
     ids: Ids  # unique [U]
     asked: Asked | None
-    plan: Plan | None  # None: no cache, or nothing is updated
-    places: Positions | None  # of the ids' rows on the device, int32 [U]; None: in the order of the ids
+    plan: Plan | None  # None: no cache, or a pass that updates nothing
+    places: Positions | None  # where the ids' rows are on the device, int32 [U]; None: in the order of the ids
 
     @property
     def reads(self) -> Ids:
-        """Rows that are read on the host: those that bypass the cache, then those that are admitted."""
+        """Rows that are read on the host: bypassing rows, then admitted rows."""
         return self.ids if self.plan is None else self.plan.reads
 
     @property
     def writes(self) -> Ids:
-        """Rows that the update writes on the host: those that bypass the cache, then those that are evicted."""
+        """Rows that the update writes on the host: bypassing rows, then evicted rows."""
         return self.ids if self.plan is None else self.plan.writes
 
 
 class PlannedBatch(NamedTuple):
-    """Planned: it is known which rows come from the cache, which from the host, and which of these conflict."""
+    """A planned batch: which rows come from the cache, which from the host, and which of the latter conflict."""
 
     number: int
     position: int
     request: Request
     groups: list[PlannedGroup]
-    inverses: list[Inverse]  # by group, int32 [N]; renumbered to the plan's order
+    inverses: list[Inverse]  # by group, int32 [N]; in the plan's order of rows
     reads: ConcatenatedIds  # of all groups on the host
     writes: ConcatenatedIds
     conflicts: Conflicts | None
 
 
 class EarlyRows(NamedTuple):
-    """Rows of other ranks that no unfinished batch is going to write."""
+    """Rows of other ranks that no unfinished batch will write."""
 
     incoming: Incoming
-    sent: list[Tensor]  # the rows on the device, where they are copied
-    mark: Any  # of the copy
+    sent: list[Tensor]  # the rows on the device, if they are copied
+    mark: Any  # the copy's event
 
 
 class LookedUpBatch(NamedTuple):
-    """Looked up: the rows that need not wait are in host memory."""
+    """A batch whose rows that need not wait are in host memory."""
 
     number: int
     position: int
@@ -119,12 +119,12 @@ class LookedUpBatch(NamedTuple):
     inverses: list[Inverse]
     writes: ConcatenatedIds
     rows: FetchedRows
-    memory: PinnedBuffer  # of the host, for its copies
+    memory: PinnedBuffer  # host memory for the batch's copies
     early: EarlyRows | None = None
 
 
 class SentBatch(NamedTuple):
-    """Sent: rows, inverses and the caller's tensors are on their way to the device."""
+    """A batch whose rows, inverses and tensors are being copied to the device."""
 
     number: int
     position: int
@@ -137,8 +137,8 @@ class SentBatch(NamedTuple):
     inverses: list[Tensor]  # by group, int32 [N] on the device
     device_ids: list[Tensor | None]  # by group, for tables on the device
     tensors: list[Tensor]  # the request's, on the device
-    sent: list[Tensor]  # all of these three
-    mark: Any  # of the copy
+    sent: list[Tensor]  # all the tensors above
+    mark: Any  # the copy's event
 
 
 class StepGroup(NamedTuple):
@@ -148,7 +148,7 @@ class StepGroup(NamedTuple):
     rows: list[BatchRows]
     inverse: Tensor  # int32 [N]
     device_ids: Tensor | None
-    values: list[Tensor]  # the rows of each table, float32 [U, D]; who takes them empties the list
+    values: list[Tensor]  # each table's rows, float32 [U, D]; the consumer empties the list
 
     @property
     def ids(self) -> Ids:
@@ -162,19 +162,19 @@ class StepGroup(NamedTuple):
 
     @property
     def own_size(self) -> int:
-        """How many rows the step gets."""
+        """Number of rows that the step gets."""
         asked = self.planned.asked
         return len(self.planned.ids) if asked is None else asked.size
 
     @property
     def own_places(self) -> Positions | None:
-        """Where the batch's rows are among those that the step gets, int32; None: in the order of the batch's ids."""
+        """Positions of the batch's rows among those that the step gets, int32; None: in the order of the ids."""
         asked = self.planned.asked
         return self.planned.places if asked is None else asked.places
 
 
 class StepBatch(NamedTuple):
-    """In the step: the batch that the caller gets."""
+    """A batch in its step, as the caller gets it."""
 
     number: int
     position: int
@@ -183,14 +183,14 @@ class StepBatch(NamedTuple):
     tensors: list[Tensor]
     writes: ConcatenatedIds
     memory: PinnedBuffer
-    outcomes: list[Any]  # `Outcome`s that are copied to the batch's memory; the step adds to them
+    outcomes: list[Any]  # `Outcome`s to copy to the batch's memory; the step appends to the list
     in_flight: InFlight
-    begun: Any  # the device's clock at the step's begin
+    begun: Any  # the device's clock when the step begins
     span: Span  # open until the step ends
 
     @property
     def first(self) -> list[SelectedRows] | None:
-        """Which rows the next batch waits for, where other ranks know of them; None: not yet known."""
+        """The rows that the next batch waits for, if other ranks know them; None: not yet known."""
         return self.in_flight.first
 
 
@@ -199,22 +199,22 @@ class Outgoing(NamedTuple):
 
     grads: Parts
     micro_batches: int
-    chosen: list[SelectedRows] | None  # rows whose gradients go first; None: all at once
-    sums: list[list[Rows | None]]  # by group and table, the sums for the rows here, float32 [any, D]
+    chosen: list[SelectedRows] | None  # rows whose gradients go first; None: all together
+    sums: list[list[Rows | None]]  # by group and table, the sums for this rank's rows, float32 [any, D]
 
 
 class SteppedBatch(NamedTuple):
-    """Stepped: rows on the device are updated, gradients of the others are on their way to the host."""
+    """A batch after its step: rows on the device are updated, gradients of others are being copied to the host."""
 
     number: int
     groups: list[StepGroup]
-    stepped: list[list[bool]]  # by group, which tables take a step
+    stepped: list[list[bool]]  # by group, whether each table takes a step
     writes: ConcatenatedIds
     memory: PinnedBuffer
     outcomes: list[Any]
-    check: Any  # an `Outcome` that decides whether the update happens
-    received: Any  # a mark: all that the host receives is there
-    received_first: tuple[SharedRows | None, Any]  # what of it came before the rest, and its mark
+    check: Any  # an `Outcome` that raises if the update must not happen
+    received: Any  # an event: everything that the host receives has arrived
+    received_first: tuple[SharedRows | None, Any]  # the rows received before the rest, and their event
     outgoing: Outgoing | None
-    clocks: tuple[Any, Any]  # the device's, at the step's begin and end
+    clocks: tuple[Any, Any]  # the device's clock at the begin and end of the step
     in_flight: InFlight

@@ -1,4 +1,4 @@
-"""Subsets of a batch's rows, and the ids of all groups' rows concatenated, in which hazards are found."""
+"""Subsets of a batch's rows, and the concatenated ids of all groups, which are searched for hazards."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,15 +16,15 @@ class RowSubset(NamedTuple):
     """Some of a batch's ids."""
 
     ids: Ids  # int32 or int64 [any], unique
-    positions: Positions | None  # [any], of the ids among all of the batch's, ascending; None: all of these
+    positions: Positions | None  # [any], ascending positions among all of the batch's ids; None: all
 
     @classmethod
     def select(cls, ids: Ids, positions: Positions | None) -> "RowSubset":
-        """Return the subset at these positions of all ids; None selects all."""
+        """Return the subset at these positions of `ids`; None selects all."""
         return cls(ids if positions is None else ids[positions], positions)
 
     def split(self, at: int) -> tuple["RowSubset", "RowSubset"]:
-        """Return the ids at positions below `at`, and the others with positions counted from there."""
+        """Return the ids at positions below `at`, and the others with positions relative to `at`."""
         if self.positions is None:
             return RowSubset(self.ids[:at], None), RowSubset(self.ids[at:], None)
         edge = int(np.searchsorted(self.positions, at))

@@ -1,4 +1,4 @@
-"""One batch's rows of a host table: looked up, sent to the device, updated, written back."""
+"""A batch's rows of a host table: looked up, sent to the device, updated, written back."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -20,27 +20,27 @@ from hostdev.pipeline.row_ids import ConcatenatedIds, RowSubset
 
 
 class LateLookup(NamedTuple):
-    """A lookup of rows that had to wait: its tasks on the host, and then the copy to the device."""
+    """A lookup of rows that had to wait: tasks on the host, then the copy to the device."""
 
     tasks: list[Task]
     send: Callable[[], None]
 
 
 class BatchRows:
-    """One batch's unique rows of a host table: fetched in parts, sent to the device, updated in parts.
+    """A batch's unique rows of a host table: fetched in parts, sent to the device, updated in parts.
 
-    Rows that bypass the cache are looked up and updated on the host; without a cache these are all rows. Admitted rows
-    are read with their optimizer state, and evicted rows are written with theirs. Methods return the host's work as
-    tasks, so that the tasks of all tables run at once.
+    Rows that bypass the cache are looked up and updated on the host; without a cache all rows do. Admitted rows are
+    read with their optimizer state, and evicted rows are written with theirs. Methods return the host's work as tasks,
+    so that the tasks of all tables run at once.
 
     Args:
         embedding: The table and its ops.
         unique: U, the number of unique ids.
-        staging: The way to the device and back.
-        memory: Host memory of the batch, for its copies.
-        plan: The cache's, if there is one.
+        staging: Copies between host and device.
+        memory: The batch's host memory, for its copies.
+        plan: The cache's plan, if there is a cache.
         places: The plan's slots, on the device.
-        mark: Of the places' copy to the device.
+        mark: The event of copying `places` to the device.
     """
 
     def __init__(
@@ -64,19 +64,19 @@ class BatchRows:
         if plan is not None:
             self._admit, self._evict = embedding.cache_admit.in_parts(), embedding.cache_evict.in_parts()
         optimizer = table.optimizer
-        self._host = [memory.buffer(self.passed, table.dim)]  # weights, then the admitted rows' block and row state
+        self._host = [memory.buffer(self.passed, table.dim)]  # weights, then the admitted rows' block and per-row state
         if plan is not None:
             self._host.append(memory.buffer(len(plan.admitted), 1 + len(optimizer.slots), table.dim))
             self._host.append(memory.buffer(len(plan.admitted), len(optimizer.row_slots)))
-        self._sent = self._host  # the same on the device
-        self._marks: list[Any] = [mark] if mark is not None else []  # in the staging's stream
+        self._sent = self._host  # the same tensors on the device
+        self._marks: list[Any] = [mark] if mark is not None else []  # events in the staging's stream
         self._step: TableStep | None = None  # None: the table takes no step with this batch
-        self._received: list[Tensor | None] = []  # gradients of bypassing rows, the evicted rows' block and row state
-        self._first: Tensor | None = None  # gradients of the rows that are updated first, if they were received first
-        self._evicted: tuple[list[Tensor], Any] = ([], None)  # the evicted rows, where they are, and a mark to wait for
+        self._received: list[Tensor | None] = []  # bypassing rows' gradients, evicted rows' block and per-row state
+        self._first: Tensor | None = None  # gradients of the rows to update first, if received first
+        self._evicted: tuple[list[Tensor], Any] = ([], None)  # the evicted rows and their event
 
     def fetch(self, subset: RowSubset) -> list[Task]:
-        """Return tasks that look rows up, for `send`; the subset is of the bypassing ids, then the admitted ones."""
+        """Return tasks that look rows up, for `send`; the subset refers to bypassing ids, followed by admitted ones."""
         passed, admitted = subset.split(self.passed)
         return self._fetch_into(self._host, passed, admitted)
 
@@ -88,12 +88,12 @@ class BatchRows:
         return tasks
 
     def send(self) -> None:
-        """Send the rows to the device; `fetch_late` sends those that are missing or have changed since."""
+        """Send the rows to the device; `fetch_late` later sends rows that are missing or have changed."""
         self._sent, mark = self._staging.send(self._host, self._memory)
         self._marks.append(mark)
 
     def fetch_late(self, subset: RowSubset) -> LateLookup:
-        """Return the lookup of rows that had to wait, with their copy to the device where `send` has been called."""
+        """Return the lookup of rows that had to wait, and their copy to the device if `send` has been called."""
         if not self._staging.copies or self._sent is self._host:
             return LateLookup(self.fetch(subset), lambda: None)
         passed, whole = subset.split(self.passed)
@@ -110,15 +110,15 @@ class BatchRows:
         return LateLookup(tasks, send)
 
     def reload(self, subset: RowSubset) -> None:
-        """Look rows up again, as they have been written since; before `arrived`."""
+        """Look rows up again after they were written; must precede `arrived`."""
         late = self.fetch_late(subset)
         run_tasks(late.tasks)
         late.send()
 
     def reload_in_step(self, subset: RowSubset) -> None:
-        """Read the rows again that the cache admits with this batch, after `arrived` and before `leave`.
+        """Read admitted rows again, after `arrived` and before `leave`.
 
-        Those that bypass it are updated on the host, where they have been written.
+        Bypassing rows are updated on the host, which already has the written values.
         """
         if self._places is None:
             return
@@ -133,9 +133,9 @@ class BatchRows:
                 rows.index_copy_(0, at.to(rows.device, torch.int64), value.to(rows.device))
 
     def arrived(self) -> Tensor:
-        """Return the rows, float32 [U, D] on the device, whose current stream waits for them; all have been sent.
+        """Return the rows, float32 [U, D] on the device, whose current stream waits for them. All must have been sent.
 
-        The order is that of the ids, or with a cache that of its plan.
+        They are in the order of the ids, or with a cache in that of its plan.
         """
         self._lookup.end()
         if self._places is not None:
@@ -146,12 +146,12 @@ class BatchRows:
         if self._places is None:
             return self._sent[0]
         rows: Tensor = self.embedding.cache_lookup(self._places, *self._sent[:2])
-        self._sent = [rows.new_empty(0), *self._sent[1:]]  # `rows` has the bypassing ones now
+        self._sent = [rows.new_empty(0), *self._sent[1:]]  # `rows` now has the bypassing rows
         return rows
 
     @property
     def host(self) -> npt.NDArray[Any]:
-        """The rows that bypass the cache, in host memory, float32 [U, D]; conflicting ones are missing at first."""
+        """The rows that bypass the cache, in host memory, float32 [U, D]; initially without conflicting rows."""
         found: npt.NDArray[Any] = self._host[0].numpy()
         return found
 
@@ -172,21 +172,21 @@ class BatchRows:
         return self._sent[1]
 
     def leave(self, grads: Tensor | None) -> list[Tensor | None]:
-        """Swap evicted and admitted rows on the device; return the tensors that the host receives for `update`."""
+        """Swap evicted and admitted rows on the device; return the tensors that the host must receive for `update`."""
         if self._places is None:
             return [grads]
         passed = None if grads is None else self.embedding.cache_passed(self._places, grads)
-        exchange = self.embedding.cache_exchange  # the last call: an error before it leaves the cache as it was
+        exchange = self.embedding.cache_exchange  # called last, so that an earlier error leaves the cache unchanged
         self._evicted = list(exchange(self._places, self._leaving, *self._sent[1:])), None
         self._sent = []
         return [passed, *self._evicted[0]]
 
     def receive(self, tensors: Sequence[Tensor | None], mark: Any, first: Tensor | None = None) -> None:
-        """Take the tensors of `leave`, which are in host memory when the device has passed a mark.
+        """Take the tensors of `leave`, which are in host memory once the device has passed an event.
 
         Args:
-            tensors: Of `leave`, on the host.
-            mark: Of the evicted rows' copy.
+            tensors: The tensors of `leave`, on the host.
+            mark: The event of the evicted rows' copy.
             first: Gradients of the bypassing rows that are updated first.
         """
         self._received, self._first = list(tensors), first
@@ -194,18 +194,18 @@ class BatchRows:
         self._sent = []
 
     def bring_back(self, evicted: npt.NDArray[Any]) -> None:
-        """Write rows that left the cache to the host after an error before the update; `evicted` [E] are their ids."""
+        """Write evicted rows, with ids `evicted` [E], to the host if an error prevents the update."""
         values, mark = self._evicted
         self._staging.await_event(mark)
         block, row_slots = (tensor.cpu().numpy() for tensor in values)
         self.embedding.cache_evict(self._table, evicted, block, row_slots)
 
     def update(self, subset: RowSubset, *, first: bool = False) -> list[Task]:
-        """Return tasks that update rows with their gradients and write evicted ones back; all parts are one step.
+        """Return tasks that update rows with their gradients and write evicted rows back; all parts form one step.
 
         Args:
-            subset: Of the bypassing ids, then the evicted ones.
-            first: The subset is the one whose gradients were received first.
+            subset: A subset of the bypassing ids, followed by the evicted ones.
+            first: This is the subset whose gradients were received first.
         """
         passed, evicted = subset.split(self.passed)
         tasks: list[Task] = []
@@ -232,11 +232,11 @@ class BatchRows:
 class FetchedRows(NamedTuple):
     """A batch's rows of all tables on the host."""
 
-    ids: ConcatenatedIds  # those that are read
+    ids: ConcatenatedIds  # the rows that are read
     groups: list[list[BatchRows]]  # by group, by table; `release` empties the lists
 
     def release(self) -> None:
-        """Drop the rows; the device is done with them."""
+        """Drop the rows once the device is done with them."""
         for rows in self.groups:
             rows.clear()
 
@@ -247,9 +247,9 @@ def make_rows(group: Group, unique: int, plan: Plan | None, staging: Staging, me
     Args:
         group: The tables, on the host.
         unique: U, the number of unique ids.
-        plan: The cache's, if the group has one.
-        staging: The way to the device and back.
-        memory: Host memory of the batch.
+        plan: The plan, if the group has a cache.
+        staging: Copies between host and device.
+        memory: The batch's host memory.
     """
     if plan is None:
         return [BatchRows(embedding, unique, staging, memory) for embedding in group.embeddings]
@@ -271,19 +271,19 @@ def receive_rows(
     """Copy the tensors that leave the device to the host.
 
     Args:
-        rows: For each table, the tensors of `BatchRows.leave`, and the ids that another batch waits for: their
+        rows: For each table, the tensors of `BatchRows.leave`, and the ids that another batch waits for, whose
             gradients are copied before the rest.
-        staging: The way to the host.
-        memory: Host memory of the batch.
+        staging: Copies to the host.
+        memory: The batch's host memory.
 
     Returns:
-        A mark for what is copied first, and one for all, in the same stream.
+        An event for the tensors that are copied first, and one for all, in the same stream.
     """
     grads = [leaving[0] for _, leaving, _ in rows]
     others = [tensor for _, leaving, _ in rows for tensor in leaving[1:] if tensor is not None]
     wanted: list[tuple[Tensor, npt.NDArray[Any]]] = []
     picking: list[int] = []
-    positions: dict[int, Any] = {}  # a group's tables share them
+    positions: dict[int, Any] = {}  # shared by a group's tables
     for number, ((table, _, first), grad) in enumerate(zip(rows, grads, strict=True)):
         if first is None or grad is None or not staging.copies:
             continue
@@ -305,7 +305,7 @@ def receive_rows(
 
 
 def count_bytes(group: Group, unique: int, plan: Plan | None, uses: int) -> int:
-    """Return roughly how many bytes of host memory the copies of a batch need."""
+    """Estimate the bytes of host memory for a batch's copies."""
     passing, whole = row_bytes((part.table.dim, part.table.optimizer) for part in group.embeddings)
     if not group.on_host:
         return copied_bytes(0, 0, uses, passing, whole)
@@ -317,7 +317,7 @@ def count_bytes(group: Group, unique: int, plan: Plan | None, uses: int) -> int:
 def find_on_device(
     plan: Plan, slots: Sequence[DeviceSlots], rows: Sequence[BatchRows]
 ) -> Iterator[tuple[npt.NDArray[Any], list[tuple[Tensor, Tensor]]]]:
-    """Yield ids whose rows are on the device until `leave`, and for each table memory [any, 1 + S, D] and places."""
+    """Yield ids of rows that are on the device until `leave`; for each table, memory [any, 1 + S, D] and positions."""
     at = torch.from_numpy(plan.hit_slots)
     yield plan.ids[plan.hits], [(held.block, at) for held in slots]
     new = torch.arange(len(plan.admitted))

@@ -28,7 +28,7 @@ from hostdev.train.scores import Scores
 
 
 def run(arguments: argparse.Namespace, prog: str) -> None:
-    """Predict by parsed flags; `prog` is the command's name in messages."""
+    """Predict as the parsed flags say; `prog` is the command's name in messages."""
     out: Path = arguments.out
     device = backend.select(arguments.device)
     backend.make_deterministic(device)
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace, prog: str) -> None:
                 if unknown is not None:
                     unknown.count(part.batch)
                 writer.write_table(_table(logits, part, schema))
-                finite = np.isfinite(logits)  # numbers that overflow the model count as missing
+                finite = np.isfinite(logits)  # results that overflow count as missing
                 known = finite & ~np.isnan(part.batch.label)
                 scores.add(logits[known], part.batch.label[known])
                 lines, predicted = lines + part.lines, predicted + int(finite.sum())
@@ -102,7 +102,7 @@ def _table(logits: Any, part: Part, schema: pa.Schema) -> pa.Table:
 
 
 class _Work(NamedTuple):
-    """The amount of work and its unit, whether there are labels, and the rows."""
+    """The rows to predict, their amount with its unit, and whether there are labels."""
 
     total: int
     unit: str
@@ -118,7 +118,7 @@ def _open_rows(arguments: argparse.Namespace, predictor: Predictor) -> _Work:
         differs = difference(predictor.data, predictor.data_folder, found, path)
         if differs is not None:
             raise UserError(
-                f"--data {path} has other columns or ids than {predictor.path} was trained on, or other scales "
+                f"--data {path} has different columns, ids or scales than {predictor.path} was trained on "
                 f"({differs}); give the raw rows"
             )
         if not found.rows(split):
@@ -127,7 +127,7 @@ def _open_rows(arguments: argparse.Namespace, predictor: Predictor) -> _Work:
         known = predictor.data.schema.rows
         batches = (
             with_known_ids(batch, found.schema, known) for batch in reader.batches(predictor.batch_size)
-        )  # newer values are out of the checkpoint's vocabulary
+        )  # values that are newer than the checkpoint's vocabulary count as unknown
         return _Work(reader.rows, "row", True, (Part(batch, None, len(batch), len(batch)) for batch in batches))
     if arguments.split is not None:
         raise UserError(f"--split has no effect on {path}, which is not a data set; leave it out")

@@ -1,4 +1,4 @@
-"""Opening of a checkpoint of the command `train` for predictions: chooses one of a folder, and checks its content."""
+"""Opens a checkpoint of the command `train` for predictions: chooses one in a folder, and checks its content."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ class Opened(NamedTuple):
     """The content of a checkpoint of the command `train`.
 
     Attributes:
-        why: The reason of the choice, such as "the best, after epoch 4"; "" if there was no choice.
+        why: The reason for the choice, such as "the best, after epoch 4"; "" if there was no choice.
     """
 
     found: Found
@@ -49,17 +49,17 @@ class Opened(NamedTuple):
 
 
 def open_checkpoint(path: Path, which: str | None) -> Opened:
-    """Open a checkpoint, or one of those in a folder or run directory.
+    """Open a checkpoint, or one in a folder or run directory.
 
     Args:
         path: The checkpoint or the folder.
-        which: "best" by the test AUC, "newest", or None: the best of a run with --early-stop, else the newest.
+        which: "best" (by test AUC), "newest", or None: the best for a run with --early-stop, else the newest.
 
     Raises:
-        UserError: There is none, the command did not write it, or its content is invalid.
+        UserError: There is no checkpoint, the command did not write it, or its content is invalid.
     """
     if which not in (None, *WHICH):
-        raise UserError(f"there is no {which!r} checkpoint; say {' or '.join(WHICH)}, or name a checkpoint's folder")
+        raise UserError(f"there is no {which!r} checkpoint; use {' or '.join(WHICH)}, or name a checkpoint's folder")
     with reading(path):
         found, why = _chosen(path, which)
     newest_one = found.chain[-1]
@@ -89,22 +89,22 @@ def open_checkpoint(path: Path, which: str | None) -> Opened:
 
 
 def _chosen(path: Path, which: str | None) -> tuple[Found, str]:
-    """Return the chosen checkpoint, and the reason of the choice."""
+    """Return the chosen checkpoint, and the reason for the choice."""
     found = newest(path)
     if is_checkpoint(path):
         if which is not None:
-            raise UserError(f"{path} is one checkpoint; name its folder, or leave the choice of the {which} out")
+            raise UserError(f"{path} is a single checkpoint; name its folder, or do not ask for the {which}")
         return found, ""
     known = best.of_run(found.chain[-1])
     if which == "newest" or (which is None and (known is None or not known.stops_early)):
         return found, "" if known is None or not known.stops_early else "the newest, as asked for"
     if known is None:
-        raise UserError(f"{path} has no evaluation in its newest checkpoint, so that none is the best; take the newest")
+        raise UserError(f"{path} has no evaluation in its newest checkpoint, so there is no best one; use the newest")
     chain = best.find_best_chain(found.chain[-1].path.parent, known)
     if chain is None:
         told = f"the best checkpoint, of step {known.step:,} after epoch {known.epoch}, is not in {path}"
         if which == "best":
-            raise UserError(f"{told}; only runs with --early-stop keep it; take the newest")
+            raise UserError(f"{told}; only runs with --early-stop keep it; use the newest")
         return Found(found.chain, found.broken), f"the newest; {told}"
     is_newest = chain[-1].path == found.chain[-1].path
     return Found(chain, found.broken), (
@@ -113,7 +113,7 @@ def _chosen(path: Path, which: str | None) -> tuple[Found, str]:
 
 
 def _settings(found: Any) -> dict[str, Any]:
-    """Return a run's options; TypeError or KeyError if a required one is invalid."""
+    """Return a run's options; TypeError or KeyError if a required option is invalid."""
     right: dict[str, Callable[[Any], bool]] = {
         "model": lambda value: isinstance(value, str),
         "emb_dim": lambda value: value is None or (type(value) is int and 1 <= value <= 1 << 20),
@@ -123,7 +123,7 @@ def _settings(found: Any) -> dict[str, Any]:
     }
     for name, is_right in right.items():
         if not is_right(found[name]):
-            raise TypeError(f"a wrong value of {name}")
+            raise TypeError(f"{name} has a wrong value")
     return dict(found)
 
 
@@ -134,7 +134,7 @@ def choose_model(settings: dict[str, Any], model: "str | type[Any] | None", path
     if settings["model"] not in registry.NAMES:
         shown = str(settings["model"])[:100]
         raise UserError(
-            f"{path} has the model {shown!r}, a custom class, whose module would be imported; name it if you trust it: "
+            f"{path} has the custom model class {shown!r}, whose module would be imported; if you trust it, name it: "
             "--model, or Predictor(..., model=)"
         )
     return str(settings["model"])
@@ -142,7 +142,7 @@ def choose_model(settings: dict[str, Any], model: "str | type[Any] | None", path
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Convert any error that a damaged or foreign file causes to one line about the checkpoint."""
+    """Convert any error from a damaged or foreign file to one line about the checkpoint."""
     try:
         yield
     except HostdevError as error:

@@ -28,7 +28,7 @@ from hostdev.runtime.features import FeatureIds, read_ids
 from hostdev.runtime.spec import Feature
 
 Probabilities = npt.NDArray[np.float32]
-_FEW = 64  # rows, for which plain Python values are faster
+_FEW = 64  # rows; up to this many, plain Python values are faster
 
 
 class Predictor:
@@ -45,11 +45,11 @@ class Predictor:
     checksums.
 
     Args:
-        checkpoint: A checkpoint of `python -m hostdev.train`, a folder of them, or a run directory. A run with
-            --early-stop gives its best checkpoint by test AUC, others the newest valid one, with a warning if a newer
-            one is damaged.
+        checkpoint: A checkpoint of `python -m hostdev.train`, a folder of them, or a run directory. For a run with
+            --early-stop its best checkpoint by test AUC is used, for others the newest valid one, with a warning if a
+            newer one is damaged.
         device: The device of the dense layers.
-        model: A model class or its name. Required if the run had a custom class: a checkpoint does not decide which
+        model: A model class or its name. Required if the run had a custom class: a checkpoint must not decide which
             module is imported.
         which: "best" or "newest", to override the choice.
 
@@ -64,7 +64,7 @@ class Predictor:
         device: torch.device | str = "cpu",
         model: str | type[Any] | None = None,
         which: str | None = None,
-        _encodes: bool = True,  # for raw rows, not only those of a data set
+        _encodes: bool = True,  # raw rows, too, not only those of a data set
     ) -> None:
         opened = open_checkpoint(Path(checkpoint), which)
         for line in opened.found.notes():
@@ -79,7 +79,7 @@ class Predictor:
         try:
             self.model.load_state_dict(opened.dense)
         except (RuntimeError, TypeError, AttributeError) as error:
-            raise UserError(f"{self.path} is of another model: {' '.join(str(error).split())[:300]}") from None
+            raise UserError(f"{self.path} is of a different model: {' '.join(str(error).split())[:300]}") from None
         self.model.to(self._device).eval()
         with reading(self.path):
             self.tables = {name: MappedTable(opened.chain, name) for name in self.model.tables}
@@ -98,7 +98,7 @@ class Predictor:
             table = self.tables[name]
             if (table.rows, table.dim) != (spec.rows, spec.dim):
                 raise UserError(
-                    f"{self.path} is of another model: table {name!r} is {table.rows} x {table.dim} there, "
+                    f"{self.path} is of a different model: table {name!r} is {table.rows} x {table.dim} there, "
                     f"not {spec.rows} x {spec.dim}"
                 )
 
@@ -110,8 +110,8 @@ class Predictor:
     def __call__(self, rows: Any) -> Probabilities:
         """Return the probability of each row, float32 [n].
 
-        A value matches the training's value regardless of its type here (docs/serving.md). Unseen values are out of
-        vocabulary; a warning names a column in which they are most values, unlike in training.
+        A value matches the training's value whatever its type is here (docs/serving.md). Unseen values are out of
+        vocabulary; a warning names a column in which most values are unseen, unlike in training.
 
         Args:
             rows: Columns by name, as in the data set: a dict of lists or arrays (or of single values for one row, where
@@ -142,7 +142,7 @@ class Predictor:
         if not len(wrong := np.flatnonzero(~np.isfinite(logits))):
             return
         row, names = int(wrong[0]), self.data.schema.dense
-        most = f"; the row's largest number is that of column {names[np.abs(batch.dense[row]).argmax()]!r}"
+        most = f"; the row's largest number is in column {names[np.abs(batch.dense[row]).argmax()]!r}"
         raise UserError(f"row {row + 1}: the model's result is not a finite number{most if names else ''}")
 
     def predict(self, batch: Batch) -> Probabilities:
@@ -181,7 +181,7 @@ class Predictor:
             yield name, outputs[0] if feature.is_single else tuple(outputs)
 
     def _values(self, rows: Tensor, feature: Feature, ids: FeatureIds, dim: int) -> Tensor:
-        """Return weighted rows [N, D], pooled if the feature is, in the dense layers' precision."""
+        """Return weighted rows [N, D], or pooled ones if the feature is pooled, in the dense layers' precision."""
         dtype = torch.bfloat16 if self._bf16 and dim > 1 else torch.float32
         if ids.offsets is None and ids.weights is None:
             found = rows.to(dtype)

@@ -1,4 +1,4 @@
-"""Conversion of `Predictor`'s input, dicts, pandas frames and Arrow tables, to a record batch."""
+"""Converts `Predictor`'s input (dicts, pandas frames and Arrow tables) to a record batch."""
 
 from collections.abc import Mapping, Sequence
 from datetime import date, datetime
@@ -13,14 +13,14 @@ from hostdev.data.schema import Schema
 
 
 def as_mapping(rows: Any) -> Any:
-    """Return a pandas Series, which is one row, as a dict; anything else unchanged."""
+    """Return a pandas Series (one row) as a dict; return anything else unchanged."""
     return rows.to_dict() if _is_pandas(rows, "Series") else rows
 
 
 def as_columns(
     rows: Mapping[Any, Any], schema: Schema, separators: Mapping[str, str | None] | None = None
 ) -> dict[str, Any]:
-    """Return the required columns, each with a value per row; single values are one row.
+    """Return the required columns, each with a value per row; single values mean one row.
 
     A bag may have a list of values if all other columns have single values, or if there are no others and text is not
     split.
@@ -28,10 +28,10 @@ def as_columns(
     Args:
         rows: Columns by name.
         schema: The data set's schema.
-        separators: Separators of bags in text, by column; None: no bag is split.
+        separators: Separators of bags that are given as text, by column; None: no bag is split.
 
     Raises:
-        UserError: Columns have different lengths, or lists may be one row or several.
+        UserError: Columns have different lengths, or it is ambiguous whether lists are one row or several.
     """
     plain = [name for name in _names(schema) if name not in schema.bags]
     one = all(_is_scalar(rows[name]) for name in plain) if plain else _is_one_row(rows, schema, separators or {})
@@ -49,7 +49,7 @@ def as_columns(
         if len(values) == n:
             continue
         what = f"{counted(len(values), 'value')}" if not _is_scalar(rows[name]) else "a single value"
-        raise UserError(f"column {name!r} has {what}, and column {longest!r} has {n:,}; give one for each row")
+        raise UserError(f"column {name!r} has {what}, but column {longest!r} has {n:,}; give one for each row")
     return columns
 
 
@@ -65,8 +65,8 @@ def _is_one_row(rows: Mapping[Any, Any], schema: Schema, separators: Mapping[str
     for name, values in lists.items():
         if separators.get(name) and len(values) > 1:
             raise UserError(
-                f"column {name!r} has a list of {len(values)} values, which may be one row or several; give a list of "
-                "lists, a list for each row"
+                f"column {name!r} has a list of {len(values)} values, which may be one row or several; give a list "
+                "of lists, one for each row"
             )
     return any(len(values) > 1 for values in lists.values())
 
@@ -127,7 +127,7 @@ def _protect_values(name: str, values: Sequence[Any]) -> Any:
     """Protect values that Arrow would change: large integers become text, NumPy dates an array.
 
     Raises:
-        UserError: Dates are mixed with times, zoned times with others, or times are finer than Arrow accepts in a list.
+        UserError: Dates are mixed with times, times with and without zones are mixed, or times are too fine for Arrow.
     """
     kinds = {type(value) for value in values}
     if (
@@ -138,7 +138,7 @@ def _protect_values(name: str, values: Sequence[Any]) -> Any:
         return [None if value is None else str(value) for value in values]
     if np.datetime64 in kinds and kinds <= {np.datetime64, type(None)}:
         return np.array(["NaT" if value is None else value for value in values], "datetime64")
-    times = [value for value in values if isinstance(value, datetime) and value == value]  # NaT is not
+    times = [value for value in values if isinstance(value, datetime) and value == value]  # not NaT
     if not times:
         return values
     if any(isinstance(value, date) and not isinstance(value, datetime) for value in values):
@@ -159,7 +159,7 @@ def _require_valid(name: str, values: Any) -> None:
 
 
 def _combine_chunks(array: Any) -> pa.Array:
-    """Return an array without chunks."""
+    """Return an array that is not chunked."""
     array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
     return array.chunk(0) if isinstance(array, pa.ChunkedArray) else array
 

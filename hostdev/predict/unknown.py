@@ -7,8 +7,8 @@ import numpy as np
 from hostdev.data.batch import Batch
 from hostdev.data.preprocess.encoding import Encoding
 
-_SOME = 20  # values, the least for a meaningful share
-_MOST = 0.5  # the share of unknown values that is remarkable,
+_SOME = 20  # values; the share of fewer is meaningless
+_MOST = 0.5  # a share of unknown values above this is reported,
 _TIMES = 2  # if it is also this many times the training's
 
 
@@ -25,7 +25,7 @@ class UnknownValues:
         self._columns = [*ids, *(column for column in schema.columns if column.kind == "bag")]
         self._oov = np.array([spaces[column.space].oov for column in self._columns], np.int64)
         self._rates = np.array([encoding.rates.get(column.space, 1.0) for column in self._columns])
-        self._most = np.maximum(_MOST, _TIMES * self._rates)  # the largest share without a warning
+        self._most = np.maximum(_MOST, _TIMES * self._rates)  # a larger share causes a warning
         self._ids = len(ids)
         self._uses = np.zeros(len(self._columns), np.int64)
         self._unknown = np.zeros(len(self._columns), np.int64)
@@ -43,7 +43,7 @@ class UnknownValues:
             self._unknown[place] += np.count_nonzero(values == self._oov[place])
 
     def lines(self) -> Iterator[str]:
-        """Yield a warning for each column that needs one and had none yet."""
+        """Yield a warning for each column that needs one and has not had one."""
         for place in np.flatnonzero((self._uses >= _SOME) & (self._unknown > self._most * self._uses)).tolist():
             column, uses = self._columns[place], int(self._uses[place])
             if column.name in self._warned:
@@ -52,6 +52,6 @@ class UnknownValues:
             share, before = self._unknown[place] / uses, self._rates[place]
             shown = self._encoding.written(column.space).shown
             yield (
-                f"column {column.name!r}: {share:.1%} of {uses:,} values are out of vocabulary, and {before:.1%} "
-                f"were in training, whose values were {shown}; are they written in the same way?"
+                f"column {column.name!r}: {share:.1%} of {uses:,} values are out of vocabulary, but {before:.1%} "
+                f"were in training, whose values were {shown}; are they written the same way?"
             )

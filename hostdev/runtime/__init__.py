@@ -1,1 +1,1 @@
-"""What users build on: tables behind features, one for loop, gradients back to their rows."""
+"""The user's interface: tables behind features, one for loop, and gradients back to their rows."""

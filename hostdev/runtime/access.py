@@ -14,13 +14,13 @@ class Access:
     """A runtime as the owner of its tables, `core.tables.Owner`; it does not keep the runtime alive.
 
     Args:
-        runtime: Whose module imports this one.
+        runtime: The runtime, whose module imports this one.
     """
 
     def __init__(self, runtime: Any) -> None:
         self._runtime = ref(runtime)
         self._process = os.getpid()
-        self._is_busy = False  # writing tables back, in the loop's thread
+        self._is_busy = False  # tables are being written back, in the loop's thread
 
     def before_read(self, table: Any) -> None:
         """See `Owner`."""
@@ -44,8 +44,8 @@ class Access:
         loop = None if runtime is None else runtime.loops.training
         if runtime is not None and runtime.ranks is not None and runtime.pipeline.depth and loop is not None:
             raise ValueError(
-                f"table {table.name!r}: other ranks have its rows for the next batches already; write it between "
-                "loops, or make the Runtime with depth=0"
+                f"table {table.name!r}: other ranks already have its rows for the next batches; write to it between "
+                "loops, or create the Runtime with depth=0"
             )
 
     def after_write(self, table: Any, ids: Any) -> None:

@@ -1,4 +1,4 @@
-"""Settings that must be equal on all ranks: else their rows would drift apart, or their exchange would fail."""
+"""Settings that must be equal on all ranks; otherwise rows would drift apart, or an exchange would fail."""
 
 import zlib
 from collections.abc import Mapping, Sequence
@@ -29,8 +29,8 @@ def get_settings(
         device: The kind of device.
         depth: Batches that are read ahead.
         dense_exchange: How the dense gradients are summed.
-        windows: Of each group, the number of batches that its cache looks ahead; None without a cache. The size and the
-            policy of a cache may differ between ranks.
+        windows: For each group, the number of batches that its cache looks ahead; None without a cache. The size and
+            the policy of a cache may differ between ranks.
     """
     tables = [table for group in groups for table in group.tables]
     names = ", ".join(table.name for table in tables)
@@ -41,7 +41,7 @@ def get_settings(
     found["the list of features"] = ", ".join(one.name for one in bindings)
     found |= {f"feature {one.name!r}": text for one, text in zip(bindings, features, strict=True)}
     found["the kind of device"] = device
-    found["depth"] = depth  # ranks exchange the ids of what each has read ahead
+    found["depth"] = depth  # ranks exchange the ids of the batches that each has read ahead
     found["dense_exchange"] = dense_exchange
     for group, window in zip(groups, windows, strict=True):
         text = "there is none" if window is None else f"it looks {window} batches ahead"
@@ -50,7 +50,7 @@ def get_settings(
 
 
 def get_parameters(parameters: Sequence[Tensor]) -> Mapping[str, Any]:
-    """Return the parameters that ranks reduce, with a checksum of each: ranks that begin different stay different."""
+    """Return the parameters that ranks reduce, each with a checksum: ranks that start differently stay different."""
     found: dict[str, Any] = {"the number of parameters": len(parameters)}
     for number, one in enumerate(parameters):
         values = one.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -61,7 +61,7 @@ def get_parameters(parameters: Sequence[Tensor]) -> Mapping[str, Any]:
 
 
 def make_marks(tables: Sequence[Table], frozen: Sequence[bool]) -> list[int]:
-    """Return numbers whose maxima over the ranks show whether all ranks have the same rates and frozen tables."""
+    """Return numbers whose maxima over the ranks show whether all have the same learning rates and frozen tables."""
     rates = [float(table.optimizer.lr) for table in tables]
     marks = [zlib.crc32(np.array(values, np.float64).tobytes()) for values in (rates, frozen)]
     return [*marks, *(-mark for mark in marks)]
@@ -72,7 +72,7 @@ def require_marks(largest: Sequence[int], step: int) -> None:
     whats = "the learning rates of the tables differ", "which tables are frozen differs"
     for what, most, least in zip(whats, largest[: len(whats)], largest[len(whats) :], strict=True):
         if most != -least:
-            raise UnlikeError(f"step {step}: {what} between ranks; set them alike, in the same step, on all of them")
+            raise UnlikeError(f"step {step}: {what} between ranks; set the same on all ranks, in the same step")
 
 
 MARKS = 4

@@ -1,4 +1,4 @@
-"""What loops over `train` and `predict` share, and the latter: batches in order, each with its rows."""
+"""The base of the loops over `train` and `predict`, and the loop over `predict`: batches in order, with their rows."""
 
 import atexit
 import threading
@@ -29,7 +29,7 @@ _open_loops: WeakSet[Any] = WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """End the open loops before Python ends: later their threads stand still, and nothing could wait for them."""
+    """End the open loops before Python exits: later their threads are stopped, and nothing could wait for them."""
     with ExitStack() as stack:
         for loop in list(_open_loops):
             stack.callback(loop.close)
@@ -46,11 +46,11 @@ class Loop(Generic[Item]):
     Args:
         runtime: The `Runtime`, whose module imports this one.
         batches: The loader.
-        reader: Makes requests of the loader's batches.
-        by_step: Yield a step's batches at once.
+        reader: Turns the loader's batches into requests.
+        by_step: Yield all batches of a step together.
         background: Read in another thread.
-        read_ahead: The most batches that are read beyond the body's.
-        name: Of the runtime's method, for messages.
+        read_ahead: Maximum number of batches that are read beyond the body's.
+        name: The name of the runtime's method, for messages.
         features: The features that are looked up; None: all.
         flags: For `Rows.guard`; None in a loop that takes no steps.
     """
@@ -72,14 +72,14 @@ class Loop(Generic[Item]):
         flags: Flags | None = None,
     ) -> None:
         self._by_step, self.name = by_step, name or self.name
-        self._number = 0  # of the last batch, or step, that was asked for
+        self._number = 0  # of the last batch, or step, that was requested
         steps_ahead = None if read_ahead is None else read_ahead // reader.together
         self._how: dict[str, Any] = {"background": background, "read_ahead": steps_ahead}  # the pipeline reads requests
         self._reading: Reading | None = None  # None before the first batch and after the last
         self._runtime, self._reader, self._batches = runtime, reader, batches
-        # Ranks that do not lead get the rows of their samples from others.
+        # Ranks that do not lead get the rows of their samples from other ranks.
         self._batch = BodyBatch(runtime, asks=runtime.world.leads, flags=flags, features=features)
-        self._stack = ExitStack()  # its callbacks do not refer to the loop, which ends when nobody holds it
+        self._stack = ExitStack()  # callbacks must not refer to the loop, which ends when nobody holds it
         self._pass: Any = None  # None before the first batch and after the last
         self._ended = False
         self._length: int | None = None
@@ -88,38 +88,38 @@ class Loop(Generic[Item]):
         self._body = BodyState()
 
     def __iter__(self) -> Body[Item]:
-        """Return an iterator for one `for` statement. ValueError where the loop is over, as in a second epoch."""
+        """Return an iterator for one `for` statement; ValueError if the loop is over, as in a second epoch."""
         spent = False
         with suppress(TypeError):  # the loader has no length
             spent = 0 < self._given == len(self)
         if self._ended or spent:
             raise ValueError(
                 "this loop is over; call runtime.train(...) or predict(...) again for each epoch, or give a trainer "
-                "runtime.train_loader(...), which begins a loop for each"
+                "runtime.train_loader(...), which opens a new loop for each"
             )
         return Body(self)
 
     def left_body(self, *, raised: bool, abandoned: bool) -> None:
-        """Note how a `for` statement over the loop ended; for `Body`.
+        """Record how a `for` statement over the loop ended; for `Body`.
 
         Args:
-            raised: Whether its body has raised, and so has not reached its end.
-            abandoned: Whether an exception has left the statement, from its body or from the loop.
+            raised: Whether its body raised an exception before its end.
+            abandoned: Whether an exception propagated out of the statement, from its body or from the loop.
         """
         self._body.raised, self._body.abandoned = raised, abandoned
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether an exception left the loop, and nobody has come back since."""
+        """Whether an exception propagated out of the loop, which has not continued since."""
         return self._body.abandoned and not self._ended
 
     @property
     def is_finished(self) -> bool:
-        """Whether the last batch was yielded, and nothing waits for its end."""
+        """Whether the last batch was yielded, and nothing is left to do at its end."""
         return False
 
     def __enter__(self) -> "Loop[Item]":
-        """Close it at the end of a `with`."""
+        """Return the loop; it is closed at the end of the `with`."""
         return self
 
     def __exit__(
@@ -130,7 +130,7 @@ class Loop(Generic[Item]):
         self.close()
 
     def __len__(self) -> int:
-        """Return the number of batches; TypeError where the loader has no length."""
+        """Return the number of batches; TypeError if the loader has no length."""
         if self._length is None:
             self._length = self._reader.length(self._batches) // (self._reader.together if self._by_step else 1)
         return self._length
@@ -138,13 +138,13 @@ class Loop(Generic[Item]):
     def __del__(self) -> None:
         if self._ended:
             return
-        if self._pass is not None and self._pass.is_own(threading.current_thread()):  # which cannot wait for itself
+        if self._pass is not None and self._pass.is_own(threading.current_thread()):  # it cannot wait for itself
             threading.Thread(target=self._close_unwatched).start()
         else:
             self._close_unwatched()
 
     def _close_unwatched(self) -> None:
-        """Close it where nobody can catch an error, which Python only prints; the runtime's next call raises it."""
+        """Close the loop where no caller can catch an error, which Python would only print; the next call raises it."""
         try:
             self.close()
         except BaseException as error:
@@ -152,12 +152,12 @@ class Loop(Generic[Item]):
             raise
 
     def close(self) -> None:
-        """End the loop early; the tables have all finished steps. Raises the error of a late update."""
+        """End the loop early; the tables have all finished steps. Raises the error of an outstanding update."""
         self._ended = True
         ranks = self._runtime.ranks
         if ranks is not None and self._pass is not None:
-            if ranks.have_parted:  # nobody takes part in exchanges any more
-                self._fail(PeerLostError("the ranks have parted"))
+            if ranks.have_parted:  # other ranks no longer take part in exchanges
+                self._fail(PeerLostError("the ranks have diverged"))
                 return
             ranks.calls.leave(f"runtime.{self.name}(), left after {self._what} {self._number}")
         with torch.inference_mode(False):  # as in `__next__`
@@ -171,7 +171,7 @@ class Loop(Generic[Item]):
                     reading.leave()
 
     def finish(self) -> None:
-        """End the loop with the batch that was yielded last, as if it were the loader's last one."""
+        """End the loop with the batch that was yielded last, as if it were the loader's last."""
         try:
             with torch.inference_mode(False):  # as in `__next__`
                 self._end_batch()
@@ -191,8 +191,8 @@ class Loop(Generic[Item]):
         _open_loops.discard(self)
 
     def _requests(self) -> Iterator[Request]:
-        """Return a request for each batch; begins the loader."""
-        with suppress(Exception):  # of anybody's loader; who asks for its length later gets the error
+        """Yield a request for each batch; starts the loader."""
+        with suppress(Exception):  # a user's loader may raise anything; later calls of len() get the error
             self._length = len(self)
         runtime, together = self._runtime, self._reader.together
         keep = partial(runtime.loops.iterators.get, train=self._is_training)
@@ -204,7 +204,7 @@ class Loop(Generic[Item]):
         return self._reader.requests(reading)
 
     def _find_place(self, reading: Reading) -> Place | None:
-        """Return where the batches continue, for their random streams; None where they begin."""
+        """Return the position at which the batches continue, for their random streams; None at their beginning."""
         return None if reading.kept is None else reading.kept.place
 
     @property
@@ -213,11 +213,11 @@ class Loop(Generic[Item]):
         return None if self._reading is None else self._reading.place
 
     def __next__(self) -> Item:
-        """Finish the batch before, and return the next one with its rows, or the next step's."""
+        """Finish the previous batch, and return the next batch with its rows, or the next step."""
         if self._ended:
             raise StopIteration
         try:
-            with torch.inference_mode(False):  # or tensors that a step changes would not allow it
+            with torch.inference_mode(False):  # otherwise a step could not change its tensors
                 asks = self._by_step or not self._batch.micros
                 if asks:
                     self._begin_next()
@@ -261,7 +261,7 @@ class Loop(Generic[Item]):
         return self._batch.next()
 
     def _begin_next(self) -> None:
-        """Count another batch, or step, for which all ranks ask."""
+        """Count another batch, or step, which all ranks request."""
         self._number += 1
         if (ranks := self._runtime.ranks) is None:
             return
@@ -272,7 +272,7 @@ class Loop(Generic[Item]):
             ranks.calls.begin(self.name, f"{self._what} {self._number} of {text}")
 
     def _get_settings(self) -> dict[str, Any]:
-        """Return what all ranks must have alike in this loop."""
+        """Return the settings of this loop that must be equal on all ranks."""
         return {"micro_batches": self._reader.together, "by_step": self._by_step}
 
     def _fail(self, error: BaseException) -> None:
@@ -280,7 +280,7 @@ class Loop(Generic[Item]):
         reading, self._reading = self._reading, None
         self._release()
         if reading is not None:
-            with suppress(ValueError):  # the first error is raised already
+            with suppress(ValueError):  # the first error is already being raised
                 reading.leave()
         self._stack.__exit__(type(error), error, error.__traceback__)
 
@@ -318,13 +318,13 @@ class PredictLoop(Loop[Item]):
     def __init__(
         self,
         runtime: Any,  # imports this module
-        batches: Iterable[Any],  # of any type, as `Item` is
+        batches: Iterable[Any],  # of any type, like `Item`
         reader: Reader,
         **options: Any,  # of `Loop`
     ) -> None:
         super().__init__(runtime, batches, reader, **options)
-        self._counted = ExitStack()  # while it is one of the runtime's open loops
-        self._next: list[StepBatch | BaseException | None] = []  # what comes after the last batch, where that is known
+        self._counted = ExitStack()  # held while this is one of the runtime's open loops
+        self._next: list[StepBatch | BaseException | None] = []  # what follows the last batch, if known
 
     def _open(self) -> Any:
         loops = self._runtime.loops
@@ -336,11 +336,11 @@ class PredictLoop(Loop[Item]):
 
     @property
     def is_finished(self) -> bool:
-        """Whether the last batch was yielded, and nothing waits for its end."""
+        """Whether the last batch was yielded, and nothing is left to do at its end."""
         return self._next == [None] and not self._ended
 
     def left_body(self, *, raised: bool, abandoned: bool) -> None:
-        """Note how a `for` statement ended, as for any loop; after the last batch the loop is over."""
+        """Record how a `for` statement ended, as for any loop; after the last batch the loop is over."""
         super().left_body(raised=raised, abandoned=abandoned)
         if self.is_finished:
             self.close()
@@ -359,7 +359,7 @@ class PredictLoop(Loop[Item]):
             self._look_for_end()
 
     def _look_for_end(self) -> None:
-        """Find out, with the last batch of a loader that has a length, whether the loop is at its end."""
+        """At the last batch of a loader that has a length, find out whether the loop is at its end."""
         try:
             self._next.append(super()._take_next())
         except BaseException as error:

@@ -1,10 +1,10 @@
-"""How the body of a `for` statement over a loop ended: by `break` or by an exception.
+"""Detects how the body of a `for` statement over a loop ended: by `break` or by an exception.
 
 A loop without a dense optimizer takes its step at the end of the body, so it must distinguish the two, and Python does
 not report a propagating exception to `__del__`. But a `for` statement drops its iterator at the instruction that leaves
-it: `POP_TOP` (`POP_ITER` from Python 3.14 on) for `break` and `return`, the raising one for an exception. An iterator
-that a variable or a generator holds is dropped later: at a call that returns when its function returns, and at another
-instruction when the last traceback with the function's frame is gone.
+it: `POP_TOP` (`POP_ITER` from Python 3.14 on) for `break` and `return`, the raising instruction for an exception. An
+iterator that a variable or a generator holds is dropped later: at a call that returns when its function returns, and at
+another instruction when the last traceback with the function's frame is gone.
 """
 
 import sys
@@ -24,11 +24,11 @@ _ADVANCING = {opmap["FOR_ITER"], _DELEGATING}
 
 
 class BodyState:
-    """How the last body of a loop ended, as far as is known.
+    """How the last body of a loop ended, as far as known.
 
     Attributes:
-        raised: Whether an exception left it; None: it has not ended.
-        abandoned: Whether an exception left the `for` statement, and nobody has come back since.
+        raised: Whether it ended by an exception; None: it has not ended.
+        abandoned: Whether an exception propagated out of the `for` statement, and the loop has not continued since.
     """
 
     def __init__(self) -> None:
@@ -40,10 +40,10 @@ class BodyState:
         """Begin a body."""
         handled = sys.exception()
         self.raised, self.abandoned = None, False
-        self._handled = None if handled is None else id(handled)  # not itself: its frames hold the loop
+        self._handled = None if handled is None else id(handled)  # not the exception itself, whose frames hold the loop
 
     def has_raised(self) -> bool:
-        """Return whether an exception has left the body."""
+        """Return whether the body ended by an exception."""
         if self.raised is not None:
             return self.raised
         handled = sys.exception()
@@ -63,7 +63,7 @@ class Body(Iterator[Item]):
         self._in_yield_from = False
 
     def __iter__(self) -> "Body[Item]":
-        """Return an iterator of its own for each `for` statement; ValueError where the loop is over."""
+        """Return a new iterator for each `for` statement; ValueError if the loop is over."""
         body: Body[Item] = iter(self._loop)
         return body
 
@@ -78,17 +78,17 @@ class Body(Iterator[Item]):
         return item
 
     def __len__(self) -> int:
-        """Return the loop's number of batches; TypeError where the loader has no length."""
+        """Return the loop's number of batches; TypeError if the loader has no length."""
         return len(self._loop)
 
     def close(self) -> None:
-        """Close the loop; a generator that is closed within `yield from` calls it, too."""
+        """Close the loop; also called by a generator that is closed within `yield from`."""
         if self._in_yield_from:
             self._left(sys._getframe(1))
         self._loop.close()
 
     def __del__(self) -> None:
-        frame = sys._getframe().f_back  # None where the interpreter ends
+        frame = sys._getframe().f_back  # None while the interpreter exits
         if self._in_for is not None and frame is not None:
             self._left(frame)
 

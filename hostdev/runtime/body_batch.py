@@ -20,19 +20,19 @@ class BodyBatch:
     """The in-flight batch of a loop's body; empty between two bodies.
 
     Args:
-        runtime: Whose features and tables these are.
+        runtime: The runtime that has the features and tables.
         asks: Whether this rank looks up the rows of its samples.
         flags: For `Rows.guard`; None in a loop that takes no steps.
         features: The features that are looked up; None: all.
 
     Attributes:
         flight: The pipeline's batch.
-        micros: The loader's batches in it that are still to be yielded.
+        micros: The loader's batches in it that have not been yielded yet.
         leaves: The rows, by group and by table.
-        inverses: Of each group, int32: which row each remaining use has.
-        rows: What the loop has yielded of it.
+        inverses: For each group, int32: the row of each remaining occurrence.
+        rows: The `Rows` that the loop has yielded for it.
         reduction: Sums the gradients of its micro-batches.
-        losses: Of each `backward`, float32 []: 0 for a finite loss, else NaN.
+        losses: For each `backward`, float32 []: 0 for a finite loss, else NaN.
         shares_rows: Whether some of its batches do not use all rows.
     """
 
@@ -66,7 +66,7 @@ class BodyBatch:
         self.micros = list(flight.request.note)
         self.shares_rows = len(self.micros) > 1
         self.losses = []
-        flight.request.note.clear()  # the loader's batches live no longer than the caller's
+        flight.request.note.clear()  # keep the loader's batches no longer than the caller does
         self._sent = list(flight.tensors)
         self.inverses = [part.inverse for part in flight.groups]
         staging = self._runtime.staging
@@ -86,19 +86,19 @@ class BodyBatch:
 
     @property
     def gradients(self) -> list[Tensor]:
-        """The gradients of the rows so far, here."""
+        """The gradients of the rows so far, on this rank."""
         return [grad for leaf in self.all_leaves for grad in leaf.grads()]
 
     def has_gradients(self) -> bool:
-        """Return whether the rows have got gradients, on any rank."""
+        """Return whether the rows have received gradients, on any rank."""
         return (self.reduction is not None and self.reduction.has_rows) or any(leaf.grads() for leaf in self.all_leaves)
 
     def is_reduced(self) -> bool:
-        """Return whether the micro-batch that was yielded last has been added to the step."""
+        """Return whether the last yielded micro-batch has been added to the step."""
         return bool(self.rows) and self.rows[-1].reduced
 
     def next(self) -> tuple[Any, Rows]:
-        """Return the next of the loader's batches, with its rows."""
+        """Return the loader's next batch, with its rows."""
         micro, runtime, flight = self.micros.pop(0), self._runtime, self.flight
         assert flight is not None
         uses, values = self._look_up(flight, micro) if self._asks else ([], {})
@@ -124,7 +124,7 @@ class BodyBatch:
         return batch, rows
 
     def _look_up(self, flight: StepBatch, micro: MicroBatch) -> tuple[list[GroupUses], dict[str, Value]]:
-        """Return where a micro-batch uses the rows, and its rows by feature."""
+        """Return a micro-batch's occurrences of the rows, and its rows by feature."""
         runtime, located = self._runtime, []
         for ids, binding in zip(micro.ids, runtime.bindings, strict=True):
             offsets = self._sent.pop(0) if ids.offsets is not None else None

@@ -1,4 +1,4 @@
-"""Gradients of rows that a runtime carries from a loop that ended before their step into the next step."""
+"""Gradients of rows from a loop that ended before their step, which a runtime carries into the next step."""
 
 from collections.abc import Sequence
 
@@ -10,12 +10,12 @@ from hostdev.runtime.table_settings import TableSettings
 
 
 class CarriedGradients:
-    """At most one batch's gradients that wait for a step.
+    """The gradients, of at most one batch, that wait for a step.
 
     Args:
         groups: The groups of tables.
         pipeline: Updates the tables.
-        settings: Of the tables.
+        settings: The tables' settings.
     """
 
     def __init__(self, groups: Sequence[GroupSpec], pipeline: Pipeline, settings: TableSettings) -> None:
@@ -30,18 +30,18 @@ class CarriedGradients:
         scaling.watch_pending(pending)
 
     def forget(self) -> None:
-        """Forget what is kept."""
+        """Forget the kept gradients."""
         if self._pending is not None:
             scaling.forget_pending(self._pending)
             self._pending = None
 
     def drop(self) -> None:
-        """Let the gradients not count in the next step."""
+        """Exclude the gradients from the next step."""
         if self._pending is not None:
             self._pending.drop()
 
     def first_batch(self) -> FirstBatch | None:
-        """Return what adds the gradients to those of a loop's first batch; None where none wait."""
+        """Return the object that adds the gradients to those of a loop's first batch; None if none wait."""
         pending = self._pending
         if pending is None or not pending.is_kept():
             self.forget()
@@ -49,7 +49,7 @@ class CarriedGradients:
         return FirstBatch(pending, [group.tables for group in self._groups], self._pipeline, self._forget_decided)
 
     def _forget_decided(self, pending: Pending) -> None:
-        if self._pending is pending:  # else the loop has left others
+        if self._pending is pending:  # otherwise the loop has left different ones
             self.forget()
 
     def apply(self, pending: Pending) -> None:
@@ -62,7 +62,7 @@ class CarriedGradients:
         take_step(self._pipeline, pending, {table.name for table in tables if self._settings.is_frozen(table)})
 
     def step(self) -> bool:
-        """Apply what is kept, outside a loop; return whether there was anything."""
+        """Apply the kept gradients outside a loop; return whether there were any."""
         pending = self._pending
         if pending is None or self.is_training or not pending.is_kept():
             return False

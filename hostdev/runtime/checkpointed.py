@@ -1,4 +1,4 @@
-"""What a checkpoint saves of a runtime, and restores."""
+"""The parts of a runtime that a checkpoint saves and restores."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ class CheckpointedState:
     """The tables, their optimizer and the position in the batches, for `hostdev.runtime.saving`.
 
     Args:
-        runtime: Whose module imports this one.
+        runtime: The runtime, whose module imports this one.
     """
 
     def __init__(self, runtime: Any) -> None:

@@ -1,7 +1,7 @@
-"""torch's clipping of gradients, with the rows of the batch among the parameters, where a framework calls it.
+"""Lets torch's clipping functions, when a framework calls them, clip the batch's rows together with the parameters.
 
-A trainer clips the parameters of its optimizers, which do not include the rows of the batch. They are added, once a
-step, while the loop of a `train_loader` is open. Frameworks call `torch.nn.utils.clip_grad_norm_` and
+A trainer clips the parameters of its optimizers, which do not include the rows of the batch. This module adds them,
+once per step, while the loop of a `train_loader` is open. Frameworks call `torch.nn.utils.clip_grad_norm_` and
 `clip_grad_value_` through their module, so the two are replaced there until the last such loop ends.
 """
 
@@ -32,7 +32,7 @@ _loops: WeakSet[Any] = WeakSet()
 
 
 def add(loop: Clipped) -> None:
-    """Clip the rows of a loop with the parameters, until it is gone or `remove` is called.
+    """Clip the rows of a loop with the parameters until the loop is deleted or `remove` is called.
 
     Raises:
         RuntimeError: This torch lacks one of the two functions.
@@ -43,7 +43,7 @@ def add(loop: Clipped) -> None:
 
 
 def remove(loop: Clipped) -> None:
-    """End what `add` began; after the last loop torch has its own functions again."""
+    """Undo `add`; after the last loop, torch's own functions are restored."""
     with _hooks.lock:
         _loops.discard(loop)
         if not list(_loops):

@@ -25,16 +25,16 @@ class _Table(Protocol):
 
 
 def state_sha256(tables: Iterable[_Table], dense: DenseState, ranks: Ranks | None = None) -> str:
-    """Return the SHA-256, in hexadecimal, of the logical state; with other ranks, all of them call it.
+    """Return the SHA-256, in hexadecimal, of the logical state; if there are ranks, all must call it.
 
-    Its order: tables by name, each with the number of steps, the weights, then the optimizer state by name; the dense
-    parameters by name, each followed by its optimizer state by name; the network's persistent buffers by name. A line
-    with name, dtype and shape precedes each array; arrays are row-major and little-endian. The device and the memory
-    layout of a table do not matter.
+    The order is: tables by name, each with the number of steps, the weights, then the optimizer state by name; the
+    dense parameters by name, each followed by its optimizer state by name; the network's persistent buffers by name. A
+    line with name, dtype and shape precedes each array; arrays are row-major and little-endian. The device and the
+    memory layout of a table do not matter.
 
     Args:
         tables: The tables.
-        dense: The same on all ranks, or on rank 0.
+        dense: The dense side, which is equal on all ranks, or given on rank 0.
         ranks: The other processes.
     """
     digest = StateDigest()
@@ -49,7 +49,7 @@ def state_sha256(tables: Iterable[_Table], dense: DenseState, ranks: Ranks | Non
 
 
 def columns_of(table: _Table, ranks: Ranks | None = None) -> list[Column]:
-    """Return a table's weights and optimizer state; with other ranks all rows, on rank 0."""
+    """Return a table's weights and optimizer state; if there are ranks, those of all rows, on rank 0."""
     found = table.columns().items()
     if ranks is not None:
         total = table.total_rows

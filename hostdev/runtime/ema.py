@@ -28,16 +28,15 @@ class EMA:
 
         average = hostdev.EMA(users, decay=0.999)
         for batch, rows in runtime.train(loader, ids=ids):
-            ...
-            optimizer.step()
-            average.update(batch.user)  # the ids of the step's batch; without, all rows are compared
+            ... optimizer.step() average.update(batch.user)  # the step's ids; without them, all rows are compared
         with average.applied():
             for batch, rows in runtime.predict(test_loader, ids=ids):
                 ...
 
-    With a step's weights w, average <- decay * average + (1 - decay) * w; it begins with the weights. The result is
-    that of a dense average: rows that no step has changed are computed when they are read. It takes 2 x rows x dim x 4
-    bytes of host memory, and 8 bytes a row. `update` reads the table, which finishes the body's batch as any read does.
+    With a step's weights w, average <- decay * average + (1 - decay) * w; it starts with the weights. The result equals
+    a dense average; rows that no step has changed are brought up to date when they are read. It takes 2 x rows x dim x
+    4 bytes of host memory, and 8 bytes per row. `update` reads the table, which finishes the body's batch as any read
+    does.
 
     Args:
         table: A HostTable or a DeviceTable.
@@ -55,23 +54,23 @@ class EMA:
         needed, free = table.rows * (8 * table.dim + 8), available_bytes()
         if needed > free:
             raise UserError(
-                f"table {table.name!r}: the average of its rows needs {format_bytes(needed)} of host memory, but only "
-                f"{format_bytes(free)} is free"
+                f"table {table.name!r}: the average of its rows needs {format_bytes(needed)} of host memory, but "
+                f"{format_bytes(free)} are free"
             )
         self.table, self.decay = table, float(decay)
         self.steps = 0  # updates
         self._rows: Rows = np.empty((table.rows, table.dim), np.float32)  # the weights at each row's last update
         for part, values in self._parts(self._read(None)):
             self._rows[part] = values
-        self._average = self._rows.copy()  # at the same update
-        self._last = np.zeros(table.rows, np.int64)  # the number of that update
+        self._average = self._rows.copy()  # the average at the same update
+        self._last = np.zeros(table.rows, np.int64)  # the number of each row's last update
 
     def update(self, ids: npt.ArrayLike | torch.Tensor | None = None) -> None:
         """Add the weights after a step to the average.
 
         Args:
-            ids: Of all rows that the step may have changed: integers of any shape, each in [0, rows), duplicates
-                allowed. None: find these rows by comparing all.
+            ids: The ids of all rows that the step may have changed: integers of any shape, each in [0, rows),
+                duplicates allowed. None: find these rows by comparing all rows.
 
         Raises:
             UserError: An id is out of range; the average is unchanged. Other wrong ids raise as for `HostTable.lookup`.
@@ -86,8 +85,8 @@ class EMA:
         else:
             if getattr(self.table, "part", None) is not None:
                 raise ValueError(
-                    f"table {self.table.name!r}: this rank has only some of its rows, and its batch uses other "
-                    "ranks', too; call update() without ids, which finds the rows that have changed here"
+                    f"table {self.table.name!r}: this rank has only some of its rows, but its batch also uses other "
+                    "ranks' rows; call update() without ids, which finds the changed rows of this rank"
                 )
             array = ids.detach().cpu().numpy() if isinstance(ids, torch.Tensor) else np.asarray(ids)
             rows = np.unique(checked_ids(array.reshape(-1), self.table.rows, self.table.name))
@@ -117,11 +116,11 @@ class EMA:
     def applied(self) -> Iterator[None]:
         """Put the averages into the table within a `with`, and restore the same bits afterwards.
 
-        Optimizer state is kept. With dtype="bfloat16" the averages are rounded to nearest. A checkpoint that is saved
-        within has the averages; writes to the weights within are lost.
+        Optimizer state is kept. With dtype="bfloat16" the averages are rounded to nearest. A checkpoint saved within
+        the `with` has the averages; writes to the weights within it are lost.
 
         Raises:
-            ValueError: The table cannot be written, as with other ranks in a loop at depth > 0.
+            ValueError: The table cannot be written, for example with other ranks in a loop at depth > 0.
         """
         average = self.weights
         if self.table.dtype == BF16:
@@ -154,7 +153,7 @@ class EMA:
             array[...] = state[name].cpu().numpy()
 
     def _at(self, rows: Ids, step: int) -> npt.NDArray[np.float64]:
-        """Return the averages of rows [N] at a step, float64 [N, D], if their weights are those of the last update."""
+        """Return the averages of rows [N] at a step, float64 [N, D], if their weights have not changed since."""
         there = self._rows[rows].astype(np.float64)
         gone = np.power(self.decay, (step - self._last[rows]).astype(np.float64))[:, None]
         return there + gone * (self._average[rows].astype(np.float64) - there)

@@ -1,4 +1,4 @@
-"""Features to groups of tables, and a batch's ids, as the caller has them, to flat ids without padding."""
+"""Groups the tables of features, and converts a batch's ids, as the caller gives them, to flat ids without padding."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -22,19 +22,19 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class FeatureBinding(NamedTuple):
-    """A feature with the places of its tables."""
+    """A feature, and where its tables are."""
 
     name: str
     feature: Feature
-    tables: tuple[tuple[int, int], ...]  # of each table: its group, and its place in that
-    dtypes: tuple[torch.dtype, ...]  # of the rows of each
+    tables: tuple[tuple[int, int], ...]  # for each table: its group, and its index in the group
+    dtypes: tuple[torch.dtype, ...]  # the dtype of each table's rows
 
 
 class GroupSpec(NamedTuple):
-    """Tables that the same features look up, and so with the same ids."""
+    """Tables that the same features look up, and that therefore get the same ids."""
 
     tables: list[Table]
-    features: list[int]  # their numbers, in order
+    features: list[int]  # the features' numbers, in order
 
 
 def on_host(group: GroupSpec) -> bool:
@@ -43,19 +43,19 @@ def on_host(group: GroupSpec) -> bool:
 
 
 def resolve(features: Mapping[str, FeatureTables]) -> tuple[list[FeatureBinding], list[GroupSpec]]:
-    """Return the features with their tables' places, and the groups.
+    """Return the features with the indices of their tables, and the groups.
 
     Args:
-        features: By name a table, a tuple of tables, or a `Feature` of these.
+        features: For each name, a table, a tuple of tables, or a `Feature` of these.
 
     Raises:
-        TypeError: A feature's tables are no tables.
-        ValueError: There is no feature, or a name is there twice.
+        TypeError: A feature has something other than tables.
+        ValueError: There is no feature, or a name is used twice.
     """
     if not isinstance(features, Mapping) or not features:
-        raise ValueError("features are a dict: a table, a tuple of tables or a hostdev.Feature for each name")
+        raise ValueError("features must be a dict: a table, a tuple of tables or a hostdev.Feature for each name")
     specs = {str(name): value if isinstance(value, Feature) else Feature(value) for name, value in features.items()}
-    users: dict[int, list[int]] = {}  # of each table the features, by their numbers
+    users: dict[int, list[int]] = {}  # the numbers of each table's features
     tables: dict[int, Table] = {}
     for number, (name, feature) in enumerate(specs.items()):
         for table in _tables(name, feature):
@@ -86,7 +86,7 @@ def resolve(features: Mapping[str, FeatureTables]) -> tuple[list[FeatureBinding]
 
 
 def require_seeds(groups: Sequence[GroupSpec], ranks: World | None) -> None:
-    """Raise UserError, on all ranks, where parts of a table have different seeds, and so are not parts of one table."""
+    """Raise UserError, on all ranks, if parts of a table have different seeds, and so do not belong together."""
     ranks = ranks or ALONE_WORLD
     seeds = {table.name: table.seed for group in groups for table in group.tables}
     for rank, others in enumerate(ranks.control.share(seeds)):
@@ -94,7 +94,7 @@ def require_seeds(groups: Sequence[GroupSpec], ranks: World | None) -> None:
             if seeds.get(name, seed) != seed:
                 raise UserError(
                     f"table {name!r} has the seed {seed} on rank {rank}, and {seeds[name]} on rank {ranks.rank}; give "
-                    "all ranks the same seed=, as torch.manual_seed may differ between them"
+                    "all ranks the same seed=, since torch.manual_seed may differ between them"
                 )
 
 
@@ -119,13 +119,13 @@ class FeatureIds(NamedTuple):
     """A batch's ids of one feature."""
 
     values: npt.NDArray[Any]  # int32 or int64 [N], C-contiguous, without padding
-    offsets: Tensor | None  # int32 [B + 1], where each bag begins; None: a row for each id
+    offsets: Tensor | None  # int32 [B + 1], where each bag begins; None: one row per id
     weights: Tensor | None  # float32 [N]
-    shape: tuple[int, ...] | None  # of the ids as they were given; None where their rows are pooled
+    shape: tuple[int, ...] | None  # shape of the given ids; None if their rows are pooled
     samples: int
 
     def copy(self) -> "FeatureIds":
-        """Return the same in memory of its own."""
+        """Return a copy with its own memory."""
         weights = None if self.weights is None else self.weights.clone()
         return self._replace(values=self.values.copy(), weights=weights)
 
@@ -134,12 +134,12 @@ def read_ids(name: str, feature: Feature, given: FeatureInput) -> FeatureIds:
     """Return the ids of a feature.
 
     Args:
-        name: The feature's, for messages.
-        feature: Its pooling and padding.
+        name: The feature's name, for messages.
+        feature: Has the pooling and the padding.
         given: An array, a tensor, a `Bag` or (values, lengths).
 
     Raises:
-        TypeError: The ids are no integers.
+        TypeError: The ids are not integers.
         ValueError: Shapes, lengths or offsets do not match.
     """
     bag = _bag(name, given)
@@ -148,7 +148,7 @@ def read_ids(name: str, feature: Feature, given: FeatureInput) -> FeatureIds:
     shape = values.shape
     if bag.lengths is None and bag.offsets is None:
         if values.ndim not in (1, 2):
-            raise ValueError(f"feature {name!r}: ids are [B] or [B, k], or [N] with lengths, not {list(values.shape)}")
+            raise ValueError(f"feature {name!r}: ids must be [B], [B, k] or [N] with lengths, not {list(values.shape)}")
         samples, pooled = len(values), feature.pooling is not None and values.ndim == 2
         lengths = np.full(samples, values.shape[1], np.int32) if pooled else None
     else:
@@ -170,40 +170,41 @@ def _bag(name: str, given: FeatureInput) -> Bag:
         return given
     if isinstance(given, tuple):
         if len(given) not in (2, 3):
-            raise ValueError(f"feature {name!r}: a tuple of ids is (values, lengths) or (values, lengths, weights)")
+            raise ValueError(f"feature {name!r}: a tuple of ids must be (values, lengths[, weights])")
         return Bag(given[0], lengths=given[1], weights=given[2] if len(given) == 3 else None)
     return Bag(given)
 
 
 def _lengths(name: str, bag: Bag, values: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
     if values.ndim != 1:
-        raise ValueError(f"feature {name!r}: ids with lengths or offsets are [N], not {list(values.shape)}")
+        raise ValueError(f"feature {name!r}: ids with lengths or offsets must be [N], not {list(values.shape)}")
     if bag.lengths is not None:
         lengths = _integers(name, "lengths", bag.lengths)
         if lengths.ndim != 1:
-            raise ValueError(f"feature {name!r}: lengths are [B], not {list(lengths.shape)}")
+            raise ValueError(f"feature {name!r}: lengths must be [B], not {list(lengths.shape)}")
         if len(lengths) and lengths.min() < 0:
-            raise ValueError(f"feature {name!r}: a length of {lengths.min()} is below 0")
+            raise ValueError(f"feature {name!r}: lengths must be at least 0, not {lengths.min()}")
         if lengths.sum(dtype=np.int64) != len(values):
             raise ValueError(
-                f"feature {name!r}: the lengths add up to {lengths.sum(dtype=np.int64)}, and the ids are {len(values)}"
+                f"feature {name!r}: the lengths add up to {lengths.sum(dtype=np.int64)}, but there are "
+                f"{len(values)} ids"
             )
         return np.ascontiguousarray(lengths, np.int32)
     offsets = _integers(name, "offsets", bag.offsets)
     if offsets.ndim != 1 or (len(offsets) and offsets[0] != 0):
-        raise ValueError(f"feature {name!r}: offsets are [B] and begin with 0")
+        raise ValueError(f"feature {name!r}: offsets must be [B] and begin with 0")
     lengths = np.diff(offsets, append=len(values))
     if len(lengths) and lengths.min() < 0:
-        raise ValueError(f"feature {name!r}: offsets must not fall, nor go beyond the {len(values)} ids")
+        raise ValueError(f"feature {name!r}: offsets must not decrease or exceed the {len(values)} ids")
     if not len(lengths) and len(values):
         raise ValueError(f"feature {name!r}: no offsets, but {len(values)} ids")
     return lengths.astype(np.int32)
 
 
 def _integers(name: str, what: str, given: Any, padding: int | None = None) -> npt.NDArray[Any]:
-    """Return int32 or int64 of what was given; TypeError for anything but integers."""
+    """Return the given integers as an int32 or int64 array; TypeError for anything else."""
     if isinstance(given, Tensor):
-        if given.numel() and (given.dtype.is_floating_point or given.dtype.is_complex):  # numpy does not have them all
+        if given.numel() and (given.dtype.is_floating_point or given.dtype.is_complex):  # numpy lacks some of these
             raise TypeError(f"feature {name!r}: {what} must be integers, not a Tensor of {given.dtype}")
         given = given.cpu().numpy() if given.numel() else np.empty(given.shape, np.int64)
     try:
@@ -226,7 +227,7 @@ def _weights(name: str, given: Any, shape: tuple[int, ...]) -> npt.NDArray[np.fl
         return None
     if isinstance(given, Tensor):
         if given.requires_grad:
-            raise ValueError(f"feature {name!r}: no gradient goes to weights; detach them")
+            raise ValueError(f"feature {name!r}: weights get no gradient; detach them")
         if given.dtype.is_complex:
             raise TypeError(f"feature {name!r}: weights must be numbers, not {given.dtype}")
         given = given.cpu().float().numpy() if given.dtype.is_floating_point else given.cpu().numpy()
@@ -234,8 +235,8 @@ def _weights(name: str, given: Any, shape: tuple[int, ...]) -> npt.NDArray[np.fl
     if array.dtype.kind not in "fiu":
         raise TypeError(f"feature {name!r}: weights must be numbers, not {array.dtype}")
     if array.shape != shape:
-        raise ValueError(f"feature {name!r}: weights are {list(array.shape)}, but the ids {list(shape)}")
-    return np.require(array, np.float32, ["C", "W"]).reshape(-1)  # torch warns of arrays that are read-only
+        raise ValueError(f"feature {name!r}: weights have shape {list(array.shape)}, but ids {list(shape)}")
+    return np.require(array, np.float32, ["C", "W"]).reshape(-1)  # writable: torch warns about read-only arrays
 
 
 def check_ranges(
@@ -247,10 +248,9 @@ def check_ranges(
     """Raise UserError for an id outside its table.
 
     Args:
-        ids: Of each feature, from `read_ids`.
+        ids: Each feature's ids, from `read_ids`.
         groups: The groups of tables.
-        bindings: Of the features.
-        given: The caller's ids, for the position in the message.
+        bindings: The features' bindings. given: The caller's ids, for the position in the message.
     """
     found = check_groups(
         [([ids[feature].values for feature in group.features], group.tables[0].total_rows) for group in groups]
@@ -262,7 +262,7 @@ def check_ranges(
     name, table = bindings[spec.features[place]].name, spec.tables[0]
     value = ids[spec.features[place]].values[position]
     padding = bindings[spec.features[place]].feature.padding
-    every = _integers(name, "ids", _bag(name, given[name]).values, padding).reshape(-1)  # with padding
+    every = _integers(name, "ids", _bag(name, given[name]).values, padding).reshape(-1)  # including padding
     raise UserError(
         f"feature {name!r}: id {value} at position {np.flatnonzero(every == value)[0]} is outside "
         f"0..{table.total_rows - 1}, the rows of table {table.name!r}"
@@ -270,6 +270,6 @@ def check_ranges(
 
 
 def describe(value: object) -> str:
-    """Return text as it is, and the type of anything else."""
+    """Return the repr of a string, and a description of the type of anything else."""
     kind = type(value).__name__
     return repr(value) if isinstance(value, str) else f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"

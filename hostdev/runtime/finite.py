@@ -13,12 +13,12 @@ from hostdev.kernels.finite import largest_of_each
 
 
 class Flags:
-    """Flags on the device, float32 []: 0 until a step is not finite.
+    """Flags on the device, each float32 []; 0 until a step is not finite.
 
     Attributes:
-        stop: No row may change.
-        not_finite: The reason is a gradient that is not finite.
-        loss: The reason is a loss that is not finite.
+        stop: Not 0: no row may change.
+        not_finite: Not 0: a gradient is not finite.
+        loss: Not 0: a loss is not finite.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -30,7 +30,7 @@ class Flags:
         """Check gradients of rows, without a device sync.
 
         Args:
-            grads: float32 [U, D] of each table; those too large for its optimizer set `stop`.
+            grads: float32 [U, D] for each table; a gradient too large for its optimizer sets `stop`.
             tables: The tables.
             losses: float32 [], 0, or NaN for a loss that is not finite.
         """
@@ -47,7 +47,7 @@ class Flags:
         by_scale: dict[int, list[Tensor]] = {}
         for grad, table in zip(grads, tables, strict=True):
             by_scale.setdefault(_scale(table), []).append(grad)
-        for scale, some in by_scale.items():  # powers of 2: the bits stay the same unless something overflows
+        for scale, some in by_scale.items():  # powers of 2: exact unless something overflows
             up, down = (_power(power, self.stop.device) for power in (scale, -scale))
             torch._amp_foreach_non_finite_check_and_unscale_(some, self.not_finite, up)
             torch._amp_foreach_non_finite_check_and_unscale_(some, self.stop, down)
@@ -58,7 +58,7 @@ class Flags:
         torch._amp_foreach_non_finite_check_and_unscale_(list(tensors), self.stop, _power(0, self.stop.device))
 
     def now(self) -> Tensor:
-        """Return all flags, float32 [3], a copy: later steps may change them before they reach the host."""
+        """Return a copy of all flags, float32 [3]: later steps may change the flags before the host has them."""
         return torch.stack([self.stop, self.not_finite, self.loss])
 
     def set(self, values: Tensor) -> None:
@@ -68,7 +68,7 @@ class Flags:
 
 
 def _scale(table: Any) -> int:
-    """Return the power of 2 by which a gradient overflows float32 if it is too large for the table's optimizer."""
+    """Return the power of 2 that makes a gradient overflow float32 if it is too large for the table's optimizer."""
     return 128 - math.floor(math.log2(table.optimizer.largest_gradient))
 
 

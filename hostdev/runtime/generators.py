@@ -1,4 +1,4 @@
-"""One interface for the global generators of random numbers: torch's, NumPy's, Python's, the device's."""
+"""One interface for the global random number generators: torch's, NumPy's, Python's, and the device's."""
 
 import ctypes
 import random
@@ -21,17 +21,17 @@ class Generator(Protocol):
         """Set its state."""
 
     def seed(self, seed: int) -> None:
-        """Begin anew from 64 bits."""
+        """Restart from a seed of 64 bits."""
 
     def draw(self) -> None:
         """Draw one number, which changes the state."""
 
     def fingerprint(self) -> int:
-        """Return 64 bits that the state determines."""
+        """Return a 64-bit fingerprint of the state."""
 
 
 def get_generators(device: torch.device) -> list[Generator]:
-    """Return the global generators of the host, and a device's where torch can set its state."""
+    """Return the global generators of the host, and the device's if torch can set its state."""
     found: list[Generator] = [_Torch(torch.default_generator, "torch"), _NumPy(), _Python()]
     if device.type != "cpu":
         defaults = getattr(torch.get_device_module(device), "default_generators", ())
@@ -86,9 +86,9 @@ class _Python:
 
 
 class _State(NamedTuple):
-    raw: bytes  # of the bit generator; empty where its memory layout is unknown
-    full: str  # the full state as text; empty where `raw` is all of it
-    values: Any  # NumPy's own state, where `full` is not empty
+    raw: bytes  # the bit generator's memory; empty if its layout is unknown
+    full: str  # the full state as text; empty if `raw` is all of it
+    values: Any  # NumPy's own state, if `full` is not empty
 
 
 _WORDS = 625  # of a Mersenne Twister: 624 of its state, and the position
@@ -98,7 +98,7 @@ class _NumPy:
     """The generator behind the functions of `numpy.random`.
 
     NumPy takes 35 us to return its state as a dict, and as long to set it. This class copies the bit generator's
-    memory. It makes a dict only if that memory has changed since NumPy was last known to hold no normal value: NumPy
+    memory. It creates a dict only if that memory has changed since NumPy was last known to hold no normal value: NumPy
     draws normal values in pairs, and holds the second one outside the bit generator.
     """
 
@@ -136,7 +136,7 @@ class _NumPy:
         if isinstance(bits, np.random.MT19937):
             np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
             self._plain = _raw()
-        else:  # the program has set another one
+        else:  # the program has set another bit generator
             np.random.set_state({**type(bits)(seed).state, "has_gauss": 0, "gauss": 0.0})
 
     def draw(self) -> None:
@@ -148,7 +148,7 @@ class _NumPy:
 
 
 def _bits() -> Any:
-    """Return the bit generator behind the functions of `numpy.random`; NumPy's types do not name this function."""
+    """Return the bit generator behind the functions of `numpy.random`; NumPy's type stubs lack this function."""
     return np.random.get_bit_generator()  # type: ignore[attr-defined]
 
 

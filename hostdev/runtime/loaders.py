@@ -1,4 +1,4 @@
-"""Batches with their rows for the training loops of frameworks: an object with a length, and a new loop each epoch."""
+"""Loaders for the training loops of frameworks: batches with their rows, a length, and a new loop each epoch."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -12,7 +12,7 @@ from hostdev.runtime.requests import GetIds
 from hostdev.runtime.rows import Rows
 
 B = TypeVar("B")  # a loader's batch
-S = TypeVar("S")  # what `send` returns
+S = TypeVar("S")  # the result of `send`
 
 
 class _First:
@@ -31,7 +31,7 @@ class _First:
 def _length(loader: Any) -> int | None:
     try:
         return len(loader)
-    except TypeError:  # a DataLoader's, too, where its dataset has none
+    except TypeError:  # also raised by a DataLoader whose dataset has no length
         return None
 
 
@@ -44,14 +44,14 @@ class RowsLoader(Generic[B]):
         length: Batches of an epoch; None: `len(loader)`.
 
     Raises:
-        TypeError: The loader has no `len`, and no length is given. A framework would read such a loader one batch
-            ahead, to know the last batch, and so leave each batch before its step.
+        TypeError: The loader has no `len`, and no length is given. To find the last batch, a framework would read such
+            a loader one batch ahead, leaving each batch before its step.
     """
 
     def __init__(
         self,
         open: Callable[[Iterable[Any]], Loop[tuple[B, Rows]]],
-        loader: Iterable[Any],  # of any type: B is what the loop yields
+        loader: Iterable[Any],  # of any type; the loop yields B
         length: int | None,
     ) -> None:
         self._open, self._loader, self._length = open, loader, length
@@ -60,17 +60,17 @@ class RowsLoader(Generic[B]):
                 f"the loader, a {type(loader).__name__}, has no len(): give the number of batches of an epoch, length=N"
             )
         if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
-            raise ValueError(f"length is a number of batches, 1 or more, not {length!r}")
+            raise ValueError(f"length must be a number of batches, 1 or more, not {length!r}")
         self._loop: Loop[tuple[B, Rows]] | None = None
         self._given = 0  # batches of the epoch so far
-        self._skip = 0  # batches that the next epoch leaves out
+        self._skip = 0  # batches that the next epoch skips
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch."""
         return len(self._loader) if self._length is None else self._length  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[tuple[B, Rows]]:
-        """Return an epoch's iterator of (batch, rows). Its loop opens with the first batch, and closes the one before.
+        """Return an epoch's iterator of (batch, rows). Its loop opens at the first batch, and closes the last loop.
 
         Raises:
             ValueError: The loader ended before the length.
@@ -78,7 +78,7 @@ class RowsLoader(Generic[B]):
         length, skip = len(self), self._skip
         self.close()
         self._begin()
-        is_iterator = iter(self._loader) is self._loader  # what is read beyond this epoch is kept for the next one
+        is_iterator = iter(self._loader) is self._loader  # batches read beyond this epoch are kept for the next
         loop = self._open(self._loader if is_iterator else _First(self._loader, length, skip))
         self._loop, self._given = loop, skip
         try:
@@ -87,7 +87,7 @@ class RowsLoader(Generic[B]):
                 if item is None:
                     raise ValueError(f"the loader ended after {self._given} batches; its length is {length}")
                 self._given, self._skip = self._given + 1, 0
-                yield item  # after the last one a trainer may not come back: the next loop closes this one
+                yield item  # a trainer may not return after the last one: the next loop closes this one
                 del item
             if is_iterator:
                 loop.finish()
@@ -98,7 +98,7 @@ class RowsLoader(Generic[B]):
             loop.close()
 
     def close(self) -> None:
-        """Close the epoch's loop, if it is open: a framework leaves loops open that it does not come back to."""
+        """Close the epoch's loop if it is open: frameworks leave loops open that they abandon."""
         if self._loop is not None:
             self._loop.close()
 
@@ -107,11 +107,11 @@ class RowsLoader(Generic[B]):
 
 
 class PredictLoader(RowsLoader[B]):
-    """Batches with rows that get no gradients; what `Runtime.predict_loader` returns."""
+    """Batches with rows that get no gradients; the result of `Runtime.predict_loader`."""
 
 
 class TrainLoader(RowsLoader[B]):
-    """Batches with their rows, from which a framework trains; what `Runtime.train_loader` returns."""
+    """Batches with their rows, from which a framework trains; the result of `Runtime.train_loader`."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class TrainLoader(RowsLoader[B]):
         self._runtime = runtime
         self._has_warned = False
         if length is not None and length % accumulate and iter(loader) is loader:
-            raise ValueError(f"an iterator's epoch of {length} batches is no multiple of accumulate={accumulate}")
+            raise ValueError(f"an iterator's epoch of {length} batches is not a multiple of accumulate={accumulate}")
 
     def _begin(self) -> None:
         self._runtime.close_loaders()
@@ -133,31 +133,31 @@ class TrainLoader(RowsLoader[B]):
     def state_dict(self) -> dict[str, int]:
         """Return the position in the epoch and the tables' step, for a framework's checkpoint.
 
-        Warns where the program does not save the tables with it.
+        Warns if the program does not save the tables with it.
         """
         if not self._runtime.is_saved and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                "a checkpoint is being saved without the tables; save them with it, such as by "
-                "Trainer(plugins=[hostdev.frameworks.lightning.checkpoint_io(runtime)]), or by runtime.save(path)",
+                "a checkpoint is being saved without the tables; save them with it, for example with "
+                "Trainer(plugins=[hostdev.frameworks.lightning.checkpoint_io(runtime)]), or with runtime.save(path)",
                 stacklevel=2,
             )
         self._runtime.write_back()
         return {"given": self._given % len(self), "steps": self._runtime.pipeline.steps}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Begin the next epoch after the batches that were yielded. UserError where the tables are of another step."""
+        """Begin the next epoch after the batches that were yielded; UserError if the tables are at another step."""
         steps = self._runtime.pipeline.steps
         if state["steps"] != steps:
             raise UserError(
-                f"the checkpoint is of step {state['steps']}, and the tables of step {steps}: save and load them with "
-                "the model, such as by Trainer(plugins=[hostdev.frameworks.lightning.checkpoint_io(runtime)])"
+                f"the checkpoint is of step {state['steps']}, but the tables are at step {steps}: save and load "
+                "them with the model, such as by Trainer(plugins=[hostdev.frameworks.lightning.checkpoint_io(runtime)])"
             )
         self._skip = state["given"]
 
 
 def close_loaders(loaders: Iterable[RowsLoader[Any]], kind: type[RowsLoader[Any]]) -> None:
-    """Close the loops of loaders of one kind, which frameworks leave open."""
+    """Close the loops of loaders of one kind, which frameworks may have left open."""
     for loader in list(loaders):
         if isinstance(loader, kind):
             loader.close()
@@ -166,7 +166,7 @@ def close_loaders(loaders: Iterable[RowsLoader[Any]], kind: type[RowsLoader[Any]
 class FrameworkLoaders:
     """The part of `Runtime` for the training loops of frameworks."""
 
-    train: Callable[..., Any]  # `Runtime`'s, whose overloads have the types
+    train: Callable[..., Any]  # that of `Runtime`, whose overloads have the types
     predict: Callable[..., Any]
     loaders: WeakSet[RowsLoader[Any]]
 
@@ -199,7 +199,7 @@ class FrameworkLoaders:
         accumulate: int = 1,
         length: int | None = None,
     ) -> TrainLoader[Any]:
-        """Return the batches with their rows for the trainer of a framework, such as Lightning's.
+        """Return the batches with their rows for a framework's trainer, such as Lightning's.
 
         ::
 
@@ -210,11 +210,11 @@ class FrameworkLoaders:
         it saved.
 
         Args:
-            loader: As `batches` of `train`.
+            loader: As for `batches` of `train`.
             ids: As for `train`.
             send: As for `train`.
             accumulate: The trainer's number, such as `accumulate_grad_batches`.
-            length: Batches of an epoch; None: `len(loader)`. An iterator continues in each epoch where the one before
+            length: Batches of an epoch; None: `len(loader)`. An iterator continues in each epoch where the previous one
                 ended.
 
         Raises:
@@ -252,11 +252,11 @@ class FrameworkLoaders:
         return made
 
     def close_loaders(self, kind: type[RowsLoader[Any]] = RowsLoader) -> None:
-        """Close the loops of all loaders, or of one kind, which frameworks leave open."""
+        """Close the loops of all loaders, or of one kind, which frameworks may have left open."""
         close_loaders(self.loaders, kind)
 
     def __copy__(self) -> "FrameworkLoaders":
-        """Return itself: a copy of a module that holds a runtime shares it, and so the tables."""
+        """Return itself: a copy of a module that holds a runtime shares the runtime and its tables."""
         return self
 
     def __deepcopy__(self, memo: dict[int, object]) -> "FrameworkLoaders":
@@ -266,6 +266,6 @@ class FrameworkLoaders:
     def __reduce__(self) -> str:
         """Raise TypeError: a runtime cannot be pickled."""
         raise TypeError(
-            "a Runtime cannot be pickled, such as by save_hyperparameters() or for another process; leave it out of "
-            "what is pickled, and save its tables with runtime.save(path)"
+            "a Runtime cannot be pickled, for example by save_hyperparameters() or for another process; leave it out "
+            "of pickled objects, and save its tables with runtime.save(path)"
         )

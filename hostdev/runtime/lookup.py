@@ -1,4 +1,4 @@
-"""The rows of one batch of ids, in the caller's thread, without a pipeline."""
+"""Looks up the rows of one batch of ids in the caller's thread, without a pipeline."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -16,7 +16,7 @@ from hostdev.pipeline.results import Request
 from hostdev.runtime.features import FeatureBinding, FeatureIds, GroupSpec, on_host
 from hostdev.runtime.rows import Value
 
-_FEW = 2048  # ids, whose rows are looked up without deduplication
+_FEW = 2048  # ids; up to this many are looked up without deduplication
 
 
 def lookup_rows(
@@ -25,10 +25,9 @@ def lookup_rows(
     """Return the rows of a request by feature, as a loop does; the tables must be up to date.
 
     Args:
-        request: Of one batch, with its ids by group and its features' ids as a note.
-        bindings: Of the features.
-        groups: Of the tables.
-        device: Where the rows go.
+        request: The request for one batch, with its ids by group and its features' ids as a note.
+        bindings: The features' bindings.
+        groups: The groups of tables. device: Where the rows go.
     """
     [micro] = request.note
     found = [_Group(group, given, device) for group, given in zip(groups, request.ids, strict=True)]
@@ -62,12 +61,12 @@ class _Group:
             elif len(ids) > _FEW:
                 self._rows.append(np.empty((len(ids), table.dim), np.float32))
                 self.tasks += table.lookup_tasks(ids, self._rows[-1])
-            else:  # waking the host's threads would take longer
+            else:  # the host's threads would take longer to wake
                 block, at = table.where(ids)
                 self._rows.append(block[at, 0])
 
     def get_rows(self, feature: int, table: int, ids: FeatureIds, dtype: torch.dtype, *, mean: bool) -> Tensor:
-        """Return a feature's rows of one of the tables, float32 or bfloat16 [B, D] or [N, D]."""
+        """Return a feature's rows of one table, float32 or bfloat16 [B, D] or [N, D]."""
         place = self._features.index(feature)
         start, stop = self._edges[place : place + 2]
         rows = self._rows[table]

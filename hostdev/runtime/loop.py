@@ -1,4 +1,4 @@
-"""The loop that a user writes around a model: batches with their rows, and the gradients back to the tables."""
+"""The training loop around a user's model: yields batches with their rows, and applies gradients to the tables."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -32,14 +32,14 @@ Item = TypeVar("Item")
 
 
 class TrainLoop(Loop[Item]):
-    """Batches with their rows, whose gradients update the tables; what `Runtime.train` returns.
+    """Batches with their rows, whose gradients update the tables; the result of `Runtime.train`.
 
-    When the loop comes back for the next batch, the gradients of the rows are applied to the tables in the background;
-    a batch without gradients is skipped and changes nothing.
+    When the loop asks for the next batch, the gradients of the rows are applied to the tables in the background; a
+    batch without gradients is skipped and changes nothing.
 
-    A loop whose dense optimizers step updates the tables with each batch in which one has stepped. A loop without
-    such an optimizer updates them at the end of each body in which `backward` has run, whether the loop comes back, is
-    left by `break` or is closed. A body that raises has not reached its end, and changes nothing.
+    If dense optimizers step in the loop, the tables are updated with each batch in which one has stepped. Otherwise
+    they are updated at the end of each body in which `backward` has run, whether the loop continues, is left by `break`
+    or is closed. A body that raises an exception has not reached its end, and changes nothing.
     """
 
     _is_training = True
@@ -57,15 +57,15 @@ class TrainLoop(Loop[Item]):
         self._flags = Flags(runtime.device)
         super().__init__(runtime, batches, reader, flags=self._flags, **reading)
         self._reduce_early = reduce_early
-        self._micro_batches = micro_batches  # of a step; 0: their gradients are not summed as a tree
+        self._micro_batches = micro_batches  # per step; 0: their gradients are not summed as a tree
         self.watcher = TrainWatcher(self._batch, runtime.settings, self._flags, runtime.ranks)
         self._of_pass = ExitStack()
-        self._position = 0  # of the batch in the loop, from 1
+        self._position = 0  # the batch's position in the loop, from 1
         self._dense = DenseExchange(
             runtime.dense_channel, micro_batches, runtime.dense_exchange, runtime.other_channels
         )
-        self._late: list[RowParameter] = []  # of a batch that was finished before the loop came back
-        self._clipped = False  # the rows of the batch, with the parameters
+        self._late: list[RowParameter] = []  # rows of a batch that was finished before the loop continued
+        self._clipped = False  # whether the batch's rows were clipped with the parameters
 
     @property
     def thread(self) -> int:
@@ -73,7 +73,7 @@ class TrainLoop(Loop[Item]):
         return self.watcher.thread
 
     def clipping_rows(self) -> "TrainLoop[Item]":
-        """Clip the rows with the parameters wherever torch's functions clip these; return the loop."""
+        """Clip the rows whenever torch's functions clip the parameters; return the loop."""
         clipping.add(self)
         return self
 
@@ -98,7 +98,7 @@ class TrainLoop(Loop[Item]):
         return super()._find_place(reading) or loaded
 
     def _open_pass(self) -> Any:
-        """Open a pass over the rest of the batches, or over the first one where gradients of an earlier loop wait."""
+        """Open a pass over the remaining batches, or only the first one if gradients of an earlier loop wait."""
         requests: Iterator[Request] = self._wanted
         self.watcher.first = first = self._runtime.loops.carried.first_batch()
         if first is not None:
@@ -107,7 +107,7 @@ class TrainLoop(Loop[Item]):
         return self._of_pass.enter_context(self._runtime.pipeline.train(requests, position=self._position, **self._how))
 
     def _take_next(self) -> StepBatch | None:
-        if self.watcher.first is not None and self._position:  # that one was alone, and has been updated
+        if self.watcher.first is not None and self._position:  # the first batch was alone, and has been updated
             self._of_pass.close()
             self._pass = self._open_pass()
         flight = super()._take_next()
@@ -116,7 +116,7 @@ class TrainLoop(Loop[Item]):
         return flight
 
     def __next__(self) -> Item:
-        """Apply the gradients of the batch before in the background, and return the next batch with its rows."""
+        """Apply the previous batch's gradients in the background, and return the next batch with its rows."""
         self.watcher.require_thread()
         loops = self._runtime.loops
         if loops.predicting:
@@ -131,11 +131,11 @@ class TrainLoop(Loop[Item]):
         return super().__next__()
 
     def _require_reduced(self) -> None:
-        """Raise ValueError where a micro-batch has gradients that were not added to the step's."""
+        """Raise ValueError if a micro-batch has gradients that were not added to the step's."""
         batch = self._batch
         if batch.reduction is not None and not batch.is_reduced() and (batch.micros or batch.gradients):
             raise ValueError(
-                "a micro-batch was not added up: call rows.reduce(model.parameters()) after the backward() of each"
+                "a micro-batch was not reduced: call rows.reduce(model.parameters()) after the backward() of each"
             )
 
     def _trains(self, table: Table) -> bool:
@@ -174,7 +174,7 @@ class TrainLoop(Loop[Item]):
         return super()._next_batch()
 
     def wrote(self, table: Table, ids: Any) -> None:
-        """Keep what somebody has written to a table's rows; int32 or int64 [N], None for all."""
+        """Keep values that the program has written to a table's rows; ids int32 or int64 [N], None for all."""
         if self.watcher.first is not None:
             self.watcher.first.wrote(table, ids)
 
@@ -183,7 +183,7 @@ class TrainLoop(Loop[Item]):
         self.watcher.forget_gradients()
 
     def submit(self) -> None:
-        """Finish the body's batch now, if it has been stepped, and wait for all updates, so that others see them."""
+        """Finish the body's batch now if it has been stepped, and wait for all updates, so that readers see them."""
         self.watcher.require_thread()
         try:
             with torch.inference_mode(False):  # as in `__next__`
@@ -200,7 +200,7 @@ class TrainLoop(Loop[Item]):
             raise
 
     def _was_stepped(self) -> bool:
-        """Return whether the body has finished its batch: an optimizer has stepped, or the loop has none."""
+        """Return whether the body is done with its batch: an optimizer has stepped, or the loop has none."""
         batch, steps = self._batch, self.watcher.steps
         if batch.reduction is not None and not batch.is_reduced():
             return False
@@ -218,25 +218,25 @@ class TrainLoop(Loop[Item]):
         if closing and (not self._was_stepped() or self._has_reported()):
             self._keep_pending(batch.flight)
             return
-        if self._body.raised and not watcher.steps.stepped:  # the loop continues after an error: no step was taken
+        if self._body.raised and not watcher.steps.stepped:  # the loop continues after an error, so no step was taken
             self.drop_gradients()
-        with deferred():  # or Ctrl-C could interrupt a step
+        with deferred():  # otherwise Ctrl-C could interrupt a step
             rates = runtime.settings.learning_rates() if watcher.rates is None else watcher.rates
             gradients = make_gradients(batch, watcher, self._flags, runtime.staging, self)
             flight, batch.flight = batch.flight, None
-            self._forget()  # the rows, before more is allocated
-            later = runtime.settings.exchange_rates(rates)  # the body may have set others for the next step
+            self._forget()  # free the rows before more is allocated
+            later = runtime.settings.exchange_rates(rates)  # the body may have set other rates for the next step
             try:
                 self._pass.finish(flight, gradients)
             finally:
                 runtime.settings.exchange_rates(later)
 
     def _has_reported(self) -> bool:
-        """Return whether the body has read that the step failed: the error is not raised again."""
+        """Return whether the body has already seen that the step failed, so that the error is not raised again."""
         return any(rows.guarded is not None and rows.guarded[1].has_raised for rows in self._batch.rows)
 
     def _keep_pending(self, flight: StepBatch) -> None:
-        """Let gradients without a step count in the next one, as those of the dense side do."""
+        """Let gradients without a step count in the next step, as those of the dense side do."""
         batch, watcher = self._batch, self.watcher
         steps, carried = watcher.steps, self._runtime.loops.carried
         if steps.stepped or batch.reduction is not None or not batch.has_gradients():
@@ -244,7 +244,7 @@ class TrainLoop(Loop[Item]):
         scaler = watcher.losses.waiting_scaler
         optimizers = [] if steps.without else steps.find_waiting()
         if not optimizers and (steps.any or not batch.shares_rows):
-            return  # `zero_grad` was called; or a body without an optimizer has raised
+            return  # `zero_grad` was called, or a body without an optimizer raised an exception
         uses, more = [rows.uses for rows in batch.rows], None
         if watcher.first is not None and watcher.first.counts:
             more = watcher.first.places(batch.inverses)

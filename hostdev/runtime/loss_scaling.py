@@ -1,4 +1,4 @@
-"""How the losses of one batch were scaled, and whether its rows' gradients were divided by the scale."""
+"""Tracks how the losses of one batch were scaled, and whether its rows' gradients were divided by the scale."""
 
 import torch
 from torch import Tensor
@@ -9,11 +9,11 @@ from hostdev.runtime.body_batch import BodyBatch
 
 
 class LossScaling:
-    """What a scaler has done to one batch.
+    """The record of what a scaler has done to one batch.
 
     Args:
         batch: The batch in the body.
-        device: Of the rows.
+        device: The rows' device.
         has_ranks: Whether other ranks get the gradients.
     """
 
@@ -21,9 +21,9 @@ class LossScaling:
         self._batch, self._device, self._has_ranks = batch, device, has_ranks
         self._since = scaling.losses_scaled()
         self._origin: scaling.Origin | None = None  # where a loss was scaled
-        self._overflow: Tensor | None = None  # found when gradients were divided, float32 []
+        self._overflow: Tensor | None = None  # float32 [], found when gradients were divided
         self.is_unscaled = False
-        self._by_optimizer = False  # by a scaler that was given `Runtime.optimizer`
+        self._by_optimizer = False  # divided by a scaler that was given `Runtime.optimizer`
 
     @property
     def has_scaled(self) -> bool:
@@ -32,7 +32,7 @@ class LossScaling:
 
     @property
     def waiting_scaler(self) -> GradScaler | None:
-        """The scaler that has still to divide the gradients."""
+        """The scaler that has yet to divide the gradients."""
         scaled = scaling.scaler_since(self._since) if self.has_scaled and not self.is_unscaled else None
         return None if scaled is None else scaled[0]
 
@@ -46,7 +46,7 @@ class LossScaling:
         self._origin.expect(losses)
 
     def is_scaled(self) -> bool:
-        """Return whether the gradients are of scaled losses; ValueError where only some are."""
+        """Return whether the gradients are of scaled losses; ValueError if only some are."""
         return self._origin is not None and self._origin.is_scaled()
 
     def forget_gradients(self) -> None:
@@ -56,7 +56,7 @@ class LossScaling:
         self._by_optimizer = False
 
     def unscale(self, scaler: GradScaler) -> dict[torch.device, Tensor]:
-        """Divide the rows' gradients, once; return by device whether some are not finite, float32 []."""
+        """Divide the rows' gradients once; return, by device, whether some are not finite, float32 []."""
         if self.is_unscaled or not self.is_scaled():
             return {}
         scaled = scaling.scaler_since(self._since)
@@ -72,13 +72,13 @@ class LossScaling:
         return {self._device: found}
 
     def require_scaled_alike(self) -> None:
-        """Raise ValueError where only some gradients are of scaled losses, or other ranks get them."""
+        """Raise ValueError if only some gradients are of scaled losses, or other ranks get them."""
         if self.is_scaled():
             self._require_alone()
 
     def rows_unscaled(self, found: dict[torch.device, Tensor]) -> None:
         """Note that a scaler has divided the gradients of `Runtime.optimizer`, and complete its record."""
-        if not found:  # they were divided before, or there are none
+        if not found:  # they were already divided, or there are none
             found[self._device] = self._scalar(0.0) if self._overflow is None else self._overflow.to(self._device)
         self.is_unscaled = self._by_optimizer = True
         for wrong in found.values():
@@ -89,10 +89,10 @@ class LossScaling:
         self._overflow = found if self._overflow is None else self._overflow + found.to(self._overflow.device)
 
     def skips_step(self, owner: object) -> bool:
-        """Divide the gradients if no scaler's check has done it; return whether the step is skipped.
+        """Divide the gradients if no scaler's check has done so; return whether the step is skipped.
 
         Args:
-            owner: Stands for an optimizer in the scaler's record.
+            owner: Takes the place of an optimizer in the scaler's record.
         """
         scaled = scaling.scaler_since(self._since) if self.is_scaled() else None
         if scaled is not None:
@@ -107,7 +107,7 @@ class LossScaling:
         if self._has_ranks:
             raise ValueError(
                 "a loss was scaled, but ranks exchange the gradients of rows and cannot see each other's overflows; "
-                "leave GradScaler out with ranks: bfloat16 needs none"
+                "do not use GradScaler with ranks: bfloat16 does not need it"
             )
 
     def _scalar(self, value: float) -> Tensor:

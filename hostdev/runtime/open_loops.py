@@ -23,14 +23,14 @@ class AbandonedLoopError(RuntimeError):
 
 
 class Loops:
-    """A runtime's open loops, and what they leave for the next ones.
+    """A runtime's open loops, and the state that they leave for later loops.
 
     Args:
         groups: The groups of tables.
         pipeline: Looks the rows up and updates them.
-        settings: Of the tables.
+        settings: The tables' settings.
         access: Asked when a table is read or written while a loop is open.
-        loaders: The loaders that frameworks have, whose loops may be open.
+        loaders: The loaders of frameworks, whose loops may be open.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class Loops:
         self.carried = CarriedGradients(groups, pipeline, settings)
         self.iterators = Iterators()
         self.predicting = 0  # open loops over `predict`
-        self._predict_loops: WeakSet[AnyPredictLoop] = WeakSet()  # those, and some that are over
+        self._predict_loops: WeakSet[AnyPredictLoop] = WeakSet()  # the open ones, and some that are over
         self._open: ReferenceType[AnyTrainLoop] | None = None  # weak: a loop ends when nobody holds it
-        self._late: BaseException | None = None  # of a loop that nobody held any more
+        self._late: BaseException | None = None  # error of a loop that nobody held any more
 
     @property
     def training(self) -> AnyTrainLoop | None:
@@ -63,7 +63,7 @@ class Loops:
 
     @property
     def watcher(self) -> TrainWatcher | None:
-        """What watches the open loop over `train`."""
+        """The watcher of the open loop over `train`."""
         loop = self.training
         return None if loop is None else loop.watcher
 
@@ -72,16 +72,16 @@ class Loops:
         return self.carried.step()
 
     def drop_gradients(self) -> None:
-        """Forget the gradients of the batch's rows, and those that wait for a step."""
+        """Forget the gradients of the batch's rows and those that wait for a step."""
         self.carried.drop()
         if (loop := self.training) is not None:
             loop.drop_gradients()
 
     def failed_late(self, error: BaseException) -> None:
-        """Keep the error of a loop that nobody holds, and so nobody has caught."""
+        """Keep the error of a loop that nobody holds, since nobody could catch it."""
         try:
             self._late = copy(error)  # without its traceback, whose frames hold the loop
-        except Exception:  # of somebody's class
+        except Exception:  # a user's exception class may fail
             self._late = RuntimeError(f"{type(error).__name__}: {error}")
 
     def raise_late(self) -> None:
@@ -133,7 +133,7 @@ class Loops:
         self._disown()
 
     def is_predicting(self) -> bool:
-        """Return whether a loop over `predict` is open; those whose body has raised are closed."""
+        """Return whether a loop over `predict` is open; closes loops whose body has raised an exception."""
         if self.predicting:
             self._close_abandoned(but=self.training)
         return self.predicting > 0
@@ -147,7 +147,7 @@ class Loops:
             training.submit()
 
     def require_closed(self, purpose: str) -> None:
-        """Raise ValueError while a loop is open; raise what an earlier loop has failed with."""
+        """Raise ValueError while a loop is open; raise the error of an earlier loop that failed."""
         self._close_abandoned()
         if self.training is not None or self.predicting:
             raise ValueError(f"a loop over these tables is open; end it, or call its close(), before {purpose}")
@@ -162,7 +162,7 @@ class Loops:
         self.iterators.clear()
 
     def _close_abandoned(self, *, but: AnyTrainLoop | None = None) -> None:
-        """Close loops over these tables whose body has raised: in a notebook, the traceback may hold them for long."""
+        """Close loops over these tables whose body has raised: in a notebook, a traceback may hold them for long."""
         training = [trained_by(table) for table in self._tables.values()]
         for loop in [*training, *self._predict_loops]:
             if loop is not None and (loop.is_abandoned or loop.is_finished) and loop is not but:

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterable
 from typing import Literal, TypeAlias, TypedDict, TypeVar
 
 B = TypeVar("B")  # a loader's batch
-S = TypeVar("S")  # what `send` returns
+S = TypeVar("S")  # the result of `send`
 Send: TypeAlias = Callable[[B], S]
 
 
 class TrainKwargs(TypedDict, total=False):
-    """Of a loop over `Runtime.train` that yields one batch at a time."""
+    """Options of a loop over `Runtime.train` that yields one batch at a time."""
 
     accumulate: int
     micro_batches: int | None
@@ -20,7 +20,7 @@ class TrainKwargs(TypedDict, total=False):
 
 
 class PredictKwargs(TypedDict, total=False):
-    """Of a loop over `Runtime.predict` that yields one batch at a time."""
+    """Options of a loop over `Runtime.predict` that yields one batch at a time."""
 
     micro_batches: None
     features: Iterable[str] | None

@@ -1,10 +1,10 @@
-"""Random generators that the program made: the same draws at any depth, or an error.
+"""The program's own random generators: the same draws at any depth, or an error.
 
 A global generator has streams for reading (`random_streams`). A generator of the program, such as
 `numpy.random.default_rng(0)`, has the same order of draws at any depth if only reading (the loader, `ids`, `send`) or
-only the body uses it. If both do, the order depends on the depth, and the loop raises an error. For this the generators
-that reading can reach are found once, and their states are compared around each read. A loop that ends early sets them
-back to their states after the last batch that was yielded.
+only the body uses it. If both do, the order depends on the depth, and the loop raises an error. To detect this, the
+generators that reading can reach are found once, and their states are compared around each read. A loop that ends early
+restores their states after the last yielded batch.
 """
 
 import functools
@@ -22,13 +22,13 @@ import torch
 
 from hostdev.runtime.generators import set_torch_state, torch_state
 
-_MOST_OBJECTS = 2000  # that are searched
+_MOST_OBJECTS = 2000  # objects to search at most
 _DEEPEST = 6
 _LONGEST = 64  # items of a container
 
 
 class Draw(NamedTuple):
-    """The loader's draw for a prefetched batch that the loop did not use; the next loop gets both."""
+    """The loader's draw for a prefetched batch that the loop did not use; the next loop gets both, batch and draw."""
 
     generator: Any
     before: bytes
@@ -47,24 +47,24 @@ class OwnGenerators:
         self._states = {key: _state(one) for key, one in self._found.items()}  # at the last comparison
         self._ahead: deque[dict[int, bytes]] = (
             deque()
-        )  # of each prefetch: the states, before it, of the generators it drew from
+        )  # for each prefetch: the prior states of the generators it drew from
         self._is_first = True
-        self._read: set[int] = set()  # those that reading has drawn from, after the first read, which is not ahead
-        self._elsewhere: set[int] = set()  # those that other code has drawn from, between two reads
+        self._read: set[int] = set()  # those that reads after the first, which is not ahead, drew from
+        self._elsewhere: set[int] = set()  # those that other code drew from between two reads
 
     def before_read(self) -> None:
-        """Note which generators other code has drawn from since the last read; ValueError for a shared one."""
+        """Record the generators that other code has drawn from since the last read; ValueError for a shared one."""
         self._elsewhere |= self._changed().keys()
         self._require_own()
 
     def loaded(self) -> list[Draw]:
-        """Return the loader's draws in this read, before `ids` and `send` are called."""
+        """Return the loader's draws in this read; call it before `ids` and `send`."""
         now = {key: _state(one) for key, one in self._found.items()}
         changed = [(key, before) for key, before in self._states.items() if now[key] != before]
         return [Draw(self._found[key], before, now[key]) for key, before in changed]
 
     def after_read(self) -> None:
-        """Note which generators the read has drawn from; ValueError for a shared one."""
+        """Record which generators the read has drawn from; ValueError for a shared one."""
         changed = self._changed()
         if not self._is_first:
             self._read |= changed.keys()
@@ -73,19 +73,19 @@ class OwnGenerators:
         self._require_own()
 
     def failed(self) -> None:
-        """Accept the draws of a read that raises; depth 0 would have made them, too."""
+        """Accept the draws of a read that raises an error: depth 0 would have made them, too."""
         self._changed()
 
     def give(self) -> None:
-        """Count a batch as yielded; ValueError where the body before it has drawn from a shared generator."""
+        """Count a batch as yielded; ValueError if the body before it has drawn from a shared generator."""
         self.before_read()
         self._ahead.popleft()
 
     def leave(self) -> None:
-        """Set the generators back to their states without any prefetch.
+        """Restore the states that the generators would have without any prefetch.
 
         Raises:
-            ValueError: The last body has drawn from a generator that reading had used before.
+            ValueError: The last body has drawn from a generator that reading had used.
         """
         before: dict[int, bytes] = {}
         for changed in reversed(self._ahead):
@@ -111,7 +111,7 @@ class OwnGenerators:
 
 
 def repeat(draws: list[Draw]) -> None:
-    """Repeat the loader's draws for a batch of an earlier loop; ValueError where other code has drawn since."""
+    """Repeat the loader's draws for a batch of an earlier loop; ValueError if other code has drawn since."""
     for draw in draws:
         if _state(draw.generator) != draw.before:
             raise ValueError(_SHARED.format("the code between two loops", type(draw.generator).__name__))
@@ -119,14 +119,14 @@ def repeat(draws: list[Draw]) -> None:
 
 
 _SHARED = (
-    "the loader, `ids` or `send` and {} draw from one {}, and the loop reads ahead: the order of the draws would "
+    "the loader, `ids` or `send` and {} both draw from one {}, and the loop reads ahead: the order of the draws would "
     "depend on the depth. Give each its own generator, draw from the global ones, or use read_ahead=0, which reads "
     "nothing ahead"
 )
 
 
 def _generators_in(roots: tuple[Any, ...]) -> Iterator[Any]:
-    """Yield the generators that objects refer to, in containers, fields, closures and globals that their code names."""
+    """Yield the generators that objects refer to: in containers, fields, closures and globals named in their code."""
     seen: set[int] = set()
     level = list(roots)
     for _ in range(_DEEPEST):
@@ -153,7 +153,7 @@ def _is_global(generator: Any) -> bool:
 
 
 def _referred(thing: Any) -> list[Any]:
-    """Return the objects to which an object refers, where a generator may be."""
+    """Return the objects that an object refers to and that may have a generator."""
     if thing is None or isinstance(thing, _LEAVES):
         return []
     if isinstance(thing, dict):
@@ -179,7 +179,7 @@ def _referred(thing: Any) -> list[Any]:
 
 
 def _cells(function: types.FunctionType) -> list[Any]:
-    """Return the variables of enclosing functions that a function uses; some may have no value yet."""
+    """Return the values of a function's closure variables; some may not be set yet."""
     found = []
     for cell in function.__closure__ or ():
         with suppress(ValueError):
@@ -201,7 +201,7 @@ def _slots(thing: Any) -> list[Any]:
 
 
 def _methods(kind: type) -> list[Any]:
-    """Return the methods of a class that reading calls; torch's and NumPy's own use no global by name."""
+    """Return the methods of a class that reading may call; those of torch and NumPy use no global by name."""
     names = ("__getitem__", "__getitems__", "__iter__", "__next__", "__call__")
     bases = [base for base in kind.__mro__ if base.__module__.split(".")[0] not in ("torch", "numpy", "hostdev")]
     found = [vars(base).get(name) for base in bases for name in names]
@@ -209,7 +209,7 @@ def _methods(kind: type) -> list[Any]:
 
 
 def _named(code: types.CodeType, globals_: dict[str, Any]) -> list[Any]:
-    """Return the globals that code names."""
+    """Return the globals that are named in code."""
     codes = [code, *(one for one in code.co_consts if isinstance(one, types.CodeType))]
     found = [globals_[name] for one in codes for name in one.co_names if name in globals_]
     return [one for one in found if not isinstance(one, types.ModuleType | type)]

@@ -28,12 +28,12 @@ def get_ids_of_some(
     ids: Callable[[B], Mapping[str, FeatureInput]] | None,
     bindings: Sequence[FeatureBinding],
 ) -> Callable[[B], Mapping[str, FeatureInput]]:
-    """Return a function that returns a batch's ids of these features, and no ids for the others.
+    """Return a function that returns a batch's ids for these features, and no ids for the others.
 
     Args:
         chosen: The features' names.
-        ids: Returns all ids of a batch; None where the batches are dicts that have them.
-        bindings: Of the runtime's features.
+        ids: Returns all ids of a batch; None if the batches are dicts that have them.
+        bindings: The bindings of the runtime's features.
     """
     left_out = [feature.name for feature in bindings if feature.name not in chosen]
 

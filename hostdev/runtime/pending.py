@@ -1,8 +1,8 @@
 """Gradients of rows that wait for a step, after a loop ended between `backward` and the optimizer's step.
 
 The dense side keeps such gradients in its parameters' `.grad`: they count in its next step, unless `zero_grad` is
-called before. The gradients of the rows count in the same step. The next loop adds their rows to its first batch, which
-is alone in the pipeline. When that batch's first gradients arrive, it checks whether the dense side still has the
+called first. The gradients of the rows count in the same step. The next loop adds their rows to its first batch, which
+is alone in the pipeline. When that batch's first gradients arrive, the loop checks whether the dense side still has the
 earlier ones.
 """
 
@@ -33,32 +33,32 @@ class GroupGradients(NamedTuple):
     """Gradients of some rows of a group's tables."""
 
     ids: Ids  # int32 or int64 [P], unique
-    grads: list[Tensor | None]  # of each table, float32 [P, D] on the device
+    grads: list[Tensor | None]  # for each table, float32 [P, D] on the device
 
 
 class _Held(NamedTuple):
-    """A gradient of the dense side, of the same batches."""
+    """A gradient of the dense side from the same batches."""
 
     optimizer: Optimizer
     parameter: Tensor
     grad: Tensor
-    version: int  # torch's count of the writes to it; -1: all of it is 0
+    version: int  # torch's count of writes to the tensor; -1: it is all 0
 
     def is_gone(self) -> bool:
-        """Return whether `zero_grad` has removed it, or, with `set_to_none=False`, has set it to 0."""
+        """Return whether `zero_grad` has removed it, or set it to 0 (with `set_to_none=False`)."""
         return self.parameter.grad is not self.grad or (
             self.version not in (-1, self.grad._version) and not self.grad.any()
         )
 
 
 class Pending:
-    """Gradients of rows in batches without a step.
+    """Gradients of rows from batches without a step.
 
     Args:
         groups: The gradients by group of tables, in the runtime's order.
-        optimizers: Of the dense side, with gradients of the same batches; none where the loop has none.
-        apply: Takes the step for these gradients alone.
-        scaler: The scaler that has multiplied the losses; it divides these gradients with those of the dense side.
+        optimizers: The dense optimizers that have gradients of the same batches; empty if the loop has none.
+        apply: Takes a step with these gradients alone.
+        scaler: The scaler that has multiplied the losses; it divides these gradients together with the dense ones.
     """
 
     def __init__(
@@ -79,17 +79,17 @@ class Pending:
         self.thread = threading.get_ident()
 
     def is_kept(self) -> bool:
-        """Return whether the dense side still has its gradients of the same batches."""
+        """Return whether the dense side still has its gradients from the same batches."""
         if any(one.is_gone() for one in self._held):
             self._dropped = True
         return not self._dropped
 
     def drop(self) -> None:
-        """Let them not count in the next step."""
+        """Exclude these gradients from the next step."""
         self._dropped = True
 
     def added_to(self, request: Request) -> Request:
-        """Return a request for these rows, too."""
+        """Return the request, extended by these rows."""
         ids = [
             [*own, rows.ids.astype(own[0].dtype if own else rows.ids.dtype, copy=False)]
             for own, rows in zip(request.ids, self.groups, strict=True)
@@ -97,11 +97,11 @@ class Pending:
         return request._replace(ids=ids)
 
     def add_to(self, leaves: Sequence[Sequence[RowParameter]], places: Sequence[Tensor]) -> None:
-        """Add the gradients to those of the rows that were requested with them.
+        """Add the gradients to those of a batch whose request was extended by these rows.
 
         Args:
             leaves: The rows, by group and by table.
-            places: Of each group, int32 [P]: the positions of its rows among the leaves'.
+            places: For each group, int32 [P]: the positions of these rows among the leaves' rows.
         """
         for rows, group, at in zip(self.groups, leaves, places, strict=True):
             for grad, leaf in zip(rows.grads, group, strict=True):
@@ -110,7 +110,7 @@ class Pending:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The dense optimizers that have gradients of the same batches."""
+        """The dense optimizers that have gradients from the same batches."""
         return [one.optimizer for one in self._held]
 
     def stepped(self, optimizer: Optimizer) -> None:
@@ -123,7 +123,7 @@ class Pending:
         return self._scaler is not None
 
     def unscale(self, scaler: GradScaler) -> dict[torch.device, Tensor]:
-        """Divide the gradients by the scale that the scaler has now, as it does those of the dense side."""
+        """Divide the gradients by the scaler's current scale, as it divides those of the dense side."""
         if scaler is not self._scaler or not self.is_kept():
             return {}
         self._scaler = None
@@ -141,13 +141,13 @@ def gradients_left(
     uses: Sequence[Sequence[GroupUses]],
     more: Sequence[Tensor] | None,
 ) -> list[GroupGradients]:
-    """Take the gradients of a batch that the loop leaves without a step.
+    """Take the gradients of a batch that the loop left without a step.
 
     Args:
         flight: The batch.
         leaves: Its rows, by group and by table.
-        uses: Of each of its batches that was yielded, by group; rows that none of them uses are left out.
-        more: Of each group, positions of further rows with gradients.
+        uses: For each of its yielded batches, the occurrences by group; rows that none of them uses are left out.
+        more: For each group, positions of further rows with gradients.
     """
     left = []
     for number, (part, group) in enumerate(zip(flight.groups, leaves, strict=True)):
@@ -165,16 +165,15 @@ def gradients_left(
 
 
 class FirstBatch:
-    """The first batch after gradients were left, which has their rows, too.
+    """The first batch after gradients were left without a step; it also has their rows.
 
-    The rows' values are kept until it is known whether the pending gradients count: if not, the batch must not change
-    them, but an optimizer changes a row whose gradient is 0.
+    The rows' values are kept until it is known whether the pending gradients count. If they do not, the batch must not
+    change these rows, although an optimizer changes even a row whose gradient is 0.
 
     Args:
         pending: The gradients.
-        tables: By group.
-        pipeline: Of the runtime.
-        done: Called when the gradients have been added or dropped.
+        tables: The tables by group.
+        pipeline: The runtime's pipeline. done: Called when the gradients have been added or dropped.
     """
 
     def __init__(
@@ -185,26 +184,26 @@ class FirstBatch:
         self._before: list[tuple[Any, Ids, Any, Any]] = []
 
     def request(self, request: Request) -> Request:
-        """Return a request for the pending rows, too; keep their values."""
+        """Return the request, extended by the pending rows; keep their values."""
         for group, own, rows in zip(self._tables, request.ids, self.pending.groups, strict=True):
             ids = rows.ids[~np.isin(rows.ids, np.concatenate(own))] if own else rows.ids
             self._before += [(table, ids, *_read(table, ids)) for table in group if len(ids)]
         return self.pending.added_to(request)
 
     def came(self, leaves: Sequence[Sequence[RowParameter]], inverses: Sequence[Tensor]) -> None:
-        """Decide at the batch's first gradients whether the pending ones count; if so, add them."""
+        """At the batch's first gradients, decide whether the pending gradients count; if so, add them."""
         if self.counts is None:
             self.counts = self.pending.is_kept()
             if self.counts:
                 self.pending.add_to(leaves, self.places(inverses))
 
     def places(self, inverses: Sequence[Tensor]) -> list[Tensor]:
-        """Return the positions of the pending rows in the batch, which are the last ones of each group."""
+        """Return the positions of the pending rows in the batch: the last ones of each group."""
         groups = self.pending.groups
         return [at[len(at) - len(rows.ids) :] for at, rows in zip(inverses, groups, strict=True)]
 
     def wrote(self, table: Any, ids: Ids | None) -> None:
-        """Keep the values that the program has written to rows, int32 or int64 [N], or to all of a table (None)."""
+        """Keep values that the program has written to a table: ids int32 or int64 [N], or None for all rows."""
         for number, (one, own, _, _) in enumerate(self._before):
             if one is table and (ids is None or np.isin(own, ids).any()):
                 self._before[number] = (table, own, *_read(table, own))
@@ -265,7 +264,7 @@ def take_step(pipeline: Any, pending: Pending, frozen: set[str]) -> None:
         flags.check(*zip(*found, strict=True))
         if flags.stop.item():
             raise NonFiniteError(
-                "the gradients of rows that wait for a step since an earlier loop are not finite; no row was updated"
+                "the gradients of rows that an earlier loop left without a step are not finite; no row was updated"
             )
         one.finish(flight, Gradients(grads))
         del flight

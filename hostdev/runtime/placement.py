@@ -1,4 +1,4 @@
-"""Checks of a runtime's groups of tables: their device, their caches, their ranks and the host's memory."""
+"""Checks of a runtime's groups of tables: device, caches, ranks and host memory."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,11 +21,11 @@ CacheSize = int | str | CacheSpec
 
 
 def require_place(groups: list[GroupSpec], device: torch.device) -> None:
-    """Raise ValueError where a table lies on another device."""
+    """Raise ValueError if a table lies on another device."""
     for group in groups:
         for table in group.tables:
             if isinstance(table, DeviceTable) and table.device != device:
-                raise ValueError(f"table {table.name!r} is on {table.device}, and the rows go to {device}")
+                raise ValueError(f"table {table.name!r} is on {table.device}, but the rows go to {device}")
 
 
 def cache_specs(
@@ -37,19 +37,19 @@ def cache_specs(
     if not isinstance(cache, Mapping):
         spec = cache if isinstance(cache, CacheSpec) else CacheSpec(cache)
         if not any(on_host(group) for group in groups):
-            raise UserError("a cache has no effect where all tables are on the device; leave it out")
+            raise UserError("a cache has no effect if all tables are on the device; leave it out")
         return [spec if on_host(group) else None for group in groups]
     specs: list[CacheSpec | None] = [None] * len(groups)
     for name, value in cache.items():
         found = [i for i, group in enumerate(groups) if name in [table.name for table in group.tables]]
         if not found:
             known = [table.name for group in groups for table in group.tables]
-            raise ValueError(f"a cache for table {name!r}, but there are {', '.join(known)}")
+            raise ValueError(f"a cache is given for table {name!r}, but the tables are {', '.join(known)}")
         if not on_host(groups[found[0]]):
             raise UserError(f"a cache for table {name!r}, which is on the device, has no effect; leave it out")
         if specs[found[0]] is not None:
             raise ValueError(
-                f"table {name!r} shares its ids, and so its cache, with another table for which a cache is given"
+                f"table {name!r} shares its ids, and therefore its cache, with another table for which a cache is given"
             )
         if value is not None:
             specs[found[0]] = value if isinstance(value, CacheSpec) else CacheSpec(value)
@@ -59,7 +59,7 @@ def cache_specs(
 def make_cache(
     group: GroupSpec, spec: CacheSpec | None, device: torch.device, ranks: Ranks | None, log: OpLog | None
 ) -> EmbeddingCache | None:
-    """Return a group's cache; None where it has none."""
+    """Return a group's cache; None if it has none."""
     if spec is None:
         return None
     counts = spec.counts
@@ -78,12 +78,12 @@ def require_parts(groups: list[GroupSpec], ranks: Ranks | None) -> None:
             raise ValueError(
                 f"table {table.name!r} holds {'all rows' if part is None else f'part {part[0]} of {part[1]}'}, but "
                 + ("there are no other ranks" if wanted is None else f"this is rank {wanted[0]} of {wanted[1]}")
-                + "; make it with part=ranks.part(), and give the Runtime these ranks"
+                + "; create it with part=ranks.part(), and give the Runtime these ranks"
             )
 
 
 def require_room(groups: list[GroupSpec], specs: list[CacheSpec | None], depth: int, device: torch.device) -> None:
-    """Raise UserError where the host's memory is too small for what a runtime needs with its tables."""
+    """Raise UserError if host memory is too small for a runtime and its tables."""
     sizes = [
         room.GroupSize(
             group.tables[0].rows,

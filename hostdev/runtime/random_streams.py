@@ -1,10 +1,10 @@
 """Random numbers for reading: a loader, `ids` and `send` draw the same ones from global generators at any depth.
 
 A loop reads ahead of its body, and both may draw from the same global generator: torch's, NumPy's, Python's `random`,
-the device's. The order of their draws would depend on how far ahead the loop reads. So each batch is read with streams
-of its own: the global generators are seeded by (their state when the loop began, the number of the batch), and get
-their states back afterwards. What a batch's reading draws is then a function of the global seeds and of the batch's
-number. It does not depend on depth, caches, or the process that reads the batch.
+or the device's. The order of their draws would depend on how far ahead the loop reads. So each batch is read with its
+own streams: the global generators are seeded by (their state when the loop began, the number of the batch), and their
+states are restored afterwards. The draws of reading a batch are then a function of the global seeds and of the batch's
+number. They do not depend on depth, caches, or the process that reads the batch.
 
 The first `next` of a new iterator draws from the global generators as they are: a `DataLoader` that shuffles takes its
 seed there, the same one as in a loop of plain torch.
@@ -26,8 +26,8 @@ class Place(NamedTuple):
     """A position in a sequence of batches, and the seeds of their streams.
 
     Attributes:
-        seeds: Of each generator by name.
-        position: Batches that were yielded, including those of other processes.
+        seeds: Each generator's seed, by name.
+        position: Number of batches that were yielded, including those of other processes.
         advanced: Names of the generators that have been advanced since the sequence began.
     """
 
@@ -36,7 +36,7 @@ class Place(NamedTuple):
     advanced: tuple[str, ...] = ()
 
     def to_state(self) -> dict[str, Any]:
-        """Return it for a checkpoint; the seeds as text, because they take all of 64 bits."""
+        """Return the place for a checkpoint; seeds are text, because they use all 64 bits."""
         seeds = {name: str(seed) for name, seed in self.seeds.items()}
         return {"seeds": seeds, "position": self.position, "advanced": list(self.advanced)}
 
@@ -51,9 +51,9 @@ class RandomStreams:
     """Random streams for the batches of one loader, each with a number.
 
     Args:
-        device: The runtime's, whose generator counts as a global one.
+        device: The runtime's device, whose generator counts as a global one.
         place: The end of an earlier loop over the same batches, or of a checkpoint; None: a new sequence.
-        stride: Batches of a step, of all processes.
+        stride: Batches of a step over all processes.
         each: Consecutive batches of a step that this process reads.
         first: Batches of a step before these.
 
@@ -81,10 +81,10 @@ class RandomStreams:
 
     @contextmanager
     def reading(self, position: int) -> Iterator[list[str]]:
-        """Read a batch with streams of its own.
+        """Read a batch with its own streams.
 
         Args:
-            position: The number of batches of the sequence before it, in this process.
+            position: The number of batches before it in this process's sequence.
 
         Yields:
             A list that afterwards has the names of the generators that reading drew from.
@@ -109,7 +109,7 @@ class RandomStreams:
     def give(self, drew: Sequence[str]) -> None:
         """Count a batch as yielded, for which reading drew from these generators.
 
-        At its first use a generator is advanced by one number, so that another loop begins from another state.
+        At its first use a generator is advanced by one number, so that the next loop begins from another state.
         """
         self._given += 1
         for one in self._generators:
@@ -122,10 +122,10 @@ def make_streams(device: torch.device, ranks: Ranks | None, place: Place | None,
     """Return the streams of a loop's batches.
 
     Args:
-        device: The runtime's.
+        device: The runtime's device.
         ranks: The other processes, each of which reads its share of a step's batches.
-        place: Where the batches continue; None: they begin.
-        each: Batches of a step that are read here.
+        place: Where the batches continue; None: at their beginning.
+        each: Batches of a step that this process reads.
     """
     share, shares = (ranks or ALONE_WORLD).share()
     if shares == 1:

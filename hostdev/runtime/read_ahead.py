@@ -9,28 +9,28 @@ from typing import Any
 from hostdev.runtime.own_generators import Draw
 from hostdev.runtime.random_streams import Place, RandomStreams
 
-_OWN_REFERENCES = 2  # to the iterator: the field's, and that of the call which counts
+_OWN_REFERENCES = 2  # to the iterator: the field, and the argument of the counting call
 
 
 class ReadAhead:
-    """The batches of an iterator that were read and not yet used.
+    """The batches of an iterator that were read but not used yet.
 
-    A loop that ends early has read further than its body got, by its depth and the window of its caches. A next loop
-    over the same iterator gets these batches first, so that none is lost.
+    A loop that ends early has read further than its body, by its depth and the window of its caches. The next loop over
+    the same iterator gets these batches first, so that none is lost.
     """
 
     def __init__(self, source: Iterator[Any]) -> None:
         self.source = source
         self.streams: RandomStreams | None = None  # random streams of the last loop over it
-        self.states: Any = None  # accelerate's, for each kept batch
-        self.draws: deque[list[Draw]] = deque()  # what the loader drew from generators of its own, for each kept batch
+        self.states: Any = None  # accelerate's state for each kept batch
+        self.draws: deque[list[Draw]] = deque()  # the loader's draws from its own generators, for each kept batch
         self._kept: deque[Any] = deque()
         self._readers = 0
         self._reading = threading.Lock()  # an earlier reader may still run the loader's code
 
     @property
     def is_held(self) -> bool:
-        """Whether somebody else holds the iterator, and so may continue with it."""
+        """Whether other code holds the iterator, and may continue with it."""
         return sys.getrefcount(self.source) > _OWN_REFERENCES
 
     @property
@@ -56,16 +56,16 @@ class ReadAhead:
                     return
                 self._kept.append(held[0])
                 self.draws.append([])
-            yield held.pop()  # not kept here: only the caller keeps a batch alive
+            yield held.pop()  # popped, so that only the caller keeps a batch alive
 
     def given(self) -> None:
-        """Remove the first kept batch, which the loop's body got."""
+        """Remove the first kept batch, which the loop has yielded."""
         self._kept.popleft()
         self.draws.popleft()
 
 
 class Iterators:
-    """The iterators that a runtime's loops have read ahead, and where they are."""
+    """The iterators that a runtime's loops have read ahead, and their positions."""
 
     def __init__(self) -> None:
         self._held: list[ReadAhead] = []
@@ -73,7 +73,7 @@ class Iterators:
         self._loaded: Place | None = None
 
     def get(self, source: Iterator[Any], *, train: bool) -> ReadAhead:
-        """Return an iterator's batches; those that an earlier loop has read and not used come first."""
+        """Return an iterator's batches, first those that an earlier loop has read but not used."""
         self._held = [one for one in self._held if one.is_held or one is self._last]
         found = next((one for one in self._held if one.source is source), None)
         if found is None:
@@ -113,6 +113,6 @@ def require_read_ahead(read_ahead: Any, *, background: bool) -> None:
     if read_ahead is None:
         return
     if isinstance(read_ahead, bool) or not isinstance(read_ahead, int) or read_ahead < 0:
-        raise ValueError(f"read_ahead is a number of batches, 0 or more, not {read_ahead!r}")
+        raise ValueError(f"read_ahead must be a number of batches, 0 or more, not {read_ahead!r}")
     if background:
-        raise ValueError("read_ahead bounds what is read in the loop's thread; leave it out with background=True")
+        raise ValueError("read_ahead limits reading in the loop's thread; leave it out with background=True")

@@ -1,7 +1,7 @@
-"""How a loop reads its loader, so that the program's own code there has the same results at any depth, or an error.
+"""Reads a loop's loader so that the program's own code gives the same results at any depth, or raises an error.
 
-The loader, `ids` and `send` are the program's code. They run in the loop's thread, but batches ahead of the body. Each
-consequence has a module: random numbers (`random_streams`, `own_generators`), reused memory (`refills`), prefetched
+The loader, `ids` and `send` are the program's code. They run in the loop's thread, but ahead of the body. A module
+handles each consequence: random numbers (`random_streams`, `own_generators`), reused memory (`refills`), prefetched
 batches that a loop did not use (`read_ahead`), and accelerate's state. A batch passes all of them here, when it is read
 and when the loop yields it.
 """
@@ -23,9 +23,9 @@ class Reading:
     """The batches of one loop, from its loader to its body.
 
     Args:
-        batches: The loader, which begins here.
+        batches: The loader, which is started here.
         program: The other functions that are called for each batch: `ids` and `send`.
-        keep: Returns the record of an iterator, in which another loop may continue after this one.
+        keep: Returns the record of an iterator, with which another loop may continue after this one.
     """
 
     def __init__(
@@ -33,12 +33,12 @@ class Reading:
     ) -> None:
         source = iter(batches)
         self.kept = kept = keep(source) if source is batches else None
-        self._repeated = deque[list[Draw]]() if kept is None else kept.draws.copy()  # of batches of earlier loops
+        self._repeated = deque[list[Draw]]() if kept is None else kept.draws.copy()  # for batches of earlier loops
         self._streams: RandomStreams | None = None
-        self._in_flight: InFlight | None = None  # None: each batch is read after the one before was yielded
+        self._in_flight: InFlight | None = None  # None: each batch is read after the previous one was yielded
         self._own: OwnGenerators | None = None
         self._states: accelerate.States | None = None
-        self._drew: deque[Sequence[str]] = deque()  # the global generators that each batch's reading drew from
+        self._drew: deque[Sequence[str]] = deque()  # the global generators that reading each batch drew from
         self._roots = batches, *program
         self._source = source if kept is None else kept.batches()
         if accelerate.is_imported():
@@ -73,13 +73,13 @@ class Reading:
 
     @contextmanager
     def batch(self, number: int) -> Iterator[list[Any]]:
-        """Read the next batch around a `with` that processes it.
+        """Read the next batch; a context around its processing.
 
         Args:
-            number: Of batches that were read before it.
+            number: Number of batches that were read before it.
 
         Yields:
-            A list with the batch, which the block takes out; empty at the end.
+            A list with the batch, which the block removes from it; empty at the end.
         """
         if self._in_flight is not None:
             self._in_flight.before_read()
@@ -100,11 +100,11 @@ class Reading:
 
     @contextmanager
     def _reading(self, number: int) -> Iterator[tuple[list[Any], Sequence[str]]]:
-        """Read the next batch with random streams of its own, for the loader and the program's functions."""
+        """Read the next batch with its own random streams, for the loader and the program's functions."""
         streams = self._streams
         position = 0 if streams is None else streams.start + number
-        is_first = streams is not None and streams.is_new and not number  # it draws as in a loop of plain torch
-        with nullcontext() if self._in_flight is None or not number else reading_ahead():  # the first is not
+        is_first = streams is not None and streams.is_new and not number  # this draws as a plain torch loop does
+        with nullcontext() if self._in_flight is None or not number else reading_ahead():  # the first is not ahead
             held = self._next() if is_first else []
             if is_first and not held:
                 yield held, ()
@@ -113,7 +113,7 @@ class Reading:
                 yield held if is_first else self._next(), drew
 
     def _next(self) -> list[Any]:
-        """Return the loader's next batch in a list, from which the caller takes it so that nothing keeps it alive."""
+        """Return the loader's next batch in a list; the caller removes it, so that nothing keeps the batch alive."""
         is_new = not self._repeated
         if not is_new:
             repeat(self._repeated.popleft())
@@ -124,12 +124,12 @@ class Reading:
         return []
 
     def has_read(self, batch: Any, number: int) -> None:
-        """Note the memory of a batch; ValueError, with its number, where reading it has changed an earlier one."""
+        """Record the memory of a batch; ValueError, with its number, if reading it has changed an earlier batch."""
         if self._in_flight is not None:
             self._in_flight.after_read(batch, number)
 
     def give(self) -> None:
-        """Yield the first of the prefetched batches; ValueError where a later one has changed it."""
+        """Count the first prefetched batch as yielded; ValueError if reading a later one has changed it."""
         if self.kept is not None:
             self.kept.given()
         if self._in_flight is not None:

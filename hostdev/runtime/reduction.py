@@ -1,4 +1,4 @@
-"""Sums of the gradients of a step's micro-batches, of rows and of dense parameters, in the order of a tree."""
+"""Sums the gradients of a step's micro-batches, for rows and dense parameters, in the order of a tree."""
 
 from collections.abc import Iterable, Sequence
 
@@ -20,13 +20,13 @@ class Reduction:
 
     Args:
         leaves: The rows of every table.
-        count: Micro-batches of the step on each rank.
+        count: Number of micro-batches of the step on each rank.
         flags: Whether steps are finite.
-        ranks: The processes that have the other micro-batches; None: all are here.
+        ranks: The processes that have the other micro-batches; None: this process has all.
         dense: Exchanges the gradients of parameters with other ranks.
         flight: The step's batch.
-        losses: Of each `backward`: 0, or not finite.
-        steps: To the other ranks, for small values of each step.
+        losses: For each `backward`, 0, or NaN for a loss that is not finite.
+        steps: The channel to other ranks for small values of each step.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class Reduction:
         self._rows: TreeSum[Grads] = TreeSum(add_lists)
         self._dense: TreeSum[Grads] = TreeSum(add_lists)
         self._first = 0 if ranks is None else ranks.share()[0] * count
-        self._rows_come: dict[int, Grads] = {}  # by micro-batch, where these end in an order of their own
+        self._rows_come: dict[int, Grads] = {}  # by micro-batch, if these end out of order
         self._next = self._first
         self._parameters: list[Tensor] = []
         self._values: list[Tensor | None] = []
         self.in_two = False  # all ranks know which gradients are sent first
-        self.parts: list[list[Tensor] | None] = []  # with other ranks, of each leaf: the gradients of this rank's nodes
+        self.parts: list[list[Tensor] | None] = []  # with ranks, for each leaf: gradients by this rank's nodes
 
     @property
     def has_ranks(self) -> bool:
@@ -58,15 +58,15 @@ class Reduction:
         return self._ranks is not None
 
     def has_sums(self, *, reduced: bool) -> bool:
-        """Return whether the rows have the gradients of the whole step, here."""
+        """Return whether the rows have the gradients of the whole step on this rank."""
         return self._ranks is None and reduced and self._next >= self.count
 
     def require_sums(self, *, reduced: bool) -> None:
-        """Raise ValueError where this process does not have, now or ever, the rows' gradients of the step."""
+        """Raise ValueError if this process does not yet have the step's gradients of the rows, or never gets them."""
         if self._ranks is not None:
             raise ValueError(
-                "the gradients of rows are summed where the rows are, so that no rank has their norm: with ranks, "
-                "clip those of model.parameters() alone"
+                "each rank sums the gradients of its own rows, so no rank has the norm of all: with ranks, "
+                "clip model.parameters() alone"
             )
         if not self.has_sums(reduced=reduced):
             raise ValueError("rows.parameters() has the step's sums: call it after the last reduce() of the step")
@@ -80,10 +80,10 @@ class Reduction:
         """See `Rows.reduce`."""
         given = list(parameters)
         if self._values and [id(one) for one in given] != [id(one) for one in self._parameters]:
-            raise ValueError("reduce() was given other parameters with another micro-batch of the same step")
+            raise ValueError("reduce() was given different parameters for micro-batches of the same step")
         self._parameters = given
         if values is not None and values.ndim > 1:
-            raise ValueError(f"the values of a micro-batch are one number or a list of them, not {list(values.shape)}")
+            raise ValueError(f"the values of a micro-batch must be one number or a list, not {list(values.shape)}")
         self._values.append(None if values is None else values.detach().float())
         self._rows.put(Node(self._next, 1, _taken([leaf.rows for leaf in self._leaves])))
         if self._ranks is not None:
@@ -92,7 +92,7 @@ class Reduction:
         self._next += 1
         if self._next < self.count:
             return None
-        # Missing gradients are left out here, and 0 where ranks exchange them: equal sums, except for a -0.
+        # Missing gradients are left out here, but are 0 if ranks exchange them: equal sums, except for a -0.
         for leaf, total in zip(self._leaves, self._rows.total() or (), strict=False):
             leaf.rows.grad = None if total is None else total.add_(0.0)
         for parameter, total in zip(given, self._dense.total() or (), strict=False):
@@ -114,7 +114,7 @@ class Reduction:
     ) -> Tensor | None:
         """See `Step.reduce`."""
         assert self._ranks is not None
-        if self._ranks.leads:  # a micro-batch without samples has nothing to add, and is counted
+        if self._ranks.leads:  # a micro-batch without samples adds nothing, but is counted
             for number in range(self._next - self._first, self.count):
                 self._put_rows(self._rows_come.pop(number, [None] * len(self._leaves)))
         self._values = [None if value is None else value.detach().float() for value in values]
@@ -122,7 +122,7 @@ class Reduction:
         return self._exchanged(self._ranks, dense, dense.put_nodes(nodes))
 
     def _to_ranks(self, ranks: Ranks) -> Tensor | None:
-        """Give all ranks the sums of the parameters' gradients, and prepare those of the rows for sending."""
+        """Give all ranks the sums of the parameters' gradients, and prepare the rows' gradients for sending."""
         trained = [one for one in self._parameters if one.requires_grad]
         if self._exchange.is_of_all and self._exchange.is_new(trained):
             ranks.agree("parameters", "the first rows.reduce()", alike.get_parameters(trained))
@@ -141,7 +141,7 @@ class Reduction:
         shape = next((value.shape for value in self._values if value is not None), None)
         size, single = (0, False) if shape is None else (shape.numel(), not shape)
         not_ready = self._flight.first is None
-        same = self._exchange.is_of_all  # else others have other parameters
+        same = self._exchange.is_of_all  # otherwise other ranks have other parameters
         given_dense: Sequence[int] = has_dense if same else self._exchange.reduce_flags(has_dense)
         marks = alike.make_marks([leaf.table for leaf in self._leaves], [not leaf.trained for leaf in self._leaves])
         telling = [*has_rows, *(has_dense if same else ()), size, single, not_ready, *ranks.contributed, *marks]
@@ -203,7 +203,7 @@ def _taken(tensors: Sequence[Tensor]) -> Grads:
 
 
 def _stacked(values: Sequence[Tensor | None]) -> Tensor | None:
-    """Return all values, with 0 for a micro-batch without any; None where none has any."""
+    """Return all values, with 0 for a micro-batch without any; None if no micro-batch has any."""
     given = next((value for value in values if value is not None), None)
     if given is None:
         return None

@@ -1,9 +1,9 @@
-"""Loaders that reuse the memory of prefetched batches before the loop yields these.
+"""Detects loaders that reuse the memory of prefetched batches before the loop yields them.
 
 A loader may refill one buffer: a plain loop has finished a batch when the next one is read, but a loop that reads ahead
 has not. Ids are copied when they are read; the rest of a batch stays in the loader's memory. Therefore the memory of
-in-flight batches is compared with that of each new batch: torch counts the writes to a tensor, and where two batches
-share memory, their contents are compared before and after the read.
+in-flight batches is compared with that of each new batch: torch counts the writes to a tensor, and if two batches share
+memory, their contents are compared before and after the read.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ from torch import Tensor
 
 _DEEPEST = 4  # levels of containers and objects that are searched
 _LONGEST = 256  # items of a container
-_MOST_BYTES = 1 << 13  # of an array that are compared: a refill changes all of it
+_MOST_BYTES = 1 << 13  # compared per array: a refill changes all of it
 
 ArrayOrTensor = Tensor | npt.NDArray[Any]
 
@@ -47,21 +47,21 @@ def arrays_in(thing: Any, depth: int = _DEEPEST) -> Iterator[ArrayOrTensor]:
 
 
 class _Held:
-    """An array of a batch in flight."""
+    """An array of an in-flight batch."""
 
     def __init__(self, leaf: ArrayOrTensor) -> None:
         self.leaf = leaf
         self.start, self.stop = _range(leaf)
         self.version = _version(leaf)
         self.content = _content(leaf)
-        self.is_shared = False  # with another batch in flight
+        self.is_shared = False  # with another in-flight batch
 
     def overlaps(self, other: "_Held") -> bool:
         return self.start < other.stop and other.start < self.stop
 
 
 class _Batch:
-    """The arrays of a batch in flight."""
+    """The arrays of an in-flight batch."""
 
     def __init__(self, batch: Any) -> None:
         self.arrays = [_Held(leaf) for leaf in arrays_in(batch)]
@@ -69,20 +69,20 @@ class _Batch:
 
 
 class InFlight:
-    """The memory of the batches that were read and not yet yielded."""
+    """The memory of the batches that were read but not yielded yet."""
 
     def __init__(self) -> None:
         self._batches: deque[_Batch] = deque()
 
     def before_read(self) -> None:
-        """Note the contents that the loader must not change; the body may have changed them since the last note."""
+        """Record contents that the loader must not change; the body may have changed them since the last call."""
         for held in self._all():
             held.version = _version(held.leaf)
             if held.is_shared:
                 held.content = _content(held.leaf)
 
     def after_read(self, batch: Any, number: int) -> None:
-        """Add a batch; ValueError, with the batch's number, where reading it has changed an in-flight one."""
+        """Add a batch; ValueError, with the batch's number, if reading it has changed an in-flight batch."""
         new, changed = _Batch(batch), False
         for earlier in self._batches:
             for held in earlier.arrays:
@@ -96,7 +96,7 @@ class InFlight:
         self._batches.append(new)
 
     def given(self) -> None:
-        """Forget the first batch, which the loop yields; ValueError where it was changed after it was read."""
+        """Forget the first batch, which the loop yields; ValueError if it was changed after it was read."""
         first = self._batches.popleft()
         if first.changed_by is not None:
             raise ValueError(_REFILLED.format(first.changed_by))
@@ -121,7 +121,7 @@ def _range(leaf: ArrayOrTensor) -> tuple[int, int]:
 
 
 def _content(leaf: ArrayOrTensor) -> bytes:
-    """Return an array's contents; some evenly spaced rows of a large one."""
+    """Return an array's contents; of a large array, some evenly spaced rows."""
     values = _as_numpy(leaf) if isinstance(leaf, Tensor) else leaf
     if values.nbytes > _MOST_BYTES and values.ndim:
         values = values[:: -(-values.nbytes // _MOST_BYTES)]
@@ -133,12 +133,12 @@ def _as_numpy(leaf: Tensor) -> npt.NDArray[Any]:
         leaf = leaf.detach().resolve_conj().resolve_neg()
     try:
         return leaf.numpy()
-    except TypeError:  # NumPy does not have its dtype
+    except TypeError:  # NumPy lacks its dtype
         return leaf.contiguous().view(torch.uint8).numpy() if leaf.ndim else leaf.float().numpy()
 
 
 _REFILLED = (
     "reading batch {0} has changed an earlier batch that the loop has not yet yielded: the loop reads ahead, and the "
-    "loader reuses memory. Make new memory for each batch (tensor.clone(), array.copy()), or use read_ahead=0, with "
-    "which a loop that does not accumulate reads nothing ahead"
+    "loader reuses memory. Allocate new memory for each batch (tensor.clone(), array.copy()), or use read_ahead=0, "
+    "with which a loop that does not accumulate reads nothing ahead"
 )

@@ -1,4 +1,4 @@
-"""Requests to the pipeline: a batch's ids by group, and the tensors that go to the device with its rows."""
+"""Requests to the pipeline: a batch's ids by group, and the tensors that are sent to the device with its rows."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -21,8 +21,8 @@ GetIds: TypeAlias = Callable[[B], Mapping[str, FeatureInput]]  # of a batch, by 
 class MicroBatch(NamedTuple):
     """One of the loader's batches in a request."""
 
-    leaves: list[Any]  # of the structure that the loop yields
-    structure: TreeSpec | None  # whose tensors are sent; None: the loop yields the loader's batch
+    leaves: list[Any]  # leaves of the structure that the loop yields
+    structure: TreeSpec | None  # its tensors are sent; None: the loop yields the loader's batch
     ids: list[FeatureIds]
 
     @property
@@ -36,7 +36,7 @@ class MicroBatch(NamedTuple):
         return [] if self.structure is None else [leaf for leaf in self.leaves if _is_sent(leaf)]
 
     def batch(self, tensors: Sequence[Tensor]) -> Any:
-        """Return what the loop yields, with these tensors in place of those that were sent."""
+        """Return the batch that the loop yields, with these tensors in place of the host's."""
         if self.structure is None:
             return self.leaves[0]
         there = iter(tensors)
@@ -44,7 +44,7 @@ class MicroBatch(NamedTuple):
 
 
 def _is_sent(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.device.type == "cpu"  # others are where the caller has put them
+    return isinstance(leaf, Tensor) and leaf.device.type == "cpu"  # others stay where the caller has put them
 
 
 def _to_tensor(leaf: Any) -> Any:
@@ -56,16 +56,16 @@ def _to_tensor(leaf: Any) -> Any:
 
 
 class Reader:
-    """Makes requests of a loader's batches, in the thread that asks for them.
+    """Turns a loader's batches into requests, in the thread that asks for them.
 
     Args:
-        bindings: Of the runtime's features.
-        groups: Of the runtime's tables.
-        ids: Returns a batch's ids by feature; None where the batches are dicts that have them.
-        send: Returns what the loop needs of a batch, in any structure, whose tensors go to the device.
-        together: Batches that make one step.
-        whole: No step may have fewer: they are micro-batches.
-        asks: Look the rows up; else another rank does this for the same samples.
+        bindings: The bindings of the runtime's features.
+        groups: The groups of the runtime's tables.
+        ids: Returns a batch's ids by feature; None if the batches are dicts that have them.
+        send: Returns the parts of a batch that the loop needs, in any structure, whose tensors are sent to the device.
+        together: Number of batches that make one step.
+        whole: No step may have fewer batches: they are micro-batches.
+        asks: Look the rows up; otherwise another rank does so for the same samples.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Reader:
         self._names = [feature.name for feature in bindings]
         self._checks: list[
             tuple[int, list[FeatureIds], Mapping[str, FeatureInput]]
-        ] = []  # of the request's batches, not yet done
+        ] = []  # pending checks of the request's batches
 
     def requests(self, reading: Reading) -> Iterator[Request]:
         """Yield a request for each batch that is read, or for `together` of them."""
@@ -103,9 +103,7 @@ class Reader:
             if not micros:
                 return
             if self._whole and len(micros) < self.together:
-                raise ValueError(
-                    f"the batches end within a step: {len(micros)} of {self.together} micro-batches are there"
-                )
+                raise ValueError(f"the batches end within a step, after {len(micros)} of {self.together} micro-batches")
             checks, self._checks = self._checks, []
             yield self._make_request(micros)._replace(check=partial(self._require_in_range, checks))
             del micros
@@ -119,7 +117,7 @@ class Reader:
         return self._make_request([micro])
 
     def _read(self, reading: Reading, number: int) -> list[MicroBatch]:
-        """Return the next batch, number + 1, or nothing at the end."""
+        """Return the micro-batch of the next batch, number + 1; an empty list at the end."""
         with reading.batch(number) as held:
             if not held:
                 return []
@@ -136,7 +134,7 @@ class Reader:
         except (TypeError, ValueError) as error:
             raise type(error)(f"batch {number}: {error}") from None
         if copies:
-            ids = [one.copy() for one in ids]  # before they are checked: the loader may write to its own again
+            ids = [one.copy() for one in ids]  # before the check: the loader may overwrite its own arrays
         self._checks.append((number, ids, given))
         if self._send is None:
             return MicroBatch([sent], None, ids)
@@ -144,8 +142,8 @@ class Reader:
         return MicroBatch([_to_tensor(leaf) for leaf in leaves], structure, ids)
 
     def _require_in_range(self, checks: list[tuple[int, list[FeatureIds], Mapping[str, FeatureInput]]]) -> None:
-        """Raise UserError for an id outside its table; not in the loop's thread, as it takes a pass over the ids."""
-        while checks:  # taken out, so that nothing keeps the loader's batches
+        """Raise UserError for an id outside its table; not in the loop's thread, since it takes a pass over the ids."""
+        while checks:  # popped, so that nothing keeps the loader's batches alive
             number, ids, given = checks.pop(0)
             try:
                 check_ranges(ids, self._groups, self._bindings, given)
@@ -185,5 +183,5 @@ class Reader:
         return Request(None, sum(micro.samples for micro in micros), ids, tensors, micros)
 
     def length(self, batches: Iterable[Any]) -> int:
-        """Return the number of batches of a loop; TypeError where the loader has no length."""
+        """Return the number of batches of a loop; TypeError if the loader has no length."""
         return len(batches)  # type: ignore[arg-type]

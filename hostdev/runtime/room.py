@@ -1,4 +1,4 @@
-"""The host memory that a training needs for its tables' rows, by part, before it is allocated.
+"""Estimates, before allocation, the host memory that training needs for its tables' rows, by part.
 
 The program itself, dense layers and evaluations are not counted: they do not grow with the tables.
 """
@@ -14,15 +14,15 @@ from hostdev.core.errors import UserError
 from hostdev.core.memory import TableShape, available_bytes, format_bytes, row_bytes
 from hostdev.runtime.spec import CacheSpec
 
-_USE_BYTES = 24  # its id, its unique id, and the position of that
+_USE_BYTES = 24  # an occurrence's id, its unique id, and the position of that
 COUNTS = "counts of uses"  # allocated before everything else
 _MARKS = 3  # sets of rows while a checkpoint is saved: to save, not yet read, written since
 
 
 class GroupSize(NamedTuple):
-    """Tables that are looked up with the same ids."""
+    """The size of tables that are looked up with the same ids."""
 
-    rows: int  # here, V
+    rows: int  # V, on this rank
     tables: Sequence[TableShape]
     on_host: bool
     cache: CacheSpec | None = None
@@ -31,11 +31,11 @@ class GroupSize(NamedTuple):
 def kept(
     groups: Iterable[GroupSize], *, depth: int, slots_on_host: bool, uses: int = 0, copies: int = 0
 ) -> dict[str, int]:
-    """Return an upper bound of the bytes of each part, of those that are not 0.
+    """Return an upper bound of the bytes of each part that is not 0.
 
     Args:
         groups: The tables.
-        depth: Of the pipeline.
+        depth: The pipeline's depth.
         slots_on_host: The caches' device is the CPU.
         uses: Ids that a batch looks up; 0: unknown.
         copies: Bytes of rows that are copied while a checkpoint is saved; 0 without checkpoints.
@@ -74,7 +74,7 @@ def kept(
 
 
 def free_with_counts(parts: Mapping[str, int]) -> int:
-    """Return the free bytes of host memory, and those of counts that are allocated already."""
+    """Return the free bytes of host memory plus those of the counts, which are already allocated."""
     return available_bytes() + parts.get(COUNTS, 0)
 
 

@@ -1,4 +1,4 @@
-"""The unique rows of a batch as a parameter, and its gradient."""
+"""The unique rows of a batch as a parameter with a gradient."""
 
 from functools import partial
 from typing import Any
@@ -15,12 +15,12 @@ from hostdev.runtime.features import Table
 
 
 class RowOrder:
-    """The order of the ids, where a cache's plan orders the rows; sent to the device at its first use.
+    """The order of the ids, if a cache's plan orders the rows; sent to the device at its first use.
 
     Args:
         places: int32 [U], the position of each id's row.
         staging: Sends them to the device.
-        memory: Of the batch, from which they are sent.
+        memory: The batch's memory, from which they are sent.
     """
 
     def __init__(self, places: npt.NDArray[np.int32], staging: Staging, memory: PinnedBuffer) -> None:
@@ -43,27 +43,27 @@ class RowOrder:
     def in_rows(self, values: Tensor) -> Tensor:
         """Return values [U, ...] of the ids in the order of the rows."""
         out = torch.empty_like(values)
-        out[self.places] = values  # all different; a sum would lose the sign of a zero
+        out[self.places] = values  # an assignment: a sum would lose the sign of a zero
         return out
 
 
 class RowParameter:
     """A batch's unique rows of one table, float32 [U, D] on the device, and their gradient.
 
-    A cache's plan orders the rows. Sums over rows, such as a norm, are in the order of the ids, as without a cache:
-    `parameter` gives the gradient in that order, and `take_grad` reorders it again.
+    With a cache, its plan orders the rows. Sums over rows, such as a norm, must be in the order of the ids, as without
+    a cache: `parameter` has the gradient in that order, and `take_grad` reorders it again.
 
     Args:
         table: The table.
         values: The rows, float32 [U, D], in the order of the plan.
-        order: The order of the ids; None where it is the same.
+        order: The order of the ids; None if it is the same.
         trained: Whether the rows get a gradient.
     """
 
     def __init__(self, table: Table, values: Tensor, order: RowOrder | None, *, trained: bool) -> None:
         self.table, self._order = table, order
         self.rows = values.requires_grad_() if trained else values
-        self._parameter: Tensor | None = None  # in the order of the ids, where somebody has asked for it
+        self._parameter: Tensor | None = None  # in the order of the ids, once requested
 
     @property
     def trained(self) -> bool:
@@ -71,7 +71,7 @@ class RowParameter:
         return self.rows.requires_grad
 
     def grads(self) -> list[Tensor]:
-        """Return the gradient, in whichever order it has; empty without one."""
+        """Return the gradient, in whichever order it is; an empty list without one."""
         held = self.rows if self._parameter is None else self._parameter
         return [] if held.grad is None else [held.grad]
 
@@ -81,7 +81,7 @@ class RowParameter:
         grad, held.grad = held.grad, None
         if grad is None:
             return None
-        grad = grad.detach().contiguous()  # somebody may have assigned it
+        grad = grad.detach().contiguous()  # the program may have assigned it
         return grad if self._order is None or self._parameter is None else self._order.in_rows(grad)
 
     def add_grad(self, grad: Tensor) -> None:
@@ -123,7 +123,7 @@ class RowParameter:
         return out
 
     def select(self, places: Tensor) -> Tensor:
-        """Return some of the rows, at different places int64 [any], differentiable."""
+        """Return the rows at these positions, int64 [any], all different; differentiable."""
         out: Tensor = _Select.apply(self.rows, places)  # type: ignore[no-untyped-call]
         return out
 
@@ -152,7 +152,7 @@ class _InOrderOfIds(torch.autograd.Function):
 
 
 class _Select(torch.autograd.Function):
-    """Differentiable again after a backward pass, as the pull of rows is."""
+    """A selection that can be differentiated again after a backward pass, like the pull of rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A batch's rows as a model gets them, and the gradients that come back to them."""
+"""A batch's rows as a model gets them, and their gradients."""
 
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from typing import Any, TypeAlias, TypeVar, overload
@@ -16,20 +16,20 @@ from hostdev.runtime.finite import Flags
 from hostdev.runtime.reduction import Reduction
 from hostdev.runtime.row_parameter import RowParameter
 
-Value: TypeAlias = Tensor | tuple[Tensor, ...]  # a feature's rows of its table, or of each of its tables
+Value: TypeAlias = Tensor | tuple[Tensor, ...]  # a feature's rows, of its table or of each of its tables
 Default = TypeVar("Default")
-Read: TypeAlias = Callable[[list[npt.NDArray[Any]]], Any]  # from arrays of any dtype to the value of an outcome
+Read: TypeAlias = Callable[[list[npt.NDArray[Any]]], Any]  # turns arrays of any dtype into the value of an outcome
 
 
 class FeatureRows:
     """Rows by feature, with the methods of a read-only dict, while the batch is in the loop's body.
 
     It is not a Mapping: frameworks that move or convert the tensors of a batch rebuild every Mapping in it from its
-    items, which cannot be done with rows. They leave other objects as they are.
+    items, which is impossible for rows. They leave other objects unchanged.
 
     Args:
         values: The rows of each feature.
-        hint: Ends the message for an unknown feature.
+        hint: The end of the message for an unknown feature.
     """
 
     def __init__(self, values: Mapping[str, Value], hint: str) -> None:
@@ -78,22 +78,23 @@ class FeatureRows:
     @overload
     def get(self, feature: str, default: Default) -> Value | Default: ...
     def get(self, feature: str, default: object = None) -> object:
-        """Return a feature's rows, or `default` where there is no such feature."""
+        """Return a feature's rows, or `default` if there is no such feature."""
         self._require_open()
         return self._values.get(feature, default)
 
     def _require_open(self) -> None:
         if self.over:
             raise ValueError(
-                "this batch is over: the loop has come back for the next one, or an evaluation has finished it"
+                "this batch is over: the loop has asked for the next one, or an evaluation has finished it"
             )
 
 
 class Rows(FeatureRows):
     """A batch's rows by feature, on the device; their gradients update the tables.
 
-    It has the methods of a read-only dict. A feature with one id a sample has [B, D]; with k ids [B, k, D]; with bags,
-    pooled [B, D], else [N, D]. A feature with several tables has a tuple of these, one for each table. Loops make it.
+    It has the methods of a read-only dict. The rows of a feature with one id per sample are [B, D]; with k ids, [B, k,
+    D]; with bags, [B, D] if pooled, else [N, D]. A feature with several tables has a tuple of these, one for each
+    table. Loops create it.
     """
 
     def __init__(
@@ -114,18 +115,18 @@ class Rows(FeatureRows):
     ) -> None:
         super().__init__(values, hint)
         self._flight, self._staging, self._flags, self._due = flight, staging, flags, due
-        self._losses = losses  # of each `backward`: 0, or not finite
+        self._losses = losses  # for each `backward`: 0, or NaN if not finite
         self._reduction = reduction  # of a step's micro-batches
         self._has_others = shares_rows or reduction is not None  # rows that other batches of the step use
         self.reduced = False
         self._uses, self._leaves = uses, leaves
-        self._order = order  # of each table: its group, and its place in that, in the order of the features
+        self._order = order  # for each table: its group, and its index there, by features
         self._unique: dict[str, Tensor] = {}
-        self.guarded: tuple[Tensor, Outcome] | None = None  # by `guard`: the flag on the device, and its outcome
+        self.guarded: tuple[Tensor, Outcome] | None = None  # set by `guard`: the device's flag, and the outcome
 
     @property
     def uses(self) -> Sequence[GroupUses]:
-        """Where the batch uses the rows of each group."""
+        """The batch's occurrences of each group's rows."""
         return self._uses
 
     @property
@@ -134,17 +135,17 @@ class Rows(FeatureRows):
         return [leaf for group, place in self._order if (leaf := self._leaves[group][place]).trained]
 
     def parameters(self) -> list[Tensor]:
-        """Return the rows as parameters for a clip by norm, which reads and scales their gradients.
+        """Return the rows as parameters for clipping by norm, which reads and scales their gradients.
 
         ::
 
             clip_grad_norm_([*model.parameters(), *rows.parameters()], 1.0)
 
-        Call it after `backward`; with micro-batches after the last `reduce`. With `accumulate` they are the rows of all
-        batches of the step, with the gradients so far.
+        Call it after `backward`; with micro-batches, after the last `reduce`. With `accumulate` the result has the rows
+        of all batches of the step, with the gradients so far.
 
         Returns:
-            For each table float32 [U, D], a row for each unique id of the batch, in order of first occurrence.
+            For each table, float32 [U, D]: a row for each unique id of the batch, in order of first occurrence.
 
         Raises:
             ValueError: Other ranks have parts of the sums, so that no rank has the norm.
@@ -165,34 +166,34 @@ class Rows(FeatureRows):
                 optimizer.step()
                 optimizer.zero_grad()
 
-        It takes the gradients of the parameters and of the rows away. With the last micro-batch both get the sums over
-        all, in the order of a tree that depends only on the number of micro-batches. A micro-batch without samples adds
-        nothing, but is counted. Without `micro_batches` nothing changes.
+        It removes the gradients of the parameters and of the rows. With the last micro-batch both get the sums over all
+        micro-batches, in the order of a tree that depends only on their number. A micro-batch without samples adds
+        nothing, but is counted. Without `micro_batches` this has no effect.
 
         Args:
-            parameters: Of the dense side, the same ones each time.
-            values: Small, with one shape for all micro-batches, [] or [n], such as losses; or None.
+            parameters: The dense parameters, the same ones each time.
+            values: A small tensor, such as losses, with one shape for all micro-batches, [] or [n]; or None.
 
         Returns:
-            With the last micro-batch the values of all, float32 [M, ...], with 0 for missing ones; else None.
+            With the last micro-batch, the values of all micro-batches, float32 [M, ...], 0 for missing ones; else None.
 
         Raises:
-            ValueError: Other shapes or parameters than before, or, with other ranks, gradients that are not float32.
+            ValueError: Shapes or parameters have changed, or there are ranks and a gradient is not float32.
         """
         self._require_open()
         if self._reduction is None:
             return None if values is None else values[None]
         if self.reduced:
-            raise ValueError("reduce() was called twice with a micro-batch")
+            raise ValueError("reduce() was called twice for a micro-batch")
         self.reduced = True
         return self._reduction.add(parameters, values)
 
     def unique(self, table: str) -> tuple[Tensor, Tensor]:
-        """Return a table's unique rows of the batch, and how often the batch uses each: for a term of the loss.
+        """Return a table's unique rows of the batch, and how often the batch uses each, for a term of the loss.
 
         Returns:
-            float32 [U, D], differentiable, in order of first occurrence; and float32 [U]. Where several batches make a
-            step (`accumulate`, `micro_batches`), the rows that this batch uses itself.
+            float32 [U, D], differentiable, in order of first occurrence; and float32 [U]. If several batches make a
+            step (`accumulate`, `micro_batches`), only the rows that this batch itself uses.
 
         Raises:
             ValueError: There is no table of this name.
@@ -202,7 +203,7 @@ class Rows(FeatureRows):
             for leaf in group:
                 if leaf.table.name == table:
                     own = uses.get_first_occurrences() if self._has_others else None
-                    if table not in self._unique:  # one node of the graph: its gradients add up as without a cache
+                    if table not in self._unique:  # one graph node, whose gradients add up as without a cache
                         self._unique[table] = leaf.in_ids() if own is None else leaf.select(own)
                     counts = uses.counts()
                     return self._unique[table], leaf.reordered(counts) if own is None else counts[own]
@@ -213,8 +214,8 @@ class Rows(FeatureRows):
         """Copy small tensors of the step to the host without a device sync; `get` of the result waits for them.
 
         Args:
-            tensors: Not to be changed in place from now on.
-            read: Makes the value of the outcome from the arrays, or raises an error.
+            tensors: The tensors, which must not be changed in place afterwards.
+            read: Returns the outcome's value for the arrays, or raises an error.
         """
         self._require_open()
         outcome = Outcome(tensors, read, self._staging, self._flight.memory)
@@ -224,24 +225,24 @@ class Rows(FeatureRows):
     def guard(
         self, optimizer: torch.optim.Optimizer, look_at: Sequence[Tensor], results: Sequence[Tensor], read: Read
     ) -> Outcome:
-        """Let a step that is not finite change nothing, on device and host, without a device sync.
+        """Make a step that is not finite change nothing, on device and host, without a device sync.
 
         Call it between `backward` and the optimizer's step. A pass over the gradients of the optimizer's parameters and
         of the rows sets a flag on the device. While it is not 0, the optimizer and the updates of rows do nothing, in
         this step and in those queued after it.
 
         Args:
-            optimizer: One that takes torch's `found_inf`, such as Adam(fused=True).
+            optimizer: An optimizer that accepts torch's `found_inf`, such as Adam(fused=True).
             look_at: Other tensors that must be finite: losses, float32.
-            results: Small tensors for the host, not to be changed in place from now on.
-            read: Makes the value of the outcome from these and the flag, float32 [1]. It must raise an error where the
-                flag is not 0, which the loop raises before the host's rows change.
+            results: Small tensors for the host, which must not be changed in place afterwards.
+            read: Returns the outcome's value for these and the flag, float32 [1]. If the flag is not 0, it must raise
+                an error, which the loop raises before the host's rows change.
         """
         self._require_open()
         if self._flags is None:
             raise ValueError("a loop over `predict` takes no steps to guard")
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
-            raise ValueError(f"{type(optimizer).__name__} takes no found_inf; use one of torch's with fused=True")
+            raise ValueError(f"{type(optimizer).__name__} does not take found_inf; use one of torch's with fused=True")
         dense = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         grads = [(grad, leaf.table) for leaf in self.leaves for grad in leaf.grads()]
         self._flags.check_others([*look_at, *dense, *self._losses])
@@ -255,7 +256,7 @@ class Rows(FeatureRows):
 
     @property
     def is_due(self) -> bool:
-        """Whether the optimizer steps with this batch: the last one of those whose gradients are summed."""
+        """Whether the optimizer should step with this batch, the last of those whose gradients are summed."""
         return self._due
 
     @property
@@ -265,15 +266,15 @@ class Rows(FeatureRows):
 
     @property
     def step(self) -> int:
-        """The step's number in its loop, from 1: with `accumulate` several batches share it."""
+        """The step's number in its loop, from 1; with `accumulate` several batches share it."""
         return self._flight.position
 
     def let_go(self) -> None:
-        """Release the features' rows, whose gradients are there."""
+        """Release the features' rows, whose gradients have arrived."""
         self._values, self._unique = {}, {}
 
     def end(self) -> None:
-        """Release everything: the loop has come back."""
+        """Release everything, as the loop has continued."""
         self.over = True
         self._leaves, self._uses, self._values, self._unique, self._order = [], [], {}, {}, []
         self.guarded = self._reduction = None
@@ -289,11 +290,10 @@ def values_of(
     """Return each feature's rows.
 
     Args:
-        bindings: Of the features.
-        features: Of each group, the numbers of its features.
-        leaves: The unique rows of each group's tables.
-        uses: Of each group's rows.
-        shapes: Of the ids of each feature; None for one that is pooled.
+        bindings: The features' bindings.
+        features: For each group, the numbers of its features. leaves: The unique rows of each group's tables. uses: The
+        occurrences of each group's rows.
+        shapes: The shape of each feature's ids; None for a pooled feature.
     """
     parts: dict[tuple[int, int], dict[int, Tensor]] = {}
     for group, (mine, group_uses) in enumerate(zip(leaves, uses, strict=True)):

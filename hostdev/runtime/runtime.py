@@ -1,4 +1,4 @@
-"""`Runtime`: tables behind features, for anybody's torch model and loop."""
+"""`Runtime`: tables behind features, for any torch model and training loop."""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class Runtime(FrameworkLoaders):
-    """Looks up the rows of a model's tables for the batches to come, and updates them with their gradients.
+    """Looks up the rows of a model's tables ahead of each batch, and updates them with their gradients.
 
     ::
 
@@ -60,18 +60,19 @@ class Runtime(FrameworkLoaders):
             loss.backward()
             optimizer.step()
 
-    The bits do not depend on device memory or host memory, cache, depth or threads. Tables that the same features look
-    up are a group, with one cache. All sums follow the order of the features, and of the ids within them.
+    Results are bit-identical for tables in device or host memory and any cache, depth or number of threads. Tables that
+    the same features look up form a group with one cache. All sums follow the order of the features, and of the ids
+    within them.
 
     Args:
-        features: By name a table, a tuple of tables that are looked up with the same ids, or a `Feature` of these.
-            Several features may share a table.
+        features: For each name, a table, a tuple of tables that are looked up with the same ids, or a `Feature` of
+            these. Several features may share a table.
         device: Where the rows go: "auto", "cpu", "cuda", ..., or a torch.device.
         cache: Hot rows on the device: a number of rows or a share of each table such as "10%", or a `CacheSpec`; or a
-            dict of these by the name of a table, for it and those that are looked up with the same ids.
-        depth: Batches that are read and looked up ahead of the one in its step; 0 runs one stage after the other.
-        ranks: The processes that have met (`hostdev.parallel`), each with a part of every table; all make their
-            runtimes in the same order. None: this process is alone, which it confirms by `hostdev.alone()` where a
+            dict of these by table name, for that table and those that are looked up with the same ids.
+        depth: Number of batches that are read and looked up ahead of the one in its step; 0 runs the stages serially.
+        ranks: The joined processes (`hostdev.parallel`), each with a part of every table; all must create their
+            runtimes in the same order. None: this process is alone, which it must confirm by `hostdev.alone()` if a
             launcher has started several.
         dense_exchange: How ranks sum the gradients of `Rows.reduce`: "tree", in an order that does not depend on their
             number, or "all-reduce", as DistributedDataParallel does.
@@ -80,8 +81,9 @@ class Runtime(FrameworkLoaders):
         hooks: Changes to the pipeline, for tests and `hostdev.verify`.
 
     Raises:
-        UserError: There is no such device or not enough memory, or this is one of several processes without `ranks`.
-        TypeError: A wrong argument; ValueError, too.
+        UserError: The device is missing, there is not enough memory, or this is one of several processes without
+            `ranks`.
+        TypeError, ValueError: An argument is wrong.
     """
 
     def __init__(
@@ -136,7 +138,7 @@ class Runtime(FrameworkLoaders):
         self.loops = Loops(self.group_specs, self.pipeline, self.settings, Access(self), self.loaders)
         self._saved: RuntimeCheckpoints | None = None
         self._closed = False
-        self.saves_with_framework = False  # with its checkpoints
+        self.saves_with_framework = False  # the framework's checkpoints have the tables, too
 
     @property
     def tables(self) -> dict[str, Table]:
@@ -150,13 +152,13 @@ class Runtime(FrameworkLoaders):
         return [group.cache for group in groups if group.cache is not None]
 
     def exchanged_bytes(self) -> dict[str, int]:
-        """Return the bytes sent to other ranks in training: for rows, the minimum for these, and for the rest."""
+        """Return the bytes sent to other ranks in training: for rows, the minimum for rows, and for everything else."""
         assert self.dense_channel is not None
         return {**self.pipeline.exchanged_bytes(), "dense": self.dense_channel.sent_bytes}
 
     @property
     def optimizer(self) -> TableOptimizer:
-        """The tables as a torch optimizer with a parameter group for each, for torch's schedulers and scalers."""
+        """The tables as a torch optimizer with a parameter group per table, for torch's schedulers and scalers."""
         self.require_open()
         return self.settings.make_optimizer(lambda: self.loops)
 
@@ -194,43 +196,44 @@ class Runtime(FrameworkLoaders):
     ) -> TrainLoop[Any]:
         """Return an iterator of (batch, rows): each batch with its `Rows`, whose gradients update the tables.
 
-        What reading draws from the global generators of random numbers (torch's, NumPy's, Python's, the device's) comes
-        from a stream for each batch, seeded by the generators' states when the loop begins: it is the same at any
-        depth, and so is what the body draws. Only the first `next` of a new loader draws from the generators
+        When a batch is read, draws from the global random number generators (torch's, NumPy's, Python's, the device's)
+        come from a stream for that batch, seeded by the generators' states when the loop begins. They are the same at
+        any depth, and so are the body's draws. Only the first `next` of a new loader draws from the generators
         themselves.
 
         A table is updated only if its rows received a gradient. A step without `backward` is skipped and changes
-        nothing. `break` or an error ends the loop; the tables have all finished steps. Gradients that were left without
-        a step count in the next one, if the dense parameters keep theirs. An iterator, such as a generator, is read
-        further than the body got; the next loop over the same iterator replays those batches first.
+        nothing. After a `break` or an error the loop is over, and the tables have all finished steps. Gradients that
+        were left without a step count in the next one, if the dense parameters keep theirs. An iterator, such as a
+        generator, is read further than the body gets; the next loop over the same iterator replays those batches first.
 
         Args:
-            batches: A DataLoader or another iterable. It is read ahead of the body, in the loop's thread, when the loop
-                comes back for the next batch. Reading a batch must not change earlier ones.
-            ids: Returns a batch's ids by feature: integers [B] or [B, k], a `Bag`, or (values, lengths). Called as each
-                batch is read. None: the batches are dicts that have them under the features' names.
-            send: Returns what the loop needs of a batch, in any structure of tuples, lists and dicts: its tensors and
-                arrays are copied to the device in the background. None: the batch itself.
-            by_step: With other ranks, yield a step's micro-batches at once, as a `Step`, for pipeline stages.
-            accumulate: Batches whose gradients are summed to one step: their rows are looked up and updated once.
-            micro_batches: The same with an order of summation that does not depend on who computes them; call
-                `Rows.reduce` with each. With other ranks, how many of a step's micro-batches this one has. None: the
-                batches are whole.
+            batches: A DataLoader or another iterable. It is read ahead of the body, in the loop's thread, whenever the
+                loop asks for the next batch. Reading a batch must not change earlier ones.
+            ids: Returns a batch's ids by feature: integers [B] or [B, k], a `Bag`, or (values, lengths). Called when a
+                batch is read. None: the batches are dicts that have the ids under the features' names.
+            send: Returns the parts of a batch that the loop needs, in any structure of tuples, lists and dicts, whose
+                tensors and arrays are copied to the device in the background. None: yield the batch itself.
+            by_step: With other ranks, yield all micro-batches of a step together, as a `Step`, for pipeline stages.
+            accumulate: Number of batches whose gradients are summed for one step; their rows are looked up and updated
+                once.
+            micro_batches: The same, with an order of summation that does not depend on which rank computes them; call
+                `Rows.reduce` for each. With other ranks, the number of a step's micro-batches on this rank. None:
+                batches are not micro-batches.
             reduce_early: With other ranks, exchange a parameter's gradient as soon as the last micro-batch's backward
-                pass has computed it, as DistributedDataParallel does, and not with `reduce`. Nothing may change it in
-                between, and the loop must not be left there.
-            read_ahead: At most this many batches are read beyond the body's. None: `depth` steps, and with a cache that
-                looks ahead its window of steps, too; a step has `accumulate` or `micro_batches` batches. 0: each batch
-                is read when the loop asks for it.
-            background: Read in another thread, for a loader, `ids` and `send` that draw no random numbers from global
-                generators, write to no memory that they returned before, and use nothing that the body uses.
+                pass has computed it, as DistributedDataParallel does, instead of in `reduce`. Until `reduce`, nothing
+                may change the gradient, and the loop must not be left.
+            read_ahead: Maximum number of batches to read beyond the body's. None: `depth` steps, plus the window of a
+                cache that looks ahead; a step has `accumulate` or `micro_batches` batches. 0: read each batch when the
+                loop asks for it.
+            background: Read in another thread. The loader, `ids` and `send` must not draw from global random number
+                generators, write to memory that they have returned, or share objects with the body.
 
         Raises:
             ValueError: Another loop over these tables is open, or options contradict each other.
         """
         self.require_open()
         if accumulate < 1:
-            raise ValueError(f"accumulate is a number of batches, not {accumulate}")
+            raise ValueError(f"accumulate must be a number of batches, not {accumulate}")
         require_read_ahead(read_ahead, background=background)
         if micro_batches is None and self.ranks is None:
             if reduce_early:
@@ -240,12 +243,12 @@ class Runtime(FrameworkLoaders):
         micro_batches = 1 if micro_batches is None else micro_batches
         if micro_batches < 1 or accumulate != 1:
             raise ValueError(
-                f"micro_batches is a number of batches, not {micro_batches}"
+                f"micro_batches must be a number of batches, not {micro_batches}"
                 if micro_batches < 1
-                else "micro_batches and accumulate are two ways to say how many batches make a step; give one"
+                else "micro_batches and accumulate both set the number of batches per step; give one"
             )
         if by_step and self.ranks is None:
-            raise ValueError("by_step requires other ranks, and this process is alone")
+            raise ValueError("by_step requires other ranks, but this process is alone")
         reader = Reader(self.bindings, self.group_specs, ids, send, micro_batches, whole=True, asks=self.world.leads)
         how = {"reduce_early": reduce_early, "by_step": by_step, "read_ahead": read_ahead, "background": background}
         return TrainLoop(self, batches, reader, micro_batches, **how)  # type: ignore[arg-type]
@@ -281,18 +284,18 @@ class Runtime(FrameworkLoaders):
     ) -> PredictLoop[Any]:
         """Return an iterator of (batch, rows) as `train` does, with rows that get no gradients; nothing changes.
 
-        Within a loop over `train`, the tables are those after its last optimizer step. A loader with a length ends the
-        loop when the body of its last batch ends, or when another loop begins after that batch was yielded. With other
-        ranks, all of them call it, with equally many batches.
+        Within a loop over `train`, the tables are those after its last optimizer step. With a loader that has a length,
+        the loop ends when the body of the last batch ends, or when another loop begins after that batch was yielded.
+        With other ranks, all must call it, with the same number of batches.
 
         Args:
             batches: As for `train`.
             ids: As for `train`.
             send: As for `train`.
-            micro_batches: Yield this many batches at once, as a `Step`; None: one after the other.
+            micro_batches: Yield this many batches together, as a `Step`; None: one at a time.
             features: Look up only these features, such as those of an item's tower; ids of others are neither needed
                 nor checked. None: all features.
-            read_ahead: As for `train`; None: `depth` steps, with a cache, too.
+            read_ahead: As for `train`; None: `depth` steps, also with a cache.
             background: As for `train`.
 
         Raises:
@@ -324,12 +327,12 @@ class Runtime(FrameworkLoaders):
         return PredictLoop(self, batches, reader, by_step=by_step, features=features, **how)
 
     def lookup(self, ids: Mapping[str, FeatureInput], *, features: Iterable[str] | None = None) -> dict[str, Value]:
-        """Return the rows of one batch of ids, by feature, as `predict` does; without a pipeline.
+        """Return the rows of one batch of ids, by feature, as `predict` does, but without a pipeline.
 
-        With other ranks, all of them call it.
+        With other ranks, all must call it.
 
         Args:
-            ids: Of each feature, as `ids` of `train` returns them.
+            ids: Each feature's ids, as `ids` of `train` returns them.
             features: Look up only these features; None: all of them.
         """
         self.require_open()
@@ -346,20 +349,20 @@ class Runtime(FrameworkLoaders):
             found = lookup_rows(request, self.bindings, self.group_specs, self.device)
         return found if chosen is None else {name: found[name] for name in chosen}
 
-    look_up = lookup  # its name before; for one release
+    look_up = lookup  # the former name, kept for one release
 
     def freeze(self, *tables: str) -> None:
-        """Give these tables, by name, or all, no gradients from the next batch on; their rows do not change."""
+        """Stop gradients to these tables (by name; default all) from the next batch on; their rows do not change."""
         self.require_open()
         self.settings.freeze(tables)
 
     def unfreeze(self, *tables: str) -> None:
-        """End what `freeze` began."""
+        """Undo `freeze`."""
         self.require_open()
         self.settings.unfreeze(tables)
 
     def write_back(self) -> None:
-        """Write all steps so far, and cached rows, to the host tables, also in the middle of a loop."""
+        """Write all steps so far, and cached rows, to the host tables, even in the middle of a loop."""
         self.require_open()
         self.loops.raise_late()
         if (loop := self.loops.training) is not None:
@@ -370,53 +373,53 @@ class Runtime(FrameworkLoaders):
         self,
         path: Path | str,
         *,
-        extra: Any = None,  # a tree of the program's own, checked when it is written
+        extra: Any = None,  # the program's own tree, checked when it is written
         keep: int = 3,
         wait: bool = True,
     ) -> "AsyncWriter":
         """Save a checkpoint of all tables, with optimizer state and steps, to a folder (docs/checkpoints.md).
 
-        In the middle of a loop, the checkpoint has the state after the body's batch, once the dense optimizer has
-        stepped; prefetched batches stay. It has all rows, or, in a folder of this runtime's own checkpoints, the rows
-        written since the last one. Training may continue while it is written.
+        Within a loop, the checkpoint has the state after the body's batch if the dense optimizer has stepped;
+        prefetched batches stay. It has all rows, or in a folder of this runtime's own checkpoints only the rows written
+        since the last one. Training may continue while it is written.
 
         Args:
             path: The folder of checkpoints.
-            extra: What to save with the tables: `state_dict`s of the dense side, of its optimizer and of schedulers,
-                the position in the data, in dicts, lists, tensors, numbers and text.
-            keep: How many of the newest checkpoints to keep in the folder, with those that they add to; 1 or more.
-            wait: Wait until it is written. Else call `wait()` of the returned object, which raises errors; the end of
-                the program waits, too. An error that nobody has waited for is a warning in the next `save` or `load`,
-                or a line on standard error at the end of the program.
+            extra: Values to save with the tables, such as `state_dict`s of the dense layers, their optimizer and
+                schedulers: dicts, lists, tensors, numbers and strings.
+            keep: Number of newest checkpoints to keep in the folder, with their parents; 1 or more.
+            wait: Wait until it is written. Otherwise call `wait()` of the returned object, which raises errors; the
+                program also waits before it exits. An error that was not raised this way is a warning in the next
+                `save` or `load`, or a line on standard error at exit.
 
         Raises:
             OSError: The checkpoint cannot be written.
             TypeError: `extra` has a value that cannot be saved.
             ValueError: A wrong `keep`.
-            UserError: The folder cannot be made, or another process writes there.
+            UserError: The folder cannot be created, or another process writes to it.
         """
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-            raise ValueError(f"keep is a number of checkpoints, 1 or more, not {keep!r}")
+            raise ValueError(f"keep must be a number of checkpoints, 1 or more, not {keep!r}")
         self._begin_call("save")
         self.write_back()
         return self._checkpoints.save(Path(path), extra, keep, wait=wait)
 
-    def load(self, path: Path | str, *, strict: bool = True) -> Any:  # what `save` was given as `extra`
+    def load(self, path: Path | str, *, strict: bool = True) -> Any:  # the `extra` of `save`
         """Load the newest complete checkpoint of a folder, or the one at `path`; return its `extra`.
 
-        All files are checked before a table changes. The exception are host tables that nobody has used yet: they are
-        checked while they are loaded, and get their initial values again if no checkpoint is complete or Ctrl-C
+        All files are checked before a table changes. Host tables that have not been used yet are an exception: they are
+        checked while they are loaded, and reset to their initial values if no checkpoint is complete or Ctrl-C
         interrupts; other tables may then have some of the checkpoint's rows. If the newest checkpoint is damaged, a
-        warning says so, and the one before is loaded.
+        warning says so, and the previous one is loaded.
 
         Args:
             path: A folder of checkpoints, or a checkpoint.
-            strict: False loads the tables that both have, also into those with more rows, whose others keep their
-                values; a warning for each names what is left out. The tables get the checkpoint's steps, rates and
-                seeds, and the next checkpoint has all rows.
+            strict: False loads only the tables that both have, with the checkpoint's steps, rates and seeds. A table
+                may have more rows than in the checkpoint; its other rows keep their values. Warnings name everything
+                that is not loaded. The next checkpoint has all rows.
 
         Raises:
-            UserError: The checkpoint is of other tables or of another program, or none is complete.
+            UserError: The checkpoint has different tables or is of another program, or none is complete.
             ValueError: A loop is open.
         """
         self.require_open()
@@ -446,8 +449,8 @@ class Runtime(FrameworkLoaders):
     def close(self) -> None:
         """Release the tables: end the open loops, and wait for checkpoints that are being written.
 
-        The tables have all finished steps. A second call does nothing; other methods raise ValueError from now on. A
-        `with` statement over the runtime calls it at its end.
+        The tables have all finished steps. A second call does nothing; other methods then raise ValueError. A `with`
+        statement over the runtime calls it at its end.
         """
         if self._closed:
             return
@@ -462,7 +465,7 @@ class Runtime(FrameworkLoaders):
         loops.raise_late()
 
     def __enter__(self) -> "Runtime":
-        """Close it at the end of a `with` statement."""
+        """Return the runtime; it is closed at the end of the `with` statement."""
         self.require_open()
         return self
 
@@ -472,6 +475,6 @@ class Runtime(FrameworkLoaders):
         self.close()
 
     def require_open(self) -> None:
-        """Raise ValueError where the runtime is closed."""
+        """Raise ValueError if the runtime is closed."""
         if self._closed:
-            raise ValueError("this runtime is closed; make another one over its tables")
+            raise ValueError("this runtime is closed; create another one over its tables")

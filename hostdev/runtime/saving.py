@@ -17,12 +17,12 @@ from hostdev.checkpoint.writer import AsyncWriter, Content
 from hostdev.core.errors import UserError
 from hostdev.runtime.random_streams import Place
 
-_unreported: set[AsyncWriter] = set()  # their outcome is not known to the program yet
+_unreported: set[AsyncWriter] = set()  # writers whose outcome the program does not know yet
 
 
 @atexit.register
 def _await_all() -> None:
-    """Wait for running writers when Python ends: their threads would stop, and the checkpoints would be lost."""
+    """Wait for running writers when Python exits: their threads would stop, and the checkpoints would be lost."""
     for writer in list(_unreported):
         writer.join()
         if (failure := writer.take_failure()) is not None:
@@ -30,7 +30,7 @@ def _await_all() -> None:
 
 
 def _load_unverified(path: Path, tables: dict[str, Any]) -> Found:
-    """Load the newest valid checkpoint, and verify its rows meanwhile; after an error, reset the tables."""
+    """Load the newest valid checkpoint while verifying its rows; after an error, reset the tables."""
 
     def load(chain: Chain) -> None:
         require_tables(chain, tables)
@@ -41,7 +41,7 @@ def _load_unverified(path: Path, tables: dict[str, Any]) -> Found:
     before = {name: (table.optimizer.lr, table.seed) for name, table in tables.items()}
     try:
         return find_newest_valid(path, load)
-    except BaseException:  # Ctrl-C, too
+    except BaseException:  # including Ctrl-C
         for name, table in tables.items():
             table.optimizer.lr, table.seed = before[name]
             if not table.untouched:
@@ -75,7 +75,7 @@ class RuntimeCheckpoints:
         self._join()  # a table has one snapshot at a time
         manager = self._get_manager(path)
         manager.keep = keep
-        self._runtime.learning_rates()  # applies the rates that a scheduler has set for the next batch
+        self._runtime.learning_rates()  # applies rates that a scheduler has set for the next batch
         writer = manager.save(
             self._runtime.tables.values(), self._runtime.pipeline.steps, Content(state, tensors, {}, [])
         )
@@ -93,7 +93,7 @@ class RuntimeCheckpoints:
             return self._load_shared(path, tables)
         if self._runtime.ranks is None and all(getattr(table, "untouched", False) for table in tables.values()):
             found = _load_unverified(path, tables)
-        else:  # the tables keep their rows unless a checkpoint is valid; all ranks choose the same one
+        else:  # tables change only if a checkpoint is valid; all ranks choose the same one
             found = find_newest_valid(path)
             require_tables(found.chain, tables)
             _require_extra(found.chain)

@@ -1,16 +1,15 @@
-"""torch's own tools and the gradients of rows: `GradScaler`, clipping by norm, optimizers' steps.
+"""Watches torch's own tools for the gradients of rows: `GradScaler`, clipping by norm, optimizers' steps.
 
-A scaler multiplies the loss and divides the gradients of its optimizers' parameters. A clip takes the parameters that
-it is given. `runtime.optimizer` gives both the rows of the batch, but a program need not pass it to them. Therefore
-these calls are watched in a loop's thread, while the loop is open or its gradients wait for a step; then torch has its
-own functions again:
+A scaler multiplies the loss and divides the gradients of its optimizers' parameters. Clipping affects the parameters
+that it is given. `runtime.optimizer` gives both the rows of the batch, but a program need not pass it to them.
+Therefore these calls are watched in a loop's thread while the loop is open or its gradients wait for a step; afterwards
+torch's own functions are restored:
 
-- `GradScaler.scale`: which scale multiplied the loss.
-- `GradScaler.unscale_`, and the check of fused optimizers: divide the gradients of the rows, too, and let the scaler
-  skip the step where they are not finite.
-- the clipping functions of torch.nn.utils: warn where the rows were left out.
-- `backward`: whether the loss is finite.
-- the steps of every optimizer: whether the batch was stepped.
+- `GradScaler.scale`: which scale multiplied the loss. - `GradScaler.unscale_`, and the check of fused optimizers: also
+divide the gradients of the rows, and let the scaler
+  skip the step if they are not finite.
+- the clipping functions of torch.nn.utils: warn if the rows were left out. - `backward`: whether the loss is finite. -
+the steps of every optimizer: whether the batch was stepped.
 
 A scaler class that overrides these methods is not watched.
 """
@@ -37,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 from hostdev.runtime.table_optimizer import TableOptimizer
 from hostdev.runtime.torch_hooks import Function, Replacement, TorchHooks, call_after_steps, end_calls
 
-_MOST_SCALES = 64  # remembered of a scaler; only those of the current batch are of interest
+_MOST_SCALES = 64  # kept per scaler; only those of the current batch matter
 _GROUPING = "_group_tensors_by_device_and_dtype"
 _CLIPS = {"clip_grad_norm_": "max_norm", "_clip_grads_with_norm_": "max_norm, total_norm", "clip_grad_value_": "value"}
 
@@ -46,10 +45,10 @@ class Scaled(Protocol):
     """Gradients of rows, as a scaler sees them."""
 
     def is_scaled(self) -> bool:
-        """Return whether they are of scaled losses; ValueError where only some are."""
+        """Return whether they are of scaled losses; ValueError if only some are."""
 
     def unscale(self, scaler: GradScaler) -> dict[torch.device, Tensor]:
-        """Divide them; return by device whether some are not finite, float32 []."""
+        """Divide the gradients; return, by device, whether some are not finite, float32 []."""
 
 
 class Waiting(Scaled, Protocol):
@@ -59,7 +58,7 @@ class Waiting(Scaled, Protocol):
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The dense optimizers whose gradients of the same batches wait with them."""
+        """The dense optimizers whose gradients from the same batches also wait."""
 
 
 class LossRecord(Scaled, Protocol):
@@ -82,34 +81,34 @@ class Watcher(Protocol):
         """The scaled losses of its batch."""
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer has taken a step."""
+        """Record that an optimizer has taken a step."""
 
     def expect_backward(self, roots: list[Any]) -> None:
-        """Prepare for a `backward` of these tensors."""
+        """Prepare for a `backward` from these tensors."""
 
     def gradients_version(self) -> int | None:
-        """Return a number that changes with the gradients of rows, 0 without any; None: no batch is open."""
+        """Return a number that changes with the rows' gradients, 0 if there are none; None: no batch is open."""
 
     def backward(self, losses: list[Tensor], version: int | None) -> None:
-        """Note the end of a `backward` of these losses, [], and the version of the rows' gradients before it."""
+        """Record the end of a `backward` from these losses, [], given the version of the rows' gradients before it."""
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Prepare for an optimizer's step."""
 
     def clips_rows(self, gradients: list[Tensor]) -> bool | None:
-        """Return whether gradients of the batch's rows are among these; None where it has none."""
+        """Return whether gradients of the batch's rows are among these; None if the batch has none."""
 
 
 class Origin:
-    """Whether gradients come from scaled losses or from others; another model in the loop may have a scaler.
+    """Tracks whether gradients come from scaled losses: another model in the loop may have the scaler.
 
     Args:
-        plain: Whether there are some already, of losses that were not scaled.
+        plain: Whether there are already gradients of losses that were not scaled.
     """
 
     def __init__(self, *, plain: bool) -> None:
         self._plain, self._scaled = plain, False
-        self._inside = 0  # backward passes of scaled losses that are running
+        self._inside = 0  # running backward passes of scaled losses
 
     def expect(self, losses: Any) -> None:
         """Watch for the backward passes of these tensors."""
@@ -123,16 +122,16 @@ class Origin:
 
     @property
     def has_scaled(self) -> bool:
-        """Whether some are of scaled losses."""
+        """Whether some gradients are of scaled losses."""
         return self._scaled
 
     def is_scaled(self) -> bool:
-        """Return whether they are of scaled losses, as far as is known; ValueError where only some are."""
+        """Return whether the gradients are of scaled losses, as far as known; ValueError if only some are."""
         if self._plain and self._scaled:
             raise ValueError(
                 "the gradients of the rows come from scaled and from unscaled losses; scale all losses of a step"
             )
-        return not self._plain  # gradients that somebody has assigned count as the scaler's, as a parameter's would
+        return not self._plain  # assigned gradients count as scaled, as for any parameter
 
     def forget(self) -> None:
         """Forget the gradients so far."""
@@ -162,11 +161,11 @@ class _Scale:
 
 
 class _Seen(threading.local):
-    """What scalers have done in a thread."""
+    """The record of scalers' calls in a thread."""
 
     def __init__(self) -> None:
         self.scales: WeakKeyDictionary[GradScaler, deque[_Scale]] = WeakKeyDictionary()
-        self.losses = 0  # scaled so far, by any scaler
+        self.losses = 0  # losses scaled so far, by any scaler
 
 
 _seen = _Seen()
@@ -175,7 +174,7 @@ _pending: WeakSet[Any] = WeakSet()  # gradients that wait for a step after their
 
 
 def watch(loop: Watcher) -> None:
-    """Let a loop see these calls from now on, until it is gone or `forget` is called.
+    """Report these calls to a loop from now on, until it is deleted or `forget` is called.
 
     Raises:
         RuntimeError: This torch lacks one of the functions.
@@ -187,7 +186,7 @@ def watch(loop: Watcher) -> None:
 
 
 def watch_pending(pending: Waiting) -> None:
-    """Let gradients that wait for a step see scalers and steps, until they are gone or `forget_pending` is called."""
+    """Report scalers and steps to gradients that wait for a step, until their deletion or `forget_pending`."""
     with _hooks.lock:
         _pending.add(pending)
         _hooks.place()
@@ -204,14 +203,14 @@ def _forget_pending(optimizers: list[ReferenceType[Optimizer]]) -> None:
 
 
 def forget(loop: Watcher) -> None:
-    """End what `watch` began; after the last loop torch has its own functions again."""
+    """Undo `watch`; after the last loop, torch's own functions are restored."""
     with _hooks.lock:
         _watchers.discard(loop)
         _remove_if_idle()
 
 
 def forget_pending(pending: Waiting) -> None:
-    """End what `watch_pending` began."""
+    """Undo `watch_pending`."""
     with _hooks.lock:
         _pending.discard(pending)
     for optimizer in pending.optimizers:
@@ -221,7 +220,7 @@ def forget_pending(pending: Waiting) -> None:
 
 def _remove_if_idle() -> None:
     with _hooks.lock:
-        if not [*_watchers, *_pending]:  # their lengths may count one that is just going
+        if not [*_watchers, *_pending]:  # len() may count an object that is being deleted
             _hooks.remove()
 
 
@@ -243,7 +242,7 @@ def _names_in(function: Function | None) -> tuple[str, ...]:
 def _watch_backward(original: Function) -> Function:
     @functools.wraps(original)
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Look at the losses whose gradients come to rows: these may be finite where a loss is not."""
+        """Check losses whose gradients reach rows: the gradients may be finite although a loss is not."""
         given = [tensors] if isinstance(tensors, Tensor | GradientEdge) else list(tensors)
         loops = [(loop, loop.gradients_version()) for loop in _mine()]
         for loop, _ in loops:
@@ -290,7 +289,7 @@ def _watch_unscale(original: Function) -> Function:
         if not scaler.is_enabled() or (loop := optimizer.loop) is None:
             return original(scaler, optimizer, *args, **kwargs)
         loop.losses.require_scaled_alike()
-        with optimizer.without_rows() if loop.losses.is_unscaled else nullcontext():  # they are divided once
+        with optimizer.without_rows() if loop.losses.is_unscaled else nullcontext():  # divide only once
             result = original(scaler, optimizer, *args, **kwargs)
         loop.losses.rows_unscaled(_get_found(scaler, optimizer))
         return result
@@ -299,7 +298,7 @@ def _watch_unscale(original: Function) -> Function:
 
 
 def _get_found(scaler: GradScaler, optimizer: Optimizer) -> dict[torch.device, Tensor]:
-    """Return a scaler's record, by device, of whether gradients of an optimizer are not finite, float32 []."""
+    """Return a scaler's record, by device, of whether an optimizer's gradients are not finite, float32 []."""
     found: dict[torch.device, Tensor] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     return found
 
@@ -315,7 +314,7 @@ def _of_this_thread(watchers: WeakSet[Any]) -> list[Any]:
 def _note_scale(scaler: GradScaler, result: Any) -> None:
     _seen.losses += 1
     tensor = scaler._scale
-    if tensor is None:  # an iterator of outputs, not yet looked at
+    if tensor is None:  # an iterator of outputs, which must not be consumed here
         tensor = torch.tensor(scaler.get_scale())
     scales = _seen.scales.setdefault(scaler, deque(maxlen=_MOST_SCALES))
     if not scales or scales[-1].version != tensor._version:
@@ -326,7 +325,7 @@ def _note_scale(scaler: GradScaler, result: Any) -> None:
 
 
 def _unscale_rows(scaler: GradScaler, optimizer: Optimizer) -> None:
-    """Divide the gradients of the rows with those of a dense optimizer."""
+    """Divide the rows' gradients together with those of a dense optimizer."""
     found = _get_found(scaler, optimizer)
     loops = [loop.losses for loop in _mine() if loop.losses.is_scaled()]
     waiting = [one for one in _of_this_thread(_pending) if any(optimizer is other for other in one.optimizers)]
@@ -339,7 +338,7 @@ def _unscale_rows(scaler: GradScaler, optimizer: Optimizer) -> None:
 
 
 def _look_at_clip(name: str, gradients: list[Tensor]) -> None:
-    """Warn where a clip leaves out the rows; of several models' loops in a thread the one of the model has them."""
+    """Warn if clipping leaves out the rows; of several loops in a thread, only that of the clipped model has any."""
     clipped = [loop.clips_rows(gradients) for loop in _mine()]
     if any(clipped) or False not in clipped:
         return
@@ -350,7 +349,7 @@ def _look_at_clip(name: str, gradients: list[Tensor]) -> None:
             name = "clip_grad_norm_"
     said = name.removeprefix("_")
     warnings.warn(
-        f"{said} was not given the rows of the batch, whose gradients stay as they are: "
+        f"{said} was not given the rows of the batch, whose gradients are not clipped: use "
         f"{said}([*model.parameters(), *rows.parameters()], {_CLIPS[name]})",
         stacklevel=depth,
     )
@@ -382,12 +381,12 @@ _hooks = TorchHooks(
 
 
 def losses_scaled() -> int:
-    """Return the number of losses that were scaled in this thread, for `scaler_since`."""
+    """Return the number of losses scaled so far in this thread, for `scaler_since`."""
     return _seen.losses
 
 
 def scaler_since(since: int) -> tuple[GradScaler, float] | None:
-    """Return the scaler that has scaled a loss after the first `since` ones, and its factor; None if none has.
+    """Return the scaler of the losses after the first `since` ones, and its factor; None if there were none.
 
     Raises:
         ValueError: There were two scalers, or two factors.
@@ -410,6 +409,6 @@ def inverse(scale: float) -> float:
 
 
 def report(scaler: GradScaler, owner: object, device: torch.device) -> None:
-    """Let a scaler's next `update` see gradients that are not finite, as if `owner` were an optimizer."""
+    """Report gradients that are not finite to a scaler's next `update`, as if `owner` were an optimizer."""
     found = torch.ones((), dtype=torch.float32, device=device)
     scaler._per_optimizer_states[id(owner)]["found_inf_per_device"][device] = found

@@ -1,4 +1,4 @@
-"""What a model asks for: tables, features that take their ids from them, and the ids of a batch."""
+"""The specification of a model's tables, of features that look them up, and of a batch's ids."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,13 +37,13 @@ class TableSpec:
 
     @property
     def shape(self) -> TableShape:
-        """The shape that, with the number of rows, determines its bytes."""
+        """The shape, which together with the number of rows determines its bytes."""
         return TableShape(self.dim, self.optimizer, self.dtype)
 
 
 @dataclass(frozen=True)
 class Feature:
-    """A feature, which takes its ids from one table or from several at once.
+    """A feature, which looks up its ids in one table or in several at once.
 
     A mean divides the sum of the weighted rows by the number of ids; a sample without ids gets zeros.
 
@@ -51,29 +51,29 @@ class Feature:
         tables: The table, or a tuple of tables that are looked up with the same ids (such as a first-order weight with
             a vector); tables or their names.
         pooling: "sum" or "mean" of the rows of each sample, [B, D]; None returns a row for each id.
-        padding: An id that stands for no row, inside the table's range or not (such as -1): the model gets zeros for
-            it, sums and means leave it out, and it is never looked up or updated.
-        dtype: Of the rows that the model gets, "float32" or "bfloat16", for all tables or for each: rounded once, after
-            weights and pooling.
+        padding: An id that means "no row", inside the table's range or not (such as -1): the model gets zeros for it,
+            sums and means leave it out, and it is never looked up or updated.
+        dtype: The dtype of the rows that the model gets, "float32" or "bfloat16", for all tables or for each; rounded
+            once, after weights and pooling.
 
     Raises:
-        ValueError: An unknown pooling or dtype, a padding that is no integer, or no table.
+        ValueError: The pooling or dtype is unknown, the padding is not an integer, or there is no table.
     """
 
-    tables: Any  # tables for a `Runtime`, names of tables in a model: their users know which
+    tables: Any  # tables for a `Runtime`, names of tables in a model
     pooling: str | None = None
     padding: int | None = None
     dtype: str | tuple[str, ...] = "float32"
 
     def __post_init__(self) -> None:
         if self.pooling not in POOLINGS:
-            raise ValueError(f'the pooling of a feature is None, "sum" or "mean", not {self.pooling!r}')
+            raise ValueError(f'the pooling of a feature must be None, "sum" or "mean", not {self.pooling!r}')
         if any(one not in DTYPES for one in ([self.dtype] if isinstance(self.dtype, str) else self.dtype)):
-            raise ValueError(f"the dtype of a feature is one of {', '.join(DTYPES)}, not {self.dtype!r}")
+            raise ValueError(f"the dtype of a feature must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
         if isinstance(self.padding, bool) or not isinstance(self.padding, int | None):
-            raise ValueError(f"the padding of a feature is an id, not {self.padding!r}")
+            raise ValueError(f"the padding of a feature must be an id, not {self.padding!r}")
         if isinstance(self.tables, Sequence) and not isinstance(self.tables, str) and not self.tables:
-            raise ValueError("a feature takes its ids from at least one table")
+            raise ValueError("a feature needs at least one table")
 
     @property
     def is_single(self) -> bool:
@@ -89,7 +89,7 @@ class Bag:
         values: int32 or int64: [N], the ids of all samples end to end, with lengths or offsets; else [B] or [B, k].
         lengths: [B], the number of ids of each sample, 0 or more.
         offsets: [B], where each sample's ids begin, as in torch's EmbeddingBag; an alternative to lengths.
-        weights: Of the shape of `values`: factors of the rows. They get no gradients.
+        weights: Factors of the rows, with the shape of `values`. They get no gradients.
 
     Raises:
         ValueError: Both lengths and offsets are given.
@@ -116,9 +116,9 @@ class CacheSpec:
     Attributes:
         rows: Cached rows of each table: a number, or a share such as "10%".
         policy: "lookahead", "lru", "lfu" or "static".
-        window: Batches that the policy lookahead knows in advance.
-        counts: [V], how often each row is used, in any unit. Required by "static"; "lookahead" moves fewer bytes with
-            it.
+        window: Number of batches that the policy "lookahead" knows in advance.
+        counts: [V], how often each row is used, in any unit. Required by "static"; helps "lookahead" to move fewer
+            bytes.
         record: Keep the first batches' ids for the optimum in `EmbeddingCache.summary`.
     """
 

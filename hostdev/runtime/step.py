@@ -1,4 +1,4 @@
-"""A step's micro-batches at once, for callers that compute them in an order of their own, as pipeline stages do."""
+"""A step's micro-batches together, for callers that choose the order of computation, as pipeline stages do."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,17 +10,17 @@ from hostdev.distributed.dense import Grads
 from hostdev.runtime.reduction import Reduction
 from hostdev.runtime.rows import Rows
 
-MicroBatchRows = tuple[Any, Rows]  # what `send` returns, of any type, with its rows
+MicroBatchRows = tuple[Any, Rows]  # the result of `send`, of any type, with its rows
 
 
 class Step:
-    """The micro-batches of a step that this rank computes, or a part of which.
+    """The micro-batches of a step that this rank computes, fully or in part.
 
     Args:
-        number: Of the step, in the trace.
+        number: The step's number in the trace.
         sizes: Samples of each micro-batch; some may have none.
         following: Returns the next micro-batch with its rows.
-        reduction: Sums their gradients; None in a loop that takes no steps.
+        reduction: Sums the gradients; None in a loop that takes no steps.
     """
 
     def __init__(
@@ -35,9 +35,9 @@ class Step:
         self._made: list[MicroBatchRows] = []
 
     def micro_batch(self, number: int) -> MicroBatchRows:
-        """Return a micro-batch with its rows, which take memory on the device from now on.
+        """Return a micro-batch with its rows, which take device memory from now on.
 
-        Where the network begins on another rank, the rows are there, and none are here.
+        If the network begins on another rank, the rows are there, and this rank has none.
         """
         while len(self._made) <= number:
             self._made.append(self._following())
@@ -45,11 +45,11 @@ class Step:
 
     @property
     def last(self) -> Rows:
-        """The last micro-batch's rows, by which an optimizer is guarded."""
+        """The last micro-batch's rows, which guard an optimizer."""
         return self.micro_batch(len(self.sizes) - 1)[1]
 
     def came(self, number: int) -> None:
-        """Take the gradients of the rows, after a micro-batch's `backward`; in any order of those with samples."""
+        """Take the gradients of the rows after the `backward` of a micro-batch with samples, in any order."""
         assert self._reduction is not None
         self._reduction.rows_came(number)
         self._made[number][1].let_go()
@@ -60,9 +60,9 @@ class Step:
         """Give all ranks the sums over all micro-batches of the step; see `Rows.reduce`.
 
         Args:
-            parameters: Of the dense side, those that this rank has.
-            nodes: Their gradients, of the micro-batches here.
-            values: Of each micro-batch here, or None where another rank has them.
+            parameters: The dense parameters that this rank has.
+            nodes: Their gradients from this rank's micro-batches.
+            values: The values of each micro-batch of this rank, or None if another rank has them.
         """
         assert self._reduction is not None
         self.last.reduced = True

@@ -1,4 +1,4 @@
-"""The gradients of a step, from a loop's body to the pipeline's updates."""
+"""Passes the gradients of a step from a loop's body to the pipeline's updates."""
 
 from typing import Any
 
@@ -11,14 +11,14 @@ from hostdev.runtime.watcher import TrainWatcher
 
 
 def make_gradients(batch: BodyBatch, watcher: TrainWatcher, flags: Flags, staging: Staging, owner: object) -> Gradients:
-    """Return the step's gradients, which are taken away from the rows.
+    """Return the step's gradients, and remove them from the rows.
 
     Args:
         batch: The batch in the body.
-        watcher: Of the loop.
+        watcher: The loop's watcher.
         flags: Whether steps are finite.
         staging: Copies the flags to the host.
-        owner: Stands for an optimizer in a scaler's record.
+        owner: Takes the place of an optimizer in a scaler's record.
 
     Raises:
         ValueError: The dense side and the tables would take different steps.
@@ -47,7 +47,7 @@ def make_gradients(batch: BodyBatch, watcher: TrainWatcher, flags: Flags, stagin
 
 
 def _make_outcome(batch: BodyBatch, flight: StepBatch, flags: Flags, staging: Staging) -> Outcome:
-    """Return the outcome that raises an error on the host where the gradients are not finite."""
+    """Return the outcome that raises an error on the host if the gradients are not finite."""
     step, names = flight.position, ", ".join(repr(leaf.table.name) for leaf in batch.all_leaves)
 
     def read(results: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""The tables as a torch optimizer: rates for torch's schedulers, rows for its scalers and clips."""
+"""The tables as a torch optimizer: learning rates for torch's schedulers, rows for its scalers and clipping."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,15 +21,15 @@ _SETTINGS: dict[str, tuple[Any, ...]] = {
 
 
 class LossScaling(Protocol):
-    """What scalers have done to the batch in the body."""
+    """The record of what scalers have done to the batch in the body."""
 
     is_unscaled: bool  # the gradients of its rows have been divided by the scale
 
     def require_scaled_alike(self) -> None:
-        """Raise ValueError where only some gradients are of scaled losses, or other ranks get them."""
+        """Raise ValueError if only some gradients are of scaled losses, or if other ranks get them."""
 
     def rows_unscaled(self, found: dict[torch.device, Tensor]) -> None:
-        """Note that a scaler has divided the rows' gradients, and complete its record of values that are not finite."""
+        """Record that a scaler has divided the rows' gradients; complete its record of values that are not finite."""
 
 
 class OpenLoop(Protocol):
@@ -37,10 +37,10 @@ class OpenLoop(Protocol):
 
     @property
     def losses(self) -> LossScaling:
-        """What scalers have done to its batch."""
+        """The record of what scalers have done to its batch."""
 
     def row_parameter(self, table: Table) -> Tensor | None:
-        """Return the batch's rows of a table, float32 [U, D], as `Rows.parameters` does; None without any."""
+        """Return the batch's rows of a table, float32 [U, D], as `Rows.parameters` does; None if there are none."""
 
 
 class Loops(Protocol):
@@ -48,7 +48,7 @@ class Loops(Protocol):
 
     @property
     def watcher(self) -> OpenLoop | None:
-        """What watches the open loop over `train`."""
+        """The watcher of the open loop over `train`."""
 
     def drop_gradients(self) -> None:
         """Forget the gradients of the batch's rows, and those that wait for a step."""
@@ -76,10 +76,10 @@ class _RowParameters(Sequence[Tensor]):
 
 
 class TableOptimizer(torch.optim.Optimizer):
-    """The tables as an optimizer of torch's: what `Runtime.optimizer` returns.
+    """The tables as a torch optimizer; the result of `Runtime.optimizer`.
 
-    There is a parameter group for each table, with its name and its learning rate. While a batch is in the loop's body,
-    the group's parameter is the batch's rows of the table, as in `Rows.parameters`; else it is empty.
+    There is a parameter group for each table, with its name and learning rate. While a batch is in the loop's body, the
+    group's parameter is the batch's rows of the table, as in `Rows.parameters`; otherwise it is empty.
 
     ::
 
@@ -89,28 +89,28 @@ class TableOptimizer(torch.optim.Optimizer):
             optimizer.step()
             scheduler.step()
 
-    The loop updates the tables with the batch when it comes back for the next one; `step` marks the batch for this. A
-    program whose dense optimizer steps with each batch need not call it. A `GradScaler` may get this optimizer, too:
-    `unscale_` divides the gradients of the rows, once, and an overflow on either side skips the step of both.
+    The loop updates the tables with the batch when it asks for the next one; `step` marks the batch for this. A program
+    whose dense optimizer steps with each batch need not call it. A `GradScaler` may also get this optimizer: `unscale_`
+    divides the gradients of the rows once, and an overflow on either side skips the step of both.
 
-    A rate applies from the next step on: a batch is updated with the rates at the step of the dense optimizer, or in a
-    loop without one, at the last `backward` that brought gradients. The same is true of `table.optimizer.lr = 1e-4`.
+    A learning rate applies from the next step on: a batch is updated with the rates at the dense optimizer's step, or
+    in a loop without one, at the last `backward` that gave gradients. The same is true of `table.optimizer.lr = 1e-4`.
     """
 
     def __init__(self, tables: Sequence[Table], loops: Loops) -> None:
         self._tables, self._loops = list(tables), loops
-        self._rates = [float(table.optimizer.lr) for table in self._tables]  # that they were given, or had
+        self._rates = [float(table.optimizer.lr) for table in self._tables]  # the rates that were last set or found
         self._hides_rows = False
         groups = [
             {"params": [nn.Parameter(torch.empty(0))], "name": table.name, "lr": table.optimizer.lr}
             for table in self._tables
         ]
-        self._names: list[str] = []  # there while it is being made
+        self._names: list[str] = []  # needed during construction
         super().__init__(groups, {})
         self._names = [table.name for table in self._tables]
         for group, table in zip(self.param_groups, self._tables, strict=True):
             group["params"] = _RowParameters(lambda table=table: self._get_rows(table))  # type: ignore[misc]
-        self._opt_called = True  # so that a scheduler does not miss calls of `step`
+        self._opt_called = True  # so that a scheduler does not warn about a missing `step`
 
     @property
     def loop(self) -> OpenLoop | None:
@@ -123,7 +123,7 @@ class TableOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def without_rows(self) -> Iterator[None]:
-        """Give the groups no rows within a `with`: a scaler must not divide their gradients twice."""
+        """A context in which the groups have no rows, so that a scaler does not divide their gradients twice."""
         self._hides_rows = True
         try:
             yield
@@ -131,11 +131,11 @@ class TableOptimizer(torch.optim.Optimizer):
             self._hides_rows = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise ValueError: there is one group for each table of the runtime."""
+        """Raise ValueError: there is exactly one group for each table of the runtime."""
         if self._names:
             raise ValueError(
-                f"runtime.optimizer has one group for each of the tables {', '.join(self._names)}, and takes no "
-                "others; make another optimizer for dense parameters, and another Runtime for a new table"
+                f"runtime.optimizer has one group for each of the tables {', '.join(self._names)}, and accepts no "
+                "others; create another optimizer for dense parameters, and another Runtime for a new table"
             )
         super().add_param_group(param_group)
 
@@ -145,7 +145,7 @@ class TableOptimizer(torch.optim.Optimizer):
         by_name = {group.get("name"): group for group in groups}
         if len(groups) != len(by_name) or set(by_name) != set(self._names):
             raise ValueError(
-                f"the state is of an optimizer with the groups {', '.join(map(str, by_name))}, and runtime.optimizer "
+                f"the state is of an optimizer with the groups {', '.join(map(str, by_name))}, but runtime.optimizer "
                 f"has those of the tables {', '.join(self._names)}"
             )
         ordered = [by_name[name] for name in self._names]
@@ -160,9 +160,9 @@ class TableOptimizer(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Mark the batch as stepped: the tables are updated when the loop comes back for the next batch.
+        """Mark the batch as stepped: the tables are updated when the loop asks for the next batch.
 
-        After a loop, apply the gradients that it was left with before their step.
+        After a loop, apply the gradients that it left without a step.
 
         Args:
             closure: Computes the loss and its gradients again, as for any optimizer.
@@ -188,16 +188,16 @@ class TableOptimizer(torch.optim.Optimizer):
         self._loops.drop_gradients()
 
     def take_over(self) -> None:
-        """Set the groups' rates to those of the tables, after a checkpoint was loaded."""
+        """Set the groups' rates to those of the tables after a checkpoint was loaded."""
         for number, (group, table) in enumerate(zip(self.param_groups, self._tables, strict=True)):
             self._rates[number] = group["lr"] = float(table.optimizer.lr)
 
     def apply(self) -> None:
-        """Set the tables' rates where a group's has changed, and the groups' where a table's has.
+        """Set the rates of tables whose group's rate has changed, and of groups whose table's rate has changed.
 
         Raises:
-            ValueError: A table's optimizer does not take a rate, tables that share an optimizer have different rates,
-                or a group has settings that the tables do not have.
+            ValueError: A table's optimizer rejects a rate, tables that share an optimizer have different rates, or a
+                group has settings that the tables do not have.
         """
         self._opt_called = True
         if [group.get("name") for group in self.param_groups] != self._names:
@@ -210,7 +210,7 @@ class TableOptimizer(torch.optim.Optimizer):
             if of_optimizer.setdefault(id(table.optimizer), rate) != rate:
                 raise ValueError(
                     f"the group of table {table.name!r} has the learning rate {rate}, and that of a table with the "
-                    f"same optimizer has {of_optimizer[id(table.optimizer)]}; give each table an optimizer of its own"
+                    f"same optimizer has {of_optimizer[id(table.optimizer)]}; give each table its own optimizer"
                 )
         for number, (group, table) in enumerate(zip(self.param_groups, self._tables, strict=True)):
             if wanted[number] != self._rates[number]:

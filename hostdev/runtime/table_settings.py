@@ -1,4 +1,4 @@
-"""The settings of a runtime's tables that a program changes while it trains: learning rates, and which are frozen."""
+"""The settings of tables that a program may change during training: learning rates, and which tables are frozen."""
 
 from collections.abc import Callable, Iterable
 
@@ -19,22 +19,22 @@ class TableSettings:
         self._optimizer: TableOptimizer | None = None
 
     def make_optimizer(self, get_loops: Callable[[], Loops]) -> TableOptimizer:
-        """Return the tables as a torch optimizer, which is made at the first call."""
+        """Return the tables as a torch optimizer, which is created at the first call."""
         if self._optimizer is None:
             self._optimizer = TableOptimizer(list(self._tables.values()), get_loops())
         return self._optimizer
 
     @property
     def optimizer(self) -> TableOptimizer | None:
-        """The torch optimizer, if it has been made."""
+        """The torch optimizer, if it has been created."""
         return self._optimizer
 
     def freeze(self, names: Iterable[str]) -> None:
-        """Freeze tables from the next batch on, by name, or all where no name is given."""
+        """Freeze tables from the next batch on: those named, or all if no name is given."""
         self._frozen |= self._check_names(names)
 
     def unfreeze(self, names: Iterable[str]) -> None:
-        """End what `freeze` began."""
+        """Undo `freeze`."""
         self._frozen -= self._check_names(names)
 
     def is_frozen(self, table: Table) -> bool:
@@ -48,15 +48,15 @@ class TableSettings:
         return given or set(self._tables)
 
     def learning_rates(self) -> list[float]:
-        """Return the tables' learning rates, after they were set to those that a scheduler has set."""
+        """Apply the rates that a scheduler has set, and return the tables' learning rates."""
         if self._optimizer is not None:
             self._optimizer.apply()
         return [table.optimizer.lr for table in self._tables.values()]
 
     def exchange_rates(self, rates: list[float]) -> list[float]:
-        """Set the tables' learning rates; return those before."""
+        """Set the tables' learning rates; return the previous ones."""
         tables = list(self._tables.values())
-        before = [table.optimizer.lr for table in tables]  # all first: tables may share an optimizer
+        before = [table.optimizer.lr for table in tables]  # read all first: tables may share an optimizer
         for table, rate in zip(tables, rates, strict=True):
             if table.optimizer.lr != rate:
                 table.optimizer.lr = rate

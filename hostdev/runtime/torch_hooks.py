@@ -1,4 +1,4 @@
-"""Functions of torch that are replaced for a while, and given back."""
+"""Temporary replacements of torch's functions."""
 
 import functools
 import threading
@@ -10,17 +10,17 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-Function = Callable[..., Any]  # of torch: any signature
+Function = Callable[..., Any]  # a torch function, of any signature
 
 
 class Replacement(NamedTuple):
-    """One of torch's functions, and what is put in its place.
+    """One of torch's functions, and its replacement.
 
     Attributes:
         owner: The module or class that has the function.
         name: The function's name there.
-        wrap: Returns the replacement of the function that it is given.
-        purpose: What hostdev could not see without it, for the error message.
+        wrap: Takes the function and returns its replacement.
+        purpose: What hostdev cannot see without the replacement, for the error message.
     """
 
     owner: Any
@@ -30,11 +30,11 @@ class Replacement(NamedTuple):
 
 
 class TorchHooks:
-    """Replacements and registered hooks that torch has between `place` and `remove`.
+    """Replacements and hooks that are active in torch between `place` and `remove`.
 
     Args:
         replacements: The functions to replace.
-        register: Functions that register a hook and return torch's handle of it.
+        register: Functions that register a hook and return torch's handle for it.
     """
 
     def __init__(
@@ -43,19 +43,19 @@ class TorchHooks:
         self._replacements, self._register = replacements, register
         self._placed: dict[tuple[Any, str], tuple[Function, Function]] = {}  # the original and its replacement
         self._handles: list[RemovableHandle] = []
-        self.lock = threading.RLock()  # a finalizer may call `remove` within `place`
+        self.lock = threading.RLock()  # reentrant: a finalizer may call `remove` within `place`
 
     def place(self) -> None:
-        """Replace the functions that are not replaced already.
+        """Replace the functions that are not replaced yet.
 
         Raises:
-            RuntimeError: This torch lacks one of them. Nothing is replaced then.
+            RuntimeError: This version of torch lacks one of them; nothing is replaced then.
         """
         with self.lock:
             found = [_get(one) for one in self._replacements]
             for (owner, name, wrap, _), now in zip(self._replacements, found, strict=True):
                 if (placed := self._placed.get((owner, name))) is not None and now is not placed[0]:
-                    continue  # ours, or a wrapper that somebody has put around ours
+                    continue  # our replacement, or another library's wrapper around it
                 replacement = wrap(now)
                 self._placed[owner, name] = now, replacement
                 setattr(owner, name, replacement)
@@ -63,7 +63,7 @@ class TorchHooks:
                 self._handles += [register() for register in self._register]
 
     def remove(self) -> None:
-        """Give torch its own functions back, except where somebody has wrapped a replacement since."""
+        """Restore torch's own functions, except if another library has wrapped a replacement since."""
         with self.lock:
             for (owner, name), (original, replacement) in list(self._placed.items()):
                 if getattr(owner, name, None) is replacement:
@@ -85,7 +85,7 @@ def _get(one: Replacement) -> Function:
 
 
 class _AfterSteps:
-    """The callbacks after the steps of one optimizer; an attribute of the function that stands for its `step`."""
+    """The callbacks after the steps of one optimizer; an attribute of the function that replaces its `step`."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.callbacks: WeakSet[Any] = WeakSet()
@@ -104,7 +104,7 @@ class _AfterSteps:
         optimizer.step = step  # type: ignore[method-assign]
 
     def remove(self, optimizer: Optimizer) -> None:
-        """Give the optimizer its `step` back, unless somebody has wrapped it since."""
+        """Restore the optimizer's `step`, unless another library has wrapped it since."""
         if vars(optimizer).get("step") is not self.step:
             return
         if self._own is None:
@@ -116,17 +116,17 @@ class _AfterSteps:
 def call_after_steps(optimizer: Optimizer, callback: Any) -> None:
     """Call `callback.stepped` after each step of an optimizer, while `callback` lives.
 
-    torch's own hooks are not used, as a hook cannot remove itself while torch iterates over the hooks.
+    torch's own hooks are not used, because a hook cannot remove itself while torch iterates over the hooks.
     """
     after = getattr(vars(optimizer).get("step"), "_hostdev_after", None)
     (_AfterSteps(optimizer) if after is None else after).callbacks.add(callback)
 
 
 def end_calls(optimizer: Optimizer, callback: Any = None) -> None:
-    """End what `call_after_steps` began, for a callback that may be gone already."""
+    """Undo `call_after_steps`; the callback may already be deleted."""
     after = getattr(vars(optimizer).get("step"), "_hostdev_after", None)
     if after is not None:
         if callback is not None:
             after.callbacks.discard(callback)
-        if not list(after.callbacks):  # its length may count one that is just going
+        if not list(after.callbacks):  # len() may count an object that is being deleted
             after.remove(optimizer)

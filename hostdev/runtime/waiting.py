@@ -1,7 +1,7 @@
-"""Whether a dense optimizer has still to step with a batch's gradients: then the batch is not finished.
+"""Finds out whether a dense optimizer has yet to step with a batch's gradients, so that the batch is unfinished.
 
 This search runs only in the first batch of a loop that has gradients, and only if that batch is left, or its tables are
-read, before any optimizer has stepped. Later batches are known to have an optimizer, or none.
+read, before any optimizer has stepped. For later batches it is known whether there is an optimizer.
 """
 
 import gc
@@ -15,7 +15,7 @@ from hostdev.runtime.table_optimizer import TableOptimizer
 
 
 def leaves_of(roots: Iterable[Any]) -> list[Tensor]:
-    """Return the leaves that get gradients of these tensors, or edges of a graph."""
+    """Return the leaves that get gradients from these tensors or graph edges."""
     found = [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots]
     nodes = [node for node in found if node is not None]
     seen: set[Any] = set(nodes)
@@ -35,7 +35,7 @@ def optimizers_of(parameters: Sequence[Tensor]) -> list[Optimizer]:
     """Return the optimizers that have one of these parameters."""
     if not parameters:
         return []
-    gc.collect()  # optimizers that nobody holds do not count
+    gc.collect()  # deletes optimizers that nobody holds, which do not count
     wanted = {id(parameter) for parameter in parameters}
     optimizers = [found for found in gc.get_objects() if _is_dense(type(found))]
     return [one for one in optimizers if any(id(parameter) in wanted for parameter in _parameters(one))]
@@ -51,5 +51,5 @@ def first_parameter(optimizer: Optimizer) -> Tensor | None:
 
 
 def _parameters(optimizer: Optimizer) -> Iterable[Tensor]:
-    groups: list[dict[str, Any]] = getattr(optimizer, "param_groups", [])  # not there while it is being made
+    groups: list[dict[str, Any]] = getattr(optimizer, "param_groups", [])  # missing during construction
     return (parameter for group in groups for parameter in group["params"])

@@ -1,4 +1,4 @@
-"""What a loop over `train` learns of its body through torch: losses, gradients, clips and optimizers' steps."""
+"""Observes the body of a loop over `train` through torch: losses, gradients, clipping and optimizers' steps."""
 
 import threading
 from collections.abc import Sequence
@@ -20,19 +20,19 @@ from hostdev.runtime.table_settings import TableSettings
 
 
 class TrainWatcher:
-    """Watches one loop; `scaling.Watcher`. It does not hold the loop, which ends when nobody holds it.
+    """Watches one loop, as a `scaling.Watcher`. It does not hold the loop, which ends when nobody holds it.
 
     Args:
         batch: The batch in the body.
-        settings: Of the tables.
+        settings: The tables' settings.
         flags: Whether steps are finite.
         ranks: The other processes.
 
     Attributes:
-        steps: Of dense optimizers.
+        steps: The steps of dense optimizers.
         losses: How the batch's losses were scaled.
-        rates: The tables' learning rates for the batch; None: those at its end.
-        first: The loop's first batch has rows whose gradients wait for a step.
+        rates: The tables' learning rates for the batch; None: use those at its end.
+        first: The loop's first batch, if it has rows whose gradients wait for a step.
     """
 
     def __init__(self, batch: BodyBatch, settings: TableSettings, flags: Flags, ranks: Ranks | None) -> None:
@@ -43,13 +43,13 @@ class TrainWatcher:
         self.losses = LossScaling(batch, self._device, has_ranks=self._has_ranks)
         self.rates: list[float] | None = None
         self.first: FirstBatch | None = None
-        self._backward = -1  # torch's number of the backward pass that computed the last gradients
+        self._backward = -1  # torch's number of the backward pass with the last gradients
 
     def begin_batch(self) -> None:
         """Watch the batch that the loop has taken."""
         self.steps.begin_batch()
         self.rates = None
-        self._settings.learning_rates()  # raises for wrong ones before the step
+        self._settings.learning_rates()  # raises for wrong rates before the step
         if self.first is not None:
             self._batch.shares_rows = True
         if self.first is not None or not self.steps.any:
@@ -60,7 +60,7 @@ class TrainWatcher:
 
     def forget_gradients(self) -> None:
         """Drop the gradients of the batch's rows, unless an optimizer has stepped with them."""
-        if self.steps.stepped:  # `zero_grad` at the end of a body does not undo a dense step, either
+        if self.steps.stepped:  # `zero_grad` at a body's end does not undo a dense step, either
             return
         for leaf in self._batch.all_leaves:
             leaf.drop_grad()
@@ -85,12 +85,12 @@ class TrainWatcher:
     def expect_backward(self, roots: Sequence[Any]) -> None:
         """See `scaling.Watcher`."""
         if self.first is not None:
-            self.first.pending.is_kept()  # before this backward, or a `zero_grad` before it would be missed
+            self.first.pending.is_kept()  # now, or a `zero_grad` before this backward would be missed
         if self._batch.flight is not None and not self.steps.any and not self.steps.without:
             self.steps.expect_backward(roots, {id(leaf.rows) for leaf in self._batch.all_leaves})
 
     def note_gradients(self) -> None:
-        """Take the learning rates for the batch: rates set later are for the next one, unless more gradients arrive."""
+        """Fix the learning rates for the batch: rates set later apply to the next one, unless more gradients arrive."""
         if self.first is not None:
             self.first.came(self._batch.leaves, self._batch.inverses)
         backward = torch._C._current_graph_task_id()
@@ -100,7 +100,7 @@ class TrainWatcher:
         self.steps.forget_awaited()
         try:
             self.rates = self._settings.learning_rates()
-        except ValueError:  # the end of the batch raises it again; here it would seem to come from `backward`
+        except ValueError:  # raised again at the batch's end; here it would seem to come from `backward`
             self.rates = None
 
     def gradients_version(self) -> int | None:
@@ -114,9 +114,9 @@ class TrainWatcher:
         batch = self._batch
         if version is None or version == self.gradients_version():
             return
-        if not version and batch.reduction is None:  # earlier gradients were dropped, and not summed
+        if not version and batch.reduction is None:  # earlier gradients were dropped, not summed
             batch.losses.clear()
-        if not self.losses.has_scaled:  # the scaler handles the overflow of those
+        if not self.losses.has_scaled:  # otherwise the scaler handles overflows
             batch.losses += [(loss - loss).float().to(self._device) for loss in losses]
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -125,14 +125,14 @@ class TrainWatcher:
         if batch.flight is not None and not self.steps.stepped:
             self.rates = self._settings.learning_rates()
             if first is not None and not batch.micros and any(optimizer is one for one in first.pending.optimizers):
-                first.came(batch.leaves, batch.inverses)  # it steps, though the batch has no gradients yet
+                first.came(batch.leaves, batch.inverses)  # it steps although the batch has no gradients yet
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """See `scaling.Watcher`."""
         if self._batch.flight is not None:
             self.steps.note(optimizer, early=bool(self._batch.micros))
         if getattr(optimizer, "found_inf", None) is self._flags.stop:
-            del optimizer.found_inf  # type: ignore[attr-defined]  # of this step, by `Rows.guard`
+            del optimizer.found_inf  # type: ignore[attr-defined]  # set for this step by `Rows.guard`
 
     def clips_rows(self, gradients: Sequence[Tensor]) -> bool | None:
         """See `scaling.Watcher`."""

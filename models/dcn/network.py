@@ -41,8 +41,8 @@ class DCN(Model):
         seed: Seed of the initial values: layers He's, biases 0, vectors N(0, 0.01^2).
         optimizer: The table's optimizer; None: Adagrad(lr=0.005).
         layers: Widths of the hidden layers.
-        cross_layers: Their number L.
-        rank: W_l = U_l V_l with U_l [n, rank] and V_l [rank, n] if this takes fewer numbers (2 * rank < n), else W_l is
+        cross_layers: L, the number of cross layers.
+        rank: W_l = U_l V_l with U_l [n, rank] and V_l [rank, n] if that has fewer numbers (2 * rank < n), else W_l is
             full. None: always full.
         structure: "stacked" or "parallel".
     """
@@ -64,9 +64,9 @@ class DCN(Model):
     ) -> None:
         super().__init__()
         if structure not in STRUCTURES:
-            raise ValueError(f"the structure of DCN is one of {', '.join(STRUCTURES)}, not {structure!r}")
+            raise ValueError(f"the structure of DCN must be one of {', '.join(STRUCTURES)}, not {structure!r}")
         if rank is not None and rank < 1:
-            raise ValueError(f"the rank of cross layers must be at least 1, or None for full ones, not {rank}")
+            raise ValueError(f"the rank of cross layers must be at least 1, or None for full layers, not {rank}")
         self.schema = schema
         self.tables = {"vectors": TableSpec(schema.rows, dim, optimizer or Adagrad(lr=5e-3))}
         self.features = make_features(schema, "vectors")

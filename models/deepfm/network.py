@@ -3,8 +3,8 @@
 Source: Guo et al., "DeepFM: A Factorization-Machine based Neural Network for CTR Prediction", IJCAI 2017. Its settings
 for Criteo: 10 columns, 400-400-400, ReLU, Adam (no learning rate given: Adam's default, 1e-3), dropout 0.5.
 
-Deviation: no dropout by default; a subclass may pass `dropout`. It draws from torch's generator on the device, which
---seed seeds before the model is built, and whose state a checkpoint holds.
+Deviation: no dropout by default; a subclass may pass `dropout`. Dropout draws from torch's generator on the device,
+which --seed seeds before the model is built, and whose state is in checkpoints.
 
 Shapes: B samples, nd dense columns, F columns of ids (bags included), D columns of a vector.
 """

@@ -5,7 +5,7 @@ arXiv:1906.00091, 2019, with the sizes of MLPerf Training's DLRM benchmark (bott
 = 128) and the initial values of the authors' code. Its tables use that code's row-wise Adagrad at its learning rate of
 0.01 (optim/rwsadagrad.py).
 
-Deviations: the authors train the dense layers with SGD or Adagrad; here it is Adam at its default of 1e-3. Their
+Deviations: the authors train the dense layers with SGD or Adagrad; here Adam is used, at its default of 1e-3. Their
 vectors start uniform within 1 / sqrt(rows of a column's table); here all columns share one table.
 
 Shapes: B samples, F columns of ids (bags included), n = F + 1 vectors (F without dense columns) of D columns each.
@@ -65,7 +65,7 @@ class DLRM(Model):
         nd, F = len(schema.dense), len(schema.columns)
         n = F + 1 if nd else F
         if n < 2:
-            raise UserError("DLRM takes products of pairs, but the data has one column of ids and no dense column")
+            raise UserError("DLRM needs pairs of vectors, but the data has one column of ids and no dense column")
         self.bottom = perceptron([nd, *bottom, dim], linear=False) if nd else None
         self.top = perceptron([(dim if nd else 0) + n * (n - 1) // 2, *top, 1])
         places, back = _lower_triangle(n)
@@ -105,12 +105,12 @@ class DLRM(Model):
 class _Pick(torch.autograd.Function):
     """values[:, places] of values [B, N], with distinct places and a backward pass that also gathers.
 
-    torch's backward adds to zeros by index, in any order, or after a sort with deterministic operations. Here places
-    are distinct, so each gradient is one value or 0.
+    torch's own backward pass adds to zeros by index: in any order, or with deterministic operations after a sort. Here
+    places are distinct, so each gradient is a single value or 0.
 
     Args:
         places: int64 [P].
-        back: int64 [N], the index of each of the N in `places`; P for the others.
+        back: int64 [N], the index in `places` of each of the N values; P for values that are not in `places`.
     """
 
     @staticmethod

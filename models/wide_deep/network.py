@@ -1,8 +1,8 @@
 """Wide & Deep: the sum of a linear model and a ReLU network over the same fields.
 
 Source: Cheng et al., "Wide & Deep Learning for Recommender Systems", DLRS 2016. Sizes, initial values and learning
-rates are those of MindSpore's published model for Criteo. It also looks up a row per dense column, times the column's
-value.
+rates are those of MindSpore's published model for Criteo. Like that model, it also looks up a row per dense column and
+multiplies it by the column's value.
 
 Shapes: B samples, nd dense columns, F columns of ids, D the deep dimension.
 """
@@ -75,8 +75,8 @@ class WideDeep(Model):
         """Return logits float32 [B]; under autocast, the last layer is float32.
 
         Args:
-            dense: Not used: the values are in the rows.
-            rows: By feature (wide, deep), times their weights: wide float32, deep in autocast's dtype.
+            dense: Not used: the rows are already multiplied by the values.
+            rows: By feature (wide, deep), multiplied by their weights: wide in float32, deep in autocast's dtype.
         """
         logits: Tensor = run(self.pieces(), dense, rows)
         return logits

@@ -100,6 +100,6 @@ def test_an_accelerator_keeps_memory_for_the_rest(monkeypatch):
     monkeypatch.setattr(backend, "free_bytes", lambda device: (256 << 20) + 16 * 500)
     EmbeddingCache(table, 600)  # on the CPU all that is free
     monkeypatch.setattr(cache_module, "require", torch.device)
-    message = r"needs 8016 bytes .*8000 bytes .*cuda:0 memory are free for it, .*tenth .*256 MiB"
+    message = r"needs 8016 bytes .*8000 bytes .*cuda:0 memory are free for it .*tenth.*256 MiB"
     with pytest.raises(UserError, match=message):
         EmbeddingCache(table, 501, device="cuda:0")

@@ -104,7 +104,7 @@ def test_checkpoints_are_compacted_once(run_dir, tmp_path):
     chain = folder.newest(tmp_path / "c").chain
     assert len(chain) > 1
     compact.compact(chain)
-    with pytest.raises(UserError, match="was merged or removed by another process meanwhile; run the command again"):
+    with pytest.raises(UserError, match="was merged or removed by another process; run the command again"):
         compact.compact(chain)
 
 
@@ -120,7 +120,7 @@ def test_checkpoints_are_merged_once(run_dir, tmp_path, capsys, monkeypatch, com
 
     monkeypatch.setattr(folder, "locked", meanwhile)
     assert run(checkpoint, *command[:1], run_dir, *command[1:], "--out", tmp_path / "out") == 2
-    assert "has checkpoints already" in capsys.readouterr().err
+    assert "already has checkpoints" in capsys.readouterr().err
     assert folder.names_in(tmp_path / "out") == ["step-0000000001"]
 
 

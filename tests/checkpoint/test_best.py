@@ -65,9 +65,9 @@ def test_it_is_kept_and_taken(overfitted, tmp_path, capsys):
     assert predictor.why == f"the best: AUC {found[number][0]:.4f} after epoch {number + 1}"
     assert hostdev.Predictor(overfitted / "run", which="newest").path == newest.path
     assert hostdev.Predictor(newest.path).path == newest.path
-    with pytest.raises(hostdev.UserError, match="is one checkpoint; name its folder"):
+    with pytest.raises(hostdev.UserError, match="is a single checkpoint; name its folder"):
         hostdev.Predictor(newest.path, which="best")
-    with pytest.raises(hostdev.UserError, match="there is no 'oldest' checkpoint; say best or newest"):
+    with pytest.raises(hostdev.UserError, match="there is no 'oldest' checkpoint; use best or newest"):
         hostdev.Predictor(overfitted / "run", which="oldest")
 
 
@@ -93,7 +93,7 @@ def test_without_early_stop_the_newest_is_taken(overfitted, tmp_path):
     assert hostdev.Predictor(tmp_path / "run").path == newest.path
     known = best.of_run(newest)
     assert known.step < newest.manifest.step
-    with pytest.raises(hostdev.UserError, match="only runs with --early-stop keep it; take the newest"):
+    with pytest.raises(hostdev.UserError, match="only runs with --early-stop keep it; use the newest"):
         hostdev.Predictor(tmp_path / "run", which="best")
     with pytest.raises(hostdev.UserError, match="there is no"):
         hostdev.Predictor(tmp_path / "nowhere", which="best")

@@ -91,7 +91,7 @@ def test_a_damaged_manifest_is_told_of(saved, tmp_path, capsys):
     assert err == f"hostdev.checkpoint: error: 1 of 4 checkpoints in {path} is not whole: {names[-1]}: {reason}\n"
     assert [line.endswith(": whole") for line in out.splitlines()] == [True, True, True, False]
     assert f"{path / names[-1]}: NOT WHOLE: {reason}" in out
-    taken = f"{reason}; an older one is taken: {path / names[-2]}\n"
+    taken = f"{reason}; using an older one: {path / names[-2]}\n"
     assert run(checkpoint, "export", path, "--out", tmp_path / "out") == 0
     assert capsys.readouterr().err == f"hostdev.checkpoint: {taken}"
     assert run(checkpoint, "diff", path, path / names[-2]) == 0
@@ -136,7 +136,7 @@ def test_a_run_directory_stands_for_its_checkpoints(runs, tmp_path, capsys):
     assert run(checkpoint, "export", runs / "wide", "--out", tmp_path / "out") == 0
     (tmp_path / "empty/checkpoints").mkdir(parents=True)
     assert run(checkpoint, "info", tmp_path / "empty") == 2
-    assert f"{tmp_path / 'empty'} holds no checkpoint" in capsys.readouterr().err
+    assert f"{tmp_path / 'empty'} has no checkpoint" in capsys.readouterr().err
 
 
 def test_diff(saved, capsys):
@@ -151,7 +151,7 @@ def test_diff(saved, capsys):
     for table in a.manifest.tables:
         x, y = (np.concatenate(list(layers.column(table.name, "weights"))) for layers in (a, b))
         rows = np.flatnonzero((x != y).any(1))
-        line = f"table {table.name}, weights: {len(rows):,} of {table.rows:,} rows differ, the first is {rows[0]};"
+        line = f"table {table.name}, weights: {len(rows):,} of {table.rows:,} rows differ, first row {rows[0]};"
         assert line in out
 
 
@@ -161,7 +161,7 @@ def test_compact(saved, capsys, keep):
     before = folder.names_in(path)
     shutil.copytree(path, path.with_name("copy"))
     assert run(checkpoint, "compact", path, *([] if keep is None else ["--keep", keep])) == 0
-    assert "4 checkpoints in one" in capsys.readouterr().out
+    assert "4 checkpoints merged into one" in capsys.readouterr().out
     merged = "step-0000000003.3"
     assert folder.names_in(path) == ([*before[:-1], merged] if keep is None else [merged])
     assert manifest.read(path / merged).parent is None
@@ -169,7 +169,7 @@ def test_compact(saved, capsys, keep):
     assert f"state_sha256 {digest}, as the manifest says" in capsys.readouterr().out
     assert run(checkpoint, "diff", path, path.with_name("copy")) == 0
     assert run(checkpoint, "compact", path) == 0
-    assert "is whole already" in capsys.readouterr().out
+    assert "is already a full checkpoint" in capsys.readouterr().out
 
 
 def test_what_others_add_to_stays(saved):
@@ -310,7 +310,7 @@ def test_a_plain_model_of_what_was_exported(runs, tmp_path):
     ("arguments", "message"),
     [
         (["info", "nowhere"], "there is no nowhere"),
-        (["info", "."], "holds no checkpoint"),
+        (["info", "."], "has no checkpoint"),
         (["compact", "nowhere", "--keep", 0], "--keep must be at least 1"),
         (["look", "."], "invalid choice: 'look'"),
     ],

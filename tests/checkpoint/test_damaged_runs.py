@@ -31,7 +31,7 @@ def test_the_newest_that_is_whole(trained, small_data, tmp_path, damaged):
     assert code == 0
     older = whole[min(damaged) - 1]
     for number, name in damaged.items():
-        line = rf"{whole[number]}/{name} is broken \(its checksum is wrong\); an older one is taken: .*/{older}\n"
+        line = rf"{whole[number]}/{name} is broken \(its checksum is wrong\); using an older one: .*/{older}\n"
         assert re.search(line, printed)
     assert f"{older}, after step {int(older[5:])}\n" in printed
     assert logs(tmp_path / "run") == logs(tmp_path / "plain")
@@ -49,7 +49,7 @@ def test_they_are_gone_while_one_is_loaded(trained, small_data, tmp_path, monkey
 
     monkeypatch.setattr("hostdev.train.trainer.load_tables", gone)
     code, _, error = trained(*options, "--resume")
-    told = "no checkpoint in run/checkpoints is whole; the newest: its rows are gone"
+    told = "no checkpoint in run/checkpoints is valid; the newest: its rows are gone"
     assert (code, error) == (2, f"hostdev.train: error: {told}\n")
 
 
@@ -68,7 +68,7 @@ def test_none_is_whole(trained, small_data, tmp_path):
         code, printed, error = trained(*more)
         assert (code, error.count("\n")) == (2, 1)
         assert re.search(
-            r"no checkpoint in run(/checkpoints)? is whole; the newest: .* is broken \(its checksum is wrong\)", error
+            r"no checkpoint in run(/checkpoints)? is valid; the newest: .* is broken \(its checksum is wrong\)", error
         )
         assert "epoch" not in printed
         assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == there

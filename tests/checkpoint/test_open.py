@@ -65,7 +65,7 @@ def test_one_table_of_several_and_no_others(tmp_path):
     tables, _ = saved(tmp_path)
     model = hostdev.open(tmp_path, tables=["items"])
     assert list(model) == ["items"]
-    with pytest.raises(KeyError, match="no table 'users' is open; there are items"):
+    with pytest.raises(KeyError, match="no table 'users' is open; open are items"):
         model["users"]
     with pytest.raises(hostdev.UserError, match="has no table 'user'; it has items, users"):
         hostdev.open(tmp_path, tables=["user"])
@@ -122,7 +122,7 @@ def test_a_child_of_another_shape_than_its_parent(tmp_path):
     saved(tmp_path, steps=1)
     child = tmp_path / folder.names_in(tmp_path)[-1]
     rewritten(child, lambda content: content["tables"][1].update(dim=8, files=[]))
-    with pytest.raises(BrokenCheckpointError, match="table 'users' has other dim than"):
+    with pytest.raises(BrokenCheckpointError, match="table 'users' differs in dim from"):
         hostdev.open(child)
 
 
@@ -146,14 +146,14 @@ def test_export_says_what_it_leaves_out(tmp_path, capsys):
     for name, options in (("a", []), ("b", ["--slots"])):
         arguments = ["export", tmp_path / "saved", "--out", tmp_path / name, *options]
         assert cli.run(checkpoint.PROG, checkpoint.main, list(map(str, arguments))) == 0
-        told[name] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out")]
-    extra = "left out: what Runtime.save was given as extra; hostdev.open(...).extra returns it"
-    slots = "left out: the optimizers' slots of items (accum), users (m, v); --slots writes them"
+        told[name] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("not exported")]
+    extra = "not exported: the `extra` of Runtime.save; hostdev.open(...).extra returns it"
+    slots = "not exported: the optimizer slots of items (accum), users (m, v); --slots writes them"
     assert told == {"a": [slots, extra], "b": [extra]}
 
 
 def test_no_checkpoint(tmp_path):
     with pytest.raises(hostdev.UserError, match="there is no"):
         hostdev.open(tmp_path / "nowhere")
-    with pytest.raises(hostdev.UserError, match="holds no checkpoint"):
+    with pytest.raises(hostdev.UserError, match="has no checkpoint"):
         hostdev.open(tmp_path)

@@ -218,8 +218,8 @@ def of_two(**changed):
         (of_two(age=[1, 10**400]), "column 'age' does not have numbers of one kind: "),
         (of_two(age=[[1], [2]]), "column 'age' is of type list<.*>; a number in each row is expected"),
         (of_two(age=[1, "x"]), "column 'age' does not have numbers of one kind: "),
-        (of_two(age=[1]), "column 'age' has 1 value, and column 'user' has 2; give one for each row"),
-        (of_two(age=3), "column 'age' has a single value, and column 'user' has 2; give one for each row"),
+        (of_two(age=[1]), "column 'age' has 1 value, but column 'user' has 2; give one for each row"),
+        (of_two(age=3), "column 'age' has a single value, but column 'user' has 2; give one for each row"),
         (of_two(user=[["a"], ["b"]]), "column 'user' is of type list<.*>; one value in each row is expected"),
         (of_two(user=["a", 3]), "column 'user' does not have values of one kind: "),
         (of_two(genres=["a", ["b"]]), "column 'genres' does not have values of one kind: "),
@@ -283,7 +283,7 @@ def test_a_result_that_is_not_finite(films, tmp_path, capsys, monkeypatch):
     predict_logits = hostdev.Predictor.logits
     too_large = lambda self, batch: np.where(batch.dense[:, 0] > 100, np.nan, predict_logits(self, batch))  # noqa: E731
     monkeypatch.setattr(hostdev.Predictor, "logits", lambda *args: too_large(*args).astype(np.float32))
-    with pytest.raises(hostdev.UserError, match="row 2: the model's result is not a .* number is that of column 'age'"):
+    with pytest.raises(hostdev.UserError, match="row 2: the model's result is not a .* number is in column 'age'"):
         hostdev.Predictor(films / "run", model=OWN[1])(of_two(age=[31, 1e9]))
     pd.DataFrame(of_two(age=[31, 1e9], liked=[1, 0])).to_csv(tmp_path / "t.csv", index=False)
     options = ["--checkpoint", films / "run", *OWN, "--data", tmp_path / "t.csv", "--out", tmp_path / "p.parquet"]
@@ -363,7 +363,7 @@ def test_the_newest_is_damaged(trained, tmp_path, capsys):
     names = folder.names_in(tmp_path / "run/checkpoints")
     file = tmp_path / "run/checkpoints" / names[-1] / "checkpoint.json"
     file.write_text("{}")
-    told = f"{file} is broken ('format'); an older one is taken: {file.parent.parent / names[-2]}"
+    told = f"{file} is broken ('format'); using an older one: {file.parent.parent / names[-2]}"
     options = ["--data", trained / "data", "--out", tmp_path / "p.parquet"]
     assert run(predict, "--checkpoint", tmp_path / "run", *options) == 0
     assert capsys.readouterr().err == f"hostdev.predict: {told}\n"
@@ -465,14 +465,14 @@ def test_no_numbers_and_columns_of_other_lengths(tmp_path):
     predictor = hostdev.Predictor(tmp_path / "run/checkpoints")
     rows = {"user": ["u1", "u2", "new"], "item": ["m1", "m2", "m3"]}
     np.testing.assert_allclose(predictor(rows), predictor(pa.table(rows)), rtol=1e-6)
-    with pytest.raises(hostdev.UserError, match="column 'item' has 1 value, and column 'user' has 3; give one for"):
+    with pytest.raises(hostdev.UserError, match="column 'item' has 1 value, but column 'user' has 3; give one for"):
         predictor({"user": ["u1", "u2", "u3"], "item": ["m1"]})
 
 
 def test_a_data_set_of_other_columns(trained, films, tmp_path, capsys):
     options = ["--checkpoint", trained / "run/checkpoints", "--data", films / "data", "--out", tmp_path / "p.parquet"]
     assert run(predict, *options) == 2
-    assert "has other columns or ids than" in capsys.readouterr().err
+    assert "has different columns, ids or scales than" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_a_program_of_its_own(tmp_path):

@@ -88,9 +88,9 @@ def test_bfloat16_weights_go_on_as_they_were_rounded(device, tmp_path, then):
     for wrong, message in (
         (
             Case(device),
-            "was trained with the weights of table '.*' in bf16, not in fp32; make the table with dtype=.bf16",
+            "was trained with bf16 weights in table '.*', not fp32; create the table with dtype=.bf16",
         ),
-        (Case(device, bf16=(*BF16, "first")), "the weights of table 'first' in fp32, not in bf16"),
+        (Case(device, bf16=(*BF16, "first")), "fp32 weights in table 'first', not bf16"),
     ):
         before = wrong.state()
         with pytest.raises(UserError, match=message):
@@ -177,7 +177,7 @@ def test_damaged_rows(tmp_path, used, bf16):
     if used:
         last.train(BATCHES[:1])
         expected.train(BATCHES[:1])
-    with pytest.raises(UserError, match="no checkpoint in .* is whole"):
+    with pytest.raises(UserError, match="no checkpoint in .* is valid"):
         last.runtime.load(tmp_path)
     assert differing(last.state(), expected.state()) == []
     assert differing(last.train(BATCHES[5:7]).state(), expected.train(BATCHES[5:7]).state()) == []
@@ -304,7 +304,7 @@ def test_the_end_of_the_program_waits_for_the_writing(tmp_path):
 
 @pytest.mark.parametrize("keep", [0, -1, 1.5, True])
 def test_a_wrong_number_to_keep(tmp_path, keep):
-    with pytest.raises(ValueError, match="keep is a number of checkpoints, 1 or more, not"):
+    with pytest.raises(ValueError, match="keep .* number of checkpoints, 1 or more, not"):
         Case().runtime.save(tmp_path / "c", keep=keep)
     assert not (tmp_path / "c").exists()
 
@@ -377,14 +377,14 @@ def test_tables_that_both_have_are_loaded(tmp_path):
     larger, others = HostTable(50, 4, LazyAdam(), name="users"), HostTable(9, 3, LazyAdam(), name="others")
     fresh = larger.block.copy()
     runtime = Runtime({"user": larger, "other": others}, device="cpu")
-    with pytest.raises(UserError, match="is of another model: it has the tables items, users, not others, users"):
+    with pytest.raises(UserError, match="it has the tables items, users, not others, users"):
         runtime.load(tmp_path / "c")
     with pytest.warns(UserWarning) as told:
         assert runtime.load(tmp_path / "c", strict=False) == {"epoch": 3}
     assert [str(one.message).replace(str(tmp_path), "T") for one in told] == [
-        "T/c/step-0000000000 has no table 'others', whose rows stay as they are",
-        "table 'items' of T/c/step-0000000000 is left out, as there is none here",
-        "table 'users' has 30 rows in T/c/step-0000000000; the others of the 50 here stay as they are",
+        "T/c/step-0000000000 has no table 'others'; its rows keep their values",
+        "table 'items' of T/c/step-0000000000 is not loaded: there is no such table here",
+        "table 'users' has 30 rows in T/c/step-0000000000; the other rows of the 50 here keep their values",
     ]
     np.testing.assert_array_equal(larger.block[:30], users.block)
     np.testing.assert_array_equal(larger.block[30:], fresh[30:])

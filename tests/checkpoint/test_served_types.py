@@ -101,7 +101,7 @@ def test_far_more_out_of_vocabulary_than_in_training_is_a_line(runs, tmp_path, c
     predictor = hostdev.Predictor(runs["csv"] / "run")
     rows = {"u": [f"user {i}" for i in range(30)], "flag": [True] * 30}
     told = (
-        "column 'u': 100.0% of 30 values are out of vocabulary, and 0.0% were in training, whose values were text such"
+        "column 'u': 100.0% of 30 values are out of vocabulary, but 0.0% were in training, whose values were text such"
     )
     with pytest.warns(UserWarning, match=told) as warnings:
         predictor(rows)
@@ -183,7 +183,7 @@ def test_a_module_that_a_checkpoint_names_is_not_imported(copied, capsys):
     """The author of a checkpoint does not decide which code its reader runs."""
     changed(copied, lambda content: content["state"]["more"]["settings"].update(model="this:X"))
     sys.modules.pop("this", None)
-    told = f"{copied} has the model 'this:X', a custom class, whose module would be imported; name it if you trust it"
+    told = f"{copied} has the custom model class 'this:X', whose module would be imported; if you trust it, name it"
     with pytest.raises(hostdev.UserError) as error:
         hostdev.Predictor(copied)
     assert str(error.value).startswith(told)
@@ -194,7 +194,7 @@ def test_a_module_that_a_checkpoint_names_is_not_imported(copied, capsys):
     rows = {"u": [1], "flag": [True]}
     for model in ("deepfm", DeepFM, "hostdev.models.deepfm.network:DeepFM"):
         assert hostdev.Predictor(copied, model=model)(rows).shape == (1,)
-    with pytest.raises(hostdev.UserError, match="is of another model"):
+    with pytest.raises(hostdev.UserError, match="is of a different model"):
         hostdev.Predictor(copied, model="wide_deep")
 
 

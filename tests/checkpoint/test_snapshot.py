@@ -124,7 +124,7 @@ def test_changes_are_those_since_the_last_one_that_was_saved():
     table.lookup(np.array([1]))
     assert snapshot(saved=True) == []
     first = changes.begin(Budget(1), everything=False)
-    with pytest.raises(RuntimeError, match="is being saved"):
+    with pytest.raises(RuntimeError, match="is still being saved"):
         changes.begin(Budget(1), everything=False)
     changes.end(first, saved=True)
 

@@ -337,7 +337,7 @@ def test_a_checkpoint_of_a_program_of_its_own_with_one_of_the_tables(days, train
         f"start    from {path}, after step 1; steps of this run count from 0",
         f"start    table vectors: 50 rows with their slots; {schema.rows - 50} new rows have their initial values",
         "start    table first_order: not in the checkpoint; all rows have their initial values",
-        "start    table other: only in the checkpoint; not taken",
+        "start    table other: only in the checkpoint; not loaded",
         "start    dense layers have their initial values: the checkpoint has none of hostdev train; learning rates are "
         "this run's",
     ]
@@ -348,7 +348,7 @@ def test_damaged_and_none_of_its_tables(days, first, trained, tmp_path):
     hostdev.Runtime({"b": table}, depth=0).save(tmp_path / "own")
     code, _, error = trained(*flags_of(days / "two", tmp_path / "run", *MIX), "--start-from", tmp_path / "own")
     assert code == 2
-    assert "has none of the tables first_order, vectors; its own are other" in error
+    assert "has none of the tables first_order, vectors; it has other" in error
     assert sys.getsizeof(error) < 700
 
 

@@ -113,11 +113,11 @@ def test_a_folder_of_checkpoints_may_be_a_link(saved, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("edit", "told"),
     [
-        (lambda table: table.update(dim=3), "has other dim"),
-        (lambda table: table.update(rows=table["rows"] + 1), "has other rows"),
-        (lambda table: table.update(order="spread"), "has other order"),
-        (lambda table: table.update(slots=[]), "has other slots"),
-        (lambda table: table.update(name="renamed"), "it has other tables"),
+        (lambda table: table.update(dim=3), "differs in dim"),
+        (lambda table: table.update(rows=table["rows"] + 1), "differs in rows"),
+        (lambda table: table.update(order="spread"), "differs in order"),
+        (lambda table: table.update(slots=[]), "differs in slots"),
+        (lambda table: table.update(name="renamed"), "its tables differ"),
     ],
 )
 def test_one_that_adds_to_tables_of_another_shape(saved, edit, told):

@@ -149,7 +149,7 @@ def test_an_initialised_process_group(tmp_path):
         first, second = out.splitlines()
         assert first.startswith("a Runtime in one of 2 processes (torch.distributed is initialised) has no ranks")
         assert "hostdev.join()" in first
-        assert second.startswith("torch.distributed is initialised already; leave out init_process_group()")
+        assert second.startswith("torch.distributed is already initialised; leave out init_process_group()")
 
 
 @pytest.mark.slow

@@ -73,7 +73,7 @@ def test_a_wrong_learning_rate_is_refused_and_the_old_one_stays(make, wrong):
 def test_other_fields_stay_as_they_are(make):
     optimizer = make()
     for name in [field.name for field in dataclasses.fields(make) if field.name != "lr"] + ["momentum"]:
-        with pytest.raises(dataclasses.FrozenInstanceError, match=rf"{make.__name__}: lr may be set, but not {name};"):
+        with pytest.raises(dataclasses.FrozenInstanceError, match=rf"{make.__name__}: only lr .*, not {name};"):
             setattr(optimizer, name, 0.5)
     with pytest.raises(dataclasses.FrozenInstanceError):
         del optimizer.lr
@@ -117,5 +117,5 @@ def test_optimizers_by_name():
 @pytest.mark.parametrize("wrong", ["adam", "lazy_adam", LazyAdam, None, torch.optim.Adam([torch.zeros(1)])])
 def test_what_is_no_optimizer_of_a_table(table, wrong):
     place = () if table is HostTable else (torch.device("cpu"),)
-    with pytest.raises(TypeError, match=r"table 'items': the optimizer of a table is one of LazyAdam\(\), FTRL\(\), "):
+    with pytest.raises(TypeError, match=r"table 'items': the optimizer must be .*LazyAdam\(\), FTRL\(\), "):
         table(3, 2, wrong, *place, name="items")

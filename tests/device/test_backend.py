@@ -43,7 +43,7 @@ def test_an_accelerator_has_an_index(monkeypatch, name, index):
     assert backend.free_bytes(device) == 5
     assert machine.asked == [device]
     assert backend.describe(device) == f"cuda:{index} (Product {index})"
-    with pytest.raises(UserError, match="--device cuda:3: this machine has 3 of them, numbered from 0"):
+    with pytest.raises(UserError, match="--device cuda:3: this machine has 3 such devices, numbered from 0"):
         backend.select("cuda:3")
 
 

@@ -138,7 +138,7 @@ def test_gather_scaled_equals_the_operations_one_by_one(device, dim, dtype):
 def test_selection():
     assert backend.select("cpu") == torch.device("cpu")
     assert backend.select("auto").type in ("cpu", "cuda", "mps", "xpu")
-    with pytest.raises(UserError, match="--device nonsense: there is no such kind"):
+    with pytest.raises(UserError, match="--device nonsense: unknown kind"):
         backend.select("nonsense")
     assert backend.describe(torch.device("cpu")) == "cpu"
     assert backend.free_bytes(torch.device("cpu")) > 0
@@ -154,7 +154,7 @@ def test_an_accelerator_by_its_number(device):
         one = backend.select(f"{device.type}:{number}")
         assert DeviceTable(3, 2, SGD(), one, name="t").block.device.index == number
         assert torch.accelerator.current_device_index() == number
-    with pytest.raises(UserError, match=f"this machine has {count} of them, numbered from 0"):
+    with pytest.raises(UserError, match=f"this machine has {count} such devices, numbered from 0"):
         backend.select(f"{device.type}:{count}")
     assert backend.free_bytes(device) > 0
     assert backend.describe(device).startswith(f"{device} (")
@@ -166,7 +166,7 @@ def test_no_accelerator(name, monkeypatch):
     """The advice differs between a torch without CUDA and a machine without a GPU."""
     table = HostTable(10, 2, SGD(), name="t")
     for built, message in (
-        (False, "is built without CUDA; install a build with it .*"),
+        (False, "is built without CUDA; install a CUDA build .*"),
         (True, "sees no accelerator on this machine; .*nvidia-smi .*CUDA_VISIBLE_DEVICES.*"),
     ):
         monkeypatch.setattr(torch.backends.cuda, "is_built", lambda built=built: built)
@@ -181,7 +181,7 @@ def test_no_accelerator(name, monkeypatch):
 
 
 def test_a_device_that_torch_does_not_know():
-    with pytest.raises(UserError, match="^device=abacus: there is no such kind of device; use auto, cpu or cuda$"):
+    with pytest.raises(UserError, match="^device=abacus: unknown kind of device; use auto, cpu or cuda$"):
         Runtime({"items": HostTable(10, 2, SGD(), name="t")}, device="abacus")
 
 

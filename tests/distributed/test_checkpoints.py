@@ -58,7 +58,7 @@ def test_saved_by_one_and_gone_on_with_by_two(alone, processes, small_data, tmp_
         assert command(capsys, "diff", folder, tmp_path / other) == "equal\n"
     shutil.copytree(folder / "checkpoints", tmp_path / "compact")
     told = command(capsys, "compact", tmp_path / "compact", "--keep", 1)
-    assert "checkpoints in one" in told
+    assert "checkpoints merged into one" in told
     assert command(capsys, "diff", folder, tmp_path / "compact") == "equal\n"
     exported = {}
     for name, path in (("spread", folder), ("ids", tmp_path / "merged")):

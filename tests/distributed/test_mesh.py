@@ -48,9 +48,9 @@ def test_leads_have_all_micro_batches_once_and_in_order(mesh, count):
         ("rows=2", "'rows=2' is not data=N"),
         ("data=2,", "'nothing' is not data=N"),
         ("data=2,data=2", "data is given twice"),
-        ("pipe=0", "pipe=0 is not a number of processes, 1 or more"),
-        ("pipe=two", "pipe=two is not a number"),
-        ("model=-1", "model=-1 is not a number"),
+        ("pipe=0", "pipe=0 must be a number of processes, 1 or more"),
+        ("pipe=two", "pipe=two must be a number"),
+        ("model=-1", "model=-1 must be a number"),
         ("", "'nothing' is not data=N"),
     ],
 )

@@ -62,12 +62,12 @@ def test_micro_batches_that_processes_cannot_share_out_equally(refused, as_one_o
         ("--mesh data=2,data=2", "data is given twice"),
         (
             "--mesh pipe=2 --stage-cut deep.99",
-            "--stage-cut deep.99: the network has no such piece; they are input, deep.0,",
+            "--stage-cut deep.99: the network has no such piece; its pieces are input, deep.0,",
         ),
-        ("--mesh pipe=2 --stage-cut deep.2,deep.4", "makes 3 stages, and --mesh pipe=2 has a process for each of 2"),
+        ("--mesh pipe=2 --stage-cut deep.2,deep.4", "makes 3 stages, but --mesh pipe=2 has processes for 2"),
         (
             "--mesh pipe=2 --schedule interleaved --stage-cut deep.2",
-            "makes 2 stages, and --schedule interleaved has two",
+            "makes 2 stages, but --schedule interleaved has two",
         ),
         ("--mesh pipe=2 --model tests.own_models:FewRows", "FewRows cannot be cut into stages"),
         ("--mesh pipe=2 --dense-exchange tree", "--dense-exchange tree has no effect with --mesh pipe=2"),
@@ -202,7 +202,7 @@ def test_a_rank_that_asks_for_rows_beyond_the_part():
     first, second = with_ranks(2, work)
     assert isinstance(first, ValueError)
     assert str(first).startswith("rank 1 asks rank 0 for row ")
-    assert "of its part of tables with 20 rows, which has 10; are the tables of both of one size?" in str(first)
+    assert "of its part of tables with 20 rows, which has 10;" in str(first)
     assert not isinstance(second, ValueError)
     [(ids, _)], _ = with_ranks(2, lambda ranks: Exchange(ranks, [9], [[1]]).ids([np.arange(9)]))
     assert sorted(ids) == [0, 1, 2, 3]

@@ -79,7 +79,7 @@ def test_a_network_interface_that_is_none(processes, small_data):
     for rank, more in enumerate(({}, {"GLOO_SOCKET_IFNAME": "none7"})):
         start(processes, *TRAIN, *flags, RANK=rank, WORLD_SIZE=2, port=port, **more)
     for line in refused(processes):
-        assert line.startswith("rank 1 of 2: all ranks have met but cannot reach one another: ")
+        assert line.startswith("rank 1 of 2: all ranks have joined but cannot reach each other: ")
         assert "none7" in line
 
 

@@ -49,10 +49,10 @@ def test_gradients_that_are_not_finite(alone, spoilt):
 
 
 MISUSED = (
-    "leave GradScaler out with ranks",
-    "clip those of model.parameters() alone",
-    "ranks add up gradients of float32 only",
-    "one number or a list of them, not [2, 2]",
+    "do not use GradScaler with ranks",
+    "clip model.parameters() alone",
+    "ranks can sum float32 gradients only",
+    "one number or a list, not [2, 2]",
 )
 
 
@@ -191,7 +191,7 @@ def test_the_unique_rows_of_a_micro_batch():
 def test_a_forgotten_reduce(due):
     """With the first micro-batch of a step, or with the last one."""
     case, taken = Case(), 0
-    with pytest.raises(ValueError, match=r"was not added up: call rows.reduce\(model.parameters\(\)\) after"):
+    with pytest.raises(ValueError, match=r"was not reduced: call rows.reduce\(model.parameters\(\)\) after"):
         for label, rows in case.loop(batches_of(4), micro_batches=2):
             taken += 1
             step(case, label, rows)
@@ -217,7 +217,7 @@ def test_a_loop_that_is_left_before_its_reduce_takes_no_step():
 
 def test_reduce_twice():
     case = Case()
-    with pytest.raises(ValueError, match="called twice with a micro-batch"):
+    with pytest.raises(ValueError, match="called twice for a micro-batch"):
         for label, rows in case.loop(batches_of(2), micro_batches=2):
             step(case, label, rows)
             rows.reduce(case.model.parameters())
@@ -227,7 +227,7 @@ def test_reduce_twice():
 @pytest.mark.parametrize("other", [lambda given: given[:1], lambda given: given[::-1], lambda given: []])
 def test_other_parameters(other):
     case = Case()
-    with pytest.raises(ValueError, match="was given other parameters with another micro-batch of the same step"):
+    with pytest.raises(ValueError, match="was given different parameters for micro-batches of the same step"):
         for label, rows in case.loop(batches_of(2), micro_batches=2):
             step(case, label, rows)
             given = list(case.model.parameters())
@@ -238,7 +238,7 @@ def test_other_parameters(other):
 def test_batches_that_end_within_a_step(depth):
     case = Case(options={"depth": depth})
     taken = 0
-    with pytest.raises(ValueError, match="the batches end within a step: 1 of 2 micro-batches are there"):
+    with pytest.raises(ValueError, match="the batches end within a step, after 1 of 2 micro-batches"):
         for label, rows in case.loop(batches_of(5), micro_batches=2):
             step(case, label, rows)
             rows.reduce(case.model.parameters())
@@ -262,9 +262,9 @@ def test_a_step_of_the_optimizer_with_each_micro_batch():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"accumulate": 2, "micro_batches": 2}, "two ways to say how many batches make a step; give one"),
-        ({"micro_batches": 0}, "micro_batches is a number of batches, not 0"),
-        ({"accumulate": 0, "micro_batches": 2}, "accumulate is a number of batches, not 0"),
+        ({"accumulate": 2, "micro_batches": 2}, "micro_batches and accumulate both set .*; give one"),
+        ({"micro_batches": 0}, "micro_batches must be a number of batches, not 0"),
+        ({"accumulate": 0, "micro_batches": 2}, "accumulate must be a number of batches, not 0"),
     ],
 )
 def test_wrong_numbers(options, words):
@@ -286,7 +286,7 @@ def made(part):
 @pytest.mark.parametrize(
     ("part", "ranks", "words"),
     [
-        (None, Second(), "table 't' holds all rows, but this is rank 1 of 2; make it with part=ranks.part"),
+        (None, Second(), "table 't' holds all rows, but this is rank 1 of 2; create it with part=ranks.part"),
         ((0, 2), Second(), "table 't' holds part 0 of 2, but this is rank 1 of 2"),
         ((1, 4), Second(), "table 't' holds part 1 of 4, but this is rank 1 of 2"),
         ((1, 2), None, "table 't' holds part 1 of 2, but there are no other ranks"),

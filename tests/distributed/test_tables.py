@@ -39,5 +39,5 @@ def test_two_processes_read_and_write_their_parts(processes, tmp_path):
         assert not any(part["refused"] for part in mine)
     assert joined([alone["overlapped, written"]]) == joined([alone["serial, written"]])
     for part in parts:
-        assert "other ranks have its rows for the next batches already" in part["overlapped, written"]["refused"][0]
+        assert "other ranks already have its rows for the next batches" in part["overlapped, written"]["refused"][0]
     assert_same([part["overlapped, written"] for part in parts], alone["serial"])

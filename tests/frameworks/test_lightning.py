@@ -199,14 +199,16 @@ def test_a_run_resumed_within_an_epoch_goes_on_with_the_batch_after(tmp_path):
     then, _ = fit(tmp_path, 2, runtime=other, plugins=[checkpoint_io(other)], resume=saved, validate=False)
     assert then.losses == straight.losses[21:]
     assert weights(other) == weights(straight.runtime)
-    with pytest.raises(hostdev.UserError, match=r"the checkpoint is of step 21, and the tables of step 0: save and"):
+    with pytest.raises(
+        hostdev.UserError, match=r"the checkpoint is of step 21, but the tables are at step 0: save and"
+    ):
         fit(tmp_path, 2, resume=saved, validate=False)
 
 
 def test_checkpoints_without_the_tables(tmp_path):
     keep = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path / "at", save_last=True)
     with pytest.warns(
-        UserWarning, match=r"saved without the tables; save them with it, such as by Trainer\(plugins=\["
+        UserWarning, match=r"saved without the tables; save them with it, for example with Trainer\(plugins=\["
     ):
         fit(tmp_path, 1, callbacks=[keep], limit_train_batches=2)
     runtime = make_runtime()

@@ -336,7 +336,7 @@ def test_bfloat16_weights_are_what_can_be_read_and_written(dtype):
         table.write_rows(ids, plain.block[:3], none)
     np.testing.assert_array_equal(table.storage.bits, before)
     assert plain.dtype == "fp32"
-    with pytest.raises(ValueError, match="table 't'.*fp32, bfloat16, not 'fp16'"):
+    with pytest.raises(ValueError, match="table 't'.*fp32 or bfloat16, not 'fp16'"):
         HostTable(5, 6, LazyAdam(), name="t", dtype="fp16")
 
 

@@ -107,7 +107,7 @@ def test_small_arrays_lie_where_they_are_written(machine, calls):
     [
         ({237: errno.EPERM}, 0, "Operation not permitted"),
         ({239: errno.ENOSYS}, 0, "Function not implemented"),
-        ({}, 2, "this process has a memory policy already"),
+        ({}, 2, "this process already has a memory policy"),
     ],
 )
 def test_a_refusal_is_said_and_the_array_is_as_good(machine, calls, errors, policy, why):
@@ -122,7 +122,7 @@ def test_the_kernel_takes_the_call():
     """Bind to this machine's first node; a wrong argument is EINVAL or EFAULT."""
     array = aligned_empty((1 << 16,))
     why = numa.bind(array, numa.nodes()[:1] or [0])
-    refusals = [os.strerror(errno.EPERM), os.strerror(errno.ENOSYS), "this process has a memory policy already"]
+    refusals = [os.strerror(errno.EPERM), os.strerror(errno.ENOSYS), "this process already has a memory policy"]
     assert why in ["", *refusals]
     array[:] = 1
     if not why:

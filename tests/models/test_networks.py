@@ -262,11 +262,9 @@ def test_dropout_is_off_unless_asked_for():
 def test_data_that_a_model_cannot_take():
     with pytest.raises(UserError, match="no column of ids"):
         DeepFM(schema_of(ids=0, bags=0), DIM, seed=0)
-    with pytest.raises(
-        UserError, match="DLRM takes products of pairs, but the data has one column of ids and no dense"
-    ):
+    with pytest.raises(UserError, match="DLRM needs pairs of vectors, but the data has one column of ids and no dense"):
         DLRM(schema_of(dense=0, ids=1, bags=0), DIM, seed=0)
-    with pytest.raises(ValueError, match="the structure of DCN is one of stacked, parallel, not 'both'"):
+    with pytest.raises(ValueError, match="DCN .*stacked, parallel, not 'both'"):
         DCN(schema_of(), DIM, seed=0, structure="both")
-    with pytest.raises(ValueError, match="rank of cross layers must be at least 1, or None for full ones, not 0"):
+    with pytest.raises(ValueError, match="rank of cross layers must be at least 1, .* not 0"):
         DCN(schema_of(), DIM, seed=0, rank=0)

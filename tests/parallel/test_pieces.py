@@ -39,7 +39,7 @@ def test_a_sequential_network_is_cut_at_its_modules():
 @pytest.mark.parametrize(
     ("begins", "says"),
     [
-        (["5"], "--stage-cut 5: the network has no such piece; they are 0, 1.0, 1.1, 2, 3, 4"),
+        (["5"], "--stage-cut 5: the network has no such piece; its pieces are 0, 1.0, 1.1, 2, 3, 4"),
         (["0"], "0 is the first piece, with which the first stage begins"),
         (["3", "2"], "--stage-cut 3,2: 2 is not after 3"),
         (["3", "3"], "3 is not after 3"),
@@ -84,9 +84,9 @@ def test_a_parameter_of_nobody_and_pieces_of_one_name_are_named():
 
     with pytest.raises(UserError, match="piece 'x' of Wrong holds a parameter that the network does not have"):
         get_pieces(Wrong(Piece("x", abs, (nn.Linear(1, 1),))))
-    with pytest.raises(UserError, match=r"pieces\(\) of Wrong gives two with one name"):
+    with pytest.raises(UserError, match=r"pieces\(\) of Wrong returns two with one name"):
         get_pieces(Wrong(Piece("x", abs), Piece("x", abs)))
-    with pytest.raises(UserError, match=r"pieces\(\) of Wrong gives none"):
+    with pytest.raises(UserError, match=r"pieces\(\) of Wrong returns none"):
         get_pieces(Wrong())
 
 
@@ -115,10 +115,10 @@ def test_what_crosses_is_known_before_anything_is_computed():
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda x: x.new_zeros(len(x) ** 2), "a value whose size does not grow with each sample alike"),
+        (lambda x: x.new_zeros(len(x) ** 2), "a value whose size is not linear in the number of samples"),
         (lambda x: x.t().contiguous().t(), "a value that is not contiguous"),
-        (lambda x: {"x": x}, "gives a dict, and only tensors cross"),
-        (lambda x: None, "gives a NoneType, and only tensors cross"),
+        (lambda x: {"x": x}, "returns a dict, but only tensors can cross"),
+        (lambda x: None, "returns a NoneType, but only tensors can cross"),
     ],
 )
 def test_what_cannot_cross_is_named(call, says):

@@ -71,7 +71,7 @@ def test_errors():
     with pytest.raises(ValueError, match="5 batches .*accumulate=2"):
         runtime.train_loader(iter(loader()), ids=ids, length=5, accumulate=2)
     for length in (0, 2.5, True):
-        with pytest.raises(ValueError, match="length is a number of batches, 1 or more, not "):
+        with pytest.raises(ValueError, match="length .* number of batches, 1 or more, not "):
             runtime.predict_loader(loader(), ids=ids, length=length)
 
 

@@ -88,9 +88,9 @@ def test_a_state_of_other_groups():
     for change, message in [
         (
             lambda groups: groups.pop(),
-            "groups words, first, items, and runtime.optimizer has those of the tables users,",
+            "groups words, first, items, but runtime.optimizer has those of the tables users,",
         ),
-        (lambda groups: groups[0].update(name="other"), "groups other, first, items, users, and runtime.optimizer has"),
+        (lambda groups: groups[0].update(name="other"), "groups other, first, items, users, but runtime.optimizer has"),
         (lambda groups: groups[0].pop("name"), "groups None, first"),
         (lambda groups: groups[0].update(lr=math.nan), "table 'words': .*rate .* not nan"),
         (lambda groups: groups[0].update(momentum=0.9), "table 'words': .* has momentum=0.9"),

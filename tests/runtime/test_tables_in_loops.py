@@ -186,10 +186,10 @@ def test_the_number_of_steps_may_be_set(device, depth, cache):
         if number == 4:
             case.tables["items"].step = np.int64(100)
     assert [case.tables[name].step for name in EACH] == [3, 102, 6, 6]
-    with pytest.raises(ValueError, match="table 'users': step is a number of steps, 0 or more, not -1"):
+    with pytest.raises(ValueError, match="table 'users': step.* 0 or more, not -1"):
         case.tables["users"].step = -1
     for wrong in (2.5, True, "3"):
-        with pytest.raises(TypeError, match="table 'users': step is a number of steps, an integer, not"):
+        with pytest.raises(TypeError, match="table 'users': step.* integer, not"):
             case.tables["users"].step = wrong
     assert case.tables["users"].step == 3
 

@@ -1,7 +1,8 @@
-"""Operations on rows on the device: one module per implementation, all with the same functions and the same bits.
+"""Operations on rows on the device: one module per implementation, all with the same functions and identical results.
 
-N occurrences in B bags, U unique rows, D columns. A block [any, 1 + S, D] holds rows with S optimizer state columns of
-D values, row_slots [any, R] their per-row state. A batch's rows are ordered: H hits, A admitted, M bypassing.
+Shapes: N occurrences in B bags, U unique rows, D columns. A block [any, 1 + S, D] holds rows with S optimizer state
+columns of D values; row_slots [any, R] holds their per-row state. A batch's rows are in this order: H hits, A admitted,
+M bypassing.
 """
 
 from collections.abc import Sequence
@@ -79,7 +80,7 @@ class Ops(Protocol):
         -0, the neutral element of addition.
 
         Args:
-            grads: For each feature float32 or bfloat16 [B, D], or [N, D] if it is not pooled.
+            grads: For each feature, float32 or bfloat16 [B, D], or [N, D] if it is not pooled.
             uses: From `uses_of`.
         """
 
@@ -102,7 +103,7 @@ class Ops(Protocol):
             block: float32 [any, 1 + S, D].
             row_slots: float32 [any, R].
             ids: Rows of the block, int32 or int64 [H].
-            grads: float32 [any, D]: those of the ids, then those of the admitted rows.
+            grads: float32 [any, D]: for the ids, then for the admitted rows.
             scalars: The optimizer's scalars at this step.
             skip: float32 []; unless it is 0, nothing changes. None for 0.
             admitted: float32 [A, 1 + S, D]; None for no rows.
@@ -144,7 +145,7 @@ class Ops(Protocol):
 
 
 def get_ops(device: torch.device) -> Ops:
-    """Return a device's implementation: host kernels on the CPU, Triton on CUDA, else torch operations."""
+    """Return a device's implementation: host kernels on the CPU, Triton on CUDA, torch operations elsewhere."""
     found: ModuleType = torch_operations
     if device.type == "cpu":
         found = host_kernels

@@ -1,4 +1,4 @@
-"""Row operations on the CPU: the host's kernels, as device memory is host memory."""
+"""Row operations on the CPU, whose memory is the host's: the host's kernels."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -69,7 +69,7 @@ def _feature(inverse: Tensor, offsets: Tensor | None, weights: Tensor | None, me
 
 
 def _bits(tensor: Tensor) -> Any:
-    """Return a tensor's memory for a kernel: float32, or bfloat16 as uint16, as NumPy has no bfloat16."""
+    """Return a tensor's memory for a kernel: float32, or bfloat16 as uint16, since NumPy has no bfloat16."""
     return tensor.numpy() if tensor.dtype == torch.float32 else tensor.view(torch.uint16).numpy()
 
 

@@ -1,9 +1,9 @@
 """Row operations in torch, for any accelerator: the host kernels' operations in the same order, each rounded once.
 
 Each operation is a separate torch op, so that no compiler fuses a multiplication with an addition. Divisors are
-tensors, because torch replaces division by a number by multiplication with its reciprocal. FTRL with a power other than
--0.5 computes it in float64 and rounds: host and device differ only if their pow does, near a tie. Empty inputs launch
-nothing.
+tensors, because torch replaces division by a number by multiplication with its reciprocal. FTRL with an lr_power other
+than -0.5 computes the power in float64 and rounds it: host and device differ only where their pow functions differ near
+a tie. Empty inputs launch nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -71,7 +71,7 @@ def sum_uses(grads: Sequence[Tensor], uses: Uses) -> Tensor:
     """See `Ops`.
 
     On CUDA the order is fixed, without atomics. For D = 1 and rows with 32 or more occurrences it is torch's order, not
-    that of occurrence. Host and device tables get the same sums, as both use this function.
+    the order of occurrence. Host and device tables get the same sums, since both use this function.
     """
     terms = []
     for grad, (sizes, bags, weights) in zip(grads, uses.features, strict=True):
@@ -222,7 +222,7 @@ def round_rows(block: Tensor, ids: Tensor | None, row_ids: Tensor, key: int) -> 
 def _random_bits(row_ids: Tensor, dim: int, key: int) -> Tensor:
     """Return the 16 random bits of each column of rows int64 [U], int64 [U, D], as `kernels.rounding` defines them.
 
-    int64 stands for unsigned 64-bit numbers: sums and products wrap, and right shifts are masked.
+    int64 represents unsigned 64-bit numbers: sums and products wrap, and right shifts are masked.
     """
     x = (row_ids ^ _signed(key)) + _signed(0x9E3779B97F4A7C15)
     x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)

@@ -21,7 +21,7 @@ class Uses(NamedTuple):
     """A batch's occurrences over several features, whose gradients are concatenated."""
 
     by_row: fused.Uses
-    source: Tensor | None  # int32, the row of the gradients for each occurrence; None: the same row
+    source: Tensor | None  # int32, each occurrence's row of the gradients; None: occurrence i has row i
     weights: Tensor | None  # float32, one per occurrence
     sizes: list[Tensor | None]  # float32 [B, 1] for each feature, the divisors of its bags' gradients
 

@@ -1,7 +1,7 @@
-"""Triton kernels for rows on the device: one launch where torch needs several, with the host kernels' bits.
+"""Triton kernels for rows on the device: one launch where torch needs several, with the host kernels' exact results.
 
-`ops` has the operations for callers; `rows`, `sums` and `updates` have the kernels, `launch` launches them. CPU builds
-of torch lack Triton, so only a call on CUDA imports it.
+Callers use the operations in `ops`; `rows`, `sums` and `updates` contain the kernels, and `launch` launches them. CPU
+builds of torch lack Triton, so only a call on CUDA imports it.
 """
 
 import importlib.util

@@ -1,12 +1,12 @@
 """Row operations of caches and tables on CUDA: torch operations `hostdev::*`, one or two launches each.
 
-Each has the host kernels' bits: float32, every operation rounded once, in the stated order, no FMA. They are registered
-for CUDA only; the CPU uses the host's kernels. Everything is launched on the current stream, asynchronously. Importing
-this module defines the operations, without importing Triton.
+Each gives the host kernels' results bit for bit: float32, every operation rounded once, in the stated order, no FMA.
+They are registered for CUDA only; the CPU uses the host's kernels. Everything is launched on the current stream,
+asynchronously. Importing this module defines the operations, without importing Triton.
 
-C slots or rows of a table; optimizer state of S columns of D values and R of one value per row. A batch has U unique
-rows, H hits in the cache, A admitted, M bypassing, and N occurrences. Tensors are contiguous and float32 unless noted;
-ids, slots and positions are int32 or int64.
+Shapes: C slots, or rows of a table; per row, S optimizer state columns of D values and R state values. A batch has U
+unique rows (H hits in the cache, A admitted, M bypassing) and N occurrences. Tensors are contiguous and float32 unless
+noted; ids, slots and positions are int32 or int64.
 """
 
 import importlib
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-SEGMENT = 64  # occurrences; a part of the definition of `sum_uses`, whose order of additions depends on it
+SEGMENT = 64  # occurrences; part of the definition of `sum_uses`, as it sets the order of additions
 
 SCHEMAS = {
     "assemble": ("rows", "(Tensor block, Tensor hit_slots, Tensor admitted, Tensor passed) -> Tensor"),
@@ -40,7 +40,7 @@ SCHEMAS = {
         "(str primitive, Tensor(a!) block, Tensor(b!) row_slots, Tensor ids, Tensor grads, float[] scalars, "
         "Tensor? skip, Tensor(c!)? admitted, Tensor(d!)? admitted_row_slots) -> ()",
     ),
-}  # by name: the module with the launch function of that name, and the schema
+}  # by name: the module that launches the operation, and its schema
 
 _SHAPES: dict[str, Callable[..., Tensor | None]] = {
     "assemble": lambda block, hits, admitted, passed: block.new_empty(
@@ -86,7 +86,7 @@ class Uses(NamedTuple):
 
     order: Tensor  # int32 [N], the occurrences
     keys: Tensor  # int32 [N], their rows
-    starts: Tensor  # int32 [U + 1], the start of each row's occurrences
+    starts: Tensor  # int32 [U + 1], where each row's occurrences begin
 
 
 def assemble(block: Tensor, hit_slots: Tensor, admitted: Tensor, passed: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ def sum_uses(grads: Tensor, uses: Uses, source: Tensor | None, weights: Tensor |
     Args:
         grads: float32 or bfloat16 [any, D].
         uses: From `sort_uses`.
-        source: int32 [N], the row of `grads` for each occurrence; None: the same number.
+        source: int32 [N], each occurrence's row of `grads`; None: occurrence i has row i.
         weights: [N], or None for 1.
     """
     out: Tensor = _OPS.sum_uses(grads, *uses, source, weights)
@@ -206,12 +206,12 @@ def update(
     """Take one optimizer step, in place, on unique rows of a table and on admitted rows.
 
     Args:
-        primitive: The optimizer's op, such as "FusedSparseFtrl". `core.optimizers` has its recurrence and source,
+        primitive: The optimizer's op, such as "FusedSparseFtrl". `core.optimizers` gives its recurrence and source,
             `hostdev.kernels` the order of operations.
         block: [C, 1 + S, D].
         row_slots: [C, R].
         ids: [H], unique, each in [0, C).
-        grads: [at least H + A, D], summed: those of `ids`, then those of `admitted`.
+        grads: [at least H + A, D], summed: for `ids`, then for `admitted`.
         scalars: From the optimizer's `scalars`; `supports` must be true.
         skip: [], on the device; unless it is 0, nothing is written. None for 0.
         admitted: [A, 1 + S, D].

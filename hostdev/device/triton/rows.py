@@ -1,4 +1,4 @@
-"""Kernels that move rows: from a cache to a batch, to their occurrences, into and out of a cache.
+"""Kernels that move rows: from a cache to a batch, from rows to occurrences, and into and out of a cache.
 
 `ops` describes the operations. W = (1 + S) * D values lie between a row's weights and the next row's.
 """
@@ -55,7 +55,7 @@ def _gather(rows, inverse, weights, out, N, D: tl.constexpr, ROWS: tl.constexpr,
 def to_bfloat16(x):
     """Round to nearest even, as the host's kernels do; NaN becomes the quiet NaN.
 
-    Computed on bits: Triton's interpreter truncates, and CUDA's conversion has another NaN.
+    It works on bits: Triton's interpreter truncates, and CUDA's conversion gives a different NaN.
     """
     bits = x.to(tl.uint32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16

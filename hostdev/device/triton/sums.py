@@ -1,9 +1,9 @@
 """Sums over occurrences: of rows into bags, in order, and of gradients into rows, in parallel for hot rows.
 
 A row's occurrences, in order, are cut into segments of 64. Each segment is summed from first to last, and the segments'
-sums are added in order. Aligned windows of 64 sorted occurrences find the segments without a list: in each window
-begins at most one segment that is not its row's first, and it belongs to the row of the window's first occurrence.
-(That row's next segment begins 64 later, in another window; so does the second segment of a row that begins inside.)
+sums are added in order. Aligned windows of 64 sorted occurrences find the segments without a list. At most one segment
+that is not its row's first begins in each window, and it belongs to the row of the window's first occurrence. (That
+row's next segment begins 64 later, in another window; so does the second segment of a row that begins inside.)
 Conversely, a row whose k-th segment (k > 0) begins in the window began before the window.
 """
 
@@ -16,7 +16,7 @@ from hostdev.device.triton.launch import launch, shape, tile, tiles
 from hostdev.device.triton.ops import SEGMENT
 from hostdev.device.triton.rows import to_bfloat16
 
-_ELEMENTS = 256  # per tile: fewer than for copies, as a tile waits for its row with most occurrences
+_ELEMENTS = 256  # per tile: fewer than for copies, since a tile waits for its row with the most occurrences
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def _sum_segments(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum segments: programs below FIRST sum each row's first one to `out`, others one per window to `partial`."""
+    """Sum segments: programs below FIRST sum each row's first one into `out`, others one per window into `partial`."""
     program = tl.program_id(0)
     if program < FIRST:
         target, column, inside = tile(D, ROWS, BLOCK, program)
@@ -87,7 +87,7 @@ def _sum_segments(
         to = partial
     count = tl.where(inside, tl.minimum(end - begin, SEGMENT), 0)
     total = _value(grads, order, source, weights, begin, count > 0, column, D)
-    nothing = tl.full([BLOCK], 0x80000000, tl.uint32).to(tl.float32, bitcast=True)  # -0; of -0.0 Triton makes 0
+    nothing = tl.full([BLOCK], 0x80000000, tl.uint32).to(tl.float32, bitcast=True)  # -0; Triton makes -0.0 a 0
     total = tl.where(count > 0, total, nothing)
     total = _add_in_order(total, grads, order, source, weights, begin + 1, count - 1, column, D)
     tl.store(to + target.to(tl.int64) * D + column, total, mask=inside)
@@ -157,7 +157,7 @@ def sum_uses(
     assert len(keys) == N <= (len(grads) if source is None else len(source))
     assert weights is None or len(weights) == N
     out = grads.new_empty((U, D), dtype=torch.float32)
-    windows = -(-N // SEGMENT) if N > SEGMENT else 0  # up to one segment's uses there is no second one
+    windows = -(-N // SEGMENT) if N > SEGMENT else 0  # up to SEGMENT occurrences, no row has a second segment
     partial = out.new_empty((windows, D))
     constants = {"SEGMENT": SEGMENT, **shape(D, _ELEMENTS)}
     first = tiles(U, constants)

@@ -13,7 +13,7 @@ from torch import Tensor
 from hostdev.device.triton.launch import launch, shape, tile, tiles
 from hostdev.kernels.adagrad import LANES as ROW_WISE_LANES
 
-_SCALARS = 6  # the most that an optimizer has
+_SCALARS = 6  # the most that any optimizer has
 _ROW_WISE_ELEMENTS = 512  # per tile
 
 
@@ -46,7 +46,7 @@ def _adagrad(w, accum, g, lr, eps):
 
 @triton.jit
 def _rows(program, FIRST, H, A, skip):
-    """Return a program's tile among those of its kind, and the number of rows of that kind: 0 unless `skip` is 0."""
+    """Return a program's tile among those of its kind, and that kind's number of rows: 0 unless `skip` is 0."""
     rows = H
     if program >= FIRST:
         program -= FIRST
@@ -151,7 +151,7 @@ def _update_row_wise(
     lanes = tl.zeros((ROWS, LANES), tl.float32)
     for c in range(0, D, LANES):
         g = tl.load(grad + c + lane, mask=inside[:, None] & (c + lane < D), other=0.0)
-        lanes += g * g  # where there is no column it adds 0
+        lanes += g * g  # adds 0 where there is no column
     total = tl.zeros((ROWS,), tl.float32)
     for k in tl.static_range(LANES):
         total += tl.sum(tl.where(lane == k, lanes, 0.0), axis=1)  # one lane and zeros: exact in any order

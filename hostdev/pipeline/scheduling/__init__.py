@@ -1,1 +1,1 @@
-"""Who runs which stage when: passes, their threads and queues, and who waits for which rows."""
+"""Scheduling of the stages: passes, their threads and queues, and which batch waits for which rows."""

@@ -1,4 +1,4 @@
-"""The batches in flight, and which of their rows wait for the update of another one."""
+"""In-flight batches, and which of their rows wait for another batch's update."""
 
 import threading
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from hostdev.pipeline.rows import FetchedRows
 
 
 class InFlight:
-    """What the threads share of a batch in flight; changed under the condition of `InFlightBatches`.
+    """The state of an in-flight batch that threads share; changed under the condition of `InFlightBatches`.
 
     `writes`, `rows` and `first` are each set once, by the fetcher.
     """
@@ -18,46 +18,44 @@ class InFlight:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.writes: ConcatenatedIds | None = None  # rows of the host that its update writes
-        self.rows: FetchedRows | None = None  # once they are looked up
-        self.first: list[SelectedRows] | None = (
-            None  # rows that the next batch waits for, where other ranks know of them
-        )
-        self.missing = 0  # parts of the rows that have not been fetched
+        self.writes: ConcatenatedIds | None = None  # host rows that its update writes
+        self.rows: FetchedRows | None = None  # set once they are looked up
+        self.first: list[SelectedRows] | None = None  # rows that the next batch waits for, if other ranks know them
+        self.missing = 0  # number of parts of the rows that are not fetched yet
         self.ready: list[RowSubset] = []  # conflicting rows that may be looked up now
         self.shared: SharedRows | None = None  # rows that the next batch waits for
-        self.after: list[tuple[InFlight, RowSubset]] = []  # rows that later batches wait for
-        self.updating = False  # too late to ask for rows to be updated first
-        self.held = True  # by the caller, who steps it, or by the updater
+        self.after: list[tuple[InFlight, RowSubset]] = []  # rows that later batches wait for, with these batches
+        self.updating = False  # too late to request that rows be updated first
+        self.held = True  # by the caller, for its step, or by the updater
 
 
 class SharedRows(NamedTuple):
-    """The rows of a batch that the next one has, too."""
+    """The rows of a batch that the next batch also has."""
 
     first: RowSubset
-    rest: RowSubset  # the others
+    rest: RowSubset  # the batch's other rows
     next: InFlight
-    conflicting: RowSubset  # `first`, as the next batch has them
+    conflicting: RowSubset  # `first` as a subset of the next batch
 
 
 class Conflicts(NamedTuple):
-    """Rows of a batch that unfinished batches are going to write (read-after-write hazards)."""
+    """Rows of a batch that unfinished batches will write (read-after-write hazards)."""
 
-    rows: Positions  # among those that the batch reads
-    subsets: list[tuple[RowSubset, int]]  # each with the batch after whose update it may be read
-    shared: SharedRows | None  # those of the batch right before
+    rows: Positions  # their positions among the rows that the batch reads
+    subsets: list[tuple[RowSubset, int]]  # each with the batch whose update must precede the read
+    shared: SharedRows | None  # rows shared with the previous batch
 
 
 class Unfinished(NamedTuple):
-    """The batches whose updates are not finished, as a batch is planned."""
+    """The batches whose updates are not finished when a batch is planned."""
 
-    batch: InFlight  # the one that is planned
-    before: InFlight | None  # the one right before, if it is unfinished
-    updated: int  # the last one whose update is finished
+    batch: InFlight  # the batch that is planned
+    before: InFlight | None  # the previous batch, if it is unfinished
+    updated: int  # the last batch whose update is finished
 
 
 class InFlightBatches:
-    """The batches in flight by number, in order.
+    """The in-flight batches by number, in order.
 
     Args:
         changed: The condition of the `PipelineQueues`.
@@ -68,8 +66,8 @@ class InFlightBatches:
         self.changed = changed
         self.by_number: dict[int, InFlight] = {}
         self.updated = updated
-        self.gathered: tuple[int, Any] = (updated, None)  # the last one whose rows the step has taken, and its mark
-        self._delivering = False  # a thread fetches conflicting rows
+        self.gathered: tuple[int, Any] = (updated, None)  # the last batch whose rows the step has taken, and its event
+        self._delivering = False  # a thread is fetching conflicting rows
 
     def add(self, number: int) -> None:
         """Add a batch that has been read."""
@@ -77,12 +75,12 @@ class InFlightBatches:
             self.by_number[number] = InFlight(number)
 
     def get_unfinished(self, number: int) -> Unfinished:
-        """Return what a batch may have to wait for."""
+        """Return the unfinished batches that a batch may have to wait for."""
         batches = self.by_number
         return Unfinished(batches[number], batches.get(number - 1), self.updated)
 
     def request(self, batch: InFlight, conflicts: Conflicts) -> list[RowSubset]:
-        """Ask the unfinished batches for conflicting rows; return those whose batch has been updated by now."""
+        """Request conflicting rows from the unfinished batches; return those whose batch is already updated."""
         found = []
         with self.changed:
             for rows, number in conflicts.subsets:
@@ -105,14 +103,14 @@ class InFlightBatches:
                 self.changed.notify_all()
 
     def find_ready(self) -> InFlight | None:
-        """Return the first batch with conflicting rows that may be fetched now; one thread at a time fetches them."""
-        with self.changed:  # others add and remove batches
+        """Return the first batch with conflicting rows that may be fetched now, by one thread at a time."""
+        with self.changed:  # other threads add and remove batches
             if self._delivering:
                 return None
             return next((batch for batch in self.by_number.values() if batch.ready), None)
 
     def begin_delivery(self, batch: InFlight) -> RowSubset | None:
-        """Return conflicting rows to fetch, if there still are any; `end_delivery` must follow."""
+        """Return conflicting rows to fetch, if there still are any; `end_delivery` must follow then."""
         with self.changed:
             if self._delivering or not batch.ready:
                 return None
@@ -120,25 +118,25 @@ class InFlightBatches:
             return batch.ready.pop(0)
 
     def end_delivery(self) -> None:
-        """Let other threads fetch conflicting rows."""
+        """Allow other threads to fetch conflicting rows."""
         with self.changed:
             self._delivering = False
             self.changed.notify_all()
 
     def begin_update(self, batch: InFlight) -> SharedRows | None:
-        """Note that a batch's update begins; return the rows that the next one waits for."""
+        """Record that a batch's update begins; return the rows that the next batch waits for."""
         with self.changed:
             batch.updating = True
             return batch.shared
 
     def end_first_update(self, shared: SharedRows) -> None:
-        """Let the next batch read the rows that were updated first."""
+        """Allow the next batch to read the rows that were updated first."""
         with self.changed:
             shared.next.ready.append(shared.conflicting)
             self.changed.notify_all()
 
     def end_update(self, batch: InFlight) -> None:
-        """Note that a batch's update is finished; later ones may read its rows."""
+        """Record that a batch's update is finished, so that later batches may read its rows."""
         with self.changed:
             self.updated = batch.number
             for later, rows in batch.after:
@@ -147,13 +145,13 @@ class InFlightBatches:
             self.changed.notify_all()
 
     def gather(self, number: int, mark: Any) -> None:
-        """Note that a batch's step has taken its rows, before this mark in the device's stream."""
+        """Record that a batch's step has taken its rows before this event in the device's stream."""
         with self.changed:
             self.gathered = number, mark
             self.changed.notify_all()
 
     def release(self, number: int) -> None:
-        """Drop a batch once both the caller and the updater have released it; then another is read."""
+        """Drop a batch once both the caller and the updater have released it; then another batch may be read."""
         with self.changed:
             if self.by_number[number].held:
                 self.by_number[number].held = False

@@ -1,16 +1,16 @@
-"""The overlapped pass: stages of neighbouring batches run at once, with the bits of the serial pass.
+"""The overlapped pass: stages of neighbouring batches run concurrently; results equal the serial pass bit for bit.
 
-The in-flight rule: a batch sees a row only after every earlier batch's update of it. When a batch is planned, the rows
-that an unfinished batch will write are found. Rows of the batch right before are updated first when its gradients
-arrive, and looked up then. Rows of an older one are looked up after that one's update, and all others at once. Only the
-updater writes the tables, in the order of the batches, so no row is locked.
+The in-flight rule: a batch sees a row only after every earlier batch's update of it. When a batch is planned, its rows
+that an unfinished batch will write are found. Rows shared with the previous batch are updated first, as soon as that
+batch's gradients arrive, and then looked up. Rows shared with an older batch are looked up after that batch's update,
+and all others immediately. Only the updater writes the tables, in the order of the batches, so no row is locked.
 
-Threads: a fetcher (deduplicate, plan, look up, send), the caller's (read and step) and an updater; for batches that may
-be read in the background, also a reader. They share their state under one condition. A batch carries its own results,
-and an exception goes where its batch would have gone.
+Threads: a fetcher (deduplicate, plan, look up, send), the caller's thread (read and step) and an updater; also a
+reader, if batches may be read in the background. They share their state under one condition variable. A batch carries
+its own results, and an exception takes the path of its batch.
 
-Reading calls the user's program. In the caller's thread it never runs at the same time as the loop's body, so both may
-use the same objects. How far it runs ahead depends on the depth and the caches' windows only, not on time.
+Reading calls the user's code. In the caller's thread it never runs at the same time as the loop's body, so both may use
+the same objects. How far it runs ahead depends only on the depth and the caches' windows, not on timing.
 """
 
 import threading
@@ -36,7 +36,7 @@ from hostdev.pipeline.stages.send import send
 from hostdev.pipeline.stages.step import begin_step, end_step
 from hostdev.pipeline.stages.update import await_step, receive_sums, release, update, update_first
 
-_POLL_SECONDS = 0.2  # how often a thread that waits for other ranks checks whether they still run
+_POLL_SECONDS = 0.2  # between checks, by a thread that waits for other ranks, whether they still run
 LONGEST_JOIN = 0.8  # seconds; a reader may be inside the user's code
 
 
@@ -44,10 +44,10 @@ class Workers:
     """The threads of an overlapped pass, and the work of each.
 
     Args:
-        context: Of the pipeline.
-        queues: Between the threads.
+        context: The pipeline's context.
+        queues: The queues between the threads.
         source: The requests, if a reader thread reads them.
-        options: Of the pass.
+        options: The pass's options.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class Workers:
     ) -> None:
         self._context, self._queues, self._update = context, queues, options.update
         self._timeline = context.timeline
-        self._most = options.depth + 2  # batches that are looked up and not updated
+        self._most = options.depth + 2  # batches that are looked up but not updated
         self._most_read = options.depth + 2 + (options.window if options.update else 0)
-        self.number = options.number  # the last batch that was read
+        self.number = options.number  # of the last batch that was read
         batches = look_ahead(context, self._take_read, options)
         work: list[Any] = [
             ("fetcher", self._fetch_next, queues.fetched, batches),
@@ -73,7 +73,7 @@ class Workers:
             thread.start()
 
     def _serve(self, stage: Any, out: deque[Any] | None, *arguments: Any) -> None:
-        """Repeat a thread's stage until the batches end; an exception is the last item of its queue."""
+        """Repeat a thread's stage until the batches end; an exception becomes the last item of its queue."""
         self._context.staging.enter_thread()
         try:
             self._repeat(stage, out, arguments)
@@ -94,10 +94,10 @@ class Workers:
             self._queues.fail_update(error)
 
     def read_here(self, source: Iterator[Request]) -> bool:
-        """Read a batch in the caller's thread; False after the last."""
+        """Read a batch in the caller's thread; return False after the last."""
         try:
             held: list[Any] = [read(self._context, source, self.number + 1) or End(None)]
-        except Exception as error:  # it is raised where its batch would have come
+        except Exception as error:  # raised where its batch would have arrived
             held = [End(error)]
         more = isinstance(held[0], ReadBatch)
         if more:
@@ -113,7 +113,7 @@ class Workers:
         held: list[Any] = [read(self._context, source, self.number + 1) or End(None)]
         more = isinstance(held[0], ReadBatch)
         with queues.changed:
-            if queues.stopping:  # it was in the user's code for so long that the next pass may have begun
+            if queues.stopping:  # the user's code took so long that the next pass may have begun
                 raise Stopped
             if more:
                 self.number += 1
@@ -138,7 +138,7 @@ class Workers:
         return more
 
     def _fetch(self, batch: UniqueBatch) -> SentBatch:
-        """Plan a batch, look up and send the rows that need not wait, and conflicting ones that may be read by now."""
+        """Plan a batch; look up and send the rows that need not wait, and conflicting rows that may be read by now."""
         context, queues, update = self._context, self._queues, self._update
         in_flights, number = queues.in_flight, batch.number
         planned = plan(context, batch, update, partial(in_flights.get_unfinished, number))
@@ -166,7 +166,7 @@ class Workers:
         return sent
 
     def _await_room(self, number: int) -> None:
-        """Wait until the device has taken the rows of the batch before: only one batch's rows wait there."""
+        """Wait until the device has taken the previous batch's rows: only one batch's rows may wait there."""
         queues, staging = self._queues, self._context.staging
         if not staging.copies:
             return
@@ -175,7 +175,7 @@ class Workers:
             staging.await_event(queues.in_flight.gathered[1])
 
     def deliver(self, batch: InFlight) -> None:
-        """Look up conflicting rows of a batch, in the updater's thread or the caller's: whichever is idle."""
+        """Look up conflicting rows of a batch in the updater's or the caller's thread, whichever is idle."""
         in_flights = self._queues.in_flight
         subset = in_flights.begin_delivery(batch)
         if subset is None:
@@ -210,7 +210,7 @@ class Workers:
         return True
 
     def _update_batch(self, batch: SteppedBatch) -> None:
-        """Update a batch's rows on the host: first those that the next batch waits for, then the others."""
+        """Update a batch's host rows: first those that the next batch waits for, then the others."""
         context, in_flights, in_flight = self._context, self._queues.in_flight, batch.in_flight
         context.before_stage("update", batch.number)
         receive_sums(context, batch)
@@ -223,13 +223,13 @@ class Workers:
 
 
 class OverlappedPass:
-    """Neighbouring batches at once; at most depth + 2 of them are alive, besides those of which only the ids are known.
+    """Runs neighbouring batches concurrently; at most depth + 2 are alive, and of further ones only the ids.
 
     Args:
-        context: Of the pipeline.
+        context: The pipeline's context.
         source: The requests.
-        options: Of the pass.
-        are_ranks_gone: Tells whether other ranks have failed, so that waiting for them is useless.
+        options: The pass's options.
+        are_ranks_gone: Returns whether other ranks have failed, so that waiting for them is useless.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class OverlappedPass:
     def take(self) -> StepBatch | None:
         """See `Pass`."""
         queues = self._queues
-        if self._given is not None:  # the caller has come back, and no longer holds it
+        if self._given is not None:  # the caller has returned, and no longer holds the batch
             queues.in_flight.release(self._given)
             self._given = None
         self._taken += 1
@@ -281,9 +281,9 @@ class OverlappedPass:
         return batch
 
     def _read_ahead(self) -> None:
-        """Read in the caller's thread, for the batch that it asks for: one batch at first, then as far as allowed.
+        """Read in the caller's thread: one batch at first, then as far ahead as allowed.
 
-        The first batch does not wait for more to be read than it needs.
+        The first batch need not wait until more is read than it needs.
         """
         most = self._taken + self._window + min(self._ahead, self._taken - 1)
         while self._source is not None and self.number - self._before_first < most:
@@ -298,7 +298,7 @@ class OverlappedPass:
                 queues.wait(lambda: self._may_step(batch) or queues.in_flight.find_ready() is batch)
             if self._may_step(batch):
                 return
-            with urgent():  # the device is idle
+            with urgent():  # the device is idle meanwhile
                 self._workers.deliver(batch)
 
     def _may_step(self, batch: InFlight) -> bool:
@@ -327,7 +327,7 @@ class OverlappedPass:
         queues = self._queues
         if threading.get_ident() != self._caller:
             return
-        with queues.looking_up_again():  # later lookups see the written rows
+        with queues.looking_up_again():  # lookups after this see the written rows
             with queues.changed:
                 batches = list(queues.in_flight.by_number.values())
             for batch in batches:
@@ -339,7 +339,7 @@ class OverlappedPass:
         return thread in self._workers.threads
 
     def _raise_update_error(self) -> None:
-        """Raise the updater's error; it is not kept, as it holds its frames. The pass must be closed then."""
+        """Raise the updater's error, which is not kept, since it holds its frames. The pass must then be closed."""
         held, self._queues.update_error = [self._queues.update_error], None
         raise_held(held)
 
@@ -356,7 +356,7 @@ class OverlappedPass:
         queues, threads = self._queues, self._workers.threads
         queues.put(queues.stepped, [End(None)])  # stepped batches are updated
         together = bool(self._context.exchanges)
-        if together and not failed and queues.update_error is None:  # every rank finishes what another has begun
+        if together and not failed and queues.update_error is None:  # each rank finishes what others have begun
             failed = not self._joined(threads[-1:])
             if self._given is not None:
                 queues.in_flight.release(self._given)
@@ -367,10 +367,10 @@ class OverlappedPass:
         queues.stop()
         self._source = None
         for thread in threads[self._reads_behind :]:
-            if together and failed:  # it may wait for a rank that has failed
+            if together and failed:  # the thread may wait for a rank that has failed
                 thread.join(LONGEST_JOIN)
             else:
-                uninterruptible(thread.join)  # the caller of `close` writes next what these threads write
+                uninterruptible(thread.join)  # the caller of `close` will write what these threads write
         if self._reads_behind:
             threads[0].join(LONGEST_JOIN)
         queues.clear()
@@ -379,7 +379,7 @@ class OverlappedPass:
         queues.update_error = None
 
     def _joined(self, threads: list[threading.Thread]) -> bool:
-        """Wait for threads that exchange rows; tell whether they have ended and the other ranks still run."""
+        """Wait for threads that exchange rows; return whether they have ended and the other ranks still run."""
 
         def wait() -> None:
             for thread in threads:

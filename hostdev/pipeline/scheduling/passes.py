@@ -1,4 +1,4 @@
-"""Passes over batches: the interface, the serial pass, and the look-ahead that both kinds share."""
+"""Passes over batches: the interface, the serial pass, and the look-ahead that all passes share."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -23,30 +23,30 @@ class PassOptions(NamedTuple):
     """Where a pass begins, and how far it runs ahead."""
 
     depth: int  # of the pipeline
-    window: int  # batches that the caches know in advance, besides those that are looked up ahead
-    number: int  # of the batch before the first
-    position: int  # of that batch in the caller's loop
+    window: int  # batches that the caches know in advance, in addition to those that are looked up ahead
+    number: int  # number of the batch before the first
+    position: int  # position of that batch in the caller's loop
     update: bool  # steps update the tables
-    background: bool  # read in a thread, and not in the caller's
-    ahead_of_step: int  # batches that are looked up ahead, at most the depth, if they are read in the caller's thread
+    background: bool  # read in a background thread, not in the caller's
+    ahead_of_step: int  # batches looked up ahead (at most the depth) if they are read in the caller's thread
 
 
 class Pass(Protocol):
-    """Batches in their order, each to be stepped by the caller; one thread calls."""
+    """Batches in order, each of which the caller steps. One thread calls."""
 
     def take(self) -> StepBatch | None:
-        """Return the next batch with its rows on the device; None after the last, when all has been updated."""
+        """Return the next batch with its rows on the device; None after the last, when all updates are finished."""
 
     def finish(self, batch: StepBatch, gradients: Gradients | None) -> None:
-        """End a step with its gradients; None in a pass that updates nothing."""
+        """End a step; gradients are None in a pass that updates nothing."""
 
     def drain(self) -> None:
-        """Wait until all stepped batches are updated."""
+        """Wait until the updates of all stepped batches are finished."""
 
     def reload(self, table: Any, ids: Ids | None) -> None:
-        """Look rows of a table up again that were looked up ahead; after `drain` and a write to the table.
+        """Look up again a table's rows that were looked up ahead, after `drain` and a write to the table.
 
-        Only the thread that takes the batches has an effect.
+        It has an effect only in the thread that takes the batches.
 
         Args:
             table: The table that was written.
@@ -54,10 +54,10 @@ class Pass(Protocol):
         """
 
     def is_own(self, thread: threading.Thread) -> bool:
-        """Tell whether a thread is one of the pass's own."""
+        """Return whether a thread belongs to the pass."""
 
     def close(self, *, failed: bool = False) -> None:
-        """End the pass: stepped batches are updated, the others dropped. Raises the updater's error if it has failed.
+        """End the pass: stepped batches are updated, the others dropped. Raises the updater's error, if any.
 
         Args:
             failed: Another error has ended the pass.
@@ -65,7 +65,7 @@ class Pass(Protocol):
 
 
 def raise_held(held: list[BaseException | None]) -> None:
-    """Raise the error in a list, if any, and take it out: its frames would hold it, and it them."""
+    """Remove the error from a list, if any, and raise it: kept, the error and its frames would hold each other."""
     if held[0] is not None:
         raise held.pop()  # type: ignore[misc]
 
@@ -73,12 +73,12 @@ def raise_held(held: list[BaseException | None]) -> None:
 def look_ahead(
     context: Context, take: Callable[[], ReadBatch | End], options: PassOptions
 ) -> Iterator[UniqueBatch | End]:
-    """Yield deduplicated batches, which are announced to the caches a window ahead; then the end.
+    """Yield deduplicated batches, which are announced to the caches a window ahead, and then the end.
 
     Args:
-        context: Of the pipeline.
+        context: The pipeline's context.
         take: Returns the next batch that was read.
-        options: Of the pass.
+        options: The pass's options.
     """
     update, position = options.update, options.position
     window = options.window if update else 0
@@ -98,10 +98,10 @@ def look_ahead(
                     if item.error is None and context.exchanges:
                         context.exchanges[update].end()
                     ends.append(item)
-                del item  # or a finished batch would live until the next one is read
+                del item  # otherwise a finished batch would live until the next one is read
             except Stopped:
                 raise
-            except Exception as error:  # batches that were read before come first
+            except Exception as error:  # batches that were read earlier come first
                 ends.append(End(error))
         if waiting:
             if update:
@@ -109,24 +109,24 @@ def look_ahead(
             announced = [max(0, count - 1) for count in announced]
             yield waiting.pop(0)
         else:
-            yield ends.pop()  # not kept: an error holds the frames that it has gone through, and so this one
+            yield ends.pop()  # not kept: an error holds the frames that it passed through, including this one
             return
 
 
 class SerialPass:
-    """The stages one after the other, in the caller's thread: the reference.
+    """Runs the stages one after the other in the caller's thread: the reference.
 
     Args:
-        context: Of the pipeline.
+        context: The pipeline's context.
         source: The requests.
-        options: Of the pass.
+        options: The pass's options.
     """
 
     def __init__(self, context: Context, source: Iterable[Request], options: PassOptions) -> None:
         self._context, self._update, self.number = context, options.update, options.number
         self._source = iter(source)
         self._caller = threading.get_ident()
-        self._given: StepBatch | None = None  # in the caller's step
+        self._given: StepBatch | None = None  # the batch in the caller's step
         self._batches = look_ahead(context, self._read, options)
 
     def _read(self) -> ReadBatch | End:

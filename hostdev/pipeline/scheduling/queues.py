@@ -11,17 +11,17 @@ from hostdev.pipeline.scheduling.in_flight import InFlightBatches
 
 
 class End(NamedTuple):
-    """The last item of a queue, with the error that has ended the stage."""
+    """The last item of a queue, with the error that ended the stage, if any."""
 
     error: BaseException | None
 
 
 class Stopped(Exception):  # noqa: N818  (not an error: a thread is asked to end)
-    """Raised in a thread that waits, when the pass is over."""
+    """Raised in a waiting thread when the pass is over."""
 
 
 class PipelineQueues:
-    """The queues between the stages and the batches in flight.
+    """The queues between the stages, and the in-flight batches.
 
     Args:
         updated: Number of the last batch whose update is finished.
@@ -35,17 +35,17 @@ class PipelineQueues:
         self.stepped: deque[SteppedBatch | End] = deque()
         self.finished = updated  # the last batch that has been stepped
         self.stopping = False
-        self.closing = False  # threads continue as far as they need not wait, which is equally far on all ranks
+        self.closing = False  # threads continue until they would have to wait, which is the same point on all ranks
         self.read_all = False  # the reader has ended
         self.update_error: BaseException | None = None
-        self._lookups = 0  # threads that look rows up now
-        self._looking_up_again = False  # the caller looks rows up again that may have changed since
+        self._lookups = 0  # threads that are looking rows up
+        self._looking_up_again = False  # the caller is looking up rows again that may have changed
 
     @contextmanager
     def looking_up(self) -> Iterator[None]:
-        """Look rows of a batch up, or send them: several threads may, but not while `looking_up_again`.
+        """A context for looking up or sending rows: for several threads, but not during `looking_up_again`.
 
-        It is no lock: a thread within it may yield to an urgent thread, which would wait for the lock.
+        It is not a lock: a thread inside may yield to an urgent thread, which would then wait for the lock.
         """
         with self.changed:
             self.changed.wait_for(lambda: not self._looking_up_again)
@@ -60,7 +60,7 @@ class PipelineQueues:
 
     @contextmanager
     def looking_up_again(self) -> Iterator[None]:
-        """Wait for the threads that are looking up, and let no other begin."""
+        """A context that waits for threads in `looking_up`, and lets no other begin."""
         with self.changed:
             self._looking_up_again = True
             self.changed.wait_for(lambda: not self._lookups)
@@ -72,7 +72,7 @@ class PipelineQueues:
                 self.changed.notify_all()
 
     def put(self, queue: deque[Any], held: list[Any]) -> None:
-        """Append the list's last item to a queue; it is taken out of the list, so that the thread keeps no batch."""
+        """Move the list's last item to a queue; the thread then holds no batch."""
         with self.changed:
             queue.append(held.pop())
             self.changed.notify_all()
@@ -85,11 +85,11 @@ class PipelineQueues:
         return queue.popleft()
 
     def wait(self, ready: Callable[[], Any], *, finish: bool = False, at_close: bool = False) -> None:
-        """Wait until `ready`; raise `Stopped` if the pass ends before.
+        """Wait until `ready()`; raise `Stopped` if the pass ends first.
 
         Args:
             ready: Called under the condition.
-            finish: If `ready` holds, return even if the pass is stopping.
+            finish: If `ready()` is true, return even if the pass is stopping.
             at_close: Wait also while the pass is closing.
         """
         with self.changed:
@@ -98,25 +98,25 @@ class PipelineQueues:
                 raise Stopped
 
     def end_reading(self) -> None:
-        """Note that the reader has ended."""
+        """Record that the reader has ended."""
         with self.changed:
             self.read_all = True
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Let the reader and the fetcher continue as far as they need not wait, and no further."""
+        """Let the reader and the fetcher continue until they would have to wait."""
         with self.changed:
             self.closing = True
             self.changed.notify_all()
 
     def stop(self) -> None:
-        """Let all threads end where they wait."""
+        """Make all threads end where they wait."""
         with self.changed:
             self.stopping = True
             self.changed.notify_all()
 
     def clear(self) -> None:
-        """Drop the batches that nobody takes any more."""
+        """Drop the batches that no thread will take."""
         with self.changed:
             self.read.clear()
             self.fetched.clear()

@@ -1,4 +1,4 @@
-"""The stages of a batch, a file each. A function takes the result of the stage before and returns a new one.
+"""The stages of a batch, one file each. A function takes the previous stage's result and returns a new one.
 
 read -> deduplicate -> plan -> look_up -> send -> step -> update
 """

@@ -1,4 +1,4 @@
-"""Deduplicate: find each group's unique ids, send them to the ranks that own the rows, announce them to the caches."""
+"""Deduplicate: find each group's unique ids, send them to the rows' owners, and announce them to the caches."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,9 @@ def deduplicate(context: Context, batch: ReadBatch, position: int, update: bool)
     """Return the unique ids of every group, in order of first occurrence over its features.
 
     Args:
-        context: Of the pipeline.
-        batch: As it was read.
-        position: Of the batch in its loop, from 1.
+        context: The pipeline's context.
+        batch: The batch that was read.
+        position: The batch's position in its loop, from 1.
         update: The pass updates the tables.
     """
     number, request = batch
@@ -35,12 +35,12 @@ def deduplicate(context: Context, batch: ReadBatch, position: int, update: bool)
 
 
 def announce(context: Context, batches: Sequence[UniqueBatch], announced: list[int]) -> None:
-    """Announce batches to the caches, each as far ahead as its window goes.
+    """Announce batches to each cache, as far ahead as its window reaches.
 
     Args:
-        context: Of the pipeline.
-        batches: Those that are not planned.
-        announced: For each group, how many of these have been announced; counted up.
+        context: The pipeline's context.
+        batches: The batches that are not planned yet.
+        announced: For each group, how many of these have been announced; incremented.
     """
     run_tasks([(_announce, n, n + 1, (context, batches, announced)) for n in context.cached])
 

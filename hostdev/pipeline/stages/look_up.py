@@ -1,4 +1,4 @@
-"""Look up: read the rows that bypass the caches and those that they admit, from the tables on the host."""
+"""Look up: read the bypassing and admitted rows from the tables on the host."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from hostdev.pipeline.results import LookedUpBatch, PlannedBatch
 from hostdev.pipeline.row_ids import Ids, RowSubset
 from hostdev.pipeline.rows import BatchRows, FetchedRows, count_bytes, fetch_late, make_rows
 
-_MANY_CONFLICTS = 4  # where one row in this many conflicts, conflicting rows are looked up once, when they may be
+_MANY_CONFLICTS = 4  # if one row in this many conflicts, conflicting rows are looked up once, when ready
 
 
 def take_memory(context: Context, batch: PlannedBatch) -> PinnedBuffer:
@@ -23,13 +23,13 @@ def take_memory(context: Context, batch: PlannedBatch) -> PinnedBuffer:
         needs = sum(tensor.nbytes for tensor in batch.request.tensors)
         for group, mine, inverse in zip(context.groups, batch.groups, batch.inverses, strict=True):
             needs += count_bytes(group, len(mine.ids), mine.plan, len(inverse))
-            if mine.asked is not None:  # rows of other ranks, and gradients for them
+            if mine.asked is not None:  # rows of other ranks, and their gradients
                 needs += 2 * mine.asked.size * group.row_bytes
     return context.staging.pinned_buffers.take(needs)
 
 
 def look_up(context: Context, batch: PlannedBatch, memory: PinnedBuffer) -> LookedUpBatch:
-    """Return the rows on the host, but for conflicting ones where they are many: a few are looked up twice."""
+    """Return the rows on the host. Many conflicting rows are left out; a few are looked up now, and again later."""
     number, position, request, groups, inverses, reads, writes, conflicts = batch
     rows: list[list[BatchRows]] = [[] for _ in groups]
     if context.on_host:
@@ -61,14 +61,14 @@ def look_up_conflicting(context: Context, number: int, rows: FetchedRows, subset
 
 
 def reload(context: Context, rows: FetchedRows, table: Any, ids: Ids | None, *, in_step: bool) -> None:
-    """Look rows of a table up again for a batch that has looked them up, as they have been written since.
+    """Look up again those of a batch's rows in a table that were written since the batch looked them up.
 
     Args:
-        context: Of the pipeline.
-        rows: Of the batch.
+        context: The pipeline's context.
+        rows: The batch's rows.
         table: The table that was written.
         ids: int32 or int64 [N]; None for all rows.
-        in_step: The caller has the batch. Its rows stay, but those that a cache admits with it are read again.
+        in_step: The caller has the batch. Its rows stay, except that rows which a cache admits are read again.
     """
     for one, all_rows in _pair(context, rows, RowSubset(rows.ids.ids, None)):
         if one.embedding.table is not table:

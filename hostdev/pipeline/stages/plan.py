@@ -1,4 +1,4 @@
-"""Plan: decide which rows enter and leave the caches, and find the rows that an unfinished batch is going to write."""
+"""Plan: decide which rows enter and leave the caches, and find the rows that an unfinished batch will write."""
 
 from collections.abc import Callable
 
@@ -16,13 +16,13 @@ from hostdev.pipeline.scheduling.in_flight import Conflicts, Unfinished
 def plan(
     context: Context, batch: UniqueBatch, update: bool, get_unfinished: Callable[[], Unfinished] | None
 ) -> PlannedBatch:
-    """Return the caches' plans, and the conflicting rows of the others.
+    """Return the caches' plans, and the conflicting rows among those read from the host.
 
     Args:
-        context: Of the pipeline.
-        batch: With its unique ids.
+        context: The pipeline's context.
+        batch: The batch with its unique ids.
         update: The pass updates the tables; otherwise nothing is planned.
-        get_unfinished: Returns the batches that this one may have to wait for; None where stages run in turn.
+        get_unfinished: Returns the batches that this one may have to wait for; None if the stages run serially.
     """
     number, position, request, unique = batch
     groups = [PlannedGroup(group.ids, group.asked, None, None) for group in unique]

@@ -1,7 +1,7 @@
 """Step: give the caller a batch's rows on the device, and take its gradients.
 
-In between the caller runs forward, backward and its optimizer. At the step's end rows on the device are updated, rows
-enter and leave the caches, and the gradients of the other rows go to the host.
+The caller runs forward, backward and its optimizer in between. At the end of the step, rows on the device are updated,
+rows enter and leave the caches, and the gradients of the other rows go to the host.
 """
 
 from functools import partial
@@ -21,9 +21,9 @@ def begin_step(context: Context, batch: SentBatch, in_flight: InFlight, update: 
     """Return the batch with the rows of all tables on the device, whose current stream waits for them.
 
     Args:
-        context: Of the pipeline.
-        batch: All of whose rows have been sent.
-        in_flight: Of the batch.
+        context: The pipeline's context.
+        batch: The batch; all its rows have been sent.
+        in_flight: The batch's shared state.
         update: The pass updates the tables.
     """
     number, staging = batch.number, context.staging
@@ -60,12 +60,12 @@ def begin_step(context: Context, batch: SentBatch, in_flight: InFlight, update: 
 
 
 def end_step(context: Context, batch: StepBatch, gradients: Gradients | None) -> SteppedBatch:
-    """Update the rows on the device, and let the host receive the gradients of the others.
+    """Update the rows on the device, and start to copy the gradients of the others to the host.
 
     Args:
-        context: Of the pipeline.
-        batch: The step's.
-        gradients: None where nothing changes, as in an evaluation.
+        context: The pipeline's context.
+        batch: The batch in the step.
+        gradients: None if nothing changes, as in an evaluation.
     """
     try:
         check = gradients.check if gradients is not None else None
@@ -86,7 +86,7 @@ def end_step(context: Context, batch: StepBatch, gradients: Gradients | None) ->
         clocks = batch.begun, context.staging.clock()
         received_first: tuple[Any, Any] = None, None
         if leaving:
-            shared = batch.in_flight.shared  # if the next batch is planned by now
+            shared = batch.in_flight.shared  # set if the next batch has been planned
             received_first, received = _receive(context, batch, leaving, shared)
         return SteppedBatch(
             batch.number,
@@ -107,7 +107,7 @@ def end_step(context: Context, batch: StepBatch, gradients: Gradients | None) ->
 
 
 def abandon_step(batch: StepBatch) -> None:
-    """End the span of a step; its batch may be abandoned."""
+    """End the span of a step whose batch is abandoned."""
     batch.span.__exit__(None, None, None)
 
 
@@ -115,7 +115,7 @@ _Leaving = tuple[int, BatchRows, list[Tensor | None]]  # a group's number, a tab
 
 
 def _update_on_device(context: Context, batch: StepBatch, gradients: Gradients) -> list[_Leaving]:
-    """Update the rows on the device; return what each table on the host receives."""
+    """Update the rows on the device; return the tensors that each host table receives."""
     skip = gradients.skip
     parts = list(zip(context.groups, batch.groups, gradients.grads, strict=True))
     for group, mine, grads in parts:
@@ -142,7 +142,7 @@ def _update_on_device(context: Context, batch: StepBatch, gradients: Gradients) 
 
 
 def _receive(context: Context, batch: StepBatch, leaving: list[_Leaving], shared: Any) -> tuple[tuple[Any, Any], Any]:
-    """Copy what leaves the device to the host; first the gradients of rows that the next batch waits for."""
+    """Copy the leaving tensors to the host, first the gradients of rows that the next batch waits for."""
     first: list[RowSubset | None] = [None] * len(batch.groups)
     if shared is not None:
         first[:] = context.offsets.split(shared.first, batch.writes.starts)

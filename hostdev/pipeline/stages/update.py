@@ -1,4 +1,4 @@
-"""Update: write a batch's gradients to the tables on the host, and the rows that left the caches."""
+"""Update: apply a batch's gradients to the tables on the host, and write back the rows that left the caches."""
 
 from hostdev.kernels.pool import run_tasks, urgent
 from hostdev.pipeline.context import Context
@@ -9,7 +9,7 @@ from hostdev.pipeline.scheduling.in_flight import SharedRows
 
 
 def await_step(context: Context, batch: SteppedBatch) -> None:
-    """Wait until the device is done with a step, and record its time; raises if the step must not change anything."""
+    """Wait until the device has finished a step, and record its time; raises if the step must not change anything."""
     for outcome in batch.outcomes:
         outcome.arrive()
     if batch.check is not None:
@@ -19,7 +19,7 @@ def await_step(context: Context, batch: SteppedBatch) -> None:
 
 
 def receive_sums(context: Context, batch: SteppedBatch) -> None:
-    """Exchange gradients with the owners of rows, where there are other ranks."""
+    """Exchange gradients with the owners of the rows, if there are other ranks."""
     if batch.outgoing is None:
         return
     context.staging.await_event(batch.received)
@@ -39,7 +39,7 @@ def update_first(context: Context, batch: SteppedBatch, shared: SharedRows) -> N
 
 
 def update(context: Context, batch: SteppedBatch, shared: SharedRows | None) -> None:
-    """Update a batch's rows, but for those that `update_first` has updated; then release its memory."""
+    """Update a batch's rows, except those that `update_first` has updated; then release its memory."""
     exchange_rest(context, batch)
     context.staging.await_event(batch.received)
     rest = RowSubset(batch.writes.ids, None) if shared is None else shared.rest
@@ -60,7 +60,7 @@ def update(context: Context, batch: SteppedBatch, shared: SharedRows | None) -> 
 
 
 def release(batch: SteppedBatch) -> None:
-    """Give up the batch's rows and host memory; the device is done with them."""
+    """Release the batch's rows and host memory, with which the device is done."""
     for group in batch.groups:
         group.rows.clear()
     batch.outcomes.clear()
