@@ -9,7 +9,6 @@ from hostdev.core.optimizers import FTRL, LazyAdam, SparseOptimizer
 from hostdev.core.table_dtypes import BF16, FP32
 from hostdev.host.table import HostTable
 from hostdev.kernels.bags import Feature, Uses, pool
-from hostdev.kernels.buffers import identity
 from hostdev.kernels.claims import Claims, claim, intersect, others
 from hostdev.kernels.finite import largest
 from hostdev.kernels.gather import gather_scaled
@@ -40,7 +39,7 @@ def warm_up(id_dtype: npt.DTypeLike, table_dtype: str = FP32) -> None:
             table.write_rows(ids[:1], *row, positions)
         table.sum_of_squares()
         if table.dtype == BF16:  # for rows on the CPU device
-            for numbers in (ids[:1], position, identity(1)):
+            for numbers in (ids[:1], position):
                 round_rows(row[0], numbers, ids[:1], 0)
     far = np.arange(1 << 16, dtype=id_dtype) << 8  # widely spaced ids are hashed, and many ids are split
     unique(far)

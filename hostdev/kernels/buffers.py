@@ -42,11 +42,12 @@ _identity = np.arange(1 << 16, dtype=np.int32)
 
 
 def identity(n: int) -> npt.NDArray[np.int32]:
-    """Return 0, 1, ..., n - 1, read-only."""
+    """Return 0, 1, ..., n - 1, shared by all callers, which must not write it.
+
+    It is not flagged read-only: numba would compile each kernel again for such an array.
+    """
     global _identity
     held = _identity
     if len(held) < n:
         held = _identity = np.arange(2 * n, dtype=np.int32)
-    part = held[:n]
-    part.flags.writeable = False
-    return part
+    return held[:n]

@@ -5,8 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hostdev.kernels.adagrad import sgd
+from hostdev.kernels.apply import apply_rows
 from hostdev.kernels.bags import Feature, sum_uses
 from hostdev.kernels.lookup import first_outside, lookup
+from hostdev.kernels.loops import make_loop
 from hostdev.kernels.norm import partial_squares, sum_of_squares, total
 from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.unique import unique
@@ -62,3 +65,15 @@ def test_sum_of_squares(dim, rows):
     found = sum_of_squares(block)
     assert found == expected.sum() == total(expected)
     assert found == pytest.approx(np.square(block[:, 0], dtype=np.float64).sum(), rel=1e-12)
+
+
+def test_an_update_is_compiled_once_whether_positions_are_given_or_not():
+    """Compiling takes seconds, and arrays of another layout or flag are another type."""
+    block, row_slots = np.zeros((4, 1, 3), np.float32), np.zeros((4, 0), np.float32)
+    ids, grads = np.array([2, 0], np.int32), np.ones((2, 3), np.float32)
+    counts = []
+    for positions in (None, np.array([1, 0], np.int32)):
+        apply_rows("FusedSparseSGD", block, row_slots, ids, grads, (np.float32(0.5),), positions)
+        counts.append(len(make_loop(sgd()[0]).signatures))
+    assert counts[0] == counts[1]
+    assert block[:, 0, 0].tolist() == [-1, 0, -1, 0]
