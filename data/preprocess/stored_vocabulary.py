@@ -127,7 +127,7 @@ class StoredVocabulary:
         field, value = (self.table[name][number].as_py() for name in ("field", "value"))
         return f"{field!r}" if value is None else f"{field!r} value {value!r}"
 
-    def value_twice(self, space: Space) -> tuple[int, int] | None:
+    def find_repeated_value(self, space: Space) -> tuple[int, int] | None:
         """Return two ids of a space with the same value, or None; takes 8 bytes of memory per id of the space."""
         values = self.values(space)
         hashes = np.empty(space.values, np.uint64)
