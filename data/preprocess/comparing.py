@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hostdev.core.errors import UserError
-from hostdev.data.preprocess.columns import WrongValueError, cast, decoded, kind_of, trimmed
+from hostdev.data.preprocess.columns import WrongValueError, cast, classify_type, decoded, trimmed
 
 _TIME_OF_DAY = re.compile(r"(\d\d):(\d\d)(?::(\d\d)(?:\.(\d{1,9}))?)?", re.ASCII)
 _EXACT = 2.0**53  # from which on a float64 may stand for several integers
@@ -25,13 +25,13 @@ def is_after(array: pa.Array, value: str) -> npt.NDArray[np.bool_]:
     Integers and decimals are compared exactly, numbers in text with a point or an exponent as float64.
     """
     array = decoded(array)
-    if kind_of(array.type) == "text":
+    if classify_type(array.type) == "text":
         array = trimmed(cast(array, pa.string(), "text in UTF-8"))
     missing = np.flatnonzero(array.is_null(nan_is_null=True).to_numpy(zero_copy_only=False))
     if len(missing):
-        raise WrongValueError(int(missing[0]), "it is missing, so that its row is neither before nor after")
+        raise WrongValueError(int(missing[0]), "it is missing, but --test-after needs a value in every row")
     found = array.type if pa.types.is_temporal(array.type) else _type_of(value)
-    if found is None or (pa.types.is_temporal(found) and kind_of(array.type) in ("number", "bool")):
+    if found is None or (pa.types.is_temporal(found) and classify_type(array.type) in ("number", "bool")):
         raise UserError(
             f"--test-after: {value!r} is not a number, and not a date or time such as 2024-12-31 or 2024-12-31T12:00:00"
         )

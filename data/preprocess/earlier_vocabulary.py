@@ -117,7 +117,7 @@ class Earlier:
             hashes, lengths = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
             for keys in self._keys(stored, number):
                 if isinstance(keys, pa.Array):
-                    offsets, data = arrow.bytes_of(keys)
+                    offsets, data = arrow.get_buffers(keys)
                     hashes.append(hash_texts(offsets, data))
                     lengths.append(np.diff(offsets).astype(np.int64))
                 else:

@@ -159,10 +159,10 @@ class Encoding:
         """Raise UserError unless the required columns are present and of readable types."""
         self.require(rows.schema.names)
         for name in self.schema.dense:
-            if (kind := arrow.kind_of(found := rows.schema.field(name).type)) in ("list", "nested", "other"):
+            if (kind := arrow.classify_type(found := rows.schema.field(name).type)) in ("list", "nested", "other"):
                 raise UserError(f"column {name!r} is of type {found}; a number in each row is expected")
         for column in self.schema.columns:
-            kind = arrow.kind_of(found := rows.schema.field(column.name).type)
+            kind = arrow.classify_type(found := rows.schema.field(column.name).type)
             if column.kind == "id" and kind in ("list", "nested"):
                 raise UserError(f"column {column.name!r} is of type {found}; one value in each row is expected")
             if column.kind == "bag" and kind != "list" and (kind == "nested" or not self._separators.get(column.name)):
@@ -188,7 +188,7 @@ class Encoding:
                     try:
                         known, missing = self._ids_of(column, values)
                     except WrongValueError as error:
-                        raise WrongValueError(arrow.row_of(error.row, lengths), str(error)) from None
+                        raise WrongValueError(arrow.find_row(error.row, lengths), str(error)) from None
                     kept = ragged.offsets_of(~missing)[ragged.offsets_of(lengths)]
                     bags[column.name] = known[~missing].astype(self._type), np.diff(kept).astype(np.int32)
             except WrongTypeError as error:
@@ -275,10 +275,10 @@ class Encoding:
         missing = pc.equal(pc.fill_null(found.texts[0], "-"), "").to_numpy(zero_copy_only=False)
         if isinstance(known, HashBuckets):
             texts = pc.coalesce(*found.texts, found.fallback)
-            keys = _criteo_keys(texts) if self.is_criteo else hash_texts(*arrow.bytes_of(texts)).view(np.int64)
+            keys = _criteo_keys(texts) if self.is_criteo else hash_texts(*arrow.get_buffers(texts)).view(np.int64)
             return known.ids_of(keys, self.schema.columns.index(column)), missing
         ids, verbatim = np.full(len(values), -1, np.int64), np.zeros(len(values), np.bool_)
-        if arrow.kind_of(values.type) == "text" and found.texts[0] is not found.fallback:
+        if arrow.classify_type(values.type) == "text" and found.texts[0] is not found.fallback:
             ids = known.find(column.space, found.fallback)  # the text occurs verbatim
             verbatim = ids >= 0
         for texts in found.texts:

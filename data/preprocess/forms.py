@@ -158,4 +158,4 @@ def forms_in(texts: pa.Array) -> frozenset[int]:
 
 def each_form(texts: pa.Array) -> npt.NDArray[np.uint16]:
     """Return the form of each text [N], uint16."""
-    return classify_texts(*arrow.bytes_of(texts))
+    return classify_texts(*arrow.get_buffers(texts))

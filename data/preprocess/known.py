@@ -99,7 +99,7 @@ class Vocabulary:
         """Add values of a space to the map; return how they are written."""
         forms: frozenset[int] = frozenset()
         for chunk in values.chunks if len(values) else ():
-            self._texts.add(*arrow.bytes_of(self._named(space, chunk)))
+            self._texts.add(*arrow.get_buffers(self._named(space, chunk)))
             forms |= forms_in(chunk)
         return forms
 
@@ -113,7 +113,7 @@ class Vocabulary:
         """Return the id of each text, -1 for an unknown text."""
         if space not in self._prefixes:  # no value of it is frequent enough
             return np.full(len(texts), -1, np.int64)
-        return self._ids(*arrow.bytes_of(self._named(space, texts)))
+        return self._ids(*arrow.get_buffers(self._named(space, texts)))
 
     def find_few(self, spaces: Sequence[str], texts: Sequence[str]) -> Ids:
         """Return the id of each text in its own space, -1 for an unknown text."""

@@ -178,7 +178,7 @@ def survey(piece: Piece, spaces: int) -> Survey:
     for space in range(spaces):
         keys = piece.keys(space)[: len(piece.array(f"uses {space}"))]
         if isinstance(keys, pa.Array):
-            offsets, data = arrow.bytes_of(keys)
+            offsets, data = arrow.get_buffers(keys)
             hashes = hash_texts(offsets, data)
             texts.append(draw_sample(hashes, np.diff(offsets)))
             registers.append(make_registers(hashes))

@@ -33,7 +33,7 @@ def texts_for(values: pa.Array, written: Written, *, hashed: bool) -> Texts:
     With `hashed`, each value needs exactly one text, because there is no vocabulary to try several.
     Raises WrongTypeError for a type that does not match training's values, and WrongValueError for a value.
     """
-    kind = arrow.kind_of(values.type)
+    kind = arrow.classify_type(values.type)
     if kind == "text":
         return _of_text(arrow.cast(values, pa.string(), "text in UTF-8"), written, hashed=hashed)
     missing = values.is_null(nan_is_null=True).to_numpy(zero_copy_only=False)
@@ -67,7 +67,7 @@ def _with_missing(found: Texts, missing: Mask, written: Written) -> Texts:
 
 def require_type(found: pa.DataType, written: Written) -> None:
     """Raise WrongTypeError if no value of a type can match training's values."""
-    kind, was = arrow.kind_of(found), written.kind
+    kind, was = arrow.classify_type(found), written.kind
     if was == "unknown" or kind in ("text", "list", "nested"):
         return
     right = {
@@ -227,7 +227,9 @@ def _of_numbers(values: pa.Array, written: Written) -> Texts:
     if fraction is not None and not any(
         form > kernel.FRACTION and form <= kernel.FRACTION + kernel.MOST_DIGITS for form in written.forms
     ):
-        raise WrongValueError(fraction, f"{texts[fraction]} is not a whole number; a categorical value is one, or text")
+        raise WrongValueError(
+            fraction, f"{texts[fraction]} is not a whole number; categorical values must be whole numbers or text"
+        )
     return _numbers(pa.array(texts, pa.string()), written)
 
 

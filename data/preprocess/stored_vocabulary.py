@@ -156,4 +156,4 @@ def _pieces(values: pa.ChunkedArray) -> Iterator[pa.StringArray]:
 
 
 def _hashes(texts: pa.StringArray) -> npt.NDArray[np.uint64]:
-    return hash_texts(*arrow.bytes_of(texts))
+    return hash_texts(*arrow.get_buffers(texts))

@@ -162,7 +162,7 @@ class Table:
             return chunk.batch.column(chunk.batch.schema.get_field_index(of))
 
         def keys(space: str, codes: arrow.Codes, texts: pa.StringArray) -> npt.NDArray[np.int64]:
-            offsets, content = arrow.bytes_of(texts)
+            offsets, content = arrow.get_buffers(texts)
             found = hash_texts(offsets, content).view(np.int64) if hashed else seen[space].add(offsets, content)
             return found.astype(np.int64)[codes]
 
@@ -204,7 +204,7 @@ class Table:
         if hashed:
             texts_of, missing = None, dict.fromkeys(layout.spaces, int(hash_texts(*_NOTHING).view(np.int64)[0]))
         else:
-            texts_of = {space: arrow.text_from(*values.take(np.arange(len(values)))) for space, values in seen.items()}
+            texts_of = {space: arrow.make_texts(*values.take(np.arange(len(values)))) for space, values in seen.items()}
             missing = {space: int(values.find(*_NOTHING)[0]) for space, values in seen.items()}
         return RawRows(
             label, numbers, ids.T, tuple(bags), chunk.rejected, test, texts=texts_of, missing=missing, forms=forms
@@ -222,7 +222,7 @@ class Table:
         if LARGE_FLOAT in forms and TEXT not in forms:
             wrong = LARGE_FLOAT
         where = self._typed_numbers.get(self._owners.get(name, name))
-        if wrong is None and where and arrow.kind_of(_value_type(file.type_of(name))) == "text":
+        if wrong is None and where and arrow.classify_type(_value_type(file.type_of(name))) == "text":
             wrong = next((form for form in sorted(forms) if form in PADDED or WHOLE < form < FRACTION), None)
         if wrong is not None:
             number = int(np.flatnonzero(each == wrong)[0])
@@ -243,7 +243,7 @@ class Table:
         found = {}
         for file in reversed(self._files):
             for name in self._used:
-                if arrow.kind_of(of := _value_type(file.type_of(name))) == "number":
+                if arrow.classify_type(of := _value_type(file.type_of(name))) == "number":
                     found[self._owners.get(name, name)] = f"column {name!r} is {of} in {file.input.name}"
         return found
 
@@ -296,7 +296,7 @@ class Table:
     def _check_type(self, name: str, file: TableFile) -> None:
         """Raise UserError if the type differs from earlier files such that equal values would get different ids."""
         found, options = file.type_of(name), self._options
-        written = arrow.written_as(found)
+        written = arrow.get_written_form(found)
         owner = self._owners.get(name, name)
         as_text = [*options.categorical, *(bag for bag, _ in options.bags), *(options.test_column or ())[:1]]
         if written is None or name not in as_text:
@@ -323,7 +323,7 @@ class Table:
 
     def _against(self, name: str, found: pa.DataType) -> str | None:
         """Return the reason why a column of this type cannot have its role, or None."""
-        kind, bags, shown = arrow.kind_of(found), dict(self._options.bags), short(found)
+        kind, bags, shown = arrow.classify_type(found), dict(self._options.bags), short(found)
         if kind == "nested":
             return f"it is of type {shown}, which is nested or unknown; only plain values and lists of these are read"
         if kind == "list" and name in self._options.split():
@@ -346,7 +346,7 @@ class Table:
 
 def _value_type(found: pa.DataType) -> pa.DataType:
     """Return the type of a column's values inside lists and dictionaries."""
-    while arrow.kind_of(found) == "list" or pa.types.is_dictionary(found):
+    while arrow.classify_type(found) == "list" or pa.types.is_dictionary(found):
         found = found.value_type
     return found
 
@@ -354,7 +354,7 @@ def _value_type(found: pa.DataType) -> pa.DataType:
 def _type_name(found: pa.DataType) -> str:
     """Return the manifest's name of the type of a column's values; all kinds of text are "text"."""
     found = _value_type(found)
-    return "text" if arrow.kind_of(found) == "text" and not pa.types.is_null(found) else str(found)
+    return "text" if arrow.classify_type(found) == "text" and not pa.types.is_null(found) else str(found)
 
 
 def _open(path: Path, options: TableOptions) -> TableFile:

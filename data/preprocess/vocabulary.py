@@ -70,17 +70,17 @@ class _Texts:
         return self._uses[: len(self._seen)]
 
     def count(self, keys: pa.LargeStringArray, uses: npt.NDArray[Any]) -> None:
-        positions = self._seen.add(*arrow.bytes_of(keys))
+        positions = self._seen.add(*arrow.get_buffers(keys))
         if len(self._seen) > len(self._uses):
             self._uses.resize(len(self._seen) + len(self._seen) // 4, refcheck=False)
         self._uses[positions] += uses  # positions are distinct
 
     def find(self, keys: pa.LargeStringArray) -> Ids:
-        return self._seen.find(*arrow.bytes_of(keys)).astype(np.int64)
+        return self._seen.find(*arrow.get_buffers(keys)).astype(np.int64)
 
     def texts(self, numbers: Ids) -> pa.Array:
         """Return the values with these numbers, less than 2 GiB of text."""
-        return arrow.text_from(*self._seen.take(numbers)).cast(pa.string())
+        return arrow.make_texts(*self._seen.take(numbers)).cast(pa.string())
 
     def lengths(self, numbers: Ids) -> Ids:
         """Return the number of bytes of each value."""

@@ -152,7 +152,7 @@ def test_no_column_with_ids(refused, good):
         (
             "y,t,c\n1,5,a\n0,,b\n",
             ["--test-after", "t=3"],
-            "t.csv, row 2, column 't': it is missing, so that its row is neither before nor after",
+            "t.csv, row 2, column 't': it is missing, but --test-after needs a value in every row",
         ),
         ("y,c,c\n1,a,b\n0,a,b\n", [], "t.csv has 2 columns named 'c'"),
         ("y,c\n1,a\n" + "0,b,c\n" * 5, [], "5 lines are malformed, more than 1% of all; the first is "),
