@@ -87,7 +87,7 @@ from tests.data.conftest import GOOD
         (["--label", "y", "--threshold", "1", "--hash-buckets", "9"], "--threshold has no effect with --hash-buckets"),
         (
             ["--label", "y", "--dense", "log"],
-            "--dense has no effect without --numeric; leave it out, or name the columns",
+            "--dense has no effect without --numeric; leave it out, or name numeric columns",
         ),
         (["--label", "y", "--dense", "log", "--numeric", ""], "--dense has no effect without --numeric"),
         (["--label", "y", "--dense", "minmax"], "invalid choice: 'minmax'"),
