@@ -28,7 +28,7 @@ from hostdev.kernels.cardinality import draw_sample, make_registers
 from hostdev.kernels.strings import hash_texts
 
 EARLIER = "earlier"  # the field of a manifest's options that `as_json` fills
-KNOWN_SHARES = "known_shares"  # a manifest's statistic: of training uses by space, those of earlier values
+KNOWN_SHARES = "known_shares"  # a manifest's statistic: by space, the share of training occurrences with an earlier id
 _FEW = 0.01  # a smaller share of known occurrences is reported
 _AT_ONCE = 1 << 20  # values in a chunk
 _SHOWN = 120  # characters of a column list in a message
@@ -105,7 +105,7 @@ class Earlier:
             for keys in self._keys(stored, number):
                 made.count(number, keys, np.zeros(len(keys), np.int64))
             if made.size(number) != space.values:
-                raise DamagedError(stored.path, f"a value of {space.name!r} is there twice")
+                raise DamagedError(stored.path, f"a value of {space.name!r} occurs twice")
         return made
 
     def survey(self) -> Survey | None:
@@ -264,7 +264,7 @@ def growth(found: Manifest) -> list[str]:
     for name, share in shares.items() if isinstance(shares, dict) else ():
         if isinstance(share, int | float) and share < _FEW:
             lines.append(
-                f"ids      {short(name)}: {share:.1%} of its training uses are of values that {path} knows; "
-                "are they written in another way there?"
+                f"ids      {short(name)}: only {share:.1%} of its training occurrences have an id in {path}; "
+                "check that both data sets write its values the same way"
             )
     return lines

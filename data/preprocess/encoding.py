@@ -290,8 +290,8 @@ class Encoding:
                 shown = found.fallback[int(several[0])].as_py()
                 raise WrongValueError(
                     int(several[0]),
-                    f"{shown} was written in several ways in training, each with an "
-                    "id of its own; give it as text, written as then",
+                    f"{shown} was written in several ways in training, each with "
+                    "its own id; give it as text, as written in training",
                 )
             ids = np.where(ids < 0, these, ids)
         unknown = np.flatnonzero(found.doubtful & (ids < 0))
@@ -299,7 +299,7 @@ class Encoding:
             shown = found.fallback[int(unknown[0])].as_py()
             raise WrongValueError(
                 int(unknown[0]),
-                f"{shown} may have been written in another way in training; give it as text, written as then",
+                f"{shown} may have been written differently in training; give it as text, as written then",
             )
         return np.where(ids < 0, self._spaces[column.space].oov, ids), missing
 

@@ -75,7 +75,7 @@ def _features(info: Information) -> Iterator[str]:
     yield from _table("feature", [_label(column) for column in columns], groups)
     for space in info.found.schema.spaces:
         if len(names := info.shared(space.name)) > 1:
-            yield f"{', '.join(names)} share their ids: ids and training uses of the top are those of all together"
+            yield f"{', '.join(names)} share ids: ids and training uses of the top are counted over all of them"
 
 
 def _parts(curves: Sequence[Curve]) -> list[tuple[int, int]]:

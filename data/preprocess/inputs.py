@@ -164,8 +164,8 @@ class Input:
         if self._wanted is None and len(names) == 1:
             return names[0]
         shown = ", ".join(names[:10]) or "no file"
-        meant = "a train.txt is looked for" if self._wanted is not None else "one file is expected"
-        raise UserError(f"{self.path}: {meant} in the archive, which has {shown}; unpack the one that is meant")
+        expected = "a train.txt" if self._wanted is not None else "a single file"
+        raise UserError(f"{self.path}: the archive must have {expected}, but has {shown}; unpack the file to read")
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -191,9 +191,7 @@ class ReadOnce:
         self._stream = Stream(decompressed, self.name, lambda: raw.taken)
         self._head = self._stream.read(HEAD_BYTES)
         if self._head[_TAR_AT : _TAR_AT + len(_TAR_MAGIC)] == _TAR_MAGIC:
-            raise UserError(
-                f"{self.name}: this is a tar archive; give it as a file, or only the file in it that is meant"
-            )
+            raise UserError(f"{self.name}: this is a tar archive; give it as a file, or only the member to read")
 
     @contextmanager
     def open(self) -> Iterator[Stream]:
@@ -290,7 +288,7 @@ def _ends_in_zero(file: BinaryIO) -> bool:
 
 
 def _not_read(other: str, name: str) -> UserError:
-    return UserError(f"{name}: {other} files are not read; decompress it, or write it as .gz or .zst")
+    return UserError(f"{name}: {other} files are not supported; decompress it, or write it as .gz or .zst")
 
 
 def _stamp(path: Path) -> tuple[int, int]:

@@ -24,7 +24,7 @@ _SHOWN = 40
 
 
 class WrongTypeError(Exception):
-    """A column's type does not determine which of training's values its values are."""
+    """A column's type does not determine which of training's values are meant."""
 
 
 def texts_for(values: pa.Array, written: Written, *, hashed: bool) -> Texts:
@@ -78,7 +78,7 @@ def require_type(found: pa.DataType, written: Written) -> None:
     if not right[kind]:
         raise WrongTypeError(
             f"is of type {found} here, and its values were {written.shown} in training; give it as "
-            f"{'that' if written.is_typed else 'text, written as then'}"
+            f"{'that' if written.is_typed else 'text, as written in training'}"
         )
 
 
@@ -88,7 +88,7 @@ def _require_one(found: Texts, of: pa.DataType, written: Written) -> None:
     if several.any() or found.doubtful.any():
         raise WrongTypeError(
             f"is of type {of} here, and its values were {written.shown} in training, so the match is "
-            "ambiguous; give it as text, written as in training"
+            "ambiguous; give it as text, as written in training"
         )
 
 

@@ -24,7 +24,7 @@ T = TypeVar("T")
 Ids = npt.NDArray[Any]
 
 MOST_ROWS = 1 << 16  # in a part
-REMEDY = "preprocess the data again, or copy it again from where it is whole"
+REMEDY = "preprocess the data again, or copy it again from an intact source"
 
 
 class DamagedError(UserError):

@@ -62,7 +62,7 @@ class TableOptions:
                         f"are {listed(with_ids)}"
                     )
             if name == owner or owner in owners:
-                raise UserError(f"--share {name}={owner}: {owner!r} has no ids of its own; name the column that has")
+                raise UserError(f"--share {name}={owner}: {owner!r} shares another column's ids; name that column")
         if len(owners) < len(self.share):
             raise UserError("--share names a column twice")
         for name, separator in self.bags:
@@ -232,7 +232,7 @@ class Table:
                 row,
                 large_float(shown)
                 if wrong == LARGE_FLOAT
-                else f"it is text such as {shown!r} here, and {where}, so that a value would be two; "
+                else f"it is text such as {shown!r} here, and {where}, so that one value would get two ids; "
                 "write it the same way in both",
             )
         return forms
@@ -267,7 +267,7 @@ class Table:
                 names = [self._files[number].input.name for number in (plain, point)]
                 note(
                     f"column {column.name!r} has numbers such as '1' in {names[0]} and '1.0' in {names[1]}, which are "
-                    "two values; write it alike in both if they mean the same"
+                    "different values; write them alike if they mean the same"
                 )
         return found
 
@@ -284,7 +284,7 @@ class Table:
             raise UserError(f"{file.input.name} has no column {missing[0]!r}; it has {listed(file.names)}{hint}")
         if sorted(file.names) != sorted(first.names):
             one = sorted(set(file.names) ^ set(first.names))
-            difference = f"only one of them has {listed(one)}" if one else "some are there twice"
+            difference = f"only one of them has {listed(one)}" if one else "some occur twice"
             raise UserError(f"{file.input.name} has other columns than {first.input.name}: {difference}")
         for name in self._used:
             if file.names.count(name) > 1:

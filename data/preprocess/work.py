@@ -23,7 +23,7 @@ from hostdev.core.progress import note
 _VERSION = 3  # of the folder's format
 _LOCK, _RECIPE, _JOURNAL, _PIECES, _RESULT = "lock", "recipe.json", "journal.jsonl", "pieces", "result"
 
-_LEFT_OVER = "{out} is whole; what is left in {folder} can be removed"
+_LEFT_OVER = "{out} is complete; the leftovers in {folder} can be removed"
 
 
 class Work:

@@ -20,7 +20,7 @@ from tests.data.test_manifest import VERSION_1
 from tests.manifests import edit_manifest
 from tests.test_shards import WRONG_OFFSETS, bag_columns, rewrite, rewrite_bag
 
-REMEDY = "; preprocess the data again, or copy it again from where it is whole"
+REMEDY = "; preprocess the data again, or copy it again from an intact source"
 
 
 @pytest.fixture

@@ -219,7 +219,7 @@ def test_who_has_finished_stays_so_while_another_clears_up(tmp_path, text, strai
     with monkeypatch.context() as patched:
         patched.setattr(work.Work, "_remove", remove)
         make(text, tmp_path / "out")
-    left = f"{tmp_path / 'out'} is whole; what is left in {tmp_path / '.out.partial'} can be removed\n"
+    left = f"{tmp_path / 'out'} is complete; the leftovers in {tmp_path / '.out.partial'} can be removed\n"
     assert capsys.readouterr().err.endswith(left) != others
     assert contents(tmp_path / "out") == straight[0]
 
@@ -344,7 +344,9 @@ def test_an_interruption_while_the_pieces_are_removed(tmp_path, text, straight, 
         fail_at(patched, shutil, "rmtree", 0, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
             make(text, out)
-    assert capsys.readouterr().err == f"{out} is whole; what is left in {tmp_path / '.out.partial'} can be removed\n"
+    assert (
+        capsys.readouterr().err == f"{out} is complete; the leftovers in {tmp_path / '.out.partial'} can be removed\n"
+    )
     assert contents(out) == straight[0]
     with pytest.raises(UserError, match="exists already"):
         make(text, out)
