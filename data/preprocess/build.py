@@ -20,7 +20,7 @@ from hostdev.data import schema as schemas
 from hostdev.data.manifest import REJECTED_FILE, Manifest, Shard
 from hostdev.data.manifest_values import check_scaling
 from hostdev.data.preprocess import second_pass
-from hostdev.data.preprocess.dense import Scaling, fixed_scaling, scaling_of
+from hostdev.data.preprocess.dense import Scaling, fixed_scaling, make_scaling
 from hostdev.data.preprocess.earlier_vocabulary import EARLIER, KNOWN_SHARES, Earlier
 from hostdev.data.preprocess.first_pass import FirstPass
 from hostdev.data.preprocess.options import Options
@@ -110,9 +110,9 @@ class _Build:
             self._work.rewrite(pieces[:intact] + later)
             if learned:
                 self._facts = facts
-                shards_held.take_in(facts)
+                shards_held.add_pieces(facts)
             else:
-                first.take_up(facts[:intact])
+                first.resume(facts[:intact])
                 if not later:
                     first.run(workers, self._threads)
                     self._work.note(parsed=True)
@@ -154,7 +154,7 @@ class _Build:
                 self._known_shares = found.get(KNOWN_SHARES)
                 return schemas.from_json(found["schema"]), fixed_scaling(mode, dense, found["scaling"], signed=signed)
         earlier, checksums = self._earlier, []
-        scaling = scaling_of(mode, dense, signed=signed)
+        scaling = make_scaling(mode, dense, signed=signed)
         if earlier is not None:
             scaling = earlier.scaling(self._layout, signed=signed)
         vocabulary: Vocabulary | None = None
@@ -162,7 +162,7 @@ class _Build:
             threshold = self._options.threshold
             assert threshold is not None
             if earlier is None:
-                vocabulary = Vocabulary(threshold, self._layout, self._source.text_of)
+                vocabulary = Vocabulary(threshold, self._layout, self._source.format_keys)
             else:
                 vocabulary = earlier.vocabulary(threshold, self._source)
         second_pass.learn(self._paths, self._facts, self._layout, scaling, vocabulary, workers)
@@ -197,7 +197,7 @@ class _Build:
                     done: dict[str, Any] | None = written.get(name)
                     if done is not None and (folder / name).is_file() and checksum(folder / name) == done["sha256"]:
                         return done
-                    rows = second_pass.rows_of(
+                    rows = second_pass.build_shard(
                         ranges,
                         i,
                         self._paths,
@@ -211,7 +211,7 @@ class _Build:
                     sha256 = write_shard(folder / name, rows, schema)
                     return {"file": name, "rows": len(rows), "sha256": sha256, "out": out, "uses": uses}
 
-                parts = second_pass.shards_of(self._facts, i, self._options.rows_per_shard)
+                parts = second_pass.split_shards(self._facts, i, self._options.rows_per_shard)
                 tasks = [
                     workers.submit(lambda ranges=ranges, name=f"{split}/part-{number:05d}.arrow": write(ranges, name))  # type: ignore[misc]
                     for number, ranges in enumerate(parts)

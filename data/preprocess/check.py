@@ -24,9 +24,9 @@ from hostdev.data.preprocess.stored import (
     Part,
     Wrong,
     each_shard,
-    parts_of,
+    get_size,
+    read_parts,
     require_checksum,
-    size_of,
     wrong_values,
 )
 from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
@@ -114,7 +114,7 @@ def check(folder: Path) -> Report:
     totals = {split: _check_shards(folder, found, split, counter, report) for split in SPLITS}
     if vocabulary is not None and counter is not None:
         counts = counter.total() if totals["train"].known else None
-        about = f"{found.schema.rows:,} ids{_format_kept(found)}, {format_bytes(size_of(vocabulary.path))}"
+        about = f"{found.schema.rows:,} ids{_format_kept(found)}, {format_bytes(get_size(vocabulary.path))}"
         if counts is None:
             about += ", counts not compared"
         if found.vocabulary_sha256 is None:
@@ -223,7 +223,7 @@ def _check_shards(folder: Path, found: Manifest, split: str, counter: Counter | 
     for sums, lines in results:
         totals.add(sums)
         wrong += lines
-    nbytes = sum(size_of(folder / shard.file) for shard in shards)
+    nbytes = sum(get_size(folder / shard.file) for shard in shards)
     about = f"{counted(found.rows(split), 'row')}, {format_bytes(nbytes)}"
     report.say(folder / split, f"{counted(len(shards), 'shard')}, {about}", wrong)
     return totals
@@ -234,7 +234,7 @@ def _check_shard(folder: Path, found: Manifest, shard: Shard, counter: Counter |
     totals = Totals()
     wrong: dict[str, Wrong] = {}
     try:
-        for part in parts_of(folder, found, shard):
+        for part in read_parts(folder, found, shard):
             values = wrong_values(part, found.schema)
             for one in values:
                 before = wrong.get(one.what)

@@ -76,7 +76,7 @@ class DelimitedFile:
             return None
         return next((shown for text, shown in _USUAL.items() if text in self.names[0]), None)
 
-    def type_of(self, name: str) -> pa.DataType:
+    def get_type(self, name: str) -> pa.DataType:
         """Return the type of all columns, text."""
         return pa.string()
 

@@ -25,7 +25,7 @@ def expand(paths: Sequence[Path], is_taken: Callable[[Path, bytes], bool] | None
     found: list[Path] = []
     for path in paths:
         found += _inside(path, is_taken) if path.is_dir() else [path]
-    _look_for_twice(found)
+    _check_repeated(found)
     return found
 
 
@@ -104,7 +104,7 @@ def _refuse_two_forms(files: Sequence[Path]) -> None:
             )
 
 
-def _look_for_twice(files: Sequence[Path]) -> None:
+def _check_repeated(files: Sequence[Path]) -> None:
     """Log files given twice, under one name or two; raise UserError if standard input is."""
     if files.count(STANDARD_INPUT) > 1:
         raise UserError("- is standard input, which can be read once only")

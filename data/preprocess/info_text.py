@@ -14,7 +14,7 @@ _NO_FIGURE = "-"
 _Group = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, heads, cells [head][line]
 
 
-def lines_of(info: Information) -> Iterator[str]:
+def format_lines(info: Information) -> Iterator[str]:
     """Iterate over the lines of a data set's summary."""
     found = info.found
     ids = f"{found.schema.rows:,} ids" + ", hashed" * info.hashed

@@ -95,7 +95,7 @@ class Input:
         if path.stat().st_size == 0:
             raise UserError(f"{path}: the file is empty")
         self.path, self.name = path, str(path)
-        self._codec = _codec_of(path)
+        self._codec = _read_codec(path)
         self._wanted = wanted
         with self._decompressed() as stream:
             start = stream.read(_MAGIC_BYTES)
@@ -114,7 +114,7 @@ class Input:
             if not self._archive:
                 yield stream
                 return
-            with self._reading(), _archive_of(stream) as archive:
+            with self._reading(), _open_archive(stream) as archive:
                 for member in archive:
                     if member.name == self._member:
                         yield Stream(archive.extractfile(member), self.name, stream.taken, after=stream)
@@ -152,7 +152,7 @@ class Input:
     def _find(self) -> str:
         """Return the name of the selected file in the archive."""
         names: list[str] = []
-        with self._decompressed() as stream, self._reading(), _archive_of(stream) as archive:
+        with self._decompressed() as stream, self._reading(), _open_archive(stream) as archive:
             for member in archive:
                 name = str(member.name)
                 base = name.rpartition("/")[2]
@@ -260,7 +260,7 @@ def is_empty(path: Path) -> bool:
             return False
 
 
-def _codec_of(path: Path) -> str | None:
+def _read_codec(path: Path) -> str | None:
     with path.open("rb") as file:
         return _codec(file.read(_MAGIC_BYTES), str(path))
 
@@ -300,7 +300,7 @@ def _reason(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _archive_of(stream: Any) -> tarfile.TarFile:
+def _open_archive(stream: Any) -> tarfile.TarFile:
     """Open a stream as an archive for sequential reading."""
     return tarfile.open(fileobj=stream, mode="r|")
 

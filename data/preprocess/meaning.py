@@ -39,10 +39,10 @@ def difference(there: Manifest, theirs: Path, here: Manifest, root: Path) -> str
             return f"other {what}{order}: {_shown(a)} there, {_shown(b)} here"
     if there.vocabulary is None or here.vocabulary is None:
         return None
-    return _other_ids(StoredVocabulary(theirs, there), StoredVocabulary(root, here))
+    return _compare_ids(StoredVocabulary(theirs, there), StoredVocabulary(root, here))
 
 
-def _other_ids(there: StoredVocabulary, here: StoredVocabulary) -> str | None:
+def _compare_ids(there: StoredVocabulary, here: StoredVocabulary) -> str | None:
     both = min(len(there.table), len(here.table))
     for start in range(0, both, _AT_ONCE):
         for name in ("field", "value"):

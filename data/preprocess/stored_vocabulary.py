@@ -57,7 +57,7 @@ class StoredVocabulary:
         chunks = [chunk.to_numpy() for chunk in self.table["count"].chunks]
         return chunks[0] if len(chunks) == 1 else np.concatenate([np.zeros(0, np.int64), *chunks])
 
-    def counts_of(self, space: Space) -> npt.NDArray[np.int64]:
+    def get_counts(self, space: Space) -> npt.NDArray[np.int64]:
         """Return the occurrences of each value of a space, int64 [values]; a view if the space has one segment."""
         pieces = [self.counts[first : first + size] for first, size in space.segments]
         return pieces[0] if len(pieces) == 1 else np.concatenate([np.zeros(0, np.int64), *pieces])
@@ -67,10 +67,10 @@ class StoredVocabulary:
         numbers = {name: i for i, name in enumerate(self._names)}
         start = 0
         for chunk in self.table["field"].chunks:
-            of_name = np.array([numbers.get(name, -1) for name in chunk.dictionary.to_pylist()], np.int64)
+            owners_by_code = np.array([numbers.get(name, -1) for name in chunk.dictionary.to_pylist()], np.int64)
             for begin in range(0, len(chunk), _MOST_IDS):
                 indices = chunk.indices.slice(begin, _MOST_IDS).to_numpy()
-                yield start + begin, of_name[indices]
+                yield start + begin, owners_by_code[indices]
             start += len(chunk)
 
     @cached_property

@@ -17,7 +17,7 @@ from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.columns import Positive, WrongValueError
 from hostdev.data.preprocess.comparing import is_after
 from hostdev.data.preprocess.delimited import DelimitedFile
-from hostdev.data.preprocess.files import ArrowTable, ParquetTable, Part, TableFile, format_of, is_table
+from hostdev.data.preprocess.files import ArrowTable, ParquetTable, Part, TableFile, find_format, is_table
 from hostdev.data.preprocess.folders import expand
 from hostdev.data.preprocess.forms import NUMBERS, PADDED, Written, each_form
 from hostdev.data.preprocess.inputs import Input, open_input
@@ -108,7 +108,7 @@ class Table:
 
     unit = "B"
     signed = True
-    text_of = None
+    format_keys = None
 
     def __init__(self, files: Sequence[Path], options: TableOptions) -> None:
         self._options = options
@@ -196,18 +196,18 @@ class Table:
         except pa.ArrowMemoryError:
             raise
         except pa.ArrowException as error:  # unforeseen
-            kind = short(file.type_of(name))
+            kind = short(file.get_type(name))
             raise UserError(
                 f"{file.input.name}, column {name!r}: its values, of type {kind}, cannot be read "
                 f"({short(error)}); write them as another type, such as text"
             ) from error
         if hashed:
-            texts_of, missing = None, dict.fromkeys(layout.spaces, int(hash_texts(*_NOTHING).view(np.int64)[0]))
+            by_space, missing = None, dict.fromkeys(layout.spaces, int(hash_texts(*_NOTHING).view(np.int64)[0]))
         else:
-            texts_of = {space: arrow.make_texts(*values.take(np.arange(len(values)))) for space, values in seen.items()}
+            by_space = {space: arrow.make_texts(*values.take(np.arange(len(values)))) for space, values in seen.items()}
             missing = {space: int(values.find(*_NOTHING)[0]) for space, values in seen.items()}
         return RawRows(
-            label, numbers, ids.T, tuple(bags), chunk.rejected, test, texts=texts_of, missing=missing, forms=forms
+            label, numbers, ids.T, tuple(bags), chunk.rejected, test, texts=by_space, missing=missing, forms=forms
         )
 
     def _forms(self, name: str, file: TableFile, codes: arrow.Codes | None, texts: pa.StringArray) -> frozenset[int]:
@@ -222,7 +222,7 @@ class Table:
         if LARGE_FLOAT in forms and TEXT not in forms:
             wrong = LARGE_FLOAT
         where = self._typed_numbers.get(self._owners.get(name, name))
-        if wrong is None and where and arrow.classify_type(_value_type(file.type_of(name))) == "text":
+        if wrong is None and where and arrow.classify_type(_value_type(file.get_type(name))) == "text":
             wrong = next((form for form in sorted(forms) if form in PADDED or WHOLE < form < FRACTION), None)
         if wrong is not None:
             number = int(np.flatnonzero(each == wrong)[0])
@@ -243,7 +243,7 @@ class Table:
         found = {}
         for file in reversed(self._files):
             for name in self._used:
-                if arrow.classify_type(of := _value_type(file.type_of(name))) == "number":
+                if arrow.classify_type(of := _value_type(file.get_type(name))) == "number":
                     found[self._owners.get(name, name)] = f"column {name!r} is {of} in {file.input.name}"
         return found
 
@@ -255,12 +255,12 @@ class Table:
         """
         found = {}
         for column in self.layout.columns:
-            of_files = forms.get(column.name, {})
+            by_file = forms.get(column.name, {})
             found[column.name] = Written(
-                frozenset().union(*of_files.values()),
-                tuple(dict.fromkeys(_type_name(file.type_of(column.name)) for file in self._files)),
+                frozenset().union(*by_file.values()),
+                tuple(dict.fromkeys(_type_name(file.get_type(column.name)) for file in self._files)),
             ).as_json()
-            some = {number: each & NUMBERS for number, each in of_files.items() if TEXT not in each}
+            some = {number: each & NUMBERS for number, each in by_file.items() if TEXT not in each}
             plain = next((number for number, each in some.items() if each == {INTEGER}), None)
             point = next((number for number, each in some.items() if WHOLE + 1 in each and INTEGER not in each), None)
             if plain is not None and point is not None:
@@ -289,13 +289,13 @@ class Table:
         for name in self._used:
             if file.names.count(name) > 1:
                 raise UserError(f"{file.input.name} has {file.names.count(name)} columns named {name!r}")
-            if reason := self._against(name, file.type_of(name)):
+            if reason := self._against(name, file.get_type(name)):
                 raise UserError(f"{file.input.name}, column {name!r}: {reason}")
             self._check_type(name, file)
 
     def _check_type(self, name: str, file: TableFile) -> None:
         """Raise UserError if the type differs from earlier files such that equal values would get different ids."""
-        found, options = file.type_of(name), self._options
+        found, options = file.get_type(name), self._options
         written = arrow.get_written_form(found)
         owner = self._owners.get(name, name)
         as_text = [*options.categorical, *(bag for bag, _ in options.bags), *(options.test_column or ())[:1]]
@@ -360,7 +360,7 @@ def _type_name(found: pa.DataType) -> str:
 def _open(path: Path, options: TableOptions) -> TableFile:
     """Open a file in the format that its first bytes show."""
     source = open_input(path)
-    found = format_of(source)
+    found = find_format(source)
     if found == "text":
         return DelimitedFile(source, columns=options.columns, delimiter=options.delimiter, quotes=options.quotes)
     for flag, given in (

@@ -34,8 +34,8 @@ _MARGIN = 1.03  # error margin of the estimates, see kernels/cardinality.py
 class _Integers:
     """The values of a space that are integers."""
 
-    def __init__(self, text_of: TextOf) -> None:
-        self._seen, self._text_of = Dictionary(), text_of
+    def __init__(self, format_keys: TextOf) -> None:
+        self._seen, self._format_keys = Dictionary(), format_keys
 
     @property
     def uses(self) -> Ids:
@@ -50,7 +50,7 @@ class _Integers:
 
     def texts(self, numbers: Ids) -> pa.Array:
         """Return the values with these numbers as text."""
-        return self._text_of(self._seen.keys[numbers])
+        return self._format_keys(self._seen.keys[numbers])
 
     def lengths(self, numbers: Ids) -> Ids:
         """Return the maximum number of bytes of each value's text."""
@@ -95,15 +95,15 @@ class Vocabulary:
 
     Args:
         threshold: None assigns no new ids.
-        text_of: Returns the texts of integer values; None if values are texts.
+        format_keys: Returns the texts of integer values; None if values are texts.
         earlier: Schema of an earlier data set whose ids are kept. Count its values first, with 0 uses, in id order.
     """
 
     def __init__(
-        self, threshold: int | None, layout: Layout, text_of: TextOf | None, earlier: Schema | None = None
+        self, threshold: int | None, layout: Layout, format_keys: TextOf | None, earlier: Schema | None = None
     ) -> None:
         self._threshold, self._layout, self._earlier = threshold, layout, earlier
-        self._values: list[Any] = [_Texts() if text_of is None else _Integers(text_of) for _ in layout.spaces]
+        self._values: list[Any] = [_Texts() if format_keys is None else _Integers(format_keys) for _ in layout.spaces]
         self._ids: list[Ids] = []
         fixed, dense = len(layout.dense) + len(layout.spaces), len(layout.dense)
         empty = tuple(Space(name, dense + i, fixed, 0) for i, name in enumerate(layout.spaces))
