@@ -214,9 +214,9 @@ def _encoded(
             numbers = IdMap(np.int64, expected=len(found))
             numbers.add(found)
         for i in mine:
-            of_column = positions if len(mine) == 1 else numbers.find(np.ascontiguousarray(columns[i]))
+            numbered = positions if len(mine) == 1 else numbers.find(np.ascontiguousarray(columns[i]))
             is_missing[i] = columns[i] == part.missing[space]
-            codes[i] = _narrow(of_column, len(found))
+            codes[i] = _narrow(numbered, len(found))
     return codes, is_missing, dictionaries
 
 

@@ -308,7 +308,7 @@ def large_float(shown: str) -> str:
     """Return the message for a float that may represent several integers."""
     return (
         f"{shown} is a float of 2^53 or more, which may stand for several whole numbers; write the column as "
-        "integers, or as text of such"
+        "integers, or as text of integers"
     )
 
 

@@ -20,7 +20,7 @@ from hostdev.kernels.dictionary import BYTES_A_VALUE, Dictionary
 from hostdev.kernels.strings import BYTES_A_TEXT, TextMap
 
 Ids = npt.NDArray[np.int64]
-TextOf = Callable[[Ids], pa.Array]
+FormatKeys = Callable[[Ids], pa.Array]
 
 _WRITTEN_AT_ONCE = 1 << 20  # rows per batch of the vocabulary's file
 _WRITTEN_BYTES = 1 << 28  # limit of the texts in a batch
@@ -34,7 +34,7 @@ _MARGIN = 1.03  # error margin of the estimates, see kernels/cardinality.py
 class _Integers:
     """The values of a space that are integers."""
 
-    def __init__(self, format_keys: TextOf) -> None:
+    def __init__(self, format_keys: FormatKeys) -> None:
         self._seen, self._format_keys = Dictionary(), format_keys
 
     @property
@@ -100,7 +100,7 @@ class Vocabulary:
     """
 
     def __init__(
-        self, threshold: int | None, layout: Layout, format_keys: TextOf | None, earlier: Schema | None = None
+        self, threshold: int | None, layout: Layout, format_keys: FormatKeys | None, earlier: Schema | None = None
     ) -> None:
         self._threshold, self._layout, self._earlier = threshold, layout, earlier
         self._values: list[Any] = [_Texts() if format_keys is None else _Integers(format_keys) for _ in layout.spaces]
@@ -131,9 +131,8 @@ class Vocabulary:
         spaces = []
         first = len(self._layout.dense) + len(self._values) if self._earlier is None else self._earlier.rows
         for number, (space, values) in enumerate(zip(self._begun, self._values, strict=True)):
-            ids = np.full(
-                len(values.uses) + 1, space.oov, np.int64
-            )  # the last element serves unseen values, found at -1
+            # The last element serves unseen values, which are found at -1.
+            ids = np.full(len(values.uses) + 1, space.oov, np.int64)
             done = size = 0
             for begin, count in space.segments:
                 ids[done : done + count] = np.arange(begin, begin + count)
