@@ -1,6 +1,6 @@
-"""python -m hostdev.advise: how large a cache is worth it on the user's own data, by simulating every policy."""
+"""python -m hostdev.advise: recommend a cache size for the user's data by simulating every policy."""
 
-if __name__ == "__main__":  # first of all, as imports take seconds: Ctrl-C ends these, too, with one line
+if __name__ == "__main__":  # before the slow imports, so that Ctrl-C during these prints one line, too
     from hostdev.core import cli
 
     raise SystemExit(cli.run_module("hostdev.commands.advise", "hostdev.advise"))
@@ -34,16 +34,22 @@ from hostdev.train.config import TrainConfig
 from hostdev.train.report import kind
 
 
-def tables_of(curves: Curves, memory: int, chosen: tuple[str, Point] | None) -> list[str]:
-    """Return three tables with a line per size: bytes, time of the host, hit rate; each beside its optimum."""
+def format_tables(curves: Curves, memory: int, chosen: tuple[str, Point] | None) -> list[str]:
+    """Format three tables with a line per size: bytes, host time and hit rate, each with its optimum."""
     first = curves[POLICIES[0]][0]
     blocks: list[tuple[str, str, Callable[[Point], str]]] = [
-        (f"MiB a step, both ways; without a cache {first.without / 2**20:.2f}", "least",
-         lambda point: f"{point.moved / 2**20:.2f}"),
-        (f"ms of the host in a step, plan included; without a cache {first.host_without * 1e3:.2f}", "least",
-         lambda point: f"{point.host * 1e3:.2f}"),
-        ("hit rate by uses", "most", lambda point: f"{point.total.hit_rate:.2%}"),
-    ]  # fmt: skip
+        (
+            f"MiB per step, both directions; without a cache {first.without / 2**20:.2f}",
+            "least",
+            lambda point: f"{point.moved / 2**20:.2f}",
+        ),
+        (
+            f"host ms per step, including the plan; without a cache {first.host_without * 1e3:.2f}",
+            "least",
+            lambda point: f"{point.host * 1e3:.2f}",
+        ),
+        ("hit rate of lookups", "most", lambda point: f"{point.total.hit_rate:.2%}"),
+    ]
     lines: list[str] = []
     for title, best, text in blocks:
         names = [best if name == OPTIMUM else name for name in curves]
@@ -63,7 +69,7 @@ def tables_of(curves: Curves, memory: int, chosen: tuple[str, Point] | None) -> 
 
 
 def draw(curves: Curves, memory: int, chosen: tuple[str, Point] | None, path: Path) -> None:
-    """Draw bytes, time of the host and misses by size; UserError where the file cannot be written."""
+    """Plot bytes, host time and misses by size; raise UserError if the file cannot be written."""
     figure = pictures.figure(15, 5.4)
     crossing, hosting, missing = figure.subplots(1, 3)
     for policy, points in curves.items():
@@ -74,14 +80,14 @@ def draw(curves: Curves, memory: int, chosen: tuple[str, Point] | None, path: Pa
         hosting.plot(sizes, [point.host * 1e3 for point in points], markersize=4, **style)
         missing.plot(sizes, [1 - point.total.hit_rate for point in points], markersize=4, **style)
     _percent_axis(missing, [1 - point.total.hit_rate for points in curves.values() for point in points])
-    missing.set(ylabel="misses, share of uses", title="Miss-ratio curve")
+    missing.set(ylabel="misses, share of lookups", title="Miss-ratio curve")
     first, largest = curves[POLICIES[0]][0], curves[POLICIES[0]][-1]
     crossing.axhline(first.without / 2**20, color="grey", linestyle=":", label="no cache")
-    crossing.set(ylabel="MiB a step, both ways", title="Rows to the device and back")
+    crossing.set(ylabel="MiB per step, both directions", title="Rows to the device and back")
     hosting.axhline(first.host_without * 1e3, color="grey", linestyle=":")
-    hosting.set(ylabel="ms a step", title="Time of the host, plan included")
+    hosting.set(ylabel="ms per step", title="Host time, including the plan")
     for axes in (crossing, hosting, missing):
-        axes.set(xlabel="cached rows, of all tables", xscale="log")
+        axes.set(xlabel="cached rows over all tables", xscale="log")
         named = axes is crossing
         if memory < largest.nbytes:
             name = f"{format_bytes(memory)} of device memory" if named else ""
@@ -92,19 +98,20 @@ def draw(curves: Curves, memory: int, chosen: tuple[str, Point] | None, path: Pa
         axes.grid(alpha=0.3)
     for axes in (crossing, hosting):
         axes.set_ylim(bottom=0)
-    figure.legend(loc="outside lower center", ncols=4, fontsize=9)  # over no line
+    figure.legend(loc="outside lower center", ncols=4, fontsize=9)  # outside the plots, so that it hides no line
     pictures.save(figure, path)
 
 
 def _percent_axis(axes: Any, shares: Sequence[float]) -> None:
-    """Scale an axis of shares: logarithmic with a label at 1, 2 and 5 of each power of ten, which never touch, or from
-    0 on where they are all about the same, or none.
+    """Scale an axis of shares: logarithmic, or linear from 0 if they are close together or one is 0.
+
+    The logarithmic axis has labels at 1, 2 and 5 times each power of ten, so that they never touch.
     """
     from matplotlib.ticker import LogLocator, NullFormatter, PercentFormatter
 
     decimals = None
     if min(shares) > 0 and max(shares) > 3 * min(shares):
-        decimals = max(0, -math.floor(math.log10(100 * min(shares))))  # as the least needs
+        decimals = max(0, -math.floor(math.log10(100 * min(shares))))  # enough for the least share
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_minor_formatter(NullFormatter())
@@ -114,7 +121,7 @@ def _percent_axis(axes: Any, shares: Sequence[float]) -> None:
 
 
 def advise(settings: TrainConfig, memory: int | None, window: int, out: Path) -> tuple[str, Point] | None:
-    """Simulate one pass over the training rows, print and draw what caches would do; return policy and sizes."""
+    """Simulate one pass over the training rows, print and plot the results, and return the recommended cache."""
     pictures.require_new(out)
     data = settings.data or lookalike.ensure()[0]
     found = manifest.read(data)
@@ -126,47 +133,55 @@ def advise(settings: TrainConfig, memory: int | None, window: int, out: Path) ->
     device = backend.select(settings.device)
     model = model_of(settings, found.schema)
     on_accelerator = backend.is_accelerator(device)
-    beside = _beside(model, next(reader.batches(size, seed=settings.seed, epoch=1)), dense=on_accelerator)
+    step_bytes = _estimate_step_bytes(
+        model, next(reader.batches(size, seed=settings.seed, epoch=1)), dense=on_accelerator
+    )
     if memory is None:
-        room = backend.get_cache_room(device, beside)
+        room = backend.get_cache_room(device, step_bytes)
         memory = available_bytes() if room is None else room
     bus = measure(device)
     curves = simulate(model, data, found, reader, size, seed=settings.seed, window=window, bus=bus, memory=memory)
-    first, whole = curves[POLICIES[0]][0], curves[POLICIES[0]][-1]
+    first, largest = curves[POLICIES[0]][0], curves[POLICIES[0]][-1]
     chosen = recommend(curves, memory)
     on_host = sum(spec.shape.nbytes(spec.rows) for spec in model.tables.values())
     fits = "" if on_host <= available_bytes() else f", but only {format_bytes(available_bytes())} are free"
-    print(f"data     {data}: {reader.rows:,} training rows in {reader.steps(size):,} batches of {size:,}, "
-          f"{found.schema.rows:,} ids")  # fmt: skip
-    print(f"tables   {tables_line(model.tables)}")
-    print(f"host     {format_bytes(on_host)} with slots{fits}")
-    print(f"device   {format_bytes(memory)} for the cache on {backend.describe(device)}; beside it "
-          f"{'the dense layers, their activations and ' * on_accelerator}the rows of the batches on their way, about "
-          f"{format_bytes(beside)}")  # fmt: skip
-    print(f"rates    {_rates(whole.groups, bus, on_accelerator)}")
+    print(
+        f"data     {data}: {reader.rows:,} training rows in {reader.steps(size):,} batches of {size:,}, "
+        f"{found.schema.rows:,} ids"
+    )
+    print(f"tables   {describe_tables(model.tables)}")
+    print(f"host     {format_bytes(on_host)} with optimizer state{fits}")
+    print(
+        f"device   {format_bytes(memory)} for the cache on {backend.describe(device)}, and about "
+        f"{format_bytes(step_bytes)} for {'the dense layers, their activations and ' * on_accelerator}the rows of "
+        "in-flight batches"
+    )
+    print(f"rates    {_rates(largest.groups, bus, on_accelerator)}")
     print(f"step     {first.unique:,.0f} unique rows\n")
-    print("\n".join(tables_of(curves, memory, chosen)))
+    print("\n".join(format_tables(curves, memory, chosen)))
     draw(curves, memory, chosen, out)
     print(f"\npicture  {out}")
     print(_advice(chosen))
     if not on_accelerator:
-        print("on this CPU there is nothing to win: the device's memory is the host's, and a cache costs its plan; the "
-              "figures are those of an accelerator")  # fmt: skip
+        print(
+            "a cache cannot help on this CPU: the device's memory is the host's, and planning is pure overhead; the "
+            "figures are those of an accelerator"
+        )
     return chosen
 
 
-def _beside(model: Model, batch: Batch, *, dense: bool) -> int:
-    """Return about the bytes that a step needs beside a cache: a batch's rows, both ways, and its `dense` layers."""
+def _estimate_step_bytes(model: Model, batch: Batch, *, dense: bool) -> int:
+    """Estimate the device bytes of a step without the cache: a batch's rows, both ways, and the `dense` layers."""
     needed = inputs = 0
     for group in (Group.of(model, names) for names in groups_of(model)):
         ids = ids_of(model, batch, group.names[0])
         needed += 2 * group.passing * len(unique(ids)[0])
-        inputs += len(ids) // len(batch) * group_dim(group)
-    return needed + dense_bytes(len(batch), inputs, hidden_layers(model)) if dense else needed
+        inputs += len(ids) // len(batch) * get_max_dim(group)
+    return needed + dense_bytes(len(batch), inputs, get_hidden_widths(model)) if dense else needed
 
 
 def advise_mesh(settings: TrainConfig, processes: int) -> None:
-    """Start the processes, or be one of them, and print which layouts of the model take how long."""
+    """Start the processes, or run as one of them, and print the time per step of each layout of the model."""
     from hostdev.train.layouts import advise_alone, advise_together
 
     settings = replace(settings, data=settings.data or lookalike.ensure()[0])
@@ -175,37 +190,37 @@ def advise_mesh(settings: TrainConfig, processes: int) -> None:
     advise_together(settings)
 
 
-def group_dim(group: Group) -> int:
-    """Return the columns of a group's widest table."""
+def get_max_dim(group: Group) -> int:
+    """Return the largest dim of a group's tables."""
     return max(table.dim for table in group.tables)
 
 
-def hidden_layers(model: Model) -> list[int]:
-    """Return the widths of a model's linear layers, but for those of a logit."""
+def get_hidden_widths(model: Model) -> list[int]:
+    """Return the widths of a model's linear layers, except those of a logit."""
     widths = [int(module.weight.shape[0]) for module in model.modules() if isinstance(module, nn.Linear)]
     return [width for width in widths if width > 1]
 
 
-def tables_line(tables: Mapping[str, TableSpec]) -> str:
-    """Return names, shapes and optimizers."""
+def describe_tables(tables: Mapping[str, TableSpec]) -> str:
+    """Format the tables' names, shapes and optimizers."""
     return ", ".join(f"{name} {spec.rows:,} x {spec.dim} ({kind(spec)})" for name, spec in sorted(tables.items()))
 
 
 def _rates(groups: Sequence[Group], bus: Bus, has_bus: bool) -> str:
-    """Return what was measured of the machine."""
-    of_group = [
-        f"{group.host.passed:.0f} ns of the host for a row"
-        f"{' of ' + ' and '.join(group.names) if len(groups) > 1 else ''} that passes by, {group.host.admitted:.0f} "
-        f"for one that enters, {group.host.evicted:.0f} that leaves"
+    """Format the measured rates of the machine."""
+    by_group = [
+        f"{group.host.passed:.0f} ns of host time for a bypassing row"
+        f"{' of ' + ' and '.join(group.names) if len(groups) > 1 else ''}, {group.host.admitted:.0f} "
+        f"for an admitted one, {group.host.evicted:.0f} for an evicted one"
         for group in groups
     ]
     over = f"{bus.down / 1e9:.1f} GB/s to the device, {bus.up / 1e9:.1f} back"
     if not has_bus:
-        over = f"{bus.down / 1e9:.1f} GB/s for copies in host memory, as here is no bus"
-    return "; ".join([*of_group, over])
+        over = f"{bus.down / 1e9:.1f} GB/s for copies in host memory, as there is no bus"
+    return "; ".join([*by_group, over])
 
 
 def _advice(chosen: tuple[str, Point] | None) -> str:
     if chosen is None:
-        return "advice   no cache: none of those that fit makes a step shorter"
+        return "advice   no cache: no size that fits makes a step shorter"
     return f"advice   {flags(chosen)}: {gains(chosen[1])}; {format_bytes(chosen[1].nbytes)} of device memory"

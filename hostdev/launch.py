@@ -1,6 +1,6 @@
 """python -m hostdev.launch: start this host's processes of a rank table, or check that all ranks reach each other."""
 
-if __name__ == "__main__":  # first of all, as the imports take seconds: Ctrl-C ends these, too, with one line
+if __name__ == "__main__":  # before the slow imports, so that Ctrl-C during these prints one line, too
     from hostdev.core import cli
 
     raise SystemExit(cli.run_module("hostdev.commands.launch", "hostdev.launch"))
@@ -27,7 +27,7 @@ _CHECKED_BYTES = 8 << 20
 
 
 def find_server(table: RankTable, wanted: str | None, path: Path) -> dict[str, Any]:
-    """Return the entry of this host."""
+    """Return this host's entry: `wanted`, the only one, or the one with an address or the name of this host."""
     names = [str(server["server_id"]) for server in table.servers]
     if wanted is not None:
         if wanted not in names:
@@ -35,51 +35,53 @@ def find_server(table: RankTable, wanted: str | None, path: Path) -> dict[str, A
         return table.servers[names.index(wanted)]
     if len(names) == 1:
         return table.servers[0]
-    here = {address.address for each in psutil.net_if_addrs().values() for address in each} | {socket.gethostname()}
-    found = [server for server in table.servers if {str(server["server_id"]), server.get("host_nic_ip")} & here]
+    addresses = {address.address for each in psutil.net_if_addrs().values() for address in each} | {
+        socket.gethostname()
+    }
+    found = [server for server in table.servers if {str(server["server_id"]), server.get("host_nic_ip")} & addresses]
     if len(found) != 1:
-        raise UserError(f"which server of {path} is this host? It has {', '.join(names)}; give --server ID")
+        raise UserError(f"{path} has the servers {', '.join(names)}; give --server ID to say which is this host")
     return found[0]
 
 
 def start(path: Path, table: RankTable, server: dict[str, Any], command: Sequence[str], folder: Path) -> int:
-    """Start a server's processes, each with a folder and a log, report failures at the end, and return the exit code.
+    """Start a server's processes, each with a folder and a log, wait for them, and return the exit code.
 
-    The output of rank 0 is shown, too, if it runs on this host.
+    The output of rank 0 is also printed if it runs on this host.
     """
     from hostdev.distributed.start import die_with_parent, wait_for
 
     with_python = command[0].startswith("-") or command[0].endswith(".py")
-    whole = [sys.executable, *command] if with_python else list(command)
+    full_command = [sys.executable, *command] if with_python else list(command)
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
-        raise UserError(f"--log-dir {folder} is there already; choose another") from None
+        raise UserError(f"--log-dir {folder} exists already; choose another folder") from None
     ranks = [int(device["rank_id"]) for device in server["device"]]
-    here = ", ".join(map(str, ranks))
-    print(f"{len(ranks)} of {table.ranks} ranks here ({server['server_id']}): {here}; logs in {folder}", flush=True)
+    listed = ", ".join(map(str, ranks))
+    print(f"{len(ranks)} of {table.ranks} ranks here ({server['server_id']}): {listed}; logs in {folder}", flush=True)
     processes, showing = [], []
     with contextlib.ExitStack() as files:
         for device in server["device"]:
             rank = int(device["rank_id"])
-            mine = folder / f"rank{rank}"
-            mine.mkdir()
-            own = {"RANK_TABLE_FILE": str(path.resolve()), "RANK_ID": str(rank)}
+            rank_folder = folder / f"rank{rank}"
+            rank_folder.mkdir()
+            variables = {"RANK_TABLE_FILE": str(path.resolve()), "RANK_ID": str(rank)}
             if "device_id" in device:
-                own["DEVICE_ID"] = str(device["device_id"])
-            lines = "".join(f"{name}={value}\n" for name, value in own.items())
-            (mine / "environment.txt").write_text(lines, errors="surrogateescape")
-            log = files.enter_context((mine / "output.log").open("wb"))
+                variables["DEVICE_ID"] = str(device["device_id"])
+            lines = "".join(f"{name}={value}\n" for name, value in variables.items())
+            (rank_folder / "environment.txt").write_text(lines, errors="surrogateescape")
+            log = files.enter_context((rank_folder / "output.log").open("wb"))
             try:
                 process = subprocess.Popen(
-                    whole,
-                    env={**os.environ, **own},
+                    full_command,
+                    env={**os.environ, **variables},
                     stdout=subprocess.PIPE if rank == 0 else log,
                     stderr=subprocess.STDOUT,
                     preexec_fn=die_with_parent if sys.platform == "linux" else None,
                 )
             except OSError as error:
-                raise UserError(f"{whole[0]} cannot be started: {error.strerror}") from None
+                raise UserError(f"{full_command[0]} cannot be started: {error.strerror}") from None
             processes.append(process)
             if rank == 0:
                 showing.append(threading.Thread(target=_show, args=(process.stdout, log), daemon=True))
@@ -110,12 +112,12 @@ def _show(output: Any, log: IO[bytes]) -> None:
 
 
 def check() -> int:
-    """Meet the other processes, send each some MiB, and print who they are and how long it took."""
+    """Connect to the other processes, send some MiB to each, and print the processes and the speeds."""
     from hostdev.distributed.rank_environment import find_rank_environment
 
-    place = find_rank_environment()
-    if place.alone:
-        raise UserError("there is one process only; start --check by torchrun, mpirun or --rank-table FILE --check")
+    env = find_rank_environment()
+    if env.alone:
+        raise UserError("--check needs several processes; start it by torchrun, mpirun or with --rank-table FILE")
     import hostdev.core.environment  # isort: skip  # noqa: F401  (before torch)
 
     import numpy as np
@@ -124,24 +126,24 @@ def check() -> int:
     from hostdev.distributed.process_group import Ranks
 
     def fault(rank: int, why: str) -> None:
-        write_stderr(f"{PROG}: error: rank {rank} of {place.ranks}: {why}")
+        write_stderr(f"{PROG}: error: rank {rank} of {env.ranks}: {why}")
         os._exit(2)
 
-    ranks = Ranks(place, fault)
+    ranks = Ranks(env, fault)
     name = np.frombuffer(f"{socket.gethostname()} pid {os.getpid()}".encode(), np.uint8)
     names = [each.tobytes().decode() for each in ranks.control.gather(name)]
     values = torch.zeros(_CHECKED_BYTES, dtype=torch.uint8)
-    times = np.zeros(place.ranks)
-    for other in range(place.ranks):  # one pair of neighbours in the ring after the other, all at once
-        give, take = [0] * place.ranks, [0] * place.ranks
-        give[(place.rank + other) % place.ranks] = len(values)
-        take[(place.rank - other) % place.ranks] = len(values)
+    times = np.zeros(env.ranks)
+    for other in range(env.ranks):  # in round `other`, each rank sends to the one `other` places further in the ring
+        give, take = [0] * env.ranks, [0] * env.ranks
+        give[(env.rank + other) % env.ranks] = len(values)
+        take[(env.rank - other) % env.ranks] = len(values)
         begin = time.perf_counter()
         ranks.control.all_to_all(values, give, take)
-        times[(place.rank + other) % place.ranks] = time.perf_counter() - begin
+        times[(env.rank + other) % env.ranks] = time.perf_counter() - begin
     all_times = ranks.control.gather(times)
-    if place.rank == 0:
-        print(f"{place.ranks} processes have met at {place.address}:{place.port}, and each has reached each")
+    if env.rank == 0:
+        print(f"{env.ranks} processes met at {env.address}:{env.port}, and each reached all others")
         for rank, (who, each) in enumerate(zip(names, all_times, strict=True)):
             speeds = [_CHECKED_BYTES / seconds / 1e6 for other, seconds in enumerate(each) if other != rank]
             print(f"rank {rank}: {who}, {min(speeds):,.0f} to {max(speeds):,.0f} MB/s to the others")

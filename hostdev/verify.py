@@ -1,6 +1,6 @@
 """python -m hostdev.verify: train a few steps in every mode on the user's data, and compare all bits of every step."""
 
-if __name__ == "__main__":  # first of all, as imports take seconds: Ctrl-C ends these, too, with one line
+if __name__ == "__main__":  # before the slow imports, so that Ctrl-C during these prints one line, too
     from hostdev.core import cli
 
     raise SystemExit(cli.run_module("hostdev.commands.verify", "hostdev.verify"))
@@ -45,19 +45,19 @@ from hostdev.train.staged import inputs_like
 from hostdev.train.trainer import Trainer
 
 DEPTHS = (1, 2, 4)
-_FAULT_SECONDS = 0.03  # by which an update is held up, so that a lookup that does not wait for it comes before it
+_FAULT_SECONDS = 0.03  # delay of an update, so that a lookup that does not wait for it overtakes it
 
 Hashes = npt.NDArray[np.uint64]
-Step = dict[str, tuple[npt.NDArray[Any], Hashes]]  # by tensor: ids of rows, in no order, and a hash of each row
+Step = dict[str, tuple[npt.NDArray[Any], Hashes]]  # by tensor: ids of rows, unordered, and a hash of each row
 
 
 class Mode(NamedTuple):
-    """One way to train."""
+    """A training mode."""
 
     host_device_mix: bool
     depth: int
     threads: int
-    cache: str | None = None  # the share of rows; "some": another one for each group, and none for the first
+    cache: str | None = None  # share of the rows; "some": a different share for each group, no cache for the first
     policy: str = "lookahead"
 
     def __str__(self) -> str:
@@ -68,9 +68,7 @@ class Mode(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What a run left behind: per step, each tensor's ids of rows, and a hash of each row; the losses; the digest; and
-    the dense layers' weights at the end.
-    """
+    """The record of a run; `weights` are the dense layers' at the end."""
 
     steps: list[Step]
     losses: list[tuple[float, ...]]
@@ -79,7 +77,7 @@ class Record(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """The first place in which two runs differ."""
+    """The first difference of two runs."""
 
     step: int
     tensor: str
@@ -91,7 +89,7 @@ class Difference(NamedTuple):
 
 
 def modes(threads: int, groups: int = 1) -> Iterator[Mode]:
-    """Yield the ways to train a model with so many groups of tables, the reference first."""
+    """Iterate over the modes for a model with `groups` groups of tables, the reference first."""
     yield Mode(True, 0, threads)
     if threads > 1:
         yield Mode(True, 0, 1)
@@ -117,7 +115,7 @@ def modes(threads: int, groups: int = 1) -> Iterator[Mode]:
 
 
 def caches(mode: Mode, model: Model, batches: Sequence[Batch]) -> dict[str, CacheSpec] | None:
-    """Return the cache of each group in a mode."""
+    """Return a mode's cache for each group; None without caches."""
     if mode.cache is None:
         return None
     specs = {}
@@ -133,44 +131,61 @@ def caches(mode: Mode, model: Model, batches: Sequence[Batch]) -> dict[str, Cach
 
 
 def train(
-    settings: TrainConfig, mode: Mode, batches: Sequence[Batch], schema: Schema, broken: int | None,
-    micro_batches: int = 1, ranks: Ranks | None = None, layout: Layout | None = None,
-) -> Record:  # fmt: skip
-    """Train on batches, or with other ranks on this one's parts of them, and record every step, of the rows here.
+    settings: TrainConfig,
+    mode: Mode,
+    batches: Sequence[Batch],
+    schema: Schema,
+    faulty_group: int | None,
+    micro_batches: int = 1,
+    ranks: Ranks | None = None,
+    layout: Layout | None = None,
+) -> Record:
+    """Train on batches and record every step; with `ranks`, on this rank's part of each batch, and record its rows.
 
-    broken  a group whose reads do not wait for the updates of earlier batches: what is to be caught
-    layout  how the ranks share out the network, where they have parts of it
+    Args:
+        faulty_group: Number of a group whose reads do not wait for updates by earlier batches, the injected fault.
+        layout: The distribution of the network over the ranks, if they have parts of it.
     """
     set_host_threads(mode.threads)
     record = Record([{} for _ in batches], [], "")
-    ids_here: list[Any] = []  # of the rows of each group; None where all are
-    names: list[list[Any]] = []  # of the tables, by group; the trainer itself would be kept by what it calls
+    local_ids: list[Any] = []  # ids of the rows here, by group; None for all rows
+    names: list[list[Any]] = []  # (table, state names) by group; `after_update` must not keep the trainer alive
     seed_torch(settings.seed)
     model = model_of(settings, schema)
 
     def after_update(number: int, group: int, ids: Any, places: list[tuple[Any, Any]]) -> None:
-        if ids_here[group] is not None:
-            ids = ids_here[group][ids]
-        for (name, slots), (block, at) in zip(names[group], places, strict=True):
-            _add_rows(record.steps[number - 1], name, slots, ids, block, at)
+        if local_ids[group] is not None:
+            ids = local_ids[group][ids]
+        for (name, states), (block, at) in zip(names[group], places, strict=True):
+            _add_rows(record.steps[number - 1], name, states, ids, block, at)
 
-    def hold_up(stage: str, number: int) -> None:
+    def delay(stage: str, number: int) -> None:
         if stage == "update":
             time.sleep(_FAULT_SECONDS)
 
     hooks = PipelineHooks(after_update=after_update)
-    if broken is not None:
-        hooks = PipelineHooks(after_update=after_update, ignore_hazards=[broken], before_stage=hold_up)
+    if faulty_group is not None:
+        hooks = PipelineHooks(after_update=after_update, ignore_hazards=[faulty_group], before_stage=delay)
     trainer = Trainer(
-        model, host_device_mix=mode.host_device_mix, device=backend.select(settings.device), l2=settings.l2,
-        precision=settings.precision, seed=settings.seed, lr=settings.lr, depth=mode.depth,
-        cache=caches(mode, model, batches), hooks=hooks, micro_batches=micro_batches, ranks=ranks,
-        layout=layout, sample=batches[0],
-    )  # fmt: skip
+        model,
+        host_device_mix=mode.host_device_mix,
+        device=backend.select(settings.device),
+        l2=settings.l2,
+        precision=settings.precision,
+        seed=settings.seed,
+        lr=settings.lr,
+        depth=mode.depth,
+        cache=caches(mode, model, batches),
+        hooks=hooks,
+        micro_batches=micro_batches,
+        ranks=ranks,
+        layout=layout,
+        sample=batches[0],
+    )
     for group in trainer.runtime.group_specs:
         names.append([(table.name, ["weights", *table.slots]) for table in group.tables])
         table = group.tables[0]
-        ids_here.append(None if ranks is None else table.ids(0, table.rows))  # type: ignore[union-attr]
+        local_ids.append(None if ranks is None else table.ids(0, table.rows))  # type: ignore[union-attr]
     with bar(len(batches), str(mode), "step") as progress:
         for number, result in enumerate(trainer.train(batches)):
             record.losses.append(tuple(result.value))
@@ -182,29 +197,29 @@ def train(
 
 
 def _count(model: Model, batches: Sequence[Batch], table: str) -> npt.NDArray[np.int64]:
-    """How often each row of a table is used."""
+    """Count the occurrences of each row of a table."""
     counts = np.zeros(model.tables[table].rows, np.int64)
     for batch in batches:
         counts += np.bincount(ids_of(model, batch, table), minlength=len(counts))
     return counts
 
 
-def _add_rows(step: Step, table: str, slots: Sequence[str], ids: Any, block: Any, at: Any) -> None:
-    """Add rows' hashes to a step's: some are on the host, others in a cache."""
+def _add_rows(step: Step, table: str, states: Sequence[str], ids: Any, block: Any, at: Any) -> None:
+    """Add the hashes of rows, on the host or in a cache, to those of a step."""
     if isinstance(block, torch.Tensor):
         block = block.index_select(0, at.to(block.device)).cpu().numpy()
         at = identity(len(block))
     if isinstance(ids, torch.Tensor):
         ids = ids.cpu().numpy()
     hashes = hash_rows(block, at)
-    for i, name in enumerate(slots[: hashes.shape[1]]):  # slots of one value a row are in the digest alone
+    for i, name in enumerate(states[: hashes.shape[1]]):  # the digest alone covers per-row scalar state
         key = f"{table}/{name}"
         before = step.get(key, (ids[:0], hashes[:0, i]))
         step[key] = (np.concatenate([before[0], ids]), np.concatenate([before[1], hashes[:, i]]))
 
 
 def _hash_dense(dense: DenseState) -> Step:
-    """Return the hashes of a dense side's rows; none where another rank has brought it together."""
+    """Return the hashes of the rows of the dense tensors; empty if another rank gathered the state."""
     tensors: Step = {}
     for name, value, _ in dense_arrays(dense):
         rows = value.float().cpu().numpy().reshape(value.shape[0] if value.ndim else 1, 1, -1)
@@ -214,10 +229,10 @@ def _hash_dense(dense: DenseState) -> Step:
 
 
 def compare(reference: Record, other: Record) -> Difference | None:
-    """Return the first step, tensor and row in which another run differs; None if there is none."""
+    """Return the first step, tensor and row in which another run differs; None if it is equal."""
     for step, (ours, theirs) in enumerate(zip(reference.steps, other.steps, strict=True), 1):
-        for tensor in sorted(ours, key=_is_dense):  # the rows that a fault begins with before what comes of it
-            (ids, hashes), (their_ids, their_hashes) = _in_order(ours[tensor]), _in_order(theirs[tensor])
+        for tensor in sorted(ours, key=_is_dense):  # tables before dense layers: a fault begins in rows
+            (ids, hashes), (their_ids, their_hashes) = _sort_rows(ours[tensor]), _sort_rows(theirs[tensor])
             wrong = np.flatnonzero(hashes != their_hashes) if np.array_equal(ids, their_ids) else identity(1)
             if len(wrong):
                 return Difference(step, tensor, int(ids[wrong[0]]))
@@ -232,49 +247,60 @@ def _is_dense(tensor: str) -> bool:
     return tensor.startswith("dense/")
 
 
-def _in_order(rows: tuple[npt.NDArray[Any], Hashes]) -> tuple[npt.NDArray[Any], Hashes]:
+def _sort_rows(rows: tuple[npt.NDArray[Any], Hashes]) -> tuple[npt.NDArray[Any], Hashes]:
     order = np.argsort(rows[0], kind="stable")
     return rows[0][order], rows[1][order]
 
 
-def size_of(settings: TrainConfig, reader: ShardReader, steps: int) -> int:
-    """Return the rows of a step."""
+def get_batch_size(settings: TrainConfig, reader: ShardReader, steps: int) -> int:
+    """Return the number of samples of a step."""
     reader.require(settings.batch_size or 1)
     return settings.batch_size or min(config.REFERENCE_BATCH_SIZE, -(-reader.rows // steps))
 
 
-def batches_of(reader: ShardReader, size: int, seed: int, steps: int, part: tuple[int, int] = (0, 1)) -> list[Batch]:
-    """Return the batches of so many steps, or parts of them."""
+def read_batches(reader: ShardReader, size: int, seed: int, steps: int, part: tuple[int, int] = (0, 1)) -> list[Batch]:
+    """Read the batches of `steps` steps, or a part (number, count) of each."""
     epochs = (reader.batches(size, seed=seed, epoch=epoch, part=part) for epoch in itertools.count(1))
     return list(itertools.islice(itertools.chain.from_iterable(epochs), steps))
 
 
 def verify(
-    settings: TrainConfig, steps: int, *, fault: bool, report: Callable[[str], None] = print,
-    meshes: Sequence[Mesh] = (), layout: Layout | None = None, micro_batches: int = 1,
-) -> list[int]:  # fmt: skip
-    """Train in every mode and report how each compares with the serial run.
+    settings: TrainConfig,
+    steps: int,
+    *,
+    fault: bool,
+    report: Callable[[str], None] = print,
+    meshes: Sequence[Mesh] = (),
+    layout: Layout | None = None,
+    micro_batches: int = 1,
+) -> list[int]:
+    """Train in every mode and compare each with the serial run.
 
-    meshes   of processes, which share out so many micro-batches: to be compared with one process
-    layout   of the network on those that share it out, too
-    fault    break the rule that a batch sees a row only after every earlier batch's update of it, in each group in turn
-    returns  how many modes differ; with faults, of each group
+    Args:
+        fault: In each group in turn, let batches read rows before the updates by earlier batches.
+        meshes: Meshes of processes, which share `micro_batches`, to compare with one process.
+        layout: The distribution of the network over meshes that share it.
+
+    Returns:
+        The number of modes that differ; with `fault`, one number for each group.
     """
     data = settings.data or lookalike.ensure()[0]
     found = manifest.read(data)
     reader = ShardReader(data, found, "train", shuffle_window=settings.shuffle_window)
-    size = size_of(settings, reader, steps)
+    size = get_batch_size(settings, reader, steps)
     device = device_of(settings.device, tf32=settings.tf32)
-    batches = batches_of(reader, size, settings.seed, steps)
+    batches = read_batches(reader, size, settings.seed, steps)
     model = model_of(settings, found.schema)
-    laid_out = [(mesh, layout_on(mesh, layout or Layout(), model, batches[0])) for mesh in meshes]
+    placed = [(mesh, adapt_layout(mesh, layout or Layout(), model, batches[0])) for mesh in meshes]
     groups, dims = groups_of(model), sorted({spec.dim for spec in vector_tables(model).values()})
-    report(f"data     {data}: {steps} steps of {size:,} rows, {found.schema.rows:,} ids")
+    report(f"data     {data}: {steps} steps of {size:,} samples, {found.schema.rows:,} ids")
     report(f"model    {settings.model}: " + "; ".join(" and ".join(tables) for tables in groups))
-    report(f"dense    {settings.arithmetic} on {backend.describe(device)}; D = {', '.join(map(str, dims))}, "
-           f"l2 {settings.l2}\n")  # fmt: skip
+    report(
+        f"dense    {settings.arithmetic} on {backend.describe(device)}; D = {', '.join(map(str, dims))}, "
+        f"l2 {settings.l2}\n"
+    )
     if settings.l2 == "table":
-        report("--l2 table does not go with a cache: no mode with one is run\n")
+        report("--l2 table cannot be used with a cache: modes with a cache are skipped\n")
     report(f"{'tables':<14}{'pipeline':<10}{'':<37}state_sha256")
     ways = list(modes(settings.host_threads or host_threads(), len(groups)))
     reference, *others = [mode for mode in ways if mode.cache is None or settings.l2 != "table"]
@@ -285,7 +311,7 @@ def verify(
         if meshes:
             from hostdev.verify_processes import compare_meshes
 
-            different[0] += compare_meshes(settings, reference, batches, found.schema, laid_out, micro_batches, report)
+            different[0] += compare_meshes(settings, reference, batches, found.schema, placed, micro_batches, report)
         return different
     overlapped = [mode for mode in others if mode.host_device_mix and mode.depth]
     different = []
@@ -296,8 +322,11 @@ def verify(
     return different
 
 
-def layout_on(mesh: Mesh, layout: Layout, model: Model, sample: Batch) -> Layout:
-    """Return what of a layout is about a mesh, layers in pairs where it has no plan; UserError if it does not fit."""
+def adapt_layout(mesh: Mesh, layout: Layout, model: Model, sample: Batch) -> Layout:
+    """Return the parts of a layout that a mesh uses; the default plan slices layers in pairs.
+
+    Raises UserError if the model cannot be laid out so.
+    """
     inputs = partial(inputs_like, model, sample, None)
     plan = layout.plan
     if mesh.model > 1 and not plan:
@@ -314,15 +343,20 @@ def layout_on(mesh: Mesh, layout: Layout, model: Model, sample: Batch) -> Layout
 
 
 def _compare_all(
-    settings: TrainConfig, ways: Sequence[Mode], batches: Sequence[Batch], schema: Schema, broken: int | None,
-    expected: Record, report: Callable[[str], None],
-) -> int:  # fmt: skip
-    """Train in these modes, report how each compares, and return how many differ."""
+    settings: TrainConfig,
+    ways: Sequence[Mode],
+    batches: Sequence[Batch],
+    schema: Schema,
+    faulty_group: int | None,
+    expected: Record,
+    report: Callable[[str], None],
+) -> int:
+    """Train in these modes, report the comparisons, and return the number of modes that differ."""
     different = 0
     for mode in ways:
-        gc.collect()  # torch's first steps leave frames behind, which keep tables; there are up to 16 modes
+        gc.collect()  # torch's first steps leave frames that keep tables; there are up to 16 modes
         try:
-            record = train(settings, mode, batches, schema, broken)
+            record = train(settings, mode, batches, schema, faulty_group)
         except CacheTooLargeError as error:
             report(f"{mode!s}not run: {error}")
             continue

@@ -1,4 +1,4 @@
-"""Several processes against one: each trains its part and records it, and the records together are compared."""
+"""Comparison of several processes with one: each trains its part and records it, and the merged record is compared."""
 
 if __name__ == "__main__":
     from hostdev.core import cli
@@ -29,21 +29,26 @@ from hostdev.distributed.start import start_processes, wait_for
 from hostdev.parallel.layout import Layout
 from hostdev.train.build import device_of
 from hostdev.train.config import TrainConfig, to_flags
-from hostdev.verify import Mode, Record, batches_of, compare, size_of, train
+from hostdev.verify import Mode, Record, compare, get_batch_size, read_batches, train
 
-_MODULE = "hostdev.verify_processes"  # that its processes run
+_MODULE = "hostdev.verify_processes"  # run by the processes
 _WAYS = ((0, None), (2, None), (2, "10%"))  # depth, cache
-_TOLERANCE = 1e-5  # relative, of the losses of sliced layers, whose sums are of another order
-_WEIGHTS = 1e-4  # and of what the dense layers have learned: of the norm of their weights
+_TOLERANCE = 1e-5  # relative, for losses with sliced layers, whose sums have another order
+_WEIGHTS = 1e-4  # relative to the norm of the dense layers' weights at the end
 
 
 def compare_meshes(
-    settings: TrainConfig, reference: Mode, batches: Sequence[Batch], schema: Schema,
-    meshes: Sequence[tuple[Mesh, Layout]], micro_batches: int, report: Callable[[str], None],
-) -> int:  # fmt: skip
-    """Train with each mesh of processes, report how each compares with one, and return how many differ."""
+    settings: TrainConfig,
+    reference: Mode,
+    batches: Sequence[Batch],
+    schema: Schema,
+    meshes: Sequence[tuple[Mesh, Layout]],
+    micro_batches: int,
+    report: Callable[[str], None],
+) -> int:
+    """Train with each mesh, report the comparisons with one process, and return the number that differ."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as several processes do: some bits of a sum depend on it
+    torch.set_num_threads(1)  # as in the processes: some bits of a sum depend on it
     try:
         expected = train(settings, reference, batches, schema, None, micro_batches)
     finally:
@@ -52,12 +57,12 @@ def compare_meshes(
     different = 0
     for mesh, layout in meshes:
         for depth, cache in _WAYS:
-            record = _of_processes(settings, mesh, layout, Mode(True, depth, 1, cache), len(batches), micro_batches)
+            record = _train_processes(settings, mesh, layout, Mode(True, depth, 1, cache), len(batches), micro_batches)
             if mesh.model == 1:
                 found = compare(expected, record)
                 wrong, says = found is not None, str(found or "equal")
             else:
-                wrong, says = _near(expected, record)
+                wrong, says = _compare_by_tolerance(expected, record)
             different += wrong
             what = f"depth {depth}" + (f", cache {cache}" if cache else "")
             who = f"{mesh.size} processes" if mesh.data == mesh.size else str(mesh)
@@ -65,8 +70,8 @@ def compare_meshes(
     return different
 
 
-def _near(expected: Record, record: Record) -> tuple[bool, str]:
-    """Tell whether sliced layers have come too far away, and in words how far."""
+def _compare_by_tolerance(expected: Record, record: Record) -> tuple[bool, str]:
+    """Return whether a run with sliced layers exceeds the tolerance, and the distances as text."""
     losses, theirs = np.array(expected.losses), np.array(record.losses)
     far = float(np.max(np.abs(losses - theirs) / np.abs(losses)))
     apart = sum(float(np.sum((value - record.weights[name]) ** 2.0)) for name, value in expected.weights.items())
@@ -77,32 +82,32 @@ def _near(expected: Record, record: Record) -> tuple[bool, str]:
     return wrong, f"{how}: losses {far:.1e} (up to {_TOLERANCE:g}), weights {weights:.1e} (up to {_WEIGHTS:g})"
 
 
-def _of_processes(
+def _train_processes(
     settings: TrainConfig, mesh: Mesh, layout: Layout, mode: Mode, steps: int, micro_batches: int
-) -> Record:  # fmt: skip
+) -> Record:
     with tempfile.TemporaryDirectory() as folder:
-        more = [str(steps), str(micro_batches), str(mode.depth), mode.cache or "", folder, str(mesh),
-                json.dumps(layout)]  # fmt: skip
+        more = [*map(str, (steps, micro_batches, mode.depth)), mode.cache or "", folder, str(mesh), json.dumps(layout)]
         output = Path(folder) / "output.log"
         with output.open("wb") as log:
             command = [sys.executable, "-m", _MODULE, *more, *to_flags(settings)]
             code = wait_for(start_processes(mesh.size, command, stdout=log, stderr=subprocess.STDOUT))
         if code:
             lines = output.read_text(errors="replace").strip().splitlines()
-            raise UserError(f"{mesh.size} processes have failed: {lines[-1] if lines else f'exit code {code}'}")
-        return _joined([Path(folder) / f"{rank}.npz" for rank in range(mesh.size)], steps)
+            raise UserError(f"{mesh.size} processes failed: {lines[-1] if lines else f'exit code {code}'}")
+        return _merge([Path(folder) / f"{rank}.npz" for rank in range(mesh.size)], steps)
 
 
-def _joined(files: Sequence[Path], steps: int) -> Record:
-    """Return what the ranks have recorded as one."""
+def _merge(files: Sequence[Path], steps: int) -> Record:
+    """Merge the records of the ranks."""
     record = Record([{} for _ in range(steps)], [], "")
     for rank, file in enumerate(files):
         with np.load(file) as held:
             if rank == 0:
                 record = record._replace(
-                    digest=str(held["digest"]), losses=[tuple(each) for each in held["losses"].tolist()],
+                    digest=str(held["digest"]),
+                    losses=[tuple(each) for each in held["losses"].tolist()],
                     weights={key.partition("|")[2]: held[key] for key in held.files if key.startswith("weights|")},
-                )  # fmt: skip
+                )
             for key in held.files:
                 what, _, rest = key.partition("|")
                 if what != "ids":
@@ -118,14 +123,10 @@ def _joined(files: Sequence[Path], steps: int) -> Record:
     return record
 
 
-def take_part(
+def run_rank(
     settings: TrainConfig, steps: int, micro_batches: int, mode: Mode, mesh: str, layout: str, folder: Path
 ) -> None:
-    """Be one of several processes, and write down what it has trained.
-
-    layout  JSON: the arguments of `Layout`
-    folder  where the record goes, `RANK.npz`
-    """
+    """Train as one of several processes and write the record to `folder`/RANK.npz; `layout` is JSON."""
     with join(mesh) as ranks:
         assert ranks is not None
         how = Layout(*json.loads(layout)) if ranks.has_parts else None
@@ -146,5 +147,5 @@ def _record(
     found = manifest.read(data)
     reader = ShardReader(data, found, "train", shuffle_window=settings.shuffle_window)
     device_of(settings.device, tf32=settings.tf32)
-    batches = batches_of(reader, size_of(settings, reader, steps), settings.seed, steps, ranks.share())
+    batches = read_batches(reader, get_batch_size(settings, reader, steps), settings.seed, steps, ranks.share())
     return train(settings, mode, batches, found.schema, None, micro_batches, ranks, layout)

@@ -61,8 +61,8 @@ def test_the_table_the_picture_and_the_advice(advised, small_data, tmp_path):
     for table in (moved, host):
         for before, after in itertools.pairwise(table):
             assert after[-1] <= before[-1]
-    rates = r"\d+ ns of the host for a row that passes by, \d+ for one that enters, \d+ that leaves"
-    assert re.search(rf"^rates    {rates}; [\d.]+ GB/s for copies in host memory, as here is no bus$", out, re.M)
+    rates = r"\d+ ns of host time for a bypassing row, \d+ for an admitted one, \d+ for an evicted one"
+    assert re.search(rf"^rates    {rates}; [\d.]+ GB/s for copies in host memory, as there is no bus$", out, re.M)
     assert out.count("<- recommended: ") == 3
     gains = r"[\d.]+ MiB a step instead of [\d.]+, [\d.]+ ms of the host instead of [\d.]+, [\d.]+% of lookups hit"
     assert re.search(rf"^advice   --cache-rows \d+(?: --cache-policy \w+)?: {gains}; ", out, re.M)
@@ -76,9 +76,9 @@ def test_what_does_not_fit_is_not_recommended(advised, small_data):
     assert "does not fit" in out
     recommended = re.search(r"--cache-rows (\d+)", out)
     assert int(recommended[1]) * 4 * (3 * 80 + 3) <= 20 * 1024
-    assert "on this CPU there is nothing to win" in out
+    assert "a cache cannot help on this CPU" in out
     code, out, _ = advised("--data", small_data, "--batch-size", 200, "--memory", "1", "--out", "y.png")
-    assert "no cache: none of those that fit makes a step shorter" in out
+    assert "no cache: no size that fits makes a step shorter" in out
 
 
 def test_an_accelerators_memory_is_not_all_for_the_cache(advised, small_data, monkeypatch):
@@ -87,11 +87,13 @@ def test_an_accelerators_memory_is_not_all_for_the_cache(advised, small_data, mo
     monkeypatch.setattr(backend, "free_bytes", lambda device: free)
     options = "--data", small_data, "--batch-size", 200, "--emb-dim", 16
     _, out, _ = advised(*options)
-    assert "device   2.0 GiB for the cache on cpu; beside it the rows of the batches on their way, about" in out
+    assert re.search(
+        r"device   2.0 GiB for the cache on cpu, and about [\d.]+ \w+ for the rows of in-flight batches$", out, re.M
+    )
     monkeypatch.setattr(backend, "is_accelerator", lambda device: True)
     _, out, _ = advised(*options, "--out", "other.png")
-    beside = "the dense layers, their activations and the rows of the batches on their way"
-    found = re.search(rf"device   ([\d.]+) GiB for the cache on cpu; beside it {beside}, about ([\d.]+) MiB", out)
+    rest = "the dense layers, their activations and the rows of in-flight batches"
+    found = re.search(rf"device   ([\d.]+) GiB for the cache on cpu, and about ([\d.]+) MiB for {rest}", out)
     assert float(found[1]) == pytest.approx(2 * 0.875 - float(found[2]) / 1024, abs=0.06)
     assert float(found[2]) > 20
 
@@ -329,8 +331,8 @@ def test_a_mesh_for_two_processes(tmp_path, small_data):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--mesh", 1], "--mesh is a number of processes of 2 or more, not 1"),
-        (["--mesh", 2, "--memory", "1GiB"], "--memory is about caches, and has no effect with --mesh"),
+        (["--mesh", 1], "--mesh must be 2 or more processes, not 1"),
+        (["--mesh", 2, "--memory", "1GiB"], "--memory is for caches and has no effect with --mesh"),
         (["--mesh", 2, "--shuffle-window", 2], "--shuffle-window has no effect with --mesh"),
         (["--micro-batches", 4], "--micro-batches has no effect without --mesh"),
         (["--mesh", 2, "--plan", "deep.99=colwise"], "--plan deep.99=colwise: no layer has such a name"),

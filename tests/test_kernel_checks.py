@@ -21,7 +21,7 @@ COVERED = "hostdev.checkpoint.ranges:require_covered"
 SHARDS = "hostdev.data.shard_files:ShardFiles.open"  # ids and lists in a data set
 ARROW = "hostdev.core.arrow_files:read_table"  # offsets of texts, indices of dictionaries
 TEXTS = "hostdev.data.preprocess.columns:as_text"  # what a program or a file gives, in Arrow
-JOURNAL = "hostdev.data.preprocess.build:_intact"  # pieces that an earlier process has written
+JOURNAL = "hostdev.data.preprocess.build:_count_intact"  # pieces that an earlier process has written
 OWN = ""  # no value from outside is an index: they are the module's own, or are hashed into a range first
 
 CHECKS = {

@@ -1,5 +1,5 @@
-"""Any table, Criteo text, or a synthetic look-alike, to Arrow shards; imported as hostdev.data.preprocess.
+"""Conversion of tables, Criteo text and synthetic rows to Arrow shards; imported as hostdev.data.preprocess.
 
-The way of a row: table (files, delimited, columns), criteo or synthetic -> raw -> split, vocabulary and dense (first
-pass) -> shards (second pass).
+Rows pass through table (files, delimited, columns), criteo or synthetic, then raw, then the first pass (test split,
+vocabulary, scaling), then the second pass (shards).
 """

@@ -1,7 +1,4 @@
-"""python -m hostdev.data.preprocess table|criteo|synthetic: any table, Criteo text or a look-alike to Arrow shards.
-
-And check|info: whether a data set is whole, and what is in it.
-"""
+"""python -m hostdev.data.preprocess table|criteo|synthetic|check|info: make, check or summarize Arrow shards."""
 
 if __name__ == "__main__":
     from hostdev.core import cli

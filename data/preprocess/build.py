@@ -1,7 +1,7 @@
-"""A data set from a source in two passes: learn from the training rows, then encode all rows into shards.
+"""Build a data set in two passes: learn from the training rows, then encode all rows into shards.
 
-The source is read once: the first pass parses it into pieces on disk, which the second reads. What is finished stays if
-the process ends, and the same command goes on from there; the result depends on the rows and the options alone.
+The source is read once: the first pass parses it into pieces on disk, which the second reads. If the process ends,
+finished work is kept and the same command resumes there. The result depends on the rows and the options alone.
 """
 
 import json
@@ -20,7 +20,7 @@ from hostdev.data import schema as schemas
 from hostdev.data.manifest import REJECTED_FILE, Manifest, Shard
 from hostdev.data.manifest_values import check_scaling
 from hostdev.data.preprocess import second_pass
-from hostdev.data.preprocess.dense import Scaling, fixed_scaling, scaling_of
+from hostdev.data.preprocess.dense import Scaling, fixed_scaling, make_scaling
 from hostdev.data.preprocess.earlier_vocabulary import EARLIER, KNOWN_SHARES, Earlier
 from hostdev.data.preprocess.first_pass import FirstPass
 from hostdev.data.preprocess.options import Options
@@ -41,15 +41,17 @@ def build(
 ) -> Manifest:
     """Write a data set into the new folder `out` and return its manifest.
 
-    threads  None: as many as host kernels use
-    earlier  a data set whose ids and scaling are kept; new values get ids after its own
+    The folder appears under its name only when it is complete. An interruption or a TransientError keeps the finished
+    work next to it, for the next call with the same arguments; any other UserError leaves nothing.
 
-    The folder appears under its name when it is whole. After an interruption what is finished is left beside it, for
-    the next call with the same arguments; after a UserError nothing is, but after a TransientError.
+    Args:
+        threads: None for as many as host kernels use.
+        earlier: A data set whose ids and scaling are kept; new values get ids after its own.
 
-    Raises UserError where `out` is taken, where `earlier` has other columns, scaling or kinds of ids, where more than
-    1% of the lines are malformed, or where the training or the test split is empty, and TransientError where the
-    vocabulary, or a shard for each thread, does not fit into memory, or a medium cannot be read.
+    Raises:
+        UserError: `out` is taken; `earlier` has other columns, scaling or kinds of ids; more than 1% of the lines are
+            malformed; or the training or the test split is empty.
+        TransientError: The vocabulary, or a shard for each thread, does not fit into memory, or a read fails.
     """
     if earlier is not None:
         earlier.require(source, options.dense, options.hash_buckets)
@@ -60,12 +62,12 @@ def build(
 
 
 class _Build:
-    """The making of one data set."""
+    """The state of one build."""
 
     def __init__(self, source: Source, work: Work, options: Options, threads: int, earlier: Earlier | None) -> None:
         self._source, self._work, self._options, self._threads = source, work, options, threads
         self._earlier = earlier
-        self._known_shares: dict[str, float] | None = None  # of training uses, by space: of values that it knows
+        self._known_shares: dict[str, float] | None = None  # share of training occurrences with an earlier id, by space
         self._layout: Layout = source.layout
         buckets = options.hash_buckets
         self._hashed = None if buckets is None else HashBuckets(buckets, self._layout)
@@ -78,7 +80,9 @@ class _Build:
         if recipe is not None and self._earlier is not None:
             recipe.append(self._earlier.as_json())
         entries = self._work.begin(json.loads(json.dumps(recipe)))
-        id_type = "int32" if self._hashed is None else self._hashed.schema.id_type  # a vocabulary is counted later
+        id_type = (
+            "int32" if self._hashed is None else self._hashed.schema.id_type
+        )  # a vocabulary's size is not known yet
         shards_held = ShardMemory(self._layout, self._options.rows_per_shard, self._threads, id_type)
         first = FirstPass(
             self._source,
@@ -89,46 +93,46 @@ class _Build:
             shards=shards_held,
             survey=None if self._earlier is None else self._earlier.survey(),
         )
-        entries = entries[: _sound(entries, self._layout, self._options.dense)]
+        entries = entries[: _count_sound(entries, self._layout, self._options.dense)]
         pieces = [entry for entry in entries if "piece" in entry]
         facts = [Facts.from_json(entry["piece"]) for entry in pieces]
         with Workers(self._threads, "hostdev-preprocess") as workers, workers.drop_queued_on_error():
             self._paths = [first.path(i) for i in range(len(facts))]
-            intact = _intact(self._paths, [fact.checksum for fact in facts], workers)
-            of_piece = (
+            intact = _count_intact(self._paths, [fact.checksum for fact in facts], workers)
+            same_rows = (
                 len(Piece(path)) == sum(fact.rows) for path, fact in zip(self._paths[:intact], facts, strict=False)
             )
-            intact = next((i for i, same in enumerate(of_piece) if not same), intact)
+            intact = next((i for i, same in enumerate(same_rows) if not same), intact)
             later = entries[len(pieces) :] if intact == len(facts) else []
-            learned = self._are_numbered(later, workers)
+            learned = self._is_learned(later, workers)
             if not learned:
-                later = later[:1]  # that all is parsed
+                later = later[:1]  # the entry "parsed"
             self._work.rewrite(pieces[:intact] + later)
             if learned:
                 self._facts = facts
-                shards_held.take_in(facts)
+                shards_held.add_pieces(facts)
             else:
-                first.take_up(facts[:intact])
+                first.resume(facts[:intact])
                 if not later:
                     first.run(workers, self._threads)
                     self._work.note(parsed=True)
                 self._facts = first.facts
             self._paths = [first.path(i) for i in range(len(self._facts))]
             rows = self._rows()
-            schema, scaling = self._learned(later, rows, workers)
-            shards, out_of_vocabulary = self._shards(later, schema, scaling, workers)
-        return self._manifest(schema, scaling, rows, shards, out_of_vocabulary)
+            schema, scaling = self._learn(later, rows, workers)
+            shards, out_of_vocabulary = self._write_shards(later, schema, scaling, workers)
+        return self._write_manifest(schema, scaling, rows, shards, out_of_vocabulary)
 
-    def _are_numbered(self, entries: Sequence[dict[str, Any]], workers: Workers) -> bool:
-        """Tell whether what was learned is there, as the journal says."""
+    def _is_learned(self, entries: Sequence[dict[str, Any]], workers: Workers) -> bool:
+        """Return whether the learned files that the journal lists are present and intact."""
         found = next((entry["learned"] for entry in entries if "learned" in entry), None)
         if found is None or self._hashed is not None:
             return found is not None
         paths = [*map(second_pass.ids_path, self._paths), self._work.result / VOCABULARY_FILE]
-        return _intact(paths, found["checksums"], workers) == len(paths)
+        return _count_intact(paths, found["checksums"], workers) == len(paths)
 
     def _rows(self) -> dict[str, int]:
-        """Return the rows of each split; UserError where one has none."""
+        """Return the number of rows of each split; raise UserError if a required split is empty."""
         rows = {split: sum(fact.rows[i] for fact in self._facts) for i, split in enumerate(SPLITS)}
         total = sum(rows.values())
         if total == 0:
@@ -139,10 +143,10 @@ class _Build:
                 raise UserError(f"none of the {total} rows is in the {split} split; give more rows or another {how}")
         return rows
 
-    def _learned(
+    def _learn(
         self, entries: Sequence[dict[str, Any]], rows: dict[str, int], workers: Workers
     ) -> tuple[Schema, Scaling]:
-        """Return the columns with their ids, and the scaling; the vocabulary is written, and values have their ids."""
+        """Return schema and scaling, from the journal or learned; write the vocabulary and number the values."""
         mode, dense, signed = self._options.dense, self._layout.dense, self._source.signed
         for entry in entries:
             if "learned" in entry:
@@ -150,7 +154,7 @@ class _Build:
                 self._known_shares = found.get(KNOWN_SHARES)
                 return schemas.from_json(found["schema"]), fixed_scaling(mode, dense, found["scaling"], signed=signed)
         earlier, checksums = self._earlier, []
-        scaling = scaling_of(mode, dense, signed=signed)
+        scaling = make_scaling(mode, dense, signed=signed)
         if earlier is not None:
             scaling = earlier.scaling(self._layout, signed=signed)
         vocabulary: Vocabulary | None = None
@@ -158,7 +162,7 @@ class _Build:
             threshold = self._options.threshold
             assert threshold is not None
             if earlier is None:
-                vocabulary = Vocabulary(threshold, self._layout, self._source.text_of)
+                vocabulary = Vocabulary(threshold, self._layout, self._source.format_keys)
             else:
                 vocabulary = earlier.vocabulary(threshold, self._source)
         second_pass.learn(self._paths, self._facts, self._layout, scaling, vocabulary, workers)
@@ -176,12 +180,12 @@ class _Build:
         self._work.note(learned=found)
         return schema, fixed_scaling(mode, dense, scaling.statistics(), signed=signed)
 
-    def _shards(
+    def _write_shards(
         self, entries: Sequence[dict[str, Any]], schema: Schema, scaling: Scaling, workers: Workers
     ) -> tuple[dict[str, list[Shard]], dict[str, float]]:
-        """Write the shards that are not there yet; return all, and the share of ids that are out of vocabulary."""
+        """Write the missing shards; return all shards and the share of out-of-vocabulary ids, by split."""
         folder = self._work.result
-        there = {entry["shard"]["file"]: entry["shard"] for entry in entries if "shard" in entry}
+        written = {entry["shard"]["file"]: entry["shard"] for entry in entries if "shard" in entry}
         shards: dict[str, list[Shard]] = {split: [] for split in SPLITS}
         share = {}
         rows_in_all = sum(sum(fact.rows) for fact in self._facts)
@@ -190,10 +194,10 @@ class _Build:
                 (folder / split).mkdir(exist_ok=True)
 
                 def write(ranges: Sequence[second_pass.Range], name: str, i: int = i) -> dict[str, Any]:
-                    done: dict[str, Any] | None = there.get(name)
+                    done: dict[str, Any] | None = written.get(name)
                     if done is not None and (folder / name).is_file() and checksum(folder / name) == done["sha256"]:
                         return done
-                    rows = second_pass.rows_of(
+                    rows = second_pass.build_shard(
                         ranges,
                         i,
                         self._paths,
@@ -207,7 +211,7 @@ class _Build:
                     sha256 = write_shard(folder / name, rows, schema)
                     return {"file": name, "rows": len(rows), "sha256": sha256, "out": out, "uses": uses}
 
-                parts = second_pass.shards_of(self._facts, i, self._options.rows_per_shard)
+                parts = second_pass.split_shards(self._facts, i, self._options.rows_per_shard)
                 tasks = [
                     workers.submit(lambda ranges=ranges, name=f"{split}/part-{number:05d}.arrow": write(ranges, name))  # type: ignore[misc]
                     for number, ranges in enumerate(parts)
@@ -215,7 +219,7 @@ class _Build:
                 out = uses = 0
                 for task in tasks:
                     made = task.result()
-                    if made is not there.get(made["file"]):
+                    if made is not written.get(made["file"]):
                         self._work.note(shard=made)
                     shards[split].append(Shard(file=made["file"], rows=made["rows"], sha256=made["sha256"]))
                     out, uses = out + made["out"], uses + made["uses"]
@@ -223,7 +227,7 @@ class _Build:
                 share[split] = out / max(1, uses)
         return shards, share
 
-    def _manifest(
+    def _write_manifest(
         self,
         schema: Schema,
         scaling: Scaling,
@@ -231,7 +235,7 @@ class _Build:
         shards: dict[str, list[Shard]],
         out_of_vocabulary: dict[str, float],
     ) -> Manifest:
-        """Write what is left: the malformed lines and the manifest."""
+        """Write the malformed lines and the manifest."""
         folder = self._work.result
         with (folder / REJECTED_FILE).open("w", encoding="utf-8", errors="replace") as file:
             for path, fact in zip(self._paths, self._facts, strict=True):
@@ -269,14 +273,14 @@ class _Build:
         return manifest
 
     def _kinds(self) -> dict[str, Any]:
-        """Return how the values of the columns with ids are written, where the source's values are of more kinds."""
+        """Return how the values of id columns are written, if the source distinguishes kinds of values."""
         if self._source.kinds is None:
             return {}
         forms: dict[str, dict[int, frozenset[int]]] = {}
         for fact in self._facts:
             for name, found in fact.forms.items():
-                of_files = forms.setdefault(name, {})
-                of_files[fact.end.input] = of_files.get(fact.end.input, frozenset()) | set(found)
+                by_file = forms.setdefault(name, {})
+                by_file[fact.end.input] = by_file.get(fact.end.input, frozenset()) | set(found)
         return self._source.kinds(forms)
 
     def _by_split(self, of: Callable[[Facts, int], float]) -> dict[str, float]:
@@ -298,8 +302,8 @@ class _Build:
         }
 
 
-def _sound(entries: Sequence[dict[str, Any]], layout: Layout, mode: str) -> int:
-    """Return how many entries of a journal, from the first on, are such as are written, in an order that they have."""
+def _count_sound(entries: Sequence[dict[str, Any]], layout: Layout, mode: str) -> int:
+    """Return the number of leading journal entries that are valid and in order."""
     order = ("piece", "parsed", "learned", "shard")
     stage = 0
     for number, entry in enumerate(entries):
@@ -330,14 +334,14 @@ def _sound(entries: Sequence[dict[str, Any]], layout: Layout, mode: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Done(Shard):
-    """A shard that is written: beside what a manifest says of it, its ids, and how many are out of vocabulary."""
+    """The journal entry of a written shard; `uses` counts its ids, `out` those that are out of vocabulary."""
 
     out: int
     uses: int
 
 
-def _intact(paths: Sequence[Path], checksums: Sequence[str], workers: Workers) -> int:
-    """Return how many files, from the first on, have these CRC-32."""
+def _count_intact(paths: Sequence[Path], checksums: Sequence[str], workers: Workers) -> int:
+    """Return the number of leading files whose CRC-32 is as expected."""
 
     def check(path: Path, expected: str) -> bool:
         return path.is_file() and checksum(path, Crc32) == expected

@@ -24,9 +24,9 @@ from hostdev.data.preprocess.stored import (
     Part,
     Wrong,
     each_shard,
-    parts_of,
+    get_size,
+    read_parts,
     require_checksum,
-    size_of,
     wrong_values,
 )
 from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
@@ -114,7 +114,7 @@ def check(folder: Path) -> Report:
     totals = {split: _check_shards(folder, found, split, counter, report) for split in SPLITS}
     if vocabulary is not None and counter is not None:
         counts = counter.total() if totals["train"].known else None
-        about = f"{found.schema.rows:,} ids{_kept(found)}, {format_bytes(size_of(vocabulary.path))}"
+        about = f"{found.schema.rows:,} ids{_format_kept(found)}, {format_bytes(get_size(vocabulary.path))}"
         if counts is None:
             about += ", counts not compared"
         if found.vocabulary_sha256 is None:
@@ -126,7 +126,7 @@ def check(folder: Path) -> Report:
     notes = [f"statistics of {' and '.join(unknown)} rows not compared"] if unknown else []
     notes += [_NO_CHECKSUM] if found.rejected_sha256 is None else []
     report.say(path, ", ".join(notes), lines)
-    report.lines += [f"{extra}: not of the data set" for extra in _others(folder, found)]
+    report.lines += [f"{extra}: does not belong to the data set" for extra in _find_extra_files(folder, found)]
     return report
 
 
@@ -164,7 +164,7 @@ def _open_vocabulary(folder: Path, found: Manifest, report: Report) -> tuple[Sto
     return vocabulary, lines
 
 
-def _kept(found: Manifest) -> str:
+def _format_kept(found: Manifest) -> str:
     """Format the number of ids kept from an earlier data set."""
     earlier = recorded(found)
     return "" if earlier is None else f" ({earlier['ids']:,} kept from {earlier['path']})"
@@ -180,21 +180,21 @@ def _wrong_ids(vocabulary: StoredVocabulary, found: Manifest, counts: npt.NDArra
     path, fixed = vocabulary.path, found.schema.first_value
     values = vocabulary.table["value"]
     if values.slice(0, fixed).null_count != fixed or values.null_count != fixed:
-        yield f"{path}: not exactly its {fixed} fixed ids have no value; {REMEDY}"
+        yield f"{path}: the ids without a value are not exactly the first {fixed}; {REMEDY}"
         return
     try:
         spaces = vocabulary.spaces
     except DamagedError:
         spaces = {}
     for space in spaces.values():
-        twice = vocabulary.value_twice(space)
-        if twice is not None:
-            yield f"{path}: ids {twice[0]} and {twice[1]} are both {vocabulary.text(twice[0])}; {REMEDY}"
+        repeated = vocabulary.find_repeated_value(space)
+        if repeated is not None:
+            yield f"{path}: ids {repeated[0]} and {repeated[1]} are both {vocabulary.text(repeated[0])}; {REMEDY}"
     least, total = pc.min(vocabulary.table["count"]).as_py(), pc.sum(vocabulary.table["count"]).as_py()
     if least is not None and least < 0:
         yield f"{path}: counts below 0; {REMEDY}"
     elif (total or 0) != found.uses("train"):
-        yield f"{path}: its counts add up to {total:,}, not to the {found.uses('train'):,} uses in training; {REMEDY}"
+        yield f"{path}: its counts add up to {total:,}, not {found.uses('train'):,} as in training; {REMEDY}"
     if counts is None:
         return
     counts[: len(found.schema.dense)] = found.rows("train")
@@ -207,7 +207,7 @@ def _wrong_ids(vocabulary: StoredVocabulary, found: Manifest, counts: npt.NDArra
             first = begin + int(at[0])
     if differ:
         yield (
-            f"{path}: {counted(differ, 'count')} of uses not those of the training rows, the first of id {first} "
+            f"{path}: {counted(differ, 'wrong count')} of occurrences in training, the first of id {first} "
             f"({vocabulary.text(first)}): {vocabulary.counts[first]:,}, not {counts[first]:,}; {REMEDY}"
         )
 
@@ -217,22 +217,24 @@ def _check_shards(folder: Path, found: Manifest, split: str, counter: Counter | 
     wrong: list[str] = []
     totals, shards = Totals(), found.shards(split)
     counting = counter if split == "train" else None
-    looked = each_shard(lambda shard: _look(folder, found, shard, counting), folder, shards, f"checking {split} rows")
-    for of_shard, lines in looked:
-        totals.add(of_shard)
+    results = each_shard(
+        lambda shard: _check_shard(folder, found, shard, counting), folder, shards, f"checking {split} rows"
+    )
+    for sums, lines in results:
+        totals.add(sums)
         wrong += lines
-    nbytes = sum(size_of(folder / shard.file) for shard in shards)
+    nbytes = sum(get_size(folder / shard.file) for shard in shards)
     about = f"{counted(found.rows(split), 'row')}, {format_bytes(nbytes)}"
     report.say(folder / split, f"{counted(len(shards), 'shard')}, {about}", wrong)
     return totals
 
 
-def _look(folder: Path, found: Manifest, shard: Shard, counter: Counter | None) -> tuple[Totals, list[str]]:
+def _check_shard(folder: Path, found: Manifest, shard: Shard, counter: Counter | None) -> tuple[Totals, list[str]]:
     """Read a shard; return the sums over its rows and the findings."""
     totals = Totals()
     wrong: dict[str, Wrong] = {}
     try:
-        for part in parts_of(folder, found, shard):
+        for part in read_parts(folder, found, shard):
             values = wrong_values(part, found.schema)
             for one in values:
                 before = wrong.get(one.what)
@@ -275,11 +277,11 @@ def _wrong_statistics(found: Manifest, split: str, totals: Totals) -> Iterator[s
         value = given.get(split) if isinstance(given, dict) else None
         is_number = isinstance(value, int | float) and abs(value) < 2**63
         if value is None or not is_number or not abs(value - right) <= _CLOSE:
-            told = printable(str(value), _SHOWN)
-            yield f"{what} of the {split} rows is {told} in the statistics, but {right} in the rows"
+            shown = printable(str(value), _SHOWN)
+            yield f"{what} of the {split} rows is {shown} in the statistics, but {right} in the rows"
 
 
-def _others(folder: Path, found: Manifest) -> Iterator[Path]:
+def _find_extra_files(folder: Path, found: Manifest) -> Iterator[Path]:
     """Iterate over files in a data set's folder that do not belong to it."""
     own = {manifest.FILE_NAME, REJECTED_FILE, found.vocabulary, *(shard.file for shard in [*found.train, *found.test])}
     for path in sorted(folder.rglob("*")):

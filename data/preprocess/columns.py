@@ -1,4 +1,4 @@
-"""Arrow columns to what a data set is made of: text by number, numbers, labels, bags, times."""
+"""Conversions of Arrow columns to dictionary-encoded text, numbers, labels and bags."""
 
 import re
 from collections.abc import Callable
@@ -30,11 +30,11 @@ _BINARY = {
     pa.large_string(): pa.large_binary(),
     pa.string_view(): pa.binary_view(),
 }
-TEXT_OR_WHOLE = "text or whole numbers"  # of `written_as`
+TEXT_OR_WHOLE = "text or whole numbers"  # a result of `get_written_form`
 _SHOWN = 40  # characters of a wrong value in a message
 
 
-def bytes_of(texts: pa.Array) -> tuple[npt.NDArray[Any], npt.NDArray[np.uint8]]:
+def get_buffers(texts: pa.Array) -> tuple[npt.NDArray[Any], npt.NDArray[np.uint8]]:
     """Return texts without nulls as offsets, int32 or int64 [n + 1], and bytes."""
     _, offsets, data = texts.buffers()
     dtype = np.dtype(np.int64 if pa.types.is_large_string(texts.type) else np.int32)
@@ -45,13 +45,13 @@ def bytes_of(texts: pa.Array) -> tuple[npt.NDArray[Any], npt.NDArray[np.uint8]]:
     return begin, content
 
 
-def text_from(offsets: npt.NDArray[np.int64], data: npt.NDArray[np.uint8]) -> pa.LargeStringArray:
-    """Return the texts that `bytes_of` gave."""
+def make_texts(offsets: npt.NDArray[np.int64], data: npt.NDArray[np.uint8]) -> pa.LargeStringArray:
+    """Return texts from offsets and bytes."""
     return pa.Array.from_buffers(pa.large_string(), len(offsets) - 1, [None, pa.py_buffer(offsets), pa.py_buffer(data)])
 
 
 class WrongValueError(Exception):
-    """A value that the column may not have: its row in the chunk, from 0, and what is wrong with it."""
+    """An invalid value of a column; `row` is its row in the chunk, from 0."""
 
     def __init__(self, row: int, reason: str) -> None:
         super().__init__(reason)
@@ -59,14 +59,14 @@ class WrongValueError(Exception):
 
 
 def check_text(array: pa.Array) -> None:
-    """Raise WrongValueError for the first text, alone or in a list, that is not UTF-8; pa.ArrowInvalid for others."""
+    """Raise WrongValueError for a text, alone or in a list, that is not UTF-8; pa.ArrowInvalid for other damage."""
     try:
         array.validate(full=True)
         return
     except pa.ArrowInvalid:
         if pa.types.is_dictionary(array.type):
             array = array.dictionary_decode()
-        if (kind := kind_of(array.type)) not in ("text", "list"):
+        if (kind := classify_type(array.type)) not in ("text", "list"):
             raise
     if kind == "text":
         cast(array.cast(_BINARY.get(array.type, array.type)), pa.string(), "text in UTF-8")
@@ -74,18 +74,18 @@ def check_text(array: pa.Array) -> None:
     try:
         check_text(array.flatten())
     except WrongValueError as error:
-        error.row = row_of(error.row, list_lengths(array))
+        error.row = find_row(error.row, list_lengths(array))
         raise
 
 
-def row_of(value: int, lengths: npt.NDArray[Any]) -> int:
-    """Return which of lists of these lengths has the value of this number."""
+def find_row(value: int, lengths: npt.NDArray[Any]) -> int:
+    """Return the number of the list that has the flat value number `value`."""
     return int(np.searchsorted(ragged.offsets_of(lengths), value, "right")) - 1
 
 
 @dataclass(frozen=True)
 class Positive:
-    """Which labels are positive: those that are `op` `value`; op is one of >, >=, <, <=, = and !=."""
+    """A rule for positive labels: `op`, one of >, >=, <, <=, = and !=, and the value to compare with."""
 
     op: str
     value: str
@@ -96,22 +96,22 @@ class Positive:
 
     @property
     def orders(self) -> bool:
-        """Whether it compares numbers by size."""
+        """Whether the rule compares numbers by size."""
         return self.op in _ORDERS
 
     @staticmethod
     def parse(text: str) -> "Positive":
-        """Read ">3", "!=no" or "yes"."""
+        """Parse a rule such as ">3", "!=no" or "yes"."""
         for op in (">=", "<=", "!=", "==", ">", "<", "="):
             if text.startswith(op):
                 return Positive("=" if op == "==" else op, text.removeprefix(op).strip())
         return Positive("=", text.strip())
 
 
-def kind_of(found: pa.DataType) -> str:
+def classify_type(found: pa.DataType) -> str:
     """Return "text", "number", "bool", "other" (dates, times), "list" or "nested" for a column's type."""
     if pa.types.is_dictionary(found):
-        return kind_of(found.value_type)
+        return classify_type(found.value_type)
     if any(test(found) for test in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)):
         return "nested" if pa.types.is_nested(found.value_type) else "list"
     if pa.types.is_nested(found):
@@ -134,25 +134,27 @@ def kind_of(found: pa.DataType) -> str:
 
 
 def list_lengths(array: pa.Array) -> npt.NDArray[np.int64]:
-    """Return how many values the list of each row has, int64 [n]; 0 where there is none."""
-    if kind_of(array.type) != "list":
+    """Return the length of each row's list, int64 [n]; 0 for a missing list."""
+    if classify_type(array.type) != "list":
         return np.zeros(len(array), np.int64)
     return _whole_numbers(pc.list_value_length(array))
 
 
 def text_lengths(array: pa.Array) -> npt.NDArray[np.int64]:
-    """Return how many bytes of text each row has, in lists too, int64 [n]."""
+    """Return the bytes of text in each row, int64 [n], including texts in lists."""
     found = array.type
-    if kind_of(found) == "list":
+    if classify_type(found) == "list":
         ends = ragged.offsets_of(text_lengths(array.flatten()))[ragged.offsets_of(list_lengths(array))]
         return np.diff(ends)
     if pa.types.is_dictionary(found):
-        of_values = pa.array(text_lengths(array.dictionary))
-        return _whole_numbers(of_values.take(array.indices))
+        lengths = pa.array(text_lengths(array.dictionary))
+        return _whole_numbers(lengths.take(array.indices))
     if pa.types.is_string_view(found):
-        views = np.frombuffer(array.buffers()[1], np.int32, 4 * len(array), 16 * array.offset)  # begin with a length
+        views = np.frombuffer(
+            array.buffers()[1], np.int32, 4 * len(array), 16 * array.offset
+        )  # a view begins with its length
         return np.where(array.is_valid().to_numpy(zero_copy_only=False), views[::4], 0).astype(np.int64)
-    if kind_of(found) == "text" and not pa.types.is_null(found):
+    if classify_type(found) == "text" and not pa.types.is_null(found):
         return _whole_numbers(pc.binary_length(array))
     return np.zeros(len(array), np.int64)
 
@@ -162,27 +164,27 @@ def _whole_numbers(array: pa.Array) -> npt.NDArray[np.int64]:
     return pc.fill_null(array, 0).to_numpy(zero_copy_only=False).astype(np.int64)  # type: ignore[no-any-return]
 
 
-def written_as(found: pa.DataType) -> str | None:
-    """Return a name that types share which write equal values as the same text (of lists, their values); None: all.
+def get_written_form(found: pa.DataType) -> str | None:
+    """Return a name shared by the types (for lists: value types) that write equal values as the same text.
 
-    Text is taken for that of whole numbers, as those of CSV are.
+    Text counts as whole numbers, since CSV has these as text. None: the type has no values and agrees with every type.
     """
-    if pa.types.is_dictionary(found) or kind_of(found) == "list":
-        return written_as(found.value_type)
+    if pa.types.is_dictionary(found) or classify_type(found) == "list":
+        return get_written_form(found.value_type)
     if pa.types.is_null(found):
         return None
     if pa.types.is_decimal(found):
         return f"decimals with {found.scale} digits after the point" if found.scale else TEXT_OR_WHOLE
-    return TEXT_OR_WHOLE if kind_of(found) in ("text", "number") else str(found)
+    return TEXT_OR_WHOLE if classify_type(found) in ("text", "number") else str(found)
 
 
 def as_text(array: pa.Array) -> tuple[Codes, pa.StringArray]:
-    """Return values as text, by number: codes int32 [n] and the texts they stand for, "" for a missing one.
+    """Dictionary-encode values as text: codes int32 [n], and the texts, "" for a missing value.
 
-    A float must be a whole number, and is written as one. Raises WrongValueError.
+    Floats are written as whole numbers; raises WrongValueError for other floats, and for text that is not UTF-8.
     """
     array = decoded(array)
-    if kind_of(array.type) == "text":
+    if classify_type(array.type) == "text":
         array = cast(array, pa.string(), "text in UTF-8")
     codes, values = distinct(array)
     try:
@@ -192,18 +194,18 @@ def as_text(array: pa.Array) -> tuple[Codes, pa.StringArray]:
 
 
 def distinct(array: pa.Array) -> tuple[Codes, pa.Array]:
-    """Return values by number: codes int32 [n] and the values they stand for, a missing one among them."""
+    """Dictionary-encode values: codes int32 [n], and the distinct values, including null."""
     encoded = array.dictionary_encode("encode")
     return encoded.indices.to_numpy(zero_copy_only=False).astype(np.int32, copy=False), encoded.dictionary
 
 
 def as_plain_text(values: pa.Array) -> pa.StringArray:
-    """Return values as text, "" for a missing one, as `as_text` does."""
+    """Return values as text, as `as_text` writes them; "" for a missing value."""
     return pc.fill_null((_whole(values) if pa.types.is_floating(values.type) else values).cast(pa.string()), "")
 
 
 def decoded(array: pa.Array) -> pa.Array:
-    """Return values without a dictionary, and small decimals as those that Arrow can compute with."""
+    """Decode a dictionary; widen small decimals to decimal128, which Arrow can compute with."""
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
     if pa.types.is_decimal32(array.type) or pa.types.is_decimal64(array.type):
@@ -212,24 +214,27 @@ def decoded(array: pa.Array) -> pa.Array:
 
 
 def _whole(values: pa.Array) -> pa.Array:
-    """Return floats as int64, NaN as missing."""
+    """Return floats as int64, null for NaN; raise WrongValueError for other fractions."""
     whole_numbers_below_limit(values)
     numbers = values.cast(pa.float64()).to_numpy(zero_copy_only=False)
     missing = np.isnan(numbers)
     wrong = np.flatnonzero(~missing & ~(np.floor(numbers) == numbers))
     if len(wrong):
         at = int(wrong[0])
-        raise WrongValueError(at, f"{numbers[at]:g} is not a whole number; a categorical value is one, or text")
+        raise WrongValueError(
+            at, f"{numbers[at]:g} is not a whole number; categorical values must be whole numbers or text"
+        )
     return pa.array(np.where(missing, 0, numbers).astype(np.int64), mask=missing)
 
 
 def whole_numbers_below_limit(values: pa.Array) -> None:
-    """Raise WrongValueError for a float that is infinite, or so large that it may stand for several integers."""
+    """Raise WrongValueError for a float that is infinite or too large to represent each integer exactly."""
     digits = {16: 11, 32: 24, 64: 53}[values.type.bit_width]
     numbers = values.cast(pa.float64()).to_numpy(zero_copy_only=False)
     if len(wrong := np.flatnonzero(np.isinf(numbers))):
         raise WrongValueError(
-            int(wrong[0]), f"{numbers[wrong[0]]} is not a whole number; a categorical value is one, or text"
+            int(wrong[0]),
+            f"{numbers[wrong[0]]} is not a whole number; categorical values must be whole numbers or text",
         )
     if len(wrong := np.flatnonzero(np.abs(numbers) >= 2.0**digits)):
         at = int(wrong[0])
@@ -241,12 +246,13 @@ def whole_numbers_below_limit(values: pa.Array) -> None:
 
 
 def as_numbers(array: pa.Array) -> npt.NDArray[np.float64]:
-    """Return numbers, or text that is numbers, as float64 [n], NaN where missing. Raises WrongValueError.
+    """Return numbers, or parse them from text, as float64 [n], NaN for a missing value.
 
-    true and false are 1 and 0, as text in any case, too: a column of booleans has the same numbers in CSV and Parquet.
+    true and false are 1 and 0, also as text in any case: a boolean column has the same numbers in CSV and Parquet.
+    Raises WrongValueError for values that are not finite numbers.
     """
     array = decoded(array)
-    is_text = kind_of(array.type) == "text"
+    is_text = classify_type(array.type) == "text"
     if is_text:
         array = trimmed(cast(array, pa.string(), "text in UTF-8"))
     try:
@@ -263,14 +269,14 @@ def as_numbers(array: pa.Array) -> npt.NDArray[np.float64]:
 
 
 def numbers_where_readable(array: pa.Array) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
-    """Return numbers as `as_numbers` does, float64 [n], and which values are none, bool [n]: NaN, too."""
+    """Return numbers as `as_numbers` does, float64 [n], and a mask of invalid values, bool [n], which are NaN."""
     try:
         return as_numbers(array), np.zeros(len(array), np.bool_)
     except WrongValueError:
         pass
     array = decoded(array)
     wrong = np.zeros(len(array), np.bool_)
-    if kind_of(array.type) == "text":
+    if classify_type(array.type) == "text":
         array, wrong = _cast_where_possible(array, pa.string())
         array = _booleans_as_digits(trimmed(array))
     found, not_cast = _cast_where_possible(array, pa.float64())
@@ -280,13 +286,13 @@ def numbers_where_readable(array: pa.Array) -> tuple[npt.NDArray[np.float64], np
 
 
 def trimmed(texts: pa.Array) -> pa.Array:
-    """Return texts without spaces around them, null where that stands for a number that is missing."""
+    """Strip texts; return null for those that stand for a missing number."""
     texts = pc.utf8_trim_whitespace(texts)
     return pc.if_else(pc.is_in(texts, value_set=pa.array(MISSING_NUMBERS)), pa.scalar(None, pa.string()), texts)
 
 
 def _booleans_as_digits(texts: pa.Array) -> pa.Array:
-    """Return texts with 1 and 0 in place of true and false."""
+    """Replace true and false, in any case, by 1 and 0."""
     lower = pc.utf8_lower(texts)
     for word, digit in (("true", "1"), ("false", "0")):
         texts = pc.if_else(pc.fill_null(pc.equal(lower, word), False), digit, texts)
@@ -294,7 +300,7 @@ def _booleans_as_digits(texts: pa.Array) -> pa.Array:
 
 
 def as_labels(array: pa.Array, positive: Positive | None) -> npt.NDArray[np.float32]:
-    """Return labels 0 or 1, float32 [n]: as they are, or by the rule. Raises WrongValueError."""
+    """Return labels 0 or 1, float32 [n], by the rule if there is one; raise WrongValueError for other values."""
     if positive is not None and positive.orders:
         numbers = as_numbers(array)
         if len(missing := np.flatnonzero(np.isnan(numbers))):
@@ -302,10 +308,10 @@ def as_labels(array: pa.Array, positive: Positive | None) -> npt.NDArray[np.floa
         return _ORDERS[positive.op](numbers, float(positive.value)).astype(np.float32)  # type: ignore[no-any-return]
     array = decoded(array)
     if pa.types.is_floating(array.type):
-        array = array.cast(pa.string())  # which writes whole numbers as such
+        array = array.cast(pa.string())  # unlike as_text, keeps fractions, which `_parse_labels` reports or compares
     codes, values = as_text(array)
     texts = [text.strip() for text in values.to_pylist()]
-    labels = _meanings(texts, positive)[codes]
+    labels = _parse_labels(texts, positive)[codes]
     if len(wrong := np.flatnonzero(np.isnan(labels))):
         text = texts[codes[wrong[0]]]
         raise WrongValueError(
@@ -319,8 +325,8 @@ def as_labels(array: pa.Array, positive: Positive | None) -> npt.NDArray[np.floa
 
 
 def labels_where_readable(array: pa.Array, positive: Positive | None) -> npt.NDArray[np.float32]:
-    """Return labels as `as_labels` does, float32 [n], NaN for those that are missing or none."""
-    kind = kind_of(array.type)
+    """Return labels as `as_labels` does, float32 [n], NaN for missing and invalid ones."""
+    kind = classify_type(array.type)
     if kind in ("list", "nested"):
         return np.full(len(array), np.nan, np.float32)
     if positive is not None and positive.orders:
@@ -334,31 +340,32 @@ def labels_where_readable(array: pa.Array, positive: Positive | None) -> npt.NDA
     elif pa.types.is_floating(array.type):
         array = array.cast(pa.string())
     codes, values = as_text(array)
-    return _meanings([text.strip() for text in values.to_pylist()], positive)[codes]
+    return _parse_labels([text.strip() for text in values.to_pylist()], positive)[codes]
 
 
-def _meanings(texts: list[str], positive: Positive | None) -> npt.NDArray[np.float32]:
-    """Return which labels texts are, float32 [n], NaN for none: 5, 5.0 and 5e0 are the same."""
+def _parse_labels(texts: list[str], positive: Positive | None) -> npt.NDArray[np.float32]:
+    """Return the labels of texts, float32 [n], NaN for invalid ones; 5, 5.0 and 5e0 are the same value."""
     if positive is None:
-        return np.array([_TRUE_OR_FALSE.get(_known(text.lower()), np.nan) for text in texts], np.float32)
-    value = _known(positive.value)
+        return np.array([_TRUE_OR_FALSE.get(_parse_exactly(text.lower()), np.nan) for text in texts], np.float32)
+    value = _parse_exactly(positive.value)
     missing = {*MISSING_NUMBERS} - {positive.value}
     return np.array(
-        [np.nan if text in missing else (_known(text) == value) == (positive.op == "=") for text in texts], np.float32
+        [np.nan if text in missing else (_parse_exactly(text) == value) == (positive.op == "=") for text in texts],
+        np.float32,
     )
 
 
 def as_bags(array: pa.Array, separator: str | None) -> tuple[Codes, pa.StringArray, Codes]:
-    """Return lists, or text split by the separator, as text by number: codes [N], texts, and lengths int32 [n].
+    """Dictionary-encode the values of lists, or of text split by the separator, without missing and empty values.
 
-    Missing and empty values are left out. Raises WrongValueError.
+    Returns codes int32 [N], the texts, and the number of values of each row, int32 [n].
     """
-    if kind_of(array.type) == "list":
+    if classify_type(array.type) == "list":
         lengths = list_lengths(array).astype(np.int32)
         try:
             codes, texts = as_text(array.flatten())
         except WrongValueError as error:
-            error.row = row_of(error.row, lengths)
+            error.row = find_row(error.row, lengths)
             raise
     else:
         assert separator is not None
@@ -372,8 +379,8 @@ def as_bags(array: pa.Array, separator: str | None) -> tuple[Codes, pa.StringArr
 
 
 def flat_values(array: pa.Array, separator: str | None) -> tuple[pa.Array, Codes]:
-    """Return the values of lists, or of text split by the separator, end to end [N], and their lengths int32 [n]."""
-    if kind_of(array.type) == "list":
+    """Return the concatenated values of lists, or of text split by the separator, [N], and the lengths, int32 [n]."""
+    if classify_type(array.type) == "list":
         return array.flatten(), list_lengths(array).astype(np.int32)
     assert separator is not None
     codes, whole = as_text(array)
@@ -383,8 +390,8 @@ def flat_values(array: pa.Array, separator: str | None) -> tuple[pa.Array, Codes
     return lists.flatten().take(pa.array(values)), lengths
 
 
-def _known(text: str) -> str | Decimal:
-    """Return the number that a text is, exactly, or the text where it is none."""
+def _parse_exactly(text: str) -> str | Decimal:
+    """Parse a number exactly; return any other text as it is."""
     return Decimal(text) if _NUMBER.fullmatch(text) else text
 
 
@@ -396,11 +403,11 @@ def _is_number(text: str) -> bool:
 
 
 def cast(array: pa.Array, to: pa.DataType, what: str, *, safe: bool = True) -> pa.Array:
-    """Cast, or raise WrongValueError for the first value that is not `what`."""
+    """Cast an array; raise WrongValueError for the first value that is not `what`."""
     try:
         return array.cast(to, safe=safe)
     except pa.ArrowInvalid:
-        low, high = 0, len(array)  # the first wrong one is among these
+        low, high = 0, len(array)  # the first wrong value is in this range
         while high - low > 1:
             middle = (low + high) // 2
             try:
@@ -414,8 +421,8 @@ def cast(array: pa.Array, to: pa.DataType, what: str, *, safe: bool = True) -> p
 
 
 def _cast_where_possible(array: pa.Array, to: pa.DataType) -> tuple[pa.Array, npt.NDArray[np.bool_]]:
-    """Return an array cast, null where a value cannot be, and which these are, bool [n]."""
-    encoded = array.dictionary_encode()  # many wrong values are the same one
+    """Cast an array; return it with null for uncastable values, and a mask of these, bool [n]."""
+    encoded = array.dictionary_encode()  # wrong values often repeat
     parts: list[pa.Array] = []
 
     def add(part: pa.Array) -> None:

@@ -1,4 +1,4 @@
-"""The commands `preprocess table|criteo|synthetic`: what parsed flags say, done."""
+"""The commands `preprocess table|criteo|synthetic`."""
 
 import argparse
 import time
@@ -12,14 +12,14 @@ from hostdev.data.preprocess.build import build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.earlier_vocabulary import Earlier, growth
 from hostdev.data.preprocess.flags import THRESHOLD
-from hostdev.data.preprocess.options import FLAGS, Options, options_from
+from hostdev.data.preprocess.options import FLAGS, Options, parse_options
 from hostdev.data.preprocess.raw import Source
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.data.preprocess.table import Table
 
 
 def summary(manifest: Manifest, out: Path, seconds: float) -> str:
-    """Return what was made, in a line or two."""
+    """Return the command's output: sizes, and notes on labels and malformed lines."""
     statistics = manifest.statistics
     rows = statistics["rows"]
     shares = statistics["label_mean"]
@@ -33,7 +33,7 @@ def summary(manifest: Manifest, out: Path, seconds: float) -> str:
         lines.append(f"{bag}: {values['train'] / rows['train']:.1f} values a training row")
     for split, share in shares.items():
         if share in (0, 1) and rows[split]:
-            what = "nothing can be learned of them" if split == "train" else "there is no AUC of them"
+            what = "nothing can be learned from them" if split == "train" else "their AUC is undefined"
             lines.append(f"all labels of the {split} rows are {share:.0f}: {what}")
     if statistics["rejected"]:
         lines.append(f"{statistics['rejected']:,} malformed lines were set aside in {out / REJECTED_FILE}")
@@ -41,41 +41,41 @@ def summary(manifest: Manifest, out: Path, seconds: float) -> str:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Do what parsed flags say."""
+    """Run the command with parsed flags."""
     if arguments.command in looking.COMMANDS:
         looking.COMMANDS[arguments.command](arguments)
         return
     start = time.monotonic()
     if arguments.command == "synthetic" and arguments.tsv is not None:
-        write_look_alike(arguments)
+        write_synthetic(arguments)
         print(f"{arguments.tsv}: {arguments.rows:,} rows, {time.monotonic() - start:.1f} s")
         return
-    earlier = None if arguments.command == "synthetic" else earlier_flags.earlier_of(arguments)
-    source, options = source_of(arguments, earlier)
+    earlier = None if arguments.command == "synthetic" else earlier_flags.find_earlier(arguments)
+    source, options = make_source(arguments, earlier)
     manifest = build(source, arguments.out, options, threads=arguments.threads, earlier=earlier)
     print(summary(manifest, arguments.out, time.monotonic() - start))
 
 
-def source_of(arguments: argparse.Namespace, earlier: Earlier | None = None) -> tuple[Source, Options]:
-    """Return what parsed flags read, and how it becomes shards; `earlier` is the data set whose ids are kept."""
+def make_source(arguments: argparse.Namespace, earlier: Earlier | None = None) -> tuple[Source, Options]:
+    """Make the source and its options from parsed flags; `earlier` is the data set whose ids are kept."""
     if arguments.command == "table":
-        how = table_flags.options_of(arguments, earlier)
+        how = table_flags.parse_table_options(arguments, earlier)
         if arguments.dense is not None and not how.numeric:
-            raise UserError("--dense has no effect without --numeric; leave it out, or name the columns of numbers")
+            raise UserError("--dense has no effect without --numeric; leave it out, or name numeric columns")
         return Table(arguments.files, how), table_options(arguments, earlier)
-    options = options_from(arguments, **earlier_flags.defaults(earlier))
+    options = parse_options(arguments, **earlier_flags.defaults(earlier))
     if arguments.command == "criteo":
         return CriteoText(arguments.files), options
-    return look_alike(arguments), options
+    return make_synthetic(arguments), options
 
 
 def table_options(arguments: argparse.Namespace, earlier: Earlier | None = None) -> Options:
-    """Make `Options` of the parsed flags of `table`."""
+    """Make `Options` from the parsed flags of `table`."""
     splits = [flag for flag in ("test_fraction", "test_column", "test_after") if getattr(arguments, flag) is not None]
     flags = ["--" + flag.replace("_", "-") for flag in splits]
     if len(flags) > 1:
         raise UserError(f"{flags[0]} and {flags[1]} both say which rows are for testing; leave one of them out")
-    options = options_from(arguments, **{"threshold": THRESHOLD, **earlier_flags.defaults(earlier)})
+    options = parse_options(arguments, **{"threshold": THRESHOLD, **earlier_flags.defaults(earlier)})
     if splits in ([], ["test_fraction"]):
         return options
     if arguments.seed is not None:
@@ -83,16 +83,16 @@ def table_options(arguments: argparse.Namespace, earlier: Earlier | None = None)
     return replace(options, test_fraction=None)
 
 
-def look_alike(arguments: argparse.Namespace) -> Synthetic:
-    """Return the rows that parsed flags ask for."""
+def make_synthetic(arguments: argparse.Namespace) -> Synthetic:
+    """Make synthetic rows from parsed flags."""
     if arguments.rows < 1:
         raise UserError(f"--rows must be at least 1, not {arguments.rows}")
     return Synthetic(arguments.rows, arguments.seed)
 
 
-def write_look_alike(arguments: argparse.Namespace) -> None:
-    """Write raw text as parsed flags say."""
-    source = look_alike(arguments)
+def write_synthetic(arguments: argparse.Namespace) -> None:
+    """Write synthetic rows as raw text."""
+    source = make_synthetic(arguments)
     for name in (*FLAGS, "threads"):
         if getattr(arguments, name) is not None:
             raise UserError(f"--{name.replace('_', '-')} has no effect with --tsv; leave it out")

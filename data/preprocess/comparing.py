@@ -1,4 +1,4 @@
-"""Which rows come after a number or a time: by it rows may be for testing."""
+"""The comparison of a column with a number or a time (`--test-after`)."""
 
 import math
 import re
@@ -12,26 +12,30 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hostdev.core.errors import UserError
-from hostdev.data.preprocess.columns import WrongValueError, cast, decoded, kind_of, trimmed
+from hostdev.data.preprocess.columns import WrongValueError, cast, classify_type, decoded, trimmed
 
 _TIME_OF_DAY = re.compile(r"(\d\d):(\d\d)(?::(\d\d)(?:\.(\d{1,9}))?)?", re.ASCII)
-_EXACT = 2.0**53  # from which on a float64 may stand for several integers
-_DIGITS = 400  # more than a float64 or a decimal has before and after its point
+_EXACT = 2.0**53  # from here on, a float64 may stand for several integers
+_DIGITS = 400  # more digits than any float64 or decimal has
 
 
 def is_after(array: pa.Array, value: str) -> npt.NDArray[np.bool_]:
-    """Return which times or numbers are later or larger than `value`, bool [n]. Raises WrongValueError, UserError.
+    """Return a mask of the times or numbers after `value`, bool [n].
 
-    Integers and decimals are compared exactly, numbers in text with a point or an exponent as float64.
+    Integers and decimals are compared exactly, and numbers in text with a point or an exponent as float64.
+
+    Raises:
+        WrongValueError: A value of the array is missing or cannot be compared.
+        UserError: `value` cannot be compared with the array's type.
     """
     array = decoded(array)
-    if kind_of(array.type) == "text":
+    if classify_type(array.type) == "text":
         array = trimmed(cast(array, pa.string(), "text in UTF-8"))
     missing = np.flatnonzero(array.is_null(nan_is_null=True).to_numpy(zero_copy_only=False))
     if len(missing):
-        raise WrongValueError(int(missing[0]), "it is missing, so that its row is neither before nor after")
-    found = array.type if pa.types.is_temporal(array.type) else _type_of(value)
-    if found is None or (pa.types.is_temporal(found) and kind_of(array.type) in ("number", "bool")):
+        raise WrongValueError(int(missing[0]), "it is missing, but --test-after needs a value in every row")
+    found = array.type if pa.types.is_temporal(array.type) else _find_type(value)
+    if found is None or (pa.types.is_temporal(found) and classify_type(array.type) in ("number", "bool")):
         raise UserError(
             f"--test-after: {value!r} is not a number, and not a date or time such as 2024-12-31 or 2024-12-31T12:00:00"
         )
@@ -39,7 +43,7 @@ def is_after(array: pa.Array, value: str) -> npt.NDArray[np.bool_]:
         return _is_larger(array, value)
     try:
         if pa.types.is_time(found):
-            found, limit = pa.time64("ns"), _time_of_day(value)
+            found, limit = pa.time64("ns"), _parse_time_of_day(value)
         else:
             limit = pa.scalar(value).cast(found)
     except (ValueError, pa.ArrowNotImplementedError):
@@ -51,14 +55,14 @@ def is_after(array: pa.Array, value: str) -> npt.NDArray[np.bool_]:
 
 
 def _is_larger(array: pa.Array, value: str) -> npt.NDArray[np.bool_]:
-    """Return which numbers, or texts that are numbers, are larger than a number, bool [n]; none of them is missing."""
+    """Return a mask of the numbers, or texts of numbers, larger than `value`, bool [n]; no value may be missing."""
     kind = array.type
     if pa.types.is_decimal(kind) and np.isfinite(float(value)):
         with localcontext(prec=_DIGITS):
             limit = Decimal(value).quantize(Decimal(1).scaleb(-kind.scale), ROUND_FLOOR)
         try:
             return pc.greater(array, pa.scalar(limit, kind)).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
-        except pa.ArrowInvalid:  # more digits than the column's numbers may have
+        except pa.ArrowInvalid:  # the limit has more digits than the column's type
             return np.full(len(array), limit < 0)
     if pa.types.is_integer(kind):
         return _is_integer_larger(array.to_numpy(zero_copy_only=False), value)
@@ -79,7 +83,7 @@ def _is_larger(array: pa.Array, value: str) -> npt.NDArray[np.bool_]:
 
 
 def _is_integer_larger(numbers: npt.NDArray[Any], value: str) -> npt.NDArray[np.bool_]:
-    """Return which integers are larger than a number, exactly."""
+    """Return a mask of the integers larger than `value`, compared exactly."""
     limit = float(value)
     if not np.isfinite(limit):
         return np.full(len(numbers), limit < 0)
@@ -93,15 +97,15 @@ def _is_integer_larger(numbers: npt.NDArray[Any], value: str) -> npt.NDArray[np.
 
 
 def _float_at_most(value: str) -> float:
-    """Return the largest float that is no larger than a whole number, or the float of another number."""
+    """Return the largest float that does not exceed a whole number; round any other number as usual."""
     found = float(value)
     if np.isfinite(found) and (exact := Decimal(value)) == exact.to_integral_value() and found > exact:
         return float(np.nextafter(found, -np.inf))
     return found
 
 
-def _time_of_day(value: str) -> pa.Scalar:
-    """Return a time of day, in nanoseconds; ValueError for what is none, or has a time zone."""
+def _parse_time_of_day(value: str) -> pa.Scalar:
+    """Parse a time of day; raise ValueError for other text, including a time zone."""
     found = _TIME_OF_DAY.fullmatch(value)
     if found is None:
         raise ValueError(value)
@@ -111,8 +115,8 @@ def _time_of_day(value: str) -> pa.Scalar:
     return pa.scalar(seconds * 10**9 + int(fraction.ljust(9, "0")), pa.time64("ns"))
 
 
-def _type_of(value: str) -> pa.DataType | None:
-    """Return the type in which text is compared with a value; float64 for a number, which NaN is not."""
+def _find_type(value: str) -> pa.DataType | None:
+    """Return the type in which to compare text with `value`: float64, a timestamp, or None for NaN and the rest."""
     for found in (pa.float64(), pa.timestamp("us"), pa.timestamp("us", "UTC")):
         try:
             pa.scalar(value).cast(found)
@@ -123,7 +127,7 @@ def _type_of(value: str) -> pa.DataType | None:
 
 
 def _is_ordered(value: str) -> bool:
-    """Tell whether Python takes a number for one, too, and not for NaN, which nothing is larger than."""
+    """Return whether Python reads a number, too, and not NaN."""
     try:
         return not math.isnan(float(value))
     except ValueError:  # such as nan(abc)

@@ -1,4 +1,4 @@
-"""How often ids are used, counted by several threads at once."""
+"""Counts of id occurrences, by several threads."""
 
 from pathlib import Path
 from queue import SimpleQueue
@@ -14,24 +14,25 @@ from hostdev.kernels.unique import tally
 
 
 def count_bytes(uses: int) -> int:
-    """Return the bytes that count up to so many uses: 4, or 8 where they may be too many for that."""
+    """Return the size of a counter of up to `uses` occurrences: 4 or 8 bytes."""
     return 4 if uses < 2**32 else 8
 
 
 def require_room(folder: Path, ids: int, needed: int) -> None:
-    """Raise UserError unless `needed` bytes are free for what the ids of a data set take."""
+    """Raise UserError unless `needed` bytes of memory are free for counting the ids of a data set."""
     if needed > (free := available_bytes()):
         raise UserError(
             f"{folder}: counting its {ids:,} ids needs {needed} bytes ({format_bytes(needed)}) of memory, but {free} "
-            f"({format_bytes(free)}) are free; use a machine with more"
+            f"({format_bytes(free)}) are free; use a machine with more memory"
         )
 
 
 class Counter:
-    """Uses of each of so many ids. Threads count in arrays of their own, as far as memory and the work are worth it.
+    """A counter of each id's occurrences. Threads count in arrays of their own if memory and the work allow.
 
-    ids   how many there are
-    uses  the most that are going to be counted
+    Args:
+        ids: Number of ids.
+        uses: Maximum number of occurrences.
     """
 
     def __init__(self, ids: int, uses: int) -> None:
@@ -43,7 +44,7 @@ class Counter:
             self._free.put(array)
 
     def add(self, ids: npt.NDArray[Any]) -> None:
-        """Count ids [N], all of them in range."""
+        """Count ids [N], which must be in range."""
         array = self._free.get()
         try:
             tally(ids, array)
@@ -51,7 +52,7 @@ class Counter:
             self._free.put(array)
 
     def total(self) -> npt.NDArray[Any]:
-        """Return the uses of each id, uint32 or uint64 [ids], when all is counted."""
+        """Return the occurrences of each id, uint32 or uint64 [ids], after all counting."""
         total = self._arrays[0]
         for other in self._arrays[1:]:
             total += other

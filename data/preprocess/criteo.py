@@ -90,7 +90,7 @@ class CriteoText:
             source.check_unchanged()
 
     @property
-    def text_of(self) -> Callable[[npt.NDArray[np.int64]], pa.Array]:
+    def format_keys(self) -> Callable[[npt.NDArray[np.int64]], pa.Array]:
         """The function that formats values as hexadecimal digits."""
         return hex_text
 
@@ -147,7 +147,7 @@ def hex_values(column: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_
     wrong = (lengths != 8) & (lengths != 0)
     text = pc.if_else(pa.array(lengths == 8), column, b"00000000")
     text = text.combine_chunks() if isinstance(text, pa.ChunkedArray) else text
-    digits = np.frombuffer(_bytes_of(text), np.uint8).reshape(-1, 8)
+    digits = np.frombuffer(_get_bytes(text), np.uint8).reshape(-1, 8)
     nibbles = HEX_DIGITS[digits]
     wrong |= (nibbles == 255).any(axis=1)
     pairs = (nibbles[:, 0::2] << 4) | (nibbles[:, 1::2] & 15)
@@ -155,7 +155,7 @@ def hex_values(column: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_
     return np.where(lengths == 0, EMPTY, values), wrong
 
 
-def _bytes_of(array: pa.Array) -> Any:
+def _get_bytes(array: pa.Array) -> Any:
     """Return the concatenated bytes of a binary array without nulls."""
     if len(array) == 0:
         return b""

@@ -76,7 +76,7 @@ class DelimitedFile:
             return None
         return next((shown for text, shown in _USUAL.items() if text in self.names[0]), None)
 
-    def type_of(self, name: str) -> pa.DataType:
+    def get_type(self, name: str) -> pa.DataType:
         """Return the type of all columns, text."""
         return pa.string()
 
@@ -125,7 +125,7 @@ class DelimitedFile:
         if values > MOST_COLUMNS:  # Arrow's parser needs some KiB for each
             raise UserError(
                 f"{self.input.name}: the first line has {values:,} values between {self.shown}, more than "
-                f"{MOST_COLUMNS:,}; is the delimiter another one? See --delimiter"
+                f"{MOST_COLUMNS:,}; check --delimiter"
             )
         try:
             return tuple(self._read(self._plain(lines), None, None, lambda row: "skip").schema.names)
@@ -174,8 +174,8 @@ class DelimitedFile:
     def _too_long(self, most: int | None = None) -> UserError:
         most = LONGEST * BLOCK_BYTES if most is None else most
         return UserError(
-            f"{self.input.name}: a row is longer than {most} bytes; are there {self.shown} between "
-            "values, and quotes as in CSV? See --delimiter and --no-quotes"
+            f"{self.input.name}: a row is longer than {most} bytes; check that {self.shown} separate its values "
+            "and quotes are paired, as in CSV, or see --delimiter and --no-quotes"
         )
 
     def _unreadable(self, error: str) -> UserError:

@@ -30,7 +30,7 @@ class Scaling(Protocol):
         """Return the manifest's statistics."""
 
 
-def scaling_of(mode: str, names: tuple[str, ...], *, signed: bool) -> Scaling:
+def make_scaling(mode: str, names: tuple[str, ...], *, signed: bool) -> Scaling:
     """Return the scaling of a mode; `signed` scales numbers below 0 symmetrically to those above."""
     return Standard(names) if mode == "standard" else ByMaximum(mode, names, signed=signed)
 

@@ -12,7 +12,7 @@ _MOST = 120  # characters of a column list in a message
 _SAME = "leave it out: --vocabulary takes the columns from there"
 
 
-def earlier_of(arguments: argparse.Namespace) -> Earlier | None:
+def find_earlier(arguments: argparse.Namespace) -> Earlier | None:
     """Read the data set that --vocabulary names; raise UserError for flags that conflict with it."""
     folder: Path | None = arguments.vocabulary
     if folder is None:

@@ -28,7 +28,7 @@ from hostdev.kernels.cardinality import draw_sample, make_registers
 from hostdev.kernels.strings import hash_texts
 
 EARLIER = "earlier"  # the field of a manifest's options that `as_json` fills
-KNOWN_SHARES = "known_shares"  # a manifest's statistic: of training uses by space, those of earlier values
+KNOWN_SHARES = "known_shares"  # a manifest's statistic: by space, the share of training occurrences with an earlier id
 _FEW = 0.01  # a smaller share of known occurrences is reported
 _AT_ONCE = 1 << 20  # values in a chunk
 _SHOWN = 120  # characters of a column list in a message
@@ -99,13 +99,13 @@ class Earlier:
 
         New values with more than `threshold` occurrences get ids.
         """
-        made = Vocabulary(None if self.frozen else threshold, source.layout, source.text_of, self.schema)
+        made = Vocabulary(None if self.frozen else threshold, source.layout, source.format_keys, self.schema)
         stored = self._stored()
         for number, space in enumerate(self.schema.spaces):
             for keys in self._keys(stored, number):
                 made.count(number, keys, np.zeros(len(keys), np.int64))
             if made.size(number) != space.values:
-                raise DamagedError(stored.path, f"a value of {space.name!r} is there twice")
+                raise DamagedError(stored.path, f"a value of {space.name!r} occurs twice")
         return made
 
     def survey(self) -> Survey | None:
@@ -117,7 +117,7 @@ class Earlier:
             hashes, lengths = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
             for keys in self._keys(stored, number):
                 if isinstance(keys, pa.Array):
-                    offsets, data = arrow.bytes_of(keys)
+                    offsets, data = arrow.get_buffers(keys)
                     hashes.append(hash_texts(offsets, data))
                     lengths.append(np.diff(offsets).astype(np.int64))
                 else:
@@ -130,7 +130,7 @@ class Earlier:
     def _stored(self) -> StoredVocabulary:
         """Open the vocabulary; raise DamagedError if it has changed."""
         stored = StoredVocabulary(self.folder, self.found)
-        if _identity(self.folder, self.found, _schema_of(self.found, stored)) != self.identity:
+        if _identity(self.folder, self.found, _make_schema(self.found, stored)) != self.identity:
             raise DamagedError(stored.path, "it has changed meanwhile")
         return stored
 
@@ -174,7 +174,7 @@ def read_earlier(folder: Path, *, frozen: bool = False) -> Earlier:
     if found.vocabulary is None and frozen:
         raise UserError(f"--frozen-vocabulary has no effect with {folder}, whose ids are hashed; leave it out")
     _require_whole(folder, found)
-    schema = found.schema if found.vocabulary is None else _schema_of(found, StoredVocabulary(folder, found))
+    schema = found.schema if found.vocabulary is None else _make_schema(found, StoredVocabulary(folder, found))
     return Earlier(folder, found, schema, frozen, _identity(folder, found, schema))
 
 
@@ -202,7 +202,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _schema_of(found: Manifest, stored: StoredVocabulary) -> Schema:
+def _make_schema(found: Manifest, stored: StoredVocabulary) -> Schema:
     """Return the schema with the vocabulary's id ranges, which a manifest of version 1 lacks."""
     return replace(found.schema, spaces=tuple(stored.spaces[space.name] for space in found.schema.spaces))
 
@@ -230,7 +230,7 @@ def _listed(columns: Any) -> str:
     )
 
 
-def _beside(path: str) -> str:
+def _shorten_path(path: str) -> str:
     """Return a path relative to the current folder if it is inside."""
     with contextlib.suppress(OSError, ValueError):  # the current folder may have been removed
         return str(Path(path).relative_to(Path.cwd()))
@@ -251,7 +251,7 @@ def growth(found: Manifest) -> list[str]:
     earlier = recorded(found)
     if earlier is None:
         return []
-    kept, path = earlier["ids"], _beside(earlier["path"])
+    kept, path = earlier["ids"], _shorten_path(earlier["path"])
     new = found.schema.rows - kept
     if found.vocabulary is None:
         line = f"ids      hashed into as many buckets as in {path}"
@@ -264,7 +264,7 @@ def growth(found: Manifest) -> list[str]:
     for name, share in shares.items() if isinstance(shares, dict) else ():
         if isinstance(share, int | float) and share < _FEW:
             lines.append(
-                f"ids      {short(name)}: {share:.1%} of its training uses are of values that {path} knows; "
-                "are they written in another way there?"
+                f"ids      {short(name)}: only {share:.1%} of its training occurrences have an id in {path}; "
+                "check that both data sets write its values the same way"
             )
     return lines

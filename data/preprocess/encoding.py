@@ -26,7 +26,7 @@ from hostdev.data.preprocess.forms import Written
 from hostdev.data.preprocess.known import Vocabulary, written_by_space
 from hostdev.data.preprocess.naming import listed
 from hostdev.data.preprocess.raw import Layout
-from hostdev.data.preprocess.serving import WrongTypeError, require_type, texts_for
+from hostdev.data.preprocess.serving import WrongTypeError, format_texts, require_type
 from hostdev.data.preprocess.vocabulary import HashBuckets
 from hostdev.data.schema import Column
 from hostdev.kernels.forms import EMPTY, TEXT
@@ -153,16 +153,16 @@ class Encoding:
             unreadable |= wrong
         batch = self._encoded(rows, label, numbers)
         kept = np.flatnonzero(~unreadable)
-        return (batch if len(kept) == len(rows) else _taken(batch, kept)), kept
+        return (batch if len(kept) == len(rows) else _take_rows(batch, kept)), kept
 
     def _require_types(self, rows: pa.RecordBatch) -> None:
         """Raise UserError unless the required columns are present and of readable types."""
         self.require(rows.schema.names)
         for name in self.schema.dense:
-            if (kind := arrow.kind_of(found := rows.schema.field(name).type)) in ("list", "nested", "other"):
+            if (kind := arrow.classify_type(found := rows.schema.field(name).type)) in ("list", "nested", "other"):
                 raise UserError(f"column {name!r} is of type {found}; a number in each row is expected")
         for column in self.schema.columns:
-            kind = arrow.kind_of(found := rows.schema.field(column.name).type)
+            kind = arrow.classify_type(found := rows.schema.field(column.name).type)
             if column.kind == "id" and kind in ("list", "nested"):
                 raise UserError(f"column {column.name!r} is of type {found}; one value in each row is expected")
             if column.kind == "bag" and kind != "list" and (kind == "nested" or not self._separators.get(column.name)):
@@ -181,14 +181,14 @@ class Encoding:
             found = _plain(rows[column.name])
             try:
                 if column.kind == "id":
-                    ids[:, place], _ = self._ids_of(column, found)
+                    ids[:, place], _ = self._find_ids(column, found)
                     place += 1
                 else:
                     values, lengths = arrow.flat_values(found, self._separators.get(column.name))
                     try:
-                        known, missing = self._ids_of(column, values)
+                        known, missing = self._find_ids(column, values)
                     except WrongValueError as error:
-                        raise WrongValueError(arrow.row_of(error.row, lengths), str(error)) from None
+                        raise WrongValueError(arrow.find_row(error.row, lengths), str(error)) from None
                     kept = ragged.offsets_of(~missing)[ragged.offsets_of(lengths)]
                     bags[column.name] = known[~missing].astype(self._type), np.diff(kept).astype(np.int32)
             except WrongTypeError as error:
@@ -208,7 +208,7 @@ class Encoding:
         given = [rows[column.name] for column in columns]
         n = len(given[0])
         texts = [
-            self._text_of(column, value) for column, values in zip(columns, given, strict=True) for value in values
+            self._get_text(column, value) for column, values in zip(columns, given, strict=True) for value in values
         ]
         numbers = [value for name in self.schema.dense for value in rows[name]]
         if not n or any(len(rows[name]) != n for name in self.columns()):
@@ -237,7 +237,7 @@ class Encoding:
         ids = np.ascontiguousarray(np.where(ids < 0, oov, ids).T.astype(self._type))
         return Batch(np.full(n, np.nan, np.float32), self._scaling.transform(dense), ids, {})
 
-    def _text_of(self, column: Column, value: Any) -> str | None:
+    def _get_text(self, column: Column, value: Any) -> str | None:
         """Return the text that a value had in training; None for a type that only `encode` supports."""
         if type(value) is str:
             return value
@@ -254,31 +254,31 @@ class Encoding:
         else:
             for i, column in enumerate(self.schema.columns):
                 texts = criteo.hex_text(np.ascontiguousarray(rows.keys[:, i]))
-                ids[:, i], _ = self._ids_of(column, texts)
+                ids[:, i], _ = self._find_ids(column, texts)
         return Batch(rows.label, self._scaling.transform(rows.numbers), ids.astype(self._type), {})
 
-    def _ids_of(self, column: Column, values: pa.Array) -> tuple[Ids, npt.NDArray[np.bool_]]:
+    def _find_ids(self, column: Column, values: pa.Array) -> tuple[Ids, npt.NDArray[np.bool_]]:
         """Return the ids of values [N] of any type and the mask of missing ones [N]."""
         codes, some = arrow.distinct(arrow.decoded(values))
         try:
-            ids, missing = self._ids_of_some(column, some)
+            ids, missing = self._find_distinct_ids(column, some)
         except WrongValueError as error:
             raise WrongValueError(int(np.flatnonzero(codes == error.row)[0]), str(error)) from None
         return ids[codes], missing[codes]
 
-    def _ids_of_some(self, column: Column, values: pa.Array) -> tuple[Ids, npt.NDArray[np.bool_]]:
+    def _find_distinct_ids(self, column: Column, values: pa.Array) -> tuple[Ids, npt.NDArray[np.bool_]]:
         """Return the ids of distinct values [N] and the mask of those that a bag skips [N]."""
         known, written = self._known, self._written[column.space]
         if column.kind == "bag":  # training skips a bag's missing values
             written = Written(written.forms | {EMPTY}, written.types)
-        found = texts_for(values, written, hashed=isinstance(known, HashBuckets))
+        found = format_texts(values, written, hashed=isinstance(known, HashBuckets))
         missing = pc.equal(pc.fill_null(found.texts[0], "-"), "").to_numpy(zero_copy_only=False)
         if isinstance(known, HashBuckets):
             texts = pc.coalesce(*found.texts, found.fallback)
-            keys = _criteo_keys(texts) if self.is_criteo else hash_texts(*arrow.bytes_of(texts)).view(np.int64)
+            keys = _criteo_keys(texts) if self.is_criteo else hash_texts(*arrow.get_buffers(texts)).view(np.int64)
             return known.ids_of(keys, self.schema.columns.index(column)), missing
         ids, verbatim = np.full(len(values), -1, np.int64), np.zeros(len(values), np.bool_)
-        if arrow.kind_of(values.type) == "text" and found.texts[0] is not found.fallback:
+        if arrow.classify_type(values.type) == "text" and found.texts[0] is not found.fallback:
             ids = known.find(column.space, found.fallback)  # the text occurs verbatim
             verbatim = ids >= 0
         for texts in found.texts:
@@ -290,8 +290,8 @@ class Encoding:
                 shown = found.fallback[int(several[0])].as_py()
                 raise WrongValueError(
                     int(several[0]),
-                    f"{shown} was written in several ways in training, each with an "
-                    "id of its own; give it as text, written as then",
+                    f"{shown} was written in several ways in training, each with "
+                    "its own id; give it as text, as written in training",
                 )
             ids = np.where(ids < 0, these, ids)
         unknown = np.flatnonzero(found.doubtful & (ids < 0))
@@ -299,7 +299,7 @@ class Encoding:
             shown = found.fallback[int(unknown[0])].as_py()
             raise WrongValueError(
                 int(unknown[0]),
-                f"{shown} may have been written in another way in training; give it as text, written as then",
+                f"{shown} may have been written differently in training; give it as text, as written then",
             )
         return np.where(ids < 0, self._spaces[column.space].oov, ids), missing
 
@@ -333,16 +333,16 @@ def rows_of(batch: Batch, start: int, stop: int) -> Batch:
     stop = min(stop, len(batch))
     if (start, stop) == (0, len(batch)):
         return batch
-    bags = _bags_of(batch, np.arange(start, stop))
+    bags = _take_bags(batch, np.arange(start, stop))
     return Batch(batch.label[start:stop], batch.dense[start:stop], batch.ids[start:stop], bags)
 
 
-def _taken(batch: Batch, rows: Ids) -> Batch:
+def _take_rows(batch: Batch, rows: Ids) -> Batch:
     """Return the selected rows of a batch."""
-    return Batch(batch.label[rows], batch.dense[rows], batch.ids[rows], _bags_of(batch, rows))
+    return Batch(batch.label[rows], batch.dense[rows], batch.ids[rows], _take_bags(batch, rows))
 
 
-def _bags_of(batch: Batch, rows: Ids) -> dict[str, Any]:
+def _take_bags(batch: Batch, rows: Ids) -> dict[str, Any]:
     return {
         name: ragged.take(values, ragged.offsets_of(lengths), rows) for name, (values, lengths) in batch.bags.items()
     }

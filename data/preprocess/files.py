@@ -79,7 +79,7 @@ class TableFile(Protocol):
     most_rows: int
     """An upper bound of the number of rows."""
 
-    def type_of(self, name: str) -> pa.DataType:
+    def get_type(self, name: str) -> pa.DataType:
         """Return a column's type."""
 
     def parts(self, used: Sequence[str], offset: int) -> Iterator[Part]:
@@ -178,7 +178,7 @@ class ParquetTable:
             raise unreadable(str(path), "the Parquet file is broken", error) from None
         self.names = _names(path, self._schema)
 
-    def type_of(self, name: str) -> pa.DataType:
+    def get_type(self, name: str) -> pa.DataType:
         """Return a column's type."""
         return self._schema.field(name).type
 
@@ -187,7 +187,7 @@ class ParquetTable:
         path = self.input.path
         each = self.input.size / max(1, self.most_rows)
         try:
-            alone = any(_is_list_of_dictionary(self.type_of(name)) for name in used)
+            alone = any(_is_list_of_dictionary(self.get_type(name)) for name in used)
             with _parquet(path) as file:
                 ends = np.cumsum([file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)])
                 first = int(np.searchsorted(ends, offset, "right"))  # the group that contains the row
@@ -231,7 +231,7 @@ class ArrowTable:
             raise unreadable(str(path), "the Arrow file is broken", error) from None
         self.names = _names(path, self._schema)
 
-    def type_of(self, name: str) -> pa.DataType:
+    def get_type(self, name: str) -> pa.DataType:
         """Return a column's type."""
         return self._schema.field(name).type
 
@@ -275,20 +275,20 @@ def is_table(path: Path, start: bytes) -> bool:
     return path.name.lower().endswith(_SUFFIXES) or start.startswith((_FEATHER_1, *(magic for magic, _ in _FORMATS)))
 
 
-def format_of(source: AnyInput) -> str:
+def find_format(source: AnyInput) -> str:
     """Return "Parquet", "an Arrow file", "an Arrow stream" or "text", by a file's first bytes."""
     start = source.head(8)
     if start.startswith(_FEATHER_1):
         raise UserError(f"{source.name}: this is Feather version 1; write it again as version 2, or as Parquet")
     found = next((name for magic, name in _FORMATS if start.startswith(magic)), "text")
-    if found == "Parquet" and _goes_on_as_text(source, start):
+    if found == "Parquet" and _continues_as_text(source, start):
         return "text"
     if found != "text" and not source.plain:
         raise UserError(f"{source.name}: {found} is read as a file of its own only; decompress it, or unpack it")
     return found
 
 
-def _goes_on_as_text(source: AnyInput, start: bytes) -> bool:
+def _continues_as_text(source: AnyInput, start: bytes) -> bool:
     """Return whether a file with Parquet's first bytes is text: no header follows, and the final magic is missing."""
     magic, _ = _FORMATS[0]
     if not _PRINTED.issuperset(start[len(magic) :]):

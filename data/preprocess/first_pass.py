@@ -56,9 +56,9 @@ class FirstPass:
         """Return a piece's file."""
         return self._work.pieces / f"{number:06d}.arrow"
 
-    def take_up(self, facts: list[Facts]) -> None:
+    def resume(self, facts: list[Facts]) -> None:
         """Resume after finished pieces; raise UserError if their values or shards would not fit into memory."""
-        self._shards.take_in(facts)
+        self._shards.add_pieces(facts)
         for number, one in enumerate(facts):
             self._pass(one.end.input, one.lines, sum(one.rows), one.rejected)
             piece = Piece(self.path(number))
@@ -127,14 +127,14 @@ class FirstPass:
         facts = Facts(**found, end=block.end, size=block.size)
         self._work.note(piece=facts.as_json())
         self.facts.append(facts)
-        self._shards.take_in([facts])
+        self._shards.add_pieces([facts])
         self._require_memory(survey)
 
     def _require_memory(self, survey: Survey | None) -> None:
         """Add a survey; raise UserError if all surveyed values would not fit into memory."""
         if survey is None:
             return
-        self._survey = survey if self._survey is None else self._survey.with_those_of(survey)
+        self._survey = survey if self._survey is None else self._survey.merge(survey)
         require_memory(self._survey.values(), self._survey.text_bytes())
 
     def _pass(self, source: int, lines: int, rows: int, rejected: int) -> None:

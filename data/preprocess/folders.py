@@ -25,7 +25,7 @@ def expand(paths: Sequence[Path], is_taken: Callable[[Path, bytes], bool] | None
     found: list[Path] = []
     for path in paths:
         found += _inside(path, is_taken) if path.is_dir() else [path]
-    _look_for_twice(found)
+    _check_repeated(found)
     return found
 
 
@@ -41,13 +41,13 @@ def _inside(top: Path, is_taken: Callable[[Path, bytes], bool] | None) -> list[P
             refuse_unread(file, _start(file))
             others.append(file)
     if not taken:
-        left = f"; it has {_listed(others, top)}, which must be named to be read" if others else ""
-        raise UserError(f"{top}: the folder has no file that could be read{left}")
+        left = f"; it has {_listed(others, top)}, which are read only if named" if others else ""
+        raise UserError(f"{top}: the folder has no readable file{left}")
     _refuse_two_forms(taken)
     if empty:
-        note(f"left out in {top}, as nothing is in it: {_listed(empty, top)}")
+        note(f"skipped in {top} as empty: {_listed(empty, top)}")
     if others:
-        note(f"left out in {top}, as no table by name or content: {_listed(others, top)}; name what is to be read")
+        note(f"skipped in {top} as no table by name or content: {_listed(others, top)}; name files to read them")
     return taken
 
 
@@ -99,12 +99,12 @@ def _refuse_two_forms(files: Sequence[Path]) -> None:
         first = seen.setdefault(plain, file)
         if first != file:
             raise UserError(
-                f"{first} and {file} are the same rows, as their names say; remove one of them, or name "
-                "the files that are meant"
+                f"{first} and {file} have the same rows, judging by their names; remove one of them, or name "
+                "the files to read"
             )
 
 
-def _look_for_twice(files: Sequence[Path]) -> None:
+def _check_repeated(files: Sequence[Path]) -> None:
     """Log files given twice, under one name or two; raise UserError if standard input is."""
     if files.count(STANDARD_INPUT) > 1:
         raise UserError("- is standard input, which can be read once only")
@@ -114,7 +114,7 @@ def _look_for_twice(files: Sequence[Path]) -> None:
             continue
         if (first := seen.get(identity := _identity(file))) is not None:
             how = f"{file} is given twice" if first == file else f"{first} and {file} are the same file"
-            note(f"{how}: its rows are there twice, some of them perhaps in training and test rows")
+            note(f"{how}: its rows are used twice, possibly in both training and test rows")
         seen[identity] = file
 
 

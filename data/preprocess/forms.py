@@ -120,13 +120,13 @@ class Written:
             return "text"
         return "text such as " + " and ".join(map(repr, examples))
 
-    def with_those_of(self, other: "Written") -> "Written":
+    def merge(self, other: "Written") -> "Written":
         """Return the union of both."""
         return Written(self.forms | other.forms, tuple(dict.fromkeys([*self.types, *other.types])))
 
     def as_json(self) -> dict[str, Any]:
         """Return the manifest's entry."""
-        return {"types": list(self.types), "forms": names_of(self.forms)}
+        return {"types": list(self.types), "forms": format_names(self.forms)}
 
 
 class Texts(NamedTuple):
@@ -141,7 +141,7 @@ class Texts(NamedTuple):
     doubtful: npt.NDArray[np.bool_]
 
 
-def names_of(forms: Iterable[int]) -> list[str]:
+def format_names(forms: Iterable[int]) -> list[str]:
     """Return the names of forms, in a fixed order."""
     return [EXAMPLES[form] for form in sorted(forms)]
 
@@ -151,11 +151,11 @@ def from_json(content: Mapping[str, Any]) -> Written:
     return Written(frozenset(_BY_EXAMPLE.get(name, kernel.TEXT) for name in content["forms"]), tuple(content["types"]))
 
 
-def forms_in(texts: pa.Array) -> frozenset[int]:
+def find_forms(texts: pa.Array) -> frozenset[int]:
     """Return the set of forms of texts without nulls."""
     return frozenset(np.unique(each_form(texts)).tolist())
 
 
 def each_form(texts: pa.Array) -> npt.NDArray[np.uint16]:
     """Return the form of each text [N], uint16."""
-    return classify_texts(*arrow.bytes_of(texts))
+    return classify_texts(*arrow.get_buffers(texts))

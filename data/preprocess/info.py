@@ -14,7 +14,7 @@ from hostdev.data import manifest
 from hostdev.data.manifest import Manifest, Shard
 from hostdev.data.preprocess.counting import Counter, count_bytes, require_room
 from hostdev.data.preprocess.pieces import SPLITS
-from hostdev.data.preprocess.stored import DamagedError, Part, each_shard, parts_of, size_of, wrong_values
+from hostdev.data.preprocess.stored import DamagedError, Part, each_shard, get_size, read_parts, wrong_values
 from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
 from hostdev.data.schema import Space
 
@@ -135,12 +135,12 @@ def gather(folder: Path) -> Information:
         known = vocabulary.counts > 0
         known[: found.schema.first_value] = False
         totals = {split: _totals(folder, found, split, known) for split in SPLITS}
-        curves = {name: curve_of(vocabulary.counts_of(space)) for name, space in vocabulary.spaces.items()}
-    nbytes = {split: sum(size_of(folder / shard.file) for shard in found.shards(split)) for split in SPLITS}
+        curves = {name: make_curve(vocabulary.get_counts(space)) for name, space in vocabulary.spaces.items()}
+    nbytes = {split: sum(get_size(folder / shard.file) for shard in found.shards(split)) for split in SPLITS}
     return Information(folder, found, nbytes, totals, curves)
 
 
-def curve_of(counts: npt.NDArray[Any]) -> Curve:
+def make_curve(counts: npt.NDArray[Any]) -> Curve:
     """Return the curve of ids with these counts [V], in any order; takes 16 bytes of memory for each id."""
     ordered = np.sort(counts)[::-1]
     used = int(np.count_nonzero(counts))
@@ -162,15 +162,15 @@ def _totals(folder: Path, found: Manifest, split: str, known: npt.NDArray[np.boo
 
     def look(shard: Shard) -> Totals:
         totals = Totals.empty(found)
-        for part in parts_of(folder, found, shard):
+        for part in read_parts(folder, found, shard):
             for wrong in wrong_values(part, found.schema):
                 raise DamagedError(folder / shard.file, wrong.text())
             _add_part(totals, part, found, begins[shard.file], whole, known)
         return totals
 
     result = Totals.empty(found)
-    for of_shard in each_shard(look, folder, shards, f"reading {split} rows"):
-        result.add(of_shard)
+    for sums in each_shard(look, folder, shards, f"reading {split} rows"):
+        result.add(sums)
     return result
 
 
@@ -204,17 +204,17 @@ def _count_hashed(folder: Path, found: Manifest, test: Totals) -> dict[str, Curv
         return {}
     buckets = schema.spaces[0].size  # of all spaces
     size = buckets * count_bytes(found.uses("train"))
-    beside = size + 8 * buckets  # for a curve: sorted counts and their sums
-    require_room(folder, buckets, size + beside)
-    together = max(1, min(len(schema.spaces), (available_bytes() // 2 - beside) // size))
+    curve_bytes = size + 8 * buckets  # for a curve: sorted counts and their sums
+    require_room(folder, buckets, size + curve_bytes)
+    spaces_at_once = max(1, min(len(schema.spaces), (available_bytes() // 2 - curve_bytes) // size))
     curves: dict[str, Curve] = {}
-    for start in range(0, len(schema.spaces), together):
-        spaces = schema.spaces[start : start + together]
+    for start in range(0, len(schema.spaces), spaces_at_once):
+        spaces = schema.spaces[start : start + spaces_at_once]
         counter = Counter(buckets * len(spaces), found.uses("train"))
 
         def count(shard: Shard, spaces: Sequence[Space] = spaces, counter: Counter = counter) -> None:
-            for part in parts_of(folder, found, shard, known=True):
-                for _, ids in _of_spaces(part, found, spaces):
+            for part in read_parts(folder, found, shard, known=True):
+                for _, ids in _iterate_columns(part, found, spaces):
                     counter.add(ids)
 
         for _ in each_shard(count, folder, found.train, f"counting ids of {len(spaces)} columns"):
@@ -225,19 +225,19 @@ def _count_hashed(folder: Path, found: Manifest, test: Totals) -> dict[str, Curv
             shard: Shard, spaces: Sequence[Space] = spaces, counts: npt.NDArray[Any] = counts
         ) -> npt.NDArray[np.int64]:
             seen = np.zeros(len(schema.columns), np.int64)
-            for part in parts_of(folder, found, shard, known=True):
-                for i, ids in _of_spaces(part, found, spaces):
+            for part in read_parts(folder, found, shard, known=True):
+                for i, ids in _iterate_columns(part, found, spaces):
                     seen[i] += np.count_nonzero(counts[ids])
             return seen
 
         for seen in each_shard(look, folder, found.test, f"comparing ids of {len(spaces)} columns"):
             test.seen += seen
         for i, space in enumerate(spaces):
-            curves[space.name] = curve_of(counts[i * buckets : (i + 1) * buckets])
+            curves[space.name] = make_curve(counts[i * buckets : (i + 1) * buckets])
     return curves
 
 
-def _of_spaces(part: Part, found: Manifest, spaces: Sequence[Space]) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+def _iterate_columns(part: Part, found: Manifest, spaces: Sequence[Space]) -> Iterator[tuple[int, npt.NDArray[Any]]]:
     """Iterate over the columns of some spaces: index and buckets, numbered consecutively over the spaces."""
     places = {space.name: i * space.size - space.first for i, space in enumerate(spaces)}
     for i, column in enumerate(found.schema.columns):

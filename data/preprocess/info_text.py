@@ -14,7 +14,7 @@ _NO_FIGURE = "-"
 _Group = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, heads, cells [head][line]
 
 
-def lines_of(info: Information) -> Iterator[str]:
+def format_lines(info: Information) -> Iterator[str]:
     """Iterate over the lines of a data set's summary."""
     found = info.found
     ids = f"{found.schema.rows:,} ids" + ", hashed" * info.hashed
@@ -75,7 +75,7 @@ def _features(info: Information) -> Iterator[str]:
     yield from _table("feature", [_label(column) for column in columns], groups)
     for space in info.found.schema.spaces:
         if len(names := info.shared(space.name)) > 1:
-            yield f"{', '.join(names)} share their ids: ids and training uses of the top are those of all together"
+            yield f"{', '.join(names)} share ids: ids and training uses of the top are counted over all of them"
 
 
 def _parts(curves: Sequence[Curve]) -> list[tuple[int, int]]:

@@ -95,7 +95,7 @@ class Input:
         if path.stat().st_size == 0:
             raise UserError(f"{path}: the file is empty")
         self.path, self.name = path, str(path)
-        self._codec = _codec_of(path)
+        self._codec = _read_codec(path)
         self._wanted = wanted
         with self._decompressed() as stream:
             start = stream.read(_MAGIC_BYTES)
@@ -114,7 +114,7 @@ class Input:
             if not self._archive:
                 yield stream
                 return
-            with self._reading(), _archive_of(stream) as archive:
+            with self._reading(), _open_archive(stream) as archive:
                 for member in archive:
                     if member.name == self._member:
                         yield Stream(archive.extractfile(member), self.name, stream.taken, after=stream)
@@ -152,7 +152,7 @@ class Input:
     def _find(self) -> str:
         """Return the name of the selected file in the archive."""
         names: list[str] = []
-        with self._decompressed() as stream, self._reading(), _archive_of(stream) as archive:
+        with self._decompressed() as stream, self._reading(), _open_archive(stream) as archive:
             for member in archive:
                 name = str(member.name)
                 base = name.rpartition("/")[2]
@@ -164,8 +164,8 @@ class Input:
         if self._wanted is None and len(names) == 1:
             return names[0]
         shown = ", ".join(names[:10]) or "no file"
-        meant = "a train.txt is looked for" if self._wanted is not None else "one file is expected"
-        raise UserError(f"{self.path}: {meant} in the archive, which has {shown}; unpack the one that is meant")
+        expected = "a train.txt" if self._wanted is not None else "a single file"
+        raise UserError(f"{self.path}: the archive must have {expected}, but has {shown}; unpack the file to read")
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -191,9 +191,7 @@ class ReadOnce:
         self._stream = Stream(decompressed, self.name, lambda: raw.taken)
         self._head = self._stream.read(HEAD_BYTES)
         if self._head[_TAR_AT : _TAR_AT + len(_TAR_MAGIC)] == _TAR_MAGIC:
-            raise UserError(
-                f"{self.name}: this is a tar archive; give it as a file, or only the file in it that is meant"
-            )
+            raise UserError(f"{self.name}: this is a tar archive; give it as a file, or only the member to read")
 
     @contextmanager
     def open(self) -> Iterator[Stream]:
@@ -262,7 +260,7 @@ def is_empty(path: Path) -> bool:
             return False
 
 
-def _codec_of(path: Path) -> str | None:
+def _read_codec(path: Path) -> str | None:
     with path.open("rb") as file:
         return _codec(file.read(_MAGIC_BYTES), str(path))
 
@@ -290,7 +288,7 @@ def _ends_in_zero(file: BinaryIO) -> bool:
 
 
 def _not_read(other: str, name: str) -> UserError:
-    return UserError(f"{name}: {other} files are not read; decompress it, or write it as .gz or .zst")
+    return UserError(f"{name}: {other} files are not supported; decompress it, or write it as .gz or .zst")
 
 
 def _stamp(path: Path) -> tuple[int, int]:
@@ -302,7 +300,7 @@ def _reason(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _archive_of(stream: Any) -> tarfile.TarFile:
+def _open_archive(stream: Any) -> tarfile.TarFile:
     """Open a stream as an archive for sequential reading."""
     return tarfile.open(fileobj=stream, mode="r|")
 

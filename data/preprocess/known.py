@@ -15,7 +15,7 @@ from hostdev.core.errors import UserError, in_words
 from hostdev.data import ragged
 from hostdev.data.manifest import Manifest
 from hostdev.data.preprocess import columns as arrow
-from hostdev.data.preprocess.forms import Written, forms_in, from_json
+from hostdev.data.preprocess.forms import Written, find_forms, from_json
 from hostdev.kernels.strings import TextMap
 
 Ids = npt.NDArray[np.int64]
@@ -91,16 +91,16 @@ class Vocabulary:
         numbers = {name: number for number, name in enumerate(names)}
         found = [np.zeros(0, np.int64)]
         for chunk in table["field"].chunks:
-            of_name = np.array([numbers.get(name, -1) for name in chunk.dictionary.to_pylist()], np.int64)
-            found.append(of_name[chunk.indices.to_numpy()])
+            owners_by_code = np.array([numbers.get(name, -1) for name in chunk.dictionary.to_pylist()], np.int64)
+            found.append(owners_by_code[chunk.indices.to_numpy()])
         return np.concatenate(found)
 
     def _add(self, space: str, values: pa.ChunkedArray) -> frozenset[int]:
         """Add values of a space to the map; return how they are written."""
         forms: frozenset[int] = frozenset()
         for chunk in values.chunks if len(values) else ():
-            self._texts.add(*arrow.bytes_of(self._named(space, chunk)))
-            forms |= forms_in(chunk)
+            self._texts.add(*arrow.get_buffers(self._named(space, chunk)))
+            forms |= find_forms(chunk)
         return forms
 
     def _broken(self, why: str) -> UserError:
@@ -113,7 +113,7 @@ class Vocabulary:
         """Return the id of each text, -1 for an unknown text."""
         if space not in self._prefixes:  # no value of it is frequent enough
             return np.full(len(texts), -1, np.int64)
-        return self._ids(*arrow.bytes_of(self._named(space, texts)))
+        return self._ids(*arrow.get_buffers(self._named(space, texts)))
 
     def find_few(self, spaces: Sequence[str], texts: Sequence[str]) -> Ids:
         """Return the id of each text in its own space, -1 for an unknown text."""
@@ -136,5 +136,5 @@ def written_by_space(data: Manifest, inferred: Mapping[str, Written]) -> dict[st
             continue
         written = from_json(data.kinds[column.name])
         before = found.get(column.space)
-        found[column.space] = written if before is None else before.with_those_of(written)
+        found[column.space] = written if before is None else before.merge(written)
     return found

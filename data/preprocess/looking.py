@@ -15,7 +15,7 @@ def _info(arguments: argparse.Namespace) -> None:
     out = arguments.out or pictures.new_path("info")
     pictures.require_new(out)
     found = info.gather(arguments.path)
-    for line in info_text.lines_of(found):
+    for line in info_text.format_lines(found):
         print(line)
     info_picture.draw(found, out)
     print(f"\npicture  {out}")

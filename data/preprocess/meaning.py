@@ -39,10 +39,10 @@ def difference(there: Manifest, theirs: Path, here: Manifest, root: Path) -> str
             return f"other {what}{order}: {_shown(a)} there, {_shown(b)} here"
     if there.vocabulary is None or here.vocabulary is None:
         return None
-    return _other_ids(StoredVocabulary(theirs, there), StoredVocabulary(root, here))
+    return _compare_ids(StoredVocabulary(theirs, there), StoredVocabulary(root, here))
 
 
-def _other_ids(there: StoredVocabulary, here: StoredVocabulary) -> str | None:
+def _compare_ids(there: StoredVocabulary, here: StoredVocabulary) -> str | None:
     both = min(len(there.table), len(here.table))
     for start in range(0, both, _AT_ONCE):
         for name in ("field", "value"):
@@ -66,13 +66,13 @@ def with_known_ids(batch: Batch, schema: Schema, known: int) -> Batch:
     if schema.rows <= known:
         return batch
     oov = {space.name: space.oov for space in schema.spaces}
-    of_column = {column.name: oov[column.space] for column in schema.columns}
+    oov_ids = {column.name: oov[column.space] for column in schema.columns}
 
     def mapped(ids: npt.NDArray[Any], to: Any) -> npt.NDArray[Any]:
         return np.where(ids < known, ids, to).astype(ids.dtype)
 
-    ids = mapped(batch.ids, np.array([of_column[name] for name in schema.ids], np.int64)) if schema.ids else batch.ids
-    bags = {name: (mapped(values, of_column[name]), lengths) for name, (values, lengths) in batch.bags.items()}
+    ids = mapped(batch.ids, np.array([oov_ids[name] for name in schema.ids], np.int64)) if schema.ids else batch.ids
+    bags = {name: (mapped(values, oov_ids[name]), lengths) for name, (values, lengths) in batch.bags.items()}
     return replace(batch, ids=ids, bags=bags)
 
 

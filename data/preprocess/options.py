@@ -72,7 +72,7 @@ def add_seed(to: argparse.ArgumentParser, default: int | None) -> None:
     )
 
 
-def options_from(arguments: argparse.Namespace, **defaults: object) -> Options:
+def parse_options(arguments: argparse.Namespace, **defaults: object) -> Options:
     """Build `Options` from parsed flags; `defaults` override the fields' defaults."""
     given = {name: getattr(arguments, name) for name in FLAGS if getattr(arguments, name) is not None}
     if "hash_buckets" in given:

@@ -21,7 +21,7 @@ from hostdev.core.checksums import Crc32
 from hostdev.data import ragged
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.raw import Layout, Place, RawRows
-from hostdev.data.preprocess.rejected import Rejected, lines_in
+from hostdev.data.preprocess.rejected import Rejected, read_rejected
 from hostdev.data.preprocess.vocabulary import HashBuckets
 from hostdev.data.preprocess.writer import write_arrow
 from hostdev.kernels.cardinality import Sample, draw_sample, estimate, join, make_registers, total
@@ -102,7 +102,7 @@ class Piece:
 
     def rejected(self) -> Iterator[Rejected]:
         """Iterate over the malformed lines."""
-        return lines_in({name: self._record[name].values for name in Rejected._fields})
+        return read_rejected({name: self._record[name].values for name in Rejected._fields})
 
 
 def write_piece(
@@ -156,7 +156,7 @@ class Survey:
     registers: Array
     texts: tuple[Sample, ...] | None
 
-    def with_those_of(self, other: "Survey") -> "Survey":
+    def merge(self, other: "Survey") -> "Survey":
         """Return the survey of both."""
         registers = np.maximum(self.registers, other.registers)
         if self.texts is None or other.texts is None:
@@ -178,7 +178,7 @@ def survey(piece: Piece, spaces: int) -> Survey:
     for space in range(spaces):
         keys = piece.keys(space)[: len(piece.array(f"uses {space}"))]
         if isinstance(keys, pa.Array):
-            offsets, data = arrow.bytes_of(keys)
+            offsets, data = arrow.get_buffers(keys)
             hashes = hash_texts(offsets, data)
             texts.append(draw_sample(hashes, np.diff(offsets)))
             registers.append(make_registers(hashes))
@@ -214,9 +214,9 @@ def _encoded(
             numbers = IdMap(np.int64, expected=len(found))
             numbers.add(found)
         for i in mine:
-            of_column = positions if len(mine) == 1 else numbers.find(np.ascontiguousarray(columns[i]))
+            numbered = positions if len(mine) == 1 else numbers.find(np.ascontiguousarray(columns[i]))
             is_missing[i] = columns[i] == part.missing[space]
-            codes[i] = _narrow(of_column, len(found))
+            codes[i] = _narrow(numbered, len(found))
     return codes, is_missing, dictionaries
 
 

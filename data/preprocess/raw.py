@@ -113,7 +113,7 @@ class Source(Protocol):
     """Whether negative numbers are scaled like positive ones; Criteo's negative numbers are markers."""
 
     @property
-    def text_of(self) -> Callable[[npt.NDArray[np.int64]], pa.Array] | None:
+    def format_keys(self) -> Callable[[npt.NDArray[np.int64]], pa.Array] | None:
         """Function from keys to values, "" for a missing one; None: rows have `texts`."""
 
     def blocks(self, start: Place) -> Iterator[Block]:

@@ -62,7 +62,7 @@ class RejectedLines:
         return {"file": pa.array([file][: len(self)], pa.large_string()), "line": pa.array(self.numbers), **texts}
 
 
-def lines_in(columns: dict[str, pa.Array]) -> Iterator[Rejected]:
+def read_rejected(columns: dict[str, pa.Array]) -> Iterator[Rejected]:
     """Iterate over the lines in the result of `RejectedLines.columns`."""
     [file] = columns["file"].to_pylist() or [""]
     for start in range(0, len(columns["line"]), _AT_ONCE):

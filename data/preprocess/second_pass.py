@@ -25,7 +25,7 @@ from hostdev.kernels.columns import place_column
 Array = npt.NDArray[Any]
 
 
-def numbers_of(piece: Piece, columns: int) -> npt.NDArray[np.float64]:
+def get_numbers(piece: Piece, columns: int) -> npt.NDArray[np.float64]:
     """Return the numeric columns of a piece, float64 [n, columns]."""
     return piece.array("numbers").reshape(len(piece.array("label")), columns).astype(np.float64)
 
@@ -47,7 +47,7 @@ def learn(
             for path, fact in zip(paths, facts, strict=True):
                 if stop.is_set():
                     return
-                scaling.observe(numbers_of(Piece(path), len(layout.dense))[: fact.rows[0]])
+                scaling.observe(get_numbers(Piece(path), len(layout.dense))[: fact.rows[0]])
                 progress.update()
 
         def values(space: int) -> None:
@@ -100,7 +100,7 @@ class Range:
     stop: int
 
 
-def shards_of(facts: Sequence[Facts], split: int, rows_per_shard: int) -> Iterator[list[Range]]:
+def split_shards(facts: Sequence[Facts], split: int, rows_per_shard: int) -> Iterator[list[Range]]:
     """Iterate over the shards of a split, each as a list of row ranges, in order."""
     ends = ragged.offsets_of(np.array([fact.rows[split] for fact in facts], np.int64))
     total = int(ends[-1])
@@ -114,7 +114,7 @@ def shards_of(facts: Sequence[Facts], split: int, rows_per_shard: int) -> Iterat
         yield [one for one in ranges if one.start < one.stop]
 
 
-def rows_of(
+def build_shard(
     ranges: Sequence[Range],
     split: int,
     paths: Sequence[Path],
@@ -131,7 +131,7 @@ def rows_of(
     dense = np.empty((n, len(layout.dense)), np.float32)
     ids = np.empty((n, columns), schema.id_type)
     bags: list[list[tuple[Array, Array]]] = [[] for _ in layout.bags]
-    of_space = {space: number for number, space in enumerate(layout.spaces)}
+    spaces = {space: number for number, space in enumerate(layout.spaces)}
     done = 0
     for one in ranges:
         path, fact = paths[one.piece], facts[one.piece]
@@ -140,15 +140,15 @@ def rows_of(
         rows = slice(before + one.start, before + one.stop)
         here = slice(done, done + one.stop - one.start)
         label[here] = piece.array("label")[rows]
-        dense[here] = scaling.transform(numbers_of(piece, len(layout.dense))[rows])
+        dense[here] = scaling.transform(get_numbers(piece, len(layout.dense))[rows])
         for i, column in enumerate(layout.ids):
             codes = piece.array(f"codes {i}")[rows]
-            place_column(codes, None if known is None else known.array(f"ids {of_space[column.space]}"), ids[here], i)
+            place_column(codes, None if known is None else known.array(f"ids {spaces[column.space]}"), ids[here], i)
         for i, column in enumerate(layout.bags):
             lengths = piece.array(f"lengths {i}")
             begin, end = int(lengths[: rows.start].sum(dtype=np.int64)), int(lengths[: rows.stop].sum(dtype=np.int64))
             codes = piece.array(f"codes {columns + i}")[begin:end]
-            values = codes if known is None else known.array(f"ids {of_space[column.space]}")[codes]
+            values = codes if known is None else known.array(f"ids {spaces[column.space]}")[codes]
             bags[i].append((values.astype(schema.id_type), lengths[rows]))
         done = here.stop
     joined = (tuple(map(np.concatenate, zip(*bag, strict=True))) for bag in bags)

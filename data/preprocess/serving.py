@@ -24,27 +24,27 @@ _SHOWN = 40
 
 
 class WrongTypeError(Exception):
-    """A column's type does not determine which of training's values its values are."""
+    """A column's type does not determine which of training's values are meant."""
 
 
-def texts_for(values: pa.Array, written: Written, *, hashed: bool) -> Texts:
+def format_texts(values: pa.Array, written: Written, *, hashed: bool) -> Texts:
     """Return the texts that values [N] of any type may have had in training.
 
     With `hashed`, each value needs exactly one text, because there is no vocabulary to try several.
     Raises WrongTypeError for a type that does not match training's values, and WrongValueError for a value.
     """
-    kind = arrow.kind_of(values.type)
+    kind = arrow.classify_type(values.type)
     if kind == "text":
-        return _of_text(arrow.cast(values, pa.string(), "text in UTF-8"), written, hashed=hashed)
+        return _format_text(arrow.cast(values, pa.string(), "text in UTF-8"), written, hashed=hashed)
     missing = values.is_null(nan_is_null=True).to_numpy(zero_copy_only=False)
     if written.kind == "unknown":
         found = Texts([arrow.as_plain_text(values)], arrow.as_plain_text(values), np.zeros(len(values), np.bool_))
     elif kind == "number":
-        found = _of_numbers(values, written)
+        found = _format_numbers(values, written)
     elif kind == "bool":
-        found = _of_bools(values, written)
+        found = _format_bools(values, written)
     else:
-        found = _of_times(values, written)
+        found = _format_times(values, written)
     found = _with_missing(found, missing, written)
     if hashed:
         _require_one(found, values.type, written)
@@ -67,7 +67,7 @@ def _with_missing(found: Texts, missing: Mask, written: Written) -> Texts:
 
 def require_type(found: pa.DataType, written: Written) -> None:
     """Raise WrongTypeError if no value of a type can match training's values."""
-    kind, was = arrow.kind_of(found), written.kind
+    kind, was = arrow.classify_type(found), written.kind
     if was == "unknown" or kind in ("text", "list", "nested"):
         return
     right = {
@@ -78,7 +78,7 @@ def require_type(found: pa.DataType, written: Written) -> None:
     if not right[kind]:
         raise WrongTypeError(
             f"is of type {found} here, and its values were {written.shown} in training; give it as "
-            f"{'that' if written.is_typed else 'text, written as then'}"
+            f"{'that' if written.is_typed else 'text, as written in training'}"
         )
 
 
@@ -88,11 +88,11 @@ def _require_one(found: Texts, of: pa.DataType, written: Written) -> None:
     if several.any() or found.doubtful.any():
         raise WrongTypeError(
             f"is of type {of} here, and its values were {written.shown} in training, so the match is "
-            "ambiguous; give it as text, written as in training"
+            "ambiguous; give it as text, as written in training"
         )
 
 
-def _of_text(values: pa.StringArray, written: Written, *, hashed: bool) -> Texts:
+def _format_text(values: pa.StringArray, written: Written, *, hashed: bool) -> Texts:
     """Return texts unchanged, except those in a form that training did not have but that can be converted."""
     values = pc.fill_null(values, "")
     plain = Texts([values], values, np.zeros(len(values), np.bool_))
@@ -112,8 +112,8 @@ def _of_text(values: pa.StringArray, written: Written, *, hashed: bool) -> Texts
     missing = unlike & np.isin(forms, list(MISSING))
     plain = _with_missing(Texts([values], values, plain.doubtful), missing, written)
     values, unlike = plain.fallback, unlike & ~missing
-    convert = {"number": _numbers_in, "bool": _bools_in, "timestamp": _timestamps_in, "time": _times_in}[kind]
-    chosen, found = convert(values, forms, unlike, written)
+    parse = {"number": _parse_numbers, "bool": _parse_bools, "timestamp": _parse_timestamps, "time": _parse_times}[kind]
+    chosen, found = parse(values, forms, unlike, written)
     if not chosen.any():
         return plain
     if hashed:
@@ -126,7 +126,7 @@ def _of_text(values: pa.StringArray, written: Written, *, hashed: bool) -> Texts
     return Texts(texts, values, doubtful)
 
 
-def _numbers_in(values: pa.Array, forms: Any, unlike: Mask, written: Written) -> tuple[Mask, Texts]:
+def _parse_numbers(values: pa.Array, forms: Any, unlike: Mask, written: Written) -> tuple[Mask, Texts]:
     chosen = unlike & np.isin(forms, [*NUMBERS, *BOOLS])
     large = np.flatnonzero(chosen & (forms == kernel.LARGE_FLOAT))
     if len(large):
@@ -137,16 +137,16 @@ def _numbers_in(values: pa.Array, forms: Any, unlike: Mask, written: Written) ->
     return chosen, Texts(found.texts, found.fallback, np.zeros(len(texts), np.bool_))
 
 
-def _bools_in(values: pa.Array, forms: Any, unlike: Mask, written: Written) -> tuple[Mask, Texts]:
+def _parse_bools(values: pa.Array, forms: Any, unlike: Mask, written: Written) -> tuple[Mask, Texts]:
     lower = pc.utf8_lower(values)
     true = pc.is_in(lower, value_set=pa.array(["true", "1", "1.0"])).to_numpy(zero_copy_only=False)
     false = pc.is_in(lower, value_set=pa.array(["false", "0", "0.0"])).to_numpy(zero_copy_only=False)
     _require_readable(values, unlike & ~(true | false), written, "true or false")
     chosen = unlike & (true | false)
-    return chosen, _of_bools(pa.array(true[chosen]), written)
+    return chosen, _format_bools(pa.array(true[chosen]), written)
 
 
-def _timestamps_in(values: pa.Array, forms: Any, unlike: Mask, written: Written) -> tuple[Mask, Texts]:
+def _parse_timestamps(values: pa.Array, forms: Any, unlike: Mask, written: Written) -> tuple[Mask, Texts]:
     _require_readable(values, unlike & ~np.isin(forms, list(TIMESTAMPS)), written, "a date or time such as 2024-12-31")
     chosen = unlike & np.isin(forms, list(TIMESTAMPS))
     row = np.flatnonzero(chosen)
@@ -178,7 +178,7 @@ def _part(values: pa.Array, some: Mask, written: Written, *, zoned: bool) -> Tex
         return None
     texts = values.filter(pa.array(some))
     try:
-        return _of_times(timestamps_from_text(texts, zoned=zoned), written, shown=repr(texts[0].as_py()))
+        return _format_times(timestamps_from_text(texts, zoned=zoned), written, shown=repr(texts[0].as_py()))
     except WrongTypeError as error:
         raise WrongValueError(int(np.flatnonzero(some)[0]), str(error)) from None
     except WrongValueError as error:
@@ -186,7 +186,7 @@ def _part(values: pa.Array, some: Mask, written: Written, *, zoned: bool) -> Tex
         raise
 
 
-def _times_in(values: pa.Array, forms: Any, unlike: Mask, written: Written) -> tuple[Mask, Texts]:
+def _parse_times(values: pa.Array, forms: Any, unlike: Mask, written: Written) -> tuple[Mask, Texts]:
     is_time = np.isin(forms, list(TIMES))
     _require_readable(values, unlike & ~is_time, written, "a time of day such as 23:59:58")
     chosen = unlike & is_time
@@ -201,7 +201,7 @@ def _require_readable(values: pa.Array, wrong: Mask, written: Written, what: str
         raise WrongValueError(int(rows[0]), f"{shown!r} is not {what}, and its values were {written.shown} in training")
 
 
-def _of_numbers(values: pa.Array, written: Written) -> Texts:
+def _format_numbers(values: pa.Array, written: Written) -> Texts:
     """Return training's texts for integers, floats or decimals."""
     require_type(values.type, written)
     if pa.types.is_floating(values.type):
@@ -222,12 +222,14 @@ def _of_numbers(values: pa.Array, written: Written) -> Texts:
                 wrong[0],
                 f"{texts[wrong[0]]} is neither true nor false, and its values were {written.shown} in training",
             )
-        return _of_bools(pa.array([None if text is None else text == "1" for text in texts], pa.bool_()), written)
+        return _format_bools(pa.array([None if text is None else text == "1" for text in texts], pa.bool_()), written)
     fraction = next((i for i, text in enumerate(texts) if text is not None and "." in text), None)
     if fraction is not None and not any(
         form > kernel.FRACTION and form <= kernel.FRACTION + kernel.MOST_DIGITS for form in written.forms
     ):
-        raise WrongValueError(fraction, f"{texts[fraction]} is not a whole number; a categorical value is one, or text")
+        raise WrongValueError(
+            fraction, f"{texts[fraction]} is not a whole number; categorical values must be whole numbers or text"
+        )
     return _numbers(pa.array(texts, pa.string()), written)
 
 
@@ -265,7 +267,7 @@ def _padded(integers: pa.Array, width: int) -> pa.Array:
     return pc.if_else(shorter, pc.utf8_lpad(integers, width, "0"), None)
 
 
-def _of_bools(values: pa.Array, written: Written) -> Texts:
+def _format_bools(values: pa.Array, written: Written) -> Texts:
     """Return training's texts for booleans."""
     require_type(values.type, written)
     if not written.forms & BOOLS:
@@ -275,7 +277,7 @@ def _of_bools(values: pa.Array, written: Written) -> Texts:
     return Texts(found, found[0], np.zeros(len(values), np.bool_))
 
 
-def _of_times(values: pa.Array, written: Written, shown: str | None = None) -> Texts:
+def _format_times(values: pa.Array, written: Written, shown: str | None = None) -> Texts:
     """Return training's texts for dates, timestamps or times of day."""
     require_type(values.type, written)
     if pa.types.is_time(values.type):
@@ -306,7 +308,7 @@ def large_float(shown: str) -> str:
     """Return the message for a float that may represent several integers."""
     return (
         f"{shown} is a float of 2^53 or more, which may stand for several whole numbers; write the column as "
-        "integers, or as text of such"
+        "integers, or as text of integers"
     )
 
 

@@ -9,7 +9,7 @@ from hostdev.core.memory import available_bytes, format_bytes
 from hostdev.data.preprocess.pieces import SPLITS, Facts
 from hostdev.data.preprocess.raw import Layout
 
-_BESIDE = 16 << 20  # overhead per thread
+_OVERHEAD = 16 << 20  # overhead per thread
 _NUMBER_BYTES = 24  # per number of a piece during scaling: three float64 copies
 
 
@@ -23,9 +23,9 @@ class ShardMemory:
     def __init__(self, layout: Layout, rows_per_shard: int, threads: int, id_type: str) -> None:
         self._layout, self._most, self._threads = layout, rows_per_shard, threads
         self._id_bytes = np.dtype(id_type).itemsize
-        self._rows, self._values, self._of_piece = [0] * len(SPLITS), [0] * len(SPLITS), 0
+        self._rows, self._values, self._piece_rows = [0] * len(SPLITS), [0] * len(SPLITS), 0
 
-    def take_in(self, facts: Sequence[Facts]) -> None:
+    def add_pieces(self, facts: Sequence[Facts]) -> None:
         """Add the rows of pieces.
 
         Raises TransientError unless all shards that are written concurrently fit into free memory.
@@ -33,7 +33,7 @@ class ShardMemory:
         for i in range(len(SPLITS)):
             self._rows[i] += sum(fact.rows[i] for fact in facts)
             self._values[i] += sum(sum(fact.bag_values[i]) for fact in facts)
-        self._of_piece = max([self._of_piece, *(sum(fact.rows) for fact in facts)])
+        self._piece_rows = max([self._piece_rows, *(sum(fact.rows) for fact in facts)])
         shard, threads, rows = max(map(self._shard, range(len(SPLITS))), key=lambda found: found[0] * found[1])
         free = available_bytes()
         if threads * shard > free:
@@ -55,6 +55,6 @@ class ShardMemory:
         ids, numbers, bags = len(self._layout.ids), len(self._layout.dense), len(self._layout.bags)
         each = 4 + 4 * numbers + (self._id_bytes + 1) * ids + 16 * bags
         values = self._values[split] * rows // self._rows[split]
-        of_piece = _NUMBER_BYTES * numbers * self._of_piece
+        piece_bytes = _NUMBER_BYTES * numbers * self._piece_rows
         threads = min(self._threads, -(-self._rows[split] // rows))
-        return rows * each + 2 * self._id_bytes * values + of_piece + _BESIDE, threads, rows
+        return rows * each + 2 * self._id_bytes * values + piece_bytes + _OVERHEAD, threads, rows

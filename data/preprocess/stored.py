@@ -24,7 +24,7 @@ T = TypeVar("T")
 Ids = npt.NDArray[Any]
 
 MOST_ROWS = 1 << 16  # in a part
-REMEDY = "preprocess the data again, or copy it again from where it is whole"
+REMEDY = "preprocess the data again, or copy it again from an intact source"
 
 
 class DamagedError(UserError):
@@ -47,7 +47,7 @@ class Part(Piece):
 
 def each_shard(look: Callable[[Shard], T], folder: Path, shards: Sequence[Shard], title: str) -> Iterator[T]:
     """Call `look` for shards in parallel with a progress bar; yield the results in order."""
-    sizes = [size_of(folder / shard.file) for shard in shards]
+    sizes = [get_size(folder / shard.file) for shard in shards]
     threads = max(1, min(host_threads(), len(shards)))
     with (
         ThreadPoolExecutor(threads, "hostdev-shards") as pool,
@@ -58,7 +58,7 @@ def each_shard(look: Callable[[Shard], T], folder: Path, shards: Sequence[Shard]
             yield result
 
 
-def size_of(path: Path) -> int:
+def get_size(path: Path) -> int:
     """Return a file's size in bytes; 0 if it is inaccessible."""
     try:
         return path.stat().st_size
@@ -66,7 +66,7 @@ def size_of(path: Path) -> int:
         return 0
 
 
-def parts_of(folder: Path, found: Manifest, shard: Shard, *, known: bool = False) -> Iterator[Part]:
+def read_parts(folder: Path, found: Manifest, shard: Shard, *, known: bool = False) -> Iterator[Part]:
     """Iterate over a shard's rows, in parts of bounded size.
 
     Args:
@@ -77,7 +77,7 @@ def parts_of(folder: Path, found: Manifest, shard: Shard, *, known: bool = False
     path = folder / shard.file
     if not known:
         require_checksum(path, shard.sha256)
-    batches = _batches_of(path, shard_schema(found.schema, found.id_type))
+    batches = _map_batches(path, shard_schema(found.schema, found.id_type))
     rows = sum(batch.num_rows for batch in batches)
     if rows != shard.rows:
         raise DamagedError(path, f"{rows:,} rows, not {shard.rows:,}")
@@ -103,7 +103,7 @@ def require_checksum(path: Path, expected: str) -> None:
         raise DamagedError(path, f"it cannot be read ({in_words(error)})") from None
 
 
-def _batches_of(path: Path, expected: pa.Schema) -> list[pa.RecordBatch]:
+def _map_batches(path: Path, expected: pa.Schema) -> list[pa.RecordBatch]:
     """Map a file of this schema into memory."""
     try:
         file = pa.ipc.open_file(pa.memory_map(os.fsencode(path)))

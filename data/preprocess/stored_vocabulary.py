@@ -57,7 +57,7 @@ class StoredVocabulary:
         chunks = [chunk.to_numpy() for chunk in self.table["count"].chunks]
         return chunks[0] if len(chunks) == 1 else np.concatenate([np.zeros(0, np.int64), *chunks])
 
-    def counts_of(self, space: Space) -> npt.NDArray[np.int64]:
+    def get_counts(self, space: Space) -> npt.NDArray[np.int64]:
         """Return the occurrences of each value of a space, int64 [values]; a view if the space has one segment."""
         pieces = [self.counts[first : first + size] for first, size in space.segments]
         return pieces[0] if len(pieces) == 1 else np.concatenate([np.zeros(0, np.int64), *pieces])
@@ -67,10 +67,10 @@ class StoredVocabulary:
         numbers = {name: i for i, name in enumerate(self._names)}
         start = 0
         for chunk in self.table["field"].chunks:
-            of_name = np.array([numbers.get(name, -1) for name in chunk.dictionary.to_pylist()], np.int64)
+            owners_by_code = np.array([numbers.get(name, -1) for name in chunk.dictionary.to_pylist()], np.int64)
             for begin in range(0, len(chunk), _MOST_IDS):
                 indices = chunk.indices.slice(begin, _MOST_IDS).to_numpy()
-                yield start + begin, of_name[indices]
+                yield start + begin, owners_by_code[indices]
             start += len(chunk)
 
     @cached_property
@@ -127,7 +127,7 @@ class StoredVocabulary:
         field, value = (self.table[name][number].as_py() for name in ("field", "value"))
         return f"{field!r}" if value is None else f"{field!r} value {value!r}"
 
-    def value_twice(self, space: Space) -> tuple[int, int] | None:
+    def find_repeated_value(self, space: Space) -> tuple[int, int] | None:
         """Return two ids of a space with the same value, or None; takes 8 bytes of memory per id of the space."""
         values = self.values(space)
         hashes = np.empty(space.values, np.uint64)
@@ -156,4 +156,4 @@ def _pieces(values: pa.ChunkedArray) -> Iterator[pa.StringArray]:
 
 
 def _hashes(texts: pa.StringArray) -> npt.NDArray[np.uint64]:
-    return hash_texts(*arrow.bytes_of(texts))
+    return hash_texts(*arrow.get_buffers(texts))

@@ -106,7 +106,7 @@ class Synthetic:
     layout = LAYOUT
     unit = "rows"
     signed = False
-    text_of = staticmethod(hex_text)
+    format_keys = staticmethod(hex_text)
     kinds = None
 
     def __init__(self, rows: int, seed: int) -> None:

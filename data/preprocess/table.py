@@ -17,7 +17,7 @@ from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.columns import Positive, WrongValueError
 from hostdev.data.preprocess.comparing import is_after
 from hostdev.data.preprocess.delimited import DelimitedFile
-from hostdev.data.preprocess.files import ArrowTable, ParquetTable, Part, TableFile, format_of, is_table
+from hostdev.data.preprocess.files import ArrowTable, ParquetTable, Part, TableFile, find_format, is_table
 from hostdev.data.preprocess.folders import expand
 from hostdev.data.preprocess.forms import NUMBERS, PADDED, Written, each_form
 from hostdev.data.preprocess.inputs import Input, open_input
@@ -62,7 +62,7 @@ class TableOptions:
                         f"are {listed(with_ids)}"
                     )
             if name == owner or owner in owners:
-                raise UserError(f"--share {name}={owner}: {owner!r} has no ids of its own; name the column that has")
+                raise UserError(f"--share {name}={owner}: {owner!r} shares another column's ids; name that column")
         if len(owners) < len(self.share):
             raise UserError("--share names a column twice")
         for name, separator in self.bags:
@@ -108,7 +108,7 @@ class Table:
 
     unit = "B"
     signed = True
-    text_of = None
+    format_keys = None
 
     def __init__(self, files: Sequence[Path], options: TableOptions) -> None:
         self._options = options
@@ -162,7 +162,7 @@ class Table:
             return chunk.batch.column(chunk.batch.schema.get_field_index(of))
 
         def keys(space: str, codes: arrow.Codes, texts: pa.StringArray) -> npt.NDArray[np.int64]:
-            offsets, content = arrow.bytes_of(texts)
+            offsets, content = arrow.get_buffers(texts)
             found = hash_texts(offsets, content).view(np.int64) if hashed else seen[space].add(offsets, content)
             return found.astype(np.int64)[codes]
 
@@ -196,18 +196,18 @@ class Table:
         except pa.ArrowMemoryError:
             raise
         except pa.ArrowException as error:  # unforeseen
-            kind = short(file.type_of(name))
+            kind = short(file.get_type(name))
             raise UserError(
                 f"{file.input.name}, column {name!r}: its values, of type {kind}, cannot be read "
                 f"({short(error)}); write them as another type, such as text"
             ) from error
         if hashed:
-            texts_of, missing = None, dict.fromkeys(layout.spaces, int(hash_texts(*_NOTHING).view(np.int64)[0]))
+            by_space, missing = None, dict.fromkeys(layout.spaces, int(hash_texts(*_NOTHING).view(np.int64)[0]))
         else:
-            texts_of = {space: arrow.text_from(*values.take(np.arange(len(values)))) for space, values in seen.items()}
+            by_space = {space: arrow.make_texts(*values.take(np.arange(len(values)))) for space, values in seen.items()}
             missing = {space: int(values.find(*_NOTHING)[0]) for space, values in seen.items()}
         return RawRows(
-            label, numbers, ids.T, tuple(bags), chunk.rejected, test, texts=texts_of, missing=missing, forms=forms
+            label, numbers, ids.T, tuple(bags), chunk.rejected, test, texts=by_space, missing=missing, forms=forms
         )
 
     def _forms(self, name: str, file: TableFile, codes: arrow.Codes | None, texts: pa.StringArray) -> frozenset[int]:
@@ -222,7 +222,7 @@ class Table:
         if LARGE_FLOAT in forms and TEXT not in forms:
             wrong = LARGE_FLOAT
         where = self._typed_numbers.get(self._owners.get(name, name))
-        if wrong is None and where and arrow.kind_of(_value_type(file.type_of(name))) == "text":
+        if wrong is None and where and arrow.classify_type(_value_type(file.get_type(name))) == "text":
             wrong = next((form for form in sorted(forms) if form in PADDED or WHOLE < form < FRACTION), None)
         if wrong is not None:
             number = int(np.flatnonzero(each == wrong)[0])
@@ -232,7 +232,7 @@ class Table:
                 row,
                 large_float(shown)
                 if wrong == LARGE_FLOAT
-                else f"it is text such as {shown!r} here, and {where}, so that a value would be two; "
+                else f"it is text such as {shown!r} here, and {where}, so that one value would get two ids; "
                 "write it the same way in both",
             )
         return forms
@@ -243,7 +243,7 @@ class Table:
         found = {}
         for file in reversed(self._files):
             for name in self._used:
-                if arrow.kind_of(of := _value_type(file.type_of(name))) == "number":
+                if arrow.classify_type(of := _value_type(file.get_type(name))) == "number":
                     found[self._owners.get(name, name)] = f"column {name!r} is {of} in {file.input.name}"
         return found
 
@@ -255,19 +255,19 @@ class Table:
         """
         found = {}
         for column in self.layout.columns:
-            of_files = forms.get(column.name, {})
+            by_file = forms.get(column.name, {})
             found[column.name] = Written(
-                frozenset().union(*of_files.values()),
-                tuple(dict.fromkeys(_type_name(file.type_of(column.name)) for file in self._files)),
+                frozenset().union(*by_file.values()),
+                tuple(dict.fromkeys(_type_name(file.get_type(column.name)) for file in self._files)),
             ).as_json()
-            some = {number: each & NUMBERS for number, each in of_files.items() if TEXT not in each}
+            some = {number: each & NUMBERS for number, each in by_file.items() if TEXT not in each}
             plain = next((number for number, each in some.items() if each == {INTEGER}), None)
             point = next((number for number, each in some.items() if WHOLE + 1 in each and INTEGER not in each), None)
             if plain is not None and point is not None:
                 names = [self._files[number].input.name for number in (plain, point)]
                 note(
                     f"column {column.name!r} has numbers such as '1' in {names[0]} and '1.0' in {names[1]}, which are "
-                    "two values; write it alike in both if they mean the same"
+                    "different values; write them alike if they mean the same"
                 )
         return found
 
@@ -284,19 +284,19 @@ class Table:
             raise UserError(f"{file.input.name} has no column {missing[0]!r}; it has {listed(file.names)}{hint}")
         if sorted(file.names) != sorted(first.names):
             one = sorted(set(file.names) ^ set(first.names))
-            difference = f"only one of them has {listed(one)}" if one else "some are there twice"
+            difference = f"only one of them has {listed(one)}" if one else "some occur twice"
             raise UserError(f"{file.input.name} has other columns than {first.input.name}: {difference}")
         for name in self._used:
             if file.names.count(name) > 1:
                 raise UserError(f"{file.input.name} has {file.names.count(name)} columns named {name!r}")
-            if reason := self._against(name, file.type_of(name)):
+            if reason := self._against(name, file.get_type(name)):
                 raise UserError(f"{file.input.name}, column {name!r}: {reason}")
             self._check_type(name, file)
 
     def _check_type(self, name: str, file: TableFile) -> None:
         """Raise UserError if the type differs from earlier files such that equal values would get different ids."""
-        found, options = file.type_of(name), self._options
-        written = arrow.written_as(found)
+        found, options = file.get_type(name), self._options
+        written = arrow.get_written_form(found)
         owner = self._owners.get(name, name)
         as_text = [*options.categorical, *(bag for bag, _ in options.bags), *(options.test_column or ())[:1]]
         if written is None or name not in as_text:
@@ -323,7 +323,7 @@ class Table:
 
     def _against(self, name: str, found: pa.DataType) -> str | None:
         """Return the reason why a column of this type cannot have its role, or None."""
-        kind, bags, shown = arrow.kind_of(found), dict(self._options.bags), short(found)
+        kind, bags, shown = arrow.classify_type(found), dict(self._options.bags), short(found)
         if kind == "nested":
             return f"it is of type {shown}, which is nested or unknown; only plain values and lists of these are read"
         if kind == "list" and name in self._options.split():
@@ -346,7 +346,7 @@ class Table:
 
 def _value_type(found: pa.DataType) -> pa.DataType:
     """Return the type of a column's values inside lists and dictionaries."""
-    while arrow.kind_of(found) == "list" or pa.types.is_dictionary(found):
+    while arrow.classify_type(found) == "list" or pa.types.is_dictionary(found):
         found = found.value_type
     return found
 
@@ -354,13 +354,13 @@ def _value_type(found: pa.DataType) -> pa.DataType:
 def _type_name(found: pa.DataType) -> str:
     """Return the manifest's name of the type of a column's values; all kinds of text are "text"."""
     found = _value_type(found)
-    return "text" if arrow.kind_of(found) == "text" and not pa.types.is_null(found) else str(found)
+    return "text" if arrow.classify_type(found) == "text" and not pa.types.is_null(found) else str(found)
 
 
 def _open(path: Path, options: TableOptions) -> TableFile:
     """Open a file in the format that its first bytes show."""
     source = open_input(path)
-    found = format_of(source)
+    found = find_format(source)
     if found == "text":
         return DelimitedFile(source, columns=options.columns, delimiter=options.delimiter, quotes=options.quotes)
     for flag, given in (

@@ -13,7 +13,7 @@ from hostdev.data.preprocess.table import TableOptions
 _ESCAPES = {"\\t": "\t", "tab": "\t"}
 
 
-def options_of(arguments: argparse.Namespace, earlier: Earlier | None = None) -> TableOptions:
+def parse_table_options(arguments: argparse.Namespace, earlier: Earlier | None = None) -> TableOptions:
     """Build `TableOptions` from parsed flags; an earlier data set determines the columns' roles."""
     for name, given in vars(arguments).items():
         for text in given if isinstance(given, list) else [given]:

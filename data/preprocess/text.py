@@ -43,10 +43,10 @@ def whole_lines(
         rest, before = b"", stream.taken() if source.plain else 0
         while piece := stream.read(block_bytes):
             end = last_end(piece)
-            goes_on = 0 if end else len(piece)  # rest of a line that began before
+            continued = 0 if end else len(piece)  # rest of a line that began before
             if end and rest and last_end is newline:
-                goes_on = piece.index(b"\n") + 1
-            if len(rest) + goes_on > most:
+                continued = piece.index(b"\n") + 1
+            if len(rest) + continued > most:
                 raise too_long()
             if end == 0:
                 rest += piece

@@ -15,7 +15,7 @@ from hostdev.data.preprocess import criteo
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.delimited import DelimitedFile
 from hostdev.data.preprocess.encoding import Encoding, WrongRowError
-from hostdev.data.preprocess.files import ArrowTable, ParquetTable, TableFile, chunks, format_of
+from hostdev.data.preprocess.files import ArrowTable, ParquetTable, TableFile, chunks, find_format
 from hostdev.data.preprocess.inputs import HEAD_BYTES, AnyInput, Input, open_input
 from hostdev.data.preprocess.naming import about_blanks, listed
 
@@ -45,7 +45,7 @@ def rows_in(path: Path, encoding: Encoding, options: Mapping[str, Any]) -> Rows:
     `options` is the manifest's entry on how the data set's files were read.
     """
     source = open_input(path)
-    found = format_of(source)
+    found = find_format(source)
     if encoding.is_criteo and found == "text":
         return _Criteo(source, encoding)
     if found == "text":

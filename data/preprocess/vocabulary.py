@@ -20,7 +20,7 @@ from hostdev.kernels.dictionary import BYTES_A_VALUE, Dictionary
 from hostdev.kernels.strings import BYTES_A_TEXT, TextMap
 
 Ids = npt.NDArray[np.int64]
-TextOf = Callable[[Ids], pa.Array]
+FormatKeys = Callable[[Ids], pa.Array]
 
 _WRITTEN_AT_ONCE = 1 << 20  # rows per batch of the vocabulary's file
 _WRITTEN_BYTES = 1 << 28  # limit of the texts in a batch
@@ -34,8 +34,8 @@ _MARGIN = 1.03  # error margin of the estimates, see kernels/cardinality.py
 class _Integers:
     """The values of a space that are integers."""
 
-    def __init__(self, text_of: TextOf) -> None:
-        self._seen, self._text_of = Dictionary(), text_of
+    def __init__(self, format_keys: FormatKeys) -> None:
+        self._seen, self._format_keys = Dictionary(), format_keys
 
     @property
     def uses(self) -> Ids:
@@ -50,7 +50,7 @@ class _Integers:
 
     def texts(self, numbers: Ids) -> pa.Array:
         """Return the values with these numbers as text."""
-        return self._text_of(self._seen.keys[numbers])
+        return self._format_keys(self._seen.keys[numbers])
 
     def lengths(self, numbers: Ids) -> Ids:
         """Return the maximum number of bytes of each value's text."""
@@ -70,17 +70,17 @@ class _Texts:
         return self._uses[: len(self._seen)]
 
     def count(self, keys: pa.LargeStringArray, uses: npt.NDArray[Any]) -> None:
-        positions = self._seen.add(*arrow.bytes_of(keys))
+        positions = self._seen.add(*arrow.get_buffers(keys))
         if len(self._seen) > len(self._uses):
             self._uses.resize(len(self._seen) + len(self._seen) // 4, refcheck=False)
         self._uses[positions] += uses  # positions are distinct
 
     def find(self, keys: pa.LargeStringArray) -> Ids:
-        return self._seen.find(*arrow.bytes_of(keys)).astype(np.int64)
+        return self._seen.find(*arrow.get_buffers(keys)).astype(np.int64)
 
     def texts(self, numbers: Ids) -> pa.Array:
         """Return the values with these numbers, less than 2 GiB of text."""
-        return arrow.text_from(*self._seen.take(numbers)).cast(pa.string())
+        return arrow.make_texts(*self._seen.take(numbers)).cast(pa.string())
 
     def lengths(self, numbers: Ids) -> Ids:
         """Return the number of bytes of each value."""
@@ -95,15 +95,15 @@ class Vocabulary:
 
     Args:
         threshold: None assigns no new ids.
-        text_of: Returns the texts of integer values; None if values are texts.
+        format_keys: Returns the texts of integer values; None if values are texts.
         earlier: Schema of an earlier data set whose ids are kept. Count its values first, with 0 uses, in id order.
     """
 
     def __init__(
-        self, threshold: int | None, layout: Layout, text_of: TextOf | None, earlier: Schema | None = None
+        self, threshold: int | None, layout: Layout, format_keys: FormatKeys | None, earlier: Schema | None = None
     ) -> None:
         self._threshold, self._layout, self._earlier = threshold, layout, earlier
-        self._values: list[Any] = [_Texts() if text_of is None else _Integers(text_of) for _ in layout.spaces]
+        self._values: list[Any] = [_Texts() if format_keys is None else _Integers(format_keys) for _ in layout.spaces]
         self._ids: list[Ids] = []
         fixed, dense = len(layout.dense) + len(layout.spaces), len(layout.dense)
         empty = tuple(Space(name, dense + i, fixed, 0) for i, name in enumerate(layout.spaces))
@@ -131,9 +131,8 @@ class Vocabulary:
         spaces = []
         first = len(self._layout.dense) + len(self._values) if self._earlier is None else self._earlier.rows
         for number, (space, values) in enumerate(zip(self._begun, self._values, strict=True)):
-            ids = np.full(
-                len(values.uses) + 1, space.oov, np.int64
-            )  # the last element serves unseen values, found at -1
+            # The last element serves unseen values, which are found at -1.
+            ids = np.full(len(values.uses) + 1, space.oov, np.int64)
             done = size = 0
             for begin, count in space.segments:
                 ids[done : done + count] = np.arange(begin, begin + count)

@@ -23,7 +23,7 @@ from hostdev.core.progress import note
 _VERSION = 3  # of the folder's format
 _LOCK, _RECIPE, _JOURNAL, _PIECES, _RESULT = "lock", "recipe.json", "journal.jsonl", "pieces", "result"
 
-_LEFT_OVER = "{out} is whole; what is left in {folder} can be removed"
+_LEFT_OVER = "{out} is complete; the leftovers in {folder} can be removed"
 
 
 class Work:
@@ -32,7 +32,7 @@ class Work:
     def __init__(self, folder: Path, out: Path) -> None:
         self.folder, self._out = folder, out
         self.pieces, self.result = folder / _PIECES, folder / _RESULT
-        self.goes_on = True  # whether the same command can resume
+        self.resumable = True  # whether the same command can resume
         self._journal: Any = None
         self._last = ""  # checksum of the journal's last line
 
@@ -54,7 +54,7 @@ class Work:
                 )
             self.clear()
             path.write_text(content)
-        self.goes_on = recipe is not None
+        self.resumable = recipe is not None
         for folder in (self.pieces, self.result):
             folder.mkdir(exist_ok=True)
         self.rewrite(entries)
@@ -146,7 +146,7 @@ def claim(out: Path) -> Iterator[Work]:
                 note(_LEFT_OVER.format(out=out, folder=folder))
                 raise
             size = 0 if wrong else work.left()
-            if size and work.goes_on:
+            if size and work.resumable:
                 note(f"{format_bytes(size)} of finished work is kept in {folder}; the same command resumes from there")
                 raise
             work._remove()

@@ -15,24 +15,49 @@ from hostdev.train.config import TrainConfig
 PROG = "hostdev.advise"
 MESH_OPTIONS = ("micro_batches", "plan", "stage_cut", "schedule", "precision")
 OPTIONS = (
-    "data", "model", "table_optimizer", "table_dtype", "device", "batch_size", "emb_dim", "host_threads", "seed",
-    "shuffle_window", *MESH_OPTIONS,
-)  # fmt: skip
+    "data",
+    "model",
+    "table_optimizer",
+    "table_dtype",
+    "device",
+    "batch_size",
+    "emb_dim",
+    "host_threads",
+    "seed",
+    "shuffle_window",
+    *MESH_OPTIONS,
+)
 
 
 def parser(prog: str = PROG) -> cli.Parser:
     """Return the parser of its flags."""
-    made = cli.parser(prog, "Find out on your own data how large an embedding cache is worth it.")
+    made = cli.parser(prog, "Recommend an embedding cache for your data by simulating all policies and sizes.")
     config.add_flags(made, OPTIONS)
-    made.add_argument("--cache-window", type=int, default=WINDOW, metavar="N", help=
-        f"batches that lookahead knows in advance (default {WINDOW})")  # fmt: skip
-    made.add_argument("--memory", metavar="SIZE", help=
-        "device memory for the cache, such as 16GiB (what is free and the training leaves)")  # fmt: skip
-    made.add_argument("--out", type=Path, metavar="FILE", help=
-        "a new file for the picture (advise.png, or with a number where that is taken)")  # fmt: skip
-    made.add_argument("--mesh", type=int, metavar="N", help=
-        "find out instead how N processes of this host share out the model in the least time: by samples, slices of "
-        "layers, stages")  # fmt: skip
+    made.add_argument(
+        "--cache-window",
+        type=int,
+        default=WINDOW,
+        metavar="N",
+        help=f"batches that lookahead knows in advance (default {WINDOW})",
+    )
+    made.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="device memory for the cache, such as 16GiB (default: the free memory minus what training needs)",
+    )
+    made.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="a new file for the picture (default: advise.png, or a numbered name if that exists)",
+    )
+    made.add_argument(
+        "--mesh",
+        type=int,
+        metavar="N",
+        help="find instead the fastest way to distribute the model over N local processes: by samples, slices of "
+        "layers or stages",
+    )
     return made
 
 
@@ -47,7 +72,7 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
         advise_mesh(settings, arguments.mesh)
         return
     settings = config.from_flags(arguments, OPTIONS)
-    alone()  # whatever has started this process
+    alone()  # even if a launcher started this process
     for name in MESH_OPTIONS:
         if getattr(settings, name) != getattr(TrainConfig, name):
             raise UserError(f"--{name.replace('_', '-')} has no effect without --mesh; leave it out")
@@ -61,13 +86,13 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
 
 
 def _for_mesh(settings: TrainConfig, arguments: argparse.Namespace) -> TrainConfig:
-    """Return the settings; UserError for what has no effect with --mesh."""
+    """Return the settings; raise UserError for options that have no effect with --mesh."""
     for name, given in (("--memory", arguments.memory), ("--out", arguments.out)):
         if given is not None:
-            raise UserError(f"{name} is about caches, and has no effect with --mesh; leave it out")
+            raise UserError(f"{name} is for caches and has no effect with --mesh; leave it out")
     if settings.shuffle_window != TrainConfig.shuffle_window:
         raise UserError("--shuffle-window has no effect with --mesh; leave it out")
     if arguments.mesh < 2:
-        raise UserError(f"--mesh is a number of processes of 2 or more, not {arguments.mesh}")
+        raise UserError(f"--mesh must be 2 or more processes, not {arguments.mesh}")
     settings.require_data()
     return settings

@@ -24,22 +24,22 @@ def text() -> str:
 
 
 def main() -> int:
-    """Run the command that the first argument names."""
+    """Run the command named by the first argument."""
     name = sys.argv[1] if len(sys.argv) > 1 else None
     if name not in COMMANDS:
-        return cli.run(PROG, lambda argv: _other(name))
+        return cli.run(PROG, lambda argv: _run_other(name))
     prog = f"{PROG} {name}"
     sys.argv = [prog, *sys.argv[2:]]
     return cli.run_module(f"hostdev.commands.{name}", prog)
 
 
-def _other(name: str | None) -> int:
+def _run_other(name: str | None) -> int:
     if name in (None, "-h", "--help", "help"):
         print(text())
         return 0 if name is not None else cli.EXIT_ERROR
     if name in ("-V", "--version"):
         print(f"{PROG} {__version__}")
         return 0
-    near = get_close_matches(str(name), COMMANDS, n=1)
-    meant = f"; did you mean {near[0]}?" if near else f"; the commands are {', '.join(COMMANDS)}"
-    raise UserError(f"there is no command {name!r}{meant}")
+    close = get_close_matches(str(name), COMMANDS, n=1)
+    hint = f"; did you mean {close[0]}?" if close else f"; the commands are {', '.join(COMMANDS)}"
+    raise UserError(f"there is no command {name!r}{hint}")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hostdev.core import cli
 from hostdev.core.errors import UserError
-from hostdev.data.preprocess.options import Options, add_options, options_from
+from hostdev.data.preprocess.options import Options, add_options, parse_options
 from hostdev.train import config
 
 PROG = "hostdev.train.quickstart"
@@ -43,7 +43,7 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
     if arguments.epochs is None:
         arguments.epochs = EPOCHS
     config.from_flags(arguments)  # checks the options before the work begins
-    options = options_from(arguments, threshold=THRESHOLD)
+    options = parse_options(arguments, threshold=THRESHOLD)
 
     if arguments.criteo is not None and str(arguments.criteo) != "-" and not arguments.criteo.exists():
         raise UserError(f"--criteo {arguments.criteo}: there is no such file")

@@ -14,35 +14,59 @@ from hostdev.train import config
 PROG = "hostdev.verify"
 EXIT_DIFFERENT = 1
 OPTIONS = (
-    "data", "model", "table_optimizer", "table_lr", "table_dtype", "lr", "device", "batch_size", "emb_dim", "l2",
-    "precision", "tf32", "host_threads", "seed", "shuffle_window",
-)  # fmt: skip
+    "data",
+    "model",
+    "table_optimizer",
+    "table_lr",
+    "table_dtype",
+    "lr",
+    "device",
+    "batch_size",
+    "emb_dim",
+    "l2",
+    "precision",
+    "tf32",
+    "host_threads",
+    "seed",
+    "shuffle_window",
+)
 
 
 def parser(prog: str = PROG) -> cli.Parser:
     """Return the parser of its flags."""
-    made = cli.parser(prog, "Show on your own data that training gives the same bits in every mode.")
+    made = cli.parser(prog, "Show on your data that training gives the same bits in every mode.")
     config.add_flags(made, OPTIONS)
     made.add_argument("--steps", type=int, default=20, metavar="N", help="steps per mode (default 20)")
-    made.add_argument("--inject-fault", action="store_true", help=
-        "test the test: let lookups run ahead of the updates that they need, which must be caught")  # fmt: skip
-    made.add_argument("--processes", metavar="W,...", help=
-        "numbers of processes on this host to compare, too, such as 2,4")  # fmt: skip
-    made.add_argument("--mesh", action="append", default=[], metavar="AXES", help=
-        "processes on this host that share out the network, too, such as data=2,pipe=2; several times for several; "
-        "slices (model=N) are compared by tolerance")  # fmt: skip
-    made.add_argument("--plan", metavar="STRATEGIES", help="of --mesh model=N (layers in pairs)")
-    made.add_argument("--schedule", choices=SCHEDULES, help="of --mesh pipe=N (1f1b)")
-    made.add_argument("--stage-cut", metavar="NAMES", help="of --mesh pipe=N (by cost)")
-    made.add_argument("--micro-batches", type=int, metavar="M", help=
-        "that they share out (the least that all of them can)")  # fmt: skip
+    made.add_argument(
+        "--inject-fault",
+        action="store_true",
+        help="test the test: let lookups overtake the updates that they need, which must be caught",
+    )
+    made.add_argument("--processes", metavar="W,...", help="also compare these numbers of local processes, such as 2,4")
+    made.add_argument(
+        "--mesh",
+        action="append",
+        default=[],
+        metavar="AXES",
+        help="also compare local processes that distribute the network, such as data=2,pipe=2; may be repeated; "
+        "slices (model=N) are compared by tolerance",
+    )
+    made.add_argument("--plan", metavar="STRATEGIES", help="for --mesh model=N (default: layers in pairs)")
+    made.add_argument("--schedule", choices=SCHEDULES, help="for --mesh pipe=N (default 1f1b)")
+    made.add_argument("--stage-cut", metavar="NAMES", help="for --mesh pipe=N (default: by cost)")
+    made.add_argument(
+        "--micro-batches",
+        type=int,
+        metavar="M",
+        help="micro-batches shared by the processes (default: the fewest that suit all)",
+    )
     return made
 
 
 def main(argv: Sequence[str], prog: str = PROG) -> int:
     """Parse the command line, verify, and return the exit code: 1 if a mode differs."""
     arguments = parser(prog).parse_args(argv)
-    alone()  # whatever has started this process: those that it compares are started by itself
+    alone()  # even if a launcher started this process; it starts those that it compares
     settings = config.from_flags(arguments, OPTIONS)
     if arguments.steps < 2:
         raise UserError(f"--steps must be at least 2, not {arguments.steps}")
@@ -55,12 +79,16 @@ def main(argv: Sequence[str], prog: str = PROG) -> int:
         from hostdev.verify import verify
     layout = Layout(arguments.schedule or SCHEDULES[0], cut, plan)
     different = verify(
-        settings, arguments.steps, fault=arguments.inject_fault, meshes=meshes, micro_batches=micro_batches,
+        settings,
+        arguments.steps,
+        fault=arguments.inject_fault,
+        meshes=meshes,
+        micro_batches=micro_batches,
         layout=layout,
-    )  # fmt: skip
+    )
     if arguments.inject_fault:
         if not all(different):
-            raise UserError("the injected fault was not caught: no two neighbouring batches share a row; use more rows")
+            raise UserError("the injected fault was not caught: no two consecutive batches share a row; use more rows")
         print(f"\nthe injected fault was caught in {' and '.join(map(str, different))} modes")
     elif any(different):
         print(f"\n{different[0]} modes differ from the serial run")
@@ -71,7 +99,7 @@ def main(argv: Sequence[str], prog: str = PROG) -> int:
 
 
 def _meshes(arguments: argparse.Namespace) -> tuple[list[Mesh], int]:
-    """Return the meshes of processes, and the number of the micro-batches that they share."""
+    """Return the meshes of processes, and the number of micro-batches that they share."""
     for name, axis in (("plan", "model"), ("schedule", "pipe"), ("stage_cut", "pipe")):
         if getattr(arguments, name) is not None and all(
             getattr(parse_mesh(each), axis) == 1 for each in arguments.mesh
@@ -83,22 +111,20 @@ def _meshes(arguments: argparse.Namespace) -> tuple[list[Mesh], int]:
         return [], 1
     if arguments.inject_fault:
         what = "--processes" if arguments.processes is not None else "--mesh"
-        raise UserError(f"{what} does not go with --inject-fault; leave one of them out")
+        raise UserError(f"{what} cannot be used with --inject-fault; leave one of them out")
     try:
         worlds = [int(each) for each in (arguments.processes or "").split(",") if each or arguments.processes]
     except ValueError:
-        raise UserError(f"--processes are numbers such as 2,4, not {arguments.processes!r}") from None
+        raise UserError(f"--processes must be numbers such as 2,4, not {arguments.processes!r}") from None
     if min(worlds, default=2) < 2:
-        raise UserError(f"--processes are numbers from 2 on, not {arguments.processes}")
+        raise UserError(f"--processes must be numbers of at least 2, not {arguments.processes}")
     meshes = [*(Mesh(data=world) for world in worlds), *map(parse_mesh, arguments.mesh)]
     if any(mesh.size == 1 for mesh in meshes):
-        raise UserError("--mesh is of 2 processes or more, such as pipe=2")
+        raise UserError("--mesh must have 2 or more processes, such as pipe=2")
     each = math.lcm(*(mesh.data for mesh in meshes))
     least = each * -(-max(mesh.data * mesh.pipe for mesh in meshes) // each)
     M = arguments.micro_batches or least
     if M % each or least > M:
         who = f"{arguments.processes} processes" if not arguments.mesh else f"--mesh {' --mesh '.join(arguments.mesh)}"
-        raise UserError(
-            f"--micro-batches {M} cannot be shared out by {who}; give {least}, or a larger multiple of {each}"
-        )
+        raise UserError(f"--micro-batches {M} cannot be shared by {who}; give {least}, or a larger multiple of {each}")
     return meshes, M

@@ -11,13 +11,13 @@ PROG = "hostdev.verify_processes"
 
 
 def main(argv: Sequence[str], prog: str = PROG) -> None:
-    """Parse the command line and take part."""
+    """Parse the command line and run one process."""
     steps, micro_batches, depth, cache, folder, mesh, layout = argv[:7]
-    parser = cli.parser(prog, "One of the processes that hostdev.verify starts.")
+    parser = cli.parser(prog, "Run one of the processes that hostdev.verify starts.")
     config.add_flags(parser, OPTIONS)
     settings = config.from_flags(parser.parse_args(argv[7:]), OPTIONS)
     with cli.importing(prog):
         from hostdev.verify import Mode
-        from hostdev.verify_processes import take_part
+        from hostdev.verify_processes import run_rank
     mode = Mode(True, int(depth), 1, cache or None)
-    take_part(settings, int(steps), int(micro_batches), mode, mesh, layout, Path(folder))
+    run_rank(settings, int(steps), int(micro_batches), mode, mesh, layout, Path(folder))

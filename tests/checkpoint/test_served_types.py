@@ -17,7 +17,7 @@ from hostdev.commands import predict, preprocess, train
 from hostdev.core import cli
 from hostdev.core.checksums import checksum, json_checksum
 from hostdev.data.preprocess.forms import Written
-from hostdev.data.preprocess.serving import texts_for
+from hostdev.data.preprocess.serving import format_texts
 from hostdev.data.schema import Column, Schema, Space
 from hostdev.kernels import forms as kernel
 from hostdev.models.deepfm.network import DeepFM
@@ -295,6 +295,6 @@ def test_a_row_of_bags_alone_is_not_two_rows():
 def test_a_number_with_a_huge_exponent_is_a_value_as_any_other():
     """Once, it was expanded: 11 characters became 100 million."""
     written = Written(frozenset({kernel.INTEGER}), ("text",))
-    found = texts_for(pa.array(["12", "1e9000000000", "1.2e1", "-1e-9000000000"]), written, hashed=False)
+    found = format_texts(pa.array(["12", "1e9000000000", "1.2e1", "-1e-9000000000"]), written, hashed=False)
     assert max(len(text or "") for column in [*found.texts, found.fallback] for text in column.to_pylist()) < 100
     assert found.texts[0].to_pylist()[2] == "12"

@@ -20,7 +20,7 @@ from tests.data.test_manifest import VERSION_1
 from tests.manifests import edit_manifest
 from tests.test_shards import WRONG_OFFSETS, bag_columns, rewrite, rewrite_bag
 
-REMEDY = "; preprocess the data again, or copy it again from where it is whole"
+REMEDY = "; preprocess the data again, or copy it again from an intact source"
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_files_that_are_not_of_it_are_no_error(own_data, in_process):
     (own_data / "train/notes.txt").write_text("mine")
     code, out, _ = in_process(preprocess, "check", own_data)
     assert code == 0
-    assert out.splitlines()[-1] == f"{own_data}/train/notes.txt: not of the data set"
+    assert out.splitlines()[-1] == f"{own_data}/train/notes.txt: does not belong to the data set"
 
 
 def flip(path):
@@ -233,21 +233,27 @@ def widen_field(columns):
 @pytest.mark.parametrize(
     ("change", "messages"),
     [
-        (move_a_use, ["2 counts of uses not those of the training rows, the first of id 40 ('C1' value "]),
+        (move_a_use, ["2 wrong counts of occurrences in training, the first of id 40 ('C1' value "]),
         (
             lambda columns: columns["count"].__setitem__(5, 7),
             [
                 "its counts add up to ",
-                "1 count of uses not those of the training rows, the first of id 5 ('I6'): 7, not ",
+                "1 wrong count of occurrences in training, the first of id 5 ('I6'): 7, not ",
             ],
         ),
         (
             lambda columns: columns["count"].__setitem__(40, -1),
-            ["counts below 0", "1 count of uses not those of the training rows, the first of id 40 "],
+            ["counts below 0", "1 wrong count of occurrences in training, the first of id 40 "],
         ),
         (copy_value, ["ids 39 and 40 are both 'C1' value "]),
-        (lambda columns: columns["value"].__setitem__(3, "x"), ["not exactly its 39 fixed ids have no value"]),
-        (lambda columns: columns["value"].__setitem__(41, None), ["not exactly its 39 fixed ids have no value"]),
+        (
+            lambda columns: columns["value"].__setitem__(3, "x"),
+            ["ids without a value are not exactly the first 39"],
+        ),
+        (
+            lambda columns: columns["value"].__setitem__(41, None),
+            ["ids without a value are not exactly the first 39"],
+        ),
         (
             lambda columns: columns["field"].__setitem__(41, "C99"),
             ["id 41 is of 'C99', which is out of order or not in "],
@@ -306,7 +312,7 @@ def test_version_1(tmp_path):
     edit_vocabulary(tmp_path, move_a_use)
     edit_manifest(tmp_path, lambda content: content.pop("vocabulary_sha256"))
     [found] = wrong(tmp_path)
-    assert found.startswith("vocabulary.arrow: 2 counts of uses not those of the training rows, the first of id 40 ")
+    assert found.startswith("vocabulary.arrow: 2 wrong counts of occurrences in training, the first of id 40 ")
     assert "no checksum recorded: NOT WHOLE" in "\n".join(check(tmp_path).lines)
 
 

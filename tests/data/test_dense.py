@@ -5,14 +5,14 @@ import pytest
 
 from hostdev import UserError
 from hostdev.data import ragged
-from hostdev.data.preprocess.dense import scaling_of
+from hostdev.data.preprocess.dense import make_scaling
 
 NAN = np.nan
 NUMBERS = np.array([[0, -8, 5, NAN], [2, 4, 5, NAN], [NAN, 1, NAN, NAN]], np.float64)
 
 
 def scaled(mode, *, signed, numbers=NUMBERS, of=NUMBERS):
-    scaling = scaling_of(mode, ("a", "b", "c", "d"), signed=signed)
+    scaling = make_scaling(mode, ("a", "b", "c", "d"), signed=signed)
     scaling.observe(of)
     return scaling.transform(numbers)
 
@@ -53,10 +53,10 @@ def test_deviations_do_not_depend_on_how_many_rows_come_at_once(sizes):
     rng = np.random.default_rng(1)
     numbers = rng.normal(1e9, 1, (10_000, 3))
     numbers[rng.random(numbers.shape) < 0.1] = NAN
-    scaling = scaling_of("standard", ("a", "b", "c"), signed=True)
+    scaling = make_scaling("standard", ("a", "b", "c"), signed=True)
     for part in np.split(numbers, np.cumsum(sizes)[:-1]):
         scaling.observe(part)
-    whole = scaling_of("standard", ("a", "b", "c"), signed=True)
+    whole = make_scaling("standard", ("a", "b", "c"), signed=True)
     whole.observe(numbers)
     assert scaling.statistics() == whole.statistics()
     found = whole.statistics()
@@ -67,7 +67,7 @@ def test_deviations_do_not_depend_on_how_many_rows_come_at_once(sizes):
 def test_no_training_rows_or_columns():
     for mode in ("max", "log", "standard"):
         assert scaled(mode, signed=True, of=NUMBERS[:0])[0, 2] == np.float32(np.log1p(5) if mode == "log" else 5)
-        scaling = scaling_of(mode, (), signed=True)
+        scaling = make_scaling(mode, (), signed=True)
         scaling.observe(np.empty((5, 0)))
         assert scaling.transform(np.empty((3, 0))).shape == (3, 0)
 

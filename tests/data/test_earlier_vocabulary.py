@@ -363,7 +363,7 @@ def test_check_finds_what_is_wrong_with_a_grown_vocabulary(grown):
 
 def test_an_earlier_vocabulary_with_a_value_twice_is_refused(grown, tmp_path):
     edit_vocabulary(grown, lambda columns: columns["value"].__setitem__(5, columns["value"][4]))
-    with pytest.raises(UserError, match="a value of 'a' is there twice"):
+    with pytest.raises(UserError, match="a value of 'a' occurs twice"):
         build(
             table(tmp_path / "3.arrow", rows_of(3, 90, 9)),
             tmp_path / "out",
@@ -455,7 +455,8 @@ def test_values_that_are_written_in_another_way_are_told_of(tmp_path, in_process
         out = tmp_path / f"two{told}"
         code, said, _ = in_process(preprocess, "table", path, "--out", out, "--vocabulary", tmp_path / "one")
         line = (
-            "ids      u: 0.0% of its training uses are of values that one knows; are they written in another way there?"
+            "ids      u: only 0.0% of its training occurrences have an id in one; "
+            "check that both data sets write its values the same way"
         )
         assert (code, said.count(line)) == (0, told)
         assert manifest.read(out).statistics["known_shares"] == {"u": 1.0 - told, "c": 1.0}

@@ -116,12 +116,12 @@ def check_curve(curve, counts):
 @pytest.mark.parametrize("counts", [[5], [1, 1], [0, 3, 0, 1], [7, 1, 2, 9, 4, 4, 0, 1, 1, 1], list(range(5000))])
 @pytest.mark.parametrize("dtype", [np.int64, np.uint32])
 def test_a_curve(counts, dtype):
-    check_curve(info.curve_of(np.array(counts, dtype)), sorted((n for n in counts if n), reverse=True))
+    check_curve(info.make_curve(np.array(counts, dtype)), sorted((n for n in counts if n), reverse=True))
 
 
 @pytest.mark.parametrize("counts", [[], [0, 0]])
 def test_a_curve_of_no_uses(counts):
-    curve = info.curve_of(np.array(counts, np.int64))
+    curve = info.make_curve(np.array(counts, np.int64))
     assert (curve.ids, curve.half, curve.most, len(curve.ranks), curve.top.tolist()) == (0, 0, 0, 0, [0, 0, 0, 0])
 
 
@@ -162,7 +162,7 @@ def test_version_1():
 
 def test_what_is_printed(tables):
     folder = tables["words"]
-    lines = list(info_text.lines_of(info.gather(folder)))
+    lines = list(info_text.format_lines(info.gather(folder)))
     on_disk = [
         counting.format_bytes(sum(path.stat().st_size for path in (folder / split).iterdir()))
         for split in ("train", "test")
@@ -178,12 +178,12 @@ def test_what_is_printed(tables):
     assert [line.split()[0] for line in lines[8:10]] == ["x", "z"]
     assert lines[11].endswith(" ids that have")
     assert [line.split()[0] for line in lines[13:16]] == ["word", "item", "seen"]
-    assert lines[16] == "item, seen share their ids: ids and training uses of the top are those of all together"
+    assert lines[16] == "item, seen share ids: ids and training uses of the top are counted over all of them"
     assert not any("missing" in line for line in lines)
 
 
 def test_hashed_ids_are_never_out_of_vocabulary(tables):
-    text = "\n".join(info_text.lines_of(info.gather(tables["hashed"])))
+    text = "\n".join(info_text.format_lines(info.gather(tables["hashed"])))
     assert text.splitlines()[0].endswith(" with ids, 68 ids, hashed")
     assert "vocabulary" not in text
 

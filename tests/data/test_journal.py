@@ -29,7 +29,7 @@ def killed(tmp_path_factory):
     write_text(Synthetic(2000, 3), path / "rows.tsv")
     make(path / "rows.tsv", path / "straight")
     with pytest.MonkeyPatch.context() as patched:
-        fail_at(patched, second_pass, "rows_of", 3, KeyboardInterrupt())
+        fail_at(patched, second_pass, "build_shard", 3, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
             make(path / "rows.tsv", path / "out")
     entries = _read_journal(path / ".out.partial/journal.jsonl")
@@ -105,5 +105,5 @@ def test_entries_that_no_version_writes(killed, tmp_path):
 
 
 def test_the_order_of_entries():
-    assert build_module._sound([{"parsed": True}], LAYOUT, "log") == 0
-    assert build_module._sound([{"shard": {}}], LAYOUT, "log") == 0
+    assert build_module._count_sound([{"parsed": True}], LAYOUT, "log") == 0
+    assert build_module._count_sound([{"shard": {}}], LAYOUT, "log") == 0

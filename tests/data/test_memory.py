@@ -13,7 +13,7 @@ from hostdev.data.preprocess import criteo, files, first_pass, shard_memory, voc
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.raw import Layout
-from hostdev.data.preprocess.rejected import lines_in
+from hostdev.data.preprocess.rejected import read_rejected
 from hostdev.data.preprocess.table import Table, TableOptions
 from hostdev.data.preprocess.vocabulary import Vocabulary
 from hostdev.data.schema import Column
@@ -63,7 +63,7 @@ def test_malformed_lines_are_no_objects(tmp_path, take):
     first = 1 + (take == "table")
     places = (0, 4095, 4096, n - 1)
     assert [rows.rejected[i] for i in places] == [(str(tmp_path / "t.csv"), first + i, *about) for i in places]
-    written = lines_in(rows.rejected.after(1000).columns())
+    written = read_rejected(rows.rejected.after(1000).columns())
     assert [line.line for line in written] == list(range(first + 1000, first + 1000 + n))
     with pytest.raises(
         UserError, match=f"{n} lines are malformed, more than 1% of all; the first is .*t.csv:{first}: "
@@ -102,7 +102,7 @@ def test_shards_that_threads_cannot_hold_are_refused_while_the_first_pass_is_on(
     rows = {"y": [0, 1] * 500, "x": [1.5] * 1000, "c": ["a", "b"] * 500, "h": [[1, 2, 3]] * 1000}
     pq.write_table(pa.table(rows | {"test": [0, 0, 0, 1] * 250}), tmp_path / "t.parquet")
     monkeypatch.setattr(files, "CHUNK_ROWS", 100)
-    monkeypatch.setattr(shard_memory, "_BESIDE", 0)
+    monkeypatch.setattr(shard_memory, "_OVERHEAD", 0)
     how = {"label": "y", "numeric": ("x",), "categorical": ("c",), "bags": (("h", None),), "test_column": ("test", "1")}
     table, out = Table([tmp_path / "t.parquet"], TableOptions(**how)), tmp_path / "out"
     # of each row label, number, id with whether it is known, lengths of the bag, 3 ids twice; a piece's numbers

@@ -112,7 +112,7 @@ def test_bags(tmp_path):
             pa.array([1], pa.timestamp("s", "UTC")),
             r"column 'u' is of type timestamp\[s, tz=UTC\] here, which has a time zone, and its values had none",
         ),
-        (["1", "1.0"], [1], "row 1, column 'u': 1 was written in several ways in training, each with an id of its own"),
+        (["1", "1.0"], [1], "row 1, column 'u': 1 was written in several ways in training, each with its own id"),
         (["007", "7"], [7], "row 1, column 'u': 7 was written in several ways in training"),
     ],
 )
@@ -159,8 +159,8 @@ def test_two_files_of_text_that_write_numbers_otherwise(tmp_path, capsys):
     line = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("column"))
     files = [tmp_path / name for name in ("b.csv", "a.csv")]
     assert line == (
-        f"column 'u' has numbers such as '1' in {files[0]} and '1.0' in {files[1]}, which are two values; "
-        "write it alike in both if they mean the same"
+        f"column 'u' has numbers such as '1' in {files[0]} and '1.0' in {files[1]}, which are different values; "
+        "write them alike if they mean the same"
     )
 
 

@@ -197,7 +197,7 @@ def no_memory(monkeypatch):
 @pytest.mark.parametrize("content", [b"\xff\xfe not text", b"[1, null]"])  # the last of another version
 def test_a_recipe_that_is_damaged_or_an_older_version_s(tmp_path, text, straight, monkeypatch, capsys, content):
     with monkeypatch.context() as patched:
-        fail_at(patched, second_pass, "rows_of", 0, KeyboardInterrupt())
+        fail_at(patched, second_pass, "build_shard", 0, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
             make(text, tmp_path / "out")
     (tmp_path / ".out.partial/recipe.json").write_bytes(content)
@@ -219,7 +219,7 @@ def test_who_has_finished_stays_so_while_another_clears_up(tmp_path, text, strai
     with monkeypatch.context() as patched:
         patched.setattr(work.Work, "_remove", remove)
         make(text, tmp_path / "out")
-    left = f"{tmp_path / 'out'} is whole; what is left in {tmp_path / '.out.partial'} can be removed\n"
+    left = f"{tmp_path / 'out'} is complete; the leftovers in {tmp_path / '.out.partial'} can be removed\n"
     assert capsys.readouterr().err.endswith(left) != others
     assert contents(tmp_path / "out") == straight[0]
 
@@ -234,7 +234,7 @@ def test_what_may_pass_keeps_the_work(tmp_path, text, straight, monkeypatch, cap
     pieces = tmp_path / ".out.partial" / "pieces"
     kept = {path: path.stat().st_mtime_ns for path in (pieces / f"{i:06d}.arrow" for i in range(3))}
     with monkeypatch.context() as patched:
-        fail_at(patched, second_pass, "rows_of", 0, KeyboardInterrupt())
+        fail_at(patched, second_pass, "build_shard", 0, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
             make(text, tmp_path / "out", threads=1)
     assert all(path.stat().st_mtime_ns == time for path, time in kept.items())
@@ -258,7 +258,7 @@ def test_a_parquet_file_on_a_medium_that_fails(tmp_path, monkeypatch):
 def test_damaged_pieces_are_made_again(tmp_path, text, straight, monkeypatch):
     for damaged in ("000001.arrow", "000000.ids"):
         with monkeypatch.context() as patched:
-            fail_at(patched, second_pass, "rows_of", 2, KeyboardInterrupt())
+            fail_at(patched, second_pass, "build_shard", 2, KeyboardInterrupt())
             with pytest.raises(KeyboardInterrupt):
                 make(text, tmp_path / "out", threads=1)
         path = tmp_path / ".out.partial" / "pieces" / damaged
@@ -297,7 +297,7 @@ def test_two_at_once_share_the_work(tmp_path, text, straight, capfd):
         (HashedFile, "write", 60),
         (HashedFile, "write", 250),
         (second_pass, "learn", 0),
-        (second_pass, "rows_of", 1),
+        (second_pass, "build_shard", 1),
     ],
 )
 def test_tables_go_on_too(tmp_path, monkeypatch, owner, name, at):
@@ -344,7 +344,9 @@ def test_an_interruption_while_the_pieces_are_removed(tmp_path, text, straight, 
         fail_at(patched, shutil, "rmtree", 0, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
             make(text, out)
-    assert capsys.readouterr().err == f"{out} is whole; what is left in {tmp_path / '.out.partial'} can be removed\n"
+    assert (
+        capsys.readouterr().err == f"{out} is complete; the leftovers in {tmp_path / '.out.partial'} can be removed\n"
+    )
     assert contents(out) == straight[0]
     with pytest.raises(UserError, match="exists already"):
         make(text, out)
@@ -354,7 +356,7 @@ def test_an_interruption_while_the_pieces_are_removed(tmp_path, text, straight, 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")])
 def test_nothing_is_kept_of_what_is_read_once(tmp_path, text, monkeypatch, capsys, error):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.read_bytes())))
-    fail_at(monkeypatch, second_pass, "rows_of", 1, error)
+    fail_at(monkeypatch, second_pass, "build_shard", 1, error)
     with pytest.raises(type(error)):
         make(Path("-"), tmp_path / "out")
     said = capsys.readouterr().err
@@ -366,7 +368,7 @@ def test_nothing_is_kept_of_what_is_read_once(tmp_path, text, monkeypatch, capsy
 
 def test_more_threads_than_there_may_be(tmp_path, text, straight, monkeypatch):
     with monkeypatch.context() as patched:
-        fail_at(patched, second_pass, "rows_of", 1, KeyboardInterrupt())
+        fail_at(patched, second_pass, "build_shard", 1, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
             make(text, tmp_path / "out")
     with monkeypatch.context() as patched:

@@ -152,13 +152,13 @@ def test_archives_and_formats_that_are_not_read(tmp_path, rows):
     with tarfile.open(tmp_path / "two.tar", "w") as archive:
         for name in ("a.txt", "b.txt"):
             archive.addfile(tarfile.TarInfo(name))
-    with pytest.raises(UserError, match=r"two.tar: a train.txt is looked for in the archive, which has a.txt, b.txt"):
+    with pytest.raises(UserError, match=r"two.tar: the archive must have a train.txt, but has a.txt, b.txt"):
         CriteoText([tmp_path / "two.tar"])
     (tmp_path / "text.xz").write_bytes(b"\xfd7zXZ\0")
-    with pytest.raises(UserError, match=r"text.xz: xz files are not read; decompress it"):
+    with pytest.raises(UserError, match=r"text.xz: xz files are not supported; decompress it"):
         CriteoText([tmp_path / "text.xz"])
     (tmp_path / "nothing").mkdir()
-    with pytest.raises(UserError, match=r"nothing: the folder has no file that could be read"):
+    with pytest.raises(UserError, match=r"nothing: the folder has no readable file"):
         CriteoText([tmp_path / "nothing"])
     with pytest.raises(UserError, match=r"- is standard input, which can be read once only"):
         CriteoText([tmp_path.__class__("-")] * 2)
@@ -190,15 +190,17 @@ def test_the_same_rows_twice_are_told_of(tmp_path, capsys):
     file.write_text(CSV)
     (tmp_path / "link.csv").symlink_to(file)
     for files, message in (
-        ([file, file], f"{file} is given twice: its rows are there twice, some of them perhaps in training and test"),
-        ([file, tmp_path / "link.csv"], f"{file} and {tmp_path / 'link.csv'} are the same file: its rows are there"),
+        ([file, file], f"{file} is given twice: its rows are used twice, possibly in both training and test"),
+        ([file, tmp_path / "link.csv"], f"{file} and {tmp_path / 'link.csv'} are the same file: its rows are used"),
         ([tmp_path / "in", file], f"{file} is given twice: its rows"),
         ([tmp_path / "in", tmp_path / "in"], f"{file} is given twice: its rows"),
     ):
         assert len(Table(files, COLUMNS).describe()) == len(CriteoText(files).describe()) == 2
         assert capsys.readouterr().err.count(message) == 2
     other.write_bytes(gzip.compress(CSV.encode()))
-    with pytest.raises(UserError, match=re.escape(f"{file} and {other} are the same rows, as their names say; remove")):
+    with pytest.raises(
+        UserError, match=re.escape(f"{file} and {other} have the same rows, judging by their names; remove")
+    ):
         Table([tmp_path / "in"], COLUMNS)
     assert len(Table([file, other], COLUMNS).describe()) == 2  # who names both means both
 
@@ -217,8 +219,8 @@ def test_what_a_folder_has_beside_tables(tmp_path, capsys):
     source = Table([tmp_path / "in"], COLUMNS)
     assert names_of(source, tmp_path / "in") == ["a.csv", "x", "x.pq"]
     assert capsys.readouterr().err == (
-        f"left out in {tmp_path / 'in'}, as no table by name or content: 5 files (book.xlsx, k.dat, part-0001 and 2 "
-        "more); name what is to be read\n"
+        f"skipped in {tmp_path / 'in'} as no table by name or content: 5 files (book.xlsx, k.dat, part-0001 and 2 "
+        "more); name files to read them\n"
     )
     assert names_of(Table([tmp_path / "in" / "k.dat"], COLUMNS), tmp_path / "in") == ["k.dat"]
     before = source.stamp()
@@ -227,9 +229,7 @@ def test_what_a_folder_has_beside_tables(tmp_path, capsys):
     (tmp_path / "in" / "x.pq").unlink()
     (tmp_path / "in" / "x").unlink()
     (tmp_path / "in" / "a.csv").unlink()
-    with pytest.raises(
-        UserError, match=r"no file that could be read; it has 6 files \(book.xlsx, k.dat, .*must be named"
-    ):
+    with pytest.raises(UserError, match=r"no readable file; it has 6 files \(book.xlsx, k.dat, .*only if named"):
         Table([tmp_path / "in"], COLUMNS)
 
 
@@ -248,7 +248,9 @@ def test_what_a_folder_has_beside_tables(tmp_path, capsys):
 def test_compressed_files_in_a_folder_that_are_not_read(tmp_path, name, content, kind):
     (tmp_path / "a.csv").write_text(CSV)
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=re.escape(f"{name}: {kind} files are not read; decompress it, or write it as")):
+    with pytest.raises(
+        UserError, match=re.escape(f"{name}: {kind} files are not supported; decompress it, or write it as")
+    ):
         Table([tmp_path], COLUMNS)
 
 
@@ -261,7 +263,7 @@ def test_empty_files_of_a_folder_are_passed_over(tmp_path, capsys):
     for read in (lambda: Table([tmp_path / "in"], COLUMNS), lambda: CriteoText([tmp_path / "in"])):
         source = read()
         assert names_of(source, tmp_path / "in") == ["part-0.csv", "part-3.csv.gz"]
-        said = f"left out in {tmp_path / 'in'}, as nothing is in it: 2 files (part-1.csv, part-2.csv.gz)\n"
+        said = f"skipped in {tmp_path / 'in'} as empty: 2 files (part-1.csv, part-2.csv.gz)\n"
         assert capsys.readouterr().err == said
     with pytest.raises(UserError, match="part-1.csv: the file is empty"):
         Table([tmp_path / "in" / "part-1.csv"], COLUMNS)

@@ -59,7 +59,7 @@ def test_a_whole_table(tmp_path, in_process):
     assert out.splitlines()[0].startswith("data: 5 training and 1 test rows in 2 shards, 15 ids, labels 40.0% positive")
     assert out.splitlines()[1:] == [
         "tags: 1.2 values a training row",
-        "all labels of the test rows are 1: there is no AUC of them",
+        "all labels of the test rows are 1: their AUC is undefined",
     ]
     found = manifest.read(tmp_path / "data")
     # 0 price; out of vocabulary: 1 user, 2 city, 3 tags; then users u1 u2 u3 "u,4", cities s "" t, tags a b c ... z.
@@ -415,7 +415,7 @@ def test_all_training_labels_equal_is_said(tmp_path, in_process):
     write(tmp_path / "t.csv", "y,c\n" + "1,a\n" * 50)
     code, out, _ = in_process(preprocess, "table", "t.csv", "--out", "d", "--label", "y", "--categorical", "c")
     assert code == 0
-    assert "all labels of the train rows are 1: nothing can be learned of them" in out
+    assert "all labels of the train rows are 1: nothing can be learned from them" in out
 
 
 def test_booleans_are_the_same_numbers_in_text_and_parquet(tmp_path):

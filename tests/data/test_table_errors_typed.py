@@ -37,7 +37,7 @@ TABLE = {"y": [0, 1, 1], "c": ["a", "b", "c"], "x": [1.0, 2.5, None]}
             "c",
             [1.0, float("nan"), 2.5],
             [],
-            "row 3, column 'c': 2.5 is not a whole number; a categorical value is one, or",
+            "row 3, column 'c': 2.5 is not a whole number; categorical values must be",
         ),
         (
             "c",
@@ -63,7 +63,7 @@ TABLE = {"y": [0, 1, 1], "c": ["a", "b", "c"], "x": [1.0, 2.5, None]}
             "c",
             [1.0, float("inf"), 2.0],
             [],
-            "row 2, column 'c': inf is not a whole number; a categorical value is one, or",
+            "row 2, column 'c': inf is not a whole number; categorical values must be",
         ),
         ("c", [[1.0], [], [2.0, 2.5]], ["--bag", "c"], "row 3, column 'c': 2.5 is not a whole number"),
         ("c", [b"a", b"\xff", b"c"], [], "row 2, column 'c': b'\\xff' is not text in UTF-8"),

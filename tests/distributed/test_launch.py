@@ -65,7 +65,7 @@ def test_processes_that_reach_each_other(processes):
     assert (first.code, second.code, second.out) == (0, 0, ""), (first, second)
     assert "c10d" not in first.err + second.err  # torch's warnings where an address has no name
     met, *each = first.out.splitlines()
-    assert met.startswith("2 processes have met at 127.0.0.1:")
+    assert met.startswith("2 processes met at 127.0.0.1:")
     assert [line.split(":")[0] for line in each] == ["rank 0", "rank 1"]
     assert [f"pid {process.pid}," in line for process, line in zip(processes.started, each, strict=True)] == [True] * 2
 
@@ -75,14 +75,14 @@ def test_processes_that_reach_each_other(processes):
     [
         ([], "give --rank-table FILE -- PROGRAM OPTIONS, or --check"),
         (["--check", "--", "-m", "x"], "--check starts no program; leave out what follows after --"),
-        (["--check"], "there is one process only"),
+        (["--check"], "--check needs several processes"),
         (["--check", "--server", "a"], "--server has no effect without --rank-table; leave it out"),
         (["--log-dir", "x", "--check"], "--log-dir has no effect without --rank-table; leave it out"),
         (["--rank-table", "TABLE"], "missing command after --"),
         (["--rank-table", "none.json", "--", "x"], "rank table none.json: No such file or directory"),
-        (["--rank-table", "TABLE", "--", "x"], "is this host? It has a, b; give --server ID"),
+        (["--rank-table", "TABLE", "--", "x"], "has the servers a, b; give --server ID"),
         (["--rank-table", "TABLE", "--server", "c", "--", "x"], "--server c: "),
-        (["--rank-table", "TABLE", "--server", "a", "--log-dir", ".", "--", "x"], "--log-dir . is there already"),
+        (["--rank-table", "TABLE", "--server", "a", "--log-dir", ".", "--", "x"], "--log-dir . exists already"),
         (["--rank-table", "TABLE", "--server", "a", "--", "no-such-program"], "no-such-program cannot be started"),
         (["--rank-table", "TABLE", "--server", "a", "--port", "1", "--", "x"], "unrecognized arguments: --port"),
     ],

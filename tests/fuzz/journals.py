@@ -22,21 +22,21 @@ def _build(base: Path, out: Path) -> None:
 def make(base: Path) -> None:
     """Leave the files of a process that was killed in the second pass."""
     write_text(Synthetic(120, 3), base / "rows.tsv")
-    rows_of, calls = second_pass.rows_of, []
+    build_shard, calls = second_pass.build_shard, []
 
     def fail(*arguments, **options):
         calls.append(1)
         if len(calls) > 2:
             raise KeyboardInterrupt
-        return rows_of(*arguments, **options)
+        return build_shard(*arguments, **options)
 
-    second_pass.rows_of = fail
+    second_pass.build_shard = fail
     try:
         _build(base, base / "out")
     except KeyboardInterrupt:
         pass
     finally:
-        second_pass.rows_of = rows_of
+        second_pass.build_shard = build_shard
     assert (base / ".out.partial/journal.jsonl").exists()
 
 
