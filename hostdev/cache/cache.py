@@ -68,7 +68,7 @@ class EmbeddingCache:
         device: torch.device | str = "cpu",
         window: int = WINDOW,
         *,
-        counts: npt.NDArray[Any] | None = None,
+        counts: npt.NDArray[np.integer] | None = None,
         record: bool = False,
         log: OpLog | None = None,
     ) -> None:
@@ -246,7 +246,7 @@ class EmbeddingCache:
 
     def summary(
         self, *, optimum: bool = True, host: Costs | None = None, progress: Callable[[], object] = lambda: None
-    ) -> dict[str, Any]:
+    ) -> dict[str, Any]:  # Any: numbers, text and lists, as JSON has them
         """Return the statistics, and the figures of the best possible caches on the recorded batches.
 
         The first `optimal_batches` batches were recorded. On these, this cache had `hit_rate_of_these`, moved

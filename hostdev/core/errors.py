@@ -5,7 +5,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from hostdev.core.printable import printable
 
@@ -22,7 +21,7 @@ class HostdevError(Exception):
     The message may quote files and callers: it has at most 500 characters, and no control characters.
     """
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments: object) -> None:
         super().__init__(*(printable(each) if isinstance(each, str) else each for each in arguments))
 
 

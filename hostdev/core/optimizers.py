@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol, Self
 import numpy as np
 
 from hostdev.core.errors import UserError
+from hostdev.kernels.arrays import Scalars
 
 
 class SparseOptimizer(Protocol):
@@ -34,7 +35,7 @@ class SparseOptimizer(Protocol):
     def largest_gradient(self) -> float:
         """Largest absolute value of a row's summed gradient."""
 
-    def scalars(self, step: int, dim: int) -> tuple[Any, ...]:
+    def scalars(self, step: int, dim: int) -> Scalars:
         """Return the kernel's scalars at the table's step 1, 2, 3, ... for rows of `dim` columns."""
 
 
@@ -150,7 +151,7 @@ class LazyAdam(_Optimizer):
         """2^58, about 2.9e17: moments are averages, so the square is finite, with room for sums over ranks."""
         return 2.0**58
 
-    def scalars(self, step: int, dim: int) -> tuple[Any, ...]:
+    def scalars(self, step: int, dim: int) -> Scalars:
         """Return (lr_t, beta1, 1 - beta1, beta2, 1 - beta2, eps, nesterov) for `kernels.lazy_adam`."""
         lr_t = np.float32(self.lr * math.sqrt(1 - self.beta2**step) / (1 - self.beta1**step))
         one, beta1, beta2 = map(np.float32, (1, self.beta1, self.beta2))
@@ -198,7 +199,7 @@ class FTRL(_Optimizer):
         """That of `Adagrad`; less if the power of the sum would become infinite."""
         return float(2.0 ** (46 / max(1.0, -self.lr_power)))
 
-    def scalars(self, step: int, dim: int) -> tuple[Any, ...]:
+    def scalars(self, step: int, dim: int) -> Scalars:
         """Return (lr, l1, 2 * l2, -lr_power) for `kernels.ftrl`; the same at every step."""
         return (*map(np.float32, (self.lr, self.l1, 2 * self.l2)), float(-self.lr_power))
 
@@ -224,7 +225,7 @@ class SGD(_Optimizer):
         """No slots."""
         return {}
 
-    def scalars(self, step: int, dim: int) -> tuple[Any, ...]:
+    def scalars(self, step: int, dim: int) -> Scalars:
         """Return (lr,) for `kernels.adagrad.sgd`."""
         return (np.float32(self.lr),)
 
@@ -251,7 +252,7 @@ class Adagrad(_Optimizer):
         """The sum of squared gradients."""
         return {"accum": self.initial_accum}
 
-    def scalars(self, step: int, dim: int) -> tuple[Any, ...]:
+    def scalars(self, step: int, dim: int) -> Scalars:
         """Return (lr, eps) for `kernels.adagrad.adagrad`."""
         return np.float32(self.lr), np.float32(self.eps)
 
@@ -291,7 +292,7 @@ class RowWiseAdagrad(_Optimizer):
         """The sum of mean squared gradients, one value per row."""
         return {"accum": self.initial_accum}
 
-    def scalars(self, step: int, dim: int) -> tuple[Any, ...]:
+    def scalars(self, step: int, dim: int) -> Scalars:
         """Return (lr, eps, D) for `kernels.adagrad.row_wise_adagrad`."""
         return np.float32(self.lr), np.float32(self.eps), np.float32(dim)
 

@@ -218,7 +218,7 @@ class Primitive:
     def __init__(
         self,
         name: str | None = None,
-        run: Callable[..., Any] | None = None,
+        run: Callable[..., Any] | None = None,  # Any: each op has arguments of its own
         *,
         nbytes: Callable[..., int] | None = None,
         scope: str = "",
@@ -236,7 +236,7 @@ class Primitive:
         if nbytes is not None:
             self.nbytes = nbytes  # type: ignore[method-assign]
 
-    def add_prim_attr(self, key: str, value: Any) -> "Primitive":
+    def add_prim_attr(self, key: str, value: object) -> "Primitive":
         """Set an attribute and return self; ValueError for a wrong target."""
         if key == "primitive_target" and value not in TARGETS:
             raise ValueError(f"primitive_target must be one of {TARGETS}, not {value!r}")
@@ -258,6 +258,8 @@ class Primitive:
                     self._clock = self._log.clock(self.primitive_target)
                     self._times = self._log.register(self.primitive_target, self._scope, self._name)
         return self._times
+
+    # Any, below: each op has arguments and results of its own.
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Do the work of one call."""
@@ -319,6 +321,8 @@ class PartialCall:
 
 class _TablePrimitive(Primitive):
     """An op on a table, which must be on the op's target."""
+
+    # Any, below: tables and arrays of NumPy or torch, which this module does not import.
 
     def _check(self, table: Any) -> None:
         if table.primitive_target != self.primitive_target:

@@ -21,6 +21,7 @@ from hostdev.core.tables import Owned, initial_seed
 from hostdev.device.backend import free_bytes
 from hostdev.device.ops import get_ops
 from hostdev.device.writing import Writing
+from hostdev.kernels.arrays import Ids
 from hostdev.kernels.buffers import identity
 from hostdev.kernels.norm import PART, partial_squares, total
 from hostdev.kernels.rounding import require_bfloat16, round_rows
@@ -150,7 +151,7 @@ class DeviceTable(Owned):
         planes = {name: self._block[:, i] for i, name in enumerate(("weights", *self.optimizer.slots))}
         return planes | {name: self._row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}
 
-    def where(self, ids: Any) -> tuple[Tensor, Any]:
+    def where(self, ids: Any) -> tuple[Tensor, Any]:  # Any: whatever torch indexes rows by
         """Return the rows with their optimizer state, float32 [V, 1 + S, D], and the places of these ids in them."""
         return self._block, ids
 
@@ -204,7 +205,7 @@ class DeviceTable(Owned):
         return TableStep(self.optimizer.scalars(self._step, self.dim), key)
 
     @contextmanager
-    def writing(self, ids: Any = None) -> Iterator[Writing]:
+    def writing(self, ids: Tensor | npt.ArrayLike | None = None) -> Iterator[Writing]:
         """Edit weights and optimizer state as tensors, as `HostTable.writing` does; written at the end of the `with`.
 
         Args:
@@ -231,7 +232,7 @@ class DeviceTable(Owned):
             self._is_writing = False
         self._after_write(chosen)
 
-    def erase(self, ids: Any) -> None:
+    def erase(self, ids: Tensor | npt.ArrayLike) -> None:
         """Reset weights and optimizer state of rows to their initial values, as `HostTable.erase` does."""
         array = checked_ids(ids.cpu().numpy() if isinstance(ids, Tensor) else ids, self.rows, self.name)
         array = np.unique(array).astype(np.int64)
@@ -245,7 +246,7 @@ class DeviceTable(Owned):
         row_slots[:] = list(self.optimizer.row_slots.values())
         self.write_rows(array, block, row_slots)
 
-    def write_rows(self, ids: npt.NDArray[Any], block: Rows, row_slots: Rows) -> None:
+    def write_rows(self, ids: Ids, block: Rows, row_slots: Rows) -> None:
         """Overwrite rows and their optimizer state: ids [N], float32 [N, 1 + S, D] and [N, R], from host memory.
 
         Raises:

@@ -27,7 +27,7 @@ from hostdev.distributed.rank_environment import RankEnvironment
 from hostdev.distributed.rendezvous import find_interface, make_key_prefix, versions
 from hostdev.distributed.rendezvous import get_first_line as _short
 from hostdev.distributed.rendezvous import meet as _meet
-from hostdev.distributed.world import LocalChannel, World
+from hostdev.distributed.world import Closable, LocalChannel, World
 
 HOST_BACKEND = "gloo"
 TIMEOUT = 600.0  # seconds that a rank waits for another within a step
@@ -193,7 +193,7 @@ class Ranks(World):
         self.rank, self.size = env.rank, env.ranks
         self.failed = False  # whether this rank, or one that it waited for, has failed
         self.have_left = False  # whether all ranks have left together
-        self._loops: list[weakref.ref[Any]] = []
+        self._loops: list[weakref.ref[Closable]] = []
         self.calls = Calls(env.rank, env.ranks)
         alike = {**versions(), "the mesh": str(self.mesh), **(values or {})}
         self.store = _meet(env, meeting, alike)
@@ -226,7 +226,7 @@ class Ranks(World):
         """Return whether ranks no longer wait for each other: all have left, or one failed or makes another call."""
         return self.failed or self.have_left or self.calls.wrong is not None
 
-    def note_loop(self, loop: Any) -> None:
+    def note_loop(self, loop: Closable) -> None:
         """Register an open loop, which is closed before the ranks leave."""
         self._loops = [*(known for known in self._loops if known() is not None), weakref.ref(loop)]
 
@@ -273,12 +273,12 @@ class Ranks(World):
         self._kept.append(channel)  # closing may wait for other ranks, so not at a random time
         return channel
 
-    def slices(self, device: torch.device, axis: str | None = None) -> tuple[Channel, Any]:
+    def slices(self, device: torch.device, axis: str | None = None) -> tuple[Channel, Any]:  # Any: see below
         """Return a channel for tensors on a device, and its torch DeviceMesh; all ranks call it in the same order.
 
         Both are cached for each set of groups: DTensor treats two meshes of the same ranks as one, and uses the first.
         """
-        from torch.distributed.device_mesh import DeviceMesh  # its imports take a second
+        from torch.distributed.device_mesh import DeviceMesh  # its import takes a second
 
         groups = self.mesh.groups(axis) if axis is not None else [list(range(self.size))]
         key = device.type, tuple(map(tuple, groups))

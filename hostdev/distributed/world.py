@@ -1,10 +1,17 @@
 """The processes that train together: a world of one, whose collectives return their input; `process_group` has more."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 from hostdev.distributed.agreement import Values
 from hostdev.distributed.mesh import Mesh, MeshPlace
+
+
+class Closable(Protocol):
+    """Something that is closed before the ranks leave."""
+
+    def close(self) -> None:
+        """Close it."""
 
 
 class LocalChannel:
@@ -37,7 +44,7 @@ class World:
     rank, size = 0, 1
     mesh, mesh_is_given = Mesh(), False
     have_parted = False
-    control: Any = LocalChannel()
+    control: Any = LocalChannel()  # Any: `Channel` imports torch, which this module does without
 
     @property
     def at(self) -> MeshPlace:
@@ -62,15 +69,15 @@ class World:
         """Return (rank, ranks) for `HostTable`; None for a world of one."""
         return None
 
-    def channel(self, axis: str | None = None) -> Any:
+    def channel(self, axis: str | None = None) -> Any:  # Any: as `control`
         """Return a channel to the ranks along an axis of the mesh."""
         return self.control
 
-    def device_channel(self, device: Any, axis: str | None = None) -> Any:
+    def device_channel(self, device: Any, axis: str | None = None) -> Any:  # Any: torch's device; as `control`
         """Return a channel for tensors on a device."""
         return self.control
 
-    def slices(self, device: Any, axis: str | None = None) -> tuple[Any, Any]:
+    def slices(self, device: Any, axis: str | None = None) -> tuple[Any, Any]:  # Any: torch's; as `control`
         """Return a channel and a DeviceMesh; a world of one slices no layer and has no mesh."""
         return self.control, None
 
@@ -80,7 +87,7 @@ class World:
     def agree(self, kind: str, text: str, values: Values | None = None) -> None:
         """Begin a call that all ranks make with equal values."""
 
-    def note_loop(self, loop: Any) -> None:
+    def note_loop(self, loop: Closable) -> None:
         """Register an open loop, which must be closed before the ranks leave."""
 
 

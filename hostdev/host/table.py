@@ -21,6 +21,7 @@ from hostdev.core.tables import Owned, initial_seed
 from hostdev.host.changes import Changes
 from hostdev.host.storage import STORAGES, Float32, Shape, Storage
 from hostdev.host.writing import Writing
+from hostdev.kernels.arrays import Ids
 from hostdev.kernels.norm import total
 from hostdev.kernels.pool import Task, run_tasks
 from hostdev.kernels.shards import get_ids_at, ids_of, range_of
@@ -112,7 +113,7 @@ class HostTable(Owned):
             return np.arange(start, stop)
         return get_ids_at(self.total_rows, self.start + start, self.start + stop)
 
-    def row_ids(self, ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    def row_ids(self, ids: Ids) -> Ids:
         """Return the ids, in the whole table, of local rows."""
         return ids if self.part is None else ids_of(ids.astype(np.int64) + self.start, self.total_rows)
 
@@ -269,7 +270,7 @@ class HostTable(Owned):
         run_tasks(self.lookup_tasks(ids, out, checked_positions(positions, len(ids), len(out), self.name)))
         return out
 
-    def lookup_tasks(self, ids: npt.NDArray[Any], out: Rows, positions: Positions | None = None) -> list[Task]:
+    def lookup_tasks(self, ids: Ids, out: Rows, positions: Positions | None = None) -> list[Task]:
         """Return the tasks of `lookup`."""
         check_rows("out", out, (len(ids if positions is None else out), self.dim), self.name)
         return self.storage.lookup_tasks(ids, out, positions)
@@ -331,7 +332,7 @@ class HostTable(Owned):
         self._after_write(ids)
 
     def update_tasks(
-        self, ids: npt.NDArray[Any], grads: Rows, step: TableStep | None = None, positions: Positions | None = None
+        self, ids: Ids, grads: Rows, step: TableStep | None = None, positions: Positions | None = None
     ) -> list[Task]:
         """Return the tasks of `update`; counts its step now."""
         check_rows("grads", grads, (len(ids if positions is None else grads), self.dim), self.name)
@@ -356,9 +357,7 @@ class HostTable(Owned):
         self._before_read()
         run_tasks(self.read_rows_tasks(ids, block, row_slots, positions))
 
-    def read_rows_tasks(
-        self, ids: npt.NDArray[Any], block: Rows, row_slots: Rows, positions: Positions | None = None
-    ) -> list[Task]:
+    def read_rows_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None = None) -> list[Task]:
         """Return the tasks of `read_rows`."""
         self._check_whole(ids, block, row_slots, positions)
         return self.storage.read_tasks(ids, block, row_slots, positions)
@@ -382,7 +381,7 @@ class HostTable(Owned):
         self._after_write(ids)
 
     def write_rows_tasks(
-        self, ids: npt.NDArray[Any], block: Rows, row_slots: Rows, positions: Positions | None = None
+        self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None = None
     ) -> list[Task]:
         """Return the tasks of `write_rows`; trusts that the table's dtype can represent the weights."""
         self._check_whole(ids, block, row_slots, positions)
@@ -390,7 +389,7 @@ class HostTable(Owned):
         self._note_write(ids)
         return tasks
 
-    def columns(self) -> dict[str, Any]:
+    def columns(self) -> dict[str, Any]:  # Any: arrays, or columns that are widened as they are read
         """Return weights and optimizer state by name, to be read by slices and row ids as float32; for digests."""
         self._before_read()
         return self._columns()
@@ -401,7 +400,7 @@ class HostTable(Owned):
         row_slots = self.storage.row_slots
         return found | {name: row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}
 
-    def where(self, ids: Any) -> tuple[Rows, Any]:
+    def where(self, ids: Any) -> tuple[Rows, Any]:  # Any: whatever NumPy indexes rows by
         """Return rows with their optimizer state, float32 [any, 1 + S, D], and the places of these ids in them."""
         if isinstance(self.storage, Float32):
             return self.storage.block, ids
@@ -424,7 +423,7 @@ class HostTable(Owned):
             )
             self.may_train = True
 
-    def _note_write(self, ids: npt.NDArray[Any]) -> None:
+    def _note_write(self, ids: Ids) -> None:
         """Record the rows that are about to be written; a running snapshot copies them first."""
         self.untouched = False
         if self.changes is not None:
@@ -456,14 +455,14 @@ class HostTable(Owned):
             self.changes = Changes(self.storage)
         return self.changes
 
-    def _check_whole(self, ids: npt.NDArray[Any], block: Rows, row_slots: Rows, positions: Positions | None) -> None:
+    def _check_whole(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> None:
         """Raise unless these arrays have the shapes of rows with their optimizer state."""
         _, planes, D = self.storage.shape
         n, R = len(ids if positions is None else block), self.storage.row_slots.shape[1]
         check_rows("block", block, (n, planes, D), self.name)
         check_rows("row_slots", row_slots, (n, R), self.name)
 
-    def _checked(self, ids: npt.ArrayLike) -> npt.NDArray[Any]:
+    def _checked(self, ids: npt.ArrayLike) -> Ids:
         return checked_ids(ids, self.rows, self.name)
 
 

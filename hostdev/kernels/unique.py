@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.kernels.arrays import Ids
 from hostdev.kernels.buffers import aligned_empty, scratch
 from hostdev.kernels.jit import inline, kernel, prefetch_to_write
 from hostdev.kernels.pool import Task, host_threads, run_tasks, tasks_over
@@ -99,7 +100,7 @@ def _forget(entries, shift, keys, count):
         entries[slot, 0], entries[slot, 1] = _EMPTY, _EMPTY
 
 
-def _entries(n: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+def _entries(n: int, dtype: npt.DTypeLike) -> Ids:
     """Return empty slots [n, 2]: an id and its position, side by side in a cache line; -1 if empty."""
     entries: npt.NDArray[Any] = aligned_empty((n, 2), dtype)
     entries.fill(_EMPTY)
@@ -126,7 +127,7 @@ class IdMap:
         return self._count
 
     @property
-    def ids(self) -> npt.NDArray[Any]:
+    def ids(self) -> Ids:
         """The distinct ids in order of first occurrence, [len(self)]; a view until the next `add`."""
         return self._keys[: self._count]
 
@@ -138,7 +139,7 @@ class IdMap:
             self._entries.fill(_EMPTY)
         self._count = 0
 
-    def add(self, ids: npt.NDArray[Any], positions: Positions | None = None) -> Positions:
+    def add(self, ids: Ids, positions: Positions | None = None) -> Positions:
         """Return each id's position, int32 [N]; a new id gets the next one.
 
         Args:
@@ -154,7 +155,7 @@ class IdMap:
                 return positions
             self._grow()
 
-    def find(self, ids: npt.NDArray[Any]) -> Positions:
+    def find(self, ids: Ids) -> Positions:
         """Return each id's position, int32 [N]; -1 for an unknown id."""
         positions = np.empty(len(ids), np.int32)
         _find(ids, self._entries, self._shift, positions)
@@ -203,7 +204,7 @@ class DirectMap:
         self._count = 0
 
     @property
-    def ids(self) -> npt.NDArray[Any]:
+    def ids(self) -> Ids:
         """The distinct ids in order of first occurrence; a view until the next `add`."""
         return self._keys[: self._count]
 
@@ -215,7 +216,7 @@ class DirectMap:
         self._places[:limit].fill(_EMPTY)
         self._count = 0
 
-    def add(self, ids: npt.NDArray[Any], positions: Positions | None = None) -> Positions:
+    def add(self, ids: Ids, positions: Positions | None = None) -> Positions:
         """Add ids as `IdMap.add` does."""
         if positions is None:
             positions = np.empty(len(ids), np.int32)
@@ -223,7 +224,7 @@ class DirectMap:
         return positions
 
 
-def check_ids(ids: npt.ArrayLike) -> npt.NDArray[Any]:
+def check_ids(ids: npt.ArrayLike) -> Ids:
     """Return ids as an array; raise TypeError or ValueError unless it is int32 or int64 with one dimension."""
     array = np.asarray(ids)
     if array.size == 0 and array.dtype == np.float64:
@@ -235,7 +236,7 @@ def check_ids(ids: npt.ArrayLike) -> npt.NDArray[Any]:
     return array
 
 
-def unique(ids: npt.ArrayLike) -> tuple[npt.NDArray[Any], Positions]:
+def unique(ids: npt.ArrayLike) -> tuple[Ids, Positions]:
     """Deduplicate the ids of a batch.
 
     Args:
@@ -252,7 +253,7 @@ def unique(ids: npt.ArrayLike) -> tuple[npt.NDArray[Any], Positions]:
     return unique_into(ids, inverse).copy(), inverse
 
 
-def unique_into(ids: npt.NDArray[Any], inverse: Positions) -> npt.NDArray[Any]:
+def unique_into(ids: Ids, inverse: Positions) -> npt.NDArray[Any]:
     """Deduplicate as `unique` does, without new memory: write `inverse`; return a view until this thread's next call.
 
     Args:
@@ -309,9 +310,9 @@ class Dedupe:
         return tasks
 
     @property
-    def ids(self) -> npt.NDArray[Any]:
+    def ids(self) -> Ids:
         """The unique ids [U], at the end; a view until this thread's next sequence of the same number."""
-        ids: npt.NDArray[Any] = self._maps[0].ids
+        ids: Ids = self._maps[0].ids
         return ids
 
     def _add(self, start: int, stop: int, seen: Any) -> None:
@@ -324,7 +325,7 @@ class Dedupe:
                 seen.add(ids[first - begin : last - begin], self._inverse[first:last])
 
 
-def id_map(ids: npt.NDArray[Any]) -> "IdMap | DirectMap":
+def id_map(ids: Ids) -> "IdMap | DirectMap":
     """Return an empty map for ids int32 or int64 [N]; this thread's next call reuses its memory."""
     low, high = map(int, id_range(ids))
     if low >= 0 and high < _DIRECT_UP_TO * len(ids):

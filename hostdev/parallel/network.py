@@ -66,7 +66,7 @@ class Network:
     def __init__(
         self,
         module: nn.Module,
-        example: Sequence[Any],
+        example: Sequence[Any],  # Any: a tree of tensors for each input
         *,
         ranks: World | None = None,
         micro_batches: int = 1,
@@ -153,7 +153,12 @@ class Network:
         """Describe the layout; "" if this rank has the whole network."""
         return self._parts.text
 
-    def step(self, samples: int, inputs: Inputs, loss: Callable[[Any, slice], Tensor]) -> float:
+    def step(
+        self,
+        samples: int,
+        inputs: Inputs,
+        loss: Callable[[Any, slice], Tensor],  # Any: the module's output
+    ) -> float:
         """Run a batch forward and backward, add its gradients to the parameters', and return the loss.
 
         Args:
@@ -205,7 +210,12 @@ class Network:
                 parameter.grad.mul_(factor.to(parameter.grad.device))
         return float(norm)
 
-    def evaluate(self, samples: int, inputs: Inputs, measure: Callable[[Any, slice], Tensor]) -> list[float]:
+    def evaluate(
+        self,
+        samples: int,
+        inputs: Inputs,
+        measure: Callable[[Any, slice], Tensor],  # Any: the module's output
+    ) -> list[float]:
         """Run a batch forward in evaluation mode; return the sums of a measure over all micro-batches.
 
         Args:

@@ -62,7 +62,7 @@ class Predictor:
         checkpoint: Path | str,
         *,
         device: torch.device | str = "cpu",
-        model: str | type[Any] | None = None,
+        model: str | type[Any] | None = None,  # Any: the class's own instances
         which: str | None = None,
         _encodes: bool = True,  # raw rows, too, not only those of a data set
     ) -> None:
@@ -107,7 +107,7 @@ class Predictor:
         """Rows per computation: the training's batch size, so that results equal the evaluation's bit for bit."""
         return int(self.settings["batch_size"])
 
-    def __call__(self, rows: Any) -> Probabilities:
+    def __call__(self, rows: Any) -> Probabilities:  # Any: also frames of libraries that may be missing
         """Return the probability of each row, float32 [n].
 
         A value matches the training's value whatever its type is here (docs/serving.md). Unseen values are out of

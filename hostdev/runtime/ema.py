@@ -134,14 +134,14 @@ class EMA:
             with self.table.writing() as w:
                 w.weights = before
 
-    def state_dict(self) -> dict[str, Any]:  # numbers and tensors
+    def state_dict(self) -> dict[str, Any]:  # Any: numbers and tensors, as in torch
         """Return the state for `load_state_dict` and `extra` of `Runtime.save`; its tensors share the memory."""
         names = ("rows", "average", "last")
         arrays = (self._rows, self._average, self._last)
         tensors = {name: torch.from_numpy(array) for name, array in zip(names, arrays, strict=True)}
         return {"decay": self.decay, "steps": self.steps, **tensors}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # as `state_dict` returns it
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # Any: as `state_dict` returns it
         """Load the state of an average; ValueError for a table of another shape."""
         shape = list(state["rows"].shape)
         if shape != list(self._rows.shape):

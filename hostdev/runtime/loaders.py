@@ -192,7 +192,7 @@ class FrameworkLoaders:
     ) -> TrainLoader[S]: ...
     def train_loader(
         self,
-        loader: Iterable[Any],  # the overloads have the types
+        loader: Iterable[Any],  # Any: the overloads have the types
         *,
         ids: GetIds[Any] | None = None,
         send: Callable[[Any], Any] | None = None,
@@ -240,7 +240,7 @@ class FrameworkLoaders:
     ) -> PredictLoader[S]: ...
     def predict_loader(
         self,
-        loader: Iterable[Any],  # the overloads have the types
+        loader: Iterable[Any],  # Any: the overloads have the types
         *,
         ids: GetIds[Any] | None = None,
         send: Callable[[Any], Any] | None = None,
@@ -251,7 +251,7 @@ class FrameworkLoaders:
         self.loaders.add(made)
         return made
 
-    def close_loaders(self, kind: type[RowsLoader[Any]] = RowsLoader) -> None:
+    def close_loaders(self, kind: type[RowsLoader[Any]] = RowsLoader) -> None:  # Any: of whatever batches
         """Close the loops of all loaders, or of one kind, which frameworks may have left open."""
         close_loaders(self.loaders, kind)
 

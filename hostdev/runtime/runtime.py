@@ -183,7 +183,7 @@ class Runtime(FrameworkLoaders):
     ) -> TrainLoop[Step]: ...
     def train(
         self,
-        batches: Iterable[Any],  # the overloads have the types
+        batches: Iterable[Any],  # Any: the overloads have the types
         *,
         ids: GetIds[Any] | None = None,
         send: Callable[[Any], Any] | None = None,
@@ -273,7 +273,7 @@ class Runtime(FrameworkLoaders):
     ) -> PredictLoop[Step]: ...
     def predict(
         self,
-        batches: Iterable[Any],  # the overloads have the types
+        batches: Iterable[Any],  # Any: the overloads have the types
         *,
         ids: GetIds[Any] | None = None,
         send: Callable[[Any], Any] | None = None,
@@ -373,7 +373,7 @@ class Runtime(FrameworkLoaders):
         self,
         path: Path | str,
         *,
-        extra: Any = None,  # the program's own tree, checked when it is written
+        extra: Any = None,  # Any: the program's own tree, checked when it is written
         keep: int = 3,
         wait: bool = True,
     ) -> "AsyncWriter":
@@ -404,7 +404,7 @@ class Runtime(FrameworkLoaders):
         self.write_back()
         return self._checkpoints.save(Path(path), extra, keep, wait=wait)
 
-    def load(self, path: Path | str, *, strict: bool = True) -> Any:  # the `extra` of `save`
+    def load(self, path: Path | str, *, strict: bool = True) -> Any:  # Any: the `extra` of `save`
         """Load the newest complete checkpoint of a folder, or the one at `path`; return its `extra`.
 
         All files are checked before a table changes. Host tables that have not been used yet are an exception: they are
