@@ -10,10 +10,9 @@ import functools
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
-
-_MARK = "_seen_by_hostdev"
 
 
 class _State(NamedTuple):
@@ -37,6 +36,10 @@ class _Reports:
         self._active: list[Any] = []
 
     def _add_dataloader(self, loader: Any) -> None:
+        if _reading.reports is None:  # the program reads, after a hostdev loop, the loader that this loop has read
+            loader.gradient_state = _gradient_state()
+            loader.gradient_state._add_dataloader(loader)
+            return
         self._active.append(loader)
 
     def _remove_dataloader(self, loader: Any) -> None:
@@ -56,6 +59,9 @@ class _Reading(threading.local):
 
 
 _reading = _Reading()
+_lock = threading.Lock()
+_readers: list[_Reports] = []  # that read a batch right now, in any thread
+_original: Callable[[Any], None]  # accelerate's function, while it is replaced
 
 
 def is_imported() -> bool:
@@ -76,16 +82,13 @@ class States:
 
     def reading(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches and record the state of each; already recorded batches come first."""
-        _install()
         known = len(self._noted)  # left over from an earlier loop
         while True:
-            before, _reading.reports = _reading.reports, self._reports
             try:
-                held = [next(batches)]
+                with _reporting_to(self._reports):
+                    held = [next(batches)]
             except StopIteration:
                 return
-            finally:
-                _reading.reports = before
             if known:
                 known -= 1
             else:
@@ -114,20 +117,32 @@ def _gradient_state() -> Any:
     return sys.modules["accelerate.state"].GradientState()
 
 
-def _install() -> None:
-    """Make prepared loaders report to the loop that reads them, once per process."""
+@contextmanager
+def _reporting_to(reports: _Reports) -> Iterator[None]:
+    """Let the prepared loaders that this thread begins to read report to a loop. accelerate is changed meanwhile."""
+    global _original
     mixin = sys.modules["accelerate.data_loader"].DataLoaderStateMixin
-    if getattr(mixin, _MARK, False):
-        return
-    setattr(mixin, _MARK, True)
-    begin = mixin.begin
+    with _lock:
+        if not _readers:
+            _original = mixin.begin
+            mixin.begin = _replace(_original)
+        _readers.append(reports)
+    before, _reading.reports = _reading.reports, reports
+    try:
+        yield
+    finally:
+        _reading.reports = before
+        with _lock:
+            _readers.remove(reports)
+            if not _readers:
+                mixin.begin = _original
 
+
+def _replace(begin: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(begin)
     def begin_reporting(loader: Any) -> None:
         if _reading.reports is not None:
             loader.gradient_state = _reading.reports
-        elif isinstance(loader.gradient_state, _Reports):  # an earlier loop has read the loader
-            loader.gradient_state = _gradient_state()
         begin(loader)
 
-    mixin.begin = begin_reporting
+    return begin_reporting

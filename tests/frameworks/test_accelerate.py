@@ -96,6 +96,26 @@ def test_the_body_sees_the_state_of_its_batch(make_accelerator):
     assert [state.end_of_dataloader for _ in batches] == [False] * 15 + [True]  # without a runtime, as before
 
 
+@pytest.mark.parametrize("depth", [0, 2])
+def test_accelerate_stays_as_it_was(make_accelerator, depth):
+    """It is changed only while a loop reads a batch, and a loader that a loop has read is the program's again."""
+    mixin = accelerate.data_loader.DataLoaderStateMixin
+    begin, accelerator = mixin.begin, make_accelerator()
+    batches, state = accelerator.prepare(loader()), accelerator.gradient_state
+    for number, _ in enumerate(make_runtime(depth).predict(batches, ids=ids)):
+        if number == 3:
+            break
+    assert mixin.begin is begin
+    ends = []
+    for _ in batches:
+        assert state.active_dataloader is batches
+        assert mixin.begin is begin
+        ends.append(state.end_of_dataloader)
+    assert ends == [False] * 15 + [True]
+    assert type(batches.gradient_state) is type(state)
+    assert not state.in_dataloader
+
+
 def test_a_loop_that_goes_on_with_an_iterator_has_its_states(make_accelerator):
     accelerator, runtime = make_accelerator(), make_runtime()
     batches = iter(accelerator.prepare(loader()))
