@@ -1,4 +1,4 @@
-"""numba's cache of machine code on disk, with checksums, so that a damaged or full folder does not stop a command.
+"""numba's cache of machine code on disk, with checksums, and with the sources of all helpers.
 
 numba trusts its files: a damaged index fails in every process until it is removed, and damaged code would run. Here the
 kernel of a file with a wrong checksum is compiled and written again. A kernel that cannot be written is compiled in
@@ -11,6 +11,8 @@ import sys
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+
+from hostdev.kernels.sources import hash_sources
 
 _Base: Any = object
 try:
@@ -26,15 +28,22 @@ _reported: set[str] = set()
 
 
 def check_cache(dispatcher: Any) -> Any:
-    """Verify the checksums of a kernel's cached code; return the kernel."""
+    """Verify the checksums of a kernel's cached code, and that its sources are those of today; return the kernel."""
     cache = getattr(dispatcher, "_cache", None)
-    file = getattr(cache, "_cache_file", None)
+    file: Any = getattr(cache, "_cache_file", None)
     if _Base is not object and type(file) is _Base:
         file.__class__ = _CheckedFile
+        file._function = dispatcher.py_func
     return dispatcher
 
 
 class _CheckedFile(_Base):  # type: ignore[misc]
+    _function: Any  # the kernel in Python
+
+    def _get_stamp(self) -> Any:
+        """Return what identifies the sources of the code; their names are complete at the first call of a kernel."""
+        return self._source_stamp, hash_sources(self._function)
+
     def save(self, key: Any, data: Any) -> None:
         try:
             super().save(key, data)
@@ -53,10 +62,10 @@ class _CheckedFile(_Base):  # type: ignore[misc]
             stamp, overloads = pickle.loads(rest) if version == self._version else (None, {})
         except (OSError, _WrongError, AttributeError, ImportError):  # the last two: an old source's types
             return {}
-        return overloads if stamp == self._source_stamp else {}
+        return overloads if stamp == self._get_stamp() else {}
 
     def _save_index(self, overloads: Any) -> None:
-        content = pickle.dumps(self._version, protocol=-1) + self._dump((self._source_stamp, overloads))
+        content = pickle.dumps(self._version, protocol=-1) + self._dump((self._get_stamp(), overloads))
         self._write(self._index_path, content)
 
     def _load_data(self, name: str) -> Any:

@@ -6,7 +6,7 @@ import sys
 import numba
 import pytest
 
-from hostdev.kernels import cached
+from hostdev.kernels import cached, sources
 
 MODULE = """
 from hostdev.kernels.jit import kernel
@@ -49,6 +49,63 @@ def test_a_damaged_file_is_compiled_again(tmp_path, run, kind, how):
         path.write_bytes({"flipped": bytes(content), "cut": half, "empty": b""}.get(how, b"cos\nsystem\n(S'x'\ntR."))
     assert run() == (42, 1.0, 0)
     assert run() == (42, 1.0, 2)
+
+
+HELPERS = """
+from numba.extending import overload
+from hostdev.kernels.jit import inline
+
+FACTOR = 2
+
+@inline
+def scale(x):
+    return 2 * x
+
+def shift(x):
+    raise NotImplementedError
+
+@overload(shift, inline="always")
+def _shift(x):
+    def add(x):
+        return x + 0
+    return add
+"""
+USER = """
+from hostdev_helpers import FACTOR, scale, shift
+from hostdev.kernels.jit import kernel
+
+@kernel
+def twice(x):
+    return shift(scale(x)) * FACTOR // 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "result"), [("2 * x", "3 * x", 63), ("x + 0", "x + 1", 43), ("FACTOR = 2", "FACTOR = 4", 84)]
+)
+def test_a_changed_helper_is_compiled_again(tmp_path, monkeypatch, was, now, result):
+    """numba itself looks at the kernel's file only, so that an upgrade ran the old helpers."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "numba"))
+    monkeypatch.setattr(sources, "_PACKAGE", "hostdev_helpers")
+
+    def call():
+        sources._hash_file.cache_clear()
+        found = {}
+        for name in ("hostdev_helpers", "mine"):
+            spec = importlib.util.spec_from_file_location(name, tmp_path / f"{name}.py")
+            found[name] = importlib.util.module_from_spec(spec)
+            monkeypatch.setitem(sys.modules, name, found[name])
+            spec.loader.exec_module(found[name])
+        twice = found["mine"].twice
+        return twice(21), sum(twice.stats.cache_hits.values())
+
+    (tmp_path / "mine.py").write_text(USER)
+    (tmp_path / "hostdev_helpers.py").write_text(HELPERS)
+    assert call() == (42, 0)
+    assert call() == (42, 1)
+    (tmp_path / "hostdev_helpers.py").write_text(HELPERS.replace(was, now))
+    assert call() == (result, 0)
+    assert call() == (result, 1)
 
 
 def test_a_full_disk_ends_nothing(tmp_path, run, monkeypatch, capsys):

@@ -1,0 +1,92 @@
+"""The source files of a kernel's machine code: its own, and those of all helpers that are compiled into it.
+
+numba's cache checks a kernel's own file only, and would run the old code of a helper that has changed elsewhere.
+"""
+
+import sys
+from collections.abc import Iterator
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+
+_PACKAGE = "hostdev"
+_CONSTANTS = (bool, int, float, str, tuple, np.generic)  # compiled into the code
+
+
+def hash_sources(function: FunctionType) -> bytes:
+    """Return a hash of the files of a function and of the package's functions that it can reach, and of constants."""
+    files: set[str] = set()
+    constants: set[str] = set()
+    seen: set[int] = set()
+    waiting: list[Any] = [function]
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        files.add(one.__code__.co_filename)
+        constants |= {f"{name}={value!r}" for name, value in _get_globals(one) if isinstance(value, _CONSTANTS)}
+        waiting += _find_helpers(one)
+    found = sha256("\0".join(sorted(constants)).encode())
+    for name, content in sorted((Path(file).name, _hash_file(file)) for file in files):
+        found.update(name.encode() + b"\0" + content)
+    return found.digest()
+
+
+def _find_helpers(function: FunctionType) -> Iterator[FunctionType]:
+    """Yield the package's functions that a function names; for one that is not compiled, its module's overloads."""
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    for value in [*(value for _, value in _get_globals(function)), *cells]:
+        helper = _as_function(value)
+        if helper is None:
+            continue
+        yield helper
+        if helper is value:  # it is not compiled itself, but overloads in its module are: functions that return one
+            module = sys.modules.get(helper.__module__)
+            for other in map(_as_function, vars(module).values() if module is not None else ()):
+                if other is not None and other.__module__ == helper.__module__ and _has_inner(other.__code__):
+                    yield other
+
+
+def _get_globals(function: FunctionType) -> list[tuple[str, Any]]:
+    """Return the global values that a function names, with those that it takes from the package's modules."""
+    names = _get_names(function.__code__)
+    found = [(name, function.__globals__[name]) for name in names if name in function.__globals__]
+    modules = [value for _, value in found if isinstance(value, ModuleType) and _is_ours(value.__name__)]
+    return found + [(name, getattr(one, name)) for one in modules for name in names if hasattr(one, name)]
+
+
+def _has_inner(code: CodeType) -> bool:
+    return any(isinstance(constant, CodeType) for constant in code.co_consts)
+
+
+def _get_names(code: CodeType) -> set[str]:
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= _get_names(constant)
+    return names
+
+
+def _is_ours(module: str) -> bool:
+    return module.split(".")[0] == _PACKAGE
+
+
+def _as_function(value: Any) -> FunctionType | None:
+    """Return the Python function of a compiled one, of an intrinsic, or the function itself; None for other values."""
+    value = getattr(value, "py_func", getattr(value, "_defn", value))
+    if isinstance(value, FunctionType) and _is_ours(value.__module__):
+        return value
+    return None
+
+
+@cache
+def _hash_file(file: str) -> bytes:
+    try:
+        return sha256(Path(file).read_bytes()).digest()
+    except OSError:  # in an archive: numba caches nothing there
+        return b""
