@@ -9,6 +9,7 @@ import gc
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -306,20 +307,33 @@ def verify(
     reference, *others = [mode for mode in ways if mode.cache is None or settings.l2 != "table"]
     expected = train(settings, reference, batches, found.schema, None)
     report(f"{reference!s}{expected.digest[:16]}  the reference")
-    if not fault:
-        different = [_compare_all(settings, others, batches, found.schema, None, expected, report)]
-        if meshes:
-            from hostdev.verify_processes import compare_meshes
+    with _older_objects_kept():
+        if not fault:
+            different = [_compare_all(settings, others, batches, found.schema, None, expected, report)]
+            if meshes:
+                from hostdev.verify_processes import compare_meshes
 
-            different[0] += compare_meshes(settings, reference, batches, found.schema, placed, micro_batches, report)
+                how = (batches, found.schema, placed, micro_batches, report)
+                different[0] += compare_meshes(settings, reference, *how)
+            return different
+        overlapped = [mode for mode in others if mode.host_device_mix and mode.depth]
+        different = []
+        for number, tables in enumerate(groups):
+            if len(groups) > 1:
+                report(f"a fault in {' and '.join(tables)}")
+            different.append(_compare_all(settings, overlapped, batches, found.schema, number, expected, report))
         return different
-    overlapped = [mode for mode in others if mode.host_device_mix and mode.depth]
-    different = []
-    for number, tables in enumerate(groups):
-        if len(groups) > 1:
-            report(f"a fault in {' and '.join(tables)}")
-        different.append(_compare_all(settings, overlapped, batches, found.schema, number, expected, report))
-    return different
+
+
+@contextmanager
+def _older_objects_kept() -> Iterator[None]:
+    """Exempt today's objects from garbage collections, each of which takes a second with all of torch's."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def adapt_layout(mesh: Mesh, layout: Layout, model: Model, sample: Batch) -> Layout:

@@ -1,9 +1,11 @@
 """Fixtures for many tests: threads, devices, small data sets, the real sample, ways to run a command."""
 
+import gc
 import os
 import signal
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,14 @@ ROOT = Path(__file__).resolve().parent.parent
 # A shell without job control makes its background jobs ignore Ctrl-C, and their children, the tests' processes, too.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish():
+    """Exempt modules from garbage collections: with torch's, each takes a second."""
+    import_module("torch._dynamo")  # which torch.optim imports when it is first used
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

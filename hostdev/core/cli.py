@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import gc
 import os
 import sys
 import traceback
@@ -126,12 +127,29 @@ def run_module(name: str, prog: str) -> int:
 
 
 @contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Collect no garbage while modules are imported: a sixth of torch's import. What they hold is not looked at later.
+
+    Has no effect if the process runs more than the command.
+    """
+    if not _is_own or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@contextmanager
 def importing(prog: str) -> Iterator[None]:
     """Let Ctrl-C end the command at once while the block imports modules, which may take seconds.
 
     Has no effect if the process runs more than the command, such as a test.
     """
-    with leaving(lambda: _interrupted(prog)) if _is_own else contextlib.nullcontext():
+    with leaving(lambda: _interrupted(prog)) if _is_own else contextlib.nullcontext(), _without_garbage_collection():
         import_module("numpy")  # before torch, which reports a broken numpy as missing
         yield
     if _is_own and (arrow := sys.modules.get("pyarrow")) is not None:

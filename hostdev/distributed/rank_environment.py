@@ -105,7 +105,7 @@ def _require_no_other(env: Mapping[str, str]) -> None:
 
 def _number(env: Mapping[str, str], name: str, launcher: str) -> int:
     if name not in env:
-        raise UserError(f"{launcher} does not set {name}; set it, or unset the others")
+        raise UserError(f"rank variables are incomplete ({launcher}): {name} is not set; set it, or unset the others")
     try:
         value = int(env[name])
     except ValueError:

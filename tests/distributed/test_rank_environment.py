@@ -129,10 +129,10 @@ def test_two_launchers_that_agree():
 
 WRONG = [
     (without(LOOP, "MASTER_ADDR"), "MASTER_ADDR is not: where is rank 0"),
-    (without(LOOP, "RANK"), "sets no RANK; set it"),
-    (without(LOOP, "WORLD_SIZE"), "sets no WORLD_SIZE"),
-    (without(OPEN_MPI, "OMPI_COMM_WORLD_SIZE"), "Open MPI sets no OMPI_COMM_WORLD_SIZE"),
-    (without(MPICH, "PMI_RANK"), "MPICH sets no PMI_RANK"),
+    (without(LOOP, "RANK"), "(RANK and WORLD_SIZE): RANK is not set; set it"),
+    (without(LOOP, "WORLD_SIZE"), "WORLD_SIZE is not set"),
+    (without(OPEN_MPI, "OMPI_COMM_WORLD_SIZE"), "(Open MPI): OMPI_COMM_WORLD_SIZE is not set"),
+    (without(MPICH, "PMI_RANK"), "(MPICH): PMI_RANK is not set"),
     ({"PMI_PORT": "a:1", "PMI_ID": "0", "MPI_LOCALNRANKS": "2"}, "MPICH sets no ranks with -pmi-port; leave it out"),
     (LOOP | {"RANK": "one"}, "RANK is 'one', not a number"),
     (LOOP | {"RANK": ""}, "RANK is '', not a number"),
@@ -296,4 +296,4 @@ def test_wrong_places_in_a_rank_table(written, rank, more, words):
 def test_a_rank_table_without_a_rank(written):
     env = written(ONE, 0)
     del env["RANK_ID"]
-    assert "sets no RANK_ID; set it" in refused(env)
+    assert "(RANK_TABLE_FILE): RANK_ID is not set; set it" in refused(env)
