@@ -13,7 +13,7 @@ import pytest
 from hostdev.core import cli
 from hostdev.train import interrupt
 from hostdev.train.interrupt import GracefulStop
-from tests.conftest import environment
+from tests.conftest import ROOT, environment
 
 
 class Model:
@@ -160,3 +160,15 @@ def test_ctrl_c_during_the_imports_is_one_line(tmp_path, module):
         out, err = process.communicate()
         timer.cancel()
     assert (process.returncode, out, err) == (130, "", f"hostdev.{module}: interrupted\n")
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_no_garbage_is_collected_while_modules_are_imported(own):
+    """Only in a process that runs nothing but a command; a program's own settings stay."""
+    code = (
+        "import gc\nfrom hostdev.core import cli\n"
+        f"cli._is_own = {own}\n"
+        f"with cli.importing('hostdev'):\n    assert gc.isenabled() is {not own}\n"
+        f"assert gc.isenabled()\nassert bool(gc.get_freeze_count()) is {own}\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
