@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from hostdev.core.pieces import Piece, run
 from hostdev.distributed.process_group import Channel
@@ -236,6 +235,8 @@ def _counted(network: nn.Module, pieces: Sequence[Piece], given: tuple[Any, ...]
         name, size = names[id(module)], sum(one.nbytes for one in module.parameters())
         work = 2 * taken[0].numel() * result.shape[-1] if isinstance(module, nn.Linear) else 0
         found[name] = LayerCost(name, len(flops), work, size, taken[0].nbytes, result.nbytes)
+
+    from torch.utils.flop_counter import FlopCounterMode  # as in `pieces`
 
     hooks = [module.register_forward_hook(after) for module in network.modules() if id(module) in names]
     try:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from hostdev.core.errors import UserError
 from hostdev.core.pieces import Piece, run
@@ -194,6 +193,8 @@ def _require_crossing(name: str, values: Sequence[Any]) -> None:
 
 def count_flops(pieces: Sequence[Piece], inputs: tuple[Any, ...]) -> list[int]:
     """Return the floating-point operations of each piece's forward pass, without computing anything."""
+    from torch.utils.flop_counter import FlopCounterMode  # its import of triton takes time, at each start
+
     found = []
     with fake_mode(one for piece in pieces for one in piece.holds) as fake:
         result: Any = fake(inputs)
