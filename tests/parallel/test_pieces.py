@@ -123,7 +123,7 @@ def test_what_crosses_is_known_before_anything_is_computed():
 )
 def test_what_cannot_cross_is_named(call, says):
     stages = [[Piece("odd", call)], [Piece("end", lambda x: x)]]
-    with pytest.raises(UserError, match="piece 'odd' gives") as error:
+    with pytest.raises(UserError, match="piece 'odd' returns") as error:
         trace(stages, lambda samples: (torch.zeros(samples, 4),))
     assert says in str(error.value)
 
