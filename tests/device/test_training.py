@@ -184,7 +184,7 @@ def test_rows_and_gradients_are_on_the_device(device, monkeypatch):
     """Inputs and outputs of the network stay on the accelerator: the CPU computes nothing in its place."""
     seen = set()
     made = trainer_of(device=device, depth=2, cache=CACHES[1])
-    step = made._step
+    step = made._network._step
 
     def watched(rows, batch, dense, label):
         parts = [part for value in rows.values() for part in value]
@@ -194,7 +194,7 @@ def test_rows_and_gradients_are_on_the_device(device, monkeypatch):
         seen.add(rows.guarded[0].device.type)
         return found
 
-    monkeypatch.setattr(made, "_step", watched)
+    monkeypatch.setattr(made._network, "_step", watched)
     for _ in made.train(adversarial(14, 6)):
         pass
     assert seen == {device.type}
