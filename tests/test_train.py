@@ -51,7 +51,7 @@ def small(data, *more, device=None):
 
 
 def test_the_list_of_flags():
-    """A new option is a decision: it belongs here, in the README and in the changelog."""
+    """A new option is a decision: it belongs here, in docs/guides/training.md and in the changelog."""
     parser = cli.parser("x", "")
     config.add_flags(parser)
     flags = {option for action in parser._actions for option in action.option_strings} - {"-h", "--help", "--debug"}
