@@ -9,11 +9,13 @@ from weakref import WeakSet
 import torch
 
 from hostdev.cache.cache import EmbeddingCache
+from hostdev.core.allocator import keep_freed_memory
 from hostdev.core.launched import require_alone
 from hostdev.core.micro_batches import EXCHANGES
 from hostdev.core.primitive import OpLog
 from hostdev.core.timeline import Timeline
 from hostdev.device import backend
+from hostdev.device.openmp import limit_spinning
 from hostdev.device.staging import Staging
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.world import ALONE_WORLD, World
@@ -110,6 +112,9 @@ class Runtime(FrameworkLoaders):
         require_parts(self.group_specs, ranks)
         require_seeds(self.group_specs, ranks)
         self.device = backend.require(device)
+        if self.device.type == "cpu":  # torch's operations and the host's kernels share cores and memory
+            limit_spinning()
+            keep_freed_memory()
         require_place(self.group_specs, self.device)
         specs = cache_specs(cache, self.group_specs)
         require_room(self.group_specs, specs, depth, self.device)

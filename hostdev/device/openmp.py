@@ -1,0 +1,50 @@
+"""Limits how long OpenMP's idle threads spin, in a process that imported torch before hostdev could.
+
+torch's CPU operations run on GNU OpenMP's threads. After each operation these spin for milliseconds, on the cores that
+the host's kernels need. `hostdev.core.environment` sets the number of rounds in a process of hostdev's own; libgomp
+reads it only once, when torch is imported. But it also spins for a hundredth as long while a process has more OpenMP
+threads than cores. A thread that holds a team of two achieves this, and takes no time itself.
+
+Source: `gomp_thread_start` and `do_spin` in GCC's libgomp (wait.h, team.c: `gomp_managed_threads`).
+"""
+
+import ctypes
+import os
+import threading
+
+import torch
+
+_SETTINGS = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}  # the user's, or `environment`'s
+_started = threading.Lock()
+
+
+def limit_spinning() -> None:
+    """Limit it from now on, once per process, unless its user has chosen how threads wait or torch has one thread."""
+    if _SETTINGS & os.environ.keys() or torch.get_num_threads() == 1 or not _started.acquire(blocking=False):
+        return
+    ready = threading.Event()
+    threading.Thread(target=_hold_team, args=(ready,), name="hostdev-openmp", daemon=True).start()
+    ready.wait()
+
+
+def _hold_team(ready: threading.Event) -> None:
+    """Run a parallel operation with a team of two threads, which exists as long as this thread."""
+    try:
+        torch.get_num_threads()  # sets this thread's number, which is then changed
+        ctypes.CDLL(None).omp_set_num_threads(2)  # of this thread; torch has loaded the library
+        torch.zeros(1 << 16).add_(1)
+    except AttributeError:  # a torch without OpenMP
+        return
+    finally:
+        ready.set()
+    threading.Event().wait()
+
+
+def _after_fork() -> None:
+    """A child has no team: threads do not survive a fork."""
+    global _started
+    _started = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
