@@ -1,16 +1,16 @@
 """Expand unique rows to the occurrences and bags of features, and sum gradients back to one per unique row."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hostdev.device.ops import get_ops
-from hostdev.device.ops.uses import FeatureUses
+from hostdev.device.ops import Ops, get_ops
+from hostdev.device.ops.uses import FeatureUses, PoolCall
 
-__all__ = ["FeatureUses", "GroupUses", "pull"]
+__all__ = ["FeatureUses", "GroupUses", "Lookup", "pull"]
 
 
 class GroupUses:
@@ -26,22 +26,13 @@ class GroupUses:
         self.features, self.rows, self.in_order = tuple(features), rows, in_order
         self._found: dict[tuple[bool, ...], Any] = {}  # by which features have a gradient (nearly always all)
 
-    def sum(self, grads: Sequence[Tensor | None]) -> Tensor | None:
-        """Return each row's gradient float32 [U, D] from those of the features' outputs, as `Ops.sum_uses` does.
-
-        A feature without a gradient counts as zeros: its occurrences are skipped, and 0 is added at the end. Returns
-        None if no feature has a gradient.
-        """
+    def select(self, grads: Sequence[Tensor | None], ops: Ops) -> tuple[list[Tensor], Any]:
+        """Return the arguments of `Ops.sum_uses` for the features that have a gradient, at least one."""
         given = tuple(grad is not None for grad in grads)
-        present = [grad for grad in grads if grad is not None]
-        if not present:
-            return None
-        ops = get_ops(present[0].device)
         if given not in self._found:
             features = [feature for feature, has in zip(self.features, given, strict=True) if has]
             self._found[given] = ops.uses_of(features, self.rows, in_order=self.in_order and all(given))
-        sums = ops.sum_uses(present, self._found[given])
-        return sums if all(given) else sums.add_(0.0)  # turns -0 into 0 for rows without occurrences
+        return [grad for grad in grads if grad is not None], self._found[given]
 
     def get_first_occurrences(self) -> Tensor:
         """Return the rows that occur, in order of first occurrence, int64 [any]; waits for the device."""
@@ -60,39 +51,75 @@ class GroupUses:
         return counts
 
 
+class Lookup(NamedTuple):
+    """A table's rows and where its features use them.
+
+    Attributes:
+        rows: The table's unique rows, float32 [U, D].
+        uses: The occurrences of the group's features.
+        dtypes: Of each feature's output, in place of the feature's: tables of a group may differ.
+    """
+
+    rows: Tensor
+    uses: GroupUses
+    dtypes: Sequence[torch.dtype]
+
+
 class _Pull(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, uses: GroupUses, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, uses: Sequence[GroupUses], dtypes: Sequence[Sequence[torch.dtype]], *rows: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.uses = uses  # not a saved tensor: the first of several backward passes frees those
-        ops, out = get_ops(rows.device), []
-        for (inverse, offsets, weights, mean, _), dtype in zip(uses.features, dtypes, strict=True):
-            if offsets is None:
-                out.append(ops.gather(rows, inverse, weights, dtype))
-            else:
-                out.append(ops.pool(rows, inverse, offsets, weights, mean, dtype))
-        return tuple(out)
+        ctx.uses = uses  # not among the saved tensors, which a first backward pass of several frees
+        ops = get_ops(rows[0].device)
+        gathered: dict[int, Tensor] = {}  # by position among the outputs
+        pooled: dict[int, PoolCall] = {}
+        for one, group, types in zip(rows, uses, dtypes, strict=True):
+            for (inverse, offsets, weights, mean, _), dtype in zip(group.features, types, strict=True):
+                position = len(gathered) + len(pooled)
+                if offsets is None:
+                    gathered[position] = ops.gather(one, inverse, weights, dtype)
+                else:
+                    pooled[position] = PoolCall(one, inverse, offsets, weights, mean, dtype)
+        found = gathered | dict(zip(pooled, ops.pool_many(list(pooled.values())), strict=True))
+        return tuple(found[position] for position in range(len(found)))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
-        return ctx.uses.sum(grads), None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        left = iter(grads)
+        each = [[next(left) for _ in uses.features] for uses in ctx.uses]
+        wanted = [
+            number
+            for number, mine in enumerate(each)
+            if ctx.needs_input_grad[2 + number] and any(grad is not None for grad in mine)
+        ]
+        sums: list[Tensor | None] = [None] * len(each)
+        if wanted:
+            ops = get_ops(next(grad.device for grad in each[wanted[0]] if grad is not None))
+            found = ops.sum_many([ctx.uses[number].select(each[number], ops) for number in wanted])
+            for number, total in zip(wanted, found, strict=True):
+                # A feature without a gradient counts as zeros: adding 0 turns -0, for rows without occurrences, into 0.
+                sums[number] = total if all(grad is not None for grad in each[number]) else total.add_(0.0)
+        return None, None, *sums
 
 
-def pull(rows: Tensor, uses: GroupUses, dtypes: Sequence[torch.dtype] | None = None) -> tuple[Tensor, ...]:
-    """Return each feature's rows: the sum or mean of each bag if it is pooled, else each occurrence's weighted row.
+def pull(lookups: Sequence[Lookup]) -> list[tuple[Tensor, ...]]:
+    """Return each table's and feature's rows: a pooled feature's bags, else each occurrence's weighted row.
 
-    The gradient of the rows is `GroupUses.sum`; weights get none. The single graph node survives a backward pass, so
-    that several losses can be differentiated in turn.
-
-    Args:
-        rows: float32 [U, D].
-        uses: The features' occurrences.
-        dtypes: Output dtypes that replace the features' own: tables of a group may differ.
+    A bag is a sum or mean. The gradient of the rows is the sum over their occurrences, as `Ops.sum_uses` adds them;
+    weights get none. The single graph node survives a backward pass, so that several losses can be differentiated in
+    turn.
 
     Returns:
-        For each feature, in its dtype, [B, D] or [N, D]; 0 for an empty bag.
+        For each table and each of its features, in its dtype, [B, D] or [N, D]; 0 for an empty bag.
     """
-    dtypes = dtypes or [feature.dtype for feature in uses.features]
-    out: tuple[Tensor, ...] = _Pull.apply(rows, uses, dtypes)  # type: ignore[no-untyped-call]
-    return out
+    found: dict[int, tuple[Tensor, ...]] = {}
+    for trained in (True, False):  # frozen tables' outputs need no gradient
+        chosen = {number: one for number, one in enumerate(lookups) if one.rows.requires_grad == trained}
+        if chosen:
+            rows, uses, dtypes = zip(*chosen.values(), strict=True)
+            out = iter(_Pull.apply(uses, dtypes, *rows))  # type: ignore[no-untyped-call]
+            found |= {number: tuple(next(out) for _ in one.uses.features) for number, one in chosen.items()}
+    return [found[number] for number in range(len(lookups))]

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from hostdev.kernels.bfloat16 import as_stored, to_float32
 from hostdev.kernels.buffers import scratch
 from hostdev.kernels.jit import kernel, prefetch_to_read, prefetch_to_write
-from hostdev.kernels.pool import get_grain, parallel_for, run_tasks
+from hostdev.kernels.pool import Task, get_grain, host_threads, parallel_for, run_tasks, tasks_over
 from hostdev.kernels.segment import (
     prepare_sums,
     row_ranges,
@@ -99,6 +99,16 @@ def _pool_scalars(start, stop, rows, inverse, offsets, weights, mean, out):
         to[column] = as_stored(to, total)
 
 
+def pool_tasks(rows: Rows, feature: Feature, out: npt.NDArray[Any]) -> list[Task]:
+    """Return the tasks of `pool`, which `run_tasks` can run together with other tasks."""
+    inverse, offsets, weights, mean = feature
+    assert offsets is not None
+    B = len(out)
+    pool_bags = _pool_scalars if rows.shape[1] == 1 else _pool
+    grain = get_grain(rows.strides[0] * max(1, len(inverse) // max(1, B)))
+    return tasks_over(pool_bags, B, rows, inverse, offsets, weights, mean, out, grain=grain)
+
+
 def pool(rows: Rows, feature: Feature, out: npt.NDArray[Any]) -> None:
     """Write each bag's sum of rows times weights, in order of occurrence; 0 for an empty bag.
 
@@ -107,12 +117,7 @@ def pool(rows: Rows, feature: Feature, out: npt.NDArray[Any]) -> None:
         feature: The occurrences, with offsets.
         out: float32 [B, D], or uint16 [B, D] for bfloat16, rounded once at the end.
     """
-    inverse, offsets, weights, mean = feature
-    assert offsets is not None
-    B = len(out)
-    pool_bags = _pool_scalars if rows.shape[1] == 1 else _pool
-    grain = get_grain(rows.strides[0] * max(1, len(inverse) // max(1, B)))
-    parallel_for(pool_bags, B, rows, inverse, offsets, weights, mean, out, grain=grain)
+    run_tasks(pool_tasks(rows, feature, out))
 
 
 @kernel
@@ -204,9 +209,7 @@ class Uses:
             out: float32 [U, D]; -0 for a row that does not occur.
         """
         if streams() or not len(out):
-            seen = prepare_sums(out, self.in_order)
-            for feature, grad in zip(self.features, grads, strict=True):
-                seen = _stream(feature, grad, seen, out)
+            self.stream(grads, out)
             return
         found = self._sorted
         arguments = []
@@ -224,6 +227,12 @@ class Uses:
         ends = found[0].ends if len(found) == 1 else np.sum([by_row.ends for by_row in found], 0)
         run_tasks([(sum_rows, start, stop, ()) for start, stop in row_ranges(ends)])
 
+    def stream(self, grads: Sequence[npt.NDArray[Any]], out: Rows) -> None:
+        """Do `sum` in this thread alone, with the same additions."""
+        seen = prepare_sums(out, self.in_order)
+        for feature, grad in zip(self.features, grads, strict=True):
+            seen = _stream(feature, grad, seen, out)
+
     @cached_property
     def _sorted(self) -> list[_Sorted]:
         found: list[_Sorted] = []
@@ -238,6 +247,20 @@ class Uses:
             sort_uses(feature.inverse, by_row.ends, by_row.order)
             if feature.offsets is not None:
                 _fill_bags(0, len(feature.offsets) - 1, feature.offsets, by_row.bags)
+
+
+def sum_many(calls: Sequence[tuple[Uses, Sequence[npt.NDArray[Any]], Rows]]) -> None:
+    """Do `uses.sum(grads, out)` for several tables: a thread for each, if they are as many as threads."""
+    if len(calls) < max(2, host_threads()):
+        for uses, grads, out in calls:
+            uses.sum(grads, out)
+        return
+
+    def stream(start: int, stop: int) -> None:
+        for uses, grads, out in calls[start:stop]:
+            uses.stream(grads, out)
+
+    run_tasks([(stream, number, number + 1, ()) for number in range(len(calls))])
 
 
 def _stream(feature: Feature, grads: npt.NDArray[Any], seen: Any, out: Rows) -> Any:

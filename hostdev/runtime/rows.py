@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hostdev.device.rows import GroupUses, pull
+from hostdev.device.rows import GroupUses, Lookup, pull
 from hostdev.device.staging import Staging
 from hostdev.pipeline.outcome import Outcome
 from hostdev.pipeline.results import StepBatch
@@ -295,14 +295,17 @@ def values_of(
         occurrences of each group's rows.
         shapes: The shape of each feature's ids; None for a pooled feature.
     """
-    parts: dict[tuple[int, int], dict[int, Tensor]] = {}
+    lookups: dict[tuple[int, int], Lookup] = {}
     for group, (mine, group_uses) in enumerate(zip(leaves, uses, strict=True)):
         for place, leaf in enumerate(mine):
             dtypes = [
                 bindings[number].dtypes[bindings[number].tables.index((group, place))] for number in features[group]
             ]
-            pulled = pull(leaf.rows, group_uses, dtypes)
-            parts[group, place] = dict(zip(features[group], pulled, strict=True))
+            lookups[group, place] = Lookup(leaf.rows, group_uses, dtypes)
+    parts = {
+        at: dict(zip(features[at[0]], pulled, strict=True))
+        for at, pulled in zip(lookups, pull(list(lookups.values())), strict=True)
+    }
     values: dict[str, Value] = {}
     for number, feature in enumerate(bindings):
         outputs = [parts[at][number] for at in feature.tables]

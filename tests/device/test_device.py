@@ -10,7 +10,7 @@ from hostdev.device import backend
 from hostdev.device import table as table_module
 from hostdev.device.clock import EventClock, make_clock
 from hostdev.device.ops import torch_operations
-from hostdev.device.rows import FeatureUses, GroupUses, pull
+from hostdev.device.rows import FeatureUses, GroupUses, Lookup, pull
 from hostdev.device.table import DeviceTable
 from hostdev.kernels.unique import unique
 from tests import naive
@@ -101,7 +101,7 @@ def test_gather_and_its_gradient(device, dim):
     found, inverse = unique(rng.integers(0, 60, 2000))
     rows = torch.randn(len(found), dim).to(device).requires_grad_()
     feature = FeatureUses(torch.from_numpy(inverse).to(device), None, None, False)
-    [uses] = pull(rows, GroupUses([feature], len(found), in_order=True))
+    [[uses]] = pull([Lookup(rows, GroupUses([feature], len(found), in_order=True), [feature.dtype])])
     np.testing.assert_array_equal(uses.detach().cpu(), rows.detach().cpu()[inverse])
     grads = rng.standard_normal((2000, dim), dtype=np.float32)
     uses.backward(torch.from_numpy(grads).to(device))
@@ -124,7 +124,8 @@ def test_gather_scaled_equals_the_operations_one_by_one(device, dim, dtype):
     weights = rng.choice([1.0, 0.37, 0.0], 2000).astype(np.float32)
     rows = torch.from_numpy(values).to(device).requires_grad_()
     there = [torch.from_numpy(x).to(device) for x in (inverse, weights)]
-    [out] = pull(rows, GroupUses([FeatureUses(there[0], None, there[1], False, dtype)], len(found), in_order=True))
+    feature = FeatureUses(there[0], None, there[1], False, dtype)
+    [[out]] = pull([Lookup(rows, GroupUses([feature], len(found), in_order=True), [dtype])])
     expected = (torch.from_numpy(values)[inverse] * torch.from_numpy(weights)[:, None]).to(dtype)
     assert out.dtype == dtype
     np.testing.assert_array_equal(out.detach().float().cpu(), expected.float())

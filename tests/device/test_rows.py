@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hostdev.device import rows as rows_module
 from hostdev.device.ops import host_kernels, torch_operations, triton_kernels
-from hostdev.device.rows import FeatureUses, GroupUses, pull
+from hostdev.device.rows import FeatureUses, GroupUses, Lookup, pull
 from hostdev.kernels.groups import drop_padding, offsets_of, unique_groups
 from hostdev.kernels.pool import set_host_threads
 from tests import naive
@@ -89,13 +89,17 @@ def case(rng, device, dim, lengths, span, *, in_order=True):
     return Case(values, features, dtypes, GroupUses(there, len(found), in_order=in_order))
 
 
+def pull_one(rows, uses):
+    return pull([Lookup(rows, uses, [feature.dtype for feature in uses.features])])[0]
+
+
 def random_grads(rng, outputs):
     return [torch.from_numpy(rng.standard_normal(out.shape, dtype=np.float32)).to(out.dtype) for out in outputs]
 
 
 def check(made, device, way, rng, present=None):
     rows = torch.from_numpy(made.rows).to(device).requires_grad_()
-    outputs = pull(rows, made.uses)
+    outputs = pull_one(rows, made.uses)
     for out, expected, dtype in zip(outputs, made.outputs(), made.dtypes, strict=True):
         assert out.dtype == dtype
         same(out, torch.from_numpy(expected).to(dtype))
@@ -152,7 +156,7 @@ def test_several_losses_after_each_other(device, way):
     rng = np.random.default_rng(1)
     made = case(rng, device, 8, [[3, 2, 0], [4] * 5, [5, 0]], 30)
     rows = torch.from_numpy(made.rows).to(device).requires_grad_()
-    outputs = pull(rows, made.uses)
+    outputs = pull_one(rows, made.uses)
     expected = np.zeros_like(made.rows)
     for chosen in ({0}, {1, 2}, {0}):
         scale = float(rng.standard_normal())
@@ -162,14 +166,42 @@ def test_several_losses_after_each_other(device, way):
         same(rows.grad, expected)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_several_tables_at_once(device, way, threads):
+    """Each has the bits that it has alone; a frozen one, and one that no loss uses, get no gradient."""
+    set_host_threads(threads)
+    rng = np.random.default_rng(threads)
+    cases = [
+        case(rng, device, dim, lengths, span, in_order=order)
+        for dim, lengths, span, order in zip(
+            (8, 1, 80, 3, 8), [*LENGTHS, LENGTHS[0]], (9, 90, 9, 50, 5), (1, 0, 1, 1, 0), strict=True
+        )
+    ]
+    rows = [torch.from_numpy(made.rows).to(device).requires_grad_(number != 1) for number, made in enumerate(cases)]
+    found = pull([Lookup(one, made.uses, made.dtypes) for one, made in zip(rows, cases, strict=True)])
+    for outputs, made in zip(found, cases, strict=True):
+        for out, expected, dtype in zip(outputs, made.outputs(), made.dtypes, strict=True):
+            same(out, torch.from_numpy(expected).to(dtype))
+    assert not any(out.requires_grad for out in found[1])
+    grads = [random_grads(rng, outputs) for outputs in found]
+    grads[2][0] = None
+    used = [(number, at) for number in (0, 2, 4) for at in range(len(found[number])) if grads[number][at] is not None]
+    torch.autograd.backward(
+        [found[number][at] for number, at in used], [grads[number][at].to(device) for number, at in used]
+    )
+    for number in (0, 2, 4):
+        same(rows[number].grad, cases[number].gradient(grads[number], way))
+    assert rows[1].grad is None and rows[3].grad is None
+
+
 def test_it_is_one_node_and_has_no_second_derivative(device, way):
     made = case(np.random.default_rng(2), device, 3, [[3, 1], [2, 2]], 9)
     rows = torch.from_numpy(made.rows).to(device)
-    assert all(out.grad_fn is None for out in pull(rows, made.uses))
+    assert all(out.grad_fn is None for out in pull_one(rows, made.uses))
     rows.requires_grad_()
     with torch.no_grad():
-        assert not any(out.requires_grad for out in pull(rows, made.uses))
-    first, second = pull(rows, made.uses)
+        assert not any(out.requires_grad for out in pull_one(rows, made.uses))
+    first, second = pull_one(rows, made.uses)
     assert first.grad_fn is second.grad_fn
     assert not first.grad_fn.saved_tensors
     [grad] = torch.autograd.grad((first * first).sum(), rows, create_graph=True)
@@ -181,7 +213,7 @@ def test_gradients_that_are_not_contiguous(device, way):
     rng = np.random.default_rng(3)
     made = case(rng, device, 5, [[3, 2, 4], [6] * 4], 30)
     rows = torch.from_numpy(made.rows).to(device).requires_grad_()
-    outputs = pull(rows, made.uses)
+    outputs = pull_one(rows, made.uses)
     grads = [torch.from_numpy(rng.standard_normal(tuple(out.shape)[::-1], dtype=np.float32)).T for out in outputs]
     torch.autograd.backward(outputs, [grad.to(device) for grad in grads])
     same(rows.grad, made.gradient(grads, way))
@@ -214,7 +246,7 @@ def test_bags_are_those_of_torch(device, way, mode, weighted, padding):
     tensors = [None if x is None else torch.from_numpy(x).to(device) for x in (inverse, offsets_of(lengths), weights)]
     uses = GroupUses([FeatureUses(*tensors, mode == "mean", torch.float32)], len(found), in_order=True)
     rows = table.detach()[found].to(device).requires_grad_()
-    [out] = pull(rows, uses)
+    [out] = pull_one(rows, uses)
     np.testing.assert_allclose(out.detach().cpu(), expected.detach(), rtol=1e-5, atol=1e-5)
     out.backward(grad.to(device))
     wanted = table.grad[found]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hostdev.device import triton
 from hostdev.device.ops import host_kernels, torch_operations, triton_kernels
-from hostdev.device.ops.uses import FeatureUses
+from hostdev.device.ops.uses import FeatureUses, PoolCall
 
 FUSED = {"cuda"}  # device types with Triton kernels
 
@@ -62,6 +62,9 @@ class Ops(Protocol):
             dtype [B, D]; 0 for an empty bag.
         """
 
+    def pool_many(self, calls: Sequence[PoolCall]) -> list[Tensor]:
+        """Return what `pool` returns for the arguments of each call; on the host, its threads share the calls."""
+
     def uses_of(self, features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> Any:
         """Return the occurrences of a batch's rows for `sum_uses`, shared by all tables with the same ids.
 
@@ -83,6 +86,9 @@ class Ops(Protocol):
             grads: For each feature, float32 or bfloat16 [B, D], or [N, D] if it is not pooled.
             uses: From `uses_of`.
         """
+
+    def sum_many(self, calls: Sequence[tuple[Sequence[Tensor], Any]]) -> list[Tensor]:
+        """Return what `sum_uses` returns for the arguments of each call; on the host, its threads share the calls."""
 
     def update(
         self,

@@ -7,13 +7,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hostdev.device.ops.uses import FeatureUses
+from hostdev.device.ops.uses import FeatureUses, PoolCall
 from hostdev.kernels import bags, rounding
 from hostdev.kernels.apply import apply_rows
 from hostdev.kernels.buffers import identity
 from hostdev.kernels.gather import gather_scaled
 from hostdev.kernels.lookup import lookup as look_up
 from hostdev.kernels.lookup import store
+from hostdev.kernels.pool import run_tasks
 
 
 def lookup(block: Tensor, ids: Tensor) -> Tensor:
@@ -51,6 +52,17 @@ def pool(
     return out
 
 
+def pool_many(calls: Sequence[PoolCall]) -> list[Tensor]:
+    """See `Ops`."""
+    outs, tasks = [], []
+    for rows, inverse, offsets, weights, mean, dtype in calls:
+        outs.append(torch.empty((len(offsets) - 1, rows.shape[1]), dtype=dtype))
+        feature = _feature(inverse, offsets, weights, mean)
+        tasks += bags.pool_tasks(rows.detach().numpy(), feature, _bits(outs[-1]))
+    run_tasks(tasks)
+    return outs
+
+
 def uses_of(features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> bags.Uses:
     """See `Ops`."""
     return bags.Uses([_feature(*feature[:4]) for feature in features], rows, in_order=in_order)
@@ -61,6 +73,16 @@ def sum_uses(grads: Sequence[Tensor], uses: bags.Uses) -> Tensor:
     out = torch.empty((uses.rows, grads[0].shape[1]), dtype=torch.float32)
     uses.sum([_bits(grad.contiguous()) for grad in grads], out.numpy())
     return out
+
+
+def sum_many(calls: Sequence[tuple[Sequence[Tensor], bags.Uses]]) -> list[Tensor]:
+    """See `Ops`."""
+    outs, arguments = [], []
+    for grads, uses in calls:
+        outs.append(torch.empty((uses.rows, grads[0].shape[1]), dtype=torch.float32))
+        arguments.append((uses, [_bits(grad.contiguous()) for grad in grads], outs[-1].numpy()))
+    bags.sum_many(arguments)
+    return outs
 
 
 def _feature(inverse: Tensor, offsets: Tensor | None, weights: Tensor | None, mean: bool) -> bags.Feature:

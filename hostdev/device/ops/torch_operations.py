@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hostdev.device.ops.uses import FeatureUses, concatenate, get_bag_sizes, get_bags
+from hostdev.device.ops.uses import FeatureUses, PoolCall, concatenate, get_bag_sizes, get_bags
 from hostdev.kernels.adagrad import LANES
 from hostdev.kernels.rounding import WEYL
 
@@ -49,6 +49,11 @@ def pool(
     return sums.masked_fill_((offsets[1:] == offsets[:-1]).unsqueeze(1), 0.0).to(dtype)
 
 
+def pool_many(calls: Sequence[PoolCall]) -> list[Tensor]:
+    """See `Ops`."""
+    return [pool(*call) for call in calls]
+
+
 class Uses(NamedTuple):
     """A batch's occurrences over several features."""
 
@@ -82,6 +87,11 @@ def sum_uses(grads: Sequence[Tensor], uses: Uses) -> Tensor:
             term = term.index_select(0, bags)
         terms.append(term if weights is None else term * weights)
     return _sum(concatenate(terms), uses.inverse, uses.rows)
+
+
+def sum_many(calls: Sequence[tuple[Sequence[Tensor], Uses]]) -> list[Tensor]:
+    """See `Ops`."""
+    return [sum_uses(*call) for call in calls]
 
 
 def _sum(terms: Tensor, to: Tensor, n: int) -> Tensor:

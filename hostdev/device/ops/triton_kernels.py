@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hostdev.device.ops import torch_operations
-from hostdev.device.ops.uses import FeatureUses, concatenate, get_bag_sizes, get_bags
+from hostdev.device.ops.uses import FeatureUses, PoolCall, concatenate, get_bag_sizes, get_bags
 from hostdev.device.triton import ops as fused
 
 lookup = fused.lookup
@@ -15,6 +15,11 @@ assemble = fused.assemble
 gather = fused.gather_scaled
 pool = fused.pool
 round_rows = torch_operations.round_rows
+
+
+def pool_many(calls: Sequence[PoolCall]) -> list[Tensor]:
+    """See `Ops`."""
+    return [pool(*call) for call in calls]
 
 
 class Uses(NamedTuple):
@@ -56,6 +61,11 @@ def sum_uses(grads: Sequence[Tensor], uses: Uses) -> Tensor:
     if len({grad.dtype for grad in grads}) > 1:
         grads = [grad.float() for grad in grads]
     return fused.sum_uses(concatenate(grads).contiguous(), uses.by_row, uses.source, uses.weights)
+
+
+def sum_many(calls: Sequence[tuple[Sequence[Tensor], Uses]]) -> list[Tensor]:
+    """See `Ops`."""
+    return [sum_uses(*call) for call in calls]
 
 
 def update(

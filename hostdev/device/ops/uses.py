@@ -25,6 +25,17 @@ class FeatureUses(NamedTuple):
     dtype: torch.dtype = torch.float32
 
 
+class PoolCall(NamedTuple):
+    """The arguments of `Ops.pool`."""
+
+    rows: Tensor
+    inverse: Tensor
+    offsets: Tensor
+    weights: Tensor | None
+    mean: bool
+    dtype: torch.dtype
+
+
 def get_bags(offsets: Tensor, uses: int) -> Tensor:
     """Return the bag of each of N occurrences, int32 [N], from offsets int32 [B + 1]."""
     places = torch.arange(uses, dtype=torch.int32, device=offsets.device)
