@@ -134,7 +134,8 @@ class RowParameter:
 
 def _forward_grad(parameter: Tensor, order: RowOrder, rows: Tensor) -> None:
     """Add the rows' gradient to that of a parameter in the order of the ids."""
-    assert rows.grad is not None
+    if rows.grad is None:  # a backward pass that has given other tables gradients
+        return
     grad, rows.grad = order.in_ids(rows.grad), None
     parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 

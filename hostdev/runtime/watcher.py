@@ -140,6 +140,7 @@ class TrainWatcher:
         return any(id(gradient) in given for gradient in own) if own else None
 
 
-def _note_gradients(watcher: ReferenceType[TrainWatcher], _: Tensor) -> None:
-    if (held := watcher()) is not None:
+def _note_gradients(watcher: ReferenceType[TrainWatcher], rows: Tensor) -> None:
+    # torch calls the hooks of all tables of a node, also of those that a backward pass gives no gradient
+    if rows.grad is not None and (held := watcher()) is not None:
         held.note_gradients()
