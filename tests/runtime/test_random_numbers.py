@@ -226,7 +226,7 @@ def test_a_generator_of_the_programs_own_that_both_use():
             (rows["negative"].sum() * float(body())).backward()
 
     ids = drawn_ids(lambda: shared.integers(0, ROWS, SIZE))
-    with pytest.raises(ValueError, match=r"body draw from one Generator, and the loop reads ahead: .* read_ahead=0"):
+    with pytest.raises(ValueError, match=r"body both draw from one Generator, and the loop reads ahead: .* read_ahead=0"):
         through(BATCHES, ids, shared.random)
     through(BATCHES, ids, shared.random, read_ahead=0)
     through(BATCHES, ids, np.random.default_rng(0).random)
@@ -311,8 +311,8 @@ def test_a_loop_that_is_left_after_a_draw_that_would_be_another(monkeypatch):
     monkeypatch.setattr(sys, "unraisablehook", lambda raised: printed.append(str(raised.exc_value)))
     through(runtime, BATCHES, drawn_ids(lambda: own.integers(0, ROWS, SIZE)), draw=own.random)
     assert len(printed) == 1
-    assert "body draw from one Generator" in printed[0]
-    with pytest.raises(AbandonedLoopError, match="ValueError: .*the loop's body draw from one Generator") as caught:
+    assert "body both draw from one Generator" in printed[0]
+    with pytest.raises(AbandonedLoopError, match="ValueError: .*the loop's body both draw from one Generator") as caught:
         runtime.write_back()
     assert isinstance(caught.value.__cause__, ValueError)
     assert str(caught.value.__cause__) == printed[0]
@@ -320,7 +320,7 @@ def test_a_loop_that_is_left_after_a_draw_that_would_be_another(monkeypatch):
     iterator = ({"positive": batch, "negative": own.integers(0, ROWS, SIZE)} for batch in BATCHES)
     through(runtime, iterator, None, draw=lambda: None)
     own.random()
-    with pytest.raises(ValueError, match="between two loops draw from one Generator"):
+    with pytest.raises(ValueError, match="between two loops both draw from one Generator"):
         through(runtime, iterator, None, draw=lambda: None)
 
 
@@ -348,7 +348,7 @@ def test_where_a_generator_may_be():
         return {"positive": batch, "negative": rng.integers(0, ROWS, SIZE)}
 
     for loader, ids in ((BATCHES, by_keyword), (Inheriting(own), None)):
-        with pytest.raises(ValueError, match="body draw from one Generator"):
+        with pytest.raises(ValueError, match="body both draw from one Generator"):
             for _, rows in Program(2, None).runtime.train(loader, ids=ids):
                 (rows["negative"].sum() * own.random()).backward()
 

@@ -132,7 +132,7 @@ def test_gradients_that_add_up(device, together):
 def test_gradients_that_were_not_to_add_up(device, first):
     """The dense side steps with every third batch; the tables would with each."""
     case = Case(device)
-    with pytest.raises(ValueError, match=r"gradients of . batches .* without .* step.* accumulate=N"):
+    with pytest.raises(ValueError, match=r". batch.* with gradients had no optimizer step.*accumulate=N"):
         for number, (label, rows) in enumerate(case.loop(batches_of(9))):
             loss_of(case.model, rows, label).backward()
             if number % 3 == first:
