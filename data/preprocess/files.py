@@ -202,6 +202,8 @@ class ParquetTable:
                         row += len(batch)
                         yield from _parts(rest, row - len(rest), each)
                     first = last
+        except UnicodeDecodeError as error:  # a column's name in a row group, which the schema has in UTF-8
+            raise unreadable(str(path), "the Parquet file is broken", error) from None
         except (pa.ArrowException, OSError) as error:
             raise unreadable(str(path), "the Parquet file is broken", error) from None
 

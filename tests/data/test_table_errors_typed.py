@@ -187,3 +187,14 @@ def test_damaged_files(refused, tmp_path):
         assert f"{name}: the {kind} file is broken (" in refused(name)
     (tmp_path / "old.feather").write_bytes(b"FEA1" + b"\0" * 40)
     assert "old.feather: this is Feather version 1; write it again" in refused("old.feather")
+
+
+def test_a_row_groups_column_whose_name_is_not_utf8(refused, tmp_path):
+    """The schema's name is: the footer has each twice."""
+    path = tmp_path / "t.parquet"
+    pq.write_table(pa.table({"y": [0, 1] * 5, "c": range(10)}), path)
+    content = path.read_bytes()
+    path_in_schema = content.rfind(b"\x18\x01c")  # of Thrift's compact protocol: a list with a text of one byte
+    path.write_bytes(content[: path_in_schema + 2] + b"\xff" + content[path_in_schema + 3 :])
+    assert pq.read_schema(path).names == ["y", "c"]
+    assert "t.parquet: the Parquet file is broken (" in refused("t.parquet")

@@ -226,7 +226,9 @@ def test_a_generator_of_the_programs_own_that_both_use():
             (rows["negative"].sum() * float(body())).backward()
 
     ids = drawn_ids(lambda: shared.integers(0, ROWS, SIZE))
-    with pytest.raises(ValueError, match=r"body both draw from one Generator, and the loop reads ahead: .* read_ahead=0"):
+    with pytest.raises(
+        ValueError, match=r"body both draw from one Generator, and the loop reads ahead: .* read_ahead=0"
+    ):
         through(BATCHES, ids, shared.random)
     through(BATCHES, ids, shared.random, read_ahead=0)
     through(BATCHES, ids, np.random.default_rng(0).random)
@@ -312,7 +314,9 @@ def test_a_loop_that_is_left_after_a_draw_that_would_be_another(monkeypatch):
     through(runtime, BATCHES, drawn_ids(lambda: own.integers(0, ROWS, SIZE)), draw=own.random)
     assert len(printed) == 1
     assert "body both draw from one Generator" in printed[0]
-    with pytest.raises(AbandonedLoopError, match="ValueError: .*the loop's body both draw from one Generator") as caught:
+    with pytest.raises(
+        AbandonedLoopError, match="ValueError: .*the loop's body both draw from one Generator"
+    ) as caught:
         runtime.write_back()
     assert isinstance(caught.value.__cause__, ValueError)
     assert str(caught.value.__cause__) == printed[0]
