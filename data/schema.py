@@ -1,8 +1,8 @@
 """The schema of a data set: its columns and their ids.
 
-All ids share one range of `rows` ids: one for each dense column (used only by models that look up dense columns), one
-out-of-vocabulary id for each space, then the values by space, in order of first occurrence. All hashed spaces share the
-same range of values.
+A space is one vocabulary: the values of a column, or of several columns that share ids. All ids share one range of
+`rows` ids: one for each dense column (used only by models that look up dense columns), one out-of-vocabulary id for
+each space, then the values by space, in order of first occurrence. All hashed spaces share the same range of values.
 
 A data set that extends an earlier one appends its new values, again by space, so a space can have several segments.
 """
@@ -40,7 +40,7 @@ class Space:
         return self.size + sum(size for _, size in self.more)
 
     def grown(self, first: int, size: int) -> "Space":
-        """Return the space with the ids [first, first + size) added; they must be above its own."""
+        """Return the space with the ids [first, first + size) added; these must be above its current ids."""
         if not size:
             return self
         if not self.segments:
@@ -60,7 +60,7 @@ class Space:
         return found
 
     def id_at(self, number: int) -> int:
-        """Return the id of the space's value with this number, counted in ascending order of ids."""
+        """Return the id of value number `number`, counted from 0 in ascending order of ids."""
         for first, size in self.segments:
             if number < size:
                 return first + number
@@ -168,7 +168,7 @@ def from_json(content: Any) -> Schema:
     if not all(isinstance(text, str) for text in [*texts, *(space.name for space in spaces)]):
         raise TypeError("a name in the schema is not text")
     if not all(type(number) is int for number in numbers):
-        raise TypeError("a number of ids in the schema is not an integer")
+        raise TypeError("an id or a number of ids in the schema is not an integer")
     return Schema(dense=dense, columns=columns, spaces=spaces, **content)
 
 

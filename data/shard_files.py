@@ -27,7 +27,7 @@ _READ = 1 << 22  # bytes per call; large, because each call waits for the GIL
 
 
 class StoppedError(Exception):
-    """The reader was closed while a file was read."""
+    """The reader is closed, so the rest of a file is not read."""
 
 
 class ShardFiles:
@@ -42,7 +42,7 @@ class ShardFiles:
         """Return a shard's record batches, memory-mapped.
 
         Raises:
-            StoppedError: `stop` was set.
+            StoppedError: `stop` is set.
             UserError: The file is missing or does not match the manifest, or an id or a label is invalid.
         """
         path = self._root / shard.file

@@ -31,7 +31,7 @@ def find_server(table: RankTable, wanted: str | None, path: Path) -> dict[str, A
     names = [str(server["server_id"]) for server in table.servers]
     if wanted is not None:
         if wanted not in names:
-            raise UserError(f"--server {wanted}: {path} has {', '.join(names)}")
+            raise UserError(f"--server {wanted}: {path} has only the servers {', '.join(names)}")
         return table.servers[names.index(wanted)]
     if len(names) == 1:
         return table.servers[0]

@@ -72,7 +72,7 @@ def make(
         dim: Number of embedding columns.
         seed: Seed of all initial values.
         optimizer: The tables' optimizer; None: the model's own.
-        options: Further arguments of its constructor, such as layers.
+        options: Further arguments of the model's constructor, such as layers.
 
     Raises:
         UserError: As in `find`, or the model's tables and features are wrong.

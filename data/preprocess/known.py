@@ -75,7 +75,7 @@ class Vocabulary:
             rare = table["count"][space.oov].as_py()
             self.rates[space.name] = rare / max(1, known[space.name] + rare)
         if len(self._texts) != len(table) - self._first:
-            raise self._broken("a space has a value twice")
+            raise self._broken("a value of a column has two ids")
 
     def _owners(self, table: pa.Table, names: list[str], rows: int) -> npt.NDArray[np.int64]:
         """Return the number of each id's column or space; raise UserError if the columns are not a vocabulary's."""

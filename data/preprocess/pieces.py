@@ -39,9 +39,12 @@ class Facts:
     """Facts about a piece that are available without reading it.
 
     Attributes:
-        rows, positives: Counts by split.
-        bag_values, missing: Counts by split and column; `missing` has the numeric columns first.
-        lines: Number of input rows, including malformed ones; `rejected` counts the malformed ones.
+        rows: Number of rows by split.
+        positives: Number of rows with label 1 by split.
+        missing: Number of missing values by split and column, numeric columns first.
+        bag_values: Number of values by split and bag.
+        lines: Number of input rows, including malformed ones.
+        rejected: Number of malformed input rows.
         end: Where the next piece's rows begin.
         size: Size in the source's units.
         checksum: CRC-32 of the file.
@@ -157,7 +160,7 @@ class Survey:
     texts: tuple[Sample, ...] | None
 
     def merge(self, other: "Survey") -> "Survey":
-        """Return the survey of both."""
+        """Return the survey of the values of both."""
         registers = np.maximum(self.registers, other.registers)
         if self.texts is None or other.texts is None:
             return Survey(registers, None)

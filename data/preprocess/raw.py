@@ -122,8 +122,8 @@ class Source(Protocol):
     def parse(self, block: Block, *, hashed: bool) -> RawRows:
         """Parse a block's rows; thread-safe.
 
-        With `hashed`, keys need not lead back to the values.
-        Raises WrongRowError for a wrong value, and UserError for unreadable input.
+        With `hashed`, the values need not be recoverable from the keys.
+        Raises WrongRowError for an invalid value, and UserError for unreadable input.
         """
 
     @property

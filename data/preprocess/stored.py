@@ -80,7 +80,7 @@ def read_parts(folder: Path, found: Manifest, shard: Shard, *, known: bool = Fal
     batches = _map_batches(path, shard_schema(found.schema, found.id_type))
     rows = sum(batch.num_rows for batch in batches)
     if rows != shard.rows:
-        raise DamagedError(path, f"{rows:,} rows, not {shard.rows:,}")
+        raise DamagedError(path, f"it has {rows:,} rows, not {shard.rows:,}")
     start = 0
     for batch in batches:
         if not known:
@@ -110,7 +110,7 @@ def _map_batches(path: Path, expected: pa.Schema) -> list[pa.RecordBatch]:
         batches = [file.get_batch(i) for i in range(file.num_record_batches)]
     except (pa.ArrowException, OSError) as error:
         raise_if_transient(error)
-        raise DamagedError(path, f"not an Arrow file ({in_words(error)})") from None
+        raise DamagedError(path, f"it is not an Arrow file ({in_words(error)})") from None
     if not file.schema.equals(expected):
         raise DamagedError(path, f"a wrong schema: {types(file.schema)}, not {types(expected)}")
     return batches
@@ -133,6 +133,7 @@ class Wrong:
     Attributes:
         kind: Kind of the values, such as "label".
         what: The fault, such as "not 0 or 1".
+        count: Number of such values.
         first: The first such value, and its row in the shard.
     """
 

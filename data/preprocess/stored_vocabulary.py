@@ -46,7 +46,7 @@ class StoredVocabulary:
         if schema.names != ["field", "value", "count"] or kinds != [pa.string(), pa.string(), pa.int64()]:
             raise DamagedError(self.path, f"a wrong schema: {types(schema)}")
         if len(self.table) != found.schema.rows:
-            raise DamagedError(self.path, f"{len(self.table):,} ids, not {found.schema.rows:,}")
+            raise DamagedError(self.path, f"it has {len(self.table):,} ids, not {found.schema.rows:,}")
         for name in ("field", "count"):
             if self.table[name].null_count:
                 raise DamagedError(self.path, f"missing values in {name!r}")
@@ -63,7 +63,7 @@ class StoredVocabulary:
         return pieces[0] if len(pieces) == 1 else np.concatenate([np.zeros(0, np.int64), *pieces])
 
     def _owners(self) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
-        """Iterate over chunks of ids in order: the first id, and the fixed id of each one's column or space, or -1."""
+        """Yield each chunk's first id, and the fixed id of the column or space of each of its ids, -1 if unknown."""
         numbers = {name: i for i, name in enumerate(self._names)}
         start = 0
         for chunk in self.table["field"].chunks:

@@ -128,7 +128,7 @@ class Table:
         return [file.input.describe() for file in self._files]
 
     def stamp(self) -> list[Any] | None:
-        """Return each file's path, size and time."""
+        """Return each file's path, size and modification time; None if an input is readable only once."""
         stamps = [file.input.stamp() for file in self._files]
         return None if None in stamps else stamps
 
@@ -233,7 +233,7 @@ class Table:
                 large_float(shown)
                 if wrong == LARGE_FLOAT
                 else f"it is text such as {shown!r} here, and {where}, so that one value would get two ids; "
-                "write it the same way in both",
+                "write the values the same way in both",
             )
         return forms
 
@@ -371,5 +371,5 @@ def _open(path: Path, options: TableOptions) -> TableFile:
         if given:
             raise UserError(f"{flag} has no effect on {source.name}, which is {found}; leave it out")
     if not isinstance(source, Input):
-        raise UserError(f"{source.name}: {found} is read from files only")
+        raise UserError(f"{source.name}: {found} can be read only from a file, not from a pipe")
     return ParquetTable(source) if found == "Parquet" else ArrowTable(source, stream=found == "an Arrow stream")

@@ -25,7 +25,7 @@ FormatKeys = Callable[[Ids], pa.Array]
 _WRITTEN_AT_ONCE = 1 << 20  # rows per batch of the vocabulary's file
 _WRITTEN_BYTES = 1 << 28  # limit of the texts in a batch
 _AT_ONCE = 1 << 20  # values
-_DIGITS = 20  # maximum of an integer
+_DIGITS = 20  # maximum number of an integer's digits
 _ID_BYTES = 8  # per value, once ids are assigned
 _WRITTEN_ROW = 64  # bytes per row during writing, plus two copies of its text
 _MARGIN = 1.03  # error margin of the estimates, see kernels/cardinality.py
@@ -118,7 +118,7 @@ class Vocabulary:
         return len(self._values[space].uses)
 
     def known_shares(self) -> dict[str, float]:
-        """Return the share of uses that belongs to the earlier data set's values, by space with values in both."""
+        """Return, for each space with values in both data sets, the share of uses that the earlier values have."""
         shares = {}
         for space, values in zip(self._begun, self._values, strict=True):
             uses = int(values.uses.sum())
@@ -235,7 +235,7 @@ def require_memory(values: float, text_bytes: float | None) -> None:
         raise TransientError(
             f"the training rows have about {values:,.0f} distinct values, and a vocabulary of them needs "
             f"{format_bytes(needed)}, but {format_bytes(free)} of memory are free; hash them with "
-            f"--hash-buckets N, which needs none"
+            f"--hash-buckets N, which needs no vocabulary"
         )
 
 

@@ -123,7 +123,7 @@ def _settings(found: Any) -> dict[str, Any]:
     }
     for name, is_right in right.items():
         if not is_right(found[name]):
-            raise TypeError(f"{name} has a wrong value")
+            raise TypeError(f"the run's {name} is invalid: {found[name]!r}")
     return dict(found)
 
 

@@ -40,9 +40,9 @@ class Predictor:
         predict({"user": ["u1", "u2"], "item": ["m0001", "m0007"], "age": [31, 54], ...})  # float32 [2]
 
     Tables are mapped into memory: a table of any size opens instantly, and processes on one host share one copy of the
-    rows that are looked up. Several threads may call. All files are opened here; the checkpoint may be deleted
-    afterwards. Only the structure of the tables' files is checked; `python -m hostdev.checkpoint verify` compares
-    checksums.
+    rows that are looked up. Several threads may call one predictor. The constructor opens all files; the checkpoint may
+    be deleted afterwards. Only the structure of the tables' files is checked; `python -m hostdev.checkpoint verify`
+    compares checksums.
 
     Args:
         checkpoint: A checkpoint of `python -m hostdev.train`, a folder of them, or a run directory. For a run with
@@ -98,8 +98,8 @@ class Predictor:
             table = self.tables[name]
             if (table.rows, table.dim) != (spec.rows, spec.dim):
                 raise UserError(
-                    f"{self.path} is of a different model: table {name!r} is {table.rows} x {table.dim} there, "
-                    f"not {spec.rows} x {spec.dim}"
+                    f"{self.path} is of a different model: table {name!r} is {table.rows} x {table.dim} in the "
+                    f"checkpoint, not {spec.rows} x {spec.dim}"
                 )
 
     @property
@@ -110,7 +110,7 @@ class Predictor:
     def __call__(self, rows: Any) -> Probabilities:  # Any: also frames of libraries that may be missing
         """Return the probability of each row, float32 [n].
 
-        A value matches the training's value whatever its type is here (docs/serving.md). Unseen values are out of
+        A value matches the same value in training even if its type differs (docs/serving.md). Unseen values are out of
         vocabulary; a warning names a column in which most values are unseen, unlike in training.
 
         Args:

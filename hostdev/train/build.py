@@ -88,7 +88,7 @@ def require_layout(settings: TrainConfig, data: Path) -> None:
 
 
 def vector_tables(model: Model) -> dict[str, TableSpec]:
-    """Return the embedding tables, without tables of single weights unless all are."""
+    """Return the tables without those that have a single weight per row, unless all tables are such."""
     found = {name: spec for name, spec in model.tables.items() if spec.dim > 1}
     return found or model.tables
 

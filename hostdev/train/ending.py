@@ -45,7 +45,7 @@ class Ending:
             self._exchanged = dict(zip(mine, np.sum(each, axis=0).tolist(), strict=True))
 
     def draw(self) -> str | None:
-        """Draw the run's picture; return why that failed, as a run must not fail for it, or "" on ranks above 0."""
+        """Draw the run's picture; return None, or why it failed, which does not end the run; "" on ranks above 0."""
         run = self.run
         if run.world.rank:
             return ""

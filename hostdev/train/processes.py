@@ -192,7 +192,7 @@ def join_processes(settings: TrainConfig, require: Callable[[TrainConfig], objec
         for name in ("dist_timeout", "dist_backend", "dist_url", "batch_per_rank", "dense_exchange", "mesh"):
             if getattr(settings, name) is not None:
                 option = "--" + name.replace("_", "-")
-                raise UserError(f"{option} has no effect in one process; leave it out, or start several")
+                raise UserError(f"{option} has no effect in one process; omit it, or start several processes")
         yield None
         return
     try:

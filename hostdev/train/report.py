@@ -27,9 +27,9 @@ def start_lines(
 
     Args:
         config: The options, as in config.json.
-        memory: Host memory that grows with the tables; empty for none.
-        checkpoints: When and where checkpoints are saved.
-        parts: Stages and slices of the model.
+        memory: Text on the host memory that grows with the tables; empty for none.
+        checkpoints: Text on when and where checkpoints are saved.
+        parts: Text on the stages and slices of the model.
     """
     where = "host memory" if config["host_device_mix"] else "device memory"
     if interleaving := in_words():

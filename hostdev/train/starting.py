@@ -51,7 +51,7 @@ def find(settings: TrainConfig, root: Path, data: Manifest) -> Origin:
     if isinstance(more, dict) and more["settings"]["model"] != settings.model:
         raise UserError(
             f"{origin.path} was trained with --model {more['settings']['model']}, not --model {settings.model}; give "
-            "the same"
+            "the checkpoint's model"
         )
     layers = Layers(origin.chain)
     file = find_file(layers, f"data/{FILE_NAME}")
@@ -87,7 +87,7 @@ def load(origin: Origin, trainer: Trainer) -> list[str]:
             group["lr"] = lr
         layers = "dense layers and their optimizer state are loaded"
     else:
-        layers = "dense layers have their initial values: the checkpoint has none of hostdev train"
+        layers = "dense layers have their initial values: the checkpoint has none written by hostdev train"
     load_shared(chain, trainer.tables, fit)
     step = chain[-1].manifest.step
     return [
@@ -103,8 +103,10 @@ def require_same_meaning(path: Path, theirs: Path, there: Manifest, root: Path, 
 
     Args:
         path: The checkpoint.
-        theirs, there: The folder with the vocabulary of the checkpoint's data set, and its manifest.
-        root, here: The folder of the data set, and its manifest.
+        theirs: Folder with the vocabulary of the checkpoint's data set.
+        there: Manifest of the checkpoint's data set.
+        root: Folder of the data set.
+        here: Manifest of the data set.
     """
     differs = difference(there, theirs, here, root)
     if differs is not None:

@@ -31,7 +31,7 @@ def get_caches(caches: Sequence[EmbeddingCache], ops: Mapping[str, Any]) -> dict
 
 
 def get_host_costs(ops: Mapping[str, Mapping[str, Any]], tables: Sequence[Any]) -> Costs | None:
-    """Return the nanoseconds of a row that bypasses the cache, is admitted, is evicted, summed over `tables`.
+    """Return the nanoseconds of a row that bypasses the cache, is admitted, or is evicted.
 
     Tables are processed in parallel, so the slowest one counts. If no row was admitted or evicted, that cost is
     estimated from the lookups' time per byte.

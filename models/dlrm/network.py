@@ -125,7 +125,7 @@ class _Pick(torch.autograd.Function):
 
 
 def _lower_triangle(n: int) -> tuple[Tensor, Tensor]:
-    """Return the places of i > j in a flat [n, n], row by row, and the index of each place of [n, n] among them."""
+    """Return `places` and `back` of `_Pick` for the elements i > j of a flattened matrix [n, n], row by row."""
     i, j = torch.tril_indices(n, n, offset=-1)
     places = i * n + j
     back = torch.full((n * n,), len(places))

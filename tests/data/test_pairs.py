@@ -93,12 +93,12 @@ def test_bags(tmp_path):
 @pytest.mark.parametrize(
     ("trained", "served", "message"),
     [
-        (["yes", "no"], [True, False], "column 'u' is of type bool here, and its values were text in training"),
+        (["yes", "no"], [True, False], "column 'u' is of type bool, but its values were text in training"),
         (["a", "b"], pa.array([1], pa.date32()), "column 'u' is of type date32.* were text in training"),
         (
             pa.array([1, 2]),
             pa.array([1, 2], pa.timestamp("s")),
-            r"column 'u' is of type timestamp\[s\] here, and its values were of type int64 in training",
+            r"column 'u' is of type timestamp\[s\], but its values were of type int64 in training",
         ),
         (pa.array([1, 2]), [2.0**53], "row 1, column 'u': 9007199254740992 is a double of 2.53 or more"),
         (pa.array([1, 2]), pa.array([2**24], pa.float32()), "row 1, column 'u': 16777216 is a float of 2.24 or more"),
@@ -106,11 +106,15 @@ def test_bags(tmp_path):
         (pa.array([True, False]), [1, 2], "row 2, column 'u': 2 is neither true nor false"),
         (pa.array([True, False]), ["true", "yes"], "row 2, column 'u': 'yes' is not true or false"),
         (pa.array([1, 2], pa.date32()), ["01/02/2024"], "row 1, column 'u': '01/02/2024' is not a date or time"),
-        (pa.array([1, 2], pa.date32()), pa.array([1], pa.timestamp("s")), "has a time, and its values were dates in"),
+        (
+            pa.array([1, 2], pa.date32()),
+            pa.array([1], pa.timestamp("s")),
+            "has a time, but the column's values were dates in",
+        ),
         (
             pa.array([1, 2], pa.timestamp("s")),
             pa.array([1], pa.timestamp("s", "UTC")),
-            r"column 'u' is of type timestamp\[s, tz=UTC\] here, which has a time zone, and its values had none",
+            r"column 'u' is of type timestamp\[s, tz=UTC\] here, which has a time zone, but the column's values had",
         ),
         (["1", "1.0"], [1], "row 1, column 'u': 1 was written in several ways in training, each with its own id"),
         (["007", "7"], [7], "row 1, column 'u': 7 was written in several ways in training"),
