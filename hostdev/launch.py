@@ -59,7 +59,10 @@ def start(path: Path, table: RankTable, server: dict[str, Any], command: Sequenc
         raise UserError(f"--log-dir {folder} exists already; choose another folder") from None
     ranks = [int(device["rank_id"]) for device in server["device"]]
     listed = ", ".join(map(str, ranks))
-    print(f"{len(ranks)} of {table.ranks} ranks here ({server['server_id']}): {listed}; logs in {folder}", flush=True)
+    print(
+        f"{len(ranks)} of {table.ranks} ranks on this host ({server['server_id']}): {listed}; logs in {folder}",
+        flush=True,
+    )
     processes, showing = [], []
     with contextlib.ExitStack() as files:
         for device in server["device"]:

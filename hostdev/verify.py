@@ -150,7 +150,7 @@ def train(
     """
     set_host_threads(mode.threads)
     record = Record([{} for _ in batches], [], "")
-    local_ids: list[Any] = []  # ids of the rows here, by group; None for all rows
+    local_ids: list[Any] = []  # ids of this rank's rows, by group; None for all rows
     names: list[list[Any]] = []  # (table, state names) by group; `after_update` must not keep the trainer alive
     seed_torch(settings.seed)
     model = model_of(settings, schema)

@@ -95,7 +95,7 @@ def require_checksum(path: Path, expected: str) -> None:
     """Raise DamagedError unless a file exists and has this SHA-256."""
     try:
         if checksum(path) != expected:
-            raise DamagedError(path, "a wrong checksum: it is damaged or was changed")
+            raise DamagedError(path, "it has a wrong checksum: it is damaged or was changed")
     except FileNotFoundError:
         raise DamagedError(path, "it is missing") from None
     except OSError as error:
@@ -112,7 +112,7 @@ def _map_batches(path: Path, expected: pa.Schema) -> list[pa.RecordBatch]:
         raise_if_transient(error)
         raise DamagedError(path, f"it is not an Arrow file ({in_words(error)})") from None
     if not file.schema.equals(expected):
-        raise DamagedError(path, f"a wrong schema: {types(file.schema)}, not {types(expected)}")
+        raise DamagedError(path, f"it has a wrong schema: {types(file.schema)}, not {types(expected)}")
     return batches
 
 
@@ -120,10 +120,10 @@ def _require_whole(path: Path, batch: pa.RecordBatch) -> None:
     try:
         batch.validate(full=True)  # the lists' offsets
     except pa.ArrowInvalid as error:
-        raise DamagedError(path, f"broken lists ({in_words(error)})") from None
+        raise DamagedError(path, f"it has broken lists ({in_words(error)})") from None
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         if column.null_count or inside(column).null_count:
-            raise DamagedError(path, f"missing values in {name!r}")
+            raise DamagedError(path, f"it has missing values in {name!r}")
 
 
 @dataclass(frozen=True)

@@ -44,12 +44,12 @@ class StoredVocabulary:
         field = schema.types[0] if schema.types and pa.types.is_dictionary(schema.types[0]) else None
         kinds = [field and field.value_type, *schema.types[1:]]
         if schema.names != ["field", "value", "count"] or kinds != [pa.string(), pa.string(), pa.int64()]:
-            raise DamagedError(self.path, f"a wrong schema: {types(schema)}")
+            raise DamagedError(self.path, f"it has a wrong schema: {types(schema)}")
         if len(self.table) != found.schema.rows:
             raise DamagedError(self.path, f"it has {len(self.table):,} ids, not {found.schema.rows:,}")
         for name in ("field", "count"):
             if self.table[name].null_count:
-                raise DamagedError(self.path, f"missing values in {name!r}")
+                raise DamagedError(self.path, f"it has missing values in {name!r}")
 
     @cached_property
     def counts(self) -> npt.NDArray[np.int64]:

@@ -232,7 +232,7 @@ class Table:
                 row,
                 large_float(shown)
                 if wrong == LARGE_FLOAT
-                else f"it is text such as {shown!r} here, and {where}, so that one value would get two ids; "
+                else f"the column has text such as {shown!r}, but {where}, so that one value would get two ids; "
                 "write the values the same way in both",
             )
         return forms
@@ -284,7 +284,7 @@ class Table:
             raise UserError(f"{file.input.name} has no column {missing[0]!r}; it has {listed(file.names)}{hint}")
         if sorted(file.names) != sorted(first.names):
             one = sorted(set(file.names) ^ set(first.names))
-            difference = f"only one of them has {listed(one)}" if one else "some occur twice"
+            difference = f"only one of them has {listed(one)}" if one else "some names occur twice"
             raise UserError(f"{file.input.name} has other columns than {first.input.name}: {difference}")
         for name in self._used:
             if file.names.count(name) > 1:

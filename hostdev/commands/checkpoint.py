@@ -69,7 +69,7 @@ def main(argv: Sequence[str], prog: str = PROG) -> int:
             raise UserError(f"--{name} must be at least 1, not {number}")
     for path in (arguments.path, getattr(arguments, "other", arguments.path)):
         if not path.exists():
-            raise UserError(f"there is no {path}")
+            raise UserError(f"{path} does not exist")
     arguments.prog = prog
     with cli.importing(prog):
         from hostdev.checkpoint.command import run

@@ -64,7 +64,7 @@ class Predictor:
         device: torch.device | str = "cpu",
         model: str | type[Any] | None = None,  # Any: the class's own instances
         which: str | None = None,
-        _encodes: bool = True,  # raw rows, too, not only those of a data set
+        _encodes: bool = True,  # whether raw rows will be given, not only a data set's
     ) -> None:
         opened = open_checkpoint(Path(checkpoint), which)
         for line in opened.found.notes():

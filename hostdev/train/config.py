@@ -369,7 +369,7 @@ def _fields(names: Collection[str] | None) -> "list[Field[Any]]":
 
 
 def add_flags(to: argparse.ArgumentParser, names: Collection[str] | None = None) -> None:
-    """Add a flag for every field of `TrainConfig`, or for those named."""
+    """Add a flag for every field of `TrainConfig`, or for the fields `names`."""
     for item in _fields(names):
         options = {key: value for key, value in item.metadata.items() if value is not None}
         if options.get("type") is None:

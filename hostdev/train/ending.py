@@ -92,7 +92,7 @@ class Ending:
         """Return the exception to raise if the last checkpoint was not saved."""
         run = self.run
         assert run.saver is not None
-        newest = f"the newest one is {run.saver.newest}" if run.saver.newest is not None else "there is none"
+        newest = f"the newest one is {run.saver.newest}" if run.saver.newest is not None else "no earlier one exists"
         return CheckpointError(f"the last checkpoint was not saved: {run.saver.failed}; {newest}")
 
     def _describe_steps(self) -> str:

@@ -131,7 +131,7 @@ class WholeNetwork(Network):
         reading: How loops read batches, for `Runtime.train` and `predict`.
     """
 
-    description: str | None = None  # text about the network's parts; there is one part
+    description: str | None = None  # text about the network's parts; None for one part
     sent_bytes: int | None = None  # bytes sent between parts
 
     def __init__(self, setup: Setup, reading: dict[str, Any]) -> None:

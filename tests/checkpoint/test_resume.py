@@ -318,7 +318,7 @@ def test_the_exit_code_where_the_last_one_was_not_saved(trained, small_data, tmp
     code, printed, error = trained(*small(small_data, "run", *MIX), "--checkpoint-every", 6)
     assert code == 3
     assert error.splitlines()[-1].startswith("hostdev.train: error: the last checkpoint was not saved: run/checkpoints")
-    assert error.splitlines()[-1].endswith("; there is none")
+    assert error.splitlines()[-1].endswith("; no earlier one exists")
     assert "state_sha256" in printed
     assert names(tmp_path / "run/checkpoints") == []
 

@@ -275,7 +275,7 @@ def others(days):
         (
             "anew",
             [],
-            "anew does not fit .* other .*: .* in the checkpoint, .* in the data set; prepare the data with .* --vocabul",
+            "anew does not fit .* in the checkpoint, .* in the data set; prepare the data with .* --vocabulary",
         ),
         (
             "rarer",

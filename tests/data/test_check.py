@@ -96,7 +96,7 @@ def test_it_goes_on_after_damage_and_lists_all_of_it(own_data, in_process):
     edit_manifest(own_data, lambda content: content["statistics"]["label_mean"].update(test=0.5))
     code, out, err = in_process(preprocess, "check", own_data)
     lines = out.splitlines()
-    damaged = "a wrong checksum: it is damaged or was changed"
+    damaged = "it has a wrong checksum: it is damaged or was changed"
     missing = f"{own_data}/train/part-00002.arrow: it is missing{REMEDY}"
     shards = f"{counting.format_bytes((own_data / 'train/part-00000.arrow').stat().st_size * 2)}"
     assert code == 1
@@ -135,9 +135,9 @@ def column(name, change):
     ("change", "message"),
     [
         (lambda table: table.slice(1), "it has 199 rows, not 200"),
-        (lambda table: table.drop_columns(["dense"]), "a wrong schema: label float, cat fixed_size_list"),
-        (column("label", lambda values: values.__setitem__(3, None)), "missing values in 'label'"),
-        (column("cat", lambda values: values[7].__setitem__(3, None)), "missing values in 'cat'"),
+        (lambda table: table.drop_columns(["dense"]), "it has a wrong schema: label float, cat fixed_size_list"),
+        (column("label", lambda values: values.__setitem__(3, None)), "it has missing values in 'label'"),
+        (column("cat", lambda values: values[7].__setitem__(3, None)), "it has missing values in 'cat'"),
         (
             column("label", lambda values: values.__setitem__(slice(9, 11), [0.5, 2])),
             "2 labels not 0 or 1, the first in row 9: 0.5",
@@ -207,7 +207,7 @@ def test_offsets_of_a_bag_that_cannot_be(bag_data, change):
     rewrite_bag(bag_data, change)
     [found] = wrong(bag_data)
     assert found.startswith(
-        ("train/part-00001.arrow: broken lists (", "train/part-00001.arrow: it is not an Arrow file (")
+        ("train/part-00001.arrow: it has broken lists (", "train/part-00001.arrow: it is not an Arrow file (")
     )
 
 
@@ -263,7 +263,7 @@ def widen_field(columns):
         (swap_fields, ["id "]),
         (widen_field, ["the ids of 'C1' are 39..", "the ids of 'C2' are "]),
         (lambda columns: [values.pop() for values in columns.values()], ["it has 153 ids, not 154"]),
-        (lambda columns: columns["count"].__setitem__(3, None), ["missing values in 'count'"]),
+        (lambda columns: columns["count"].__setitem__(3, None), ["it has missing values in 'count'"]),
     ],
 )
 def test_what_is_wrong_with_the_vocabulary(tmp_path, change, messages):
@@ -372,7 +372,7 @@ def test_a_manifest_in_another_order_is_the_same(own_data):
 def test_lines_that_were_set_aside(own_data):
     path = own_data / "rejected.tsv"
     path.write_text("a.csv\t1\tother columns\tx\n")
-    assert wrong(own_data) == ["rejected.tsv: a wrong checksum: it is damaged or was changed"]
+    assert wrong(own_data) == ["rejected.tsv: it has a wrong checksum: it is damaged or was changed"]
     path.unlink()
     assert wrong(own_data) == ["rejected.tsv: it is missing"]
 

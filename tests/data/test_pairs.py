@@ -131,8 +131,8 @@ def test_what_cannot_be_told_is_refused(tmp_path, trained, served, message):
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
-        (pa.array(["1.0", "2.0"]), pa.array([1, 2]), "it is text such as '1.0' here, and column 'u' is int64 in"),
-        (pa.array(["07", "2"]), pa.array([1, 2]), "it is text such as '07' here, and column 'u' is int64 in"),
+        (pa.array(["1.0", "2.0"]), pa.array([1, 2]), "the column has text such as '1.0', but column 'u' is int64 in"),
+        (pa.array(["07", "2"]), pa.array([1, 2]), "the column has text such as '07', but column 'u' is int64 in"),
     ],
 )
 def test_text_of_floats_beside_integers_is_two_values(refused_files, first, second, message):
@@ -184,7 +184,7 @@ def test_truth_values_as_numbers_and_a_header_with_blanks(tmp_path):
     column = lambda n: encoding.encode(pa.RecordBatch.from_pydict({"u": ["a"] * 3, "n": n})).dense[:, 0].tolist()  # noqa: E731
     assert column(["True", "FALSE", ""]) == column([True, False, None]) == column([1, 0, None]) == [1, 0, 0]
     (tmp_path / "blanks.csv").write_text("u, n\na,1\n")
-    with pytest.raises(UserError, match="has no column 'n'; it has u, ' n'; ' n' differs by blanks: take them out"):
+    with pytest.raises(UserError, match="has no column 'n'; it has u, ' n'; ' n' differs by blanks: remove the blanks"):
         rows_in(tmp_path / "blanks.csv", encoding, {"preset": "table"})
 
 
