@@ -60,7 +60,7 @@ class Manifest:
     id_type: str  # "int32" or "int64"
     train: list[Shard]
     test: list[Shard]
-    vocabulary: str | None  # Arrow file: column or space, value and count by id; None: ids are hashed
+    vocabulary: str | None  # Arrow file: column or id space, value and count by id; None: ids are hashed
     vocabulary_sha256: str | None  # None in older data sets
     rejected_sha256: str | None  # None in older data sets, which have no checksum of the manifest either
     options: dict[str, Any]

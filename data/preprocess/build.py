@@ -67,7 +67,7 @@ class _Build:
     def __init__(self, source: Source, work: Work, options: Options, threads: int, earlier: Earlier | None) -> None:
         self._source, self._work, self._options, self._threads = source, work, options, threads
         self._earlier = earlier
-        self._known_shares: dict[str, float] | None = None  # share of training occurrences with an earlier id, by space
+        self._known_shares: dict[str, float] | None = None  # by id space: training occurrences with an earlier id
         self._layout: Layout = source.layout
         buckets = options.hash_buckets
         self._hashed = None if buckets is None else HashBuckets(buckets, self._layout)

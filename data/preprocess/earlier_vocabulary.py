@@ -28,7 +28,7 @@ from hostdev.kernels.cardinality import draw_sample, make_registers
 from hostdev.kernels.strings import hash_texts
 
 EARLIER = "earlier"  # the field of a manifest's options that `as_json` fills
-KNOWN_SHARES = "known_shares"  # a manifest's statistic: by space, the share of training occurrences with an earlier id
+KNOWN_SHARES = "known_shares"  # statistic: by id space, the share of training occurrences with an earlier id
 _FEW = 0.01  # a smaller share of known occurrences is reported
 _AT_ONCE = 1 << 20  # values in a chunk
 _SHOWN = 120  # characters of a column list in a message
@@ -135,7 +135,7 @@ class Earlier:
         return stored
 
     def _keys(self, stored: StoredVocabulary, number: int) -> Iterator[Any]:
-        """Iterate over the values of a space in the order of their ids, as `Vocabulary.count` takes them."""
+        """Iterate over the values of an id space in the order of their ids, as `Vocabulary.count` takes them."""
         for chunk in stored.values(self.schema.spaces[number]).chunks:
             for start in range(0, len(chunk), _AT_ONCE):
                 values = chunk.slice(start, _AT_ONCE)

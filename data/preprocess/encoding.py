@@ -1,6 +1,6 @@
 """Encoding of new rows into ids and scaled numbers with a data set's manifest and vocabulary, for prediction.
 
-Nothing is learned: a value that was absent or too rare in training gets its vocabulary's out-of-vocabulary id.
+Nothing is learned: a value that was absent or too rare in training gets the out-of-vocabulary id of its column's vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
@@ -82,7 +82,7 @@ class Encoding:
 
     @cached_property
     def _written(self) -> dict[str, Written]:
-        """How the values of each space were written in training."""
+        """How the values of each id space were written in training."""
         if self.is_criteo:
             return {space.name: Written(frozenset({TEXT}), ("text",)) for space in self.schema.spaces}
         known = self._known
@@ -98,12 +98,12 @@ class Encoding:
         return self._separators
 
     def written(self, space: str) -> Written:
-        """Return how the values of a space were written in training."""
+        """Return how the values of an id space were written in training."""
         return self._written[space]
 
     @property
     def rates(self) -> Mapping[str, float]:
-        """The out-of-vocabulary share of training values by space; empty if ids are hashed."""
+        """The out-of-vocabulary share of training values by id space; empty if ids are hashed."""
         return {} if isinstance(self._known, HashBuckets) else self._known.rates
 
     def columns(self) -> list[str]:

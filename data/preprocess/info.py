@@ -28,7 +28,7 @@ _MOST_POINTS = 200  # points of a curve
 
 @dataclass(frozen=True)
 class Curve:
-    """Distribution of a space's training occurrences over its ids, without the out-of-vocabulary ones.
+    """Distribution of an id space's training occurrences over its ids, without the out-of-vocabulary ones.
 
     Attributes:
         ids: Number of ids used in training rows.
@@ -107,7 +107,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class Information:
-    """The summary of a data set: `nbytes`, the shards' size, and `totals` are by split, `curves` by space."""
+    """The summary of a data set: `nbytes`, the shards' size, and `totals` are by split, `curves` by id space."""
 
     folder: Path
     found: Manifest
@@ -128,7 +128,7 @@ class Information:
         return self.found.vocabulary is None
 
     def shared(self, space: str) -> list[str]:
-        """Return the columns that use a space's ids."""
+        """Return the columns that use an id space's ids."""
         return [column.name for column in self.found.schema.columns if column.space == space]
 
 
@@ -205,14 +205,14 @@ def _add_part(
 
 
 def _count_hashed(folder: Path, found: Manifest, test: Totals) -> dict[str, Curve]:
-    """Count the training occurrences of each bucket by space, and add to `test.seen`.
+    """Count the training occurrences of each bucket by id space, and add to `test.seen`.
 
-    Each pass over the rows handles as many spaces as fit into memory, at `count_bytes` bytes for each bucket.
+    Each pass over the rows handles as many id spaces as fit into memory, at `count_bytes` bytes for each bucket.
     """
     schema = found.schema
     if not schema.spaces:
         return {}
-    buckets = schema.spaces[0].size  # of all spaces
+    buckets = schema.spaces[0].size  # of all id spaces
     size = buckets * count_bytes(found.uses("train"))
     curve_bytes = size + 8 * buckets  # for a curve: sorted counts and their sums
     require_room(folder, buckets, size + curve_bytes)

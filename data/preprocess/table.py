@@ -116,7 +116,7 @@ class Table:
         self._used = options.used()
         self._owners = dict(options.share)  # columns with the ids of another column
         self._files = [_open(path, options) for path in expand(files, is_table)]
-        self._types: dict[str, tuple[str, pa.DataType, TableFile, str]] = {}  # by space: the first known type
+        self._types: dict[str, tuple[str, pa.DataType, TableFile, str]] = {}  # by id space: the first known type
         for file in self._files:
             self._check_columns(file)
         self.layout = options.layout()
@@ -148,7 +148,7 @@ class Table:
                 yield Block((file, part), file.input.name, Place(number, part.offset), part.taken)
 
     def parse(self, block: Block, *, hashed: bool = False) -> RawRows:
-        """Parse a block's rows; a key is the number of the value's text within its space, or the text's hash."""
+        """Parse a block's rows; a key is the number of the value's text within its id space, or the text's hash."""
         file, part = block.content
         return self._rows(file, part, hashed)
 
@@ -239,7 +239,7 @@ class Table:
 
     @cached_property
     def _typed_numbers(self) -> dict[str, str]:
-        """By space, a description of a column with a numeric type: name, type and file."""
+        """By id space, a description of a column with a numeric type: name, type and file."""
         found = {}
         for file in reversed(self._files):
             for name in self._used:

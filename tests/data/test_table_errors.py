@@ -280,7 +280,7 @@ def test_names_that_are_none(refused, good):
     [
         (
             "y, c",
-            "it has y, ' c'; ' c' differs by blanks: remove the blanks from the file, or include them in NAME, as '\" c",
+            "it has y, ' c'; ' c' differs by blanks: remove the blanks from the file, or include them in NAME, as '\"",
         ),
         ("y,c ", "it has y, 'c '; 'c ' differs by blanks"),
         ("y,d", "it has y, d (from its first line; if that is a row, give --columns)"),
