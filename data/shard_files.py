@@ -57,7 +57,9 @@ class ShardFiles:
             raise _changed(path)
         expected = shard_schema(self._manifest.schema, self._manifest.id_type)
         if not table.schema.equals(expected):
-            raise UserError(f"shard {path} has a wrong schema: {types(table.schema)}, not {types(expected)}")
+            raise UserError(
+                f"shard {path} has a wrong schema: {types(table.schema)}, not {types(expected)}; preprocess again"
+            )
         if len(table) != shard.rows:
             raise UserError(f"shard {path} has {len(table)} rows, not {shard.rows}; preprocess the data again")
         try:
@@ -120,7 +122,10 @@ class ShardFiles:
         for first, piece in _numbered(pieces):
             wrong = np.flatnonzero((piece.label != 0) & (piece.label != 1))
             if len(wrong):
-                raise UserError(f"shard {path}, row {first + wrong[0]}: label {piece.label[wrong[0]]} is not 0 or 1")
+                raise UserError(
+                    f"shard {path}, row {first + wrong[0]}: label {piece.label[wrong[0]]} is not 0 or 1; "
+                    "preprocess the data again"
+                )
 
 
 def _numbered(pieces: list[Piece]) -> Iterator[tuple[int, Piece]]:

@@ -115,7 +115,9 @@ def _load(name: str) -> Any:
                 f"model {name!r}: there is no module {error.name!r}; it must be in the current folder, on PYTHONPATH, "
                 "or installed"
             ) from None
-        raise UserError(f"model {name!r}: module {module!r} needs {error.name!r}, which is not installed") from error
+        raise UserError(
+            f"model {name!r}: module {module!r} needs {error.name!r}, which is not installed; install it"
+        ) from error
     except ImportError as error:
         raise UserError(f"model {name!r}: module {module!r} cannot be imported: {error}") from error
     if not hasattr(imported, attribute):

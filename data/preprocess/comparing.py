@@ -37,7 +37,7 @@ def is_after(array: pa.Array, value: str) -> npt.NDArray[np.bool_]:
     found = array.type if pa.types.is_temporal(array.type) else _find_type(value)
     if found is None or (pa.types.is_temporal(found) and classify_type(array.type) in ("number", "bool")):
         raise UserError(
-            f"--test-after: {value!r} is not a number, and not a date or time such as 2024-12-31 or 2024-12-31T12:00:00"
+            f"--test-after: {value!r} is neither a number nor a date or time such as 2024-12-31 or 2024-12-31T12:00:00"
         )
     if not pa.types.is_temporal(found):
         return _is_larger(array, value)

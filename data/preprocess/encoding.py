@@ -1,6 +1,6 @@
 """Encoding of new rows into ids and scaled numbers with a data set's manifest and vocabulary, for prediction.
 
-Nothing is learned: a value that was absent or too rare in training gets the out-of-vocabulary id of its column's vocabulary.
+Nothing is learned: a value that was absent or too rare in training gets its vocabulary's out-of-vocabulary id.
 """
 
 from collections.abc import Mapping, Sequence
@@ -117,7 +117,7 @@ class Encoding:
             if name not in known:
                 raise UserError(f"the rows have no column {name!r}; they have {listed(have) or 'none'}")
             if len(known) < len(have) and list(have).count(name) > 1:
-                raise UserError(f"the rows have {list(have).count(name)} columns named {name!r}")
+                raise UserError(f"the rows have {list(have).count(name)} columns named {name!r}; keep one")
 
     def encode(self, rows: pa.RecordBatch) -> Batch:
         """Encode rows with named columns as a batch whose labels are all NaN.

@@ -120,7 +120,9 @@ class Input:
                     if member.name == self._member:
                         yield Stream(archive.extractfile(member), self.name, stream.taken, after=stream)
                         return
-            raise UserError(f"{self.path}: {self._member} is no longer in the archive")
+            raise UserError(
+                f"{self.path}: {self._member} is no longer in the archive; run again once nothing writes to it"
+            )
 
     def head(self, size: int) -> bytes:
         """Return the first bytes."""

@@ -74,9 +74,9 @@ class Facts:
         counts += [n for name in ("missing", "bag_values") for each in content[name] for n in each]
         counts += [content[name] for name in ("lines", "rejected", "size")]
         if not all(type(n) is int and 0 <= n < 2**63 for n in counts) or not isinstance(content["checksum"], str):
-            raise ValueError("a wrong number")
+            raise ValueError("a count or the checksum is invalid")
         if any(len(content[name]) != 2 for name in pairs):
-            raise ValueError("a wrong number of splits")
+            raise ValueError("a field does not have two values")
         counted = {name: tuple(content[name]) for name in ("rows", "positives")}
         lists = {name: tuple(map(tuple, content[name])) for name in ("missing", "bag_values")}
         return cls(**{**content, **counted, **lists, "end": Place(*content["end"])})

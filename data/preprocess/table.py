@@ -50,7 +50,9 @@ class TableOptions:
         names = [self.label, *self.numeric, *with_ids]
         for name in names:
             if names.count(name) > 1:
-                raise UserError(f"column {name!r} is named twice among --label, --numeric, --categorical and --bag")
+                raise UserError(
+                    f"column {name!r} is named twice among --label, --numeric, --categorical and --bag; name it once"
+                )
         if not with_ids:
             raise UserError("no column has ids; name at least one with --categorical or --bag")
         owners = dict(self.share)
@@ -64,12 +66,12 @@ class TableOptions:
             if name == owner or owner in owners:
                 raise UserError(f"--share {name}={owner}: {owner!r} shares another column's ids; name that column")
         if len(owners) < len(self.share):
-            raise UserError("--share names a column twice")
+            raise UserError("--share names a column twice; name it once")
         for name, separator in self.bags:
             if separator == "":
                 raise UserError(f"--bag {name}=: the separator is empty; leave = out for lists in Parquet and Arrow")
         if self.columns is not None and len(set(self.columns)) < len(self.columns):
-            raise UserError("--columns names a column twice")
+            raise UserError("--columns names a column twice; give each column its own name")
         for one_of, value in (("--delimiter", self.delimiter), ("--columns", self.columns)):
             if value is not None and not value:
                 raise UserError(f"{one_of} is empty")
@@ -285,10 +287,12 @@ class Table:
         if sorted(file.names) != sorted(first.names):
             one = sorted(set(file.names) ^ set(first.names))
             difference = f"only one of them has {listed(one)}" if one else "some names occur twice"
-            raise UserError(f"{file.input.name} has other columns than {first.input.name}: {difference}")
+            raise UserError(
+                f"{file.input.name} has other columns than {first.input.name}: {difference}; make them equal"
+            )
         for name in self._used:
             if file.names.count(name) > 1:
-                raise UserError(f"{file.input.name} has {file.names.count(name)} columns named {name!r}")
+                raise UserError(f"{file.input.name} has {file.names.count(name)} columns named {name!r}; keep one")
             if reason := self._against(name, file.get_type(name)):
                 raise UserError(f"{file.input.name}, column {name!r}: {reason}")
             self._check_type(name, file)

@@ -128,7 +128,7 @@ class _Table:
                 f"{about_blanks(missing[0], file.names)}"
             )
         if twice := [name for name in encoding.columns() if file.names.count(name) > 1]:
-            raise UserError(f"{file.input.name} has {file.names.count(twice[0])} columns named {twice[0]!r}")
+            raise UserError(f"{file.input.name} has {file.names.count(twice[0])} columns named {twice[0]!r}; keep one")
         label = encoding.schema.label
         self.labelled = file.names.count(label) == 1
         self._used = [*encoding.columns(), *([label] if self.labelled else [])]

@@ -107,7 +107,7 @@ def groups_of(model: Model) -> list[list[str]]:
     groups: dict[Any, list[str]] = {}
     for table, features in group_features(model).items():
         if not features:
-            raise UserError(f"the model declares table {table!r}, but none of its features looks it up")
+            raise UserError(f"the model declares table {table!r}, but no feature looks it up; remove the table")
         groups.setdefault((model.tables[table].rows, *features), []).append(table)
     return list(groups.values())
 

@@ -222,7 +222,8 @@ def require_shares(settings: TrainConfig, ranks: int) -> None:
     mesh = Mesh(data=ranks) if settings.mesh is None else parse_mesh(settings.mesh)
     if mesh.size != ranks:
         raise UserError(
-            f"--mesh {settings.mesh} needs {mesh.size} processes, the product of its axes, but {ranks} were started"
+            f"--mesh {settings.mesh} needs {mesh.size} processes, the product of its axes, but {ranks} were started; "
+            "start as many as it needs"
         )
     if settings.dense_exchange is not None and mesh.data == 1:
         raise UserError(

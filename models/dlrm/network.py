@@ -65,7 +65,9 @@ class DLRM(Model):
         nd, F = len(schema.dense), len(schema.columns)
         n = F + 1 if nd else F
         if n < 2:
-            raise UserError("DLRM needs pairs of vectors, but the data has one column of ids and no dense column")
+            raise UserError(
+                "DLRM needs pairs of vectors, but the data has one column of ids and no dense column; use another model"
+            )
         self.bottom = perceptron([nd, *bottom, dim], linear=False) if nd else None
         self.top = perceptron([(dim if nd else 0) + n * (n - 1) // 2, *top, 1])
         places, back = _lower_triangle(n)

@@ -65,9 +65,9 @@ from tests.data.conftest import GOOD
         (["--label", "g", "--positive", ">3"], "good.csv, row 1, column 'g': 'a|b' is not a number"),
         (["--label", "y", "--positive", ">three"], "--positive >three: 'three' is not a number"),
         (["--label", "y", "--positive", ">nan"], "--positive >nan: 'nan' is not a number"),
-        (["--label", "y", "--test-after", "t=soon"], "--test-after: 'soon' is not a number, and not a date or time"),
-        (["--label", "y", "--test-after", "t=nan"], "--test-after: 'nan' is not a number, and not a date or time"),
-        (["--label", "y", "--test-after", "t=-nan(ind)"], "--test-after: '-nan(ind)' is not a number, and not a date"),
+        (["--label", "y", "--test-after", "t=soon"], "--test-after: 'soon' is neither a number nor a date or time"),
+        (["--label", "y", "--test-after", "t=nan"], "--test-after: 'nan' is neither a number nor a date or time"),
+        (["--label", "y", "--test-after", "t=-nan(ind)"], "--test-after: '-nan(ind)' is neither a number nor a date"),
         (["--label", "y", "--test-after", "g=3"], "good.csv, row 1, column 'g': 'a|b' is not a number"),
         (["--label", "y", "--test-after", "t=2024-01-01"], "row 1, column 't': '0' is not a time like 2024-01-01"),
         (
@@ -180,8 +180,14 @@ def test_the_row_of_a_wrong_value_counts_malformed_ones(refused, tmp_path):
 def test_files_with_different_columns(refused, good, tmp_path):
     (tmp_path / "other.csv").write_text("y,x,c,g\n1,2,3,4\n")
     (tmp_path / "other.tsv").write_text("c\tt\ty\tg\tz\n1\t2\t3\t4\t5\n")
-    assert refused(good, "other.csv") == f"other.csv has other columns than {good}: only one of them has t"
-    assert refused(good, "other.tsv") == f"other.tsv has other columns than {good}: only one of them has x, z"
+    assert (
+        refused(good, "other.csv")
+        == f"other.csv has other columns than {good}: only one of them has t; make them equal"
+    )
+    assert (
+        refused(good, "other.tsv")
+        == f"other.tsv has other columns than {good}: only one of them has x, z; make them equal"
+    )
     assert "nowhere.csv: no such file" in refused(good, "nowhere.csv")
 
 
