@@ -47,7 +47,7 @@ def _inside(top: Path, is_taken: Callable[[Path, bytes], bool] | None) -> list[P
     if empty:
         note(f"skipped in {top} as empty: {_listed(empty, top)}")
     if others:
-        note(f"skipped in {top} as no table by name or content: {_listed(others, top)}; name them to read them")
+        note(f"skipped in {top} as no table by name or content: {_listed(others, top)}; name files to read them")
     return taken
 
 

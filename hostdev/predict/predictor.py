@@ -51,10 +51,10 @@ class Predictor:
         device: The device of the dense layers.
         model: A model class or its name. Required if the run had a custom class: a checkpoint must not decide which
             module is imported.
-        which: "best" or "newest", to override the choice.
+        which: "best" or "newest", to override the default choice.
 
     Raises:
-        UserError: The checkpoint is damaged, or the command did not save it.
+        UserError: The checkpoint is damaged, or `python -m hostdev.train` did not write it.
     """
 
     def __init__(

@@ -255,7 +255,7 @@ def _format_option(option: str, value: Any) -> str:
 
 
 def values(settings: TrainConfig, data: Manifest, device: str, progress: Progress, quality: Quality) -> dict[str, Any]:
-    """Return the values of a checkpoint besides the model."""
+    """Return the values that a checkpoint holds besides the model."""
     return {
         "settings": {**settings.as_json(), "resume": None},
         "data": data.identity,

@@ -32,9 +32,9 @@ class Figures(NamedTuple):
 class Scores:
     """Collects logits and labels; as a context, it closes its file at the end.
 
-    Up to a block of samples, the figures equal `metrics.auc` and `metrics.log_loss` bit for bit. Beyond it, the AUC
-    still does, because pairs are counted in integers; the log loss is the correctly rounded sum of the blocks' sums.
-    Neither depends on how the samples are divided into calls of `add`.
+    Up to a block of samples, the figures equal `metrics.auc` and `metrics.log_loss` bit for bit. For more samples, the
+    AUC is still equal, because pairs are counted in integers; the log loss is the correctly rounded sum of the blocks'
+    sums, divided by the number of samples. Neither depends on how the samples are divided into calls of `add`.
 
     Args:
         folder: Folder of an unnamed temporary file for more than a block, 4 bytes a sample. None: the system's folder.

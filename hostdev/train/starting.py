@@ -39,8 +39,8 @@ def find(settings: TrainConfig, root: Path, data: Manifest) -> Origin:
     """Return the checkpoint that --start-from names, or the newest valid one in that folder.
 
     Raises:
-        UserError: There is none, it is of another model, or it was trained on ids, columns or scaled numbers with
-            another meaning than the data's.
+        UserError: There is no checkpoint, it is of another model, or it was trained on ids, columns or scaled numbers
+            with another meaning than the data's.
     """
     assert settings.start_from is not None
     if not settings.start_from.exists():

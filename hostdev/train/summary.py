@@ -14,7 +14,7 @@ from hostdev.train.trainer import Trainer
 
 
 def get_caches(caches: Sequence[EmbeddingCache], ops: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the caches' figures; those of several groups by the names of their tables.
+    """Return the figures of the cache or, for several caches, of each by the names of its tables.
 
     Args:
         ops: Durations, as `OpLog.summary` returns them.

@@ -105,7 +105,7 @@ class DLRM(Model):
 
 
 class _Pick(torch.autograd.Function):
-    """values[:, places] of values [B, N], with distinct places and a backward pass that also gathers.
+    """Gathers values[:, places] from values [B, N]; the backward pass gathers, too, as the places are distinct.
 
     torch's own backward pass adds to zeros by index: in any order, or with deterministic operations after a sort. Here
     places are distinct, so each gradient is a single value or 0.

@@ -465,7 +465,9 @@ def test_no_numbers_and_columns_of_other_lengths(tmp_path):
     predictor = hostdev.Predictor(tmp_path / "run/checkpoints")
     rows = {"user": ["u1", "u2", "new"], "item": ["m1", "m2", "m3"]}
     np.testing.assert_allclose(predictor(rows), predictor(pa.table(rows)), rtol=1e-6)
-    with pytest.raises(hostdev.UserError, match="column 'item' has 1 value, but column 'user' has 3; give one for"):
+    with pytest.raises(
+        hostdev.UserError, match="column 'item' has 1 value, but column 'user' has 3; give one value for"
+    ):
         predictor({"user": ["u1", "u2", "u3"], "item": ["m1"]})
 
 

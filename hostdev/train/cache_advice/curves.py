@@ -43,7 +43,7 @@ class Group:
 
     @classmethod
     def of(cls, model: Model, names: Sequence[str]) -> "Group":
-        """Return the group of these tables of a model."""
+        """Return the group of the model's tables `names`."""
         specs = [model.tables[name] for name in names]
         return cls(tuple(names), specs[0].rows, tuple(spec.shape for spec in specs))
 
@@ -159,7 +159,7 @@ class Point:
 
     @property
     def is_optimum(self) -> bool:
-        """Whether these are lower bounds rather than caches."""
+        """Whether this point holds lower bounds instead of caches."""
         return all(cache.least for cache in self.caches)
 
     def _least(self, number: int) -> float:
