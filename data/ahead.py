@@ -13,7 +13,7 @@ from hostdev.data.order import Window
 from hostdev.data.rows import Piece, Rows
 
 _THREADS = 2
-_AHEAD = 2  # shards; one window if it has more
+_AHEAD = 2  # shards opened in advance; one window if it has more
 
 
 def opened(

@@ -60,7 +60,7 @@ class Manifest:
     id_type: str  # "int32" or "int64"
     train: list[Shard]
     test: list[Shard]
-    vocabulary: str | None  # Arrow file: column or space, value and count by id; None: ids are hashed
+    vocabulary: str | None  # Arrow file: column or id space, value and count by id; None: ids are hashed
     vocabulary_sha256: str | None  # None in older data sets
     rejected_sha256: str | None  # None in older data sets, which have no checksum of the manifest either
     options: dict[str, Any]
@@ -118,7 +118,7 @@ def read(folder: Path) -> Manifest:
     if found not in ((FORMAT, VERSION), (FORMAT, 1)):
         raise UserError(
             f"{path} has format {found[0]!r} version {found[1]!r}; this hostdev reads "
-            f"{FORMAT!r} version {VERSION}; preprocess the data again"
+            f"{FORMAT!r} versions 1 to {VERSION}; preprocess the data again"
         )
     sha256 = content.pop("sha256", None)
     has_checksum = sha256 is not None or "rejected_sha256" in content
@@ -131,7 +131,9 @@ def read(folder: Path) -> Manifest:
         known = known - {"schema"} | {"vocabulary_size", "dense_names", "categorical_names"}
         content.setdefault("vocabulary_sha256", None)
     if set(content) != known:
-        raise UserError(f"{path} is broken (keys {sorted(set(content) ^ known)}); preprocess the data again")
+        raise UserError(
+            f"{path} is broken (missing or unknown keys {sorted(set(content) ^ known)}); preprocess the data again"
+        )
     try:
         content["schema"] = _version_1(content) if found[1] == 1 else schemas.from_json(content["schema"])
         for split in ("train", "test"):
@@ -179,7 +181,7 @@ def _version_1(content: dict[str, Any]) -> Schema:
 def read_counts(folder: Path, found: Manifest) -> npt.NDArray[np.int64]:
     """Return the training occurrences of each id, int64 [vocabulary_size], as a copy from the vocabulary.
 
-    UserError if the vocabulary is missing, damaged or of another data set.
+    Raises UserError if the ids are hashed, or the vocabulary is missing, damaged or of another data set.
     """
     if found.vocabulary is None:
         raise UserError(f"{folder} has no vocabulary with counts: its ids are hashed; use another --cache-policy")
@@ -204,13 +206,13 @@ def read_counts(folder: Path, found: Manifest) -> npt.NDArray[np.int64]:
 def _wrong_counts(column: Any, uses: int) -> str | None:
     """Return the problem with a vocabulary's column of counts, whose sum must be `uses`, or None."""
     if column.type != pa.int64():
-        return f"counts of uses that are {column.type}, not int64"
+        return f"its counts are {column.type}, not int64"
     if column.null_count:
-        return "counts of uses that are missing"
+        return "a count is missing"
     if pc.min(column).as_py() < 0:
-        return "counts of uses below 0"
+        return "a count is below 0"
     if pc.sum(column).as_py() != uses:
-        return f"counts do not add up to the {uses} ids in the training rows"
+        return f"its counts do not add up to the {uses} ids in the training rows"
     return None
 
 

@@ -14,7 +14,7 @@ class Window:
     """Consecutive shards that are shuffled together.
 
     Attributes:
-        shards: The shards' numbers.
+        shards: The shards' numbers in the split, from 0.
         rows: Total number of rows.
         key: Key of the permutation of the rows; None: stored order.
     """

@@ -48,7 +48,7 @@ class Rows:
         }
 
     def places(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Return the locations of rows [start, stop) of the order, in the encoding of kernels.pieces."""
+        """Return where the rows [start, stop) of the order are stored, in the encoding of kernels.pieces."""
         rows = np.arange(start, stop) if self._order is None else self._order[start:stop]
         return places_of(rows, self._first)
 
@@ -56,7 +56,7 @@ class Rows:
         return self._size
 
 
-Range = tuple[Rows, int, int]  # rows [start, stop) of their order
+Range = tuple[Rows, int, int]  # the rows [start, stop) in the order of a `Rows`
 
 
 def gathered(ranges: Sequence[Range], whole: int | None) -> Batch:

@@ -1,10 +1,10 @@
 """The schema of a data set: its columns and their ids.
 
-All ids share one range of `rows` ids: one for each dense column (used only by models that look up dense columns), one
-out-of-vocabulary id for each space, then the values by space, in order of first occurrence. All hashed spaces share the
-same range of values.
+An id space holds the values of a column, or of several columns that share ids. All id spaces share one range of `rows`
+ids: one for each dense column (used only by models that look up dense columns), one out-of-vocabulary id for each id
+space, then the values by id space, in order of first occurrence. All hashed id spaces share the same range of values.
 
-A data set that extends an earlier one appends its new values, again by space, so a space can have several segments.
+A data set that extends an earlier one appends its new values, again by id space, so each can have several segments.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -18,7 +18,7 @@ KINDS = ("id", "bag")
 
 @dataclass(frozen=True)
 class Space:
-    """The ids of one vocabulary: its out-of-vocabulary id, and [first, first + size) for its values.
+    """An id space: its out-of-vocabulary id, and the ids [first, first + size) of its values.
 
     `more` has further segments (first, size), ascending, for values added by later data sets.
     """
@@ -40,7 +40,7 @@ class Space:
         return self.size + sum(size for _, size in self.more)
 
     def grown(self, first: int, size: int) -> "Space":
-        """Return the space with the ids [first, first + size) added; they must be above its own."""
+        """Return the id space with the ids [first, first + size) added; these must be above its current ids."""
         if not size:
             return self
         if not self.segments:
@@ -53,14 +53,14 @@ class Space:
         return replace(self, size=last + size)
 
     def has(self, ids: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-        """Return whether each of the ids [N] is a value of this space, bool [N]."""
+        """Return whether each of the ids [N] is a value of this id space, bool [N]."""
         found = np.zeros(ids.shape, np.bool_)
         for first, size in self.segments:
             found |= (ids >= first) & (ids < first + size)
         return found
 
     def id_at(self, number: int) -> int:
-        """Return the id of the space's value with this number, counted in ascending order of ids."""
+        """Return the id of value number `number`, counted from 0 in ascending order of ids."""
         for first, size in self.segments:
             if number < size:
                 return first + number
@@ -74,7 +74,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of kind "id" (one id per sample) or "bag" (any number per sample); columns may share a space."""
+    """A column of kind "id" (one id per sample) or "bag" (any number per sample); columns may share an id space."""
 
     name: str
     kind: str
@@ -89,7 +89,7 @@ class Schema:
         label: Name of the label column.
         dense: Names of the dense columns.
         columns: The id and bag columns.
-        spaces: The columns' spaces.
+        spaces: The columns' id spaces.
         rows: Total number of ids: the rows of a table that all columns share.
     """
 
@@ -168,12 +168,12 @@ def from_json(content: Any) -> Schema:
     if not all(isinstance(text, str) for text in [*texts, *(space.name for space in spaces)]):
         raise TypeError("a name in the schema is not text")
     if not all(type(number) is int for number in numbers):
-        raise TypeError("a number of ids in the schema is not an integer")
+        raise TypeError("an id or a number of ids in the schema is not an integer")
     return Schema(dense=dense, columns=columns, spaces=spaces, **content)
 
 
 def _space(content: Any) -> Space:
-    """Parse a space of a manifest."""
+    """Parse an id space of a manifest."""
     if not isinstance(content, dict):
         raise TypeError("a space is not an object")
     more = content.get("more", ())

@@ -27,7 +27,7 @@ _READ = 1 << 22  # bytes per call; large, because each call waits for the GIL
 
 
 class StoppedError(Exception):
-    """The reader was closed while a file was read."""
+    """The reader is closed, so the rest of a file is not read."""
 
 
 class ShardFiles:
@@ -42,7 +42,7 @@ class ShardFiles:
         """Return a shard's record batches, memory-mapped.
 
         Raises:
-            StoppedError: `stop` was set.
+            StoppedError: `stop` is set.
             UserError: The file is missing or does not match the manifest, or an id or a label is invalid.
         """
         path = self._root / shard.file
@@ -57,7 +57,9 @@ class ShardFiles:
             raise _changed(path)
         expected = shard_schema(self._manifest.schema, self._manifest.id_type)
         if not table.schema.equals(expected):
-            raise UserError(f"shard {path} has a wrong schema: {types(table.schema)}, not {types(expected)}")
+            raise UserError(
+                f"shard {path} has a wrong schema: {types(table.schema)}, not {types(expected)}; preprocess again"
+            )
         if len(table) != shard.rows:
             raise UserError(f"shard {path} has {len(table)} rows, not {shard.rows}; preprocess the data again")
         try:
@@ -120,7 +122,10 @@ class ShardFiles:
         for first, piece in _numbered(pieces):
             wrong = np.flatnonzero((piece.label != 0) & (piece.label != 1))
             if len(wrong):
-                raise UserError(f"shard {path}, row {first + wrong[0]}: label {piece.label[wrong[0]]} is not 0 or 1")
+                raise UserError(
+                    f"shard {path}, row {first + wrong[0]}: label {piece.label[wrong[0]]} is not 0 or 1; "
+                    "preprocess the data again"
+                )
 
 
 def _numbered(pieces: list[Piece]) -> Iterator[tuple[int, Piece]]:

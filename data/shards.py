@@ -54,7 +54,7 @@ class ShardReader:
         Args:
             seed: Shuffle the shards and the rows of each window by seed and epoch; None: stored order.
             skip: Number of batches to skip; windows that lie entirely before them are not read.
-            part: (i, n): yield the i-th of n slices of each batch; a slice may be empty.
+            part: (i, n): yield slice i, from 0, of the n slices of each batch; a slice may be empty.
 
         Raises:
             UserError: A shard is missing or does not match the manifest, or an id or a label is invalid; raised after

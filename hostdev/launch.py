@@ -31,7 +31,7 @@ def find_server(table: RankTable, wanted: str | None, path: Path) -> dict[str, A
     names = [str(server["server_id"]) for server in table.servers]
     if wanted is not None:
         if wanted not in names:
-            raise UserError(f"--server {wanted}: {path} has {', '.join(names)}")
+            raise UserError(f"--server {wanted}: {path} has only the servers {', '.join(names)}")
         return table.servers[names.index(wanted)]
     if len(names) == 1:
         return table.servers[0]
@@ -59,7 +59,10 @@ def start(path: Path, table: RankTable, server: dict[str, Any], command: Sequenc
         raise UserError(f"--log-dir {folder} exists already; choose another folder") from None
     ranks = [int(device["rank_id"]) for device in server["device"]]
     listed = ", ".join(map(str, ranks))
-    print(f"{len(ranks)} of {table.ranks} ranks here ({server['server_id']}): {listed}; logs in {folder}", flush=True)
+    print(
+        f"{len(ranks)} of {table.ranks} ranks on this host ({server['server_id']}): {listed}; logs in {folder}",
+        flush=True,
+    )
     processes, showing = [], []
     with contextlib.ExitStack() as files:
         for device in server["device"]:

@@ -69,7 +69,7 @@ class Mode(NamedTuple):
 
 
 class Record(NamedTuple):
-    """The record of a run; `weights` are the dense layers' at the end."""
+    """The record of a run; `weights` holds the dense layers' weights at its end."""
 
     steps: list[Step]
     losses: list[tuple[float, ...]]
@@ -144,12 +144,13 @@ def train(
     """Train on batches and record every step; with `ranks`, on this rank's part of each batch, and record its rows.
 
     Args:
-        faulty_group: Number of a group whose reads do not wait for updates by earlier batches, the injected fault.
-        layout: The distribution of the network over the ranks, if they have parts of it.
+        faulty_group: Number of the group whose reads do not wait for updates by earlier batches (the injected fault);
+            None: no group.
+        layout: The distribution of the network over the ranks; None if each rank has the whole network.
     """
     set_host_threads(mode.threads)
     record = Record([{} for _ in batches], [], "")
-    local_ids: list[Any] = []  # ids of the rows here, by group; None for all rows
+    local_ids: list[Any] = []  # ids of this rank's rows, by group; None for all rows
     names: list[list[Any]] = []  # (table, state names) by group; `after_update` must not keep the trainer alive
     seed_torch(settings.seed)
     model = model_of(settings, schema)
@@ -279,8 +280,9 @@ def verify(
 
     Args:
         fault: In each group in turn, let batches read rows before the updates by earlier batches.
-        meshes: Meshes of processes, which share `micro_batches`, to compare with one process.
-        layout: The distribution of the network over meshes that share it.
+        meshes: Meshes of processes to compare with one process.
+        layout: The distribution of the network over meshes with stages or slices.
+        micro_batches: Number of micro-batches of a batch, which the processes of a mesh share.
 
     Returns:
         The number of modes that differ; with `fault`, one number for each group.
@@ -327,7 +329,7 @@ def verify(
 
 @contextmanager
 def _older_objects_kept() -> Iterator[None]:
-    """Exempt today's objects from garbage collections, each of which takes a second with all of torch's."""
+    """Exempt existing objects from garbage collection, as visiting all of torch's takes a second each time."""
     gc.collect()
     gc.freeze()
     try:
@@ -339,7 +341,7 @@ def _older_objects_kept() -> Iterator[None]:
 def adapt_layout(mesh: Mesh, layout: Layout, model: Model, sample: Batch) -> Layout:
     """Return the parts of a layout that a mesh uses; the default plan slices layers in pairs.
 
-    Raises UserError if the model cannot be laid out so.
+    Raises UserError if the model does not allow this layout.
     """
     inputs = partial(inputs_like, model, sample, None)
     plan = layout.plan

@@ -25,7 +25,7 @@ def bag_feature(column: str) -> str:
 def make_features(schema: Schema, tables: str | tuple[str, ...], *, more: int = 0) -> dict[str, Feature]:
     """Return the features of the schema's columns of ids, with the same tables; FIELDS gets `more` ids per sample."""
     if not schema.columns:
-        raise UserError("the data has no column of ids, so there is nothing to look up in a table")
+        raise UserError("the data has no column of ids, so no table is looked up; name one with --categorical or --bag")
     features = {FIELDS: Feature(tables)} if schema.ids or more else {}
     return features | {bag_feature(name): Feature(tables, pooling="mean") for name in schema.bags}
 

@@ -23,7 +23,7 @@ def perceptron(widths: Sequence[int], *, dropout: float = 0.0, linear: bool = Tr
 
 
 def hidden_pieces(name: str, layers: nn.Sequential, *, alone: bool = False) -> list[Piece]:
-    """Return a network's layers except the last as segments; unless `alone`, they pass a first value through."""
+    """Return a network's layers except the last as segments; unless `alone`, each also forwards a first value."""
     return [
         Piece(f"{name}.{number}", layer if alone else partial(pass_through, layer), (layer,))
         for number, layer in enumerate(list(layers)[:-1])

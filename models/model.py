@@ -51,7 +51,7 @@ class Model(nn.Module):
     features: dict[str, Feature]
 
     def ids(self, batch: Batch) -> dict[str, Ids]:
-        """Return the ids of each feature: [B] or [B, k], or a Bag. Called on the host, in another thread."""
+        """Return the ids of each feature: [B] or [B, k], or a Bag. This runs on the host, in another thread."""
         raise NotImplementedError
 
     def forward(self, dense: Tensor, rows: Rows) -> Tensor:
@@ -59,7 +59,7 @@ class Model(nn.Module):
 
         Args:
             dense: float32 [B, nd].
-            rows: By feature: [B, k, D] without pooling, [B, D] with pooling, multiplied by the weights; a tuple of
-                these if the feature has several tables.
+            rows: The looked-up rows of each feature: [B, k, D] without pooling, [B, D] with pooling, multiplied by the
+                weights; a tuple of such tensors if the feature has several tables.
         """
         raise NotImplementedError

@@ -72,7 +72,7 @@ def make(
         dim: Number of embedding columns.
         seed: Seed of all initial values.
         optimizer: The tables' optimizer; None: the model's own.
-        options: Further arguments of its constructor, such as layers.
+        options: Further arguments of the model's constructor, such as layers.
 
     Raises:
         UserError: As in `find`, or the model's tables and features are wrong.
@@ -115,7 +115,9 @@ def _load(name: str) -> Any:
                 f"model {name!r}: there is no module {error.name!r}; it must be in the current folder, on PYTHONPATH, "
                 "or installed"
             ) from None
-        raise UserError(f"model {name!r}: module {module!r} needs {error.name!r}, which is not installed") from error
+        raise UserError(
+            f"model {name!r}: module {module!r} needs {error.name!r}, which is not installed; install it"
+        ) from error
     except ImportError as error:
         raise UserError(f"model {name!r}: module {module!r} cannot be imported: {error}") from error
     if not hasattr(imported, attribute):

@@ -19,7 +19,7 @@ WRONG = {
         ["--checkpoint", "x", "--data", "nope", "--out", "p.parquet"],
         "--data nope: there is no such file or data set",
     ),
-    "checkpoint": (["diff", ".", "nope"], "there is no nope"),
+    "checkpoint": (["diff", ".", "nope"], "nope does not exist"),
     "advise": (
         ["--data", "nope"],
         "nope is not a data set: it has no manifest.json; create one with python -m hostdev.data.preprocess",

@@ -49,7 +49,7 @@ def build(
         earlier: A data set whose ids and scaling are kept; new values get ids after its own.
 
     Raises:
-        UserError: `out` is taken; `earlier` has other columns, scaling or kinds of ids; more than 1% of the lines are
+        UserError: `out` exists; `earlier` has other columns, scaling or kinds of ids; more than 1% of the lines are
             malformed; or the training or the test split is empty.
         TransientError: The vocabulary, or a shard for each thread, does not fit into memory, or a read fails.
     """
@@ -67,7 +67,7 @@ class _Build:
     def __init__(self, source: Source, work: Work, options: Options, threads: int, earlier: Earlier | None) -> None:
         self._source, self._work, self._options, self._threads = source, work, options, threads
         self._earlier = earlier
-        self._known_shares: dict[str, float] | None = None  # share of training occurrences with an earlier id, by space
+        self._known_shares: dict[str, float] | None = None  # by id space: training occurrences with an earlier id
         self._layout: Layout = source.layout
         buckets = options.hash_buckets
         self._hashed = None if buckets is None else HashBuckets(buckets, self._layout)
@@ -82,7 +82,7 @@ class _Build:
         entries = self._work.begin(json.loads(json.dumps(recipe)))
         id_type = (
             "int32" if self._hashed is None else self._hashed.schema.id_type
-        )  # a vocabulary's size is not known yet
+        )  # the size of a vocabulary is not known yet
         shards_held = ShardMemory(self._layout, self._options.rows_per_shard, self._threads, id_type)
         first = FirstPass(
             self._source,
@@ -146,7 +146,7 @@ class _Build:
     def _learn(
         self, entries: Sequence[dict[str, Any]], rows: dict[str, int], workers: Workers
     ) -> tuple[Schema, Scaling]:
-        """Return schema and scaling, from the journal or learned; write the vocabulary and number the values."""
+        """Return the schema and the scaling from the journal; if it has none, learn them and write the vocabulary."""
         mode, dense, signed = self._options.dense, self._layout.dense, self._source.signed
         for entry in entries:
             if "learned" in entry:
@@ -293,7 +293,7 @@ class _Build:
         return {"bag_values": values} if values else {}
 
     def _missing(self, rows: dict[str, int]) -> dict[str, dict[str, float]]:
-        """Return the share of missing values by split and column; bags leave these out."""
+        """Return the share of missing values by split and column, without bags, which omit missing values."""
         names = [*self._layout.dense, *(column.name for column in self._layout.ids)]
         return {
             split: {name: sum(fact.missing[i][k] for fact in self._facts) / rows[split] for k, name in enumerate(names)}

@@ -160,7 +160,7 @@ def _open_vocabulary(folder: Path, found: Manifest, report: Report) -> tuple[Sto
     for space in found.schema.spaces if not _is_version_1(found) else ():
         if spaces[space.name] != space:
             here, there = (each.in_words() or "none" for each in (spaces[space.name], space))
-            lines.append(f"{vocabulary.path}: space {space.name!r} has the ids {here}, not {there}; {REMEDY}")
+            lines.append(f"{vocabulary.path}: the ids of {space.name!r} are {here}, not {there}; {REMEDY}")
     return vocabulary, lines
 
 
@@ -176,7 +176,7 @@ def _is_version_1(found: Manifest) -> bool:
 
 
 def _wrong_ids(vocabulary: StoredVocabulary, found: Manifest, counts: npt.NDArray[Any] | None) -> Iterator[str]:
-    """Iterate over findings about values and counts; `counts` are the training rows', or None if unknown."""
+    """Iterate over findings about values and counts; `counts` [ids] are of the training rows, None if unknown."""
     path, fixed = vocabulary.path, found.schema.first_value
     values = vocabulary.table["value"]
     if values.slice(0, fixed).null_count != fixed or values.null_count != fixed:
@@ -192,9 +192,9 @@ def _wrong_ids(vocabulary: StoredVocabulary, found: Manifest, counts: npt.NDArra
             yield f"{path}: ids {repeated[0]} and {repeated[1]} are both {vocabulary.text(repeated[0])}; {REMEDY}"
     least, total = pc.min(vocabulary.table["count"]).as_py(), pc.sum(vocabulary.table["count"]).as_py()
     if least is not None and least < 0:
-        yield f"{path}: counts below 0; {REMEDY}"
+        yield f"{path}: it has counts below 0; {REMEDY}"
     elif (total or 0) != found.uses("train"):
-        yield f"{path}: its counts add up to {total:,}, not {found.uses('train'):,} as in training; {REMEDY}"
+        yield f"{path}: its counts add up to {total:,}, not the {found.uses('train'):,} training ids; {REMEDY}"
     if counts is None:
         return
     counts[: len(found.schema.dense)] = found.rows("train")

@@ -51,7 +51,7 @@ def make_texts(offsets: npt.NDArray[np.int64], data: npt.NDArray[np.uint8]) -> p
 
 
 class WrongValueError(Exception):
-    """An invalid value of a column; `row` is its row in the chunk, from 0."""
+    """A column has an invalid value; `row` is the value's row in the chunk, from 0."""
 
     def __init__(self, row: int, reason: str) -> None:
         super().__init__(reason)
@@ -79,7 +79,7 @@ def check_text(array: pa.Array) -> None:
 
 
 def find_row(value: int, lengths: npt.NDArray[Any]) -> int:
-    """Return the number of the list that has the flat value number `value`."""
+    """Return the index of the list that contains element `value` of the concatenated lists."""
     return int(np.searchsorted(ragged.offsets_of(lengths), value, "right")) - 1
 
 
@@ -167,7 +167,7 @@ def _whole_numbers(array: pa.Array) -> npt.NDArray[np.int64]:
 def get_written_form(found: pa.DataType) -> str | None:
     """Return a name shared by the types (for lists: value types) that write equal values as the same text.
 
-    Text counts as whole numbers, since CSV has these as text. None: the type has no values and agrees with every type.
+    Text counts as whole numbers, since CSV writes these as text. None: the type has no values and fits every type.
     """
     if pa.types.is_dictionary(found) or classify_type(found) == "list":
         return get_written_form(found.value_type)
@@ -214,7 +214,7 @@ def decoded(array: pa.Array) -> pa.Array:
 
 
 def _whole(values: pa.Array) -> pa.Array:
-    """Return floats as int64, null for NaN; raise WrongValueError for other fractions."""
+    """Return floats as int64, null for NaN; raise WrongValueError for a fraction or too large a number."""
     whole_numbers_below_limit(values)
     numbers = values.cast(pa.float64()).to_numpy(zero_copy_only=False)
     missing = np.isnan(numbers)
@@ -300,11 +300,11 @@ def _booleans_as_digits(texts: pa.Array) -> pa.Array:
 
 
 def as_labels(array: pa.Array, positive: Positive | None) -> npt.NDArray[np.float32]:
-    """Return labels 0 or 1, float32 [n], by the rule if there is one; raise WrongValueError for other values."""
+    """Return labels 0 or 1, float32 [n], by the rule `positive` if given; raise WrongValueError for other values."""
     if positive is not None and positive.orders:
         numbers = as_numbers(array)
         if len(missing := np.flatnonzero(np.isnan(numbers))):
-            raise WrongValueError(int(missing[0]), "it is missing")
+            raise WrongValueError(int(missing[0]), "the value is missing")
         return _ORDERS[positive.op](numbers, float(positive.value)).astype(np.float32)  # type: ignore[no-any-return]
     array = decoded(array)
     if pa.types.is_floating(array.type):
@@ -316,7 +316,7 @@ def as_labels(array: pa.Array, positive: Positive | None) -> npt.NDArray[np.floa
         text = texts[codes[wrong[0]]]
         raise WrongValueError(
             int(wrong[0]),
-            "it is missing"
+            "the value is missing"
             if text in MISSING_NUMBERS
             else f"{text[:_SHOWN]!r} is not 0 or 1, true or false; say which labels are positive, "
             "such as --positive '>3' or --positive yes",

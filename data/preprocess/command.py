@@ -61,7 +61,7 @@ def make_source(arguments: argparse.Namespace, earlier: Earlier | None = None) -
     if arguments.command == "table":
         how = table_flags.parse_table_options(arguments, earlier)
         if arguments.dense is not None and not how.numeric:
-            raise UserError("--dense has no effect without --numeric; leave it out, or name numeric columns")
+            raise UserError("--dense has no effect without --numeric; leave --dense out, or name numeric columns")
         return Table(arguments.files, how), table_options(arguments, earlier)
     options = parse_options(arguments, **earlier_flags.defaults(earlier))
     if arguments.command == "criteo":

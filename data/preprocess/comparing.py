@@ -33,11 +33,11 @@ def is_after(array: pa.Array, value: str) -> npt.NDArray[np.bool_]:
         array = trimmed(cast(array, pa.string(), "text in UTF-8"))
     missing = np.flatnonzero(array.is_null(nan_is_null=True).to_numpy(zero_copy_only=False))
     if len(missing):
-        raise WrongValueError(int(missing[0]), "it is missing, but --test-after needs a value in every row")
+        raise WrongValueError(int(missing[0]), "the value is missing, but --test-after needs a value in every row")
     found = array.type if pa.types.is_temporal(array.type) else _find_type(value)
     if found is None or (pa.types.is_temporal(found) and classify_type(array.type) in ("number", "bool")):
         raise UserError(
-            f"--test-after: {value!r} is not a number, and not a date or time such as 2024-12-31 or 2024-12-31T12:00:00"
+            f"--test-after: {value!r} is neither a number nor a date or time such as 2024-12-31 or 2024-12-31T12:00:00"
         )
     if not pa.types.is_temporal(found):
         return _is_larger(array, value)
@@ -116,7 +116,7 @@ def _parse_time_of_day(value: str) -> pa.Scalar:
 
 
 def _find_type(value: str) -> pa.DataType | None:
-    """Return the type in which to compare text with `value`: float64, a timestamp, or None for NaN and the rest."""
+    """Return the type in which to compare text with `value`: float64 or a timestamp; None for NaN and other text."""
     for found in (pa.float64(), pa.timestamp("us"), pa.timestamp("us", "UTC")):
         try:
             pa.scalar(value).cast(found)
@@ -127,7 +127,7 @@ def _find_type(value: str) -> pa.DataType | None:
 
 
 def _is_ordered(value: str) -> bool:
-    """Return whether Python reads a number, too, and not NaN."""
+    """Return whether Python, too, parses `value` as a number, and the number is not NaN."""
     try:
         return not math.isnan(float(value))
     except ValueError:  # such as nan(abc)
@@ -139,4 +139,4 @@ def _example(found: pa.DataType) -> str:
         return "2024-12-31T12:00:00Z" if found.tz else "2024-12-31T12:00:00"
     if pa.types.is_time(found):
         return "12:00:00"
-    return "2024-12-31" if pa.types.is_date(found) else "one of its values"
+    return "2024-12-31" if pa.types.is_date(found) else "one of the column's values"

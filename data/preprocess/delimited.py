@@ -31,8 +31,8 @@ class DelimitedFile:
 
     Args:
         columns: The column names; None to read them from the first row.
-        delimiter: The separator, of one or more characters (several exclude quotes). None selects by suffix: a tab for
-            .tsv and .tab, a comma for .csv; otherwise a tab if the first line has one, else a comma.
+        delimiter: The separator, of one or more characters; with several, quotes are ordinary characters. None selects
+            by suffix: a tab for .tsv and .tab, a comma for .csv; else a tab if the first line has one, or a comma.
         quotes: Allow double-quoted values that contain delimiters and line ends (RFC 4180).
     """
 
@@ -77,7 +77,7 @@ class DelimitedFile:
         return next((shown for text, shown in _USUAL.items() if text in self.names[0]), None)
 
     def get_type(self, name: str) -> pa.DataType:
-        """Return the type of all columns, text."""
+        """Return the type of every column: text."""
         return pa.string()
 
     def parts(self, used: Sequence[str], offset: int) -> Iterator[Part]:
@@ -137,8 +137,8 @@ class DelimitedFile:
             text.decode()
         except UnicodeDecodeError as error:
             raise UserError(
-                f"{self.input.name}: byte {offset + error.start:,} or near is not UTF-8; "
-                "convert the file, such as with iconv -f latin1 -t utf-8"
+                f"{self.input.name}: byte {offset + error.start:,} or a byte near it is not UTF-8; "
+                "convert the file, for example with iconv -f latin1 -t utf-8"
             ) from None
 
     def _plain(self, text: bytes) -> bytes:
@@ -147,7 +147,7 @@ class DelimitedFile:
             if _STAND_IN in text:
                 raise UserError(
                     f"{self.input.name}: the file has the character 1F (hexadecimal), so that a delimiter "
-                    "of several characters cannot be read"
+                    "of several characters cannot be read; remove that character"
                 )
             text = text.replace(self._delimiter, _STAND_IN)
         return text if text.endswith(b"\n") else text + b"\n"  # Arrow ignores a single row without it
@@ -220,7 +220,7 @@ class _WrongRows:
 
 
 class _RowEnds:
-    """Finds the row ends in chunks of quoted text; `offset` is the first chunk's in the input, at a row's start."""
+    """Finds the row ends in chunks of quoted text; the first chunk is at `offset` in the input, where a row begins."""
 
     def __init__(self, source: AnyInput, delimiter: bytes, offset: int) -> None:
         self._source, self._delimiter, self._offset = source, delimiter, offset

@@ -18,7 +18,7 @@ class Scaling(Protocol):
     """A scaling of numbers: `observe` the training rows, then `transform` all. A missing number (NaN) becomes 0."""
 
     def observe(self, numbers: Numbers) -> None:
-        """Take in the numbers of training rows, [n, columns]."""
+        """Update the statistics with the numbers of training rows, float64 [n, columns]."""
 
     def transform(self, numbers: Numbers) -> npt.NDArray[np.float32]:
         """Return scaled numbers, float32 [n, columns]; computed in float64 and rounded once.
@@ -51,10 +51,10 @@ class _Fixed:
         self._names, self._mean, self._deviation = names, mean, deviation
 
     def observe(self, numbers: Numbers) -> None:
-        """Do nothing."""
+        """Do nothing, as the scaling is fixed."""
 
     def transform(self, numbers: Numbers) -> npt.NDArray[np.float32]:
-        """Return them scaled, float32 [n, columns]."""
+        """Return the scaled numbers, float32 [n, columns]."""
         divisor = np.where(self._deviation > 0, self._deviation, 1.0)
         return _rounded((numbers - self._mean) / divisor, self._names)
 
@@ -74,14 +74,14 @@ class ByMaximum:
         self.maximum = np.zeros(len(names))
 
     def observe(self, numbers: Numbers) -> None:
-        """Take in the numbers of training rows, [n, columns]."""
+        """Update the statistics with the numbers of training rows, float64 [n, columns]."""
         if len(numbers):
             known = np.where(np.isnan(numbers), 0.0, numbers)
             self.maximum = np.maximum(self.maximum, (np.abs(known) if self._signed else known).max(axis=0))
 
     @np.errstate(over="ignore")
     def transform(self, numbers: Numbers) -> npt.NDArray[np.float32]:
-        """Return them scaled, float32 [n, columns]."""
+        """Return the scaled numbers, float32 [n, columns]."""
         divisor = np.where(self.maximum > 0, self.maximum, 1.0)
         if self._mode == "log":
             divisor = np.where(self.maximum > 0, np.log1p(divisor), 1.0)
@@ -111,7 +111,7 @@ class Standard:
         self._low, self._high = np.full(len(names), np.inf), np.full(len(names), -np.inf)
 
     def observe(self, numbers: Numbers) -> None:
-        """Take in the numbers of training rows, [n, columns]."""
+        """Update the statistics with the numbers of training rows, float64 [n, columns]."""
         self._rest.append(numbers)
         self._waiting += len(numbers)
         if self._waiting < _BLOCK:
@@ -158,7 +158,7 @@ class Standard:
         return deviation
 
     def transform(self, numbers: Numbers) -> npt.NDArray[np.float32]:
-        """Return them scaled, float32 [n, columns]."""
+        """Return the scaled numbers, float32 [n, columns]."""
         deviation = self.deviation
         return _rounded((numbers - self._subtracted) / np.where(deviation > 0, deviation, 1.0), self._names)
 

@@ -9,7 +9,7 @@ from hostdev.core.errors import UserError
 from hostdev.data.preprocess.earlier_vocabulary import Earlier, read_earlier
 
 _MOST = 120  # characters of a column list in a message
-_SAME = "leave it out: --vocabulary takes the columns from there"
+_SAME = "leave the flag out: --vocabulary takes the columns from that data set"
 
 
 def find_earlier(arguments: argparse.Namespace) -> Earlier | None:
@@ -26,11 +26,11 @@ def find_earlier(arguments: argparse.Namespace) -> Earlier | None:
         command = "table" if earlier.is_table else "criteo"
         raise UserError(f"--vocabulary {folder} was made by another command; use preprocess {command}")
     if earlier.buckets is not None and arguments.threshold is not None:
-        raise UserError(f"--threshold has no effect with --vocabulary {folder}, whose ids are hashed; leave it out")
+        raise UserError(f"--threshold has no effect with --vocabulary {folder}, whose ids are hashed; omit --threshold")
     if arguments.hash_buckets not in (None, earlier.buckets):
         there = "a vocabulary" if earlier.buckets is None else f"{earlier.buckets} buckets"
         raise UserError(
-            f"--hash-buckets {arguments.hash_buckets}: {folder} has {there}, whose ids --vocabulary keeps; leave it out"
+            f"--hash-buckets {arguments.hash_buckets}: {folder} has {there}, whose ids --vocabulary keeps; omit it"
         )
     return earlier
 

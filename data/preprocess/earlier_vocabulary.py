@@ -28,7 +28,7 @@ from hostdev.kernels.cardinality import draw_sample, make_registers
 from hostdev.kernels.strings import hash_texts
 
 EARLIER = "earlier"  # the field of a manifest's options that `as_json` fills
-KNOWN_SHARES = "known_shares"  # a manifest's statistic: by space, the share of training occurrences with an earlier id
+KNOWN_SHARES = "known_shares"  # statistic: by id space, the share of training occurrences with an earlier id
 _FEW = 0.01  # a smaller share of known occurrences is reported
 _AT_ONCE = 1 << 20  # values in a chunk
 _SHOWN = 120  # characters of a column list in a message
@@ -83,11 +83,11 @@ class Earlier:
             if here != there:
                 one, other = (short(value or "none", _SHOWN) for value in (here, there))
                 raise UserError(
-                    f"{what}: {one} here, but {other} in {self.folder}, whose columns, ids and scaling "
-                    "--vocabulary keeps; give the same"
+                    f"{what}: this command has {one}, but {self.folder} has {other}; --vocabulary keeps its columns, "
+                    f"ids and scaling, so use {other}"
                 )
         if buckets is not None and HashBuckets(buckets, theirs).schema != mine:
-            raise UserError(f"{self.folder}: its ids are not those of {buckets:,} hash buckets; preprocess it again")
+            raise UserError(f"{self.folder}: the ids do not match {buckets:,} hash buckets; preprocess it again")
 
     def scaling(self, layout: Layout, *, signed: bool) -> Scaling:
         """Return the fixed scaling of the earlier data set."""
@@ -131,33 +131,33 @@ class Earlier:
         """Open the vocabulary; raise DamagedError if it has changed."""
         stored = StoredVocabulary(self.folder, self.found)
         if _identity(self.folder, self.found, _make_schema(self.found, stored)) != self.identity:
-            raise DamagedError(stored.path, "it has changed meanwhile")
+            raise DamagedError(stored.path, "it changed while this command was running")
         return stored
 
     def _keys(self, stored: StoredVocabulary, number: int) -> Iterator[Any]:
-        """Iterate over the values of a space in the order of their ids, as `Vocabulary.count` takes them."""
+        """Iterate over the values of an id space in the order of their ids, as `Vocabulary.count` takes them."""
         for chunk in stored.values(self.schema.spaces[number]).chunks:
             for start in range(0, len(chunk), _AT_ONCE):
                 values = chunk.slice(start, _AT_ONCE)
                 if values.null_count:
-                    raise DamagedError(stored.path, f"missing values of {self.schema.spaces[number].name!r}")
+                    raise DamagedError(stored.path, f"values of {self.schema.spaces[number].name!r} are missing")
                 if self.is_table:
                     yield values
                     continue
                 keys, wrong = criteo.hex_values(values.cast(pa.binary()))
                 if wrong.any():
-                    raise DamagedError(stored.path, "values that are not 8 hexadecimal digits")
+                    raise DamagedError(stored.path, "some values are not 8 hexadecimal digits")
                 yield keys
 
 
 class _Kept:
-    """A fixed scaling."""
+    """A fixed scaling, which does not learn from the new training rows."""
 
     def __init__(self, scaling: Scaling) -> None:
         self._scaling = scaling
 
     def observe(self, numbers: Numbers) -> None:
-        """Do nothing."""
+        """Do nothing, as the scaling is fixed."""
 
     def transform(self, numbers: Numbers) -> Any:
         """Return scaled numbers, float32 [n, columns]."""
@@ -247,7 +247,7 @@ def recorded(found: Manifest) -> Mapping[str, Any] | None:
 
 
 def growth(found: Manifest) -> list[str]:
-    """Return lines on what a data set reuses from an earlier one, if any."""
+    """Return lines of text on what a data set reuses from an earlier one; none if it reuses nothing."""
     earlier = recorded(found)
     if earlier is None:
         return []
@@ -259,7 +259,7 @@ def growth(found: Manifest) -> list[str]:
         line = f"ids      {kept:,} kept from {path}, no new ones (--frozen-vocabulary)"
     else:
         line = f"ids      {kept:,} kept from {path}, {new:,} new"
-    lines = [line + ("; numbers are scaled as there" if found.schema.dense else "")]
+    lines = [line + ("; numbers are scaled as in that data set" if found.schema.dense else "")]
     shares = found.statistics.get(KNOWN_SHARES)
     for name, share in shares.items() if isinstance(shares, dict) else ():
         if isinstance(share, int | float) and share < _FEW:

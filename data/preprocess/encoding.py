@@ -1,6 +1,6 @@
 """Encoding of new rows into ids and scaled numbers with a data set's manifest and vocabulary, for prediction.
 
-Nothing is learned: a value that was absent or too rare in training gets its space's out-of-vocabulary id.
+Nothing is learned: a value that was absent or too rare in training gets its vocabulary's out-of-vocabulary id.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ _LARGEST = 3e38  # about the largest float32
 
 
 class WrongRowError(UserError):
-    """An invalid value in a column; `row` is its index in the input, from 0, and `reason` has the column's name."""
+    """A column has an invalid value; `row` is its index in the input, from 0, and `reason` has the column's name."""
 
     def __init__(self, row: int, column: str, reason: str) -> None:
         self.row, self.reason = row, f"column {column!r}: {reason}"
@@ -82,7 +82,7 @@ class Encoding:
 
     @cached_property
     def _written(self) -> dict[str, Written]:
-        """How the values of each space were written in training."""
+        """How the values of each id space were written in training."""
         if self.is_criteo:
             return {space.name: Written(frozenset({TEXT}), ("text",)) for space in self.schema.spaces}
         known = self._known
@@ -98,12 +98,12 @@ class Encoding:
         return self._separators
 
     def written(self, space: str) -> Written:
-        """Return how the values of a space were written in training."""
+        """Return how the values of an id space were written in training."""
         return self._written[space]
 
     @property
     def rates(self) -> Mapping[str, float]:
-        """The out-of-vocabulary share of training values by space; empty if ids are hashed."""
+        """The out-of-vocabulary share of training values by id space; empty if ids are hashed."""
         return {} if isinstance(self._known, HashBuckets) else self._known.rates
 
     def columns(self) -> list[str]:
@@ -117,7 +117,7 @@ class Encoding:
             if name not in known:
                 raise UserError(f"the rows have no column {name!r}; they have {listed(have) or 'none'}")
             if len(known) < len(have) and list(have).count(name) > 1:
-                raise UserError(f"the rows have {list(have).count(name)} columns of the name {name!r}")
+                raise UserError(f"the rows have {list(have).count(name)} columns named {name!r}; keep one")
 
     def encode(self, rows: pa.RecordBatch) -> Batch:
         """Encode rows with named columns as a batch whose labels are all NaN.
@@ -173,7 +173,7 @@ class Encoding:
                 raise UserError(f"column {column.name!r} {error}") from None
 
     def _encoded(self, rows: pa.RecordBatch, label: npt.NDArray[np.float32], numbers: npt.NDArray[Any]) -> Batch:
-        """Encode rows with the given labels [n] and numbers [n, nd]."""
+        """Encode rows with the given labels [n] and numbers [n, dense columns]."""
         ids = np.empty((len(rows), len(self.schema.ids)), np.int64)
         bags = {}
         place = 0
@@ -299,7 +299,7 @@ class Encoding:
             shown = found.fallback[int(unknown[0])].as_py()
             raise WrongValueError(
                 int(unknown[0]),
-                f"{shown} may have been written differently in training; give it as text, as written then",
+                f"{shown} may have been written differently in training; give it as text, as written in training",
             )
         return np.where(ids < 0, self._spaces[column.space].oov, ids), missing
 
@@ -324,7 +324,7 @@ def _criteo_keys(texts: pa.Array) -> Ids:
     keys, wrong = criteo.hex_values(texts.cast(pa.binary()))
     if wrong.any():
         shown = texts[int(np.flatnonzero(wrong)[0])].as_py()
-        raise UserError(f"{shown[:40]!r} is not 8 hexadecimal digits, nor empty")
+        raise UserError(f"{shown[:40]!r} is neither 8 hexadecimal digits nor empty")
     return keys
 
 
@@ -349,9 +349,10 @@ def _take_bags(batch: Batch, rows: Ids) -> dict[str, Any]:
 
 
 def _largest(scaled: str, statistics: Mapping[str, Any], columns: int) -> npt.NDArray[np.float64]:
-    """Return the largest valid number of each column, float64 [nd].
+    """Return the largest valid number of each column, float64 [columns].
 
-    Larger ones exceed float32, unscaled or scaled, and the training rows; logarithmic scaling has no limit.
+    A larger number could exceed float32, unscaled or scaled. With scaling `max`, numbers up to the training maximum are
+    always valid; with `log`, all numbers are.
     """
     if scaled == "log":
         return np.full(columns, np.finfo(np.float64).max)

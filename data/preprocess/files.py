@@ -73,7 +73,7 @@ class TableFile(Protocol):
 
     @property
     def input(self) -> AnyInput:
-        """The input."""
+        """The input that the rows are read from."""
 
     names: tuple[str, ...]
     most_rows: int
@@ -131,7 +131,7 @@ def _rows_at_once(group: Any, used: Sequence[str]) -> int:
 
 
 def _read_columns(group: Any, used: Sequence[str]) -> list[Any]:
-    """Return a row group's columns that are read."""
+    """Return the metadata of those columns of a row group that are read."""
     inside = tuple(f"{name}." for name in used)  # a list's path has a suffix that depends on the writer
     columns = (group.column(i) for i in range(group.num_columns))
     return [one for one in columns if one.path_in_schema in used or one.path_in_schema.startswith(inside)]
@@ -154,7 +154,7 @@ def _names(path: Path, schema: pa.Schema) -> tuple[str, ...]:
 
 def _no_name(path: Path, error: UnicodeDecodeError) -> UserError:
     shown = printable(error.object.decode(errors="backslashreplace"), 80)
-    return UserError(f"{path}: the name of a column, '{shown}', is not UTF-8; write the file again with another name")
+    return UserError(f"{path}: the name of a column, '{shown}', is not UTF-8; rename the column")
 
 
 def _is_list_of_dictionary(found: pa.DataType) -> bool:
@@ -183,7 +183,7 @@ class ParquetTable:
         return self._schema.field(name).type
 
     def parts(self, used: Sequence[str], offset: int) -> Iterator[Part]:
-        """Iterate over the rows from that of a number on."""
+        """Iterate over the rows, starting at row number `offset`, from 0."""
         path = self.input.path
         each = self.input.size / max(1, self.most_rows)
         try:
@@ -238,7 +238,7 @@ class ArrowTable:
         return self._schema.field(name).type
 
     def parts(self, used: Sequence[str], offset: int) -> Iterator[Part]:
-        """Iterate over the rows from that of a number on."""
+        """Iterate over the rows, starting at row number `offset`, from 0."""
         fields = [self.names.index(name) for name in used]
         options = pa.ipc.IpcReadOptions(included_fields=fields)
         row, before = 0, 0
@@ -286,7 +286,7 @@ def find_format(source: AnyInput) -> str:
     if found == "Parquet" and _continues_as_text(source, start):
         return "text"
     if found != "text" and not source.plain:
-        raise UserError(f"{source.name}: {found} is read as a file of its own only; decompress it, or unpack it")
+        raise UserError(f"{source.name}: {found} can be read only as a plain file; decompress or unpack it")
     return found
 
 

@@ -31,7 +31,8 @@ class FirstPass:
     Args:
         test_fraction: Share of rows drawn for testing with `seed`; None if the source chooses them.
         hashed: The hash that maps values to ids; None if values are counted.
-        shards: The second pass's memory requirement. `survey` describes further values held in memory, if any.
+        shards: The second pass's memory requirement.
+        survey: Describes further values that will be held in memory; None if there are none.
     """
 
     def __init__(

@@ -105,9 +105,9 @@ def _refuse_two_forms(files: Sequence[Path]) -> None:
 
 
 def _check_repeated(files: Sequence[Path]) -> None:
-    """Log files given twice, under one name or two; raise UserError if standard input is."""
+    """Log files given twice, under one name or two; raise UserError for standard input given twice."""
     if files.count(STANDARD_INPUT) > 1:
-        raise UserError("- is standard input, which can be read once only")
+        raise UserError("- is standard input, which can be read once only; name it once")
     seen: dict[tuple[int, int], Path] = {}
     for file in files:
         if file == STANDARD_INPUT or not file.exists():  # opening reports a missing file

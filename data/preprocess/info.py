@@ -22,17 +22,19 @@ Counts = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.float64]
 
 TOPS = (1, 10, 100, 1000)
-PLACES = 50  # consecutive parts of the training rows
+PLACES = 50  # equal, consecutive parts of a split's rows
 _MOST_POINTS = 200  # points of a curve
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Distribution of a space's training occurrences over its ids, without the out-of-vocabulary ones.
+    """Distribution of an id space's training occurrences over its ids, without the out-of-vocabulary ones.
 
     Attributes:
-        ids: Number of ids used in training rows. `half` of them make up 50% of the occurrences, `most` 90%.
+        ids: Number of ids used in training rows.
         top: Share of occurrences of the TOPS most frequent ids, float64 [4].
+        half: Number of the most frequent ids that make up 50% of the occurrences.
+        most: Number of the most frequent ids that make up 90% of the occurrences.
         ranks: Log-spaced sample of ranks from 1, int64 [N].
         shares: Share of occurrences of the id at each rank, float64 [N].
     """
@@ -49,8 +51,16 @@ class Curve:
 class Totals:
     """Sums over the rows of a split with C dense columns and F columns with ids.
 
-    `positive` and `rows` are counted by position in the split [PLACES]; `zeros`, `sums`, `low`, `high` are of the
-    scaled numbers [C]; `uses`, `out`, `seen` count all, out-of-vocabulary and in-training ids [F].
+    Attributes:
+        positive: Number of rows with label 1 in each part of the split [PLACES].
+        rows: Number of rows in each part of the split [PLACES].
+        zeros: Number of zeros in each dense column [C].
+        sums: Sum of each dense column's scaled numbers [C].
+        low: Minimum of each dense column's scaled numbers [C].
+        high: Maximum of each dense column's scaled numbers [C].
+        uses: Number of id occurrences in each column [F].
+        out: Number of out-of-vocabulary occurrences in each column [F].
+        seen: Number of occurrences in each column of ids that training rows use [F].
     """
 
     positive: Counts
@@ -97,7 +107,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class Information:
-    """The summary of a data set: `nbytes` (of the shards) and `totals` by split, `curves` by space."""
+    """The summary of a data set: `nbytes`, the shards' size, and `totals` are by split, `curves` by id space."""
 
     folder: Path
     found: Manifest
@@ -118,7 +128,7 @@ class Information:
         return self.found.vocabulary is None
 
     def shared(self, space: str) -> list[str]:
-        """Return the columns that use a space's ids."""
+        """Return the columns that use an id space's ids."""
         return [column.name for column in self.found.schema.columns if column.space == space]
 
 
@@ -195,14 +205,14 @@ def _add_part(
 
 
 def _count_hashed(folder: Path, found: Manifest, test: Totals) -> dict[str, Curve]:
-    """Count the training occurrences of each bucket by space, and add to `test.seen`.
+    """Count the training occurrences of each bucket by id space, and add to `test.seen`.
 
-    Each pass over the rows handles as many spaces as fit into memory, at `count_bytes` bytes for each bucket.
+    Each pass over the rows handles as many id spaces as fit into memory, at `count_bytes` bytes for each bucket.
     """
     schema = found.schema
     if not schema.spaces:
         return {}
-    buckets = schema.spaces[0].size  # of all spaces
+    buckets = schema.spaces[0].size  # of all id spaces
     size = buckets * count_bytes(found.uses("train"))
     curve_bytes = size + 8 * buckets  # for a curve: sorted counts and their sums
     require_room(folder, buckets, size + curve_bytes)
@@ -238,7 +248,7 @@ def _count_hashed(folder: Path, found: Manifest, test: Totals) -> dict[str, Curv
 
 
 def _iterate_columns(part: Part, found: Manifest, spaces: Sequence[Space]) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-    """Iterate over the columns of some spaces: index and buckets, numbered consecutively over the spaces."""
+    """Yield the index and the buckets of each column of `spaces`, whose buckets are numbered consecutively."""
     places = {space.name: i * space.size - space.first for i, space in enumerate(spaces)}
     for i, column in enumerate(found.schema.columns):
         if column.space in places:

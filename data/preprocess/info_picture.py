@@ -99,7 +99,7 @@ def _draw_curves(axes: Any, info: Information) -> None:
 
 
 def _rates(info: Information) -> tuple[str, list[str], dict[str, list[float]]]:
-    """Return title, columns and rates by split of missing values, or of zeros if those are unknown."""
+    """Return a title, columns, and by split their rates of missing values, or of zeros if missing ones are unknown."""
     dense = info.found.schema.dense
     if info.missing:
         every = [*dense, *(column.name for column in info.found.schema.columns)]
@@ -135,7 +135,7 @@ def _draw_rates(axes: Any, names: Sequence[str], rates: dict[str, list[float]], 
 
 
 def _name_bars(axes: Any, names: Sequence[str], *, wide: bool) -> None:
-    """Label the bars at 0, 1, ...: vertically if names would overlap, and only some if these would, too."""
+    """Label the bars at 0, 1, ...: vertically if names would overlap, and only some bars if there are too many."""
     step = -(-len(names) // (_MOST_NAMES if wide else _MOST_NAMES // 2))
     shown = [shortened(name, _MOST_LETTERS) for name in names[::step]]
     upright = (max(map(len, shown), default=0) + 2) * len(shown) > _LETTERS * (1 + wide)

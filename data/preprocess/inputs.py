@@ -37,7 +37,8 @@ class Stream:
     """An input's bytes in order.
 
     Args:
-        source: An object with `read`, and `seek` if `seekable`; errors call it `name`.
+        source: An object with `read`, and `seek` if `seekable`.
+        name: The source's name in error messages.
         taken: Returns the number of bytes read from the file so far, before decompression.
         after: The rest of the file, read at the end to verify a trailing checksum.
     """
@@ -74,7 +75,7 @@ class Stream:
             self._source.seek(size, os.SEEK_CUR)
             return
         if sum(map(len, self.pieces(size))) < size:
-            raise UserError(f"{self._name}: the file is shorter than it was; it has changed")
+            raise UserError(f"{self._name}: the file became shorter; run again once nothing writes to it")
 
     def pieces(self, size: int) -> Iterator[bytes]:
         """Iterate over the next `size` bytes, some MiB at a time."""
@@ -119,7 +120,9 @@ class Input:
                     if member.name == self._member:
                         yield Stream(archive.extractfile(member), self.name, stream.taken, after=stream)
                         return
-            raise UserError(f"{self.path}: {self._member} is no longer in the archive")
+            raise UserError(
+                f"{self.path}: {self._member} is no longer in the archive; run again once nothing writes to it"
+            )
 
     def head(self, size: int) -> bytes:
         """Return the first bytes."""
@@ -138,7 +141,7 @@ class Input:
     def check_unchanged(self) -> None:
         """Raise UserError if the file has changed since construction."""
         if _stamp(self.path) != self._seen:
-            raise UserError(f"{self.path}: the file changed while it was read; run again once it is still")
+            raise UserError(f"{self.path}: the file changed while it was read; run again once nothing writes to it")
 
     @contextmanager
     def _decompressed(self) -> Iterator[Stream]:
@@ -165,7 +168,7 @@ class Input:
             return names[0]
         shown = ", ".join(names[:10]) or "no file"
         expected = "a train.txt" if self._wanted is not None else "a single file"
-        raise UserError(f"{self.path}: the archive must have {expected}, but has {shown}; unpack the file to read")
+        raise UserError(f"{self.path}: the archive must have {expected}, but has {shown}; unpack the file to use")
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -288,7 +291,7 @@ def _ends_in_zero(file: BinaryIO) -> bool:
 
 
 def _not_read(other: str, name: str) -> UserError:
-    return UserError(f"{name}: {other} files are not supported; decompress it, or write it as .gz or .zst")
+    return UserError(f"{name}: {other} files are not supported; decompress the file, or compress it as .gz or .zst")
 
 
 def _stamp(path: Path) -> tuple[int, int]:

@@ -22,11 +22,11 @@ Ids = npt.NDArray[np.int64]
 
 
 class Vocabulary:
-    """The ids of all values: one map of texts, each prefixed with the number of its space.
+    """The ids of all values: one map of texts, each prefixed with the out-of-vocabulary id of its id space.
 
     Attributes:
-        written: How the values of each space are written.
-        rates: By space, the share of the training rows' values that is out of vocabulary.
+        written: How the values of each id space are written.
+        rates: By id space, the share of the training rows' values that is out of vocabulary.
     Raises:
         UserError: The file `path` does not match the data set's manifest.
     """
@@ -49,7 +49,7 @@ class Vocabulary:
         owners = self._owners(table, [*schema.dense, *(space.name for space in schema.spaces)], schema.rows)
         if not np.array_equal(owners[: self._first], np.arange(self._first)):
             raise self._broken("its first ids are not those of the columns")
-        # The file assigns ids to spaces, because manifests of version 1 do not.
+        # The file assigns ids to id spaces, because manifests of version 1 do not.
         starts = np.flatnonzero(np.diff(owners[self._first :], prepend=-2)) + self._first
         ends = [*starts.tolist(), len(table)]
         segments: dict[int, list[tuple[int, int]]] = {}
@@ -75,10 +75,10 @@ class Vocabulary:
             rare = table["count"][space.oov].as_py()
             self.rates[space.name] = rare / max(1, known[space.name] + rare)
         if len(self._texts) != len(table) - self._first:
-            raise self._broken("a space has a value twice")
+            raise self._broken("a value has two ids in one id space")
 
     def _owners(self, table: pa.Table, names: list[str], rows: int) -> npt.NDArray[np.int64]:
-        """Return the number of each id's column or space; raise UserError if the columns are not a vocabulary's."""
+        """Return the number of each id's column or id space; raise UserError if the columns are not a vocabulary's."""
         schema = table.schema
         field = schema.types[0] if schema.types and pa.types.is_dictionary(schema.types[0]) else None
         kinds = [field and field.value_type, *schema.types[1:]]
@@ -96,7 +96,7 @@ class Vocabulary:
         return np.concatenate(found)
 
     def _add(self, space: str, values: pa.ChunkedArray) -> frozenset[int]:
-        """Add values of a space to the map; return how they are written."""
+        """Add values of an id space to the map; return how they are written."""
         forms: frozenset[int] = frozenset()
         for chunk in values.chunks if len(values) else ():
             self._texts.add(*arrow.get_buffers(self._named(space, chunk)))
@@ -116,7 +116,7 @@ class Vocabulary:
         return self._ids(*arrow.get_buffers(self._named(space, texts)))
 
     def find_few(self, spaces: Sequence[str], texts: Sequence[str]) -> Ids:
-        """Return the id of each text in its own space, -1 for an unknown text."""
+        """Return the id of each text in its own id space, -1 for an unknown text."""
         found = [(self._prefixes.get(space, "?") + text).encode() for space, text in zip(spaces, texts, strict=True)]
         offsets = ragged.offsets_of(np.fromiter(map(len, found), np.int64, len(found)))
         return self._ids(offsets, np.frombuffer(b"".join(found), np.uint8))
@@ -128,7 +128,7 @@ class Vocabulary:
 
 
 def written_by_space(data: Manifest, inferred: Mapping[str, Written]) -> dict[str, Written]:
-    """Return how the values of each space were written; `inferred` serves columns that the manifest does not record."""
+    """Return how the values of each id space were written; `inferred` serves columns that the manifest lacks."""
     found: dict[str, Written] = {}
     for column in data.schema.columns:
         if column.name not in data.kinds:

@@ -18,11 +18,13 @@ _SHOWN = 120  # characters of a value or a list of columns
 
 
 def difference(there: Manifest, theirs: Path, here: Manifest, root: Path) -> str | None:
-    """Describe the difference between two data sets; None if the ids that both have and the numbers mean the same.
+    """Describe how a data set differs from a checkpoint's; None if the common ids and the numbers mean the same.
 
     Args:
-        there, here: The manifests.
-        theirs, root: The folders with the vocabularies.
+        there: Manifest of the checkpoint's data set.
+        theirs: Folder with the vocabulary of the checkpoint's data set.
+        here: Manifest of the data set.
+        root: Folder of the data set.
     Raises:
         UserError: A vocabulary is damaged.
     """
@@ -36,7 +38,7 @@ def difference(there: Manifest, theirs: Path, here: Manifest, root: Path) -> str
     ):
         if a != b:
             order = " in another order" if sorted(a) == sorted(b) else ""
-            return f"other {what}{order}: {_shown(a)} there, {_shown(b)} here"
+            return f"other {what}{order}: {_shown(a)} in the checkpoint, {_shown(b)} in the data set"
     if there.vocabulary is None or here.vocabulary is None:
         return None
     return _compare_ids(StoredVocabulary(theirs, there), StoredVocabulary(root, here))
@@ -54,7 +56,7 @@ def _compare_ids(there: StoredVocabulary, here: StoredVocabulary) -> str | None:
             pairs = zip(a.to_pylist(), b.to_pylist(), strict=True)
             number = start + next(i for i, (x, y) in enumerate(pairs) if x != y)
             one, other = (each.text(number)[:_SHOWN] for each in (there, here))
-            return f"other ids: id {number} is {one} there, {other} here"
+            return f"other ids: id {number} is {one} in the checkpoint, {other} in the data set"
     return None
 
 

@@ -31,6 +31,6 @@ def about_blanks(name: str, names: Sequence[str]) -> str:
     if found is None:
         return ""
     return (
-        f"; {short(found, _EACH)!r} differs by blanks: take them out of the file, or give the name with them, as "
+        f"; {short(found, _EACH)!r} differs by blanks: remove the blanks from the file, or include them in NAME, as "
         f"'{short(chr(34) + found + chr(34), _EACH)}'"
     )

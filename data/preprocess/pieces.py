@@ -1,7 +1,7 @@
 """Parsed rows on disk between the first and the second pass, in pieces with their own dictionaries.
 
-A piece holds the rows of one block, training rows before test rows. It stores a value as its number in a dictionary of
-the piece, one for each space. Training rows' values come first, in order of first occurrence, with occurrence counts.
+A piece holds the rows of one block, training rows before test rows. It has a dictionary for each id space and stores a
+value as its number there. Training rows' values come first, in order of first occurrence, with occurrence counts.
 Values of different pieces are therefore compared once per piece, not once per row.
 
 A piece is an Arrow file with one record whose columns are lists. Readers map it and copy nothing.
@@ -39,9 +39,12 @@ class Facts:
     """Facts about a piece that are available without reading it.
 
     Attributes:
-        rows, positives: Counts by split.
-        bag_values, missing: Counts by split and column; `missing` has the numeric columns first.
-        lines: Number of input rows, including malformed ones; `rejected` counts the malformed ones.
+        rows: Number of rows by split.
+        positives: Number of rows with label 1 by split.
+        missing: Number of missing values by split and column, numeric columns first.
+        bag_values: Number of values by split and bag.
+        lines: Number of input rows, including malformed ones.
+        rejected: Number of malformed input rows.
         end: Where the next piece's rows begin.
         size: Size in the source's units.
         checksum: CRC-32 of the file.
@@ -71,9 +74,9 @@ class Facts:
         counts += [n for name in ("missing", "bag_values") for each in content[name] for n in each]
         counts += [content[name] for name in ("lines", "rejected", "size")]
         if not all(type(n) is int and 0 <= n < 2**63 for n in counts) or not isinstance(content["checksum"], str):
-            raise ValueError("a wrong number")
+            raise ValueError("a count or the checksum is invalid")
         if any(len(content[name]) != 2 for name in pairs):
-            raise ValueError("a wrong number of splits")
+            raise ValueError("a field does not have two values")
         counted = {name: tuple(content[name]) for name in ("rows", "positives")}
         lists = {name: tuple(map(tuple, content[name])) for name in ("missing", "bag_values")}
         return cls(**{**content, **counted, **lists, "end": Place(*content["end"])})
@@ -96,7 +99,7 @@ class Piece:
         return len(self._record["label"].values)
 
     def keys(self, space: int) -> Array | pa.LargeStringArray:
-        """Return the values of space number `space`: integers or texts."""
+        """Return the values of id space number `space`: integers or texts."""
         found = self._record[f"keys {space}"].values
         return found if pa.types.is_large_string(found.type) else found.to_numpy()
 
@@ -149,15 +152,15 @@ def write_piece(
 class Survey:
     """Estimates of the number and length of the training rows' values, see kernels/cardinality.py.
 
-    `registers` is uint8 [spaces, R].
-    `texts` samples hashes and lengths of each space's values to estimate their bytes; None for integers.
+    `registers` is uint8 [id spaces, R], the estimator's registers.
+    `texts` samples hashes and lengths of each id space's values to estimate their bytes; None for integers.
     """
 
     registers: Array
     texts: tuple[Sample, ...] | None
 
     def merge(self, other: "Survey") -> "Survey":
-        """Return the survey of both."""
+        """Return the survey of the values of both."""
         registers = np.maximum(self.registers, other.registers)
         if self.texts is None or other.texts is None:
             return Survey(registers, None)
@@ -193,7 +196,7 @@ def _encoded(
     """Encode values as numbers in dictionaries.
 
     `ends` has the number of values of each column in the training rows and in the test rows.
-    Returns the columns' numbers, masks of missing values, and the spaces' keys and occurrence counts.
+    Returns the columns' numbers, masks of missing values, and the id spaces' keys and occurrence counts.
     """
     columns = [*part.keys.T, *(keys for keys, _ in part.bags)]
     codes: list[Array] = [np.empty(0)] * len(columns)
@@ -221,7 +224,7 @@ def _encoded(
 
 
 def _in_order(rows: RawRows, layout: Layout, space: str) -> npt.NDArray[np.int64]:
-    """Return the rows' keys of a space, row by row, in the order of the columns."""
+    """Return the rows' keys of an id space, row by row, in the order of the columns."""
     ones = [i for i, column in enumerate(layout.ids) if column.space == space]
     bags = [bag for bag, column in zip(rows.bags, layout.bags, strict=True) if column.space == space]
     lengths = np.sum([bag[1] for bag in bags], axis=0, dtype=np.int64) + np.full(len(rows), len(ones))

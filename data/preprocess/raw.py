@@ -23,7 +23,7 @@ class Layout:
         dense: Names of the numeric columns.
         ids: Columns with one id per row.
         bags: Columns with any number of ids per row.
-        hashed: The hash key of each space if values are hashed; None: its name.
+        hashed: The hash key of each id space if values are hashed; None: its name.
     """
 
     label: str
@@ -39,7 +39,7 @@ class Layout:
 
     @property
     def spaces(self) -> tuple[str, ...]:
-        """Names of the spaces, in the order of their first columns."""
+        """Names of the id spaces, in the order of their first columns."""
         return tuple(dict.fromkeys(column.space for column in self.columns))
 
 
@@ -55,7 +55,7 @@ class WrongRowError(Exception):
 class RawRows:
     """n rows of a layout's columns, and the malformed lines between them.
 
-    A key represents a value of the column's space: the value itself, its hash, or its number in `texts`.
+    A key represents a value of the column's id space: the value itself, its hash, or its number in `texts`.
     """
 
     label: npt.NDArray[np.float32]  # [n], 0 or 1
@@ -64,8 +64,8 @@ class RawRows:
     bags: Bags = ()  # for each bag, the concatenated keys of all rows [N] and the rows' lengths [n]
     rejected: RejectedLines = field(default_factory=RejectedLines)
     test: npt.NDArray[np.bool_] | None = None  # [n], marks test rows; None: they are drawn later
-    texts: Mapping[str, pa.Array] | None = None  # by space, the values that keys number
-    missing: Mapping[str, int] = field(default_factory=dict)  # by space, the key of a missing value
+    texts: Mapping[str, pa.Array] | None = None  # by id space, the values that keys number
+    missing: Mapping[str, int] = field(default_factory=dict)  # by id space, the key of a missing value
     forms: Mapping[str, frozenset[int]] = field(default_factory=dict)  # by column with ids, how its values are written
 
     def __len__(self) -> int:
@@ -122,8 +122,8 @@ class Source(Protocol):
     def parse(self, block: Block, *, hashed: bool) -> RawRows:
         """Parse a block's rows; thread-safe.
 
-        With `hashed`, keys need not lead back to the values.
-        Raises WrongRowError for a wrong value, and UserError for unreadable input.
+        With `hashed`, the values need not be recoverable from the keys.
+        Raises WrongRowError for an invalid value, and UserError for unreadable input.
         """
 
     @property

@@ -58,7 +58,7 @@ def _with_missing(found: Texts, missing: Mask, written: Written) -> Texts:
     if written.missing is None:
         raise WrongValueError(
             int(np.flatnonzero(missing)[0]),
-            "it is missing, and training had several texts for missing values; give the text used in training",
+            "the value is missing, but training had several texts for missing values; give the text used in training",
         )
     mask, word = pa.array(missing), pa.scalar(written.missing)
     texts = [pc.if_else(mask, word, found.texts[0]), *(pc.if_else(mask, None, each) for each in found.texts[1:])]
@@ -77,7 +77,7 @@ def require_type(found: pa.DataType, written: Written) -> None:
     }
     if not right[kind]:
         raise WrongTypeError(
-            f"is of type {found} here, and its values were {written.shown} in training; give it as "
+            f"is of type {found}, but its values were {written.shown} in training; give it as "
             f"{'that' if written.is_typed else 'text, as written in training'}"
         )
 
@@ -87,7 +87,7 @@ def _require_one(found: Texts, of: pa.DataType, written: Written) -> None:
     several = sum(each.is_valid().to_numpy(zero_copy_only=False).astype(np.int32) for each in found.texts) > 1
     if several.any() or found.doubtful.any():
         raise WrongTypeError(
-            f"is of type {of} here, and its values were {written.shown} in training, so the match is "
+            f"is of type {of}, but its values were {written.shown} in training, so the match is "
             "ambiguous; give it as text, as written in training"
         )
 
@@ -198,7 +198,9 @@ def _require_readable(values: pa.Array, wrong: Mask, written: Written, what: str
     """Raise WrongValueError for text that cannot be parsed as the type that the column had in training."""
     if written.is_typed and len(rows := np.flatnonzero(wrong)):
         shown = values[int(rows[0])].as_py()[:_SHOWN]
-        raise WrongValueError(int(rows[0]), f"{shown!r} is not {what}, and its values were {written.shown} in training")
+        raise WrongValueError(
+            int(rows[0]), f"{shown!r} is not {what}, but the column's values were {written.shown} in training"
+        )
 
 
 def _format_numbers(values: pa.Array, written: Written) -> Texts:
@@ -220,7 +222,7 @@ def _format_numbers(values: pa.Array, written: Written) -> Texts:
         if wrong:
             raise WrongValueError(
                 wrong[0],
-                f"{texts[wrong[0]]} is neither true nor false, and its values were {written.shown} in training",
+                f"{texts[wrong[0]]} is neither true nor false, but the values were {written.shown} in training",
             )
         return _format_bools(pa.array([None if text is None else text == "1" for text in texts], pa.bool_()), written)
     fraction = next((i for i, text in enumerate(texts) if text is not None and "." in text), None)
@@ -293,12 +295,12 @@ def _format_times(values: pa.Array, written: Written, shown: str | None = None) 
     zone = getattr(values.type, "tz", None)
     if zone is not None and not zoned:
         raise WrongTypeError(
-            f"{shown or f'is of type {values.type} here, which'} has a time zone, and its values had "
+            f"{shown or f'is of type {values.type} here, which'} has a time zone, but the column's values had "
             "none in training; give it without one"
         )
     if zone is None and not naive:
         raise WrongTypeError(
-            f"{shown or f'is of type {values.type} here, which'} has no time zone, and its values had "
+            f"{shown or f'is of type {values.type} here, which'} has no time zone, but the column's values had "
             "one in training; give it with one"
         )
     return timestamp_texts(values, written)

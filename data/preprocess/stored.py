@@ -80,7 +80,7 @@ def read_parts(folder: Path, found: Manifest, shard: Shard, *, known: bool = Fal
     batches = _map_batches(path, shard_schema(found.schema, found.id_type))
     rows = sum(batch.num_rows for batch in batches)
     if rows != shard.rows:
-        raise DamagedError(path, f"{rows:,} rows, not {shard.rows:,}")
+        raise DamagedError(path, f"it has {rows:,} rows, not {shard.rows:,}")
     start = 0
     for batch in batches:
         if not known:
@@ -95,7 +95,7 @@ def require_checksum(path: Path, expected: str) -> None:
     """Raise DamagedError unless a file exists and has this SHA-256."""
     try:
         if checksum(path) != expected:
-            raise DamagedError(path, "a wrong checksum: it is damaged or was changed")
+            raise DamagedError(path, "it has a wrong checksum: it is damaged or was changed")
     except FileNotFoundError:
         raise DamagedError(path, "it is missing") from None
     except OSError as error:
@@ -110,9 +110,9 @@ def _map_batches(path: Path, expected: pa.Schema) -> list[pa.RecordBatch]:
         batches = [file.get_batch(i) for i in range(file.num_record_batches)]
     except (pa.ArrowException, OSError) as error:
         raise_if_transient(error)
-        raise DamagedError(path, f"not an Arrow file ({in_words(error)})") from None
+        raise DamagedError(path, f"it is not an Arrow file ({in_words(error)})") from None
     if not file.schema.equals(expected):
-        raise DamagedError(path, f"a wrong schema: {types(file.schema)}, not {types(expected)}")
+        raise DamagedError(path, f"it has a wrong schema: {types(file.schema)}, not {types(expected)}")
     return batches
 
 
@@ -120,10 +120,10 @@ def _require_whole(path: Path, batch: pa.RecordBatch) -> None:
     try:
         batch.validate(full=True)  # the lists' offsets
     except pa.ArrowInvalid as error:
-        raise DamagedError(path, f"broken lists ({in_words(error)})") from None
+        raise DamagedError(path, f"it has broken lists ({in_words(error)})") from None
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         if column.null_count or inside(column).null_count:
-            raise DamagedError(path, f"missing values in {name!r}")
+            raise DamagedError(path, f"it has missing values in {name!r}")
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,7 @@ class Wrong:
     Attributes:
         kind: Kind of the values, such as "label".
         what: The fault, such as "not 0 or 1".
+        count: Number of such values.
         first: The first such value, and its row in the shard.
     """
 

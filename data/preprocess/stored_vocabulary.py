@@ -1,4 +1,4 @@
-"""A data set's vocabulary, mapped into memory: the column or space, value and occurrence count of each id."""
+"""A data set's vocabulary, mapped into memory: the column or id space, value and occurrence count of each id."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -44,12 +44,12 @@ class StoredVocabulary:
         field = schema.types[0] if schema.types and pa.types.is_dictionary(schema.types[0]) else None
         kinds = [field and field.value_type, *schema.types[1:]]
         if schema.names != ["field", "value", "count"] or kinds != [pa.string(), pa.string(), pa.int64()]:
-            raise DamagedError(self.path, f"a wrong schema: {types(schema)}")
+            raise DamagedError(self.path, f"it has a wrong schema: {types(schema)}")
         if len(self.table) != found.schema.rows:
-            raise DamagedError(self.path, f"{len(self.table):,} ids, not {found.schema.rows:,}")
+            raise DamagedError(self.path, f"it has {len(self.table):,} ids, not {found.schema.rows:,}")
         for name in ("field", "count"):
             if self.table[name].null_count:
-                raise DamagedError(self.path, f"missing values in {name!r}")
+                raise DamagedError(self.path, f"it has missing values in {name!r}")
 
     @cached_property
     def counts(self) -> npt.NDArray[np.int64]:
@@ -58,12 +58,12 @@ class StoredVocabulary:
         return chunks[0] if len(chunks) == 1 else np.concatenate([np.zeros(0, np.int64), *chunks])
 
     def get_counts(self, space: Space) -> npt.NDArray[np.int64]:
-        """Return the occurrences of each value of a space, int64 [values]; a view if the space has one segment."""
+        """Return the occurrences of each value of an id space, int64 [values]; a view if it has one segment."""
         pieces = [self.counts[first : first + size] for first, size in space.segments]
         return pieces[0] if len(pieces) == 1 else np.concatenate([np.zeros(0, np.int64), *pieces])
 
     def _owners(self) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
-        """Iterate over chunks of ids in order: the first id, and the fixed id of each one's column or space, or -1."""
+        """Yield each chunk's first id, and the fixed id of the column or id space of each of its ids, -1 if unknown."""
         numbers = {name: i for i, name in enumerate(self._names)}
         start = 0
         for chunk in self.table["field"].chunks:
@@ -75,9 +75,9 @@ class StoredVocabulary:
 
     @cached_property
     def spaces(self) -> dict[str, Space]:
-        """The spaces by name, read from the file because manifests of version 1 do not record them.
+        """The id spaces by name, read from the file because manifests of version 1 do not record them.
 
-        Raises DamagedError if ids are not in the order of the spaces, or contradict the schema of a data set that
+        Raises DamagedError if ids are not in the order of the id spaces, or contradict the schema of a data set that
         kept earlier ids.
         """
         begins = [first for space in self._schema.spaces for first, _ in space.segments]
@@ -103,7 +103,7 @@ class StoredVocabulary:
         }
 
     def _grown_spaces(self) -> dict[str, Space]:
-        """Check the file against the schema's spaces and return these; raises as `spaces`."""
+        """Check the file against the schema's id spaces and return these; raises as `spaces`."""
         spaces, fixed = self._schema.spaces, self._schema.first_value
         begins = [(number, number) for number in range(fixed)]
         begins += sorted((first, space.oov) for space in spaces for first, _ in space.segments)
@@ -118,17 +118,17 @@ class StoredVocabulary:
         return {space.name: space for space in spaces}
 
     def values(self, space: Space) -> pa.ChunkedArray:
-        """Return the values of a space in the order of their ids."""
+        """Return the values of an id space in the order of their ids."""
         pieces = [self.table["value"].slice(first, size) for first, size in space.segments]
         return pa.chunked_array([chunk for piece in pieces for chunk in piece.chunks], pa.string())
 
     def text(self, number: int) -> str:
-        """Describe an id: its column or space, and its value."""
+        """Describe an id: its column or id space, and its value."""
         field, value = (self.table[name][number].as_py() for name in ("field", "value"))
         return f"{field!r}" if value is None else f"{field!r} value {value!r}"
 
     def find_repeated_value(self, space: Space) -> tuple[int, int] | None:
-        """Return two ids of a space with the same value, or None; takes 8 bytes of memory per id of the space."""
+        """Return two ids of an id space with the same value, or None; takes 8 bytes of memory per id."""
         values = self.values(space)
         hashes = np.empty(space.values, np.uint64)
         start = 0

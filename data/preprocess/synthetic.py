@@ -135,7 +135,7 @@ class Synthetic:
         return [{"synthetic": True, "rows": self.total, "seed": self.seed}]
 
     def stamp(self) -> list[Any]:
-        """Return the generator's arguments."""
+        """Return the generator's version and arguments."""
         return [GENERATOR_VERSION, self.total, self.seed]
 
     def check_unchanged(self) -> None:

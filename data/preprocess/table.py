@@ -50,7 +50,9 @@ class TableOptions:
         names = [self.label, *self.numeric, *with_ids]
         for name in names:
             if names.count(name) > 1:
-                raise UserError(f"column {name!r} is named twice among --label, --numeric, --categorical and --bag")
+                raise UserError(
+                    f"column {name!r} is named twice among --label, --numeric, --categorical and --bag; name it once"
+                )
         if not with_ids:
             raise UserError("no column has ids; name at least one with --categorical or --bag")
         owners = dict(self.share)
@@ -64,12 +66,12 @@ class TableOptions:
             if name == owner or owner in owners:
                 raise UserError(f"--share {name}={owner}: {owner!r} shares another column's ids; name that column")
         if len(owners) < len(self.share):
-            raise UserError("--share names a column twice")
+            raise UserError("--share names a column twice; name it once")
         for name, separator in self.bags:
             if separator == "":
                 raise UserError(f"--bag {name}=: the separator is empty; leave = out for lists in Parquet and Arrow")
         if self.columns is not None and len(set(self.columns)) < len(self.columns):
-            raise UserError("--columns names a column twice")
+            raise UserError("--columns names a column twice; give each column its own name")
         for one_of, value in (("--delimiter", self.delimiter), ("--columns", self.columns)):
             if value is not None and not value:
                 raise UserError(f"{one_of} is empty")
@@ -116,7 +118,7 @@ class Table:
         self._used = options.used()
         self._owners = dict(options.share)  # columns with the ids of another column
         self._files = [_open(path, options) for path in expand(files, is_table)]
-        self._types: dict[str, tuple[str, pa.DataType, TableFile, str]] = {}  # by space: the first known type
+        self._types: dict[str, tuple[str, pa.DataType, TableFile, str]] = {}  # by id space: the first known type
         for file in self._files:
             self._check_columns(file)
         self.layout = options.layout()
@@ -128,7 +130,7 @@ class Table:
         return [file.input.describe() for file in self._files]
 
     def stamp(self) -> list[Any] | None:
-        """Return each file's path, size and time."""
+        """Return each file's path, size and modification time; None if an input is readable only once."""
         stamps = [file.input.stamp() for file in self._files]
         return None if None in stamps else stamps
 
@@ -148,7 +150,7 @@ class Table:
                 yield Block((file, part), file.input.name, Place(number, part.offset), part.taken)
 
     def parse(self, block: Block, *, hashed: bool = False) -> RawRows:
-        """Parse a block's rows; a key is the number of the value's text within its space, or the text's hash."""
+        """Parse a block's rows; a key is the number of the value's text within its id space, or the text's hash."""
         file, part = block.content
         return self._rows(file, part, hashed)
 
@@ -232,14 +234,14 @@ class Table:
                 row,
                 large_float(shown)
                 if wrong == LARGE_FLOAT
-                else f"it is text such as {shown!r} here, and {where}, so that one value would get two ids; "
-                "write it the same way in both",
+                else f"the column has text such as {shown!r}, but {where}, so that one value would get two ids; "
+                "write the values the same way in both",
             )
         return forms
 
     @cached_property
     def _typed_numbers(self) -> dict[str, str]:
-        """By space, a description of a column with a numeric type: name, type and file."""
+        """By id space, a description of a column with a numeric type: name, type and file."""
         found = {}
         for file in reversed(self._files):
             for name in self._used:
@@ -284,11 +286,13 @@ class Table:
             raise UserError(f"{file.input.name} has no column {missing[0]!r}; it has {listed(file.names)}{hint}")
         if sorted(file.names) != sorted(first.names):
             one = sorted(set(file.names) ^ set(first.names))
-            difference = f"only one of them has {listed(one)}" if one else "some occur twice"
-            raise UserError(f"{file.input.name} has other columns than {first.input.name}: {difference}")
+            difference = f"only one of them has {listed(one)}" if one else "some names occur twice"
+            raise UserError(
+                f"{file.input.name} has other columns than {first.input.name}: {difference}; make them equal"
+            )
         for name in self._used:
             if file.names.count(name) > 1:
-                raise UserError(f"{file.input.name} has {file.names.count(name)} columns named {name!r}")
+                raise UserError(f"{file.input.name} has {file.names.count(name)} columns named {name!r}; keep one")
             if reason := self._against(name, file.get_type(name)):
                 raise UserError(f"{file.input.name}, column {name!r}: {reason}")
             self._check_type(name, file)
@@ -371,5 +375,5 @@ def _open(path: Path, options: TableOptions) -> TableFile:
         if given:
             raise UserError(f"{flag} has no effect on {source.name}, which is {found}; leave it out")
     if not isinstance(source, Input):
-        raise UserError(f"{source.name}: {found} is read from files only")
+        raise UserError(f"{source.name}: {found} can be read only from a file, not from a pipe")
     return ParquetTable(source) if found == "Parquet" else ArrowTable(source, stream=found == "an Arrow stream")

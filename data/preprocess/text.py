@@ -31,7 +31,7 @@ def whole_lines(
     too_long: Callable[[], UserError],
     last_end: Callable[[bytes], int] = newline,
 ) -> Iterator[Lines]:
-    """Iterate over an input's lines from `offset` on, the start of a line.
+    """Iterate over an input's lines, starting at `offset`, where a line must begin.
 
     Args:
         too_long: Creates the error for a line of more than `LONGEST` blocks.

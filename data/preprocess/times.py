@@ -33,7 +33,7 @@ def timestamps_from_text(texts: pa.StringArray, *, zoned: bool) -> pa.Array:
 
 
 def timestamp_texts(values: pa.Array, written: Written) -> Texts:
-    """Return texts for dates or timestamps in training's forms with (or without) a time zone, like the values.
+    """Return texts for dates or timestamps in each of training's forms that has a time zone exactly if the values do.
 
     Raises WrongValueError if training had only dates and a value has a time.
     """
@@ -82,7 +82,8 @@ def timestamp_texts(values: pa.Array, written: Written) -> Texts:
         wrong = pc.and_(values.is_valid(), found[0].is_null()).to_numpy(zero_copy_only=False)
         if len(rows := np.flatnonzero(wrong)):
             raise WrongValueError(
-                int(rows[0]), f"{fallback[int(rows[0])].as_py()} has a time, and its values were dates in training"
+                int(rows[0]),
+                f"{fallback[int(rows[0])].as_py()} has a time, but the column's values were dates in training",
             )
     offsets = any(
         kernel.TIMESTAMP <= form < kernel.TIME and (form - kernel.TIMESTAMP) % kernel.ZONES >= kernel.COLON
@@ -106,7 +107,7 @@ def time_texts(texts: pa.StringArray, forms: Any) -> Texts:
 
 
 def _pieces(texts: pa.Array) -> tuple[pa.Array, pa.Array]:
-    """Split into the part up to the second (null unless the year has four digits) and 9 digits of the fraction."""
+    """Split timestamps into the part up to the second (null unless the year has 4 digits) and 9 digits of fraction."""
     base = pc.utf8_slice_codeunits(texts, 0, _SECONDS)
     usual = pc.and_(
         pc.equal(pc.utf8_slice_codeunits(texts, 4, 5), "-"), pc.equal(pc.utf8_slice_codeunits(texts, 16, 17), ":")

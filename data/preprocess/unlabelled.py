@@ -24,7 +24,7 @@ class Part(NamedTuple):
     """Consecutive rows of a file."""
 
     batch: Batch
-    places: npt.NDArray[np.int64] | None  # line numbers of the rows within the part; None: all lines are rows
+    places: npt.NDArray[np.int64] | None  # the rows' line numbers in the part, from 0; None: all lines are rows
     lines: int
     size: int  # approximate bytes of the file
 
@@ -57,7 +57,7 @@ def rows_in(path: Path, encoding: Encoding, options: Mapping[str, Any]) -> Rows:
         )
     else:
         if not isinstance(source, Input):
-            raise UserError(f"{source.name}: {found} is read from files only")
+            raise UserError(f"{source.name}: {found} can be read only from a file, not from a pipe")
         file = ParquetTable(source) if found == "Parquet" else ArrowTable(source, stream=found == "an Arrow stream")
     return _Table(file, encoding)
 
@@ -83,7 +83,7 @@ class _Criteo:
         self.labelled = first.count(b"\t") >= len(criteo.COLUMNS) - 1
 
     def parts(self) -> Iterator[Part]:
-        """Iterate over the rows, some MiB of text at a time; malformed lines have no place."""
+        """Iterate over the rows, some MiB of text at a time; a part's `places` omits malformed lines."""
         for block in self._text.blocks():
             text, unlabelled = _with_labels(block.content) if self.labelled else (_labelled(block.content), None)
             rows = criteo.parse(text, file=block.file)
@@ -117,7 +117,7 @@ def _with_labels(block: bytes) -> tuple[bytes, npt.NDArray[np.int64]]:
 
 
 class _Table:
-    """A table; malformed lines and rows with an unparsable number have no place."""
+    """A table; its parts' `places` omit malformed lines and rows with an unparsable number."""
 
     def __init__(self, file: TableFile, encoding: Encoding) -> None:
         self._file, self._encoding = file, encoding
@@ -128,7 +128,7 @@ class _Table:
                 f"{about_blanks(missing[0], file.names)}"
             )
         if twice := [name for name in encoding.columns() if file.names.count(name) > 1]:
-            raise UserError(f"{file.input.name} has {file.names.count(twice[0])} columns named {twice[0]!r}")
+            raise UserError(f"{file.input.name} has {file.names.count(twice[0])} columns named {twice[0]!r}; keep one")
         label = encoding.schema.label
         self.labelled = file.names.count(label) == 1
         self._used = [*encoding.columns(), *([label] if self.labelled else [])]

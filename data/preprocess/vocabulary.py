@@ -25,21 +25,21 @@ FormatKeys = Callable[[Ids], pa.Array]
 _WRITTEN_AT_ONCE = 1 << 20  # rows per batch of the vocabulary's file
 _WRITTEN_BYTES = 1 << 28  # limit of the texts in a batch
 _AT_ONCE = 1 << 20  # values
-_DIGITS = 20  # maximum of an integer
+_DIGITS = 20  # maximum number of an integer's digits
 _ID_BYTES = 8  # per value, once ids are assigned
 _WRITTEN_ROW = 64  # bytes per row during writing, plus two copies of its text
 _MARGIN = 1.03  # error margin of the estimates, see kernels/cardinality.py
 
 
 class _Integers:
-    """The values of a space that are integers."""
+    """The values of an id space that are integers."""
 
     def __init__(self, format_keys: FormatKeys) -> None:
         self._seen, self._format_keys = Dictionary(), format_keys
 
     @property
     def uses(self) -> Ids:
-        """Uses of each value, in order of first occurrence."""
+        """Occurrences of each value, in order of first occurrence."""
         return self._seen.uses
 
     def count(self, keys: Ids, uses: npt.NDArray[Any]) -> None:
@@ -58,7 +58,7 @@ class _Integers:
 
 
 class _Texts:
-    """The values of a space that are texts."""
+    """The values of an id space that are texts."""
 
     def __init__(self) -> None:
         self._seen = TextMap()
@@ -66,7 +66,7 @@ class _Texts:
 
     @property
     def uses(self) -> Ids:
-        """Uses of each value, in order of first occurrence."""
+        """Occurrences of each value, in order of first occurrence."""
         return self._uses[: len(self._seen)]
 
     def count(self, keys: pa.LargeStringArray, uses: npt.NDArray[Any]) -> None:
@@ -90,8 +90,8 @@ class _Texts:
 class Vocabulary:
     """Ids for the values that occur more than `threshold` times in training rows.
 
-    Ids are assigned by space, in order of first occurrence (within a row, in the order of the columns). A rarer or
-    unseen value gets its space's out-of-vocabulary id.
+    Ids are assigned by id space, in order of first occurrence (within a row, in the order of the columns). A rarer or
+    unseen value gets its id space's out-of-vocabulary id.
 
     Args:
         threshold: None assigns no new ids.
@@ -110,15 +110,15 @@ class Vocabulary:
         self._begun = empty if earlier is None else earlier.spaces
 
     def count(self, space: int, keys: Any, uses: npt.NDArray[Any]) -> None:
-        """Add uses [N] of distinct values [N] of a space; other threads may count other spaces."""
+        """Add the occurrences `uses` [N] of distinct values [N] of an id space; threads may count different ones."""
         self._values[space].count(keys, uses)
 
     def size(self, space: int) -> int:
-        """Return the number of counted values of a space."""
+        """Return the number of counted values of an id space."""
         return len(self._values[space].uses)
 
     def known_shares(self) -> dict[str, float]:
-        """Return the share of uses that belongs to the earlier data set's values, by space with values in both."""
+        """Return the share of occurrences that the earlier values have, by id space with values in both data sets."""
         shares = {}
         for space, values in zip(self._begun, self._values, strict=True):
             uses = int(values.uses.sum())
@@ -156,7 +156,7 @@ class Vocabulary:
             yield start + np.flatnonzero(uses[start : start + _AT_ONCE] > self._threshold)
 
     def _in_order(self) -> Iterator[tuple[int, Ids]]:
-        """Iterate over the values with ids, in id order: the number of a space, and numbers of values in it."""
+        """Iterate over the values with ids, in id order: the number of an id space, and numbers of values in it."""
         earlier = []
         for number, space in enumerate(self._begun):
             place = 0
@@ -171,12 +171,12 @@ class Vocabulary:
                 yield number, new
 
     def ids(self, space: int, keys: Any) -> Ids:
-        """Return the ids of values [N] of a space after `freeze`; thread-safe."""
+        """Return the ids of values [N] of an id space after `freeze`; thread-safe."""
         found: Ids = self._ids[space][self._values[space].find(keys)]
         return found
 
     def write(self, path: Path, rows: int) -> None:
-        """Write a row per id: column or space, value (null for the fixed ids), uses in the `rows` training rows.
+        """Write a row per id: column or id space, value (null for the fixed ids), occurrences in the training rows.
 
         A batch has at most 2^20 rows and 256 MiB of text, to bound memory.
         """
@@ -235,7 +235,7 @@ def require_memory(values: float, text_bytes: float | None) -> None:
         raise TransientError(
             f"the training rows have about {values:,.0f} distinct values, and a vocabulary of them needs "
             f"{format_bytes(needed)}, but {format_bytes(free)} of memory are free; hash them with "
-            f"--hash-buckets N, which needs none"
+            f"--hash-buckets N, which needs no vocabulary"
         )
 
 

@@ -104,7 +104,7 @@ class Work:
                 path.unlink()
 
     def _remove(self) -> None:
-        self.clear()  # the lock goes last: it marks the folder as ours
+        self.clear()  # the lock goes last: it marks a work folder
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _close(self) -> None:
@@ -168,7 +168,7 @@ def claim(out: Path) -> Iterator[Work]:
 
 
 def _is_work(folder: Path) -> bool:
-    """Return whether a folder is a work folder, empty or absent; other folders have neither of our files."""
+    """Return whether a folder is absent, empty or a work folder, which has a lock or a recipe file."""
     try:
         names = {path.name for path in folder.iterdir()}  # once: another process may be removing it
     except FileNotFoundError:

@@ -30,7 +30,7 @@ OPTIONS = (
 
 
 def parser(prog: str = PROG) -> cli.Parser:
-    """Return the parser of its flags."""
+    """Return the parser of the command's flags."""
     made = cli.parser(prog, "Recommend an embedding cache for your data by simulating all policies and sizes.")
     config.add_flags(made, OPTIONS)
     made.add_argument(

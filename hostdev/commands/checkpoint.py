@@ -13,7 +13,7 @@ DTYPES = ("float32", "bfloat16", "bf16")  # bf16 for one release
 
 
 def parser(prog: str = PROG) -> cli.Parser:
-    """Return the parser of its commands and flags."""
+    """Return the parser of the sub-commands and their flags."""
     made = cli.parser(prog, "Describe, check, compare, merge and export checkpoints.")
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -31,7 +31,7 @@ def parser(prog: str = PROG) -> cli.Parser:
     add("info", "describe checkpoints")
     add(
         "verify",
-        "read every file of all checkpoints there, compare checksums, and compute the digest of the newest's state",
+        "read every file of all checkpoints in DIR, compare checksums, and compute the digest of the newest's state",
     )
     of_diff = add("diff", "compare two checkpoints; exit code 1 if they differ")
     of_diff.add_argument("other", type=Path, metavar="OTHER", help="the other checkpoint")
@@ -39,13 +39,15 @@ def parser(prog: str = PROG) -> cli.Parser:
     of_compact.add_argument(
         "--keep", type=int, metavar="K", help="then remove all but the K newest checkpoints and their bases"
     )
-    of_merge = add("merge", "write a checkpoint of several processes as one of one process")
+    of_merge = add("merge", "write a checkpoint of several processes as a checkpoint of one process")
     of_reshard = add("reshard", "write a checkpoint for another number of processes")
     of_reshard.add_argument(
         "--ranks", type=int, required=True, metavar="N", help="number of processes that will load it"
     )
     for one in (of_merge, of_reshard):
-        one.add_argument("--out", type=Path, required=True, metavar="DIR", help="a folder for it, without checkpoints")
+        one.add_argument(
+            "--out", type=Path, required=True, metavar="DIR", help="a folder for it that has no checkpoints"
+        )
     _add_export(add("export", "write tables and dense layers as files for other programs"))
     return made
 
@@ -67,7 +69,7 @@ def main(argv: Sequence[str], prog: str = PROG) -> int:
             raise UserError(f"--{name} must be at least 1, not {number}")
     for path in (arguments.path, getattr(arguments, "other", arguments.path)):
         if not path.exists():
-            raise UserError(f"there is no {path}")
+            raise UserError(f"{path} does not exist")
     arguments.prog = prog
     with cli.importing(prog):
         from hostdev.checkpoint.command import run

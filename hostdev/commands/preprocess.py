@@ -12,7 +12,7 @@ PROG = "hostdev.data.preprocess"
 
 
 def parser(prog: str = PROG) -> cli.Parser:
-    """Return the parser of its flags."""
+    """Return the parser of the command's flags."""
     made = cli.parser(prog, "Turn any table, Criteo text, or a synthetic look-alike, into Arrow shards.")
     commands = made.add_subparsers(dest="command", required=True, metavar="table|criteo|synthetic|check|info")
     table = commands.add_parser("table", help="from CSV, TSV, Parquet or Arrow files", allow_abbrev=False)
@@ -23,10 +23,10 @@ def parser(prog: str = PROG) -> cli.Parser:
     flags.add_split(table)
     criteo = commands.add_parser("criteo", help="from Criteo text", allow_abbrev=False)
     criteo.add_argument("files", nargs="+", type=Path, metavar="FILE",
-                        help="label, 13 integers, 26 hex, tab separated; also compressed, in folders, -")  # fmt: skip
+                        help="Criteo text (label, 13 integers, 26 hex values), folders of it, - for stdin")  # fmt: skip
     criteo.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new data set's folder")
     synthetic = commands.add_parser("synthetic", help="a look-alike of any length", allow_abbrev=False)
-    synthetic.add_argument("--rows", type=int, required=True, metavar="N", help="how many rows")
+    synthetic.add_argument("--rows", type=int, required=True, metavar="N", help="number of rows")
     target = synthetic.add_mutually_exclusive_group(required=True)
     target.add_argument("--out", type=Path, metavar="DIR", help="the new data set's folder")
     target.add_argument("--tsv", type=Path, metavar="FILE", help="write raw Criteo text instead of shards")
@@ -38,9 +38,7 @@ def parser(prog: str = PROG) -> cli.Parser:
         add_options(command)
         add_seed(command, Options().seed)
     for command in (table, criteo, synthetic):
-        command.add_argument(
-            "--threads", type=int, metavar="N", help="that parse, count and encode (default: all cores)"
-        )
+        command.add_argument("--threads", type=int, metavar="N", help="number of threads (default: all cores)")
         cli.add_debug(command)
     flags.add_looking(commands)
     return made

@@ -16,7 +16,7 @@ EPOCHS = 2
 
 
 def parser(prog: str = PROG) -> cli.Parser:
-    """Return the parser of its flags."""
+    """Return the parser of the command's flags."""
     made = cli.parser(
         prog,
         "Preprocess Criteo text (or synthetic data) and train on it with --host-device-mix. "
@@ -24,7 +24,11 @@ def parser(prog: str = PROG) -> cli.Parser:
     )
     made.add_argument("--criteo", type=Path, metavar="FILE", help=f"Criteo text; without it, {ROWS:,} synthetic rows")
     made.add_argument(
-        "--datasets", type=Path, default=Path("datasets"), metavar="DIR", help="data sets (default %(default)s)"
+        "--datasets",
+        type=Path,
+        default=Path("datasets"),
+        metavar="DIR",
+        help="folder of the data sets (default %(default)s)",
     )
     add_options(made, Options(threshold=THRESHOLD))
     config.add_flags(made)
@@ -38,7 +42,9 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
     """Parse the command line; generate data if no file is given, preprocess, train."""
     arguments = parser(prog).parse_args(argv)
     if arguments.data is not None:
-        raise UserError("--data has no effect here; give --criteo FILE, or use python -m hostdev.train --data DIR")
+        raise UserError(
+            "--data has no effect in quickstart; give --criteo FILE, or use python -m hostdev.train --data DIR"
+        )
     arguments.host_device_mix = True
     if arguments.epochs is None:
         arguments.epochs = EPOCHS

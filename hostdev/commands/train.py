@@ -13,10 +13,10 @@ PROG = "hostdev.train"
 
 
 def parser(prog: str = PROG) -> cli.Parser:
-    """Return the parser of its flags."""
+    """Return the parser of the command's flags."""
     made = cli.parser(prog, "Train Wide & Deep, or another model, on Arrow shards made by hostdev.data.preprocess.")
     config.add_flags(made)
-    # torch.distributed.launch passes it, and sets LOCAL_RANK as well.
+    # torch.distributed.launch passes this flag, and sets LOCAL_RANK as well.
     made.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
     return made
 
@@ -26,7 +26,9 @@ def main(argv: Sequence[str], prog: str = PROG) -> int:
     try:
         arguments = parser(prog).parse_args(argv)
         if arguments.local_rank is not None and os.environ.get("LOCAL_RANK") != str(arguments.local_rank):
-            raise UserError(f"--local-rank {arguments.local_rank} is for launchers, which set LOCAL_RANK to the same")
+            raise UserError(
+                f"--local-rank {arguments.local_rank} is for launchers, which set LOCAL_RANK to this number; omit it"
+            )
         settings = config.from_flags(arguments)
         settings.require_data()
     except UserError:

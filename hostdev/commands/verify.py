@@ -33,7 +33,7 @@ OPTIONS = (
 
 
 def parser(prog: str = PROG) -> cli.Parser:
-    """Return the parser of its flags."""
+    """Return the parser of the command's flags."""
     made = cli.parser(prog, "Show on your data that training gives the same bits in every mode.")
     config.add_flags(made, OPTIONS)
     made.add_argument("--steps", type=int, default=20, metavar="N", help="steps per mode (default 20)")

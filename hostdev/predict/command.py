@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace, prog: str) -> None:
     lines = predicted = unlabelled = 0
     schema = pa.schema([("probability", pa.float32()), ("label", pa.float32())])
     out.parent.mkdir(parents=True, exist_ok=True)
-    with new_file(out) as partial:  # noqa: SIM117  (it names its own files in what it raises)
+    with new_file(out) as partial:  # noqa: SIM117  (its errors name its own files)
         with (
             naming(out),
             Scores(out.parent) as scores,

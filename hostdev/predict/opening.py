@@ -56,7 +56,7 @@ def open_checkpoint(path: Path, which: str | None) -> Opened:
         which: "best" (by test AUC), "newest", or None: the best for a run with --early-stop, else the newest.
 
     Raises:
-        UserError: There is no checkpoint, the command did not write it, or its content is invalid.
+        UserError: There is no checkpoint, the command `train` did not write it, or its content is invalid.
     """
     if which not in (None, *WHICH):
         raise UserError(f"there is no {which!r} checkpoint; use {' or '.join(WHICH)}, or name a checkpoint's folder")
@@ -123,7 +123,7 @@ def _settings(found: Any) -> dict[str, Any]:
     }
     for name, is_right in right.items():
         if not is_right(found[name]):
-            raise TypeError(f"{name} has a wrong value")
+            raise TypeError(f"the run's {name} is invalid: {found[name]!r}")
     return dict(found)
 
 

@@ -40,9 +40,9 @@ class Predictor:
         predict({"user": ["u1", "u2"], "item": ["m0001", "m0007"], "age": [31, 54], ...})  # float32 [2]
 
     Tables are mapped into memory: a table of any size opens instantly, and processes on one host share one copy of the
-    rows that are looked up. Several threads may call. All files are opened here; the checkpoint may be deleted
-    afterwards. Only the structure of the tables' files is checked; `python -m hostdev.checkpoint verify` compares
-    checksums.
+    rows that are looked up. Several threads may call one predictor. The constructor opens all files; the checkpoint may
+    be deleted afterwards. Only the structure of the tables' files is checked; `python -m hostdev.checkpoint verify`
+    compares checksums.
 
     Args:
         checkpoint: A checkpoint of `python -m hostdev.train`, a folder of them, or a run directory. For a run with
@@ -51,10 +51,10 @@ class Predictor:
         device: The device of the dense layers.
         model: A model class or its name. Required if the run had a custom class: a checkpoint must not decide which
             module is imported.
-        which: "best" or "newest", to override the choice.
+        which: "best" or "newest", to override the default choice.
 
     Raises:
-        UserError: The checkpoint is damaged, or the command did not save it.
+        UserError: The checkpoint is damaged, or `python -m hostdev.train` did not write it.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Predictor:
         device: torch.device | str = "cpu",
         model: str | type[Any] | None = None,  # Any: the class's own instances
         which: str | None = None,
-        _encodes: bool = True,  # raw rows, too, not only those of a data set
+        _encodes: bool = True,  # whether raw rows will be given, not only a data set's
     ) -> None:
         opened = open_checkpoint(Path(checkpoint), which)
         for line in opened.found.notes():
@@ -98,8 +98,8 @@ class Predictor:
             table = self.tables[name]
             if (table.rows, table.dim) != (spec.rows, spec.dim):
                 raise UserError(
-                    f"{self.path} is of a different model: table {name!r} is {table.rows} x {table.dim} there, "
-                    f"not {spec.rows} x {spec.dim}"
+                    f"{self.path} is of a different model: table {name!r} is {table.rows} x {table.dim} in the "
+                    f"checkpoint, not {spec.rows} x {spec.dim}"
                 )
 
     @property
@@ -110,7 +110,7 @@ class Predictor:
     def __call__(self, rows: Any) -> Probabilities:  # Any: also frames of libraries that may be missing
         """Return the probability of each row, float32 [n].
 
-        A value matches the training's value whatever its type is here (docs/serving.md). Unseen values are out of
+        A value matches the same value in training even if its type differs (docs/serving.md). Unseen values are out of
         vocabulary; a warning names a column in which most values are unseen, unlike in training.
 
         Args:

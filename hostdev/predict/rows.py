@@ -49,7 +49,7 @@ def as_columns(
         if len(values) == n:
             continue
         what = f"{counted(len(values), 'value')}" if not _is_scalar(rows[name]) else "a single value"
-        raise UserError(f"column {name!r} has {what}, but column {longest!r} has {n:,}; give one for each row")
+        raise UserError(f"column {name!r} has {what}, but column {longest!r} has {n:,}; give one value for each row")
     return columns
 
 

@@ -32,7 +32,7 @@ class UnknownValues:
         self._warned: set[str] = set()
 
     def count(self, batch: Batch) -> None:
-        """Count a batch."""
+        """Count the values of a batch."""
         if not self._encoding.rates:
             return
         self._uses[: self._ids] += len(batch)

@@ -88,7 +88,7 @@ def require_layout(settings: TrainConfig, data: Path) -> None:
 
 
 def vector_tables(model: Model) -> dict[str, TableSpec]:
-    """Return the embedding tables, without tables of single weights unless all are."""
+    """Return the tables without those that have a single weight per row, unless all tables are such."""
     found = {name: spec for name, spec in model.tables.items() if spec.dim > 1}
     return found or model.tables
 
@@ -107,7 +107,7 @@ def groups_of(model: Model) -> list[list[str]]:
     groups: dict[Any, list[str]] = {}
     for table, features in group_features(model).items():
         if not features:
-            raise UserError(f"the model declares table {table!r}, but none of its features looks it up")
+            raise UserError(f"the model declares table {table!r}, but no feature looks it up; remove the table")
         groups.setdefault((model.tables[table].rows, *features), []).append(table)
     return list(groups.values())
 

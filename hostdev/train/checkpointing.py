@@ -135,7 +135,7 @@ def find(settings: TrainConfig, data: Manifest, check: Callable[[Chain], None] =
             raise UserError(f"--resume {path}: there is no such checkpoint")
     elif not is_checkpoint(path) and not names_in(path):
         _require_unfinished(settings, data)
-        return None, f"resume   there is no checkpoint in {path} yet: from the start"
+        return None, f"resume   there is no checkpoint in {path} yet: the run begins at step 0"
     found = find_newest_valid(path, check)
     start = _make_start(settings, data, found.chain)
     return start, _describe_start(found, start)
@@ -203,7 +203,8 @@ def _require_same(settings: TrainConfig, data: Manifest, start: Start) -> None:
         option = "--" + name.replace("_", "-")
         raise UserError(
             f"{start.path} was trained with {_format_option(option, then[name])}, not "
-            f"{_format_option(option, getattr(settings, name))}; give the same, or start a new run without --resume"
+            f"{_format_option(option, getattr(settings, name))}; use the checkpoint's value, or start a new run "
+            "without --resume"
         )
     if start.more["data"] != data.identity:
         raise UserError(
@@ -254,7 +255,7 @@ def _format_option(option: str, value: Any) -> str:
 
 
 def values(settings: TrainConfig, data: Manifest, device: str, progress: Progress, quality: Quality) -> dict[str, Any]:
-    """Return the values of a checkpoint besides the model."""
+    """Return the values that a checkpoint holds besides the model."""
     return {
         "settings": {**settings.as_json(), "resume": None},
         "data": data.identity,
@@ -299,7 +300,7 @@ class CheckpointSchedule:
         self._last_began = time.monotonic()
         self._step = 0  # of the last attempt
         self.saved_step: int | None = None
-        self._loaded: Checkpoint | None = None  # from the folder where they are saved
+        self._loaded: Checkpoint | None = None  # the one that the run resumed from, if it is in the folder
         self._failing: str | None = None  # why the last attempt failed
         self._count = self._failed = 0
         self._stalled = 0.0
@@ -361,7 +362,7 @@ class CheckpointSchedule:
             self.save(step)
 
     def save_last(self, step: int, state_sha256: str | None = None) -> None:
-        """Save a run's last checkpoint, unless the run resumed from it without a step."""
+        """Save a run's last checkpoint, unless the run resumed from it and has taken no step since."""
         loaded = self._loaded
         due = (
             loaded is None or loaded is not self.manager.last or loaded.manifest.step != step or not is_on_disk(loaded)
@@ -405,7 +406,7 @@ class CheckpointSchedule:
 
     @property
     def failed(self) -> str | None:
-        """The reason why the last attempt failed; None if it did not."""
+        """The reason why the last attempt failed; None if it succeeded."""
         return self._failing
 
     def summary(self) -> dict[str, Any]:

@@ -149,7 +149,7 @@ def _deadline(settings: TrainConfig, session: ProcessSession | None) -> float | 
 
 @contextmanager
 def _report_memory() -> Iterator[None]:
-    """Raise UserError if torch could not allocate; on the CPU only the text of torch's error tells."""
+    """Raise UserError if torch could not allocate memory, which on the CPU only the text of its error shows."""
     try:
         yield
     except RuntimeError as error:

@@ -259,7 +259,7 @@ class TrainConfig:
             raise UserError(f"--gradients {self.gradients} has no effect without --micro-batches; leave it out")
         if self.l2 == "table" and self.micro_batches > 1:
             raise UserError(
-                "--l2 table cannot be combined with --micro-batches, each of which would add it; use --l2 batch"
+                "--l2 table cannot be combined with --micro-batches: each would add the L2 term; use --l2 batch"
             )
         if self.tf32 and self.precision != "fp32":
             raise UserError(f"--tf32 has no effect with --precision {self.precision}; leave it out")
@@ -316,7 +316,9 @@ class TrainConfig:
         if not self.host_device_mix:
             raise UserError(f"--cache-rows {self.cache_rows} has no effect without --host-device-mix; give both")
         if self.staleness:
-            raise UserError("--staleness cannot be combined with --cache-rows: a stale row would stay cached")
+            raise UserError(
+                "--staleness cannot be combined with --cache-rows, as a stale row would stay cached; omit one"
+            )
         if self.l2 == "table":
             raise UserError(
                 "--l2 table cannot be combined with --cache-rows: it reads the whole table on the host, so each step "
@@ -367,7 +369,7 @@ def _fields(names: Collection[str] | None) -> "list[Field[Any]]":
 
 
 def add_flags(to: argparse.ArgumentParser, names: Collection[str] | None = None) -> None:
-    """Add a flag for every field of `TrainConfig`, or for those named."""
+    """Add a flag for every field of `TrainConfig`, or for the fields `names`."""
     for item in _fields(names):
         options = {key: value for key, value in item.metadata.items() if value is not None}
         if options.get("type") is None:

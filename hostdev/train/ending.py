@@ -45,7 +45,7 @@ class Ending:
             self._exchanged = dict(zip(mine, np.sum(each, axis=0).tolist(), strict=True))
 
     def draw(self) -> str | None:
-        """Draw the run's picture; return why that failed, as a run must not fail for it, or "" on ranks above 0."""
+        """Draw the run's picture; return None, or why it failed, which does not end the run; "" on ranks above 0."""
         run = self.run
         if run.world.rank:
             return ""
@@ -92,7 +92,7 @@ class Ending:
         """Return the exception to raise if the last checkpoint was not saved."""
         run = self.run
         assert run.saver is not None
-        newest = f"the newest one is {run.saver.newest}" if run.saver.newest is not None else "there is none"
+        newest = f"the newest one is {run.saver.newest}" if run.saver.newest is not None else "no earlier one exists"
         return CheckpointError(f"the last checkpoint was not saved: {run.saver.failed}; {newest}")
 
     def _describe_steps(self) -> str:

@@ -15,7 +15,7 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised when the work has ended after a signal; `exit_code` is 130 after Ctrl-C, 143 after SIGTERM.
+    """The work has ended after a signal; `exit_code` is 130 after Ctrl-C, 143 after SIGTERM.
 
     Args:
         saved: Whether nothing was lost; then SIGTERM and SIGHUP count as success: `exit_code` is 0.

@@ -32,11 +32,11 @@ def resolve_mesh(settings: TrainConfig, ranks: int) -> TrainConfig:
     if how == "none":
         if ranks > 1:
             raise UserError(
-                f"--parallel none requires one process, but {ranks} were started; start one, or leave it out"
+                f"--parallel none requires one process, but {ranks} were started; start one, or leave --parallel out"
             )
         return settings
     if ranks == 1:
-        raise UserError(f"--parallel {how} has no effect in one process; leave it out, or start several")
+        raise UserError(f"--parallel {how} has no effect in one process; leave --parallel out, or start several")
     if how == "data" and mesh is not None and mesh.data != mesh.size:
         raise UserError(f"--parallel data splits samples only, unlike --mesh {mesh}; leave --parallel out, or use semi")
     if how == "semi" and mesh is None:

@@ -27,7 +27,8 @@ def twice_above(positives: npt.NDArray[Any], negatives: npt.NDArray[Any]) -> int
     """Return twice the number of pairs whose positive has the higher score; pairs of equal scores count once.
 
     Args:
-        positives, negatives: Sorted scores [P] and [N] of one dtype.
+        positives: Sorted scores of positive samples [P].
+        negatives: Sorted scores of negative samples [N], of the same dtype.
     """
     twice = 0
     for start in range(0, len(positives), _AT_ONCE):

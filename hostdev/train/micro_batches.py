@@ -1,4 +1,4 @@
-"""The parts of a batch on this rank: where they are cut, how much they weigh, and what their layers draw."""
+"""The micro-batches of this rank: their limits, their weights, and the seeds of layers such as dropout."""
 
 from collections.abc import Iterable, Iterator
 
@@ -16,8 +16,8 @@ class MicroBatches:
     Args:
         count: Micro-batches of a batch, on all ranks.
         gradients: "mean" weights a micro-batch by its samples; "sum" adds the micro-batches' means.
-        seed: Of the training.
-        device: Whose generators the layers use.
+        seed: Seed of the training run.
+        device: Device whose generators the layers use.
         share: This rank's share, and the number of shares.
     """
 
@@ -26,19 +26,19 @@ class MicroBatches:
         number, shares = share
         self.here = count // shares
         self._first = number * self.here
-        self._begun = 0  # here, in all steps
+        self._begun = 0  # on this rank, in all steps
 
     def begin(self, count: int = 1) -> None:
         """Count micro-batches that have begun."""
         self._begun += count
 
     def start_after(self, step: int) -> None:
-        """Continue after a step of an earlier training."""
+        """Continue after a step of an earlier training run."""
         self._begun = step * self.here
 
     @property
     def number(self) -> int:
-        """The number of the next micro-batch within its step, here."""
+        """The number of this rank's next micro-batch within its step."""
         return self._begun % self.here
 
     def divide(self, batches: Iterable[Batch]) -> Iterator[Batch]:

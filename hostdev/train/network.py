@@ -1,4 +1,4 @@
-"""The dense layers of a training: their passes, their optimizer, and a step's losses. A whole network is here."""
+"""The dense layers of a training run: their passes, their optimizer, and a step's losses."""
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -36,13 +36,13 @@ Scored: TypeAlias = Generator[tuple[npt.NDArray[Any] | None, Batch], None, None]
 
 
 class Setup(NamedTuple):
-    """The training that a network is part of.
+    """The training run that a network is part of.
 
     Attributes:
         l2: Regularization of the table "deep": "none", "batch" or "table".
         precision: "fp32", or "bf16" for the dense layers' arithmetic over float32 weights.
         lr: Learning rate of Adam.
-        tables: By name.
+        tables: The tables, by name.
         log: Times the passes and the optimizer.
     """
 
@@ -81,7 +81,7 @@ class Network:
 
     Args:
         setup: The training.
-        parameters: Of this rank's layers, on the device.
+        parameters: Parameters of this rank's layers, on the device.
     """
 
     def __init__(self, setup: Setup, parameters: Sequence[Tensor]) -> None:
@@ -104,10 +104,10 @@ class Network:
         """Queue the check for non-finite gradients, and Adam; return the step's losses.
 
         Args:
-            rows: Of the step's last micro-batch.
+            rows: Rows of the step's last micro-batch.
             batch: The last micro-batch.
-            losses: Of all micro-batches, float32 [M, 2].
-            squares: Sums of squares of the table's weights with --l2 table.
+            losses: Wide and deep losses of all micro-batches, float32 [M, 2].
+            squares: Sums of squares of the table's weights with --l2 table, else None.
         """
         looked_at, results = [losses], [losses]
         if isinstance(squares, Tensor):  # on the device, maybe not computed yet
@@ -131,8 +131,8 @@ class WholeNetwork(Network):
         reading: How loops read batches, for `Runtime.train` and `predict`.
     """
 
-    description: str | None = None  # of the network's parts
-    sent_bytes: int | None = None  # between parts
+    description: str | None = None  # text about the network's parts; None for one part
+    sent_bytes: int | None = None  # bytes sent between parts
 
     def __init__(self, setup: Setup, reading: dict[str, Any]) -> None:
         world = setup.ranks or ALONE_WORLD
@@ -140,9 +140,11 @@ class WholeNetwork(Network):
         super().__init__(setup, list(setup.model.to(setup.runtime.device).parameters()))
         self._reading = reading
         divided = setup.micro_batches.count > 1
-        # without micro-batches, the layers move their averages themselves
+        # without micro-batches, the layers update their averages themselves
         self._averages = Averages([setup.model] if divided else [], world.channel())
-        self._forward = Primitive("DenseForward", _objective, scope="network", log=setup.log)  # a method: a cycle
+        self._forward = Primitive(
+            "DenseForward", _objective, scope="network", log=setup.log
+        )  # a method would be a cycle
         self._backward = Primitive("DenseBackward", Tensor.backward, scope="network", log=setup.log)
         self._table_l2: Callable[[], Any] | None = None
         if setup.l2 == "table":
@@ -165,7 +167,7 @@ class WholeNetwork(Network):
                     yield result.pop()
 
     def _step(self, rows: Rows, batch: Batch, dense: Tensor, label: Tensor) -> Outcome | None:
-        """Queue a micro-batch: losses, gradients and, after the last one of a step (else None), Adam."""
+        """Queue a micro-batch's passes; after a step's last one, also queue Adam and return the outcome, else None."""
         micro = self.setup.micro_batches
         if self._table_l2 is not None:
             self.setup.runtime.write_back()  # the table is read as a whole
@@ -190,7 +192,7 @@ class WholeNetwork(Network):
     def objective(
         self, rows: Rows, dense: Tensor, label: Tensor, weight: float | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the wide loss, the deep loss to differentiate, and its value; `weight` scales the wide loss in it."""
+        """Return the wide loss, the deep loss, in which `weight` scales the wide loss, and the deep loss detached."""
         wide = wide_loss(self._logits(dense, rows), label)
         objective = wide if weight is None else wide * weight
         if self.setup.l2 != "none":

@@ -192,7 +192,7 @@ def join_processes(settings: TrainConfig, require: Callable[[TrainConfig], objec
         for name in ("dist_timeout", "dist_backend", "dist_url", "batch_per_rank", "dense_exchange", "mesh"):
             if getattr(settings, name) is not None:
                 option = "--" + name.replace("_", "-")
-                raise UserError(f"{option} has no effect in one process; leave it out, or start several")
+                raise UserError(f"{option} has no effect in one process; omit it, or start several processes")
         yield None
         return
     try:
@@ -222,7 +222,8 @@ def require_shares(settings: TrainConfig, ranks: int) -> None:
     mesh = Mesh(data=ranks) if settings.mesh is None else parse_mesh(settings.mesh)
     if mesh.size != ranks:
         raise UserError(
-            f"--mesh {settings.mesh} needs {mesh.size} processes, the product of its axes, but {ranks} were started"
+            f"--mesh {settings.mesh} needs {mesh.size} processes, the product of its axes, but {ranks} were started; "
+            "start as many as it needs"
         )
     if settings.dense_exchange is not None and mesh.data == 1:
         raise UserError(

@@ -27,9 +27,9 @@ def start_lines(
 
     Args:
         config: The options, as in config.json.
-        memory: Host memory that grows with the tables; empty for none.
-        checkpoints: When and where checkpoints are saved.
-        parts: Stages and slices of the model.
+        memory: Text on the host memory that grows with the tables; empty for none.
+        checkpoints: Text on when and where checkpoints are saved.
+        parts: Text on the stages and slices of the model.
     """
     where = "host memory" if config["host_device_mix"] else "device memory"
     if interleaving := in_words():
@@ -93,7 +93,7 @@ def evaluation_line(point: Point) -> str:
 def early_stop_line(quality: Quality, patience: int | None) -> str:
     """Return why a run stops before its last epoch."""
     last, best = quality.points[-1].epoch, quality.best
-    found = f"the best is {best.test.auc:.4f}, after epoch {best.epoch}" if best is not None else "there is none"
+    found = f"the best is {best.test.auc:.4f}, after epoch {best.epoch}" if best is not None else "no epoch has an AUC"
     epochs = "the last epoch" if patience == 1 else f"the last {patience} epochs"
     return f"stopped after epoch {last} (--early-stop {patience}): no better AUC in {epochs}; {found}"
 

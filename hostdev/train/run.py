@@ -50,10 +50,11 @@ class Run:
 
     Args:
         settings: The options, resolved.
-        found: The manifest of the data set in the folder `data`.
-        start: The checkpoint to resume from.
+        data: The data set's folder.
+        found: The data set's manifest.
+        start: The checkpoint to resume from; None for a new run.
         session: This process and the other ranks; None for a single process.
-        origin: The checkpoint of --start-from.
+        origin: The checkpoint of --start-from; None if it is not given.
     """
 
     def __init__(
@@ -81,7 +82,9 @@ class Run:
             self.epochs, self.train_rows.steps(self.batch_size), settings.max_steps, evaluation_steps
         )
         if settings.early_stop is not None and not self.test_rows.rows:
-            raise UserError(f"--early-stop {settings.early_stop} needs test rows, and {data} has none; leave it out")
+            raise UserError(
+                f"--early-stop {settings.early_stop} needs test rows, and {data} has none; omit --early-stop"
+            )
         self.device = backend.select(settings.device)
         backend.set_tf32(self.device, settings.tf32)
         if settings.host_threads is not None:

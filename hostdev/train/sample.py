@@ -15,7 +15,7 @@ class TrainingSample:
 
     Args:
         root: The data set's folder.
-        manifest: Its manifest.
+        manifest: The data set's manifest.
         rows: Approximate number of samples; each shard's is rounded up to batches of equal size.
         seed: Seed of the draw.
     """

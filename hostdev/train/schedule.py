@@ -20,16 +20,16 @@ class Schedule(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """Steps of the run, unless it is stopped."""
+        """Number of steps if the run is not stopped early."""
         steps = self.epochs * self.epoch_steps
         return min(steps, self.max_steps or steps)
 
     @property
     def evaluations(self) -> int:
-        """Evaluations of the run, unless it is stopped."""
+        """Number of evaluations if the run is not stopped early."""
         return -(-self.steps // self.epoch_steps)
 
     def find(self, steps: int) -> tuple[int, int]:
-        """Return the epoch, from 1, and its steps that are taken: all of them rather than none of the next epoch."""
+        """Return the epoch of the last of `steps` steps, from 1, and the number of this epoch's steps among them."""
         epoch = max(1, -(-steps // self.epoch_steps))
         return epoch, steps - (epoch - 1) * self.epoch_steps

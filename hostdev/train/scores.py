@@ -14,7 +14,7 @@ from hostdev.core.errors import naming
 from hostdev.train.metrics import losses, make_auc, twice_above
 
 BLOCK = 1 << 24  # samples
-_STRIDE = 1 << 12  # one key of a run in so many is kept in memory
+_STRIDE = 1 << 12  # of a run's keys, every _STRIDE-th is kept in memory
 _FIRST, _END = -(1 << 31), 1 << 31  # range of the keys
 
 Keys = npt.NDArray[np.int32]
@@ -32,9 +32,9 @@ class Figures(NamedTuple):
 class Scores:
     """Collects logits and labels; as a context, it closes its file at the end.
 
-    Up to a block of samples, the figures equal `metrics.auc` and `metrics.log_loss` bit for bit. Beyond it, the AUC
-    still does, because pairs are counted in integers; the log loss is the correctly rounded sum of the blocks' sums.
-    Neither depends on how the samples are divided into calls of `add`.
+    Up to a block of samples, the figures equal `metrics.auc` and `metrics.log_loss` bit for bit. For more samples, the
+    AUC is still equal, because pairs are counted in integers; the log loss is the correctly rounded sum of the blocks'
+    sums, divided by the number of samples. Neither depends on how the samples are divided into calls of `add`.
 
     Args:
         folder: Folder of an unnamed temporary file for more than a block, 4 bytes a sample. None: the system's folder.
@@ -60,7 +60,7 @@ class Scores:
             self._file.close()
 
     def add(self, logits: npt.NDArray[np.float32], labels: npt.NDArray[np.float32]) -> None:
-        """Add samples: logits float32 [n] and labels float32 [n], 0 or 1; both are copied. OSError for a full disk."""
+        """Copy and add samples: logits float32 [n] and labels float32 [n], 0 or 1; raise OSError for a full disk."""
         start = 0
         while start < len(logits):
             if self._held == self._block:
@@ -97,7 +97,7 @@ class Scores:
 
     def _spill(self) -> None:
         """Write the samples in memory to the file."""
-        folder = self._folder if self._folder is not None and self._folder.is_dir() else None  # it may be removed
+        folder = self._folder if self._folder is not None and self._folder.is_dir() else None  # may be removed
         with naming(folder or tempfile.gettempdir()):
             if self._file is None:
                 self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  (closed by __exit__)
@@ -146,7 +146,7 @@ class _Run(NamedTuple):
     marks: Keys  # every _STRIDE-th key
 
     def below(self, key: int, file: IO[bytes]) -> int:
-        """Return how many keys are smaller."""
+        """Return how many of the keys are smaller than `key`."""
         stop = int(np.searchsorted(self.marks, np.int64(key))) * _STRIDE
         start = max(0, stop - _STRIDE)
         return start + int(np.searchsorted(self.read(start, min(stop, self.size), file), np.int64(key)))
@@ -160,7 +160,7 @@ class _Run(NamedTuple):
 
 
 def _make_keys(logits: npt.NDArray[np.float32]) -> Keys:
-    """Return integers with the order of the logits; both zeros have the same."""
+    """Return int32 keys with the order of the logits; 0.0 and -0.0 have the same key."""
     keys = (logits + np.float32(0)).view(np.int32)
     signs = keys >> 31
     signs &= np.int32(0x7FFFFFFF)

@@ -1,4 +1,4 @@
-"""This rank's part of a network that is split over several ranks, in a training."""
+"""This rank's part of a network that is split over several ranks, in a training run."""
 
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
@@ -24,7 +24,7 @@ class StagedNetwork(Network):
     """The layers of this rank's stage and slice.
 
     Args:
-        setup: The training.
+        setup: The training run.
         reading: How loops read batches, for `Runtime.train` and `predict`.
         layout: Stages and slices of the model.
         sample: A batch with the shapes of the model's inputs.

@@ -39,8 +39,8 @@ def find(settings: TrainConfig, root: Path, data: Manifest) -> Origin:
     """Return the checkpoint that --start-from names, or the newest valid one in that folder.
 
     Raises:
-        UserError: There is none, it is of another model, or it was trained on ids, columns or scaled numbers with
-            another meaning than the data's.
+        UserError: There is no checkpoint, it is of another model, or it was trained on ids, columns or scaled numbers
+            with another meaning than the data's.
     """
     assert settings.start_from is not None
     if not settings.start_from.exists():
@@ -51,7 +51,7 @@ def find(settings: TrainConfig, root: Path, data: Manifest) -> Origin:
     if isinstance(more, dict) and more["settings"]["model"] != settings.model:
         raise UserError(
             f"{origin.path} was trained with --model {more['settings']['model']}, not --model {settings.model}; give "
-            "the same"
+            "the checkpoint's model"
         )
     layers = Layers(origin.chain)
     file = find_file(layers, f"data/{FILE_NAME}")
@@ -87,7 +87,7 @@ def load(origin: Origin, trainer: Trainer) -> list[str]:
             group["lr"] = lr
         layers = "dense layers and their optimizer state are loaded"
     else:
-        layers = "dense layers have their initial values: the checkpoint has none of hostdev train"
+        layers = "dense layers have their initial values: the checkpoint has none written by hostdev train"
     load_shared(chain, trainer.tables, fit)
     step = chain[-1].manifest.step
     return [
@@ -103,8 +103,10 @@ def require_same_meaning(path: Path, theirs: Path, there: Manifest, root: Path, 
 
     Args:
         path: The checkpoint.
-        theirs, there: The folder with the vocabulary of the checkpoint's data set, and its manifest.
-        root, here: The folder of the data set, and its manifest.
+        theirs: Folder with the vocabulary of the checkpoint's data set.
+        there: Manifest of the checkpoint's data set.
+        root: Folder of the data set.
+        here: Manifest of the data set.
     """
     differs = difference(there, theirs, here, root)
     if differs is not None:

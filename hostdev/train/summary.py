@@ -14,7 +14,7 @@ from hostdev.train.trainer import Trainer
 
 
 def get_caches(caches: Sequence[EmbeddingCache], ops: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the caches' figures; those of several groups by the names of their tables.
+    """Return the figures of the cache or, for several caches, of each by the names of its tables.
 
     Args:
         ops: Durations, as `OpLog.summary` returns them.
@@ -31,7 +31,7 @@ def get_caches(caches: Sequence[EmbeddingCache], ops: Mapping[str, Any]) -> dict
 
 
 def get_host_costs(ops: Mapping[str, Mapping[str, Any]], tables: Sequence[Any]) -> Costs | None:
-    """Return the nanoseconds of a row that bypasses the cache, is admitted, is evicted, summed over `tables`.
+    """Return the nanoseconds of a row that bypasses the cache, is admitted, or is evicted.
 
     Tables are processed in parallel, so the slowest one counts. If no row was admitted or evicted, that cost is
     estimated from the lookups' time per byte.

@@ -57,14 +57,16 @@ class Trainer:
         host_device_mix: Place the tables, and the ops on them, on the host.
         precision: "fp32", or "bf16" for the dense layers' arithmetic over float32 weights.
         lr: Learning rate of the dense layers' Adam. None: the model's.
-        most_uses, saves: Ids in a batch at most, and whether checkpoints will be saved; both need memory.
+        most_uses: Maximum number of ids in a batch, for the memory estimate.
+        saves: Whether checkpoints will be saved, for the memory estimate.
         micro_batches: Parts of a batch. Their gradients are summed in an order that depends on this number alone.
         gradients: "mean" weights a micro-batch by its samples; "sum" adds the micro-batches' means.
         ranks: Processes that share the micro-batches and the tables' rows. None: this process alone.
         l2: Regularization of the table "deep": "none", "batch" or "table".
         layout: Stages and slices of the model, if the ranks' mesh has any.
         sample: A batch with the shapes of the model's inputs; required with `layout`.
-        cache, depth, log, timeline, dense_exchange, hooks: As for `Runtime`.
+
+    The arguments cache, depth, log, timeline, dense_exchange and hooks are those of `Runtime`.
     """
 
     def __init__(
@@ -216,13 +218,13 @@ class Trainer:
         """Start saving a checkpoint of everything after the last step; a loop may be between two steps.
 
         Args:
-            more: Values to store with it.
-            files: Files to store with it, by their names there.
+            more: Further values to store in the checkpoint.
+            files: Files to store in the checkpoint, by their names there.
         """
         self.runtime.write_back()
         tensors: dict[str, Tensor] = {}
         whole = self.dense_state()
-        seeded = self._micro_batches.count > 1  # each micro-batch is
+        seeded = self._micro_batches.count > 1  # each micro-batch is seeded
         random = {} if seeded else _get_random_states(self._device)
         state = {
             "dense": to_tree({"model": whole.model, "optimizer": whole.optimizer}, tensors),
@@ -267,7 +269,7 @@ def _require_options(model: Model, l2: str, *, cached: bool, micro_batches: int)
         )
     if l2 == "table" and micro_batches > 1:
         raise UserError(
-            "--l2 table cannot be combined with --micro-batches, each of which would add it; use --l2 batch"
+            "--l2 table cannot be combined with --micro-batches: each would add the L2 term; use --l2 batch"
         )
 
 

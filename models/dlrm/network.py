@@ -65,7 +65,9 @@ class DLRM(Model):
         nd, F = len(schema.dense), len(schema.columns)
         n = F + 1 if nd else F
         if n < 2:
-            raise UserError("DLRM needs pairs of vectors, but the data has one column of ids and no dense column")
+            raise UserError(
+                "DLRM needs pairs of vectors, but the data has one column of ids and no dense column; use another model"
+            )
         self.bottom = perceptron([nd, *bottom, dim], linear=False) if nd else None
         self.top = perceptron([(dim if nd else 0) + n * (n - 1) // 2, *top, 1])
         places, back = _lower_triangle(n)
@@ -103,7 +105,7 @@ class DLRM(Model):
 
 
 class _Pick(torch.autograd.Function):
-    """values[:, places] of values [B, N], with distinct places and a backward pass that also gathers.
+    """Gathers values[:, places] from values [B, N]; the backward pass gathers, too, as the places are distinct.
 
     torch's own backward pass adds to zeros by index: in any order, or with deterministic operations after a sort. Here
     places are distinct, so each gradient is a single value or 0.
@@ -125,7 +127,7 @@ class _Pick(torch.autograd.Function):
 
 
 def _lower_triangle(n: int) -> tuple[Tensor, Tensor]:
-    """Return the places of i > j in a flat [n, n], row by row, and the index of each place of [n, n] among them."""
+    """Return `places` and `back` of `_Pick` for the elements i > j of a flattened matrix [n, n], row by row."""
     i, j = torch.tril_indices(n, n, offset=-1)
     places = i * n + j
     back = torch.full((n * n,), len(places))

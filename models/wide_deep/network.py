@@ -62,7 +62,11 @@ class WideDeep(Model):
         initialize(self, seed, lambda name, parameter: Normal(0.01))
 
     def ids(self, batch: Batch) -> dict[str, Ids]:
-        """Return the fields' ids [B, nd + F], 0, 1, 2, ... for dense columns, and their weights: the value, or 1."""
+        """Return the ids of each feature.
+
+        The ids of the feature FIELDS are [B, nd + F]: i for dense column i, then the ids of the F columns. Their
+        weights are float32 [B, nd + F]: the values of the dense columns, then 1 for each of the F columns.
+        """
         B, nd = batch.dense.shape
         ids = np.empty((B, nd + batch.ids.shape[1]), batch.ids.dtype)
         ids[:, :nd], ids[:, nd:] = np.arange(nd), batch.ids
@@ -76,7 +80,8 @@ class WideDeep(Model):
 
         Args:
             dense: Not used: the rows are already multiplied by the values.
-            rows: By feature (wide, deep), multiplied by their weights: wide in float32, deep in autocast's dtype.
+            rows: A pair (wide, deep) for each feature, multiplied by the weights: wide in float32, deep in autocast's
+                dtype.
         """
         logits: Tensor = run(self.pieces(), dense, rows)
         return logits

@@ -309,7 +309,7 @@ def test_a_plain_model_of_what_was_exported(runs, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["info", "nowhere"], "there is no nowhere"),
+        (["info", "nowhere"], "nowhere does not exist"),
         (["info", "."], "has no checkpoint"),
         (["compact", "nowhere", "--keep", 0], "--keep must be at least 1"),
         (["look", "."], "invalid choice: 'look'"),

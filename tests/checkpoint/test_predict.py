@@ -218,8 +218,8 @@ def of_two(**changed):
         (of_two(age=[1, 10**400]), "column 'age' does not have numbers of one kind: "),
         (of_two(age=[[1], [2]]), "column 'age' is of type list<.*>; a number in each row is expected"),
         (of_two(age=[1, "x"]), "column 'age' does not have numbers of one kind: "),
-        (of_two(age=[1]), "column 'age' has 1 value, but column 'user' has 2; give one for each row"),
-        (of_two(age=3), "column 'age' has a single value, but column 'user' has 2; give one for each row"),
+        (of_two(age=[1]), "column 'age' has 1 value, but column 'user' has 2; give one value for each row"),
+        (of_two(age=3), "column 'age' has a single value, but column 'user' has 2; give one value for each row"),
         (of_two(user=[["a"], ["b"]]), "column 'user' is of type list<.*>; one value in each row is expected"),
         (of_two(user=["a", 3]), "column 'user' does not have values of one kind: "),
         (of_two(genres=["a", ["b"]]), "column 'genres' does not have values of one kind: "),
@@ -227,7 +227,7 @@ def of_two(**changed):
         (of_two(age=np.ones((2, 2))), "column 'age' is of type list<.*>; a number"),
         (pd.DataFrame(of_two(age=[1, "x"])), "column 'age' does not have numbers of one kind: "),
         (pd.DataFrame([[1, 2]], columns=["user", "user"]), "the rows have no column 'age'; they have user, user"),
-        (pa.table([[1.0], [2.0]], ["age", "age"]), "the rows have 2 columns of the name 'age'"),
+        (pa.table([[1.0], [2.0]], ["age", "age"]), "the rows have 2 columns named 'age'"),
         (pa.table(of_two(age=[[1], [2]])), "column 'age' is of type list<.*>; a number in each row is expected"),
         (pd.Series({"user": "u1"}), "the rows have no column 'age'; they have user"),
     ],
@@ -465,7 +465,9 @@ def test_no_numbers_and_columns_of_other_lengths(tmp_path):
     predictor = hostdev.Predictor(tmp_path / "run/checkpoints")
     rows = {"user": ["u1", "u2", "new"], "item": ["m1", "m2", "m3"]}
     np.testing.assert_allclose(predictor(rows), predictor(pa.table(rows)), rtol=1e-6)
-    with pytest.raises(hostdev.UserError, match="column 'item' has 1 value, but column 'user' has 3; give one for"):
+    with pytest.raises(
+        hostdev.UserError, match="column 'item' has 1 value, but column 'user' has 3; give one value for"
+    ):
         predictor({"user": ["u1", "u2", "u3"], "item": ["m1"]})
 
 

@@ -59,7 +59,7 @@ def test_a_run_goes_on_in_any_mode(device, trained, plain, small_data, tmp_path,
         *small(small_data, "run", *CACHE, "--checkpoint-every", 2, "--resume", "--max-steps", steps, device=device)
     )
     assert code == 0
-    assert "there is no checkpoint in run/checkpoints yet: from the start" in printed
+    assert "there is no checkpoint in run/checkpoints yet: the run begins at step 0" in printed
     assert f"the last after step {steps}" in printed
     code, printed, error = trained(*small(small_data, "run", *then, "--resume", device=device))
     assert (code, error) == (0, "")
@@ -245,7 +245,7 @@ def test_a_run_without_checkpoints_is_not_overwritten(trained, small_data, tmp_p
     assert (tmp_path / "run/loss.log").read_text() == before
     code, printed, _ = trained(*options, "--resume")  # it was killed before its first checkpoint
     assert code == 0
-    assert "from the start" in printed
+    assert "the run begins at step 0" in printed
     assert (tmp_path / "run/loss.log").read_text() == before
 
 
@@ -318,7 +318,7 @@ def test_the_exit_code_where_the_last_one_was_not_saved(trained, small_data, tmp
     code, printed, error = trained(*small(small_data, "run", *MIX), "--checkpoint-every", 6)
     assert code == 3
     assert error.splitlines()[-1].startswith("hostdev.train: error: the last checkpoint was not saved: run/checkpoints")
-    assert error.splitlines()[-1].endswith("; there is none")
+    assert error.splitlines()[-1].endswith("; no earlier one exists")
     assert "state_sha256" in printed
     assert names(tmp_path / "run/checkpoints") == []
 

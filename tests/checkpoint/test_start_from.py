@@ -267,12 +267,24 @@ def others(days):
 @pytest.mark.parametrize(
     ("data", "more", "message"),
     [
-        ("order", [], "order does not fit .* other columns with ids in another order: user, item, g.* there, item, u"),
-        ("anew", [], r"anew does not fit .* other .*: .* there, .* here; prepare the data with .* --vocabulary FROM"),
-        ("rarer", [], r"rarer does not fit .* other ids: id \d+ is '.*' value '.*' there, '.*' value '.*' here"),
-        ("scaled", [], "scaled does not fit .* other scaling of numbers: max, .* there, log, .* here"),
-        ("hashed", [], "hashed does not fit .* other hash buckets: none there, 300 here"),
-        ("two", ["--model", "dcn"], "was trained with --model deepfm, not --model dcn; give the same"),
+        (
+            "order",
+            [],
+            "order does not fit .* other columns with ids in another order: user, item, g.* in the checkpoint, item, u",
+        ),
+        (
+            "anew",
+            [],
+            "anew does not fit .* in the checkpoint, .* in the data set; prepare the data with .* --vocabulary",
+        ),
+        (
+            "rarer",
+            [],
+            r"rarer does not fit .* id \d+ is '.*' value '.*' in the checkpoint, '.*' value '.*' in the data set",
+        ),
+        ("scaled", [], "scaled does not fit .* scaling of numbers: max, .* in the checkpoint, log, .* in the data set"),
+        ("hashed", [], "hashed does not fit .* other hash buckets: none in the checkpoint, 300 in the data set"),
+        ("two", ["--model", "dcn"], "was trained with --model deepfm, not --model dcn; give the checkpoint's model"),
         ("two", ["--emb-dim", 8], "table 'vectors' has 4 columns there, and 8 here"),
         (
             "two",
@@ -306,7 +318,9 @@ def test_other_ids_are_named(days, first, tmp_path):
     (tmp_path / "1.csv").write_text("".join([lines[0], *reversed(lines[1:])]))
     here = manifest.read(prepare(tmp_path / "1.csv", tmp_path / "reversed", *COLUMNS))
     here = replace(here, statistics=there.statistics)
-    words = r"reversed does not fit .* trained on other ids: id \d+ is '.*' value '.*' there, '.*' value '.*' here"
+    words = (
+        r"reversed does not fit .* trained on other ids: id \d+ is '.*' value '.*' in the checkpoint, '.*' value '.*'"
+    )
     with pytest.raises(hostdev.UserError, match=words):
         starting.require_same_meaning(first, days / "one", there, tmp_path / "reversed", here)
     two = manifest.read(days / "two")
@@ -338,8 +352,8 @@ def test_a_checkpoint_of_a_program_of_its_own_with_one_of_the_tables(days, train
         f"start    table vectors: 50 rows with their slots; {schema.rows - 50} new rows have their initial values",
         "start    table first_order: not in the checkpoint; all rows have their initial values",
         "start    table other: only in the checkpoint; not loaded",
-        "start    dense layers have their initial values: the checkpoint has none of hostdev train; learning rates are "
-        "this run's",
+        "start    dense layers have their initial values: the checkpoint has none written by hostdev train; learning "
+        "rates are this run's",
     ]
 
 

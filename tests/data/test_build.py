@@ -253,7 +253,7 @@ def test_the_manifest_of_another_version_is_refused(tmp_path):
     path = tmp_path / "out" / "manifest.json"
     content = json.loads(path.read_text())
     for change, message in [
-        ({"version": 3}, "version 3; this hostdev reads"),
+        ({"version": 3}, "version 3; this hostdev reads 'hostdev-shards' versions 1 to 2"),
         ({"format": "x"}, "'x'"),
         ({"extra": 1}, "extra"),
         ({"vocabulary_sha256": 3}, "a wrong value of vocabulary_sha256"),
@@ -314,9 +314,9 @@ def test_the_vocabulary_has_a_checksum(own_data):
         (lambda counts: counts, None),
         (lambda counts: counts[:-1], r"has \d+ ids, not \d+"),
         (plus(40, 3), r"counts .*\d+ .*training rows"),
-        (plus(slice(40, 42), np.array([-(10**6), 10**6])), "counts of uses below 0"),
-        (lambda counts: counts.astype(np.float64), "counts of uses that are double, not int64"),
-        (lambda counts: [None, *counts[1:]], "counts of uses that are missing"),
+        (plus(slice(40, 42), np.array([-(10**6), 10**6])), "a count is below 0"),
+        (lambda counts: counts.astype(np.float64), "its counts are double, not int64"),
+        (lambda counts: [None, *counts[1:]], "a count is missing"),
     ],
 )
 def test_a_damaged_vocabulary_of_a_data_set_without_a_checksum(own_data, change, message):

@@ -96,7 +96,7 @@ def test_it_goes_on_after_damage_and_lists_all_of_it(own_data, in_process):
     edit_manifest(own_data, lambda content: content["statistics"]["label_mean"].update(test=0.5))
     code, out, err = in_process(preprocess, "check", own_data)
     lines = out.splitlines()
-    damaged = "a wrong checksum: it is damaged or was changed"
+    damaged = "it has a wrong checksum: it is damaged or was changed"
     missing = f"{own_data}/train/part-00002.arrow: it is missing{REMEDY}"
     shards = f"{counting.format_bytes((own_data / 'train/part-00000.arrow').stat().st_size * 2)}"
     assert code == 1
@@ -134,10 +134,10 @@ def column(name, change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda table: table.slice(1), "199 rows, not 200"),
-        (lambda table: table.drop_columns(["dense"]), "a wrong schema: label float, cat fixed_size_list"),
-        (column("label", lambda values: values.__setitem__(3, None)), "missing values in 'label'"),
-        (column("cat", lambda values: values[7].__setitem__(3, None)), "missing values in 'cat'"),
+        (lambda table: table.slice(1), "it has 199 rows, not 200"),
+        (lambda table: table.drop_columns(["dense"]), "it has a wrong schema: label float, cat fixed_size_list"),
+        (column("label", lambda values: values.__setitem__(3, None)), "it has missing values in 'label'"),
+        (column("cat", lambda values: values[7].__setitem__(3, None)), "it has missing values in 'cat'"),
         (
             column("label", lambda values: values.__setitem__(slice(9, 11), [0.5, 2])),
             "2 labels not 0 or 1, the first in row 9: 0.5",
@@ -174,7 +174,7 @@ def test_not_an_arrow_file(own_data):
     path = own_data / "train/part-00001.arrow"
     edit_manifest(own_data, lambda content: content["train"][1].update(sha256=manifest.checksum(path)))
     [found] = wrong(own_data)
-    assert found.startswith("train/part-00001.arrow: not an Arrow file (")
+    assert found.startswith("train/part-00001.arrow: it is not an Arrow file (")
 
 
 def test_all_that_is_wrong_with_one_shard(own_data):
@@ -206,7 +206,9 @@ def test_the_ids_of_bags(bag_data):
 def test_offsets_of_a_bag_that_cannot_be(bag_data, change):
     rewrite_bag(bag_data, change)
     [found] = wrong(bag_data)
-    assert found.startswith(("train/part-00001.arrow: broken lists (", "train/part-00001.arrow: not an Arrow file ("))
+    assert found.startswith(
+        ("train/part-00001.arrow: it has broken lists (", "train/part-00001.arrow: it is not an Arrow file (")
+    )
 
 
 def move_a_use(columns):
@@ -243,7 +245,7 @@ def widen_field(columns):
         ),
         (
             lambda columns: columns["count"].__setitem__(40, -1),
-            ["counts below 0", "1 wrong count of occurrences in training, the first of id 40 "],
+            ["it has counts below 0", "1 wrong count of occurrences in training, the first of id 40 "],
         ),
         (copy_value, ["ids 39 and 40 are both 'C1' value "]),
         (
@@ -259,15 +261,16 @@ def widen_field(columns):
             ["id 41 is of 'C99', which is out of order or not in "],
         ),
         (swap_fields, ["id "]),
-        (widen_field, ["space 'C1' has the ids 39..", "space 'C2' has the ids "]),
-        (lambda columns: [values.pop() for values in columns.values()], ["153 ids, not 154"]),
-        (lambda columns: columns["count"].__setitem__(3, None), ["missing values in 'count'"]),
+        (widen_field, ["the ids of 'C1' are 39..", "the ids of 'C2' are "]),
+        (lambda columns: [values.pop() for values in columns.values()], ["it has 153 ids, not 154"]),
+        (lambda columns: columns["count"].__setitem__(3, None), ["it has missing values in 'count'"]),
     ],
 )
 def test_what_is_wrong_with_the_vocabulary(tmp_path, change, messages):
     found = build(Synthetic(120, 2), tmp_path / "data", Options(threshold=3, rows_per_shard=50))
     messages = [
-        text.replace("153 ids, not 154", f"{found.schema.rows - 1} ids, not {found.schema.rows}") for text in messages
+        text.replace("it has 153 ids, not 154", f"it has {found.schema.rows - 1} ids, not {found.schema.rows}")
+        for text in messages
     ]
     edit_vocabulary(tmp_path / "data", change)
     lines = wrong(tmp_path / "data")
@@ -369,7 +372,7 @@ def test_a_manifest_in_another_order_is_the_same(own_data):
 def test_lines_that_were_set_aside(own_data):
     path = own_data / "rejected.tsv"
     path.write_text("a.csv\t1\tother columns\tx\n")
-    assert wrong(own_data) == ["rejected.tsv: a wrong checksum: it is damaged or was changed"]
+    assert wrong(own_data) == ["rejected.tsv: it has a wrong checksum: it is damaged or was changed"]
     path.unlink()
     assert wrong(own_data) == ["rejected.tsv: it is missing"]
 

@@ -155,7 +155,7 @@ def test_criteo(tmp_path, in_process):
     ids = [row for row in twins.vocabulary(tmp_path / "two") if row[1] not in (None, "")]
     assert [row[:2] for row in ids] == [("C1", A), ("C1", B), ("C2", B), ("C1", C.lower()), ("C2", A)]
     one, two = (manifest.read(tmp_path / name) for name in ("one", "two"))
-    assert f"ids      {one.schema.rows:,} kept from one, 2 new; numbers are scaled as there\n" in out
+    assert f"ids      {one.schema.rows:,} kept from one, 2 new; numbers are scaled as in that data set\n" in out
     assert two.schema.rows == one.schema.rows + 2
     assert two.statistics["dense_max"] == one.statistics["dense_max"]
     assert two.options["threshold"] == 0
@@ -259,14 +259,14 @@ def test_hash_buckets(tmp_path, in_process):
         out = tmp_path / f"two{len(given)}"
         code, said, _ = in_process(preprocess, "table", more, "--out", out, "--vocabulary", tmp_path / "one", *given)
         assert code == 0
-        assert "ids      hashed into as many buckets as in one; numbers are scaled as there\n" in said
+        assert "ids      hashed into as many buckets as in one; numbers are scaled as in that data set\n" in said
         one, two = manifest.read(tmp_path / "one"), manifest.read(out)
         assert two.schema == one.schema
         assert two.statistics["dense_max"] == one.statistics["dense_max"]
         assert check(out).wrong == []
     for given, message in (
-        (["--hash-buckets", "51"], "--hash-buckets 51: {one} has 50 buckets, whose ids --vocabulary keeps; leave it"),
-        (["--threshold", "3"], "--threshold has no effect with --vocabulary {one}, whose ids are hashed; leave it out"),
+        (["--hash-buckets", "51"], "--hash-buckets 51: {one} has 50 buckets, whose ids --vocabulary keeps; omit"),
+        (["--threshold", "3"], "--threshold has no effect with --vocabulary {one}, whose ids are hashed; omit --thr"),
         (["--frozen-vocabulary"], "--frozen-vocabulary has no effect with {one}, whose ids are hashed; leave it out"),
     ):
         refused(tmp_path, in_process, more, given, message.format(one=tmp_path / "one"))
@@ -285,16 +285,16 @@ def refused(tmp_path, in_process, path, given, message, command="table"):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--label", "c"], "--label c: {one} has y; leave it out: --vocabulary takes the columns from there"),
-        (["--numeric", "x,z"], "--numeric x, z: {one} has x; leave it out"),
-        (["--categorical", "c"], "--categorical c: {one} has c, d; leave it out"),
-        (["--bag", "g=;"], "--bag g=;: {one} has g=|; leave it out"),
-        (["--share", "d=c"], "--share d=c: {one} has none; leave it out"),
-        (["--positive", ">3"], "--positive >3: {one} has none; leave it out"),
-        (["--dense", "log"], "--dense: log here, but max in {one}, whose columns, ids and scaling --vocabulary keeps"),
+        (["--label", "c"], "--label c: {one} has y; leave the flag out: --vocabulary takes the columns from"),
+        (["--numeric", "x,z"], "--numeric x, z: {one} has x; leave the flag out"),
+        (["--categorical", "c"], "--categorical c: {one} has c, d; leave the flag out"),
+        (["--bag", "g=;"], "--bag g=;: {one} has g=|; leave the flag out"),
+        (["--share", "d=c"], "--share d=c: {one} has none; leave the flag out"),
+        (["--positive", ">3"], "--positive >3: {one} has none; leave the flag out"),
+        (["--dense", "log"], "--dense: this command has log, but {one} has max; --vocabulary keeps its columns, ids"),
         (
             ["--hash-buckets", "9"],
-            "--hash-buckets 9: {one} has a vocabulary, whose ids --vocabulary keeps; leave it out",
+            "--hash-buckets 9: {one} has a vocabulary, whose ids --vocabulary keeps; omit it",
         ),
         (
             ["--frozen-vocabulary", "--threshold", "2"],

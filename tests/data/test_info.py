@@ -279,7 +279,7 @@ def test_a_damaged_data_set_is_refused(own_data, in_process, tmp_path):
     (own_data / "train/part-00001.arrow").unlink()
     assert "part-00001.arrow: it is missing; preprocess" in in_process(preprocess, "info", own_data)[2]
     (own_data / "vocabulary.arrow").write_bytes(b"")
-    assert "vocabulary.arrow: a wrong checksum" in in_process(preprocess, "info", own_data)[2]
+    assert "vocabulary.arrow: it has a wrong checksum" in in_process(preprocess, "info", own_data)[2]
 
 
 def test_no_data_set(tmp_path, in_process):

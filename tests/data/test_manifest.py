@@ -109,9 +109,12 @@ def test_a_schema_that_cannot_be(change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda found: found.pop("rows"), "a number of ids in the schema is not an integer"),
-        (lambda found: found.update(rows="19"), "a number of ids in the schema is not an integer"),
-        (lambda found: found["spaces"][0].update(first=3.0), "a number of ids in the schema is not an integer"),
+        (lambda found: found.pop("rows"), "an id or a number of ids in the schema is not an integer"),
+        (lambda found: found.update(rows="19"), "an id or a number of ids in the schema is not an integer"),
+        (
+            lambda found: found["spaces"][0].update(first=3.0),
+            "an id or a number of ids in the schema is not an integer",
+        ),
         (lambda found: found.update(label=None), "a name in the schema is not text"),
         (lambda found: found["dense"].append(3), "a name in the schema is not text"),
         (lambda found: found["columns"][0].update(kind="list"), "is of kind 'list'"),

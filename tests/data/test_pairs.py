@@ -93,12 +93,12 @@ def test_bags(tmp_path):
 @pytest.mark.parametrize(
     ("trained", "served", "message"),
     [
-        (["yes", "no"], [True, False], "column 'u' is of type bool here, and its values were text in training"),
+        (["yes", "no"], [True, False], "column 'u' is of type bool, but its values were text in training"),
         (["a", "b"], pa.array([1], pa.date32()), "column 'u' is of type date32.* were text in training"),
         (
             pa.array([1, 2]),
             pa.array([1, 2], pa.timestamp("s")),
-            r"column 'u' is of type timestamp\[s\] here, and its values were of type int64 in training",
+            r"column 'u' is of type timestamp\[s\], but its values were of type int64 in training",
         ),
         (pa.array([1, 2]), [2.0**53], "row 1, column 'u': 9007199254740992 is a double of 2.53 or more"),
         (pa.array([1, 2]), pa.array([2**24], pa.float32()), "row 1, column 'u': 16777216 is a float of 2.24 or more"),
@@ -106,11 +106,15 @@ def test_bags(tmp_path):
         (pa.array([True, False]), [1, 2], "row 2, column 'u': 2 is neither true nor false"),
         (pa.array([True, False]), ["true", "yes"], "row 2, column 'u': 'yes' is not true or false"),
         (pa.array([1, 2], pa.date32()), ["01/02/2024"], "row 1, column 'u': '01/02/2024' is not a date or time"),
-        (pa.array([1, 2], pa.date32()), pa.array([1], pa.timestamp("s")), "has a time, and its values were dates in"),
+        (
+            pa.array([1, 2], pa.date32()),
+            pa.array([1], pa.timestamp("s")),
+            "has a time, but the column's values were dates in",
+        ),
         (
             pa.array([1, 2], pa.timestamp("s")),
             pa.array([1], pa.timestamp("s", "UTC")),
-            r"column 'u' is of type timestamp\[s, tz=UTC\] here, which has a time zone, and its values had none",
+            r"column 'u' is of type timestamp\[s, tz=UTC\] here, which has a time zone, but the column's values had",
         ),
         (["1", "1.0"], [1], "row 1, column 'u': 1 was written in several ways in training, each with its own id"),
         (["007", "7"], [7], "row 1, column 'u': 7 was written in several ways in training"),
@@ -127,8 +131,8 @@ def test_what_cannot_be_told_is_refused(tmp_path, trained, served, message):
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
-        (pa.array(["1.0", "2.0"]), pa.array([1, 2]), "it is text such as '1.0' here, and column 'u' is int64 in"),
-        (pa.array(["07", "2"]), pa.array([1, 2]), "it is text such as '07' here, and column 'u' is int64 in"),
+        (pa.array(["1.0", "2.0"]), pa.array([1, 2]), "the column has text such as '1.0', but column 'u' is int64 in"),
+        (pa.array(["07", "2"]), pa.array([1, 2]), "the column has text such as '07', but column 'u' is int64 in"),
     ],
 )
 def test_text_of_floats_beside_integers_is_two_values(refused_files, first, second, message):
@@ -180,7 +184,7 @@ def test_truth_values_as_numbers_and_a_header_with_blanks(tmp_path):
     column = lambda n: encoding.encode(pa.RecordBatch.from_pydict({"u": ["a"] * 3, "n": n})).dense[:, 0].tolist()  # noqa: E731
     assert column(["True", "FALSE", ""]) == column([True, False, None]) == column([1, 0, None]) == [1, 0, 0]
     (tmp_path / "blanks.csv").write_text("u, n\na,1\n")
-    with pytest.raises(UserError, match="has no column 'n'; it has u, ' n'; ' n' differs by blanks: take them out"):
+    with pytest.raises(UserError, match="has no column 'n'; it has u, ' n'; ' n' differs by blanks: remove the blanks"):
         rows_in(tmp_path / "blanks.csv", encoding, {"preset": "table"})
 
 

@@ -249,7 +249,7 @@ def test_compressed_files_in_a_folder_that_are_not_read(tmp_path, name, content,
     (tmp_path / "a.csv").write_text(CSV)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(
-        UserError, match=re.escape(f"{name}: {kind} files are not supported; decompress it, or write it as")
+        UserError, match=re.escape(f"{name}: {kind} files are not supported; decompress the file, or compress it as")
     ):
         Table([tmp_path], COLUMNS)
 
@@ -331,7 +331,9 @@ def test_a_file_that_changes_while_it_is_read(tmp_path, rows):
             os.utime(path, ns=(1, 1))
             return super().parse(block, hashed=hashed)
 
-    with pytest.raises(UserError, match="rows: the file changed while it was read; run again once it is still"):
+    with pytest.raises(
+        UserError, match="rows: the file changed while it was read; run again once nothing writes to it"
+    ):
         build(Growing([path]), tmp_path / "out", Options(threshold=1))
     assert [found.name for found in tmp_path.iterdir()] == ["rows"]
 

@@ -65,9 +65,9 @@ from tests.data.conftest import GOOD
         (["--label", "g", "--positive", ">3"], "good.csv, row 1, column 'g': 'a|b' is not a number"),
         (["--label", "y", "--positive", ">three"], "--positive >three: 'three' is not a number"),
         (["--label", "y", "--positive", ">nan"], "--positive >nan: 'nan' is not a number"),
-        (["--label", "y", "--test-after", "t=soon"], "--test-after: 'soon' is not a number, and not a date or time"),
-        (["--label", "y", "--test-after", "t=nan"], "--test-after: 'nan' is not a number, and not a date or time"),
-        (["--label", "y", "--test-after", "t=-nan(ind)"], "--test-after: '-nan(ind)' is not a number, and not a date"),
+        (["--label", "y", "--test-after", "t=soon"], "--test-after: 'soon' is neither a number nor a date or time"),
+        (["--label", "y", "--test-after", "t=nan"], "--test-after: 'nan' is neither a number nor a date or time"),
+        (["--label", "y", "--test-after", "t=-nan(ind)"], "--test-after: '-nan(ind)' is neither a number nor a date"),
         (["--label", "y", "--test-after", "g=3"], "good.csv, row 1, column 'g': 'a|b' is not a number"),
         (["--label", "y", "--test-after", "t=2024-01-01"], "row 1, column 't': '0' is not a time like 2024-01-01"),
         (
@@ -87,7 +87,7 @@ from tests.data.conftest import GOOD
         (["--label", "y", "--threshold", "1", "--hash-buckets", "9"], "--threshold has no effect with --hash-buckets"),
         (
             ["--label", "y", "--dense", "log"],
-            "--dense has no effect without --numeric; leave it out, or name numeric columns",
+            "--dense has no effect without --numeric; leave --dense out, or name numeric columns",
         ),
         (["--label", "y", "--dense", "log", "--numeric", ""], "--dense has no effect without --numeric"),
         (["--label", "y", "--dense", "minmax"], "invalid choice: 'minmax'"),
@@ -132,9 +132,9 @@ def test_no_column_with_ids(refused, good):
         ("\n\n", [], "t.csv: the file is empty"),
         ("y,c\n", [], "the input has no rows"),
         ("y,c", [], "the input has no rows"),
-        ("y,c\n1,a\n,b\n0,a\n", [], "t.csv, row 2, column 'y': it is missing"),
-        ("y,c\n1,a\nNA,b\n0,a\n", ["--positive", ">0"], "t.csv, row 2, column 'y': it is missing"),
-        ("y,c\n1,a\n,b\n0,a\n", ["--positive", "1"], "t.csv, row 2, column 'y': it is missing"),
+        ("y,c\n1,a\n,b\n0,a\n", [], "t.csv, row 2, column 'y': the value is missing"),
+        ("y,c\n1,a\nNA,b\n0,a\n", ["--positive", ">0"], "t.csv, row 2, column 'y': the value is missing"),
+        ("y,c\n1,a\n,b\n0,a\n", ["--positive", "1"], "t.csv, row 2, column 'y': the value is missing"),
         ("y,x,c\n1,5,a\n\n0,five,b\n", ["--numeric", "x"], "t.csv, row 2, column 'x': 'five' is not a number; name"),
         ("y,x,c\n1,5,a\n0,inf,b\n", ["--numeric", "x"], "t.csv, row 2, column 'x': inf is not a finite number"),
         ("y,x,c\n1,5,a\n0,1e999,b\n", ["--numeric", "x"], "t.csv, row 2, column 'x': inf is not a finite number"),
@@ -152,7 +152,7 @@ def test_no_column_with_ids(refused, good):
         (
             "y,t,c\n1,5,a\n0,,b\n",
             ["--test-after", "t=3"],
-            "t.csv, row 2, column 't': it is missing, but --test-after needs a value in every row",
+            "t.csv, row 2, column 't': the value is missing, but --test-after needs a value in every row",
         ),
         ("y,c,c\n1,a,b\n0,a,b\n", [], "t.csv has 2 columns named 'c'"),
         ("y,c\n1,a\n" + "0,b,c\n" * 5, [], "5 lines are malformed, more than 1% of all; the first is "),
@@ -180,8 +180,14 @@ def test_the_row_of_a_wrong_value_counts_malformed_ones(refused, tmp_path):
 def test_files_with_different_columns(refused, good, tmp_path):
     (tmp_path / "other.csv").write_text("y,x,c,g\n1,2,3,4\n")
     (tmp_path / "other.tsv").write_text("c\tt\ty\tg\tz\n1\t2\t3\t4\t5\n")
-    assert refused(good, "other.csv") == f"other.csv has other columns than {good}: only one of them has t"
-    assert refused(good, "other.tsv") == f"other.tsv has other columns than {good}: only one of them has x, z"
+    assert (
+        refused(good, "other.csv")
+        == f"other.csv has other columns than {good}: only one of them has t; make them equal"
+    )
+    assert (
+        refused(good, "other.tsv")
+        == f"other.tsv has other columns than {good}: only one of them has x, z; make them equal"
+    )
     assert "nowhere.csv: no such file" in refused(good, "nowhere.csv")
 
 
@@ -213,15 +219,17 @@ def test_files_that_write_a_value_otherwise(refused, tmp_path, values, one, othe
 
 def test_text_that_is_not_utf8(refused, tmp_path, monkeypatch):
     (tmp_path / "latin.csv").write_bytes("y,c\n1,Étoile\n".encode("latin-1"))
-    assert "latin.csv: byte 6 or near is not UTF-8; convert the file, such as with iconv" in refused("latin.csv")
+    assert "latin.csv: byte 6 or a byte near it is not UTF-8; convert the file, for example with iconv" in refused(
+        "latin.csv"
+    )
     (tmp_path / "wide.csv").write_text("y,c\n1,a\n", encoding="utf-16")
     assert refused("wide.csv") == "wide.csv: the file is UTF-16; convert it to UTF-8"
     (tmp_path / "cut.csv").write_bytes("y,c\n1,É".encode()[:-1])
-    assert "cut.csv: byte 6 or near is not UTF-8" in refused("cut.csv")
+    assert "cut.csv: byte 6 or a byte near it is not UTF-8" in refused("cut.csv")
     lines = b"y,c\n" + b"1,a\n" * 1_000_000 + b"0,\xff\n" + b"1,a\n" * 100_000
     (tmp_path / "late.csv").write_bytes(lines)
     monkeypatch.setattr("hostdev.data.preprocess.delimited.BLOCK_BYTES", 100_000)
-    assert "late.csv: byte 4,000,006 or near is not UTF-8" in refused("late.csv")
+    assert "late.csv: byte 4,000,006 or a byte near it is not UTF-8" in refused("late.csv")
 
 
 @pytest.mark.parametrize(
@@ -278,7 +286,7 @@ def test_names_that_are_none(refused, good):
     [
         (
             "y, c",
-            "it has y, ' c'; ' c' differs by blanks: take them out of the file, or give the name with them, as '\" c",
+            "it has y, ' c'; ' c' differs by blanks: remove the blanks from the file, or include them in NAME, as '\"",
         ),
         ("y,c ", "it has y, 'c '; 'c ' differs by blanks"),
         ("y,d", "it has y, d (from its first line; if that is a row, give --columns)"),

@@ -129,7 +129,7 @@ TABLE = {"y": [0, 1, 1], "c": ["a", "b", "c"], "x": [1.0, 2.5, None]}
             "x",
             [True, False, True],
             ["--test-after", "x=2024-01-01"],
-            "--test-after: '2024-01-01' is not a number, and not",
+            "--test-after: '2024-01-01' is neither a number nor",
         ),
         (
             "y",

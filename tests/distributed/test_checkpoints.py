@@ -196,7 +196,7 @@ def test_killed_at_random_moments_and_started_again(alone, processes, small_data
     ("arguments", "words"),
     [
         (("reshard", "x", "--ranks", 0, "--out", "y"), "--ranks must be at least 1, not 0"),
-        (("merge", "nowhere", "--out", "y"), "there is no nowhere"),
+        (("merge", "nowhere", "--out", "y"), "nowhere does not exist"),
     ],
 )
 def test_refused(arguments, words, capsys):

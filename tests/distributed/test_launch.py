@@ -32,7 +32,7 @@ def test_the_processes_of_a_server(command, table, tmp_path):
     done = command("hostdev.launch", *options, "--", "-c", SHOW)
     assert (done.returncode, done.stderr) == (0, "")
     first, shown, last = done.stdout.splitlines()
-    assert first == f"2 of 3 ranks here (10.9.9.1): 0, 1; logs in {logs}"
+    assert first == f"2 of 3 ranks on this host (10.9.9.1): 0, 1; logs in {logs}"
     assert (shown, last) == (f"0 4 {path}", "training succeeded")
     assert [(logs / f"rank{rank}" / "output.log").read_text() for rank in (0, 1)] == [f"0 4 {path}\n", f"1 5 {path}\n"]
     for rank in (0, 1):
@@ -44,7 +44,7 @@ def test_this_host_is_found_by_its_address(in_process, table, tmp_path):
     path = table(server("elsewhere", [0]), server("here", [1], host_nic_ip="127.0.0.1"))
     code, out, _ = in_process(launch, "--rank-table", path, "--log-dir", tmp_path / "logs", "--", "-c", SHOW)
     assert code == 0
-    assert out.startswith("1 of 2 ranks here (here): 1; logs in")
+    assert out.startswith("1 of 2 ranks on this host (here): 1; logs in")
     assert (tmp_path / "logs" / "rank1" / "output.log").read_text() == f"1 5 {path}\n"
 
 

@@ -109,7 +109,7 @@ def test_spawn_under_a_launcher(refused, as_one_of):
     ids=lambda flags: flags[0],
 )
 def test_what_has_no_effect_in_one_process(refused, flags):
-    assert f"{flags[0]} has no effect in one process; leave it out, or start several" in refused(*MIX, *flags)
+    assert f"{flags[0]} has no effect in one process; omit it, or start several" in refused(*MIX, *flags)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from hostdev.train.build import count_uses, groups_of, ids_of, known_counts
 from hostdev.train.cache_advice.rates import host_costs
 
 SHARES = ("0.1%", "0.5%", "1%", "2%", "5%", "10%", "20%", "50%", "100%")
-_WORTH = 1.05  # a smaller cache may cost this factor of the least time
+_WORTH = 1.05  # a smaller cache may take this many times the least time
 _UNKNOWN = Costs(0, 0, 0)
 _PLANS_PART, _MOST_BYTES = 4, 3 << 30  # plans take 1 / 4 of the free memory; plans and counts at most 3 GiB
 _RATED = 9  # batches to measure the host's work
@@ -43,7 +43,7 @@ class Group:
 
     @classmethod
     def of(cls, model: Model, names: Sequence[str]) -> "Group":
-        """Return the group of these tables of a model."""
+        """Return the group of the model's tables `names`."""
         specs = [model.tables[name] for name in names]
         return cls(tuple(names), specs[0].rows, tuple(spec.shape for spec in specs))
 
@@ -65,7 +65,7 @@ class Group:
 
 @dataclass
 class Point:
-    """Caches of one policy and size, one for each group, over the second half of the batches.
+    """Caches of one policy and size, one for each group, simulated over the batches and measured in their second half.
 
     A point of the optimum holds lower bounds for this size; different caches may attain different bounds.
     """
@@ -159,7 +159,7 @@ class Point:
 
     @property
     def is_optimum(self) -> bool:
-        """Whether these are lower bounds rather than caches."""
+        """Whether this point holds lower bounds instead of caches."""
         return all(cache.least for cache in self.caches)
 
     def _least(self, number: int) -> float:
