@@ -250,11 +250,11 @@ def widen_field(columns):
         (copy_value, ["ids 39 and 40 are both 'C1' value "]),
         (
             lambda columns: columns["value"].__setitem__(3, "x"),
-            ["ids without a value are not exactly the first 39"],
+            ["the ids without a value are not exactly the first 39"],
         ),
         (
             lambda columns: columns["value"].__setitem__(41, None),
-            ["ids without a value are not exactly the first 39"],
+            ["the ids without a value are not exactly the first 39"],
         ),
         (
             lambda columns: columns["field"].__setitem__(41, "C99"),

@@ -155,7 +155,7 @@ def test_archives_and_formats_that_are_not_read(tmp_path, rows):
     with pytest.raises(UserError, match=r"two.tar: the archive must have a train.txt, but has a.txt, b.txt"):
         CriteoText([tmp_path / "two.tar"])
     (tmp_path / "text.xz").write_bytes(b"\xfd7zXZ\0")
-    with pytest.raises(UserError, match=r"text.xz: xz files are not supported; decompress it"):
+    with pytest.raises(UserError, match=r"text.xz: xz files are not supported; decompress the file"):
         CriteoText([tmp_path / "text.xz"])
     (tmp_path / "nothing").mkdir()
     with pytest.raises(UserError, match=r"nothing: the folder has no readable file"):
