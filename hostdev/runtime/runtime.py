@@ -70,6 +70,8 @@ class Runtime(FrameworkLoaders):
         features: For each name, a table, a tuple of tables that are looked up with the same ids, or a `Feature` of
             these. Several features may share a table.
         device: Where the rows go: "auto", "cpu", "cuda", ..., or a torch.device.
+            On the CPU, torch's idle threads spin for a shorter time from now on and glibc keeps freed memory, for the
+            whole process, unless GOMP_SPINCOUNT or OMP_WAIT_POLICY, or glibc's MALLOC_ variables, are set.
         cache: Hot rows on the device: a number of rows or a share of each table such as "10%", or a `CacheSpec`; or a
             dict of these by table name, for that table and those that are looked up with the same ids.
         depth: Number of batches that are read and looked up ahead of the one in its step; 0 runs the stages serially.
