@@ -217,7 +217,7 @@ def _wrong_counts(column: Any, uses: int) -> str | None:
 
 
 def _check(found: Manifest, path: Path) -> None:
-    """Raise UserError for invalid values."""
+    """Raise UserError if a value of the manifest is invalid."""
     shards = [*found.train, *found.test]
     statistics = found.statistics if isinstance(found.statistics, dict) else {}
     for what, right in (

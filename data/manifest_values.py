@@ -13,7 +13,7 @@ _OPTIONS: dict[str, Any] = {
     "bags": dict[str, str | None],
     "threshold": int | None,
 }
-_SCALES = ("dense_max", "dense_mean", "dense_deviation")  # of each numeric column
+_SCALES = ("dense_max", "dense_mean", "dense_deviation")  # a value for each numeric column
 _NEEDED = {"max": _SCALES[:1], "log": _SCALES[:1], "standard": _SCALES[1:]}
 
 

@@ -78,7 +78,7 @@ class Record(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """The first difference of two runs."""
+    """The first step, tensor and row in which two runs differ."""
 
     step: int
     tensor: str

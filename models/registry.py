@@ -101,7 +101,7 @@ def make(
 
 
 def _load(name: str) -> Any:
-    """Import the class of a name."""
+    """Import the model class that `name` stands for."""
     module, _, attribute = NAMES.get(name, name).partition(":")
     if not (module and attribute) or module.startswith("."):
         raise UserError(

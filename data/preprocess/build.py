@@ -106,7 +106,7 @@ class _Build:
             later = entries[len(pieces) :] if intact == len(facts) else []
             learned = self._is_learned(later, workers)
             if not learned:
-                later = later[:1]  # the entry "parsed"
+                later = later[:1]  # keeps only the entry "parsed"
             self._work.rewrite(pieces[:intact] + later)
             if learned:
                 self._facts = facts

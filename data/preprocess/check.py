@@ -75,7 +75,7 @@ class Totals:
     bags: dict[str, int] = field(default_factory=dict)
 
     def add(self, other: "Totals") -> None:
-        """Add the sums of other rows."""
+        """Add the sums over other rows."""
         self.known = self.known and other.known
         for name in ("rows", "positive", "uses", "out"):
             setattr(self, name, getattr(self, name) + getattr(other, name))

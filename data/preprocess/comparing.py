@@ -15,7 +15,7 @@ from hostdev.core.errors import UserError
 from hostdev.data.preprocess.columns import WrongValueError, cast, classify_type, decoded, trimmed
 
 _TIME_OF_DAY = re.compile(r"(\d\d):(\d\d)(?::(\d\d)(?:\.(\d{1,9}))?)?", re.ASCII)
-_EXACT = 2.0**53  # from here on, a float64 may stand for several integers
+_EXACT = 2.0**53  # a float64 of this size or more may stand for several integers
 _DIGITS = 400  # more digits than any float64 or decimal has
 
 

@@ -122,7 +122,7 @@ class DelimitedFile:
         lines = start[:end] if len(start) == HEAD_BYTES else start + b"\n"
         self._check_encoding(lines, 0)
         values = lines.partition(b"\n")[0].count(self._delimiter) + 1
-        if values > MOST_COLUMNS:  # Arrow's parser needs some KiB for each
+        if values > MOST_COLUMNS:  # Arrow's parser needs some KiB for each value
             raise UserError(
                 f"{self.input.name}: the first line has {values:,} values between {self.shown}, more than "
                 f"{MOST_COLUMNS:,}; check --delimiter"
@@ -150,7 +150,7 @@ class DelimitedFile:
                     "of several characters cannot be read; remove that character"
                 )
             text = text.replace(self._delimiter, _STAND_IN)
-        return text if text.endswith(b"\n") else text + b"\n"  # Arrow ignores a single row without it
+        return text if text.endswith(b"\n") else text + b"\n"  # Arrow ignores a single row without a line end
 
     def _read(self, text: bytes, names: list[str] | None, used: Sequence[str] | None, on_invalid: Any) -> pa.Table:
         delimiter = self._delimiter if len(self._delimiter) == 1 else _STAND_IN

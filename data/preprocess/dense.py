@@ -27,7 +27,7 @@ class Scaling(Protocol):
         """
 
     def statistics(self) -> dict[str, Any]:
-        """Return the manifest's statistics."""
+        """Return the statistics that the manifest stores."""
 
 
 def make_scaling(mode: str, names: tuple[str, ...], *, signed: bool) -> Scaling:
@@ -59,7 +59,7 @@ class _Fixed:
         return _rounded((numbers - self._mean) / divisor, self._names)
 
     def statistics(self) -> dict[str, Any]:
-        """Return means and standard deviations."""
+        """Return the means and the standard deviations for the manifest."""
         return {"dense_mean": self._mean.tolist(), "dense_deviation": self._deviation.tolist()}
 
 
@@ -92,7 +92,7 @@ class ByMaximum:
         return _rounded(numbers / divisor, self._names)
 
     def statistics(self) -> dict[str, Any]:
-        """Return the maxima."""
+        """Return the maxima for the manifest."""
         return {"dense_max": self.maximum.tolist()}
 
 
@@ -105,7 +105,7 @@ class Standard:
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self._names = names
-        self._rest: list[Numbers] = []  # less than a block
+        self._rest: list[Numbers] = []  # rows not summed yet, less than a block
         self._waiting = 0
         self._count, self._mean, self._squares = (np.zeros(len(names)) for _ in range(3))
         self._low, self._high = np.full(len(names), np.inf), np.full(len(names), -np.inf)

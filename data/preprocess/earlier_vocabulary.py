@@ -164,7 +164,7 @@ class _Kept:
         return self._scaling.transform(numbers)
 
     def statistics(self) -> dict[str, Any]:
-        """Return the manifest's statistics."""
+        """Return the statistics that the manifest stores."""
         return self._scaling.statistics()
 
 

@@ -54,7 +54,7 @@ class FirstPass:
         self._survey = survey
 
     def path(self, number: int) -> Path:
-        """Return a piece's file."""
+        """Return the path of a piece's file."""
         return self._work.pieces / f"{number:06d}.arrow"
 
     def resume(self, facts: list[Facts]) -> None:
@@ -110,7 +110,7 @@ class FirstPass:
             self._first = self._first or rows.rejected[0]
         begin = self._rows
         self._pass(block.end.input, len(rows) + len(rows.rejected), len(rows), len(rows.rejected))
-        self._check_rejected(self._source.most_rows)  # no need to read on
+        self._check_rejected(self._source.most_rows)  # fails early, as more lines cannot help
 
         def write() -> Written:
             test = rows.test

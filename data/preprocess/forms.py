@@ -121,11 +121,11 @@ class Written:
         return "text such as " + " and ".join(map(repr, examples))
 
     def merge(self, other: "Written") -> "Written":
-        """Return the union of both."""
+        """Return the union of the forms and of the types."""
         return Written(self.forms | other.forms, tuple(dict.fromkeys([*self.types, *other.types])))
 
     def as_json(self) -> dict[str, Any]:
-        """Return the manifest's entry."""
+        """Return the entry that the manifest stores."""
         return {"types": list(self.types), "forms": format_names(self.forms)}
 
 

@@ -75,7 +75,7 @@ class Totals:
 
     @staticmethod
     def empty(found: Manifest) -> "Totals":
-        """Return the sums over no rows."""
+        """Return the sums for a split without rows."""
         dense, columns = len(found.schema.dense), len(found.schema.columns)
 
         def zeros(n: int) -> Counts:
@@ -94,7 +94,7 @@ class Totals:
         )
 
     def add(self, other: "Totals") -> None:
-        """Add the sums of other rows."""
+        """Add the sums over other rows."""
         for name, values in vars(other).items():
             combine = {"low": np.minimum, "high": np.maximum}.get(name, np.add)
             setattr(self, name, combine(getattr(self, name), values))
@@ -212,7 +212,7 @@ def _count_hashed(folder: Path, found: Manifest, test: Totals) -> dict[str, Curv
     schema = found.schema
     if not schema.spaces:
         return {}
-    buckets = schema.spaces[0].size  # of all id spaces
+    buckets = schema.spaces[0].size  # the same for all id spaces
     size = buckets * count_bytes(found.uses("train"))
     curve_bytes = size + 8 * buckets  # for a curve: sorted counts and their sums
     require_room(folder, buckets, size + curve_bytes)

@@ -46,7 +46,7 @@ def draw(info: Information, out: Path) -> None:
         _draw_coverage(panels["coverage"], info, wide=not narrow)
         _entitle(panels["coverage"], "Ids of the test rows", lines=lines)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"Glyph .* missing from", UserWarning)  # drawn as a box
+        warnings.filterwarnings("ignore", r"Glyph .* missing from", UserWarning)  # a missing glyph is drawn as a box
         pictures.save(figure, out)
 
 
@@ -123,7 +123,7 @@ def _draw_coverage(axes: Any, info: Information, *, wide: bool) -> None:
 
 
 def _draw_rates(axes: Any, names: Sequence[str], rates: dict[str, list[float]], *, wide: bool) -> None:
-    """Draw two bars for each name."""
+    """Draw two bars for each name: the rates of training and of test rows."""
     place = np.arange(len(names))
     for split, name, side in (("train", "training rows", -0.2), ("test", "test rows", 0.2)):
         axes.bar(place + side, rates[split], 0.4, color=_COLORS[split], label=name)

@@ -34,7 +34,7 @@ class Options:
             raise UserError(f"--rows-per-shard must be at least 1, not {self.rows_per_shard}")
 
     def as_json(self) -> dict[str, Any]:
-        """Return the manifest's entry, without options that have no effect."""
+        """Return the entry that the manifest stores, without options that have no effect."""
         drawn = self.test_fraction is not None
         return {name: value for name, value in asdict(self).items() if drawn or name not in ("test_fraction", "seed")}
 

@@ -63,7 +63,7 @@ class Facts:
     forms: dict[str, list[int]] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the journal's entry."""
+        """Return the entry that the journal stores."""
         return asdict(self)
 
     @classmethod
@@ -90,7 +90,7 @@ class Piece:
             self._record = pa.ipc.open_file(source).get_batch(0)
 
     def array(self, name: str) -> Array:
-        """Return a column of numbers."""
+        """Return the column `name` of the piece, which must hold numbers."""
         values: Array = self._record[name].values.to_numpy()
         return values
 
@@ -120,7 +120,7 @@ def write_piece(
     n = int(len(test) - np.count_nonzero(test)), int(np.count_nonzero(test))
     label = part.label.astype(np.uint8)
     values = [_halves(lengths, n[0]) for _, lengths in part.bags]
-    ends = [n] * len(layout.ids) + values  # of each column with ids: values of the training rows, and of the others
+    ends = [n] * len(layout.ids) + values  # for each column with ids: numbers of values in training and in test rows
     content: dict[str, Any] = {"label": label, "numbers": narrowed(part.numbers.ravel())}
     content |= {f"lengths {i}": lengths for i, (_, lengths) in enumerate(part.bags)}
     if hashed is not None:

@@ -64,7 +64,7 @@ class RawRows:
     bags: Bags = ()  # for each bag, the concatenated keys of all rows [N] and the rows' lengths [n]
     rejected: RejectedLines = field(default_factory=RejectedLines)
     test: npt.NDArray[np.bool_] | None = None  # [n], marks test rows; None: they are drawn later
-    texts: Mapping[str, pa.Array] | None = None  # by id space, the values that keys number
+    texts: Mapping[str, pa.Array] | None = None  # by id space, the values; keys are indices into them
     missing: Mapping[str, int] = field(default_factory=dict)  # by id space, the key of a missing value
     forms: Mapping[str, frozenset[int]] = field(default_factory=dict)  # by column with ids, how its values are written
 
@@ -95,7 +95,7 @@ class Block(NamedTuple):
     """Unparsed rows of one input of a source."""
 
     content: Any
-    file: str  # name for errors
+    file: str  # the input's name in error messages
     end: Place
     size: int  # in the source's `unit`s
 

@@ -101,7 +101,7 @@ def _format_text(values: pa.StringArray, written: Written, *, hashed: bool) -> T
         return plain
     forms = each_form(values)
     unlike = ~np.isin(forms, list(written.forms))
-    if widths := written.forms & PADDED:  # 1 may be 01
+    if widths := written.forms & PADDED:  # training may have written 1 as 01
         short = pc.less(pc.utf8_length(values), max(widths) - kernel.PADDED).to_numpy(zero_copy_only=False)
         unlike |= (forms == kernel.INTEGER) & short
     if not unlike.any():
@@ -270,7 +270,7 @@ def _padded(integers: pa.Array, width: int) -> pa.Array:
 
 
 def _format_bools(values: pa.Array, written: Written) -> Texts:
-    """Return training's texts for booleans."""
+    """Return the texts that booleans may have had in training."""
     require_type(values.type, written)
     if not written.forms & BOOLS:
         return _numbers(pc.if_else(values, "1", "0"), written)
@@ -314,7 +314,7 @@ def large_float(shown: str) -> str:
     )
 
 
-_LARGEST_EXPONENT = 400  # decimal; a float's are smaller
+_LARGEST_EXPONENT = 400  # decimal; the exponents of floats are smaller
 
 
 def _shortest(text: str) -> str:

@@ -23,7 +23,7 @@ from hostdev.kernels.pool import host_threads
 T = TypeVar("T")
 Ids = npt.NDArray[Any]
 
-MOST_ROWS = 1 << 16  # in a part
+MOST_ROWS = 1 << 16  # maximum number of rows in a part
 REMEDY = "preprocess the data again, or copy it again from an intact source"
 
 

@@ -23,7 +23,7 @@ from hostdev.data.preprocess.raw import BEGINNING, Block, Place, RawRows
 from hostdev.kernels.counter import key64, mix64
 from hostdev.kernels.criteo import EMPTY
 
-GENERATOR_VERSION = 1  # changes when a seed yields other rows
+GENERATOR_VERSION = 1  # must change when the rows of a seed change
 CHUNK_ROWS = 1 << 16
 _SQRT_12 = math.sqrt(12.0)
 
@@ -142,7 +142,7 @@ class Synthetic:
         """Do nothing: generated rows cannot change."""
 
     def options(self) -> dict[str, Any]:
-        """Return the manifest's entry."""
+        """Return the options that the manifest records for synthetic rows."""
         return {"preset": "synthetic"}
 
     def _chunk(self, number: int, n: int) -> RawRows:

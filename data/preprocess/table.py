@@ -95,7 +95,7 @@ class TableOptions:
         return tuple(pair[0] for pair in (self.test_column, self.test_after) if pair is not None)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the manifest's entry."""
+        """Return the entry that the manifest stores."""
         return {**vars(self), "bags": dict(self.bags), "share": dict(self.share)}
 
 
@@ -118,7 +118,9 @@ class Table:
         self._used = options.used()
         self._owners = dict(options.share)  # columns with the ids of another column
         self._files = [_open(path, options) for path in expand(files, is_table)]
-        self._types: dict[str, tuple[str, pa.DataType, TableFile, str]] = {}  # by id space: the first known type
+        self._types: dict[
+            str, tuple[str, pa.DataType, TableFile, str]
+        ] = {}  # by id space: the first known type and its column
         for file in self._files:
             self._check_columns(file)
         self.layout = options.layout()
@@ -197,7 +199,7 @@ class Table:
             raise WrongRowError(file.input.name, chunk.number(error.row), reason) from None
         except pa.ArrowMemoryError:
             raise
-        except pa.ArrowException as error:  # unforeseen
+        except pa.ArrowException as error:  # an unforeseen type or value
             kind = short(file.get_type(name))
             raise UserError(
                 f"{file.input.name}, column {name!r}: its values, of type {kind}, cannot be read "

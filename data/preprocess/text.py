@@ -43,7 +43,7 @@ def whole_lines(
         rest, before = b"", stream.taken() if source.plain else 0
         while piece := stream.read(block_bytes):
             end = last_end(piece)
-            continued = 0 if end else len(piece)  # rest of a line that began before
+            continued = 0 if end else len(piece)  # bytes of a line that began in an earlier block
             if end and rest and last_end is newline:
                 continued = piece.index(b"\n") + 1
             if len(rest) + continued > most:

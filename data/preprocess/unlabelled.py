@@ -30,7 +30,7 @@ class Part(NamedTuple):
 
 
 class Rows(Protocol):
-    """A file's rows."""
+    """The rows of a file, encoded part by part."""
 
     total: int  # bytes
     labelled: bool  # whether there is a column of labels; single labels may be missing

@@ -24,7 +24,7 @@ FormatKeys = Callable[[Ids], pa.Array]
 
 _WRITTEN_AT_ONCE = 1 << 20  # rows per batch of the vocabulary's file
 _WRITTEN_BYTES = 1 << 28  # limit of the texts in a batch
-_AT_ONCE = 1 << 20  # values
+_AT_ONCE = 1 << 20  # values handled at a time
 _DIGITS = 20  # maximum number of an integer's digits
 _ID_BYTES = 8  # per value, once ids are assigned
 _WRITTEN_ROW = 64  # bytes per row during writing, plus two copies of its text
@@ -131,7 +131,7 @@ class Vocabulary:
         spaces = []
         first = len(self._layout.dense) + len(self._values) if self._earlier is None else self._earlier.rows
         for number, (space, values) in enumerate(zip(self._begun, self._values, strict=True)):
-            # The last element serves unseen values, which are found at -1.
+            # The last element is the id of unseen values, whose position is -1.
             ids = np.full(len(values.uses) + 1, space.oov, np.int64)
             done = size = 0
             for begin, count in space.segments:

@@ -61,7 +61,7 @@ def _add_export(to: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str], prog: str = PROG) -> int:
-    """Run one of the commands."""
+    """Parse the command line and run the sub-command."""
     arguments = parser(prog).parse_args(argv)
     for name in ("keep", "ranks"):
         number = getattr(arguments, name, None)

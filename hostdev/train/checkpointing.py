@@ -87,7 +87,7 @@ class Progress:
         self.rows.append(rows)
 
     def as_values(self) -> dict[str, Any]:
-        """Return the values for a checkpoint."""
+        """Return the progress as values for a checkpoint."""
         arrays = {name: np.array(getattr(self, name)) for name in ("wide", "deep", "rows")}
         return {"steps": self.steps, "seconds": self.seconds, **arrays}
 
@@ -410,7 +410,7 @@ class CheckpointSchedule:
         return self._failing
 
     def summary(self) -> dict[str, Any]:
-        """Return the entry in summary.json."""
+        """Return the entry for summary.json."""
         return {
             "path": str(self.manager.path),
             "saved": self._count,

@@ -11,7 +11,7 @@ from hostdev.runtime.loop import NonFiniteError
 
 
 class Losses(NamedTuple):
-    """A step's losses."""
+    """A step's wide loss and deep loss."""
 
     wide: float
     deep: float

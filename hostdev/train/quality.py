@@ -8,7 +8,7 @@ from hostdev.train.trainer import Evaluation
 
 
 class Point(NamedTuple):
-    """An evaluation."""
+    """The evaluation after an epoch."""
 
     epoch: int  # from 1
     step: int  # since the start of training

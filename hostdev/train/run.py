@@ -165,7 +165,7 @@ class Run:
         self.lock = threading.Lock()  # for counters and logs, which the watcher of signals may finish
 
     def _resume(self, start: checkpointing.Start) -> None:
-        """Load a checkpoint."""
+        """Load progress, evaluations, rows and layers from a checkpoint."""
         more = start.more
         if more["device"] != self.device.type:
             print(f"NOT EXACT: {start.path} was trained on {more['device']}; {self.device.type} differs in some bits")

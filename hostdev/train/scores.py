@@ -139,7 +139,7 @@ class Scores:
 
 
 class _Run(NamedTuple):
-    """Sorted keys in a file."""
+    """A sorted run of keys in the file."""
 
     offset: int  # bytes
     size: int

@@ -59,7 +59,7 @@ class Group:
 
     @property
     def costs(self) -> Costs:
-        """Costs of a row in bytes."""
+        """Bytes that a row moves when it bypasses, is admitted or is evicted."""
         return Costs.of(self.passing, self.whole)
 
 
