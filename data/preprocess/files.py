@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -10,7 +9,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from hostdev.core.errors import UserError
 from hostdev.core.printable import printable
@@ -19,7 +17,7 @@ from hostdev.data.preprocess.columns import WrongValueError, check_text
 from hostdev.data.preprocess.inputs import COMPRESSED, AnyInput, Input, unreadable
 from hostdev.data.preprocess.raw import WrongRowError
 from hostdev.data.preprocess.rejected import RejectedLines
-from hostdev.data.preprocess.text_bytes import rows_for_text
+from hostdev.data.preprocess.row_groups import GroupSize, RowGroups, open_parquet
 
 CHUNK_ROWS = 1 << 16
 CHUNK_VALUES = 1 << 21  # list elements
@@ -121,27 +119,10 @@ def _fitting(sizes: Iterable[npt.NDArray[np.int64]], most: int, n: int) -> int:
     return max(1, int(np.searchsorted(ends, most, "right")))
 
 
-def _rows_at_once(group: Any, used: Sequence[str]) -> int:
+def _rows_at_once(size: GroupSize) -> int:
     """Return the number of a row group's rows to decode at once: half of a chunk if they are large."""
-    mine = _read_columns(group, used)
-    values = sum(one.num_values for one in mine if one.path_in_schema not in used)
-    text = sum(one.total_uncompressed_size for one in mine if one.physical_type == "BYTE_ARRAY")
-    per_row = max(values / CHUNK_VALUES, text / CHUNK_BYTES) / max(1, group.num_rows)
+    per_row = max(size.list_values / CHUNK_VALUES, size.text_bytes / CHUNK_BYTES) / max(1, size.rows)
     return CHUNK_ROWS if 2 * CHUNK_ROWS * per_row <= 1 else max(1, int(0.5 / per_row))
-
-
-def _read_columns(group: Any, used: Sequence[str]) -> list[Any]:
-    """Return the metadata of those columns of a row group that are read."""
-    inside = tuple(f"{name}." for name in used)  # a list's path has a suffix that depends on the writer
-    columns = (group.column(i) for i in range(group.num_columns))
-    return [one for one in columns if one.path_in_schema in used or one.path_in_schema.startswith(inside)]
-
-
-@contextmanager
-def _parquet(path: Path) -> Iterator[pq.ParquetFile]:
-    """Open a Parquet file, whose name need not be valid UTF-8."""
-    with pa.OSFile(os.fsencode(path)) as source, pq.ParquetFile(source) as file:
-        yield file
 
 
 def _names(path: Path, schema: pa.Schema) -> tuple[str, ...]:
@@ -169,7 +150,7 @@ class ParquetTable:
     def __init__(self, source: Input) -> None:
         self.input, path = source, source.path
         try:
-            with _parquet(path) as file:
+            with open_parquet(path) as file:
                 self._schema = file.schema_arrow
                 self.most_rows = file.metadata.num_rows
         except UnicodeDecodeError as error:
@@ -188,15 +169,16 @@ class ParquetTable:
         each = self.input.size / max(1, self.most_rows)
         try:
             alone = any(_is_list_of_dictionary(self.get_type(name)) for name in used)
-            with _parquet(path) as file:
-                ends = np.cumsum([file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)])
-                first = int(np.searchsorted(ends, offset, "right"))  # the group that contains the row
-                row = int(ends[first - 1]) if first else 0
-                while first < len(ends):  # some groups at a time, as the reader caches what it has read
-                    rows = _rows_at_once(file.metadata.row_group(first), used)
-                    last = first + 1 if alone else min(int(np.searchsorted(ends, row + rows)) + 1, len(ends))
+            with open_parquet(path) as file, RowGroups.open(path, used) as groups:
+                first = int(np.searchsorted(groups.ends, offset, "right"))  # the group that contains the row
+                row = int(groups.ends[first - 1]) if first else 0
+                while first < len(groups.ends):  # some groups at a time, as the reader caches what it has read
+                    rows = _rows_at_once(groups.size(first))
+                    last = first + 1
+                    if not alone:
+                        last = min(int(np.searchsorted(groups.ends, row + rows)) + 1, len(groups.ends))
                     for number in range(first, last):
-                        rows = rows_for_text(path, number, _read_columns(file.metadata.row_group(number), used), rows)
+                        rows = groups.rows_for_text(number, rows)
                     for batch in file.iter_batches(rows, row_groups=list(range(first, last)), columns=list(used)):
                         rest = batch.slice(max(0, offset - row))
                         row += len(batch)

@@ -13,7 +13,7 @@ from hostdev.commands import preprocess
 from hostdev.core import cli
 from hostdev.core.errors import TransientError, UserError
 from hostdev.data import manifest, shard_files
-from hostdev.data.preprocess import files, text_bytes
+from hostdev.data.preprocess import files, row_groups
 from hostdev.data.preprocess.inputs import Input
 from hostdev.data.preprocess.table import Table, TableOptions
 from hostdev.data.shards import ShardReader
@@ -44,7 +44,7 @@ def test_many_columns_are_read(tmp_path):
 @pytest.mark.parametrize("nested", [False, True])
 def test_long_texts_of_a_dictionary_are_decoded_a_few_rows_at_a_time(tmp_path, monkeypatch, nested):
     """A file of 3 KB had 4.2 GiB of them decoded at once."""
-    monkeypatch.setattr(text_bytes, "MOST_BYTES", 1 << 22)
+    monkeypatch.setattr(row_groups, "MOST_BYTES", 1 << 22)
     value, n = "a" * 60_000, 4000
     texts = pa.array(["b", *[value] * (n - 1)]).dictionary_encode()
     if nested:

@@ -194,12 +194,25 @@ def test_damaged_files(refused, tmp_path):
     assert "old.feather: this is Feather version 1; write it again" in refused("old.feather")
 
 
-def test_a_row_groups_column_whose_name_is_not_utf8(refused, tmp_path):
-    """The schema's name is: the footer has each twice."""
+@pytest.mark.parametrize("name", [b"d", b"\xff"])
+def test_a_row_groups_column_has_another_name_than_the_schemas(refused, tmp_path, name):
+    """The footer has each name twice. A name that is not UTF-8 was a traceback."""
     path = tmp_path / "t.parquet"
     pq.write_table(pa.table({"y": [0, 1] * 5, "c": range(10)}), path)
     content = path.read_bytes()
     path_in_schema = content.rfind(b"\x18\x01c")  # of Thrift's compact protocol: a list with a text of one byte
-    path.write_bytes(content[: path_in_schema + 2] + b"\xff" + content[path_in_schema + 3 :])
+    path.write_bytes(content[: path_in_schema + 2] + name + content[path_in_schema + 3 :])
     assert pq.read_schema(path).names == ["y", "c"]
+    assert "t.parquet: the Parquet file is broken (" in refused("t.parquet")
+
+
+def test_a_row_groups_column_that_does_not_fit_the_schema(refused, tmp_path):
+    """pyarrow's `RowGroupMetaData.column` ends the process with a C++ exception."""
+    path = tmp_path / "t.parquet"
+    pq.write_table(pa.table({"y": [0, 1] * 5, "c": range(10)}), path)
+    content = path.read_bytes()
+    optional = b"\x15\x04\x25\x02\x18\x01c"  # of the schema in Thrift's compact protocol: int64, optional, "c"
+    assert content.count(optional) == 1  # the column's statistics have a histogram of two definition levels
+    path.write_bytes(content.replace(optional, optional.replace(b"\x02", b"\x00")))
+    assert not pq.read_schema(path).field("c").nullable
     assert "t.parquet: the Parquet file is broken (" in refused("t.parquet")

@@ -1,0 +1,110 @@
+"""Sizes of a Parquet file's row groups, by which its rows are decoded a bounded amount at a time."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from hostdev.data.preprocess import columns as arrow
+
+MOST_BYTES = 1 << 27  # maximum text in rows decoded together
+_LARGE = 1 << 13  # bytes; columns with smaller chunks do not limit the rows
+_BUFFER = 1 << 12  # bytes read ahead where only metadata or a dictionary is needed
+
+
+class GroupSize(NamedTuple):
+    """Sizes of a row group's columns that are read."""
+
+    rows: int
+    list_values: int
+    text_bytes: int  # decompressed, and still encoded
+
+
+@contextmanager
+def open_parquet(path: Path, **options: Any) -> Iterator[pq.ParquetFile]:
+    """Open a Parquet file, whose name need not be valid UTF-8."""
+    with pa.OSFile(os.fsencode(path)) as source, pq.ParquetFile(source, **options) as file:
+        yield file
+
+
+class RowGroups:
+    """The row groups of a Parquet file, which is untrusted, and their columns that are read.
+
+    Attributes:
+        ends: Each row group's end as a row number, int64.
+    """
+
+    def __init__(self, path: Path, file: pq.ParquetFile, used: Sequence[str]) -> None:
+        self._path, self._file, self._used = path, file, used
+        metadata = file.metadata
+        self.ends = np.cumsum([metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)])
+        inside = tuple(f"{name}." for name in used)  # a list's path has a suffix that depends on the writer
+        paths = [file.schema.column(i).path for i in range(len(file.schema))]
+        self._columns = {i: name for i, name in enumerate(paths) if name in used or name.startswith(inside)}
+        self._last: tuple[int, list[tuple[str, pq.ColumnChunkMetaData]]] = (-1, [])
+
+    @classmethod
+    @contextmanager
+    def open(cls, path: Path, used: Sequence[str]) -> Iterator["RowGroups"]:
+        """Open a file. Its methods raise OSError or pyarrow's errors where it is damaged."""
+        with open_parquet(path, buffer_size=_BUFFER) as file:
+            yield cls(path, file, used)
+
+    def size(self, number: int) -> GroupSize:
+        """Return the sizes of a row group."""
+        columns = self._metadata(number)
+        values = sum(one.num_values for name, one in columns if name not in self._used)
+        text = sum(one.total_uncompressed_size for _, one in columns if one.physical_type == "BYTE_ARRAY")
+        return GroupSize(self._file.metadata.row_group(number).num_rows, values, text)
+
+    def rows_for_text(self, number: int, rows: int) -> int:
+        """Return how many of a row group's rows, at most `rows`, may be decoded together within MOST_BYTES of text.
+
+        A dictionary can hide the size of decoded text.
+        """
+        doubtful = [
+            name
+            for name, one in self._metadata(number)
+            if one.has_dictionary_page and one.physical_type == "BYTE_ARRAY" and one.total_uncompressed_size > _LARGE
+        ]
+        if not doubtful:
+            return rows
+        longest = 0
+        with open_parquet(self._path, read_dictionary=doubtful) as file:
+            names = sorted({name.partition(".")[0] for name in doubtful})
+            for batch in file.iter_batches(1, row_groups=[number], columns=names):
+                longest = sum(map(_longest, batch.columns))
+                break
+        return max(1, min(rows, MOST_BYTES // max(1, longest)))
+
+    def _metadata(self, number: int) -> list[tuple[str, pq.ColumnChunkMetaData]]:
+        """Return the metadata of a row group's columns, each with its path in the schema."""
+        if self._last[0] == number:
+            return self._last[1]
+        # `group.column` ends the process where a column's metadata is damaged. Arrow's reader, asked for 0 rows, looks
+        # at the same metadata, decodes nothing, and raises an error.
+        for _ in self._file.reader.iter_batches(0, row_groups=[number], column_indices=list(self._columns)):
+            pass
+        group = self._file.metadata.row_group(number)
+        if group.num_columns != len(self._file.schema):
+            raise OSError(f"row group {number} has {group.num_columns} columns, the schema {len(self._file.schema)}")
+        found = [(name, group.column(i)) for i, name in self._columns.items()]
+        if [name for name, _ in found] != [column.path_in_schema for _, column in found]:
+            raise OSError(f"row group {number} has other columns than the schema")
+        self._last = number, found
+        return found
+
+
+def _longest(column: Any) -> int:
+    """Return the bytes of the longest text in a column's dictionary; 0 if there is none."""
+    values = column
+    while pa.types.is_nested(values.type) and hasattr(values, "values"):
+        values = values.values
+    if not pa.types.is_dictionary(values.type) or not len(values.dictionary):
+        return 0
+    return int(np.max(arrow.text_lengths(values.dictionary), initial=0))
