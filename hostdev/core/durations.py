@@ -49,7 +49,7 @@ class Durations:
 
 
 def statistics(each: Sequence[Durations]) -> dict[str, Any]:
-    """Return count, total, mean, median and 99th percentile over all, in microseconds."""
+    """Return the count, total, mean, median and 99th percentile of all durations, in microseconds."""
     latest = [np.array(one.latest, np.int64) for one in each]
     earlier = [one._earlier for one in each if one._earlier is not None]
     us = np.concatenate(latest) / 1e3

@@ -333,7 +333,7 @@ class _TablePrimitive(Primitive):
 
 
 class EmbeddingLookup(_TablePrimitive):
-    """Look up rows of a table: `(table, ids [U]) -> float32 [U, D]`; ids and rows are numpy or torch, like the table.
+    """Looks up rows of a table: `(table, ids [U]) -> float32 [U, D]`; ids and rows are numpy or torch, like the table.
 
     Host tables also take `out` and `positions`, as in `HostTable.lookup`.
     """
@@ -421,13 +421,13 @@ class _WholeRows(_TablePrimitive):
 
 
 class CacheAdmit(_WholeRows):
-    """Read the rows that a cache admits from their host table."""
+    """Reads rows that a cache admits from their host table."""
 
     name, method = "CacheAdmit", "read_rows"
 
 
 class CacheEvict(_WholeRows):
-    """Write the rows that a cache evicts to their host table."""
+    """Writes rows that a cache evicts to their host table."""
 
     name, method = "CacheEvict", "write_rows"
 

@@ -76,7 +76,7 @@ class Timeline:
 
     @contextmanager
     def stall(self, stage: str) -> Iterator[None]:
-        """Time a stage's waiting for others."""
+        """Time how long a stage waits for other stages."""
         start = time.perf_counter_ns()
         try:
             yield

@@ -139,7 +139,8 @@ class DenseGradients:
     Args:
         channel: Connects the ranks that have the same parameters.
         parameters: The parameters with gradients, the same on all ranks.
-        count: Number of micro-batches of a step on each rank. exchange: One of `EXCHANGES`.
+        count: Number of micro-batches of a step on each rank.
+        exchange: One of `EXCHANGES`.
     """
 
     def __init__(
@@ -308,8 +309,9 @@ class DenseExchange:
 
     Args:
         channel: Connects the ranks that have the same parameters; None if there are none.
-        count: Number of micro-batches of a step on each rank. kind: One of `EXCHANGES`. others: Host channels between
-        the same ranks, and between all ranks; None if these are the same.
+        count: Number of micro-batches of a step on each rank.
+        kind: One of `EXCHANGES`.
+        others: Host channels between the same ranks, and between all ranks; None if these are the same.
     """
 
     def __init__(

@@ -109,7 +109,7 @@ class Storage(Protocol):
         """Copy rows to block [N, 1 + S, D] and row_slots [N, R]."""
 
     def write_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
-        """Overwrite rows with values that `require_exact` accepts."""
+        """Return tasks that overwrite rows with values that `require_exact` has accepted."""
 
     def require_exact(self, block: Rows) -> None:
         """Raise ValueError unless the rows [N, 1 + S, D] can be stored without rounding."""

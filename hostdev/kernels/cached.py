@@ -83,7 +83,7 @@ class _CheckedFile(_Base):  # type: ignore[misc]
 
 
 class _WrongError(Exception):
-    """A file whose checksum is wrong."""
+    """A cached kernel's file has a wrong checksum."""
 
 
 def _checked(content: bytes) -> bytes:

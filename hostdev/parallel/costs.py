@@ -219,7 +219,7 @@ def _time_pieces(
 
 
 def now(device: torch.device) -> float:
-    """Return a clock's seconds after a device synchronisation."""
+    """Synchronize the device, and return the time of a monotonic clock in seconds."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()

@@ -150,9 +150,9 @@ class Parts:
 
         Args:
             number: The step's number, for the trace.
-            sizes: Number of samples of each micro-batch on this rank; some may be empty. inputs: Returns the network's
-            arguments for a micro-batch. loss: Returns the scalar to differentiate and the values to report, from a
-            micro-batch's number and the
+            sizes: Number of samples of each micro-batch on this rank; some may be empty.
+            inputs: Returns the network's arguments for a micro-batch.
+            loss: Returns the scalar to differentiate and the values to report, from a micro-batch's number and the
                 network's output.
             on_gradients: Called on the first stage with a micro-batch's number once its inputs have all gradients.
         """

@@ -32,9 +32,9 @@ class Ops(NamedTuple):
 
     Attributes:
         timeline: Records a span of each pass.
-        forward: Times a forward pass: calls its first argument.
-        backward: Times a backward pass: calls its first argument.
-        watching: Returns a context for a forward pass, from the micro-batch's number.
+        forward: Calls its first argument, a forward pass, and times it.
+        backward: Calls its first argument, a backward pass, and times it.
+        watching: Returns a context manager for the forward pass of the micro-batch with a given number.
     """
 
     timeline: Timeline
@@ -122,8 +122,8 @@ class Stages:
         Args:
             batch: The batch's number, for the trace.
             sizes: Number of samples of each micro-batch, at least 1.
-            inputs: Returns the network's arguments for a micro-batch; called on the first stage. loss: Returns the
-            scalar to differentiate, from a micro-batch's number and the network's output; called on
+            inputs: Returns the network's arguments for a micro-batch; called on the first stage.
+            loss: Returns the scalar to differentiate, from a micro-batch's number and the network's output; called on
                 the last stage.
             on_gradients: Called with the number of one of this rank's stages, and of a micro-batch whose gradients are
                 complete.

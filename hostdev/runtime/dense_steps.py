@@ -72,8 +72,9 @@ class DenseSteps:
         """Count the batch; ValueError if some batches of the loop have a dense step and others do not."""
         missing = self.without if self.stepped else int(self.any)
         if missing:
+            batches = "1 batch" if missing == 1 else f"{missing} batches"
             raise ValueError(
-                f"{missing} batches with gradients had no optimizer step, but other batches had one. To "
+                f"{batches} with gradients had no optimizer step, but other batches had one. To "
                 "sum the gradients of N batches before a step, use runtime.train(..., accumulate=N), which sums those "
                 "of the rows, too; to skip a batch, do not call backward(), or set the gradients of rows.parameters() "
                 "to None"

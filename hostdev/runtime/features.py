@@ -250,7 +250,8 @@ def check_ranges(
     Args:
         ids: Each feature's ids, from `read_ids`.
         groups: The groups of tables.
-        bindings: The features' bindings. given: The caller's ids, for the position in the message.
+        bindings: The features' bindings.
+        given: The caller's ids, for the position in the message.
     """
     found = check_groups(
         [([ids[feature].values for feature in group.features], group.tables[0].total_rows) for group in groups]

@@ -27,7 +27,8 @@ def lookup_rows(
     Args:
         request: The request for one batch, with its ids by group and its features' ids as a note.
         bindings: The features' bindings.
-        groups: The groups of tables. device: Where the rows go.
+        groups: The groups of tables.
+        device: The device of the returned rows.
     """
     [micro] = request.note
     found = [_Group(group, given, device) for group, given in zip(groups, request.ids, strict=True)]

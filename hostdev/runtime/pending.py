@@ -173,7 +173,8 @@ class FirstBatch:
     Args:
         pending: The gradients.
         tables: The tables by group.
-        pipeline: The runtime's pipeline. done: Called when the gradients have been added or dropped.
+        pipeline: The runtime's pipeline.
+        done: Called when the gradients have been added or dropped.
     """
 
     def __init__(

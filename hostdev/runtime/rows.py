@@ -291,8 +291,9 @@ def values_of(
 
     Args:
         bindings: The features' bindings.
-        features: For each group, the numbers of its features. leaves: The unique rows of each group's tables. uses: The
-        occurrences of each group's rows.
+        features: For each group, the numbers of its features.
+        leaves: The unique rows of each group's tables.
+        uses: The occurrences of each group's rows.
         shapes: The shape of each feature's ids; None for a pooled feature.
     """
     lookups: dict[tuple[int, int], Lookup] = {}

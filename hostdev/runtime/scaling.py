@@ -5,11 +5,12 @@ that it is given. `runtime.optimizer` gives both the rows of the batch, but a pr
 Therefore these calls are watched in a loop's thread while the loop is open or its gradients wait for a step; afterwards
 torch's own functions are restored:
 
-- `GradScaler.scale`: which scale multiplied the loss. - `GradScaler.unscale_`, and the check of fused optimizers: also
-divide the gradients of the rows, and let the scaler
-  skip the step if they are not finite.
-- the clipping functions of torch.nn.utils: warn if the rows were left out. - `backward`: whether the loss is finite. -
-the steps of every optimizer: whether the batch was stepped.
+- `GradScaler.scale`: the scale that multiplied the loss is recorded.
+- `GradScaler.unscale_`, and the check of fused optimizers: the gradients of the rows are divided, too, and the scaler
+  skips the step if they are not finite.
+- The clipping functions of torch.nn.utils: the user is warned if the rows were left out.
+- `backward`: a loss that is not finite is found.
+- The steps of every optimizer: the runtime knows whether the batch was stepped.
 
 A scaler class that overrides these methods is not watched.
 """
