@@ -29,6 +29,8 @@ from bench.record import get_versions, make_parser, record
 from bench.simulated import FreeSlots, Simulated
 from bench.workload import draw_ids
 from hostdev.kernels.pool import host_threads
+from hostdev.runtime.read_ahead import ReadAhead
+from hostdev.runtime.reading import Reading
 from hostdev.runtime.requests import Reader
 
 TABLES, ROWS, BAG, DIM = 26, 100_000, 10, 64
@@ -174,6 +176,16 @@ def as_one_group(batches: list[list[np.ndarray]], rows: int) -> list[list[np.nda
     return [[np.hstack([ids + rows // len(batch) * g for g, ids in enumerate(batch)])] for batch in batches]
 
 
+class Endless:
+    """Batches that come again and again."""
+
+    def __init__(self, batches: list[dict[str, torch.Tensor]]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return itertools.cycle(self._batches)
+
+
 class Waiting:
     """The pipeline of a runtime, from reading ids to updating rows, with a device whose step only waits.
 
@@ -195,7 +207,8 @@ class Waiting:
                 for embedding, slots in zip(group.embeddings, group.cache.slots, strict=True):
                     embedding.use_cache(slots)
         given = [dict(zip(names, map(torch.from_numpy, batch), strict=True)) for batch in batches]
-        requests = Reader(runtime.bindings, runtime.group_specs, None, None).requests(itertools.cycle(given))
+        reading = Reading(Endless(given), (), keep=ReadAhead)
+        requests = Reader(runtime.bindings, runtime.group_specs, None, None).requests(reading)
         self._open = ExitStack()
         self._pass = self._open.enter_context(runtime.pipeline.train(requests))
 
