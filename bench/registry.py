@@ -8,12 +8,21 @@ HERE = Path(__file__).resolve().parent
 
 
 class Bench(NamedTuple):
-    """One benchmark: its module, and whether `make bench` runs it, with which options."""
+    """A benchmark.
+
+    Attributes:
+        module: Its module in bench/.
+        regular: `make bench` runs it.
+        options: Options with which `make bench` runs it.
+        takes_criteo: It has an option `--criteo`.
+        trial: Options with which it only shows, in a minute, that it still runs.
+    """
 
     module: str
     regular: bool = False
     options: tuple[str, ...] = ()
     takes_criteo: bool = False
+    trial: tuple[str, ...] = ()
 
     @property
     def claim(self) -> str:
@@ -23,18 +32,31 @@ class Bench(NamedTuple):
 
 
 BENCHES = {
-    "ops": Bench("bench_ops", regular=True),
-    "reader": Bench("bench_reader", regular=True),
+    "ops": Bench("bench_ops", regular=True, trial=("--rounds", "1", "--dtypes")),
+    "reader": Bench("bench_reader", regular=True, trial=("--rows", "200000", "--rounds", "1")),
     "timing": Bench("bench_timing", regular=True),
-    "pool": Bench("bench_pool", regular=True),
-    "preprocess": Bench("bench_preprocess", regular=True, takes_criteo=True),
-    "cache": Bench("bench_cache", regular=True),
-    "pipeline": Bench("bench_pipeline", regular=True),
-    "device": Bench("bench_device", regular=True),
-    "loop": Bench("bench_loop", regular=True, options=("--no-peers",)),
-    "checkpoint": Bench("bench_checkpoint", regular=True),
-    "open": Bench("bench_open", regular=True),
-    "ranks": Bench("bench_ranks", regular=True),
+    "pool": Bench("bench_pool", regular=True, trial=("--rounds", "10")),
+    "preprocess": Bench("bench_preprocess", regular=True, takes_criteo=True, trial=("--size", "20MB", "--rounds", "1")),
+    "cache": Bench("bench_cache", regular=True, trial=("--steps", "4")),
+    "pipeline": Bench(
+        "bench_pipeline",
+        regular=True,
+        trial=("--rows", "100000", "--batch-sizes", "500", "500", "--depths", "2", "--steps", "4", "--rounds", "1"),
+    ),
+    "device": Bench("bench_device", regular=True, trial=("--device", "cpu", "--rounds", "2")),
+    "loop": Bench(
+        "bench_loop",
+        regular=True,
+        options=("--no-peers",),
+        trial=("--no-peers", "--batch-size", "256", "--steps", "2", "--rounds", "1"),
+    ),
+    "checkpoint": Bench("bench_checkpoint", regular=True, trial=("--rows", "100000", "--steps", "4", "--rounds", "5")),
+    "open": Bench("bench_open", regular=True, trial=("--rows", "100000")),
+    "ranks": Bench(
+        "bench_ranks",
+        regular=True,
+        trial=("--rows", "100000", "--batch-sizes", "500", "--steps", "4", "--rounds", "1"),
+    ),
     "peers": Bench("bench_peers"),
     "parallel": Bench("bench_parallel"),
     "layouts": Bench("bench_layouts"),

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from bench.registry import BENCHES, HERE
 from tests.conftest import ROOT
 
@@ -23,3 +25,13 @@ def test_the_list_and_a_misspelt_name():
     done = subprocess.run([*command, "pipelin"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "pipeline" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, bench in BENCHES.items() if bench.regular])
+def test_a_regular_benchmark_still_runs(tmp_path, name):
+    """`loop` was broken for a while: nothing else uses the parts of the runtime that it is made of."""
+    command = [sys.executable, "-m", "bench", name, *BENCHES[name].trial, "--out", str(tmp_path / "result.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
