@@ -84,7 +84,7 @@ class Exchange:
         return sum(channel.sent_bytes for channel in self._channels)
 
     def ids(self, groups: Sequence[Ids]) -> list[tuple[Ids, Asked]]:
-        """Request rows from their owners; return, by group, the unique ids requested from this rank, and the requests.
+        """Request rows from their owners; return, by group, the distinct rows requested from this rank, and an `Asked`.
 
         Args:
             groups: Unique ids [U] of each group.

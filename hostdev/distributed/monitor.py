@@ -182,7 +182,7 @@ class Monitor:
         return self._unlike(seen)
 
     def _unlike(self, seen: dict[int, _Seen]) -> tuple[int, str] | None:
-        """Return one of two ranks that are in different calls, and a message; None if there are none."""
+        """Return one of two ranks that are in different calls, and a message; None if no two differ."""
         now, recent = time.monotonic(), self._calls.recent
         if self._mine[0] != recent:
             self._mine = recent, now

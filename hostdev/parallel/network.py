@@ -152,7 +152,7 @@ class Network:
             )
 
     def describe(self) -> str:
-        """Describe the layout; "" if this rank has the whole network."""
+        """Return the layout as text; "" if this rank has the whole network."""
         return self._parts.text
 
     def step(

@@ -112,7 +112,7 @@ class Parts:
         self._averages = Averages(self._passes.modules, data)
 
     def _own_backend(self, axis: str) -> Channel:
-        """Return a channel between devices along an axis; UserError if there is none."""
+        """Return a channel between devices along an axis; UserError if the devices have no backend for it."""
         channel: Channel = self._ranks.device_channel(self._device, axis)
         self._require_own_backend(channel, axis)
         self._channels.append(channel)
@@ -135,7 +135,7 @@ class Parts:
 
     @property
     def speaks(self) -> bool:
-        """Return whether this rank is the one, among those with slices of the same layers, that reports values."""
+        """Return whether this rank reports values; one of the ranks with slices of the same layers does."""
         return self._ranks.at.model == 0
 
     def step(
