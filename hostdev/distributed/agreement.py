@@ -6,12 +6,12 @@ from typing import Any
 from hostdev.core.errors import UserError
 from hostdev.core.printable import printable
 
-Values = Mapping[str, Any]  # by name: values that JSON can hold, or `Shown`
-_MOST_SHOWN = 160  # characters of a value
+Values = Mapping[str, Any]  # by name: JSON values, or results of `shown`
+_MOST_SHOWN = 160  # characters of a value in a message
 
 
 class UnlikeError(UserError):
-    """Ranks differ in a value that must be equal; all ranks raise it with the same message."""
+    """Ranks differ in a value that must be equal; all ranks raise this error with the same message."""
 
 
 def compare(each: Sequence[Values], where: str = "") -> None:
@@ -20,7 +20,7 @@ def compare(each: Sequence[Values], where: str = "") -> None:
     Args:
         each: The values of each rank, decoded from JSON; a list [value, text] is compared by its value and shown as its
             text.
-        where: Beginning of the message, such as "hostdev.Runtime(...)".
+        where: The call that begins the message, such as "hostdev.Runtime(...)".
     """
     names = list(dict.fromkeys(name for values in each for name in values))
     unlike = [name for name in names if len({_key(values.get(name)) for values in each}) > 1]
@@ -34,7 +34,9 @@ def compare(each: Sequence[Values], where: str = "") -> None:
     also = f", and so {'does' if len(others) == 1 else 'do'} {', '.join(others[:4])}" if others else ""
     also += ", ..." * (len(others) > 4)
     begin = f"{where}: " if where else ""
-    raise UnlikeError(printable(f"{begin}{first} differs between processes: {values_text}{also}; give all the same"))
+    raise UnlikeError(
+        printable(f"{begin}{first} differs between processes: {values_text}{also}; give every process the same value")
+    )
 
 
 def shown(value: Any, text: str) -> list[Any]:
@@ -43,7 +45,7 @@ def shown(value: Any, text: str) -> list[Any]:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 3", or "ranks 0, 2", limited to the first eight."""
+    """Return text such as "rank 3" or "ranks 0, 2", which names at most eight ranks."""
     return f"rank{'s' * (len(ranks) > 1)} " + ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
 
 

@@ -1,4 +1,4 @@
-"""Flat buffers of an all-to-all, with parts by rank, group and table."""
+"""Flat buffers of an all-to-all, ordered by rank, then group, then table."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -12,13 +12,13 @@ Mask = npt.NDArray[np.bool_]
 
 
 def count_values(counts: Sequence[Sequence[int]], dims: Sequence[Sequence[int]]) -> list[int]:
-    """Return the number of values for each rank, from each group's rows by rank and its tables' dims."""
+    """Return the number of values for each rank: counts[group][rank] rows of each table with a dim in dims[group]."""
     widths = [sum(each) for each in dims]
     return [sum(n * width for n, width in zip(each, widths, strict=True)) for each in zip(*counts, strict=True)]
 
 
 def make_views(flat: Rows, counts: Sequence[Sequence[int]], dims: Sequence[Sequence[int]]) -> list[list[list[Rows]]]:
-    """Return views of a buffer by rank, group and table, each [counts[group][rank], D]."""
+    """Return views of a buffer, indexed [rank][group][table], each of shape [counts[group][rank], D]."""
     at, views = 0, []
     for of_rank in zip(*counts, strict=True):
         groups = []
@@ -33,7 +33,10 @@ def make_views(flat: Rows, counts: Sequence[Sequence[int]], dims: Sequence[Seque
 
 
 def find_positions(counts: Sequence[int], mask: Mask | None) -> list[Any]:
-    """Return each rank's ascending positions among all rows: a range, or with a mask an int32 array."""
+    """Return the positions of each rank's rows in a list sorted by rank, which has counts[rank] rows of each.
+
+    They are a range, or with a mask an ascending int32 array of the positions that it selects.
+    """
     edges = [0, *accumulate(counts)]
     if mask is None:
         return [range(start, stop) for start, stop in pairwise(edges)]

@@ -12,13 +12,13 @@ from hostdev.core.printable import printable
 
 ADVICE = "all ranks must make the same calls in the same order (docs/parallel.md)"
 _MOST_RECENT = 8
-LEFT = "left"  # a call that leaves a loop early, perhaps because of an error yet to be reported
+LEFT = "left"  # kind of a call that leaves a loop early, perhaps because of an error yet to be reported
 
 
 class Call(NamedTuple):
     """A call that all ranks make together."""
 
-    number: int  # number of calls that this rank has begun, equal on all ranks
+    number: int  # calls are counted on every rank, so the same call has the same number everywhere
     kind: str  # calls with the same number and different kinds deadlock
     text: str  # text for messages, such as "runtime.predict()"
 
@@ -49,12 +49,12 @@ class Calls:
 
     def __init__(self, rank: int, ranks: int) -> None:
         self._rank, self._ranks = rank, ranks
-        self.recent: tuple[Call, ...] = (Call(0, "join", "hostdev.join()"),)  # calls since all ranks last agreed
-        self.wrong: str | None = None  # why this rank waits in vain
+        self.recent: tuple[Call, ...] = (Call(0, "join", "hostdev.join()"),)  # latest calls since all ranks agreed
+        self.wrong: str | None = None  # text of a mismatch found between this rank's calls and another's
 
     @property
     def last(self) -> Call:
-        """The current call."""
+        """This rank's current call."""
         return self.recent[-1]
 
     def begin(self, kind: str, text: str) -> None:
@@ -63,7 +63,7 @@ class Calls:
         self._count(kind, text)
 
     def leave(self, text: str) -> None:
-        """Leave a loop early, as all ranks must."""
+        """Record that this rank leaves a loop early, which all ranks must do."""
         self._count(LEFT, text)
 
     def _count(self, kind: str, text: str) -> None:
@@ -75,14 +75,14 @@ class Calls:
             raise UserError(f"rank {self._rank} of {self._ranks} {self.wrong}")
 
     def catch_up(self, number: int) -> None:
-        """Continue from the largest number that any rank has counted."""
+        """Set the current call's number to the largest on any rank, and forget earlier calls."""
         self.recent = (self.last._replace(number=max(number, self.last.number)),)
 
 
 def find_mismatch(mine: Sequence[Call], others: Sequence[Call]) -> tuple[Call, Call] | None:
-    """Return the first two calls of one number whose kinds differ; None if there are none.
+    """Return the first calls of two ranks with the same number but different kinds; None if there are none.
 
-    The caller has seen that both ranks wait.
+    The caller has checked that both ranks wait.
     """
     theirs = {call.number: call for call in others}
     for call in mine:

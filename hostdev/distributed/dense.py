@@ -22,7 +22,7 @@ from hostdev.core.micro_batches import EXCHANGES, Node, TreeSum, get_nodes
 from hostdev.distributed.process_group import Channel
 
 BUCKET_BYTES = 4 << 20
-_FREE = 2  # references to unused memory: the attribute, and getrefcount's argument
+_FREE = 2  # reference count of memory in no other use: the attribute, and getrefcount's argument
 Grads = list[Tensor | None]
 Sum = tuple[Tensor, Any]  # a sum, and its completion event (None in host memory)
 
@@ -67,7 +67,7 @@ class TreeAllReduce:
         The next call overwrites it unless a part of it is still referenced.
 
         Args:
-            parts: This rank's nodes, float32 [n], on the device of the channel's buffers.
+            parts: A tensor for each node of this rank, float32 [n], on the device of the channel's buffers.
         """
         mine, edges, widths, own = self._channel.rank, self._edges, self._widths, len(parts)
         width, begin, end = widths[mine], edges[mine], edges[mine + 1]
@@ -95,13 +95,13 @@ class TreeAllReduce:
     def _free(self) -> Tensor:
         """Return memory for a sum."""
         if self._channel.device.type != "cpu":
-            return torch.empty(self.n, device=self._channel.device)  # torch reuses it
-        if sys.getrefcount(self._memory) > _FREE:  # fresh memory costs a fault for each page
+            return torch.empty(self.n, device=self._channel.device)  # torch caches device memory
+        if sys.getrefcount(self._memory) > _FREE:  # in use; reuse saves the page faults of new memory
             self._memory = np.empty(self.n, np.float32)
         return torch.from_numpy(self._memory)
 
     def _others(self, values: Tensor, counts: list[int]) -> tuple[Tensor, list[int]]:
-        """Return the part of a flat buffer that is for other ranks, if it is contiguous, and the counts."""
+        """Return a flat buffer and its counts without this rank's slice; with it if the rest is not contiguous."""
         if not self._at_end:
             return values, counts
         mine = self._channel.rank
@@ -109,7 +109,7 @@ class TreeAllReduce:
         return rest, [0 if rank == mine else count for rank, count in enumerate(counts)]
 
     def _spread(self, found: Tensor, begin: int, end: int) -> None:
-        """Send the slice that this rank has summed to all others, and receive theirs in place."""
+        """Send the slice that this rank has summed to the other ranks, and receive their slices in `found`."""
         mine, W = self._channel.rank, self._channel.ranks
         give = [0 if rank == mine and self._at_end else end - begin for rank in range(W)]
         copies = W - 1 if self._at_end else W
@@ -156,7 +156,7 @@ class DenseGradients:
         self._small: TreeAllReduce | None = None
         self._bucket_of = {number: b for b, bucket in enumerate(self._buckets) for number in bucket}
         if any(parameter.dtype != torch.float32 for parameter in self.parameters):
-            raise ValueError("ranks can sum float32 gradients only; keep the parameters float32, as autocast does")
+            raise ValueError("ranks can sum float32 gradients only; keep the parameters float32, and use autocast")
         self._worker = ThreadPoolExecutor(1, "hostdev-dense", partial(_enter, channel.device))
         self._stream = _new_stream(channel.device)
         this = weakref.ref(self)
@@ -164,7 +164,7 @@ class DenseGradients:
             parameter.register_post_accumulate_grad_hook(partial(_on_gradient, this, number))  # type: ignore[no-untyped-call]
             for number, parameter in enumerate(self.parameters)
         ]
-        self._may_lead = False  # each parameter gets one gradient per micro-batch, complete on arrival
+        self._may_lead = False  # in the previous micro-batch, no parameter got more than one gradient
         self._counts = [0] * len(self.parameters)
         self._begin()
 
@@ -178,7 +178,7 @@ class DenseGradients:
         self._trees: list[TreeSum[Grads]] = [TreeSum(add_lists) for _ in self._buckets]
         self._totals: list[Future[Sum]] = []
         self._next = self._first
-        self._missing: list[set[int]] | None = None  # by bucket, in the last micro-batch
+        self._missing: list[set[int]] | None = None  # parameters without a gradient yet, by bucket
 
     def expect_last(self) -> None:
         """Prepare for the backward pass of the step's last micro-batch on this rank."""
@@ -186,12 +186,12 @@ class DenseGradients:
             self._missing = [set(bucket) for bucket in self._buckets]
 
     def count_gradient(self, number: int) -> None:
-        """Count a gradient; send buckets that are complete."""
+        """Count a parameter's gradient; in the step's last micro-batch, send the buckets that are complete."""
         self._counts[number] += 1
         if self._missing is not None:
             if self._counts[number] > 1:
                 raise ValueError(
-                    "a micro-batch had two backward passes, but in earlier steps one; call backward() once"
+                    "a micro-batch had two backward passes, but the previous one had one; call backward() once for each"
                 )
             self._missing[self._bucket_of[number]].discard(number)
             while len(self._totals) < len(self._buckets) and not self._missing[len(self._totals)]:
@@ -214,7 +214,7 @@ class DenseGradients:
         return [self._has[number] for number in range(len(self.parameters))]
 
     def put_nodes(self, nodes: Sequence[Node[Grads]]) -> list[bool]:
-        """Take the gradients of all the step's micro-batches at once, in place of `put` for each; returns the same."""
+        """Take all gradients of a step at once, instead of `put` for each micro-batch; return the last one's flags."""
         for bucket, numbers in enumerate(self._buckets):
             self._trees[bucket].nodes = [
                 Node(start, size, None if value is None else [value[number] for number in numbers])
@@ -292,7 +292,7 @@ class DenseGradients:
         return self._summed(self._submit(self._small, parts))
 
     def finish(self, given: Sequence[int]) -> None:
-        """Assign the sums to the parameters; None if no rank had a gradient."""
+        """Set each parameter's grad to its sum, or to None where `given` is 0 because no rank had a gradient."""
         for bucket, total in zip(self._buckets, self._totals, strict=True):
             flat, at = self._summed(total), 0
             for number in bucket:
@@ -308,10 +308,10 @@ class DenseExchange:
     """The `DenseGradients` of the parameters that a loop reduces.
 
     Args:
-        channel: Connects the ranks that have the same parameters; None if there are none.
+        channel: Connects the ranks that have the same parameters; None if this rank has no parameters.
         count: Number of micro-batches of a step on each rank.
         kind: One of `EXCHANGES`.
-        others: Host channels between the same ranks, and between all ranks; None if these are the same.
+        others: Two host channels: to the same ranks as `channel`, and to all ranks; None if these are the same ranks.
     """
 
     def __init__(
@@ -374,7 +374,7 @@ def _on_gradient(held: Any, number: int, _: Tensor) -> None:
 
 
 def _record_event(tensor: Tensor | None) -> Any:
-    """Record an event on the device's current stream; None on the CPU."""
+    """Record an event on the device's current stream, and return it; None on the CPU."""
     if tensor is None or tensor.device.type == "cpu":
         return None
     module = torch.get_device_module(tensor.device)
@@ -395,7 +395,7 @@ def _new_stream(device: torch.device) -> Any:
 
 
 def _buckets(parameters: Sequence[Tensor]) -> list[list[int]]:
-    """Return the parameters' numbers in buckets, in the order in which gradients arrive: reversed."""
+    """Return buckets of parameter numbers in reverse order, as a backward pass produces the gradients."""
     buckets: list[list[int]] = []
     have = BUCKET_BYTES
     for number in reversed(range(len(parameters))):

@@ -33,28 +33,28 @@ _END = -1  # replaces a number of ids: no further batch
 class Asked(NamedTuple):
     """The rows of a group that this rank requests for a batch, and the rows that all ranks request from it."""
 
-    places: Positions  # int32 [U], position of each unique id's row, sorted by owner
+    places: Positions  # int32 [U], position of each unique id's row among the rows sorted by owner
     counts: list[int]  # rows requested from each rank
     wanted: list[int]  # rows that each rank requests from this one
-    inverse: Positions  # int32 [sum(wanted)], index of each of those among this rank's unique rows
+    inverse: Positions  # int32 [sum(wanted)], index of each wanted row among the distinct wanted rows
 
     @property
     def size(self) -> int:
-        """U."""
+        """U, the number of rows that this rank requests."""
         return len(self.places)
 
 
 class Incoming(NamedTuple):
     """A batch's rows in transit from their owners."""
 
-    rows: list[list[Rows]]  # by group and table, float32 [U, D]; late rows are missing
+    rows: list[list[Rows]]  # by group and table, float32 [U, D]; late rows are not yet written
     given: list[Mask] | None = None  # by group, which rows requested from this rank have been sent; None: all
     received: list[Mask] | None = None  # by group, which rows that this rank requested have arrived
     shared: Sequence[Mask] = ()  # by group, which rows of the previous batch's requests are sent late
 
 
 def _list_positions(counts: Sequence[int], mask: Mask | None) -> list[Places]:
-    """Return `find_positions` as arrays."""
+    """Return the result of `find_positions` as arrays."""
     return [
         np.arange(at.start, at.stop, dtype=np.int32) if isinstance(at, range) else at
         for at in find_positions(counts, mask)
@@ -75,16 +75,16 @@ class Exchange:
         self._here = [stop - start for start, stop in (range_of(each, *ranks.part()) for each in rows)]  # by group
         self._channels = self._ids, self._values, self._late, self._gradients = [ranks.channel() for _ in range(4)]
         self.least_bytes = 0  # lower bound of the bytes sent: ids, rows and gradients once
-        self._counting = threading.Lock()  # several threads may exchange
+        self._counting = threading.Lock()  # guards `least_bytes`: several threads exchange
         self._dtype = np.dtype(np.int32 if max(rows) < 2**31 else np.int64)
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes sent to others so far."""
+        """Bytes sent to other ranks so far."""
         return sum(channel.sent_bytes for channel in self._channels)
 
     def ids(self, groups: Sequence[Ids]) -> list[tuple[Ids, Asked]]:
-        """Request rows from their owners; return, by group, the unique ids requested from this rank, and the requests.
+        """Request rows from their owners; return, by group, the distinct rows requested from this rank, and an `Asked`.
 
         Args:
             groups: Unique ids [U] of each group.
@@ -126,7 +126,7 @@ class Exchange:
                 wrong = ids[(ids < 0) | (ids >= self._here[group])][0]
                 raise ValueError(
                     f"rank {rank} asks rank {self.ranks.rank} for row {wrong} of its part of tables with "
-                    f"{self._rows[group]:,} rows, which has {self._here[group]:,}; do their tables have the same size?"
+                    f"{self._rows[group]:,} rows, but the part has {self._here[group]:,}; give both ranks equal tables"
                 )
 
     def end(self) -> None:
@@ -135,7 +135,7 @@ class Exchange:
         self._require_all(self._ids.exchange_counts(counts), ended=True)
 
     def _require_all(self, wanted: npt.NDArray[np.int64], *, ended: bool = False) -> None:
-        """Raise ValueError if some ranks have no more batches while others do."""
+        """Raise ValueError if only some ranks have more batches, or a rank requests a negative number of rows."""
         have_ended = wanted[:, 0] == _END
         if (wanted < _END).any():
             rank = int(np.flatnonzero((wanted < _END).any(1))[0])
@@ -162,12 +162,13 @@ class Exchange:
 
         Args:
             asked: Result of `ids`, by group.
-            values: This rank's unique rows by group and table, float32 [any, D]; None for a group without early rows.
+            values: The distinct rows requested from this rank, by group and table, float32 [any, D]; None for a group
+                without early rows.
             early: By group, which rows are ready, [any]; None means all rows of all groups, so that no `late_rows`
                 follows.
             buffer: Allocates rows [U, D] of a table.
             before: The previous batch's requests, given on all ranks or on none.
-            shared: By group, which rows of these requests this rank sends late, so that their gradients go first.
+            shared: By group, which rows of `before` this rank sends late, so that their gradients go first.
         """
         incoming = Incoming(
             [[buffer(one.size, dim) for dim in dims] for one, dims in zip(asked, self._dims, strict=True)]
@@ -205,7 +206,7 @@ class Exchange:
         return [np.flatnonzero(mask).astype(np.int32) for mask in received], out
 
     def _exchange_masks(self, asked: Sequence[Asked], wanted: Sequence[Mask]) -> list[Mask]:
-        """Announce which requested rows this rank sends early; return the same for its own requests."""
+        """Announce which requested rows this rank sends early; return which of its own requests others send early."""
         W = self.ranks.size
         cut = [np.split(mask, np.cumsum(one.wanted)[:-1]) for mask, one in zip(wanted, asked, strict=True)]
         bits = [np.packbits(np.concatenate([parts[rank] for parts in cut])) for rank in range(W)]
@@ -274,7 +275,7 @@ class Exchange:
         sums: Sequence[Sequence[Rows | None]],
         chosen: Sequence[SelectedRows] | None = None,
     ) -> None:
-        """See `give_gradients`."""
+        """Send gradients to the rows' owners, which sum them: see `give_gradients`."""
         nodes = self.ranks.mesh.nodes(micro_batches)
         self._count(give_gradients(self._gradients, asked, grads, nodes, sums, chosen))
 

@@ -23,10 +23,10 @@ class SelectedRows(NamedTuple):
 
     asked: Mask  # mask [U] of the rows that this rank requests
     wanted: Mask  # mask [any] of the rows requested from this rank, sorted by requesting rank
-    rows: Mask  # mask [any] of this rank's unique rows
+    rows: Mask  # mask [any] of the distinct rows requested from this rank
 
     def others(self) -> "SelectedRows":
-        """Return the complement."""
+        """Return the rows of the group that are not in this subset."""
         return SelectedRows(~self.asked, ~self.wanted, ~self.rows)
 
 
@@ -38,7 +38,7 @@ def give_gradients(
     sums: Sequence[Sequence[Rows | None]],
     chosen: Sequence[SelectedRows] | None = None,
 ) -> int:
-    """Send gradients to the rows' owners, sum those of this rank's rows, and return the bytes that others need.
+    """Send gradients to the rows' owners, sum those of this rank's rows, and return the least bytes to send.
 
     Args:
         channel: Carries the gradients.
@@ -46,8 +46,12 @@ def give_gradients(
         grads: By group and table, gradients of this rank's nodes (`core.micro_batches`), float32 [U, D]; None if no
             rank has any.
         nodes: (start, size) of each rank's nodes; an empty list for a rank that requests nothing.
-        sums: By group and table with gradients, float32 [any, D]; the chosen rows are written.
-        chosen: By group; None means all rows.
+        sums: By group and table, receives the sums, float32 [any, D]; None for a table without gradients. Only chosen
+            rows are written.
+        chosen: The rows to exchange, by group; None means all rows.
+
+    Returns:
+        The bytes for other ranks if one gradient of each row were sent, the lower bound.
     """
     mine = channel.rank
     dims = [[0 if out is None else out.shape[1] for out in each] for each in sums]

@@ -10,7 +10,7 @@ from hostdev.core.errors import UserError
 from hostdev.core.micro_batches import get_nodes
 
 AXES = ("pipe", "data", "model")  # outermost first
-SCHEDULES = ("1f1b", "gpipe", "interleaved")  # schedules of stages
+SCHEDULES = ("1f1b", "gpipe", "interleaved")  # orders of micro-batches through the stages
 
 
 class Mesh(NamedTuple):
@@ -26,17 +26,17 @@ class Mesh(NamedTuple):
         return self.data * self.model * self.pipe
 
     def place(self, rank: int) -> "MeshPlace":
-        """Return a rank's place in the mesh."""
+        """Return a rank's index along each axis."""
         outer, model = divmod(rank, self.model)
         pipe, data = divmod(outer, self.data)
         return MeshPlace(data, model, pipe)
 
     def rank(self, place: "MeshPlace") -> int:
-        """Return the rank at a place."""
+        """Return the rank with these indices."""
         return (place.pipe * self.data + place.data) * self.model + place.model
 
     def groups(self, axis: str) -> list[list[int]]:
-        """Return the groups of ranks that differ along one axis only, in order."""
+        """Return the groups of ranks whose indices differ along one axis only, in order."""
         found: dict[MeshPlace, list[int]] = {}
         for rank in range(self.size):
             found.setdefault(self.place(rank)._replace(**{axis: 0}), []).append(rank)
@@ -48,7 +48,7 @@ class Mesh(NamedTuple):
         return place.pipe == 0 and place.model == 0
 
     def nodes(self, micro_batches: int) -> list[list[tuple[int, int]]]:
-        """Return each rank's nodes (start, size) of row gradients, for `micro_batches` per place along data."""
+        """Return each rank's nodes (start, size) of row gradients, for `micro_batches` per index along data."""
         shares = [
             range(self.place(rank).data * micro_batches, (self.place(rank).data + 1) * micro_batches)
             for rank in range(self.size)
@@ -75,8 +75,8 @@ def parse_mesh(text: str) -> Mesh:
         axis, equals, number = (each.strip() for each in part.partition("="))
         if axis not in Mesh._fields or not equals:
             raise UserError(
-                f"--mesh {text}: {part.strip() or 'nothing'!r} is not data=N, model=N or pipe=N; give the axes with "
-                "more than 1, separated by commas"
+                f"--mesh {text}: {part.strip() or 'nothing'!r} is not data=N, model=N or pipe=N; name each axis "
+                "of several processes, such as data=2,pipe=2"
             )
         if axis in sizes:
             raise UserError(f"--mesh {text}: {axis} is given twice; give it once")

@@ -18,9 +18,9 @@ from hostdev.distributed.rendezvous import connect
 
 HUNG_SECONDS = 24.0  # without a heartbeat; a machine short of memory may stall a process for seconds
 LOST_SECONDS = 3.0  # without a heartbeat after a connection has broken
-_UNLIKE_SECONDS = 1.2  # of waiting in different calls
+_UNLIKE_SECONDS = 1.2  # of waiting in different calls until the ranks are ended
 _LEFT_SECONDS = 4.0  # the same after a rank has left a loop: wait for its error, which explains more
-_EVERY = 0.5
+_EVERY = 0.5  # seconds between heartbeats
 _ANSWER_SECONDS = 3.0
 _GONE = "stopped answering; was it killed?"
 _HANGS = f"has sent no heartbeat for {HUNG_SECONDS:g} s; it hangs"
@@ -61,19 +61,19 @@ class Monitor:
         ]
 
     def start(self) -> None:
-        """Start, after the rendezvous."""
+        """Start the threads, after the rendezvous."""
         self._looked = time.monotonic()
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        """Stop, before this rank leaves."""
+        """Stop the threads, before this rank leaves."""
         self._stop.set()
         for thread in self._threads:
             thread.join(HUNG_SECONDS)
 
     def lost(self) -> None:
-        """Shorten the timeout for all ranks after a broken connection."""
+        """Watch all ranks, with a shorter timeout, because a connection has broken."""
         self._lost = True
 
     def fail(self, why: str) -> None:
@@ -112,7 +112,7 @@ class Monitor:
             last = self._calls.last
             behind = [rank for rank in others if calls[rank] and calls[rank][-1].number < last.number]
             if behind:
-                which = ", which is alive in " if len(behind) == 1 else f"; they are alive, rank {behind[0]} in "
+                which = ", which is alive in " if len(behind) == 1 else f"; they are alive, and rank {behind[0]} is in "
                 found.append(f"waits in {last.text} for {format_ranks(behind)}{which}{calls[behind[0]][-1].text}")
 
         run_within(10.0, look)
@@ -129,7 +129,7 @@ class Monitor:
         self._store.set(f"alive/{self._env.rank}", f"{count} {format_calls(self._calls.recent)}")
 
     def _tell(self, rank: int, why: str) -> None:
-        said = why.encode(errors="backslashreplace").decode()  # a path may have surrogates
+        said = why.encode(errors="backslashreplace").decode()  # a path in it may contain surrogates
         self._store.compare_set("fault", "", _signed(self._env.token, f"{rank} {said}"))
 
     def _ask(self) -> None:
@@ -182,7 +182,7 @@ class Monitor:
         return self._unlike(seen)
 
     def _unlike(self, seen: dict[int, _Seen]) -> tuple[int, str] | None:
-        """Return one of two ranks that are in different calls, and a message; None if there are none."""
+        """Return one of two ranks that are in different calls, and a message; None if no two differ."""
         now, recent = time.monotonic(), self._calls.recent
         if self._mine[0] != recent:
             self._mine = recent, now
@@ -202,7 +202,7 @@ class Monitor:
 
 
 def run_within(seconds: float, work: Callable[[], Any]) -> None:
-    """Run a function that may hang or fail in a thread, and wait for it for a limited time."""
+    """Run a function in a thread, wait for it for a limited time, and ignore its errors."""
 
     def quietly() -> None:
         with contextlib.suppress(Exception):
@@ -223,7 +223,7 @@ def _signed(token: str, text: str) -> str:
 
 
 def _verified(env: RankEnvironment, message: bytes) -> tuple[int, str] | None:
-    """Return the rank and the text of a signed message; None if no rank of this run has written it."""
+    """Return the rank and the text of a signed message; None if no rank of this run wrote it."""
     text = message.decode(errors="replace").partition(" ")[2]
     if not hmac.compare_digest(message, _signed(env.token, text).encode()):
         return None

@@ -33,7 +33,7 @@ HOST_BACKEND = "gloo"
 TIMEOUT = 600.0  # seconds that a rank waits for another within a step
 RENDEZVOUS_SECONDS = 60.0  # seconds until the rendezvous must be complete
 FLAGS = 2
-STOP, SAVE = range(FLAGS)  # a signal's number; a checkpoint is due
+STOP, SAVE = range(FLAGS)  # indices of flags: number of a stop signal; whether a checkpoint is due
 
 
 _joined: "list[weakref.ref[Ranks]]" = []
@@ -72,12 +72,12 @@ class Channel(LocalChannel):
     ) -> None:
         self.rank, self.ranks, self.group, self._lost = rank, ranks, group, lost
         self.backend, self.device = backend, torch.device("cpu") if device is None else device
-        self.sent_bytes = 0  # to others
+        self.sent_bytes = 0  # to other ranks
         self._end = weakref.finalize(self, _close, group)
-        self._end.atexit = False  # leave few sockets and threads to the operating system
+        self._end.atexit = False  # at exit, the operating system closes the sockets
 
     def let_go(self) -> None:
-        """Release the destroyed group; returns once its threads have ended."""
+        """Release the destroyed group; return once its threads have ended."""
         self._end.detach()
         self.group = None  # the last reference
 
@@ -103,7 +103,7 @@ class Channel(LocalChannel):
         return out
 
     def try_out(self) -> str:
-        """Exchange one number with each rank; return an error's text, or "". The first call allocates device memory."""
+        """Exchange one number with each rank, which allocates device memory; return an error's text, or "" for none."""
         try:
             one = torch.ones(self.ranks, device=self.device)
             received = torch.empty_like(one)
@@ -128,19 +128,19 @@ class Channel(LocalChannel):
             raise PeerLostError(f"another rank stopped answering ({_short(error)})") from None
 
     def exchange_counts(self, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Send each rank its row of numbers, int64 [W, any]; return the rows received from all ranks."""
+        """Send counts[rank] to each rank; return what each rank sent to this one. Both are int64 [W, any]."""
         flat = torch.from_numpy(np.ascontiguousarray(counts)).view(-1)
         each = [counts.shape[1]] * self.ranks
         return self.all_to_all(flat, each, each).numpy().reshape(counts.shape)
 
     def gather(self, values: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
-        """Return the arrays of all ranks, 1-dimensional, of one dtype and any lengths, by rank."""
+        """Return the arrays of all ranks, by rank. They are 1-dimensional, of one dtype and any lengths."""
         lengths = self.exchange_counts(np.full((self.ranks, 1), len(values), np.int64))[:, 0].tolist()
         flat = torch.from_numpy(np.tile(values, self.ranks))
         return np.split(self.all_to_all(flat, [len(values)] * self.ranks, lengths).numpy(), np.cumsum(lengths)[:-1])
 
     def share(self, value: Any) -> list[Any]:
-        """Return a JSON value of each rank, by rank."""
+        """Return the JSON values that all ranks pass, by rank."""
         text = np.frombuffer(json.dumps(value).encode(), np.uint8)
         return [json.loads(each.tobytes()) for each in self.gather(text)]
 
@@ -169,6 +169,7 @@ class Ranks(World):
     Raises:
         UserError: The rendezvous failed.
         UnlikeError: The versions, the mesh or the values differ; raised on all ranks.
+        ValueError: The mesh has another number of ranks.
     """
 
     def __init__(
@@ -186,7 +187,7 @@ class Ranks(World):
         _joined[:] = [weakref.ref(self)]
         self.mesh, self.mesh_is_given = mesh or Mesh(data=env.ranks), mesh is not None
         if self.mesh.size != env.ranks:
-            raise ValueError(f"the mesh {self.mesh} has {self.mesh.size} ranks, but there are {env.ranks}")
+            raise ValueError(f"the mesh {self.mesh} has {self.mesh.size} ranks, but {env.ranks} ranks were started")
         self._channels: weakref.WeakSet[Channel] = weakref.WeakSet()
         self._kept: list[Channel] = []
         self._slices: dict[Any, tuple[Channel, Any]] = {}
@@ -217,7 +218,7 @@ class Ranks(World):
         except (RuntimeError, PeerLostError) as error:
             self.monitor.lost()
             time.sleep(LOST_SECONDS + 1)  # if a rank is gone, the monitor ends this process during the sleep
-            why = f"all ranks have joined but cannot reach each other: {_short(error)}"
+            why = f"all ranks have joined but cannot reach each other: {_short(error)}; check GLOO_SOCKET_IFNAME"
             self.monitor.fail(why)
             raise UserError(f"rank {self.rank} of {self.size}: {why}") from None
 
@@ -233,7 +234,7 @@ class Ranks(World):
     def channel(self, axis: str | None = None) -> Channel:
         """Return a new channel; all ranks must create theirs in the same order.
 
-        Each thread that exchanges needs its own channel, so that the order within a channel is the same on every rank.
+        Each thread that calls collectives needs its own channel, so that its order is the same on every rank.
 
         Args:
             axis: Connect the ranks along this axis of the mesh; None connects all.
@@ -255,7 +256,7 @@ class Ranks(World):
                 continue
             where = f"rank {rank}'s dense layers are on {names[rank]}"
             why = (
-                "which another rank also has, or others have another kind"
+                "which another rank also uses, or other ranks use another kind of device"
                 if name == backends[rank]
                 else (f"for which this torch has {backends[rank] or 'no backend but ' + HOST_BACKEND}")
             )
@@ -270,7 +271,7 @@ class Ranks(World):
                 raise UserError(
                     f"rank {rank}: {own} does not work with {names[rank]}: {error}; use --dist-backend gloo"
                 )
-        self._kept.append(channel)  # closing may wait for other ranks, so not at a random time
+        self._kept.append(channel)  # until `leave`: closing it may wait for other ranks
         return channel
 
     def slices(self, device: torch.device, axis: str | None = None) -> tuple[Channel, Any]:  # Any: see below
@@ -299,7 +300,7 @@ class Ranks(World):
         return channel
 
     def part(self) -> tuple[int, int]:
-        """Return this rank and the number of ranks, as `HostTable` takes them."""
+        """Return (rank, ranks) for `HostTable`."""
         return self.rank, self.size
 
     def begin(self, kind: str, text: str) -> None:
@@ -329,7 +330,7 @@ class Ranks(World):
         compare([one[2] for one in said], text)
 
     def leave(self, text: str = "the end of hostdev.join()") -> None:
-        """Leave once all ranks have arrived here."""
+        """Close the open loops, and leave the run once all ranks have made this call."""
         for known in reversed(self._loops):
             if (loop := known()) is not None:
                 loop.close()
@@ -366,5 +367,5 @@ def _get_device_name(device: torch.device) -> str:
 
 def _close(group: Any) -> None:
     if dist.is_initialized():
-        with contextlib.suppress(ValueError):  # all groups have been closed
+        with contextlib.suppress(ValueError):  # raised if all groups are already closed
             dist.destroy_process_group(group)

@@ -87,7 +87,7 @@ def find_rank_environment(environment: Mapping[str, str] | None = None) -> RankE
             if mine != theirs:
                 raise UserError(
                     f"{first.launcher} says rank {first.rank} of {first.ranks}, but {other.launcher} says rank "
-                    f"{other.rank} of {other.ranks}; unset the variables of one ({what} differs)"
+                    f"{other.rank} of {other.ranks}; unset the variables of one (the number after '{what}' differs)"
                 )
     return found[-1] if found[-1].launcher == _TABLE[0] else first
 
@@ -121,7 +121,7 @@ def _read_launcher(
     mine, all_ranks = _number(env, rank, launcher), _number(env, ranks, launcher)
     if mine >= all_ranks:
         raise UserError(f"{rank} is {mine}, but {ranks} is {all_ranks}: ranks count from 0")
-    # A shell loop that starts processes need not set the number of ranks on this host: then all are here.
+    # A shell loop that starts processes may leave out the number of ranks on this host: then all are here.
     mine_here = _number(env, local_rank, launcher) if local_rank in env else mine
     here = _number(env, local_ranks, launcher) if local_ranks in env else None
     if here is None:
@@ -162,7 +162,7 @@ def _find_rendezvous(env: Mapping[str, str], launcher: str, *, all_here: bool) -
     if not all_here:
         raise UserError(
             f"{launcher} has started ranks on several hosts, but MASTER_ADDR is not set: where is rank 0? Give mpirun "
-            "-x MASTER_ADDR=HOST (MPICH: -genv MASTER_ADDR HOST), the first host of the list"
+            "-x MASTER_ADDR=HOST (MPICH: -genv MASTER_ADDR HOST) with the first host of its list"
         )
     if "MASTER_PORT" in env:
         return "127.0.0.1", _port(env, launcher)
@@ -195,7 +195,7 @@ class RankTable(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """Number of devices."""
+        """Number of ranks, one for each device."""
         return sum(len(server["device"]) for server in self.servers)
 
     def find_server(self, rank: int) -> tuple[dict[str, Any], int]:
@@ -208,7 +208,7 @@ class RankTable(NamedTuple):
 
 
 def read_table(path: Path) -> RankTable:
-    """Return a rank table from its JSON file; UserError if it is invalid or its ranks are not 0, 1, 2, ..."""
+    """Read a rank table from its JSON file; UserError if it is invalid or its ranks are not 0, 1, 2, ..."""
     try:
         content = json.loads(path.read_text())
         servers = sorted(content["server_list"], key=lambda server: str(server["server_id"]))
@@ -258,6 +258,6 @@ def _read_rank_table(env: Mapping[str, str]) -> RankEnvironment:
 
 def is_first_on_host() -> bool:
     """Return whether this process reports command-line errors, which all processes of a host detect."""
-    with contextlib.suppress(UserError):  # every process reports a wrong environment
+    with contextlib.suppress(UserError):  # on a wrong environment, every process reports it
         return find_rank_environment().local_rank == 0
     return True

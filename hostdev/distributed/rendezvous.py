@@ -31,15 +31,15 @@ def make_key_prefix(env: RankEnvironment) -> str:
 
 
 def meet(env: RankEnvironment, seconds: float, values: Values | None = None) -> Any:
-    """Return the store, once all ranks have joined it.
+    """Join the run's store, and return it once all ranks have joined.
 
     Args:
         env: The rank environment of this process.
-        seconds: Timeout.
+        seconds: Timeout for all ranks to join.
         values: Values that must be equal on all ranks.
 
     Raises:
-        UserError: Ranks are missing after the timeout; the message names them.
+        UserError: Ranks are missing after the timeout or contradict each other; the message names them.
         UnlikeError: The values differ; raised on all ranks.
     """
     where = f"{env.address}:{env.port}"
@@ -75,9 +75,9 @@ def announce(store: Any, env: RankEnvironment, values: Values | None = None) -> 
     ranks = store.compare_set("ranks", "", f"{env.ranks}").decode(errors="replace")
     store.set(f"values/{env.rank}", json.dumps(dict(values or {})))
     if ranks != f"{env.ranks}":  # not counted as present, or others would think that all have joined
-        wrong = f"rank {env.rank} ({me}) was started as one of {env.ranks}, another as one of {ranks}"
+        wrong = f"rank {env.rank} ({me}) was started as one of {env.ranks}, another as one of {ranks}: they must agree"
     elif (first := store.compare_set(f"here/{env.rank}", "", me).decode(errors="replace")) != me:
-        wrong = f"two processes were started as rank {env.rank}: {first} and {me}"
+        wrong = f"two processes were started as rank {env.rank}: {first} and {me}; give each its own rank"
     if wrong is not None:
         store.set("wrong", wrong)
         time.sleep(NOTICE_SECONDS)
@@ -85,7 +85,7 @@ def announce(store: Any, env: RankEnvironment, values: Values | None = None) -> 
 
 
 def versions() -> Values:
-    """Return the versions that must be equal on all ranks: others compute different bits or use another protocol."""
+    """Return the versions of packages that must be equal on all ranks, for equal bits and a common protocol."""
     import hostdev
 
     return {"the version of hostdev": hostdev.__version__, "the version of torch": torch.__version__}
@@ -133,7 +133,7 @@ def find_interface(env: RankEnvironment) -> str:
 
 
 def get_first_line(error: BaseException) -> str:
-    """Return the first line of an error."""
+    """Return the first line of an error's message, or its type if it has none."""
     return printable(str(error).splitlines()[0]) if str(error) else type(error).__name__
 
 
@@ -187,7 +187,7 @@ def _values(text: bytes) -> Values:
 def _compare_together(store: Any, env: RankEnvironment, each: Sequence[Values]) -> None:
     """Compare the ranks' values. If they differ, rank 0 keeps its store until all ranks have seen them."""
     store.set(f"seen/{env.rank}", "")
-    if not all(each):  # a program that only joins gives no values
+    if not all(each):  # a rank has announced no values
         return
     try:
         compare(each)

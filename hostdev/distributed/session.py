@@ -27,7 +27,9 @@ def join(
     meeting: float = RENDEZVOUS_SECONDS,
     backend: str | None = None,
 ) -> Iterator[Ranks | None]:
-    """Join the processes that a launcher has started; yield None if this process is alone.
+    """Join the processes that a launcher has started, and yield the `Ranks`; None if this process is alone.
+
+    If a rank fails, all end with exit code 2, and one line on stderr names the rank and the cause.
 
     Args:
         mesh: How the ranks share a network, such as "data=2,pipe=2"; None means data parallel.
@@ -35,10 +37,8 @@ def join(
         meeting: Seconds until the rendezvous must be complete.
         backend: Backend of torch.distributed between devices; None for the devices' own.
 
-    If a rank fails, all end with exit code 2, and one line on stderr names the rank and the cause.
-
     Raises:
-        UserError: The mesh has another size, the rendezvous failed, or torch.distributed is already initialised.
+        UserError: The mesh has the wrong size, the rendezvous failed, or torch.distributed is already initialised.
     """
     if group_size() > 1:
         raise UserError(

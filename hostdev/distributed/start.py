@@ -14,7 +14,7 @@ from typing import Any
 from hostdev.core.launched import LAUNCHERS, RANK_TABLE
 from hostdev.distributed.rank_environment import LISTEN_VARIABLE, TOKEN_VARIABLE
 
-# A launcher's variables are for this command, not for its children.
+# Variables of a launcher of this process, which its children must not inherit.
 _LAUNCHER_VARIABLES = {
     *itertools.chain.from_iterable(names for _, names in LAUNCHERS),
     *RANK_TABLE,
@@ -64,7 +64,7 @@ def _start(
 
 
 def listen_at(address: Any, *how: int) -> socket.socket:
-    """Return a socket that listens at one address; `how` are the arguments of `socket.socket`."""
+    """Return a socket that listens at one address; `how` has the arguments of `socket.socket`."""
     made = socket.socket(*how)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -84,9 +84,9 @@ def die_with_parent() -> None:
 
 
 def wait_for(processes: "list[subprocess.Popen[bytes]]") -> int:
-    """Wait until all processes have ended, and return the first failure's exit code.
+    """Wait until all processes have ended, and return the first failure's exit code, or 0.
 
-    After a failure the others have a few seconds to end. Signals are forwarded to them.
+    After a failure the others are killed unless they end within seconds. Stop signals are forwarded to all processes.
     """
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # unless ignored, as under nohup

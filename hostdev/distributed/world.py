@@ -11,7 +11,7 @@ class Closable(Protocol):
     """Something that is closed before the ranks leave."""
 
     def close(self) -> None:
-        """Close it."""
+        """Release its resources."""
 
 
 class LocalChannel:
@@ -44,11 +44,11 @@ class World:
     rank, size = 0, 1
     mesh, mesh_is_given = Mesh(), False
     have_parted = False
-    control: Any = LocalChannel()  # Any: `Channel` imports torch, which this module does without
+    control: Any = LocalChannel()  # Any: `Channel` imports torch, and this module must not
 
     @property
     def at(self) -> MeshPlace:
-        """This rank's place in the mesh."""
+        """This rank's index along each axis of the mesh."""
         return self.mesh.place(self.rank)
 
     def share(self) -> tuple[int, int]:
@@ -78,7 +78,7 @@ class World:
         return self.control
 
     def slices(self, device: Any, axis: str | None = None) -> tuple[Any, Any]:  # Any: torch's; as `control`
-        """Return a channel and a DeviceMesh; a world of one slices no layer and has no mesh."""
+        """Return a channel and a DeviceMesh; the DeviceMesh is None here, as one rank slices no layer."""
         return self.control, None
 
     def begin(self, kind: str, text: str) -> None:

@@ -18,18 +18,18 @@ from hostdev.parallel.plan import cuttable, divides, get_shared_layers, get_slic
 from hostdev.parallel.search import Candidate, Layers, SearchOptions, candidates
 from hostdev.parallel.trial import can_be_copied, time_steps
 
-_SHOWN = 8
+_SHOWN = 8  # maximum number of candidates in the table
 _FINALISTS = 4  # maximum number of candidates that are measured
-_NEAR = 2.0  # their expected time may be this multiple of the best candidate's
-_ALIKE = 1.05  # up to this multiple of the least measured time, the expected time decides
+_NEAR = 2.0  # a finalist's expected time is at most this multiple of the best one's
+_ALIKE = 1.05  # among those within this multiple of the least measured time, the expected time decides
 
 
 class LayoutChoice(NamedTuple):
-    """A chosen layout.
+    """A chosen layout, with all candidates and the costs on which the choice is based.
 
     Attributes:
-        mesh: The mesh.
-        layout: The layout.
+        mesh: The chosen mesh.
+        layout: The chosen layout.
         tried: All candidates, the chosen one first.
         profile: Costs of the network.
         machine: Costs of exchanges.
@@ -42,7 +42,7 @@ class LayoutChoice(NamedTuple):
     machine: Machine
 
     def lines(self) -> list[str]:
-        """Return the table and the reason as lines of text."""
+        """Return the table of candidates and the reason for the choice as lines of text."""
         machine, best = self.machine, self.tried[0]
         slicing = f", {machine.slicing * 1e6:,.0f} us for a sliced layer" if machine.slicing else ""
         found = [
@@ -71,7 +71,7 @@ def describe_candidate(one: Candidate) -> str:
 
 
 def reason(tried: list[Candidate], machine: Machine) -> str:
-    """Return why the first candidate was chosen."""
+    """Return text that says why the first candidate was chosen."""
     best, others = tried[0], [one for one in tried[1:] if one.memory <= machine.available]
     if best.memory > machine.available:
         return f"which needs the least time, but no layout fits the {format_bytes(machine.available)} that are free"
@@ -88,7 +88,7 @@ def reason(tried: list[Candidate], machine: Machine) -> str:
 
 
 def _explain_difference(best: Candidate, other: Candidate) -> str:
-    """Return the cost that makes a candidate slower according to the model; "" if it should be faster."""
+    """Return text with the largest extra cost of `other` in the cost model; "" if `other` should be faster."""
     costs = {
         "compute": other.compute - best.compute,
         "waiting for stages": other.waiting - best.waiting,
@@ -116,7 +116,7 @@ def choose(
 
     Args:
         network: The whole network, which is left unchanged.
-        inputs: Returns zeros in place of the network's inputs.
+        inputs: Returns zeros in place of the network's inputs, for a number of samples.
         ranks: The ranks of this run.
         samples: Number of samples of a batch over all ranks.
         micro_batches: Number of micro-batches of a step over all ranks.
@@ -124,7 +124,7 @@ def choose(
         mesh: A fixed mesh; None searches for one.
         device: Where the network will run.
         autocast: Dtype of autocast, or None.
-        looked_up: The network's inputs are rows that one rank sends to the ranks with the other slices.
+        looked_up: Whether the network's inputs are rows that one rank sends to the ranks with the other slices.
 
     Raises:
         UserError: No layout is possible.

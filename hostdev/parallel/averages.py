@@ -21,8 +21,10 @@ from hostdev.distributed.world import LocalChannel
 class Averages:
     """The layers of some modules that keep running averages.
 
-    `channel` connects, in host memory, the ranks that run other micro-batches through the same layers; None if there
-    are none.
+    Args:
+        modules: The modules of this rank.
+        channel: Connects, in host memory, the ranks that run other micro-batches through the same layers; None if no
+            other rank does.
     """
 
     def __init__(self, modules: Sequence[nn.Module], channel: LocalChannel | None = None) -> None:
@@ -72,7 +74,7 @@ class Averages:
         self._layers[at]._buffers.update(zip(_NAMES, buffers, strict=True))
 
     def move(self) -> None:
-        """Update the averages by a step's statistics; all ranks of the channel call it."""
+        """Update the averages with the statistics of a step's micro-batches; all ranks of the channel call it."""
         if not self._layers:
             return
         seen = [sorted(each, key=lambda one: one[0]) for each in self._seen]
@@ -104,7 +106,7 @@ class Averages:
 
 
 class _KeptBuffers(NamedTuple):
-    """A layer's own averages, kept while they are replaced."""
+    """A layer's own averages, kept here while zeros replace them in the layer."""
 
     mean: Any
     variance: Any
@@ -116,7 +118,7 @@ _NAMES = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class _Hook:
-    """Calls a method of the averages for a layer while they live; a copy of the layer gets a hook without effect."""
+    """Calls a method of an `Averages` for a layer while that object lives; in a copy of the layer, it does nothing."""
 
     def __init__(
         self, averages: Averages | None = None, method: Callable[[Averages, int], None] | None = None, at: int = 0
@@ -142,6 +144,6 @@ def require_own_averages(module: nn.Module) -> None:
     for name, layer in module.named_modules():
         if isinstance(layer, nn.SyncBatchNorm):
             raise UserError(
-                f"layer {name!r} (SyncBatchNorm) exchanges with other processes by itself; use BatchNorm, whose "
-                "averages are kept equal"
+                f"layer {name!r} (SyncBatchNorm) exchanges statistics by itself; use BatchNorm, whose "
+                "averages hostdev keeps equal on all ranks"
             )

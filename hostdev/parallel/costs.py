@@ -15,10 +15,10 @@ from hostdev.parallel.layout import Inputs
 from hostdev.parallel.pieces import fake_mode
 from hostdev.parallel.plan import cut_layers, cuttable, resolve_strategies
 
-_REPEATS = 4
+_REPEATS = 4  # timed runs of each piece
 _BLOCK = 1 << 22  # bytes exchanged to measure the bandwidth
-_ADDED = 1 << 20, 1 << 26  # bounds of the bytes added to measure memory, otherwise the parameters' bytes
-_ROW = 4  # consecutive calls, since ranks do not begin at the same moment
+_ADDED = 1 << 20, 1 << 26  # least and most bytes added to measure memory; in between, the parameters' bytes
+_ROW = 4  # calls that are timed together, since ranks do not begin at the same moment
 _PASSES = 7  # passes of Adam over the parameters: it reads four arrays and writes three
 
 
@@ -26,7 +26,7 @@ class PieceCost(NamedTuple):
     """The cost of a piece for one micro-batch."""
 
     name: str
-    seconds: float  # forward and backward
+    seconds: float  # of its forward and backward passes
     flops: int  # floating-point operations, forward
     parameters: int  # bytes of its parameters
     saved: int  # bytes saved for the backward pass
@@ -45,7 +45,7 @@ class LayerCost(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """The cost of exchanges between ranks."""
+    """The cost of exchanges between ranks and of memory, on the slowest rank."""
 
     bandwidth: float  # bytes per second from one rank to others, while all exchange
     latency: float  # seconds of an empty exchange
@@ -62,15 +62,15 @@ class Machine(NamedTuple):
         return _PASSES * parameters / self.memory
 
     def add(self, parameters: float) -> float:
-        """Return the seconds of adding `parameters` bytes to others."""
+        """Return the seconds of adding `parameters` bytes to as many others."""
         return 3 * parameters / self.memory
 
 
 class Profile(NamedTuple):
     """The costs of a network."""
 
-    pieces: list[PieceCost]  # of each piece
-    layers: list[LayerCost]  # of each layer that can be sliced
+    pieces: list[PieceCost]  # costs of each piece
+    layers: list[LayerCost]  # costs of each layer that can be sliced
     inputs: int  # bytes of a micro-batch's inputs that one rank looks up and sends to the ranks with the other slices
 
 
@@ -83,7 +83,7 @@ def measure_profile(
     autocast: torch.dtype | None,
     looked_up: bool,
 ) -> Profile:
-    """Measure a network's pieces for a number of samples on this rank; the network is left unchanged."""
+    """Measure a network's pieces on this rank; the network moves to the device, and its values stay unchanged."""
     buffers = [(one, one.clone()) for one in network.buffers()]
     training = network.training
     network.train()
@@ -117,10 +117,13 @@ def take_slowest(ranks: World, profile: Profile) -> Profile:
 
 
 def measure_machine(ranks: World, available: int, parameters: int, *, slices: bool) -> Machine:
-    """Measure exchanges between ranks while all do the same; all ranks call it.
+    """Measure exchanges and additions while all ranks do the same; all ranks call it.
 
-    `available` and `parameters` are bytes of free memory and of the parameters; if `slices`, sliced layers are also
-    measured.
+    Args:
+        ranks: The ranks of this run.
+        available: Bytes of free memory on this rank.
+        parameters: Bytes of the network's parameters.
+        slices: Whether to measure sliced layers, too.
     """
     channel, W = ranks.channel(), ranks.size
     part = _BLOCK // 4 // W
@@ -174,7 +177,7 @@ def _median_seconds(channel: Channel, call: Callable[[], object]) -> float:
 
 
 def filled(values: Any, device: torch.device) -> Any:
-    """Return values shaped like the network's zero inputs, with random floating-point numbers."""
+    """Return the network's zero inputs on a device, with random numbers in place of floating-point zeros."""
 
     def drawn(one: Tensor) -> Tensor:
         if not one.is_floating_point():
@@ -187,7 +190,7 @@ def filled(values: Any, device: torch.device) -> Any:
 def _time_pieces(
     pieces: Sequence[Piece], given: Any, device: torch.device, autocast: torch.dtype | None, *, looking: bool = False
 ) -> tuple[list[float], list[tuple[int, int]]]:
-    """Return each piece's seconds forward and backward, and its saved bytes (0 unless `looking`) and returned bytes."""
+    """Return each piece's seconds (forward and backward), and its saved (0 unless `looking`) and returned bytes."""
     seconds, about, values = [], [], given
     for piece in pieces:
         values = values if isinstance(values, tuple) else (values,)
@@ -226,7 +229,7 @@ def now(device: torch.device) -> float:
 
 
 def _counted(network: nn.Module, pieces: Sequence[Piece], given: tuple[Any, ...]) -> tuple[list[int], list[LayerCost]]:
-    """Return each piece's operations, and the inputs and outputs of the layers that can be sliced."""
+    """Return each piece's floating-point operations, and the costs of the layers that can be sliced."""
     names = {id(module): name for name, module in network.named_modules() if cuttable(module)}
     found: dict[str, LayerCost] = {}
     flops: list[int] = []
@@ -236,7 +239,7 @@ def _counted(network: nn.Module, pieces: Sequence[Piece], given: tuple[Any, ...]
         work = 2 * taken[0].numel() * result.shape[-1] if isinstance(module, nn.Linear) else 0
         found[name] = LayerCost(name, len(flops), work, size, taken[0].nbytes, result.nbytes)
 
-    from torch.utils.flop_counter import FlopCounterMode  # as in `pieces`
+    from torch.utils.flop_counter import FlopCounterMode  # its import takes time
 
     hooks = [module.register_forward_hook(after) for module in network.modules() if id(module) in names]
     try:

@@ -21,7 +21,7 @@ class Layout(NamedTuple):
 
     Attributes:
         schedule: Order of micro-batches through the stages, one of `mesh.SCHEDULES`.
-        begins: First pieces of all stages but the first; None balances the stages' costs.
+        begins: Names of the first pieces of all stages but the first; None balances the stages' costs.
         plan: Strategies of layers, by name or pattern: see `plan`.
     """
 
@@ -33,12 +33,12 @@ class Layout(NamedTuple):
 class ResolvedLayout(NamedTuple):
     """A layout that fits a network."""
 
-    pieces: list[Piece]  # of the network; empty without stages
-    begins: list[str]  # first pieces of all stages but the first
-    strategies: Strategies  # of the sliced layers
+    pieces: list[Piece]  # pieces of the network; empty without stages
+    begins: list[str]  # names of the first pieces of all stages but the first
+    strategies: Strategies  # strategies of the sliced layers
 
     def stages(self, pieces: Sequence[Piece]) -> list[list[Piece]]:
-        """Return the pieces of each stage."""
+        """Divide pieces among the stages."""
         return cut(pieces, self.begins)
 
 
@@ -47,7 +47,7 @@ def resolve_layout(
 ) -> ResolvedLayout:
     """Return a network's layout on a mesh, without computing anything; UserError if the layout does not fit.
 
-    `inputs` returns zeros in place of the network's inputs. If `searched`, there need not be strategies yet, since a
+    `inputs` returns zeros in place of the network's inputs. If `searched`, strategies may still be missing, since a
     search will add them.
     """
     pieces: list[Piece] = []
@@ -90,7 +90,7 @@ def _begins(pieces: Sequence[Piece], layout: Layout, pipe: int, inputs: Callable
 
 
 def describe_layout(settled: ResolvedLayout, layout: Layout, mesh: Mesh) -> str:
-    """Describe a resolved layout."""
+    """Return a resolved layout as text for the user."""
     parts = []
     if settled.begins:
         stages = [(stage[0].name, stage[-1].name) for stage in settled.stages(settled.pieces)]

@@ -58,7 +58,7 @@ class LocalParameters:
                 leaf.grad, parameter.grad = grad.to_local(), None
 
     def keep(self, parameters: Iterable[Tensor]) -> None:
-        """Release all parameters but these."""
+        """Release the local tensors of all other parameters."""
         ids = {id(one) for one in parameters}
         self._leaves = {key: leaf for key, leaf in self._leaves.items() if key in ids}
         self._cut = [(parameter, leaf) for parameter, leaf in self._cut if id(parameter) in ids]

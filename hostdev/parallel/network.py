@@ -26,7 +26,7 @@ Inputs = Callable[[slice], tuple[Any, ...]]
 
 
 class Network:
-    """A network, or this rank's part of it, and steps through it.
+    """A network, or this rank's part of it, and its training steps.
 
     ::
 
@@ -56,8 +56,8 @@ class Network:
         precision: "fp32", or "bf16" for bfloat16 arithmetic over float32 parameters.
         seed: Seed of layers that draw random numbers, such as dropout; with several micro-batches their draws are a
             function of the seed, the step and the micro-batch's number.
-        auto: Number of samples of a batch: search for the fastest mesh and layout for it, with the given mesh,
-            strategies and cuts; `choice` lists the candidates.
+        auto: If given, search for the fastest mesh and layout for batches of this many samples; a given mesh,
+            strategies and cuts stay fixed, and `choice` lists the candidates.
 
     Raises:
         UserError: The layout does not fit the network or the ranks.
@@ -121,11 +121,13 @@ class Network:
             ranks.mesh, layout = self.choice.mesh, self.choice.layout
         shares, stages = ranks.mesh.data, ranks.mesh.pipe
         if micro_batches < 1 or micro_batches % shares:
-            raise UserError(f"{micro_batches} micro-batches cannot be divided equally among {shares} ranks along data")
+            raise UserError(
+                f"{micro_batches} micro-batches cannot be divided equally among {shares} ranks; give a multiple of it"
+            )
         if micro_batches < shares * stages:
             raise UserError(
-                f"{stages} stages need at least as many micro-batches: give {shares * stages} or more, not "
-                f"{micro_batches}"
+                f"{stages} stages need at least as many micro-batches on each rank: give {shares * stages} or more, "
+                f"not {micro_batches}"
             )
         for name, value, known in (
             ("gradients", gradients, ("mean", "sum")),
@@ -150,7 +152,7 @@ class Network:
             )
 
     def describe(self) -> str:
-        """Describe the layout; "" if this rank has the whole network."""
+        """Return the layout as text; "" if this rank has the whole network."""
         return self._parts.text
 
     def step(
@@ -159,7 +161,7 @@ class Network:
         inputs: Inputs,
         loss: Callable[[Any, slice], Tensor],  # Any: the module's output
     ) -> float:
-        """Run a batch forward and backward, add its gradients to the parameters', and return the loss.
+        """Run a batch forward and backward, add its gradients to those of the parameters, and return the loss.
 
         Args:
             samples: Number of samples of the whole batch, the same on all ranks.
@@ -252,7 +254,7 @@ class Network:
             integrated: Rank 0 gathers everything into one file; otherwise each rank writes its slices and stages.
 
         Raises:
-            UserError: The folder cannot be written, and does not exist afterwards; raised on all ranks.
+            UserError: The folder exists, or cannot be written and does not exist afterwards; raised on all ranks.
         """
         self._begin("save")
         self._parts.save(Path(folder), optimizer, self._steps, integrated=integrated)
@@ -260,7 +262,7 @@ class Network:
     def restore(self, folder: Path | str, optimizer: torch.optim.Optimizer) -> None:
         """Load this rank's part from a folder of `save`, on any mesh; all ranks call it.
 
-        UserError, before any change, if the folder is damaged or belongs to another network.
+        UserError on all ranks, before any change, if the folder is damaged or belongs to another network.
         """
         self._begin("restore")
         self._steps = self._parts.restore(Path(folder), optimizer)
@@ -278,7 +280,7 @@ class Network:
         return cut(samples, self.micro_batches)[self._first : self._first + self._count]
 
     def _reduce(self, ran: StepResult) -> None:
-        """Assign the sums over all micro-batches to the parameters."""
+        """Set the parameters' gradients to their sums over all micro-batches."""
         if self._exchange is None:
             tree: TreeSum[Grads] = TreeSum(add_lists)
             tree.nodes = list(ran.nodes)

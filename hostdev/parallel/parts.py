@@ -1,4 +1,4 @@
-"""This rank's part of a network, stages and slices, and a training step through it."""
+"""This rank's part of a network, its stages or slices, and training steps through it."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -28,9 +28,9 @@ from hostdev.parallel.tied import Tied
 class StepResult(NamedTuple):
     """The result of a step on this rank, before sums over all ranks."""
 
-    parameters: list[Tensor]  # of this rank
+    parameters: list[Tensor]  # this rank's parameters, in the order of each node's gradients
     nodes: list[Node[Grads]]  # sums of this rank's micro-batches' gradients: nodes of the tree
-    values: list[Tensor | None]  # of each micro-batch; None if it has no samples or another rank reports it
+    values: list[Tensor | None]  # values of each micro-batch; None if it has no samples or another rank reports it
 
 
 class Parts:
@@ -43,9 +43,9 @@ class Parts:
         inputs: Returns zeros in place of the network's inputs.
         device: Where the part runs.
         autocast: Dtype of autocast, or None.
-        aside: One more value [], float32, passes through unchanged: the last input, returned with the output.
+        aside: Whether the network gets one more last input, float32 [], which it returns unchanged with the output.
         timeline: Records the micro-batches' forward and backward passes.
-        ops: Time forward and backward passes; each calls its first argument.
+        ops: Two functions that time forward and backward passes; each calls its first argument with the others.
 
     Raises:
         UserError: The layout does not fit.
@@ -112,7 +112,7 @@ class Parts:
         self._averages = Averages(self._passes.modules, data)
 
     def _own_backend(self, axis: str) -> Channel:
-        """Return a channel between devices along an axis; UserError if there is none."""
+        """Return a channel between devices along an axis; UserError if the devices have no backend for it."""
         channel: Channel = self._ranks.device_channel(self._device, axis)
         self._require_own_backend(channel, axis)
         self._channels.append(channel)
@@ -135,7 +135,7 @@ class Parts:
 
     @property
     def speaks(self) -> bool:
-        """Return whether this rank is the one, among those with slices of the same layers, that reports values."""
+        """Return whether this rank reports values; one of the ranks with slices of the same layers does."""
         return self._ranks.at.model == 0
 
     def step(
@@ -201,7 +201,7 @@ class Parts:
             self._tied.spread()
 
     def _by_stage(self) -> tuple[list[list[nn.Parameter]], list[list[nn.Parameter]]]:
-        """Return the parameters of each of this rank's stages: those that it alone uses, and those it shares."""
+        """Return the parameters of each of this rank's stages: those that it alone uses, and those that it shares."""
         own, tied = [], []
         for module in self._passes.modules:
             trained = [one for one in self.leaves.of(module.parameters()) if one.requires_grad]
@@ -213,7 +213,7 @@ class Parts:
     def predict(
         self, number: int, sizes: Sequence[int], inputs: Callable[[int], tuple[Any, ...]]
     ) -> list[tuple[int, Any]]:
-        """Return the network's outputs for the non-empty micro-batches, with their numbers, on the last stage."""
+        """Return the outputs for the non-empty micro-batches, with their numbers; [] except on the last stage."""
         numbers = [number for number, size in enumerate(sizes) if size]
         found = self._passes.predict(number, [sizes[one] for one in numbers], lambda at: inputs(numbers[at]))
         return list(zip(numbers, found, strict=False)) if self.speaks else []
@@ -227,7 +227,7 @@ class Parts:
         return self._state.whole(self.leaves, optimizer)
 
     def save(self, folder: Path, optimizer: torch.optim.Optimizer, steps: int, *, integrated: bool) -> None:
-        """See `network.Network.save`."""
+        """Write the state to a folder: see `network.Network.save`."""
         about = {"steps": steps, **self._state.about(optimizer)}
         if integrated:
             own = self._state.flatten(self.state(optimizer))
@@ -237,7 +237,7 @@ class Parts:
         save(folder, f"rank{self._ranks.rank}.safetensors", own, about, self._ranks)
 
     def restore(self, folder: Path, optimizer: torch.optim.Optimizer) -> int:
-        """See `network.Network.restore`; return the number of steps taken."""
+        """Load the state from a folder, and return the number of steps taken: see `network.Network.restore`."""
         return int(self._state.read(self.leaves, folder, optimizer)["steps"])
 
     def load(self, model: dict[str, Any], optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -246,7 +246,7 @@ class Parts:
 
 
 def broadcast_parameters(network: nn.Module, ranks: World) -> None:
-    """Broadcast parameters and buffers of rank 0; manual slices go to the ranks with the same slice."""
+    """Overwrite tensors with those of rank 0; slices made by hand, with those of the first rank that has that slice."""
     if ranks.size == 1:
         return  # avoids copies to and from the host
     along_data = ranks.channel("data")

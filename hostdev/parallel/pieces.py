@@ -49,16 +49,22 @@ def get_pieces(network: nn.Module) -> list[Piece]:
         )
     held = {id(parameter) for piece in pieces for parameter in piece.parameters}
     if not pieces or len({piece.name for piece in pieces}) < len(pieces):
-        raise UserError(f"pieces() of {type(network).__name__} returns {'none' if not pieces else 'two with one name'}")
+        raise UserError(
+            f"pieces() of {type(network).__name__} returns {'none' if not pieces else 'two with one name'}; "
+            "return one or more pieces with different names"
+        )
     own = {id(parameter) for parameter in network.parameters()}
     for piece in pieces:
         if any(id(parameter) not in own for parameter in piece.parameters):
             raise UserError(
-                f"piece {piece.name!r} of {type(network).__name__} holds a parameter that the network does not have"
+                f"piece {piece.name!r} of {type(network).__name__} holds a parameter that the network does not have; "
+                "register it in the network"
             )
     left = [name for name, parameter in network.named_parameters() if id(parameter) not in held]
     if left:
-        raise UserError(f"no piece of {type(network).__name__} holds its parameter {left[0]}; name it in pieces()")
+        raise UserError(
+            f"no piece of {type(network).__name__} holds its parameter {left[0]}; add it to the `holds` of one"
+        )
     return pieces
 
 
@@ -73,7 +79,7 @@ def _sequential(network: nn.Sequential, prefix: str = "") -> list[Piece]:
 
 
 def cut(pieces: Sequence[Piece], begins: Sequence[str]) -> list[list[Piece]]:
-    """Return the pieces of each stage; each but the first begins with a named piece. UserError for wrong names."""
+    """Divide pieces into stages, which begin with the named pieces after the first stage; UserError for wrong names."""
     names = [piece.name for piece in pieces]
     at = [0]
     for name in begins:
@@ -103,7 +109,7 @@ class Shape(NamedTuple):
     slopes: tuple[int, ...]
     constants: tuple[int, ...]
     dtype: torch.dtype
-    trained: bool  # gradients flow back to it
+    trained: bool  # whether gradients flow back to it
 
     def of(self, samples: int) -> list[int]:
         """Return the shape for a number of samples."""
@@ -111,7 +117,7 @@ class Shape(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """The tensors that a stage passes on.
+    """The tensors that a stage passes on to the next one.
 
     Attributes:
         shapes: The shapes of the tensors, each once.
@@ -124,11 +130,11 @@ class Traced(NamedTuple):
     draws: bool
 
     def once(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Return each tensor of the returned values once."""
+        """Return the distinct tensors among the values that the stage returns."""
         return [values[self.places.index(number)] for number in range(len(self.shapes))]
 
     def all_of(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Return the stage's values from the received tensors, with one leaf for each tensor, as without stages."""
+        """Return the values that the stage returned, in which tensors may repeat, from the distinct tensors."""
         return [values[number] for number in self.places]
 
 
@@ -139,7 +145,7 @@ def trace(
     device: str = "cpu",
     autocast: torch.dtype | None = None,
 ) -> list[Traced]:
-    """Return the tensors that cross after each stage, found by running all stages on fake tensors.
+    """Return a description of the tensors that each stage passes on, by running all stages on fake tensors.
 
     Args:
         stages: Pieces of each stage.
@@ -169,7 +175,7 @@ def trace(
             if not last and shapes[-1].of(_SAMPLES[2]) != list(values[2].shape):
                 raise UserError(
                     f"piece {name!r} returns a value whose size is not linear in the number of samples: no stage can "
-                    "end there"
+                    "end there; cut elsewhere"
                 )
         found.append(Traced(shapes, places, each[0].draws))
     return found
@@ -179,7 +185,7 @@ def _require_crossing(name: str, values: Sequence[Any]) -> None:
     if not all(isinstance(value, Tensor) for value in values):
         raise UserError(
             f"piece {name!r} returns a {type(values[0]).__name__}, but only tensors can cross to another stage: no "
-            "stage can end there"
+            "stage can end there; cut elsewhere"
         )
     if not all(value.is_contiguous() for value in values):
         raise UserError(
@@ -187,13 +193,14 @@ def _require_crossing(name: str, values: Sequence[Any]) -> None:
         )
     if len({value.dim() for value in values}) > 1:
         raise UserError(
-            f"piece {name!r} returns a value whose number of dimensions depends on the samples: no stage can end there"
+            f"piece {name!r} returns a value whose number of dimensions depends on the number of samples: no "
+            "stage can end there; cut elsewhere"
         )
 
 
 def count_flops(pieces: Sequence[Piece], inputs: tuple[Any, ...]) -> list[int]:
     """Return the floating-point operations of each piece's forward pass, without computing anything."""
-    from torch.utils.flop_counter import FlopCounterMode  # its import of triton takes time, at each start
+    from torch.utils.flop_counter import FlopCounterMode  # imports triton, which takes time at each start
 
     found = []
     with fake_mode(one for piece in pieces for one in piece.holds) as fake:
@@ -206,12 +213,12 @@ def count_flops(pieces: Sequence[Piece], inputs: tuple[Any, ...]) -> list[int]:
 
 
 def balanced(pieces: Sequence[Piece], costs: Sequence[float], count: int) -> list[str]:
-    """Return the first pieces of all stages but the first, so that the costliest stage costs least.
+    """Return the names of the pieces that begin stages 1, 2, ..., for the least cost of the costliest stage.
 
-    Of equal cuts, it prefers those whose stages begin with a piece that has parameters. UserError for too few pieces.
+    Among equal cuts, stages that begin with a piece with parameters are preferred. UserError for too few pieces.
     """
     if len(pieces) < count:
-        raise UserError(f"the network has {len(pieces)} pieces, too few for {count} stages")
+        raise UserError(f"the network has {len(pieces)} pieces, too few for {count} stages; use fewer stages")
     bare = [not piece.parameters for piece in pieces]
     return [pieces[start].name for start in best_cut(costs, [0.0] * len(pieces), count, bare)[1:]]
 
@@ -219,7 +226,7 @@ def balanced(pieces: Sequence[Piece], costs: Sequence[float], count: int) -> lis
 def best_cut(
     costs: Sequence[float], crossing: Sequence[float], count: int, unwanted: Sequence[bool] | None = None
 ) -> list[int]:
-    """Return where `count` parts of a sequence begin, so that the costliest part costs least.
+    """Return where `count` parts of a sequence begin, so that the costliest part costs as little as possible.
 
     Args:
         costs: The cost of each element.
@@ -230,7 +237,7 @@ def best_cut(
     n, sums = len(costs), [0, *accumulate(costs)]
     ends = [0.0, *crossing[:-1], 0.0]
     bad = unwanted or [False] * n
-    # best[k][i]: for the first i elements in k parts, the costliest part's cost, and the unwanted beginnings
+    # best[k][i]: the costliest part's cost, unwanted beginnings and last beginning of the first i elements in k parts
     best: list[list[tuple[float, int, int]]] = [[(float("inf"), 0, 0)] * (n + 1) for _ in range(count + 1)]
     best[0][0] = (0, 0, 0)
     for k in range(1, count + 1):
@@ -267,7 +274,7 @@ def fake_mode(held: Iterable[Any]) -> Iterator[Callable[[Any], Any]]:
         held: Modules that are run; their buffers are left unchanged.
     """
     modules = [module for one in held if isinstance(one, nn.Module) for module in one.modules()]
-    # without momentum, a layer reads the value of its counter
+    # without momentum, a layer reads its counter's value, which a fake tensor lacks
     counting = [one for one in modules if isinstance(one, _NormBase) and one.momentum is None]
     buffers = [
         (module, name, value) for module in modules for name, value in module._buffers.items() if value is not None

@@ -66,7 +66,7 @@ def resolve_strategies(
         for parameter, dim in _CUTS[type(modules[name])][strategy].items():
             value = getattr(modules[name], parameter)
             if value is not None and get_slice_dim(value) is not None:
-                raise UserError(f"--plan {name}={strategy}: its {parameter} is marked as sliced by hand; leave it out")
+                raise UserError(f"--plan {name}={strategy}: its {parameter} is sliced by hand; omit the layer")
             if dim is not None and value is not None and value.shape[dim] % ranks:  # as in `divides`
                 raise UserError(
                     f"--plan {name}={strategy}: its {parameter} is {list(value.shape)}, but {value.shape[dim]} cannot "
@@ -130,12 +130,15 @@ def _find_pairs(
     stages: Sequence[Sequence[Piece]],
     inputs: Callable[[], tuple[Any, ...]],
 ) -> set[tuple[str, str]]:
-    """Return pairs of a colwise layer and the only (rowwise) consumer of its output, elementwise, in the same stage."""
+    """Return pairs of a colwise layer and a rowwise layer that alone consumes its output, in the same stage.
+
+    Only elementwise layers may lie between the two.
+    """
     names = {id(module): name for name, module in network.named_modules() if name in wanted}
     calls: dict[str, int] = dict.fromkeys(wanted, 0)
-    # By a value's id: the colwise layer, the values since then, and the version, which changes on writes.
+    # By a value's id: the colwise layer, the tensors since then, and the last one's version, which changes on writes.
     source: dict[int, tuple[str, list[Tensor], int]] = {}
-    found: dict[str, tuple[str, list[Tensor]]] = {}  # by rowwise layer
+    found: dict[str, tuple[str, list[Tensor]]] = {}  # by rowwise layer: the colwise layer, the tensors in between
     hooks, uses = [], _UseCounter()
 
     def after(module: nn.Module, given: tuple[Any, ...], result: Any) -> None:
@@ -240,7 +243,7 @@ class Traffic:
             return
         bytes_in = (
             taken[0].numel() * taken[0].element_size() if taken[0].requires_grad else 0
-        )  # a DTensor counts the whole tensor
+        )  # a DTensor's numel() is that of the whole tensor
         bytes_out = given.numel() * given.element_size()
         if how.strategy == "colwise":
             self.sent += self._away * (bytes_out * how.joined + 2 * bytes_in)
@@ -287,7 +290,7 @@ def cuttable(module: nn.Module) -> bool:
 
 
 def divides(module: nn.Module, strategy: str, ranks: int) -> bool:
-    """Return whether a strategy cuts a layer into equal slices."""
+    """Return whether a strategy can cut a layer, without parameters sliced by hand, into equal slices."""
     values = [(getattr(module, name), dim) for name, dim in _CUTS[type(module)][strategy].items()]
     return all(value is None or dim is None or value.shape[dim] % ranks == 0 for value, dim in values) and not any(
         value is not None and get_slice_dim(value) is not None for value, _ in values
@@ -301,7 +304,7 @@ def get_shared_layers(network: nn.Module) -> set[str]:
 
 
 def pairable(network: nn.Module, inputs: Callable[[], tuple[Any, ...]]) -> set[tuple[str, str]]:
-    """Return pairs of a layer and the only consumer of its output, if that consumes it elementwise."""
+    """Return pairs of Linear layers, the second the only consumer of the first, with elementwise layers in between."""
     names = [name for name, module in network.named_modules() if type(module) is nn.Linear]
     found: set[tuple[str, str]] = set()
     for first in range(2):

@@ -1,8 +1,8 @@
 """A network's state in a folder: gathered in one file, or each rank's slices and stages; any mesh loads both.
 
     manifest.json            parameters, the optimizer's options, each tensor's parts, each file's SHA-256
-    state.safetensors        everything, if integrated rank<k>.safetensors      otherwise the part of rank k; the first
-    rank writes parts that several have
+    state.safetensors        everything, if integrated
+    rank<k>.safetensors      otherwise the part of rank k; the first rank writes parts that several have
 
 The folder gets its final name in one rename, when it is complete.
 """
@@ -31,13 +31,13 @@ T = TypeVar("T")
 
 
 class Part(NamedTuple):
-    """A part of a tensor: its file, and the dimension along which parts are concatenated in order, or None."""
+    """A part of a tensor: its file, and the dimension along which parts are concatenated in order, or None if whole."""
 
     file: str
     dim: int | None
 
 
-Own = Mapping[str, tuple[Tensor, int | None]]  # a rank's tensors, and the dimension of each slice
+Own = Mapping[str, tuple[Tensor, int | None]]  # tensors of a rank, each with the dimension that is cut, or None
 
 
 def save(folder: Path, name: str, own: Own, about: Mapping[str, Any], ranks: World) -> None:
@@ -46,7 +46,7 @@ def save(folder: Path, name: str, own: Own, about: Mapping[str, Any], ranks: Wor
     Args:
         folder: The new folder.
         name: This rank's file, written if the rank has tensors.
-        own: Tensors of this rank.
+        own: Tensors of this rank, by name.
         about: Further content of the manifest.
         ranks: The ranks of this run.
     """
@@ -85,9 +85,11 @@ def load(folder: Path, wants: Callable[[str], bool]) -> tuple[dict[str, Tensor |
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError) as error:
-        raise UserError(f"{folder}: no saved network ({MANIFEST}: {error})") from None
+        raise UserError(f"{folder} has no saved network ({MANIFEST}: {error}); give a folder of Network.save") from None
     if manifest.get("version") != VERSION:
-        raise UserError(f"{folder} has version {manifest.get('version')}, but this hostdev reads {VERSION}")
+        raise UserError(
+            f"{folder} has version {manifest.get('version')} (this hostdev reads {VERSION}); use the one that wrote it"
+        )
     try:
         tensors = {key: [Part(*one) for one in parts] for key, parts in manifest["tensors"].items()}
         files = {part.file for key, parts in tensors.items() if wants(key) for part in parts}
@@ -123,7 +125,7 @@ def call_on_all(ranks: World, call: Callable[[], T]) -> T:
 
 
 def _make_folder(folder: Path, temporary: Path) -> str:
-    """Create the temporary folder; return an error's text, or ""."""
+    """Create the temporary folder; return an error's text, or "" for none."""
     if not is_text(folder):
         return f"{folder}: {_NO_TEXT}; choose another folder"
     if folder.exists():
@@ -137,7 +139,7 @@ def _make_folder(folder: Path, temporary: Path) -> str:
 
 
 def _require_all(ranks: World, problem: str, temporary: Path | None = None) -> None:
-    """Raise UserError on all ranks if any rank has a problem."""
+    """Remove the temporary folder and raise UserError on all ranks if any rank has a problem."""
     for one in ranks.control.share(problem):
         if one:
             if temporary is not None:

@@ -21,8 +21,8 @@ from hostdev.parallel.pieces import best_cut
 from hostdev.parallel.plan_text import Plan
 
 _NONE_SLICED = (
-    "--mesh {mesh} has {count} processes for slices, but no layer can be cut into {count}, or --plan leaves none to "
-    "cut; give another --mesh"
+    "--mesh {mesh} has {count} processes for slices, but no layer can be cut into {count} slices, or "
+    "--plan leaves no layer to cut; give another --mesh"
 )
 
 
@@ -34,24 +34,24 @@ class SearchOptions(NamedTuple):
     mesh: Mesh | None = None  # a fixed mesh; None searches for one
     begins: Sequence[str] | None = None  # fixed first pieces of the stages; None searches for them
     strategies: Mapping[str, str] = {}  # fixed strategies by layer name
-    interleaved: bool = False  # two stages on each rank
-    gpipe: bool = False  # all forward passes before all backward passes
-    sliced: bool = False  # at least one layer must be sliced if the fixed mesh has an axis `model`
+    interleaved: bool = False  # whether each rank has two stages
+    gpipe: bool = False  # whether to run all forward passes before all backward passes
+    sliced: bool = False  # whether at least one layer must be sliced if the fixed mesh has an axis `model`
 
 
 class Layers(NamedTuple):
     """The layers that can be sliced."""
 
     able: Callable[[str, str, int], bool]  # whether a layer can be sliced by a strategy over a number of ranks
-    pairs: set[tuple[str, str]]  # pairs of layers; the second consumes the first one's output elementwise
-    stages: bool  # the network can be cut into stages
+    pairs: set[tuple[str, str]]  # as returned by `plan.pairable`
+    stages: bool  # whether the network can be cut into stages
 
 
 class Candidate(NamedTuple):
-    """A layout and its cost by the model."""
+    """A layout, and its cost according to the cost model."""
 
     mesh: Mesh  # the mesh
-    begins: list[str]  # first pieces of all stages but the first
+    begins: list[str]  # names of the first pieces of all stages but the first
     plan: Plan  # strategies of layers
     compute: float  # seconds of a step's computation
     waiting: float  # seconds of waiting for other stages
@@ -62,7 +62,7 @@ class Candidate(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step by the model."""
+        """Seconds of a step according to the cost model."""
         return self.compute + self.waiting + self.exchange + self.update
 
 
@@ -70,9 +70,9 @@ class _Sliced(NamedTuple):
     """The effect of strategies on one micro-batch of a stage."""
 
     plan: list[tuple[str, str]]
-    saved: float  # seconds of compute
-    exchange: float  # seconds
-    parameters: float  # bytes on other ranks
+    saved: float  # seconds of computation that are saved
+    exchange: float  # seconds of exchanges that are added
+    parameters: float  # bytes of parameters that other ranks hold instead
 
 
 def candidates(profile: Profile, machine: Machine, layers: Layers, wanted: SearchOptions) -> list[Candidate]:
@@ -96,7 +96,8 @@ def candidates(profile: Profile, machine: Machine, layers: Layers, wanted: Searc
         found.append(one)
     if not found:
         raise UserError(
-            f"no layout of {wanted.ranks} processes fits {wanted.micro_batches} micro-batches and the given options"
+            f"no layout of {wanted.ranks} processes fits {wanted.micro_batches} micro-batches and the given options; "
+            "give more micro-batches or fewer options"
         )
     return sorted(found, key=lambda one: (one.memory > machine.available, one.seconds))
 
@@ -219,7 +220,7 @@ def _strategies(
         return pieces[layer.piece].seconds * layer.share * away
 
     def held(layer: LayerCost) -> float:
-        """Seconds of a step's work on parameters, per micro-batch."""
+        """Return the seconds per micro-batch of work on a layer's parameters that other ranks do instead."""
         size = layer.parameters * away
         along_data = 0.0
         if mesh.data > 1:
@@ -234,7 +235,7 @@ def _strategies(
         given = wanted.strategies.get(layer.name)
         return given == strategy or (given is None and layers.able(layer.name, strategy, T))
 
-    # best[i]: seconds of the first i layers, and their strategies
+    # best[i]: seconds added by the best strategies of the first i layers, and their effect
     best: list[tuple[float, _Sliced]] = [(0.0, _Sliced([], 0.0, 0.0, 0.0))]
     for at, layer in enumerate(own):
         before = best[at][1]
@@ -261,6 +262,6 @@ def _strategies(
             less = sum(held(one) for one in own[: at + 1] if one.name in dict(sliced.plan))
             made.append((sliced.exchange - sliced.saved - less, sliced))
         if not made:
-            raise UserError(f"--plan: {layer.name} cannot be sliced this way over {T} processes")
+            raise UserError(f"--plan: layer {layer.name} cannot be sliced over {T} processes as given; omit it")
         best.append(min(made, key=lambda one: one[0]))
     return best[-1][1]

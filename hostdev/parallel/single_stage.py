@@ -21,10 +21,10 @@ class SingleStage:
     """A network whose layers, or slices of them, are all on each rank; arguments as in `stages.Stages`.
 
     Args:
-        channel: Connects the ranks with the slices.
-        ops: Time forward and backward passes; each calls its first argument.
+        channel: Connects the ranks that have slices of the same layers.
+        ops: Two functions that time forward and backward passes; each calls its first argument with the others.
         watching: Returns a context for a forward pass, from the micro-batch's number.
-        aside: The last input bypasses the network.
+        aside: Whether the last input bypasses the network, and is returned with the output.
     """
 
     numbers = (0,)
@@ -85,7 +85,7 @@ class SingleStage:
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
-        """A context that raises PeerLostError if a rank with other slices stops answering, other errors unchanged."""
+        """A context that raises PeerLostError if a rank with other slices stops answering; other errors pass."""
         try:
             yield
         except RuntimeError as error:

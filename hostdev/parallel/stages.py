@@ -2,7 +2,7 @@
 
 GPipe (Huang et al., NeurIPS 2019): all forward passes, then all backward passes. 1F1B (Narayanan et al., SOSP 2019): a
 backward pass as soon as possible after each forward pass, so that a stage holds the activations of only as many
-micro-batches as there are stages behind it. Interleaved (Narayanan et al., SC 2021): several stages on each rank.
+micro-batches as there are stages from it on. Interleaved (Narayanan et al., SC 2021): several stages on each rank.
 
 Unlike torch's stages, these allow micro-batches of different sizes, pass the state of torch's generator along, so that
 dropout draws the same values as in one process, and know all shapes before the first step.
@@ -49,7 +49,7 @@ class Stages:
     Args:
         stages: The pieces of all stages.
         traced: The tensors that each stage passes on.
-        channel: Connects the ranks along the pipe axis; with S stages and P ranks, rank r has r, r + P, r + 2 P, ...
+        channel: Connects the ranks along the pipe axis; rank r of P has the stages r, r + P, r + 2 P, ...
         schedule: One of `mesh.SCHEDULES`.
         device: The device of this rank's stages.
         autocast: Dtype of autocast, or None.
@@ -97,7 +97,7 @@ class Stages:
                     [] if after is None else [*after.shapes, *state],
                 )
             )
-        self._made: dict[tuple[int, bool], Any] = {}  # schedules, by number of micro-batches
+        self._made: dict[tuple[int, bool], Any] = {}  # schedules, by number of micro-batches and `backward`
 
     @property
     def first(self) -> bool:
@@ -169,7 +169,7 @@ class Stages:
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
-        """A context that raises this rank's network errors unchanged, and PeerLostError if a rank stops answering."""
+        """A context that raises errors of the model's code unchanged, and PeerLostError if a rank stops answering."""
         try:
             with self._channel.answering():
                 yield
@@ -194,7 +194,7 @@ class Stages:
 
 
 class _NetworkError(BaseException):
-    """An error of the network itself; a BaseException, because torch wraps an Exception."""
+    """The model's own code failed. This is a BaseException because torch wraps every Exception."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class _NetworkError(BaseException):
 
 
 def _call_network(call: Callable[..., Any], *values: Any) -> Any:
-    """Call the network's own code, and wrap its errors."""
+    """Call the model's own code, and raise its errors as _NetworkError."""
     try:
         return call(*values)
     except Exception as error:
@@ -210,7 +210,7 @@ def _call_network(call: Callable[..., Any], *values: Any) -> Any:
 
 
 class _StageBody(nn.Module):
-    """A stage with the generator's state and its values."""
+    """A stage that takes and returns distinct tensors, and the state of torch's generator if needed."""
 
     def __init__(
         self,

@@ -56,7 +56,9 @@ class State:
         self._keys = {key: names[id(every[key])] if key in every else key for key in network.state_dict()}
         self._buffers = get_buffer_names(network)
         if any(key not in every and key not in self._buffers for key in self._keys):
-            raise UserError("the network has state other than tensors (get_extra_state), which ranks cannot gather")
+            raise UserError(
+                "the network has state other than tensors (get_extra_state), which ranks cannot gather; use buffers"
+            )
         self._owners = dict.fromkeys([*self._order, *self._buffers], 0)  # rank of the first slice
         self._owners |= _owners(network, stages, ranks)
 
@@ -88,7 +90,7 @@ class State:
         return dict(self._network.named_buffers(remove_duplicate=False))[name]
 
     def _gather_value(self, name: str, values: dict[str, Any], dim: int | None) -> dict[str, Any]:
-        """Gather values from their owners on rank 0, with slices concatenated; return nothing on others."""
+        """Gather values from their owners on rank 0, with slices concatenated; return {} on other ranks."""
         if self._ranks.size == 1:
             return {key: value.detach().cpu() for key, value in values.items()}
         control, ranks, first = self._ranks.control, self._ranks, self._owners[name]
@@ -120,7 +122,7 @@ class State:
         return found
 
     def own(self, leaves: LocalParameters, optimizer: torch.optim.Optimizer) -> Own:
-        """Return the tensors that this rank writes to its file; of ranks with the same tensor, one writes it."""
+        """Return the tensors that this rank writes to its file; one rank writes a tensor that several have."""
         state, numbers = optimizer.state_dict()["state"], _numbers(optimizer)
         found: dict[str, tuple[Tensor, int | None]] = {}
         for name, leaf in leaves.named().items():
@@ -142,7 +144,7 @@ class State:
         return {key: (value, None) for key, value in found.items()}
 
     def norm(self, leaves: LocalParameters) -> Tensor:
-        """Return the 2-norm of all gradients, [], the same on all ranks, which all call it.
+        """Return the 2-norm of all gradients, [], the same on all ranks; all ranks call it.
 
         It combines the parameters' norms in the network's order, as torch.nn.utils.get_total_norm does, so that stages
         do not change the result.
@@ -224,16 +226,16 @@ class State:
         _require_one_group(optimizer)
         unknown = sorted(set(model) ^ set(self._keys))
         if unknown:
-            raise UserError(f"it {'has' if unknown[0] in model else 'lacks'} {unknown[0]}")
+            raise UserError(f"the state {'has' if unknown[0] in model else 'lacks'} {unknown[0]}, unlike the network")
         mine = leaves.named()
         here: dict[str, Tensor] = {**mine, **{name: self._buffer(name) for name in self._buffers}}
         parts = {name: self._slice_for_rank(model[name], value) for name, value in here.items()}
         for name, value in here.items():
             if parts[name].shape != value.shape:
-                raise UserError(f"{name} has shape {list(parts[name].shape)}, not {list(value.shape)}")
+                raise UserError(f"the state's {name} has shape {list(parts[name].shape)}, not {list(value.shape)}")
         lacking = sorted({*optimizer.param_groups[0]} - {"params", *state["param_groups"][0]})
         if mine and lacking:
-            raise UserError(f"its optimizer differs: it lacks {', '.join(lacking)}")
+            raise UserError(f"the saved optimizer lacks {', '.join(lacking)}")
         numbers, slots = _numbers(optimizer), {}
         for number, name in enumerate(self._order):
             if name in mine and number in state["state"] and id(mine[name]) in numbers:
@@ -273,11 +275,11 @@ class _LoadedState(NamedTuple):
 
 def _require_one_group(optimizer: torch.optim.Optimizer) -> None:
     if len(optimizer.param_groups) != 1:
-        raise UserError("ranks can only save the state of an optimizer with one parameter group")
+        raise UserError("ranks can save and load an optimizer with one parameter group only; merge its groups")
 
 
 def _get_parameter_name(key: str) -> str:
-    """Return the parameter's name in a tensor's key: optimizer.NAME.slot."""
+    """Return the parameter's name from the key of its optimizer state, "optimizer.NAME.STATE"."""
     return key.partition(".")[2].rpartition(".")[0]
 
 

@@ -55,7 +55,7 @@ class Tied:
         ]
 
     def put(self, stage: int, number: int, parameter: Tensor) -> None:
-        """Take a micro-batch's gradient from one of this rank's stages."""
+        """Take a parameter's gradient of a micro-batch from one of this rank's stages."""
         self._gradients[self._ids[id(parameter)]][stage, number] = parameter.grad
         parameter.grad = None
 
@@ -78,7 +78,7 @@ class Tied:
         return found
 
     def _send_to_owner(self, parameter: Tensor, received: Gradients, stage: int, owner: int, count: int) -> Gradients:
-        """Send a stage's gradients to the owner."""
+        """Send a stage's gradients to the owner; return them there, and {} on other ranks."""
         mine, source, n = self._channel.rank, self._rank(stage), parameter.numel()
         has = [int(received.get((stage, number)) is not None) for number in range(count)]
         has_gradient = self._channel.share(has if mine == source else None)[source]

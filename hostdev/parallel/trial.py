@@ -16,11 +16,11 @@ from hostdev.parallel.layout import Inputs, Layout
 from hostdev.parallel.plan import get_slice_dim
 
 _SECONDS = 6.0  # for all trials together
-_ROUNDS = 3, 25  # minimum and maximum
+_ROUNDS = 3, 25  # minimum and maximum number of measured steps of a layout
 
 
 def can_be_copied(network: nn.Module, ranks: World) -> bool:
-    """Return whether all ranks can copy a network; manual slices fit one mesh only."""
+    """Return whether all ranks can copy a network; slices made by hand fit one mesh only."""
     possible = all(get_slice_dim(one) is None for one in network.parameters())
     if possible:
         try:
@@ -42,7 +42,7 @@ def time_steps(
     device: torch.device,
     autocast: torch.dtype | None,
 ) -> list[float | None]:
-    """Return the seconds of a step of each layout with Adam; None if it is not possible. All ranks call it.
+    """Return the seconds of a step of each layout with Adam; None for a layout that does not fit. All ranks call it.
 
     The network is left unchanged; copies for all layouts are in memory together. `expected` has the expected seconds of
     each layout, the same on all ranks.

@@ -24,7 +24,7 @@ def test_what_differs_is_named_with_its_values_and_the_ranks():
     compare([{"a": 1, "b": None}] * 3)
     compare([{"a": shown(1, "one")}, {"a": shown(1, "eins")}])
     assert words([{"a": 1, "b": 2}, {"a": 1, "b": 3}, {"a": 1, "b": 2}]) == (
-        "b differs between processes: 2 on ranks 0, 2; 3 on rank 1; give all the same"
+        "b differs between processes: 2 on ranks 0, 2; 3 on rank 1; give every process the same value"
     )
     assert words([{"a": 1, "b": 2}, {"a": 5, "b": 3}], "here").startswith("here: a differs between processes: 1 on")
     assert ", and so does b; give" in words([{"a": 1, "b": 2}, {"a": 5, "b": 3}])
@@ -125,7 +125,7 @@ def test_flipped_labels_and_another_rate(processes, own_data):
     assert first.startswith("the data set differs between processes: ")
     assert first.count("checksum ") == 2
     assert f"({processes.folder / 'other'}) on rank 0; checksum" in first
-    assert first.endswith(" on rank 1, and so does --table-lr; give all the same")
+    assert first.endswith(" on rank 1, and so does --table-lr; give every process the same value")
     assert not (processes.folder / "run").exists()
 
 
@@ -136,7 +136,8 @@ def test_options_of_processes(processes, small_data, option):
     for rank, value in enumerate(values):
         flags = flags_of(small_data, processes.folder / "run", name, value)
         start(processes, *TRAIN, *flags, RANK=rank, WORLD_SIZE=2, port=port)
-    told = f"{name} differs between processes: {values[0]} on rank 0; {values[1]} on rank 1; give all the same"
+    told = f"{name} differs between processes: {values[0]} on rank 0; {values[1]} on rank 1"
+    told += "; give every process the same value"
     assert refused(processes) == [told] * 2
 
 

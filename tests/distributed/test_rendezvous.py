@@ -37,7 +37,9 @@ def test_different_numbers_of_ranks(processes):
         start(processes, *CHECK, RANK=rank, WORLD_SIZE=ranks, port=port)
     first, second = refused(processes)
     assert first == second
-    assert re.fullmatch(r"rank [01] \(.* pid \d+\) was started as one of [24], another as one of [24]", first)
+    assert re.fullmatch(
+        r"rank [01] \(.* pid \d+\) was started as one of [24], another as one of [24]: they must agree", first
+    )
 
 
 def test_who_contradicts_does_not_count_as_here():
