@@ -29,7 +29,7 @@ class Loops:
         groups: The groups of tables.
         pipeline: Looks the rows up and updates them.
         settings: The tables' settings.
-        access: Asked when a table is read or written while a loop is open.
+        access: The tables' owner while a loop is open, which is called at each read and write.
         loaders: The loaders of frameworks, whose loops may be open.
     """
 
@@ -57,7 +57,7 @@ class Loops:
 
     @property
     def place(self) -> Place | None:
-        """The position of the open loop over `train` in its batches, or of the last one in its iterator."""
+        """The position of the open loop over `train` in its batches; without one, of the last loop in its iterator."""
         loop = self.training
         return self.iterators.place if loop is None else loop.place
 
@@ -78,7 +78,7 @@ class Loops:
             loop.drop_gradients()
 
     def failed_late(self, error: BaseException) -> None:
-        """Keep the error of a loop that nobody holds, since nobody could catch it."""
+        """Keep the error of a deleted loop for `raise_late`, since no caller could catch it."""
         try:
             self._late = copy(error)  # without its traceback, whose frames hold the loop
         except Exception:  # a user's exception class may fail
@@ -162,7 +162,7 @@ class Loops:
         self.iterators.clear()
 
     def _close_abandoned(self, *, but: AnyTrainLoop | None = None) -> None:
-        """Close loops over these tables whose body has raised: in a notebook, a traceback may hold them for long."""
+        """Close loops that are finished, or whose body has raised: a notebook's traceback may keep them alive."""
         training = [trained_by(table) for table in self._tables.values()]
         for loop in [*training, *self._predict_loops]:
             if loop is not None and (loop.is_abandoned or loop.is_finished) and loop is not but:

@@ -250,7 +250,9 @@ def test_batches_that_end_within_a_step(depth):
 
 def test_a_step_of_the_optimizer_with_each_micro_batch():
     case = Case()
-    with pytest.raises(ValueError, match=r"an optimizer has stepped with each of the batches .*rows.is_due"):
+    with pytest.raises(
+        ValueError, match=r"an optimizer stepped too early, before the last of the batches .*rows.is_due"
+    ):
         for label, rows in case.loop(batches_of(4), micro_batches=2):
             step(case, label, rows)
             case.adam.step()

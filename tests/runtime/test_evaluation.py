@@ -170,7 +170,9 @@ def test_what_is_refused_while_loops_are_open(device):
     training.close()
     predicting = case.runtime.predict(batches, ids=ids)
     next(predicting)
-    with pytest.raises(ValueError, match="a loop over `predict` is open; end it, or close it, before"):
+    with pytest.raises(
+        ValueError, match="a loop over `predict` is open; end it, or call its close.*before the next step"
+    ):
         case.train(batches)
     del predicting
     case.train(batches[2:])
