@@ -122,7 +122,9 @@ class TrainLoop(Loop[Item]):
         if loops.predicting:
             self._runtime.close_loaders(PredictLoader)
         if loops.is_predicting():
-            raise ValueError("a loop over `predict` is open; end it, or call its close(), before the next step")
+            raise ValueError(
+                "a loop over `predict` is open; end it, or call its close(), before the next step of `train`"
+            )
         try:
             self._require_reduced()
         except ValueError as error:
@@ -211,7 +213,7 @@ class TrainLoop(Loop[Item]):
     def _end_batch(self, *, closing: bool = False) -> None:
         if any(leaf.grads() for leaf in self._late):
             raise ValueError(
-                "a batch got gradients after an evaluation or a read of its tables had finished it; call backward() earlier"
+                "a batch got gradients after an evaluation or read of its tables had ended it; call backward() earlier"
             )
         self._late = []
         batch, runtime, watcher = self._batch, self._runtime, self.watcher

@@ -52,7 +52,7 @@ MISUSED = (
     "do not use GradScaler with ranks",
     "clip model.parameters() alone",
     "ranks can sum float32 gradients only",
-    "one number or a list, not [2, 2]",
+    "must be of shape [] or [n], not [2, 2]",
 )
 
 
@@ -265,8 +265,8 @@ def test_a_step_of_the_optimizer_with_each_micro_batch():
     ("options", "words"),
     [
         ({"accumulate": 2, "micro_batches": 2}, "micro_batches and accumulate both set .*; give one"),
-        ({"micro_batches": 0}, "micro_batches must be a number of batches, not 0"),
-        ({"accumulate": 0, "micro_batches": 2}, "accumulate must be a number of batches, not 0"),
+        ({"micro_batches": 0}, "micro_batches must be a number of batches, 1 or more, not 0"),
+        ({"accumulate": 0, "micro_batches": 2}, "accumulate must be a number of batches, 1 or more, not 0"),
     ],
 )
 def test_wrong_numbers(options, words):

@@ -159,7 +159,7 @@ def test_an_optimizer_that_steps_before_the_rows_are_due(device):
 def test_accumulation_of_no_batches():
     case = Case()
     for wrong in (0, -1):
-        with pytest.raises(ValueError, match=f"accumulate must be a number of batches, not {wrong}"):
+        with pytest.raises(ValueError, match=f"accumulate must be a number of batches, 1 or more, not {wrong}"):
             case.loop(batches_of(1), accumulate=wrong)
 
 
