@@ -60,7 +60,7 @@ class _Reading(threading.local):
 
 _reading = _Reading()
 _lock = threading.Lock()
-_readers: list[_Reports] = []  # those of the threads that are reading a batch
+_readers: list[_Reports] = []  # the recorders of threads that are reading a batch
 _original: Callable[[Any], None]  # accelerate's function, while it is replaced
 
 

@@ -62,8 +62,8 @@ class Access:
         """Raise ValueError unless this is called from the body of the loop."""
         if is_reading_ahead():
             raise ValueError(
-                f"table {table.name!r}: it was read or written by the loader, `ids` or `send`, which run ahead of the "
-                "loop, before earlier updates; use tables in the loop's body, or use depth=0 and no cache"
+                f"table {table.name!r}: the loader, `ids` or `send` used it, but these run ahead of the loop, before "
+                "earlier batches' updates; use tables in the loop's body, or set depth=0 and no cache"
             )
         if os.getpid() != self._process:
             raise ValueError(

@@ -50,7 +50,7 @@ def get_settings(
 
 
 def get_parameters(parameters: Sequence[Tensor]) -> Mapping[str, Any]:
-    """Describe each parameter that ranks reduce, with a checksum of its values: they must be equal at the start."""
+    """Return a description of each parameter that ranks reduce, with a checksum: all must be equal at the start."""
     found: dict[str, Any] = {"the number of parameters": len(parameters)}
     for number, one in enumerate(parameters):
         values = one.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -73,13 +73,13 @@ class Loop(Generic[Item]):
     ) -> None:
         self._by_step, self.name = by_step, name or self.name
         self._number = 0  # the number of the last batch, or step, that was requested
-        steps_ahead = None if read_ahead is None else read_ahead // reader.together
-        self._how: dict[str, Any] = {"background": background, "read_ahead": steps_ahead}  # in requests, one per step
+        steps_ahead = None if read_ahead is None else read_ahead // reader.together  # in requests, one per step
+        self._how: dict[str, Any] = {"background": background, "read_ahead": steps_ahead}
         self._reading: Reading | None = None  # None before the first batch and after the last
         self._runtime, self._reader, self._batches = runtime, reader, batches
         # Ranks that do not lead get the rows of their samples from other ranks.
         self._batch = BodyBatch(runtime, asks=runtime.world.leads, flags=flags, features=features)
-        self._stack = ExitStack()  # its callbacks must not refer to the loop, whose deletion ends it
+        self._stack = ExitStack()  # its callbacks must not keep the loop alive: deleting a loop closes it
         self._pass: Any = None  # None before the first batch and after the last
         self._ended = False
         self._length: int | None = None
@@ -261,7 +261,7 @@ class Loop(Generic[Item]):
         return self._batch.next()
 
     def _begin_next(self) -> None:
-        """Begin the request of the next batch, or step, which all ranks make together."""
+        """Begin to request the next batch, or step; all ranks do so together."""
         self._number += 1
         if (ranks := self._runtime.ranks) is None:
             return
@@ -324,7 +324,7 @@ class PredictLoop(Loop[Item]):
     ) -> None:
         super().__init__(runtime, batches, reader, **options)
         self._counted = ExitStack()  # held while this is one of the runtime's open loops
-        self._next: list[StepBatch | BaseException | None] = []  # the result of a `take` after the last batch
+        self._next: list[StepBatch | BaseException | None] = []  # the pipeline's answer after the last batch
 
     def _open(self) -> Any:
         loops = self._runtime.loops

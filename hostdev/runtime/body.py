@@ -40,7 +40,7 @@ class BodyState:
         """Begin a body."""
         handled = sys.exception()
         self.raised, self.abandoned = None, False
-        self._handled = None if handled is None else id(handled)  # an exception's frames hold the loop
+        self._handled = None if handled is None else id(handled)  # not itself: its frames hold the loop
 
     def has_raised(self) -> bool:
         """Return whether the body ended by an exception."""
@@ -59,7 +59,7 @@ class Body(Iterator[Item]):
 
     def __init__(self, loop: Any) -> None:
         self._loop = loop
-        self._in_for: tuple[int, int] | None = None  # its frame; None: the caller calls `next`, without a body
+        self._in_for: tuple[int, int] | None = None  # the statement's frame; None: a call of `next`, without a body
         self._in_yield_from = False
 
     def __iter__(self) -> "Body[Item]":

@@ -29,11 +29,11 @@ class BodyBatch:
         flight: The pipeline's batch.
         micros: The loader's batches in it that have not been yielded yet.
         leaves: The unique rows, by group and by table.
-        inverses: For each group, int32 [N]: the row's number for each id of the batches that were not yielded yet.
+        inverses: For each group, int32 [N]: each id's row, for the loader's batches that were not yielded yet.
         rows: The `Rows` that the loop has yielded for the pipeline's batch.
         reduction: Sums the gradients of its micro-batches.
         losses: One for each `backward`, float32 []: 0 for a finite loss, else NaN.
-        shares_rows: Whether a batch of the loader may use only some of the rows.
+        shares_rows: Whether one of the loader's batches may use only some of the rows.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class BodyBatch:
         self._sent: list[Tensor] = []
 
     def take(self, flight: StepBatch, trains: Callable[[Table], bool]) -> None:
-        """Make a batch from the pipeline the body's batch.
+        """Replace the body's batch by the next one of the pipeline.
 
         Args:
             flight: The batch.

@@ -26,9 +26,9 @@ class DenseSteps:
         self.begin_batch()
 
     def begin_batch(self) -> None:
-        """Forget the steps with the previous batch."""
+        """Forget the steps of the previous batch."""
         self.stepped: set[int] = set()
-        self._early: set[int] = set()  # of those that stepped before that
+        self._early: set[int] = set()  # `id` of each that stepped before that micro-batch
         self._parameters: list[ReferenceType[Tensor]] = []  # dense parameters that the batch's losses reach
         self._awaits: bool | None = None  # the result of `awaits`; None: unknown
 

@@ -61,7 +61,7 @@ def columns_of(table: _Table, ranks: Ranks | None = None) -> list[Column]:
 
 
 def dense_arrays(dense: DenseState) -> Iterator[tuple[str, torch.Tensor, str]]:
-    """Yield each dense array in the digest's order: name, values, and path, below "model" or "optimizer"."""
+    """Yield each dense array in the digest's order: name, values, and path, such as "model.NAME"."""
     numbers = {name: number for number, name in enumerate(dense.names)}
     for name in sorted(dense.names):
         yield name, dense.model[name].detach(), f"model.{name}"
@@ -73,7 +73,7 @@ def dense_arrays(dense: DenseState) -> Iterator[tuple[str, torch.Tensor, str]]:
 
 
 def fetched(rows: Any) -> Any:
-    """Return rows as a C-contiguous NumPy array; bfloat16 as the bits, uint16."""
+    """Return rows as a C-contiguous NumPy array; bfloat16 becomes uint16 with the same bits."""
     if isinstance(rows, torch.Tensor):
         rows = rows.cpu()
         if rows.dtype == torch.bfloat16:

@@ -66,7 +66,7 @@ def resolve(features: Mapping[str, FeatureTables]) -> tuple[list[FeatureBinding]
     names = [table.name for table in tables.values()]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"several tables are named {twice[0]!r}; each needs its own name in digests and errors")
+        raise ValueError(f"several tables are named {twice[0]!r}; give each its own name, for digests and errors")
     groups: dict[tuple[Any, ...], GroupSpec] = {}
     for key, table in tables.items():
         same = (table.primitive_target, table.total_rows, *users[key])

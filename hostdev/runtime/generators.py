@@ -91,7 +91,7 @@ class _State(NamedTuple):
     values: Any  # NumPy's own state, if `full` is not empty
 
 
-_WORDS = 625  # of 32 bits in a Mersenne Twister: 624 of its state, and the position
+_WORDS = 625  # 32-bit words in a Mersenne Twister: 624 of its state, and the position
 
 
 class _NumPy:

@@ -23,7 +23,7 @@ class LossScaling:
         self._origin: scaling.Origin | None = None  # None: no loss was scaled
         self._overflow: Tensor | None = None  # float32 []: not 0 if divided gradients are not finite
         self.is_unscaled = False
-        self._by_optimizer = False  # whether a scaler divided those of `Runtime.optimizer`
+        self._by_optimizer = False  # whether they were divided as `Runtime.optimizer`'s
 
     @property
     def has_scaled(self) -> bool:
@@ -77,7 +77,7 @@ class LossScaling:
             self._require_alone()
 
     def rows_unscaled(self, found: dict[torch.device, Tensor]) -> None:
-        """Note that a scaler has divided the gradients of `Runtime.optimizer`; complete its record, `found`."""
+        """Record that a scaler has divided the gradients of `Runtime.optimizer`; complete its `found`."""
         if not found:  # they were already divided, or there are none
             found[self._device] = self._scalar(0.0) if self._overflow is None else self._overflow.to(self._device)
         self.is_unscaled = self._by_optimizer = True

@@ -23,7 +23,7 @@ import torch
 from hostdev.runtime.generators import set_torch_state, torch_state
 
 _MOST_OBJECTS = 2000  # objects to search at most
-_DEEPEST = 6  # references from the loader, `ids` or `send` to a generator
+_DEEPEST = 6  # levels of references, from the loader, `ids` or `send` on
 _LONGEST = 64  # items of a container that is searched
 
 

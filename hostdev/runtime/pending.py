@@ -167,8 +167,9 @@ def gradients_left(
 class FirstBatch:
     """The first batch of a loop that opens while gradients wait for a step; it also looks up their rows.
 
-    The rows' values are kept until it is known whether the pending gradients count. If they do not, the values are
-    restored after the step, because an optimizer changes even a row whose gradient is 0.
+    The values of pending rows that the batch does not use itself are kept until it is known whether the pending
+    gradients count. If they do not, the values are restored after the step: an optimizer changes even a row whose
+    gradient is 0.
 
     Args:
         pending: The gradients.
@@ -185,7 +186,7 @@ class FirstBatch:
         self._before: list[tuple[Any, Ids, Any, Any]] = []
 
     def request(self, request: Request) -> Request:
-        """Return the request, extended by the ids of the pending rows; keep the values of these rows."""
+        """Return the request, extended by the pending rows' ids; keep the values of those that only these ids use."""
         for group, own, rows in zip(self._tables, request.ids, self.pending.groups, strict=True):
             ids = rows.ids[~np.isin(rows.ids, np.concatenate(own))] if own else rows.ids
             self._before += [(table, ids, *_read(table, ids)) for table in group if len(ids)]
@@ -199,7 +200,7 @@ class FirstBatch:
                 self.pending.add_to(leaves, self.places(inverses))
 
     def places(self, inverses: Sequence[Tensor]) -> list[Tensor]:
-        """Return, by group, the positions of the pending rows among the batch's rows; their ids are its last ones."""
+        """Return, by group, the pending rows' positions among the batch's rows; their ids are the request's last."""
         groups = self.pending.groups
         return [at[len(at) - len(rows.ids) :] for at, rows in zip(inverses, groups, strict=True)]
 

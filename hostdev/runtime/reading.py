@@ -103,7 +103,7 @@ class Reading:
         """Read the next batch with its own random streams, for the loader and the program's functions."""
         streams = self._streams
         position = 0 if streams is None else streams.start + number
-        is_first = streams is not None and streams.is_new and not number  # draws as in a plain torch loop
+        is_first = streams is not None and streams.is_new and not number  # draws as a plain torch loop does
         with nullcontext() if self._in_flight is None or not number else reading_ahead():  # the first is not ahead
             held = self._next() if is_first else []
             if is_first and not held:

@@ -50,7 +50,7 @@ class Reduction:
         self._parameters: list[Tensor] = []
         self._values: list[Tensor | None] = []
         self.in_two = False  # whether gradients are sent in two parts: all ranks know which go first
-        self.parts: list[list[Tensor] | None] = []  # with ranks, for each leaf: this rank's nodes; None: no gradient
+        self.parts: list[list[Tensor] | None] = []  # with ranks, for each leaf: gradients by this rank's nodes, or None
 
     @property
     def has_ranks(self) -> bool:
@@ -94,7 +94,7 @@ class Reduction:
         self._next += 1
         if self._next < self.count:
             return None
-        # Missing gradients are left out here, but ranks exchange zeros for them: only the sign of a 0 could differ.
+        # Missing gradients are left out here, but ranks send zeros, which turn -0 into 0: so 0.0 is added here, too.
         for leaf, total in zip(self._leaves, self._rows.total() or (), strict=False):
             leaf.rows.grad = None if total is None else total.add_(0.0)
         for parameter, total in zip(given, self._dense.total() or (), strict=False):

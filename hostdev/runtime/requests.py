@@ -153,7 +153,7 @@ class Reader:
     def _get_ids(self, batch: Any, number: int) -> Mapping[str, FeatureInput]:
         given = batch if self._ids is None else self._ids(batch)
         if not isinstance(given, Mapping):
-            what = "a batch must be a dict, unless `ids` is given," if self._ids is None else "`ids` must return a dict"
+            what = "without `ids`, a batch must be a dict" if self._ids is None else "`ids` must return a dict"
             raise TypeError(f"batch {number}: {what} of each feature's ids by its name, not {describe(given)}")
         missing = [name for name in self._names if name not in given]
         if missing:

@@ -149,7 +149,7 @@ class Rows(FeatureRows):
             For each table, float32 [U, D]: a row for each unique id of the batch, in order of first occurrence.
 
         Raises:
-            ValueError: The last `reduce` is missing, or there are ranks: each has parts of the sums, none the norm.
+            ValueError: The last `reduce` is missing, or there are other ranks, so that no rank has all gradients.
         """
         self._require_open()
         if self._reduction is not None:
@@ -179,7 +179,7 @@ class Rows(FeatureRows):
             With the last micro-batch, the values of all micro-batches, float32 [M, ...], 0 for missing ones; else None.
 
         Raises:
-            ValueError: It was called twice, its arguments do not match, or with ranks, a parameter is not float32.
+            ValueError: It was called twice, parameters or shapes are wrong, or ranks get a gradient not in float32.
         """
         self._require_open()
         if self._reduction is None:
@@ -243,7 +243,7 @@ class Rows(FeatureRows):
         if self._flags is None:
             raise ValueError("guard() was called in a loop over `predict`, which takes no steps")
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
-            raise ValueError(f"{type(optimizer).__name__} does not take found_inf; use torch's, with fused=True")
+            raise ValueError(f"{type(optimizer).__name__} does not take found_inf; use a torch optimizer, fused=True")
         dense = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         grads = [(grad, leaf.table) for leaf in self.leaves for grad in leaf.grads()]
         self._flags.check_others([*look_at, *dense, *self._losses])

@@ -159,7 +159,7 @@ class Runtime(FrameworkLoaders):
         return [group.cache for group in groups if group.cache is not None]
 
     def exchanged_bytes(self) -> dict[str, int]:
-        """Return the bytes sent to other ranks in training: for rows, the least possible for rows, for dense sums."""
+        """Return the bytes sent to other ranks in training: "rows", the "least" possible for rows, and "dense"."""
         assert self.dense_channel is not None
         return {**self.pipeline.exchanged_bytes(), "dense": self.dense_channel.sent_bytes}
 

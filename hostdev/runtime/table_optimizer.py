@@ -91,7 +91,7 @@ class TableOptimizer(torch.optim.Optimizer):
 
     The loop updates the tables with the batch when it asks for the next one; `step` marks the batch for this. A program
     whose dense optimizer steps with each batch need not call `step`. A `GradScaler` may also get this optimizer:
-    `unscale_` divides the gradients of the rows once, and an overflow on either side skips the step of both.
+    `unscale_` divides the gradients of the rows once, and an overflow in them or in dense gradients skips both steps.
 
     A learning rate applies from the next step on: a batch is updated with the rates at the dense optimizer's step, or
     in a loop without one, at the last `backward` that gave gradients. The same is true of `table.optimizer.lr = 1e-4`.

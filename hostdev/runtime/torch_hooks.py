@@ -123,7 +123,7 @@ def call_after_steps(optimizer: Optimizer, callback: Any) -> None:
 
 
 def end_calls(optimizer: Optimizer, callback: Any = None) -> None:
-    """Undo `call_after_steps`; None: the callback has been deleted."""
+    """Undo `call_after_steps`; `callback` is None if it has been deleted."""
     after = getattr(vars(optimizer).get("step"), "_hostdev_after", None)
     if after is not None:
         if callback is not None:

@@ -1,4 +1,4 @@
-"""Finds out whether a dense optimizer has yet to step with a batch's gradients; until then it is unfinished.
+"""Finds out whether a dense optimizer has yet to step with a batch, which is unfinished until then.
 
 This search runs only in the first batch of a loop that has gradients, and only if that batch is left, or its tables are
 read, before any optimizer has stepped. For later batches it is known whether there is an optimizer.

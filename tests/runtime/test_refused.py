@@ -119,7 +119,7 @@ def test_ids_outside_of_one_of_several_tables(device):
 
 def test_batches_that_have_no_ids():
     runtime = Runtime({"x": table_of()}, device="cpu")
-    with pytest.raises(TypeError, match="batch 1: .* dict, .*`ids` .* not a list"):
+    with pytest.raises(TypeError, match="batch 1: without `ids`, .* dict .* not a list"):
         next(runtime.train([[1, 2]]))
     with pytest.raises(TypeError, match="batch 1: `ids` .* dict .* not a nda"):
         next(runtime.train([[1, 2]], ids=np.array))

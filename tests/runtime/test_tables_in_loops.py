@@ -203,7 +203,7 @@ def test_reading_ahead_is_refused():
             reading_ahead(),
             pytest.raises(
                 ValueError,
-                match="table 'users': it was read or written by the loader, `ids` or `send`, which run ahead",
+                match="table 'users': the loader, `ids` or `send` used it, but these run ahead",
             ),
         ):
             case.tables["users"].lookup([1])
