@@ -53,7 +53,7 @@ class _Reports:
 
 
 class _Reading(threading.local):
-    """The thread's recorder of prepared loaders' states, while it reads for a loop."""
+    """Each thread's recorder of prepared loaders' states, while the thread reads for a loop."""
 
     reports: _Reports | None = None
 

@@ -181,7 +181,7 @@ class Loop(Generic[Item]):
         self.close()
 
     def _release(self) -> None:
-        """Release all batches: the loop is over."""
+        """Release all batches at the loop's end."""
         self._ended = True
         self._forget()
         self._pass, self._batches = None, ()

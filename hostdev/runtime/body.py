@@ -37,7 +37,7 @@ class BodyState:
         self._handled: int | None = None  # `id` of the exception that was being handled when the body began
 
     def begin(self) -> None:
-        """Begin a body."""
+        """Record that a body begins."""
         handled = sys.exception()
         self.raised, self.abandoned = None, False
         self._handled = None if handled is None else id(handled)  # not itself: its frames hold the loop
@@ -73,7 +73,7 @@ class Body(Iterator[Item]):
         opcode = _opcode(frame)
         self._in_for = _identity(_outside(frame, _ADVANCING)) if opcode in _ADVANCING else None
         self._in_yield_from = opcode == _DELEGATING
-        del frame  # it may hold the loop
+        del frame  # it may keep the loop alive
         item: Item = next(self._loop)
         return item
 

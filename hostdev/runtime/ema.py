@@ -18,7 +18,7 @@ from hostdev.host.table import HostTable
 Rows = npt.NDArray[np.float32]
 Ids = npt.NDArray[Any]
 
-_PART = 1 << 16  # rows at a time
+_PART = 1 << 16  # rows that are processed at a time
 
 
 class EMA:
@@ -63,7 +63,7 @@ class EMA:
         self._rows: Rows = np.empty((table.rows, table.dim), np.float32)  # the weights at each row's last update
         for part, values in self._parts(self._read(None)):
             self._rows[part] = values
-        self._average = self._rows.copy()  # the average at the same update
+        self._average = self._rows.copy()  # the averages at that update
         self._last = np.zeros(table.rows, np.int64)  # the number of each row's last update
 
     def update(self, ids: npt.ArrayLike | torch.Tensor | None = None) -> None:

@@ -220,7 +220,7 @@ def _integers(name: str, what: str, given: Any, padding: int | None = None) -> n
     except ValueError as error:
         raise ValueError(f"feature {name!r}: {what} cannot be converted to an array ({error})") from None
     if array.size == 0 and array.dtype == np.float64:
-        array = array.astype(np.int64)  # numpy's dtype for an empty list
+        array = array.astype(np.int64)  # float64 is NumPy's dtype for an empty list
     if array.dtype.kind not in "iu":
         raise TypeError(f"feature {name!r}: {what} must be integers, not {describe(given)} of {array.dtype}")
     if array.dtype in (np.int32, np.int64):

@@ -47,7 +47,7 @@ class Flags:
         by_scale: dict[int, list[Tensor]] = {}
         for grad, table in zip(grads, tables, strict=True):
             by_scale.setdefault(_scale(table), []).append(grad)
-        for scale, some in by_scale.items():  # powers of 2: exact unless something overflows
+        for scale, some in by_scale.items():  # scaling by powers of 2 is exact unless it overflows
             up, down = (_power(power, self.stop.device) for power in (scale, -scale))
             torch._amp_foreach_non_finite_check_and_unscale_(some, self.not_finite, up)
             torch._amp_foreach_non_finite_check_and_unscale_(some, self.stop, down)

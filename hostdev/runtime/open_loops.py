@@ -48,7 +48,7 @@ class Loops:
         self.predicting = 0  # open loops over `predict`
         self._predict_loops: WeakSet[AnyPredictLoop] = WeakSet()  # the open ones, and some that are over
         self._open: ReferenceType[AnyTrainLoop] | None = None  # weak: a loop ends when nobody holds it
-        self._late: BaseException | None = None  # error of a loop that nobody held any more
+        self._late: BaseException | None = None  # the error of a deleted loop
 
     @property
     def training(self) -> AnyTrainLoop | None:
@@ -81,7 +81,7 @@ class Loops:
         """Keep the error of a deleted loop for `raise_late`, since no caller could catch it."""
         try:
             self._late = copy(error)  # without its traceback, whose frames hold the loop
-        except Exception:  # a user's exception class may fail
+        except Exception:  # copying a user's exception may fail
             self._late = RuntimeError(f"{type(error).__name__}: {error}")
 
     def raise_late(self) -> None:
@@ -133,7 +133,7 @@ class Loops:
         self._disown()
 
     def is_predicting(self) -> bool:
-        """Return whether a loop over `predict` is open; closes loops whose body has raised an exception."""
+        """Close loops that are finished or abandoned; return whether a loop over `predict` is still open."""
         if self.predicting:
             self._close_abandoned(but=self.training)
         return self.predicting > 0

@@ -33,7 +33,7 @@ class GroupGradients(NamedTuple):
     """Gradients of some rows of a group's tables."""
 
     ids: Ids  # int32 or int64 [P], unique
-    grads: list[Tensor | None]  # for each table, float32 [P, D] on the device
+    grads: list[Tensor | None]  # for each table, float32 [P, D] on the device; None: it has no gradient
 
 
 class _Held(NamedTuple):

@@ -21,7 +21,7 @@ CacheSize = int | str | CacheSpec
 
 
 def require_place(groups: list[GroupSpec], device: torch.device) -> None:
-    """Raise ValueError if a table lies on another device."""
+    """Raise ValueError if a device table is not on the runtime's device."""
     for group in groups:
         for table in group.tables:
             if isinstance(table, DeviceTable) and table.device != device:

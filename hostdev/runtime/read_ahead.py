@@ -103,7 +103,7 @@ class Iterators:
         self._loaded = place
 
     def take_loaded(self) -> Place | None:
-        """Return a checkpoint's position, once."""
+        """Return a loaded checkpoint's position at the first call after loading; else None."""
         place, self._loaded = self._loaded, None
         return place
 

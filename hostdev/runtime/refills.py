@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 _DEEPEST = 4  # levels of containers and objects that are searched
-_LONGEST = 256  # items of a container
-_MOST_BYTES = 1 << 13  # compared per array: a refill changes all of it
+_LONGEST = 256  # items of a container that is searched
+_MOST_BYTES = 1 << 13  # compared per array: some suffice, since a refill changes all
 
 ArrayOrTensor = Tensor | npt.NDArray[Any]
 
@@ -65,7 +65,7 @@ class _Batch:
 
     def __init__(self, batch: Any) -> None:
         self.arrays = [_Held(leaf) for leaf in arrays_in(batch)]
-        self.changed_by: int | None = None  # the number of the batch that was read over it
+        self.changed_by: int | None = None  # the number of the batch whose read has changed it
 
 
 class InFlight:
@@ -106,7 +106,7 @@ class InFlight:
 
 
 def _version(leaf: ArrayOrTensor) -> int:
-    """Return how often torch has written to a tensor; 0 without such a count."""
+    """Return how often torch has written to a tensor; 0 for an array, or a tensor without such a count."""
     return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
 
 

@@ -142,7 +142,7 @@ class Reader:
         return MicroBatch([_to_tensor(leaf) for leaf in leaves], structure, ids)
 
     def _require_in_range(self, checks: list[tuple[int, list[FeatureIds], Mapping[str, FeatureInput]]]) -> None:
-        """Raise UserError for an id outside its table; not in the loop's thread, since it takes a pass over the ids."""
+        """Raise UserError for an id outside its table. It reads all ids, and so runs outside the loop's thread."""
         while checks:  # popped, so that nothing keeps the loader's batches alive
             number, ids, given = checks.pop(0)
             try:

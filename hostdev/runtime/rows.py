@@ -116,7 +116,7 @@ class Rows(FeatureRows):
     ) -> None:
         super().__init__(values, hint)
         self._flight, self._staging, self._flags, self._due = flight, staging, flags, due
-        self._losses = losses  # for each `backward`: 0, or NaN if not finite
+        self._losses = losses  # for each `backward`: 0, or NaN for a loss that is not finite
         self._reduction = reduction  # sums over a step's micro-batches
         self._has_others = shares_rows or reduction is not None  # whether other batches of the step may use some rows
         self.reduced = False

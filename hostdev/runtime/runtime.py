@@ -137,7 +137,7 @@ class Runtime(FrameworkLoaders):
         self.dense_channel = self.other_channels = self.step_channel = None
         if ranks is not None:
             self.step_channel = ranks.channel()
-            same = ranks.mesh.data == ranks.size  # all ranks have the same parameters
+            same = ranks.mesh.data == ranks.size  # whether all ranks have the same parameters
             self.dense_channel = ranks.device_channel(self.device, None if same else "data")
             self.other_channels = None if same else (ranks.channel("data"), ranks.channel())
         self.loaders = WeakSet()
@@ -456,7 +456,7 @@ class Runtime(FrameworkLoaders):
     def close(self) -> None:
         """Release the tables: end the open loops, and wait for checkpoints that are being written.
 
-        The tables have all finished steps. A second call does nothing; other methods then raise ValueError. A `with`
+        The tables then have all finished steps. A second call does nothing; other methods raise ValueError. A `with`
         statement over the runtime calls it at its end.
         """
         if self._closed:

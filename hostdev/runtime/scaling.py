@@ -315,7 +315,7 @@ def _of_this_thread(watchers: WeakSet[Any]) -> list[Any]:
 def _note_scale(scaler: GradScaler, result: Any) -> None:
     _seen.losses += 1
     tensor = scaler._scale
-    if tensor is None:  # an iterator of outputs, which must not be consumed here
+    if tensor is None:  # `scale` got an iterable, whose results must not be consumed here
         tensor = torch.tensor(scaler.get_scale())
     scales = _seen.scales.setdefault(scaler, deque(maxlen=_MOST_SCALES))
     if not scales or scales[-1].version != tensor._version:

@@ -92,7 +92,7 @@ class TrainWatcher:
             self.steps.expect_backward(roots, {id(leaf.rows) for leaf in self._batch.all_leaves})
 
     def note_gradients(self) -> None:
-        """Fix the learning rates for the batch: rates set later apply to the next one, unless more gradients arrive."""
+        """Record the batch's learning rates: rates set later apply to the next batch, unless more gradients arrive."""
         if self.first is not None:
             self.first.came(self._batch.leaves, self._batch.inverses)
         backward = torch._C._current_graph_task_id()
@@ -127,7 +127,7 @@ class TrainWatcher:
         if batch.flight is not None and not self.steps.stepped:
             self.rates = self._settings.learning_rates()
             if first is not None and not batch.micros and any(optimizer is one for one in first.pending.optimizers):
-                first.came(batch.leaves, batch.inverses)  # it steps although the batch has no gradients yet
+                first.came(batch.leaves, batch.inverses)  # the optimizer steps although the batch has no gradients yet
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """See `scaling.Watcher`."""
