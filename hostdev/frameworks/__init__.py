@@ -1,4 +1,4 @@
-"""Support for other training loops: accelerate's state of the body's batch, and Lightning's checkpoints."""
+"""Support for frameworks: accelerate's state of the body's batch, and Lightning's checkpoints."""
 
 from hostdev.frameworks import accelerate, lightning
 

@@ -36,7 +36,7 @@ class _Reports:
         self._active: list[Any] = []
 
     def _add_dataloader(self, loader: Any) -> None:
-        if _reading.reports is None:  # the program reads, after a hostdev loop, the loader that this loop has read
+        if _reading.reports is None:  # after the hostdev loop, the program itself reads the loader
             loader.gradient_state = _gradient_state()
             loader.gradient_state._add_dataloader(loader)
             return
@@ -53,14 +53,14 @@ class _Reports:
 
 
 class _Reading(threading.local):
-    """The thread's recorder of prepared loaders' states, while it reads for a loop."""
+    """Each thread's recorder of prepared loaders' states, while the thread reads for a loop."""
 
     reports: _Reports | None = None
 
 
 _reading = _Reading()
 _lock = threading.Lock()
-_readers: list[_Reports] = []  # that read a batch right now, in any thread
+_readers: list[_Reports] = []  # the recorders of threads that are reading a batch
 _original: Callable[[Any], None]  # accelerate's function, while it is replaced
 
 
@@ -81,7 +81,7 @@ class States:
         self._shown: _Shown | None = None
 
     def reading(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches and record the state of each; already recorded batches come first."""
+        """Yield the batches and record the state of each, except for the first ones, whose states are already known."""
         known = len(self._noted)  # left over from an earlier loop
         while True:
             try:
@@ -119,7 +119,7 @@ def _gradient_state() -> Any:
 
 @contextmanager
 def _reporting_to(reports: _Reports) -> Iterator[None]:
-    """Let the prepared loaders that this thread begins to read report to a loop. accelerate is changed meanwhile."""
+    """A context in which accelerate is patched: prepared loaders that this thread begins to read use `reports`."""
     global _original
     mixin = sys.modules["accelerate.data_loader"].DataLoaderStateMixin
     with _lock:

@@ -34,7 +34,7 @@ def checkpoint_io(runtime: Any) -> Any:
     class TablesIO(*bases):  # type: ignore[misc]
         def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, *args: Any, **kwargs: Any) -> None:
             folder = _folder(path)
-            # Tables first: until it is replaced, an older checkpoint at this path still names its own tables.
+            # The tables are saved first: an older checkpoint at this path names its own tables until it is replaced.
             saved = runtime.save(folder, keep=2).wait().path.name
             super().save_checkpoint({**checkpoint, _ENTRY: saved}, path, *args, **kwargs)
 
@@ -42,7 +42,7 @@ def checkpoint_io(runtime: Any) -> Any:
             checkpoint: dict[str, Any] = super().load_checkpoint(path, *args, **kwargs)
             if _ENTRY not in checkpoint:
                 raise UserError(f"{path} has no tables: it was saved by a Trainer without hostdev's checkpoint_io")
-            runtime.close_loaders()  # the Trainer may have left them open, as after a fit
+            runtime.close_loaders()  # the Trainer may have left loops open, as after a fit
             runtime.load(_folder(path) / checkpoint.pop(_ENTRY))
             return checkpoint
 

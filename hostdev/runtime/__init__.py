@@ -1,1 +1,1 @@
-"""The user's interface: tables behind features, one for loop, and gradients back to their rows."""
+"""The public `Runtime`: looks up the rows of each batch, and updates the tables with their gradients."""

@@ -11,16 +11,16 @@ from hostdev.core.reading_ahead import is_reading_ahead
 
 
 class Access:
-    """A runtime as the owner of its tables, `core.tables.Owner`; it does not keep the runtime alive.
+    """The `core.tables.Owner` of a runtime's tables; it does not keep the runtime alive.
 
     Args:
-        runtime: The runtime, whose module imports this one.
+        runtime: A `Runtime`, untyped because its module imports this one.
     """
 
     def __init__(self, runtime: Any) -> None:
         self._runtime = ref(runtime)
         self._process = os.getpid()
-        self._is_busy = False  # tables are being written back, in the loop's thread
+        self._is_busy = False  # whether a write-back is running, in the loop's thread
 
     def before_read(self, table: Any) -> None:
         """See `Owner`."""
@@ -62,16 +62,16 @@ class Access:
         """Raise ValueError unless this is called from the body of the loop."""
         if is_reading_ahead():
             raise ValueError(
-                f"table {table.name!r}: the loader, `ids` and `send` run ahead of the loop, where a table's rows are "
-                "not yet those of their batch; read and write tables in the loop's body, or use depth=0 and no cache"
+                f"table {table.name!r}: the loader, `ids` or `send` used it, but these run ahead of the loop, before "
+                "earlier batches' updates; use tables in the loop's body, or set depth=0 and no cache"
             )
         if os.getpid() != self._process:
             raise ValueError(
-                f"table {table.name!r}: this process has a copy of the table from when it was forked; read and write "
-                "tables in the body of the loop"
+                f"table {table.name!r}: this process was forked, as a DataLoader's worker is, and has only a copy of "
+                "the table; read and write tables in the body of the loop"
             )
         if threading.get_ident() != thread:
             raise ValueError(
-                f"table {table.name!r} is being trained by a loop of another thread; read and write it in the body of "
-                "that loop, not in its loader, `ids` or `send`, or after the loop"
+                f"table {table.name!r} is being trained by a loop of another thread; read and write it after that "
+                "loop or in its body, but not in its loader, `ids` or `send`"
             )

@@ -1,4 +1,4 @@
-"""Settings that must be equal on all ranks; otherwise rows would drift apart, or an exchange would fail."""
+"""Settings that must be equal on all ranks; otherwise the ranks would diverge, or an exchange would fail."""
 
 import zlib
 from collections.abc import Mapping, Sequence
@@ -21,14 +21,14 @@ def get_settings(
     dense_exchange: str,
     windows: Sequence[int | None],
 ) -> Mapping[str, Any]:
-    """Return the tables, the features and the options of a runtime by name.
+    """Return, by name, the settings of a runtime that must be equal on all ranks: its tables, features and options.
 
     Args:
         bindings: The features.
         groups: The tables.
-        device: The kind of device.
-        depth: Batches that are read ahead.
-        dense_exchange: How the dense gradients are summed.
+        device: The type of the device, such as "cuda".
+        depth: Number of batches that are read ahead.
+        dense_exchange: One of `EXCHANGES`: how the dense gradients are summed.
         windows: For each group, the number of batches that its cache looks ahead; None without a cache. The size and
             the policy of a cache may differ between ranks.
     """
@@ -44,13 +44,13 @@ def get_settings(
     found["depth"] = depth  # ranks exchange the ids of the batches that each has read ahead
     found["dense_exchange"] = dense_exchange
     for group, window in zip(groups, windows, strict=True):
-        text = "there is none" if window is None else f"it looks {window} batches ahead"
+        text = "no cache" if window is None else f"a cache that looks {window} batches ahead"
         found[f"the cache of table {group.tables[0].name!r}"] = shown(window, text)
     return found
 
 
 def get_parameters(parameters: Sequence[Tensor]) -> Mapping[str, Any]:
-    """Return the parameters that ranks reduce, each with a checksum: ranks that start differently stay different."""
+    """Return a description of each parameter that ranks reduce, with a checksum: all must be equal at the start."""
     found: dict[str, Any] = {"the number of parameters": len(parameters)}
     for number, one in enumerate(parameters):
         values = one.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -68,11 +68,11 @@ def make_marks(tables: Sequence[Table], frozen: Sequence[bool]) -> list[int]:
 
 
 def require_marks(largest: Sequence[int], step: int) -> None:
-    """Raise UnlikeError, on all ranks, unless all have the same `make_marks`."""
+    """Raise UnlikeError, on all ranks, unless `make_marks` is equal on all; `largest` has its maxima over the ranks."""
     whats = "the learning rates of the tables differ", "which tables are frozen differs"
     for what, most, least in zip(whats, largest[: len(whats)], largest[len(whats) :], strict=True):
         if most != -least:
-            raise UnlikeError(f"step {step}: {what} between ranks; set the same on all ranks, in the same step")
+            raise UnlikeError(f"step {step}: {what} between ranks; make the same change on all ranks, in the same step")
 
 
 MARKS = 4
@@ -93,4 +93,4 @@ def _get_table(table: Table) -> dict[str, Any]:
 def _describe_feature(one: FeatureBinding, groups: Sequence[GroupSpec]) -> str:
     tables = ", ".join(groups[group].tables[place].name for group, place in one.tables)
     feature = one.feature
-    return f"of {tables}, pooling {feature.pooling}, padding {feature.padding}, dtype {feature.dtype}"
+    return f"tables {tables}, pooling {feature.pooling}, padding {feature.padding}, dtype {feature.dtype}"

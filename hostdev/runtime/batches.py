@@ -1,4 +1,4 @@
-"""The base of the loops over `train` and `predict`, and the loop over `predict`: batches in order, with their rows."""
+"""The base of loops over batches with their rows, and the loop of `Runtime.predict`."""
 
 import atexit
 import threading
@@ -29,7 +29,7 @@ _open_loops: WeakSet[Any] = WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """End the open loops before Python exits: later their threads are stopped, and nothing could wait for them."""
+    """Close the open loops before Python exits: afterwards their threads are gone, and cannot finish the updates."""
     with ExitStack() as stack:
         for loop in list(_open_loops):
             stack.callback(loop.close)
@@ -41,18 +41,18 @@ def reads_ahead(pipeline: Pipeline) -> bool:
 
 
 class Loop(Generic[Item]):
-    """Batches in order, each with its rows.
+    """The base of loops: yields the loader's batches in order, each with its rows.
 
     Args:
-        runtime: The `Runtime`, whose module imports this one.
+        runtime: A `Runtime`, untyped because its module imports this one.
         batches: The loader.
         reader: Turns the loader's batches into requests.
         by_step: Yield all batches of a step together.
-        background: Read in another thread.
-        read_ahead: Maximum number of batches that are read beyond the body's.
+        background: Read the batches in another thread.
+        read_ahead: Maximum number of batches to read beyond the body's; None: as many as depth and caches need.
         name: The name of the runtime's method, for messages.
         features: The features that are looked up; None: all.
-        flags: For `Rows.guard`; None in a loop that takes no steps.
+        flags: The flags that stop a step that is not finite; None in a loop that takes no steps.
     """
 
     name = "train"
@@ -72,18 +72,18 @@ class Loop(Generic[Item]):
         flags: Flags | None = None,
     ) -> None:
         self._by_step, self.name = by_step, name or self.name
-        self._number = 0  # of the last batch, or step, that was requested
-        steps_ahead = None if read_ahead is None else read_ahead // reader.together
-        self._how: dict[str, Any] = {"background": background, "read_ahead": steps_ahead}  # the pipeline reads requests
+        self._number = 0  # the number of the last batch, or step, that was requested
+        steps_ahead = None if read_ahead is None else read_ahead // reader.together  # in requests, one per step
+        self._how: dict[str, Any] = {"background": background, "read_ahead": steps_ahead}
         self._reading: Reading | None = None  # None before the first batch and after the last
         self._runtime, self._reader, self._batches = runtime, reader, batches
         # Ranks that do not lead get the rows of their samples from other ranks.
         self._batch = BodyBatch(runtime, asks=runtime.world.leads, flags=flags, features=features)
-        self._stack = ExitStack()  # callbacks must not refer to the loop, which ends when nobody holds it
+        self._stack = ExitStack()  # its callbacks must not keep the loop alive: deleting a loop closes it
         self._pass: Any = None  # None before the first batch and after the last
         self._ended = False
         self._length: int | None = None
-        self._given = 0  # batches, or steps, that were yielded
+        self._given = 0  # number of batches, or steps, that were yielded
         self._what = "step" if self.name == "train" else "batch"
         self._body = BodyState()
 
@@ -95,7 +95,7 @@ class Loop(Generic[Item]):
         if self._ended or spent:
             raise ValueError(
                 "this loop is over; call runtime.train(...) or predict(...) again for each epoch, or give a trainer "
-                "runtime.train_loader(...), which opens a new loop for each"
+                "runtime.train_loader(...), which opens a new loop for each epoch"
             )
         return Body(self)
 
@@ -103,19 +103,19 @@ class Loop(Generic[Item]):
         """Record how a `for` statement over the loop ended; for `Body`.
 
         Args:
-            raised: Whether its body raised an exception before its end.
+            raised: Whether the statement's body raised an exception.
             abandoned: Whether an exception propagated out of the statement, from its body or from the loop.
         """
         self._body.raised, self._body.abandoned = raised, abandoned
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether an exception propagated out of the loop, which has not continued since."""
+        """Whether an exception propagated out of a `for` statement over the loop, which has not continued since."""
         return self._body.abandoned and not self._ended
 
     @property
     def is_finished(self) -> bool:
-        """Whether the last batch was yielded, and nothing is left to do at its end."""
+        """Whether the last batch was yielded, and nothing is left to do after its body."""
         return False
 
     def __enter__(self) -> "Loop[Item]":
@@ -138,13 +138,13 @@ class Loop(Generic[Item]):
     def __del__(self) -> None:
         if self._ended:
             return
-        if self._pass is not None and self._pass.is_own(threading.current_thread()):  # it cannot wait for itself
+        if self._pass is not None and self._pass.is_own(threading.current_thread()):  # a thread cannot wait for itself
             threading.Thread(target=self._close_unwatched).start()
         else:
             self._close_unwatched()
 
     def _close_unwatched(self) -> None:
-        """Close the loop where no caller can catch an error, which Python would only print; the next call raises it."""
+        """Close the loop where nobody can catch an error: Python prints it, and the runtime's next call raises it."""
         try:
             self.close()
         except BaseException as error:
@@ -152,7 +152,7 @@ class Loop(Generic[Item]):
             raise
 
     def close(self) -> None:
-        """End the loop early; the tables have all finished steps. Raises the error of an outstanding update."""
+        """End the loop early; the tables then have all finished steps. Raises the error of an outstanding update."""
         self._ended = True
         ranks = self._runtime.ranks
         if ranks is not None and self._pass is not None:
@@ -181,7 +181,7 @@ class Loop(Generic[Item]):
         self.close()
 
     def _release(self) -> None:
-        """Release all batches: the loop is over."""
+        """Release all batches at the loop's end."""
         self._ended = True
         self._forget()
         self._pass, self._batches = None, ()
@@ -191,7 +191,7 @@ class Loop(Generic[Item]):
         _open_loops.discard(self)
 
     def _requests(self) -> Iterator[Request]:
-        """Yield a request for each batch; starts the loader."""
+        """Start the loader, and return the requests for its batches."""
         with suppress(Exception):  # a user's loader may raise anything; later calls of len() get the error
             self._length = len(self)
         runtime, together = self._runtime, self._reader.together
@@ -217,7 +217,7 @@ class Loop(Generic[Item]):
         if self._ended:
             raise StopIteration
         try:
-            with torch.inference_mode(False):  # otherwise a step could not change its tensors
+            with torch.inference_mode(False):  # a step could not change tensors made in inference mode
                 asks = self._by_step or not self._batch.micros
                 if asks:
                     self._begin_next()
@@ -261,7 +261,7 @@ class Loop(Generic[Item]):
         return self._batch.next()
 
     def _begin_next(self) -> None:
-        """Count another batch, or step, which all ranks request."""
+        """Begin to request the next batch, or step; all ranks do so together."""
         self._number += 1
         if (ranks := self._runtime.ranks) is None:
             return
@@ -285,7 +285,7 @@ class Loop(Generic[Item]):
         self._stack.__exit__(type(error), error, error.__traceback__)
 
     def _forget(self) -> None:
-        """Release the batch."""
+        """Release the body's batch."""
         for rows in self._batch.rows:
             rows.end()
         if self._batch.flight is not None and self._pass is not None:
@@ -296,7 +296,7 @@ class Loop(Generic[Item]):
         self._batch.take(flight, self._trains)
 
     def _take_next(self) -> StepBatch | None:
-        """Return the next step's batches; None after the last."""
+        """Return the next step's batches; None after the last step."""
         found: StepBatch | None = self._pass.take()
         return found
 
@@ -311,20 +311,20 @@ class Loop(Generic[Item]):
 
 
 class PredictLoop(Loop[Item]):
-    """Batches with rows that get no gradients; what `Runtime.predict` returns."""
+    """A loop over batches whose rows get no gradients; the result of `Runtime.predict`."""
 
     name = "predict"
 
     def __init__(
         self,
-        runtime: Any,  # imports this module
+        runtime: Any,  # a `Runtime`, whose module imports this one
         batches: Iterable[Any],  # of any type, like `Item`
         reader: Reader,
         **options: Any,  # of `Loop`
     ) -> None:
         super().__init__(runtime, batches, reader, **options)
         self._counted = ExitStack()  # held while this is one of the runtime's open loops
-        self._next: list[StepBatch | BaseException | None] = []  # what follows the last batch, if known
+        self._next: list[StepBatch | BaseException | None] = []  # the pipeline's answer after the last batch
 
     def _open(self) -> Any:
         loops = self._runtime.loops
@@ -336,11 +336,11 @@ class PredictLoop(Loop[Item]):
 
     @property
     def is_finished(self) -> bool:
-        """Whether the last batch was yielded, and nothing is left to do at its end."""
+        """Whether the last batch was yielded, and nothing is left to do after its body."""
         return self._next == [None] and not self._ended
 
     def left_body(self, *, raised: bool, abandoned: bool) -> None:
-        """Record how a `for` statement ended, as for any loop; after the last batch the loop is over."""
+        """Record how a `for` statement over the loop ended; close the loop if that was after its last batch."""
         super().left_body(raised=raised, abandoned=abandoned)
         if self.is_finished:
             self.close()
@@ -359,7 +359,7 @@ class PredictLoop(Loop[Item]):
             self._look_for_end()
 
     def _look_for_end(self) -> None:
-        """At the last batch of a loader that has a length, find out whether the loop is at its end."""
+        """After the last batch of a loader that has a length, ask the pipeline whether another batch follows."""
         try:
             self._next.append(super()._take_next())
         except BaseException as error:

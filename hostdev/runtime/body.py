@@ -3,8 +3,8 @@
 A loop without a dense optimizer takes its step at the end of the body, so it must distinguish the two, and Python does
 not report a propagating exception to `__del__`. But a `for` statement drops its iterator at the instruction that leaves
 it: `POP_TOP` (`POP_ITER` from Python 3.14 on) for `break` and `return`, the raising instruction for an exception. An
-iterator that a variable or a generator holds is dropped later: at a call that returns when its function returns, and at
-another instruction when the last traceback with the function's frame is gone.
+iterator that a variable or a generator also holds is dropped later: at the caller's call instruction when the function
+returns, or at another instruction when the last traceback that has the function's frame is deleted.
 """
 
 import sys
@@ -27,20 +27,20 @@ class BodyState:
     """How the last body of a loop ended, as far as known.
 
     Attributes:
-        raised: Whether it ended by an exception; None: it has not ended.
+        raised: Whether the body ended by an exception; None: it has not ended.
         abandoned: Whether an exception propagated out of the `for` statement, and the loop has not continued since.
     """
 
     def __init__(self) -> None:
         self.raised: bool | None = None
         self.abandoned = False
-        self._handled: int | None = None  # the exception that was being handled when the body began
+        self._handled: int | None = None  # `id` of the exception that was being handled when the body began
 
     def begin(self) -> None:
-        """Begin a body."""
+        """Record that a body begins."""
         handled = sys.exception()
         self.raised, self.abandoned = None, False
-        self._handled = None if handled is None else id(handled)  # not the exception itself, whose frames hold the loop
+        self._handled = None if handled is None else id(handled)  # not itself: its frames hold the loop
 
     def has_raised(self) -> bool:
         """Return whether the body ended by an exception."""
@@ -51,15 +51,15 @@ class BodyState:
 
 
 class Body(Iterator[Item]):
-    """The iterator of one `for` statement over a loop, which reports how the statement ended.
+    """The iterator of one `for` statement over a loop, which reports to the loop how the statement ended.
 
     Args:
-        loop: A `batches.Loop`, whose module imports this one.
+        loop: A `batches.Loop`, untyped because its module imports this one.
     """
 
     def __init__(self, loop: Any) -> None:
         self._loop = loop
-        self._in_for: tuple[int, int] | None = None  # the statement; None: the caller calls `next`, without a body
+        self._in_for: tuple[int, int] | None = None  # the statement's frame; None: a call of `next`, without a body
         self._in_yield_from = False
 
     def __iter__(self) -> "Body[Item]":
@@ -73,7 +73,7 @@ class Body(Iterator[Item]):
         opcode = _opcode(frame)
         self._in_for = _identity(_outside(frame, _ADVANCING)) if opcode in _ADVANCING else None
         self._in_yield_from = opcode == _DELEGATING
-        del frame  # it may hold the loop
+        del frame  # it may keep the loop alive
         item: Item = next(self._loop)
         return item
 

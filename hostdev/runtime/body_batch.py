@@ -17,23 +17,23 @@ from hostdev.runtime.rows import Rows, Value, values_of
 
 
 class BodyBatch:
-    """The in-flight batch of a loop's body; empty between two bodies.
+    """The in-flight batch that a loop's body works on; `clear` empties this object before the next batch.
 
     Args:
         runtime: The runtime that has the features and tables.
         asks: Whether this rank looks up the rows of its samples.
-        flags: For `Rows.guard`; None in a loop that takes no steps.
+        flags: The flags that stop a step that is not finite; None in a loop that takes no steps.
         features: The features that are looked up; None: all.
 
     Attributes:
         flight: The pipeline's batch.
         micros: The loader's batches in it that have not been yielded yet.
-        leaves: The rows, by group and by table.
-        inverses: For each group, int32: the row of each remaining occurrence.
-        rows: The `Rows` that the loop has yielded for it.
+        leaves: The unique rows, by group and by table.
+        inverses: For each group, int32 [N]: each id's row, for the loader's batches that were not yielded yet.
+        rows: The `Rows` that the loop has yielded for the pipeline's batch.
         reduction: Sums the gradients of its micro-batches.
-        losses: For each `backward`, float32 []: 0 for a finite loss, else NaN.
-        shares_rows: Whether some of its batches do not use all rows.
+        losses: One for each `backward`, float32 []: 0 for a finite loss, else NaN.
+        shares_rows: Whether one of the loader's batches may use only some of the rows.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class BodyBatch:
         self.clear()
 
     def clear(self) -> None:
-        """Release everything."""
+        """Release the batch and its rows."""
         self.flight: StepBatch | None = None
         self.micros: list[MicroBatch] = []
         self.leaves: list[list[RowParameter]] = []
@@ -56,7 +56,7 @@ class BodyBatch:
         self._sent: list[Tensor] = []
 
     def take(self, flight: StepBatch, trains: Callable[[Table], bool]) -> None:
-        """Begin with a batch of the pipeline.
+        """Replace the body's batch by the next one of the pipeline.
 
         Args:
             flight: The batch.

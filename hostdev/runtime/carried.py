@@ -21,7 +21,7 @@ class CarriedGradients:
     def __init__(self, groups: Sequence[GroupSpec], pipeline: Pipeline, settings: TableSettings) -> None:
         self._groups, self._pipeline, self._settings = groups, pipeline, settings
         self._pending: Pending | None = None
-        self.is_training = False  # a loop is open, which takes the steps
+        self.is_training = False  # whether a loop over `train` is open, which takes the steps
 
     def keep(self, pending: Pending) -> None:
         """Keep the gradients of a loop that ended before their step."""
@@ -41,7 +41,7 @@ class CarriedGradients:
             self._pending.drop()
 
     def first_batch(self) -> FirstBatch | None:
-        """Return the object that adds the gradients to those of a loop's first batch; None if none wait."""
+        """Return the object that adds the gradients to those of a loop's first batch; None if no gradients wait."""
         pending = self._pending
         if pending is None or not pending.is_kept():
             self.forget()
@@ -49,7 +49,7 @@ class CarriedGradients:
         return FirstBatch(pending, [group.tables for group in self._groups], self._pipeline, self._forget_decided)
 
     def _forget_decided(self, pending: Pending) -> None:
-        if self._pending is pending:  # otherwise the loop has left different ones
+        if self._pending is pending:  # otherwise the loop has left newer gradients
             self.forget()
 
     def apply(self, pending: Pending) -> None:

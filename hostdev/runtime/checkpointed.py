@@ -10,7 +10,7 @@ class CheckpointedState:
     """The tables, their optimizer and the position in the batches, for `hostdev.runtime.saving`.
 
     Args:
-        runtime: The runtime, whose module imports this one.
+        runtime: A `Runtime`, untyped because its module imports this one.
     """
 
     def __init__(self, runtime: Any) -> None:

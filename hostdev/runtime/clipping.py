@@ -1,7 +1,7 @@
 """Lets torch's clipping functions, when a framework calls them, clip the batch's rows together with the parameters.
 
-A trainer clips the parameters of its optimizers, which do not include the rows of the batch. This module adds them,
-once per step, while the loop of a `train_loader` is open. Frameworks call `torch.nn.utils.clip_grad_norm_` and
+A trainer clips the parameters of its optimizers, which do not include the rows of the batch. This module adds the
+rows, once per step, while the loop of a `train_loader` is open. Frameworks call `torch.nn.utils.clip_grad_norm_` and
 `clip_grad_value_` through their module, so the two are replaced there until the last such loop ends.
 """
 
@@ -35,7 +35,7 @@ def add(loop: Clipped) -> None:
     """Clip the rows of a loop with the parameters until the loop is deleted or `remove` is called.
 
     Raises:
-        RuntimeError: This torch lacks one of the two functions.
+        RuntimeError: This version of torch lacks one of the two functions.
     """
     with _hooks.lock:
         _hooks.place()
@@ -64,7 +64,7 @@ def _add_rows(original: Function) -> Function:
 
 _hooks = TorchHooks(
     [
-        Replacement(torch.nn.utils, name, _add_rows, "the clipping of a trainer")
+        Replacement(torch.nn.utils, name, _add_rows, "when a trainer clips gradients")
         for name in ("clip_grad_norm_", "clip_grad_value_")
     ]
 )

@@ -1,4 +1,4 @@
-"""Records which dense optimizers step with a loop's batches, which decides when the tables are updated."""
+"""Records which dense optimizers step with a loop's batches: this decides when the tables are updated."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,12 +12,12 @@ from hostdev.runtime.waiting import leaves_of, optimizers_of
 
 
 class DenseSteps:
-    """The steps of optimizers, in the loop so far and for its current batch.
+    """The record of optimizers' steps in the loop so far, and with its current batch.
 
     Attributes:
         any: Whether an optimizer has stepped in the loop.
         without: Number of batches with gradients but without a step.
-        stepped: The optimizers that have stepped with the batch since its last micro-batch was yielded.
+        stepped: `id` of each optimizer that has stepped with the batch since its last micro-batch was yielded.
     """
 
     def __init__(self) -> None:
@@ -26,24 +26,24 @@ class DenseSteps:
         self.begin_batch()
 
     def begin_batch(self) -> None:
-        """Begin with a batch."""
+        """Forget the steps of the previous batch."""
         self.stepped: set[int] = set()
-        self._early: set[int] = set()  # those that stepped before its last micro-batch
+        self._early: set[int] = set()  # `id` of each that stepped before that micro-batch
         self._parameters: list[ReferenceType[Tensor]] = []  # dense parameters that the batch's losses reach
-        self._awaits: bool | None = None  # None: unknown
+        self._awaits: bool | None = None  # the result of `awaits`; None: unknown
 
     def note(self, optimizer: Optimizer, *, early: bool) -> None:
-        """Note that an optimizer has stepped with the batch."""
+        """Record that an optimizer has stepped with the batch; `early`: before its last micro-batch was yielded."""
         (self._early if early else self.stepped).add(id(optimizer))
         if not isinstance(optimizer, TableOptimizer):
             self._optimizers.add(optimizer)
 
     def expect_backward(self, roots: Iterable[Any], rows: set[int]) -> None:
-        """Record the parameters that get gradients from these tensors; `rows` has the ids of the row tensors."""
+        """Record the dense parameters that get gradients from these tensors; `rows`: the `id` of each row tensor."""
         self._parameters += [ref(leaf) for leaf in leaves_of(roots) if id(leaf) not in rows]
 
     def forget_awaited(self) -> None:
-        """After new gradients, search again for an optimizer that has yet to step."""
+        """Make `awaits` search again, because the batch has new gradients."""
         self._awaits = None
 
     def awaits(self) -> bool:
@@ -55,17 +55,17 @@ class DenseSteps:
         return self._awaits
 
     def find_waiting(self) -> list[Optimizer]:
-        """Before any has stepped, return the dense optimizers that have gradients of the batch."""
+        """Return the dense optimizers that have stepped in the loop; if none has, those with gradients of the batch."""
         if self.any:
             return list(self._optimizers)
         return optimizers_of([found for held in self._parameters if (found := held()) is not None])
 
     def require_on_time(self) -> None:
-        """Raise ValueError if an optimizer has stepped before the last of the batches whose gradients are summed."""
+        """Raise ValueError if all optimizers that stepped with the last of a step's batches also stepped before it."""
         if self.stepped and self.stepped <= self._early:
             raise ValueError(
-                "an optimizer has stepped with each of the batches whose gradients are summed; call optimizer.step() "
-                "and zero_grad() only if rows.is_due"
+                "an optimizer stepped too early, before the last of the batches whose gradients are summed for a step; "
+                "call optimizer.step() and zero_grad() only if rows.is_due"
             )
 
     def count_step(self) -> None:
@@ -75,9 +75,9 @@ class DenseSteps:
             batches = "1 batch" if missing == 1 else f"{missing} batches"
             raise ValueError(
                 f"{batches} with gradients had no optimizer step, but other batches had one. To "
-                "sum the gradients of N batches before a step, use runtime.train(..., accumulate=N), which sums those "
-                "of the rows, too; to skip a batch, do not call backward(), or set the gradients of rows.parameters() "
-                "to None"
+                "sum the gradients of N batches before a step, use runtime.train(..., accumulate=N), which also sums "
+                "those of the rows; to skip a batch, do not call backward(), or set the gradients of "
+                "rows.parameters() to None"
             )
         if self.stepped:
             self.any = True

@@ -1,4 +1,4 @@
-"""`core.digest` of tables and of torch's modules, on host and device."""
+"""The digest (`core.digest`) of tables and torch modules, on the host or the device."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -25,17 +25,17 @@ class _Table(Protocol):
 
 
 def state_sha256(tables: Iterable[_Table], dense: DenseState, ranks: Ranks | None = None) -> str:
-    """Return the SHA-256, in hexadecimal, of the logical state; if there are ranks, all must call it.
+    """Return the SHA-256, in hexadecimal, of the tables and the dense state; all ranks must call it.
 
-    The order is: tables by name, each with the number of steps, the weights, then the optimizer state by name; the
+    The order is: tables by name, each with its number of steps, its weights, then its optimizer state by name; the
     dense parameters by name, each followed by its optimizer state by name; the network's persistent buffers by name. A
     line with name, dtype and shape precedes each array; arrays are row-major and little-endian. The device and the
     memory layout of a table do not matter.
 
     Args:
         tables: The tables.
-        dense: The dense side, which is equal on all ranks, or given on rank 0.
-        ranks: The other processes.
+        dense: The dense parameters, their optimizer state and the buffers; only those of rank 0 count.
+        ranks: The joined processes; None: this process is alone.
     """
     digest = StateDigest()
     for table in sorted(tables, key=lambda table: table.name):
@@ -49,7 +49,7 @@ def state_sha256(tables: Iterable[_Table], dense: DenseState, ranks: Ranks | Non
 
 
 def columns_of(table: _Table, ranks: Ranks | None = None) -> list[Column]:
-    """Return a table's weights and optimizer state; if there are ranks, those of all rows, on rank 0."""
+    """Return a table's weights and optimizer state; with ranks, the rows of all ranks, gathered on rank 0."""
     found = table.columns().items()
     if ranks is not None:
         total = table.total_rows
@@ -61,7 +61,7 @@ def columns_of(table: _Table, ranks: Ranks | None = None) -> list[Column]:
 
 
 def dense_arrays(dense: DenseState) -> Iterator[tuple[str, torch.Tensor, str]]:
-    """Yield the dense side in the digest's order: name, values, and path in {"model", "optimizer"}."""
+    """Yield each dense array in the digest's order: name, values, and path, such as "model.NAME"."""
     numbers = {name: number for number, name in enumerate(dense.names)}
     for name in sorted(dense.names):
         yield name, dense.model[name].detach(), f"model.{name}"
@@ -73,7 +73,7 @@ def dense_arrays(dense: DenseState) -> Iterator[tuple[str, torch.Tensor, str]]:
 
 
 def fetched(rows: Any) -> Any:
-    """Return rows in host memory, C-contiguous."""
+    """Return rows as a C-contiguous NumPy array; bfloat16 becomes uint16 with the same bits."""
     if isinstance(rows, torch.Tensor):
         rows = rows.cpu()
         if rows.dtype == torch.bfloat16:
@@ -83,5 +83,5 @@ def fetched(rows: Any) -> Any:
 
 
 def names_in_checkpoint(dense: DenseState) -> list[tuple[str, str]]:
-    """Return the name of each of `dense_arrays`, and its path in {"model", "optimizer"}'s `state_dict`s."""
+    """Return the name and the path of each array that `dense_arrays` yields."""
     return [(name, place) for name, _, place in dense_arrays(dense)]

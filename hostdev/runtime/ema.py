@@ -1,4 +1,4 @@
-"""Averages of a table's rows over the steps, for evaluation."""
+"""Averages of a table's weights over the steps, for evaluation."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,29 +18,30 @@ from hostdev.host.table import HostTable
 Rows = npt.NDArray[np.float32]
 Ids = npt.NDArray[Any]
 
-_PART = 1 << 16  # rows at a time
+_PART = 1 << 16  # rows that are processed at a time
 
 
 class EMA:
-    """The exponential moving average of a table's weights, of all rows at each step.
+    """The exponential moving average of a table's weights over the steps.
 
     ::
 
         average = hostdev.EMA(users, decay=0.999)
         for batch, rows in runtime.train(loader, ids=ids):
-            ... optimizer.step() average.update(batch.user)  # the step's ids; without them, all rows are compared
+            ...
+            optimizer.step()
+            average.update(batch.user)  # the step's ids; without ids, all rows are compared
         with average.applied():
             for batch, rows in runtime.predict(test_loader, ids=ids):
                 ...
 
-    With a step's weights w, average <- decay * average + (1 - decay) * w; it starts with the weights. The result equals
-    a dense average; rows that no step has changed are brought up to date when they are read. It takes 2 x rows x dim x
-    4 bytes of host memory, and 8 bytes per row. `update` reads the table, which finishes the body's batch as any read
-    does.
+    With a step's weights w, average <- decay * average + (1 - decay) * w; it starts as a copy of the weights. The
+    result is as if each step averaged all rows, but the averages of unchanged rows are computed when they are read. An
+    average takes rows x (8 x dim + 8) bytes of host memory. `update` reads the table, which finishes the body's batch.
 
     Args:
         table: A HostTable or a DeviceTable.
-        decay: In [0, 1).
+        decay: The share of the previous average in the next one, in [0, 1).
 
     Raises:
         UserError: There is not enough host memory.
@@ -58,11 +59,11 @@ class EMA:
                 f"{format_bytes(free)} are free"
             )
         self.table, self.decay = table, float(decay)
-        self.steps = 0  # updates
+        self.steps = 0  # number of updates
         self._rows: Rows = np.empty((table.rows, table.dim), np.float32)  # the weights at each row's last update
         for part, values in self._parts(self._read(None)):
             self._rows[part] = values
-        self._average = self._rows.copy()  # the average at the same update
+        self._average = self._rows.copy()  # the averages at that update
         self._last = np.zeros(table.rows, np.int64)  # the number of each row's last update
 
     def update(self, ids: npt.ArrayLike | torch.Tensor | None = None) -> None:
@@ -105,7 +106,7 @@ class EMA:
 
     @property
     def weights(self) -> Rows:
-        """The averages of all rows, a copy float32 [rows, dim]."""
+        """The averages of all rows: a copy, float32 [rows, dim]."""
         out = np.empty_like(self._rows)
         for start in range(0, len(out), _PART):
             part = np.arange(start, min(len(out), start + _PART))
@@ -114,10 +115,10 @@ class EMA:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Put the averages into the table within a `with`, and restore the same bits afterwards.
+        """A context in which the averages replace the table's weights; its end restores the weights bit for bit.
 
-        Optimizer state is kept. With dtype="bfloat16" the averages are rounded to nearest. A checkpoint saved within
-        the `with` has the averages; writes to the weights within it are lost.
+        The optimizer state does not change. With dtype="bfloat16" the averages are rounded to nearest. A
+        checkpoint saved within the context has the averages; writes to the weights within it are lost.
 
         Raises:
             ValueError: The table cannot be written, for example with other ranks in a loop at depth > 0.
@@ -135,31 +136,31 @@ class EMA:
                 w.weights = before
 
     def state_dict(self) -> dict[str, Any]:  # Any: numbers and tensors, as in torch
-        """Return the state for `load_state_dict` and `extra` of `Runtime.save`; its tensors share the memory."""
+        """Return the state for `load_state_dict` and `extra` of `Runtime.save`; its tensors share the EMA's memory."""
         names = ("rows", "average", "last")
         arrays = (self._rows, self._average, self._last)
         tensors = {name: torch.from_numpy(array) for name, array in zip(names, arrays, strict=True)}
         return {"decay": self.decay, "steps": self.steps, **tensors}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # Any: as `state_dict` returns it
-        """Load the state of an average; ValueError for a table of another shape."""
+        """Load the result of `state_dict`; ValueError if it is of a table of another shape."""
         shape = list(state["rows"].shape)
         if shape != list(self._rows.shape):
             raise ValueError(
-                f"table {self.table.name!r} has the shape {list(self._rows.shape)}, but the average has {shape}"
+                f"table {self.table.name!r} has the shape {list(self._rows.shape)}, but the state to load has {shape}"
             )
         self.decay, self.steps = float(state["decay"]), int(state["steps"])
         for array, name in ((self._rows, "rows"), (self._average, "average"), (self._last, "last")):
             array[...] = state[name].cpu().numpy()
 
     def _at(self, rows: Ids, step: int) -> npt.NDArray[np.float64]:
-        """Return the averages of rows [N] at a step, float64 [N, D], if their weights have not changed since."""
+        """Return the averages of rows [N] after `step` updates, float64 [N, D]; no later update changed these rows."""
         there = self._rows[rows].astype(np.float64)
         gone = np.power(self.decay, (step - self._last[rows]).astype(np.float64))[:, None]
         return there + gone * (self._average[rows].astype(np.float64) - there)
 
     def _read(self, rows: Ids | None) -> Any:
-        """Return the table's weights, or those of rows [N]."""
+        """Return the weights of rows [N], or of all rows."""
         if rows is None:
             return self.table.columns()["weights"]
         if isinstance(self.table, DeviceTable):

@@ -22,7 +22,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class FeatureBinding(NamedTuple):
-    """A feature, and where its tables are."""
+    """A feature, and the indices and dtypes of its tables."""
 
     name: str
     feature: Feature
@@ -50,7 +50,7 @@ def resolve(features: Mapping[str, FeatureTables]) -> tuple[list[FeatureBinding]
 
     Raises:
         TypeError: A feature has something other than tables.
-        ValueError: There is no feature, or a name is used twice.
+        ValueError: There is no feature, a feature has a table twice, or two tables have the same name.
     """
     if not isinstance(features, Mapping) or not features:
         raise ValueError("features must be a dict: a table, a tuple of tables or a hostdev.Feature for each name")
@@ -66,7 +66,7 @@ def resolve(features: Mapping[str, FeatureTables]) -> tuple[list[FeatureBinding]
     names = [table.name for table in tables.values()]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"several tables are named {twice[0]!r}; digests and errors need different names")
+        raise ValueError(f"several tables are named {twice[0]!r}; give each its own name, for digests and errors")
     groups: dict[tuple[Any, ...], GroupSpec] = {}
     for key, table in tables.items():
         same = (table.primitive_target, table.total_rows, *users[key])
@@ -111,7 +111,9 @@ def _dtypes(name: str, feature: Feature) -> tuple[torch.dtype, ...]:
     count = 1 if feature.is_single else len(feature.tables)
     names = (given,) * count if isinstance(given, str) else tuple(given)
     if len(names) != count:
-        raise ValueError(f"feature {name!r} has {count} tables and {len(names)} dtypes")
+        raise ValueError(
+            f"feature {name!r} has {count} tables and {len(names)} dtypes; give one dtype, or one for each table"
+        )
     return tuple(_DTYPES[one] for one in names)
 
 
@@ -135,7 +137,7 @@ def read_ids(name: str, feature: Feature, given: FeatureInput) -> FeatureIds:
 
     Args:
         name: The feature's name, for messages.
-        feature: Has the pooling and the padding.
+        feature: The feature, which has the pooling and the padding.
         given: An array, a tensor, a `Bag` or (values, lengths).
 
     Raises:
@@ -148,7 +150,9 @@ def read_ids(name: str, feature: Feature, given: FeatureInput) -> FeatureIds:
     shape = values.shape
     if bag.lengths is None and bag.offsets is None:
         if values.ndim not in (1, 2):
-            raise ValueError(f"feature {name!r}: ids must be [B], [B, k] or [N] with lengths, not {list(values.shape)}")
+            raise ValueError(
+                f"feature {name!r}: ids must be of shape [B], [B, k] or, with lengths, [N], not {list(values.shape)}"
+            )
         samples, pooled = len(values), feature.pooling is not None and values.ndim == 2
         lengths = np.full(samples, values.shape[1], np.int32) if pooled else None
     else:
@@ -177,11 +181,13 @@ def _bag(name: str, given: FeatureInput) -> Bag:
 
 def _lengths(name: str, bag: Bag, values: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
     if values.ndim != 1:
-        raise ValueError(f"feature {name!r}: ids with lengths or offsets must be [N], not {list(values.shape)}")
+        raise ValueError(
+            f"feature {name!r}: ids with lengths or offsets must be of shape [N], not {list(values.shape)}"
+        )
     if bag.lengths is not None:
         lengths = _integers(name, "lengths", bag.lengths)
         if lengths.ndim != 1:
-            raise ValueError(f"feature {name!r}: lengths must be [B], not {list(lengths.shape)}")
+            raise ValueError(f"feature {name!r}: lengths must be of shape [B], not {list(lengths.shape)}")
         if len(lengths) and lengths.min() < 0:
             raise ValueError(f"feature {name!r}: lengths must be at least 0, not {lengths.min()}")
         if lengths.sum(dtype=np.int64) != len(values):
@@ -192,19 +198,19 @@ def _lengths(name: str, bag: Bag, values: npt.NDArray[Any]) -> npt.NDArray[np.in
         return np.ascontiguousarray(lengths, np.int32)
     offsets = _integers(name, "offsets", bag.offsets)
     if offsets.ndim != 1 or (len(offsets) and offsets[0] != 0):
-        raise ValueError(f"feature {name!r}: offsets must be [B] and begin with 0")
+        raise ValueError(f"feature {name!r}: offsets must be of shape [B] and begin with 0")
     lengths = np.diff(offsets, append=len(values))
     if len(lengths) and lengths.min() < 0:
         raise ValueError(f"feature {name!r}: offsets must not decrease or exceed the {len(values)} ids")
     if not len(lengths) and len(values):
-        raise ValueError(f"feature {name!r}: no offsets, but {len(values)} ids")
+        raise ValueError(f"feature {name!r}: the offsets are empty, but there are {len(values)} ids")
     return lengths.astype(np.int32)
 
 
 def _integers(name: str, what: str, given: Any, padding: int | None = None) -> npt.NDArray[Any]:
     """Return the given integers as an int32 or int64 array; TypeError for anything else."""
     if isinstance(given, Tensor):
-        if given.numel() and (given.dtype.is_floating_point or given.dtype.is_complex):  # numpy lacks some of these
+        if given.numel() and (given.dtype.is_floating_point or given.dtype.is_complex):  # NumPy lacks some dtypes
             raise TypeError(f"feature {name!r}: {what} must be integers, not a Tensor of {given.dtype}")
         given = given.cpu().numpy() if given.numel() else np.empty(given.shape, np.int64)
     try:
@@ -212,9 +218,9 @@ def _integers(name: str, what: str, given: Any, padding: int | None = None) -> n
     except BeyondInt64Error as error:
         raise ValueError(f"feature {name!r}: {'an id' if what == 'ids' else what}: {error}") from None
     except ValueError as error:
-        raise ValueError(f"feature {name!r}: {what} are not an array ({error})") from None
+        raise ValueError(f"feature {name!r}: {what} cannot be converted to an array ({error})") from None
     if array.size == 0 and array.dtype == np.float64:
-        array = array.astype(np.int64)  # numpy's dtype for an empty list
+        array = array.astype(np.int64)  # float64 is NumPy's dtype for an empty list
     if array.dtype.kind not in "iu":
         raise TypeError(f"feature {name!r}: {what} must be integers, not {describe(given)} of {array.dtype}")
     if array.dtype in (np.int32, np.int64):

@@ -13,12 +13,12 @@ from hostdev.kernels.finite import largest_of_each
 
 
 class Flags:
-    """Flags on the device, each float32 []; 0 until a step is not finite.
+    """Flags on the device, each float32 []: 0 until a gradient or a loss is not finite, or a gradient is too large.
 
     Attributes:
-        stop: Not 0: no row may change.
-        not_finite: Not 0: a gradient is not finite.
-        loss: Not 0: a loss is not finite.
+        stop: If it is not 0, no row may change.
+        not_finite: If it is not 0, a gradient is not finite.
+        loss: If it is not 0, a loss is not finite.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -30,9 +30,9 @@ class Flags:
         """Check gradients of rows, without a device sync.
 
         Args:
-            grads: float32 [U, D] for each table; a gradient too large for its optimizer sets `stop`.
-            tables: The tables.
-            losses: float32 [], 0, or NaN for a loss that is not finite.
+            grads: The gradients of each table's rows, float32 [U, D]; one too large for its optimizer sets `stop`.
+            tables: The table of each of `grads`.
+            losses: One for each `backward`, float32 []: 0 for a finite loss, else NaN.
         """
         if losses:
             torch._amp_foreach_non_finite_check_and_unscale_(list(losses), self.loss, _power(0, self.loss.device))
@@ -47,18 +47,18 @@ class Flags:
         by_scale: dict[int, list[Tensor]] = {}
         for grad, table in zip(grads, tables, strict=True):
             by_scale.setdefault(_scale(table), []).append(grad)
-        for scale, some in by_scale.items():  # powers of 2: exact unless something overflows
+        for scale, some in by_scale.items():  # scaling by powers of 2 is exact unless it overflows
             up, down = (_power(power, self.stop.device) for power in (scale, -scale))
             torch._amp_foreach_non_finite_check_and_unscale_(some, self.not_finite, up)
             torch._amp_foreach_non_finite_check_and_unscale_(some, self.stop, down)
 
     def check_others(self, tensors: Sequence[Tensor]) -> None:
-        """Check tensors that must be finite."""
+        """Set `stop` if a tensor is not finite."""
         # GradScaler's check with a scale of 1: one pass, no device sync
         torch._amp_foreach_non_finite_check_and_unscale_(list(tensors), self.stop, _power(0, self.stop.device))
 
     def now(self) -> Tensor:
-        """Return a copy of all flags, float32 [3]: later steps may change the flags before the host has them."""
+        """Return a copy of all flags, float32 [3]: later steps may change the flags before the host reads them."""
         return torch.stack([self.stop, self.not_finite, self.loss])
 
     def set(self, values: Tensor) -> None:
@@ -68,7 +68,7 @@ class Flags:
 
 
 def _scale(table: Any) -> int:
-    """Return the power of 2 that makes a gradient overflow float32 if it is too large for the table's optimizer."""
+    """Return p for which a gradient too large for the table's optimizer overflows float32 when multiplied by 2**p."""
     return 128 - math.floor(math.log2(table.optimizer.largest_gradient))
 
 

@@ -10,15 +10,15 @@ import torch
 
 
 class Generator(Protocol):
-    """A global generator."""
+    """A global random number generator."""
 
     name: str
 
     def state(self) -> Any:
-        """Return its state, which `==` compares."""
+        """Return the state, which can be compared by `==`."""
 
     def restore(self, state: Any) -> None:
-        """Set its state."""
+        """Set a state that `state` has returned."""
 
     def seed(self, seed: int) -> None:
         """Restart from a seed of 64 bits."""
@@ -87,25 +87,25 @@ class _Python:
 
 class _State(NamedTuple):
     raw: bytes  # the bit generator's memory; empty if its layout is unknown
-    full: str  # the full state as text; empty if `raw` is all of it
+    full: str  # the state outside `raw`, as text; empty if `raw` is the full state
     values: Any  # NumPy's own state, if `full` is not empty
 
 
-_WORDS = 625  # of a Mersenne Twister: 624 of its state, and the position
+_WORDS = 625  # 32-bit words in a Mersenne Twister: 624 of its state, and the position
 
 
 class _NumPy:
     """The generator behind the functions of `numpy.random`.
 
     NumPy takes 35 us to return its state as a dict, and as long to set it. This class copies the bit generator's
-    memory. It creates a dict only if that memory has changed since NumPy was last known to hold no normal value: NumPy
+    memory. It gets the dict only if that memory has changed since NumPy was last known to hold no normal value: NumPy
     draws normal values in pairs, and holds the second one outside the bit generator.
     """
 
     name = "NumPy"
 
     def __init__(self) -> None:
-        self._plain = b""  # the last memory without a held value
+        self._plain = b""  # the memory when NumPy last held no normal value
 
     def state(self) -> _State:
         raw = _raw()
@@ -125,7 +125,7 @@ class _NumPy:
             np.random.set_state(state.values)
             return
         if self.state().full:
-            np.random.seed(0)  # forgets the held value
+            np.random.seed(0)  # makes NumPy forget the normal value that it holds
         bits = _bits()
         with bits.lock:
             ctypes.memmove(bits.ctypes.state_address, state.raw, len(state.raw))

@@ -1,4 +1,4 @@
-"""Loaders for the training loops of frameworks: batches with their rows, a length, and a new loop each epoch."""
+"""Loaders for frameworks' trainers: they yield batches with their rows, and open a new loop for each epoch."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +16,7 @@ S = TypeVar("S")  # the result of `send`
 
 
 class _First:
-    """The first batches of a loader, from its beginning each time."""
+    """The batches [skip, length) of a loader, which each iteration reads from its beginning."""
 
     def __init__(self, loader: Iterable[Any], length: int, skip: int) -> None:
         self._loader, self._length, self._skip = loader, length, skip
@@ -36,16 +36,16 @@ def _length(loader: Any) -> int | None:
 
 
 class RowsLoader(Generic[B]):
-    """Batches with their rows, with a new loop for each epoch.
+    """A loader of batches with their rows, which opens a new loop for each epoch.
 
     Args:
-        open: Returns a loop over some batches.
+        open: Returns a loop over the given batches.
         loader: A DataLoader or another iterable.
-        length: Batches of an epoch; None: `len(loader)`.
+        length: Number of batches of an epoch; None: `len(loader)`.
 
     Raises:
         TypeError: The loader has no `len`, and no length is given. To find the last batch, a framework would read such
-            a loader one batch ahead, leaving each batch before its step.
+            a loader one batch ahead, and so would ask for each batch before the previous one's step.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class RowsLoader(Generic[B]):
         return len(self._loader) if self._length is None else self._length  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[tuple[B, Rows]]:
-        """Return an epoch's iterator of (batch, rows). Its loop opens at the first batch, and closes the last loop.
+        """Yield the (batch, rows) of an epoch. At the first one, the previous loop is closed, and a new one opens.
 
         Raises:
-            ValueError: The loader ended before the length.
+            ValueError: The loader has fewer batches than an epoch.
         """
         length, skip = len(self), self._skip
         self.close()
@@ -85,9 +85,9 @@ class RowsLoader(Generic[B]):
             while self._given < length:
                 item = next(loop, None)
                 if item is None:
-                    raise ValueError(f"the loader ended after {self._given} batches; its length is {length}")
+                    raise ValueError(f"the loader ended after {self._given} batches, but an epoch has {length}")
                 self._given, self._skip = self._given + 1, 0
-                yield item  # a trainer may not return after the last one: the next loop closes this one
+                yield item  # a trainer may stop asking after the last batch: the next loop closes this one
                 del item
             if is_iterator:
                 loop.finish()
@@ -98,7 +98,7 @@ class RowsLoader(Generic[B]):
             loop.close()
 
     def close(self) -> None:
-        """Close the epoch's loop if it is open: frameworks leave loops open that they abandon."""
+        """Close the epoch's loop if it is open: a framework does not close a loop that it abandons."""
         if self._loop is not None:
             self._loop.close()
 
@@ -107,11 +107,11 @@ class RowsLoader(Generic[B]):
 
 
 class PredictLoader(RowsLoader[B]):
-    """Batches with rows that get no gradients; the result of `Runtime.predict_loader`."""
+    """A loader of batches whose rows get no gradients; the result of `Runtime.predict_loader`."""
 
 
 class TrainLoader(RowsLoader[B]):
-    """Batches with their rows, from which a framework trains; the result of `Runtime.train_loader`."""
+    """A loader of batches with their rows, from which a framework trains; the result of `Runtime.train_loader`."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class TrainLoader(RowsLoader[B]):
         self._runtime = runtime
         self._has_warned = False
         if length is not None and length % accumulate and iter(loader) is loader:
-            raise ValueError(f"an iterator's epoch of {length} batches is not a multiple of accumulate={accumulate}")
+            raise ValueError(f"length={length} of an iterator must be a multiple of accumulate={accumulate}")
 
     def _begin(self) -> None:
         self._runtime.close_loaders()
@@ -146,12 +146,12 @@ class TrainLoader(RowsLoader[B]):
         return {"given": self._given % len(self), "steps": self._runtime.pipeline.steps}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Begin the next epoch after the batches that were yielded; UserError if the tables are at another step."""
+        """Skip the checkpoint's batches in the next epoch; UserError if the tables are at another step."""
         steps = self._runtime.pipeline.steps
         if state["steps"] != steps:
             raise UserError(
                 f"the checkpoint is of step {state['steps']}, but the tables are at step {steps}: save and load "
-                "them with the model, such as by Trainer(plugins=[hostdev.frameworks.lightning.checkpoint_io(runtime)])"
+                "the tables, too, as Trainer(plugins=[hostdev.frameworks.lightning.checkpoint_io(runtime)]) does"
             )
         self._skip = state["given"]
 
@@ -164,9 +164,9 @@ def close_loaders(loaders: Iterable[RowsLoader[Any]], kind: type[RowsLoader[Any]
 
 
 class FrameworkLoaders:
-    """The part of `Runtime` for the training loops of frameworks."""
+    """The methods of `Runtime` for frameworks' trainers."""
 
-    train: Callable[..., Any]  # that of `Runtime`, whose overloads have the types
+    train: Callable[..., Any]  # the method of `Runtime`, whose overloads have the types
     predict: Callable[..., Any]
     loaders: WeakSet[RowsLoader[Any]]
 
@@ -199,13 +199,13 @@ class FrameworkLoaders:
         accumulate: int = 1,
         length: int | None = None,
     ) -> TrainLoader[Any]:
-        """Return the batches with their rows for a framework's trainer, such as Lightning's.
+        """Return a loader of batches with their rows for a framework's trainer, such as Lightning's.
 
         ::
 
             trainer.fit(module, runtime.train_loader(loader, ids=ids))  # training_step gets (batch, rows)
 
-        The result has `len`, and a new loop over `train` for each iteration. The trainer's own clipping
+        The loader has a `len`, and opens a new loop over `train` for each epoch. The trainer's own clipping
         (`gradient_clip_val`) clips the rows with the parameters. A resumed trainer continues after the batch at which
         it saved.
 
@@ -213,9 +213,9 @@ class FrameworkLoaders:
             loader: As for `batches` of `train`.
             ids: As for `train`.
             send: As for `train`.
-            accumulate: The trainer's number, such as `accumulate_grad_batches`.
-            length: Batches of an epoch; None: `len(loader)`. An iterator continues in each epoch where the previous one
-                ended.
+            accumulate: The trainer's number of batches per step, such as `accumulate_grad_batches`.
+            length: Number of batches of an epoch; None: `len(loader)`. An iterator continues in each epoch where
+                the previous one ended.
 
         Raises:
             TypeError: The loader has no `len`, and no length is given.
@@ -246,7 +246,7 @@ class FrameworkLoaders:
         send: Callable[[Any], Any] | None = None,
         length: int | None = None,
     ) -> PredictLoader[Any]:
-        """Return the batches with their rows as `train_loader` does, for validation, tests and predictions."""
+        """Return a loader like `train_loader`'s whose rows get no gradients, for validation, tests and predictions."""
         made = PredictLoader[Any](lambda batches: self.predict(batches, ids=ids, send=send), loader, length)
         self.loaders.add(made)
         return made

@@ -25,7 +25,7 @@ def lookup_rows(
     """Return the rows of a request by feature, as a loop does; the tables must be up to date.
 
     Args:
-        request: The request for one batch, with its ids by group and its features' ids as a note.
+        request: The request for one batch, with its ids by group, and its `MicroBatch` as a note.
         bindings: The features' bindings.
         groups: The groups of tables.
         device: The device of the returned rows.
@@ -62,7 +62,7 @@ class _Group:
             elif len(ids) > _FEW:
                 self._rows.append(np.empty((len(ids), table.dim), np.float32))
                 self.tasks += table.lookup_tasks(ids, self._rows[-1])
-            else:  # the host's threads would take longer to wake
+            else:  # waking the host's threads would take longer
                 block, at = table.where(ids)
                 self._rows.append(block[at, 0])
 

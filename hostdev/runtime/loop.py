@@ -32,7 +32,7 @@ Item = TypeVar("Item")
 
 
 class TrainLoop(Loop[Item]):
-    """Batches with their rows, whose gradients update the tables; the result of `Runtime.train`.
+    """A loop over batches with rows, whose gradients update the tables; the result of `Runtime.train`.
 
     When the loop asks for the next batch, the gradients of the rows are applied to the tables in the background; a
     batch without gradients is skipped and changes nothing.
@@ -46,7 +46,7 @@ class TrainLoop(Loop[Item]):
 
     def __init__(
         self,
-        runtime: Any,  # imports this module
+        runtime: Any,  # a `Runtime`, whose module imports this one
         batches: Iterable[Any],  # of any type, as `Item` is
         reader: Reader,
         micro_batches: int = 0,
@@ -57,7 +57,7 @@ class TrainLoop(Loop[Item]):
         self._flags = Flags(runtime.device)
         super().__init__(runtime, batches, reader, flags=self._flags, **reading)
         self._reduce_early = reduce_early
-        self._micro_batches = micro_batches  # per step; 0: their gradients are not summed as a tree
+        self._micro_batches = micro_batches  # per step; 0: gradients are not summed in a tree's order
         self.watcher = TrainWatcher(self._batch, runtime.settings, self._flags, runtime.ranks)
         self._of_pass = ExitStack()
         self._position = 0  # the batch's position in the loop, from 1
@@ -73,7 +73,7 @@ class TrainLoop(Loop[Item]):
         return self.watcher.thread
 
     def clipping_rows(self) -> "TrainLoop[Item]":
-        """Clip the rows whenever torch's functions clip the parameters; return the loop."""
+        """From now on, clip the rows whenever torch's functions clip the parameters; return the loop."""
         clipping.add(self)
         return self
 
@@ -98,7 +98,7 @@ class TrainLoop(Loop[Item]):
         return super()._find_place(reading) or loaded
 
     def _open_pass(self) -> Any:
-        """Open a pass over the remaining batches, or only the first one if gradients of an earlier loop wait."""
+        """Open a pass over the remaining batches, or over only the first one if gradients of an earlier loop wait."""
         requests: Iterator[Request] = self._wanted
         self.watcher.first = first = self._runtime.loops.carried.first_batch()
         if first is not None:
@@ -107,7 +107,7 @@ class TrainLoop(Loop[Item]):
         return self._of_pass.enter_context(self._runtime.pipeline.train(requests, position=self._position, **self._how))
 
     def _take_next(self) -> StepBatch | None:
-        if self.watcher.first is not None and self._position:  # the first batch was alone, and has been updated
+        if self.watcher.first is not None and self._position:  # the first batch was alone in its pass, which is over
             self._of_pass.close()
             self._pass = self._open_pass()
         flight = super()._take_next()
@@ -122,7 +122,9 @@ class TrainLoop(Loop[Item]):
         if loops.predicting:
             self._runtime.close_loaders(PredictLoader)
         if loops.is_predicting():
-            raise ValueError("a loop over `predict` is open; end it, or close it, before the next step of `train`")
+            raise ValueError(
+                "a loop over `predict` is open; end it, or call its close(), before the next step of `train`"
+            )
         try:
             self._require_reduced()
         except ValueError as error:
@@ -131,11 +133,11 @@ class TrainLoop(Loop[Item]):
         return super().__next__()
 
     def _require_reduced(self) -> None:
-        """Raise ValueError if a micro-batch has gradients that were not added to the step's."""
+        """Raise ValueError if a micro-batch has gradients that were not added to the step's sums."""
         batch = self._batch
         if batch.reduction is not None and not batch.is_reduced() and (batch.micros or batch.gradients):
             raise ValueError(
-                "a micro-batch was not reduced: call rows.reduce(model.parameters()) after the backward() of each"
+                "a micro-batch was not reduced: call rows.reduce(model.parameters()) after each backward()"
             )
 
     def _trains(self, table: Table) -> bool:
@@ -174,7 +176,7 @@ class TrainLoop(Loop[Item]):
         return super()._next_batch()
 
     def wrote(self, table: Table, ids: Any) -> None:
-        """Keep values that the program has written to a table's rows; ids int32 or int64 [N], None for all."""
+        """Record that the program has written to a table: ids int32 or int64 [N], or None for all rows."""
         if self.watcher.first is not None:
             self.watcher.first.wrote(table, ids)
 
@@ -210,7 +212,9 @@ class TrainLoop(Loop[Item]):
 
     def _end_batch(self, *, closing: bool = False) -> None:
         if any(leaf.grads() for leaf in self._late):
-            raise ValueError("a batch got gradients after an evaluation had used its update")
+            raise ValueError(
+                "a batch got gradients after an evaluation or read of its tables had ended it; call backward() earlier"
+            )
         self._late = []
         batch, runtime, watcher = self._batch, self._runtime, self.watcher
         if batch.flight is None or self._pass is None:
@@ -236,7 +240,7 @@ class TrainLoop(Loop[Item]):
         return any(rows.guarded is not None and rows.guarded[1].has_raised for rows in self._batch.rows)
 
     def _keep_pending(self, flight: StepBatch) -> None:
-        """Let gradients without a step count in the next step, as those of the dense side do."""
+        """Keep gradients without a step for the next step, as the dense parameters keep theirs in `.grad`."""
         batch, watcher = self._batch, self.watcher
         steps, carried = watcher.steps, self._runtime.loops.carried
         if steps.stepped or batch.reduction is not None or not batch.has_gradients():

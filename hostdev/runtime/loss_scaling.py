@@ -14,16 +14,16 @@ class LossScaling:
     Args:
         batch: The batch in the body.
         device: The rows' device.
-        has_ranks: Whether other ranks get the gradients.
+        has_ranks: Whether ranks exchange the gradients.
     """
 
     def __init__(self, batch: BodyBatch, device: torch.device, *, has_ranks: bool) -> None:
         self._batch, self._device, self._has_ranks = batch, device, has_ranks
         self._since = scaling.losses_scaled()
-        self._origin: scaling.Origin | None = None  # where a loss was scaled
-        self._overflow: Tensor | None = None  # float32 [], found when gradients were divided
+        self._origin: scaling.Origin | None = None  # None: no loss was scaled
+        self._overflow: Tensor | None = None  # float32 []: not 0 if divided gradients are not finite
         self.is_unscaled = False
-        self._by_optimizer = False  # divided by a scaler that was given `Runtime.optimizer`
+        self._by_optimizer = False  # whether they were divided as `Runtime.optimizer`'s
 
     @property
     def has_scaled(self) -> bool:
@@ -72,12 +72,12 @@ class LossScaling:
         return {self._device: found}
 
     def require_scaled_alike(self) -> None:
-        """Raise ValueError if only some gradients are of scaled losses, or other ranks get them."""
+        """Raise ValueError if only some gradients are of scaled losses, or if ranks exchange them."""
         if self.is_scaled():
             self._require_alone()
 
     def rows_unscaled(self, found: dict[torch.device, Tensor]) -> None:
-        """Note that a scaler has divided the gradients of `Runtime.optimizer`, and complete its record."""
+        """Record that a scaler has divided the gradients of `Runtime.optimizer`; complete its `found`."""
         if not found:  # they were already divided, or there are none
             found[self._device] = self._scalar(0.0) if self._overflow is None else self._overflow.to(self._device)
         self.is_unscaled = self._by_optimizer = True
@@ -85,14 +85,14 @@ class LossScaling:
             self.overflowed(wrong)
 
     def overflowed(self, found: Tensor) -> None:
-        """Note whether gradients of rows or parameters are not finite, float32 []."""
+        """Record a check of gradients of rows or parameters, float32 []: not 0 if some are not finite."""
         self._overflow = found if self._overflow is None else self._overflow + found.to(self._overflow.device)
 
     def skips_step(self, owner: object) -> bool:
-        """Divide the gradients if no scaler's check has done so; return whether the step is skipped.
+        """Divide the gradients if no scaler has done so yet; return whether the step is skipped.
 
         Args:
-            owner: Takes the place of an optimizer in the scaler's record.
+            owner: Stands for an optimizer in the scaler's record.
         """
         scaled = scaling.scaler_since(self._since) if self.is_scaled() else None
         if scaled is not None:

@@ -29,7 +29,7 @@ class Loops:
         groups: The groups of tables.
         pipeline: Looks the rows up and updates them.
         settings: The tables' settings.
-        access: Asked when a table is read or written while a loop is open.
+        access: The tables' owner while a loop is open, which is called at each read and write.
         loaders: The loaders of frameworks, whose loops may be open.
     """
 
@@ -48,7 +48,7 @@ class Loops:
         self.predicting = 0  # open loops over `predict`
         self._predict_loops: WeakSet[AnyPredictLoop] = WeakSet()  # the open ones, and some that are over
         self._open: ReferenceType[AnyTrainLoop] | None = None  # weak: a loop ends when nobody holds it
-        self._late: BaseException | None = None  # error of a loop that nobody held any more
+        self._late: BaseException | None = None  # the error of a deleted loop
 
     @property
     def training(self) -> AnyTrainLoop | None:
@@ -57,7 +57,7 @@ class Loops:
 
     @property
     def place(self) -> Place | None:
-        """The position of the open loop over `train` in its batches, or of the last one in its iterator."""
+        """The position of the open loop over `train` in its batches; without one, of the last loop in its iterator."""
         loop = self.training
         return self.iterators.place if loop is None else loop.place
 
@@ -78,10 +78,10 @@ class Loops:
             loop.drop_gradients()
 
     def failed_late(self, error: BaseException) -> None:
-        """Keep the error of a loop that nobody holds, since nobody could catch it."""
+        """Keep the error of a deleted loop for `raise_late`, since no caller could catch it."""
         try:
             self._late = copy(error)  # without its traceback, whose frames hold the loop
-        except Exception:  # a user's exception class may fail
+        except Exception:  # copying a user's exception may fail
             self._late = RuntimeError(f"{type(error).__name__}: {error}")
 
     def raise_late(self) -> None:
@@ -133,7 +133,7 @@ class Loops:
         self._disown()
 
     def is_predicting(self) -> bool:
-        """Return whether a loop over `predict` is open; closes loops whose body has raised an exception."""
+        """Close loops that are finished or abandoned; return whether a loop over `predict` is still open."""
         if self.predicting:
             self._close_abandoned(but=self.training)
         return self.predicting > 0
@@ -162,7 +162,7 @@ class Loops:
         self.iterators.clear()
 
     def _close_abandoned(self, *, but: AnyTrainLoop | None = None) -> None:
-        """Close loops over these tables whose body has raised: in a notebook, a traceback may hold them for long."""
+        """Close loops that are finished, or whose body has raised: a notebook's traceback may keep them alive."""
         training = [trained_by(table) for table in self._tables.values()]
         for loop in [*training, *self._predict_loops]:
             if loop is not None and (loop.is_abandoned or loop.is_finished) and loop is not but:

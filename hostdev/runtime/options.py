@@ -1,4 +1,4 @@
-"""Options of `Runtime.train` and `Runtime.predict`, for the types of their loops."""
+"""Types of the options of `Runtime.train` and `Runtime.predict`."""
 
 from collections.abc import Callable, Iterable
 from typing import Literal, TypeAlias, TypedDict, TypeVar

@@ -4,7 +4,7 @@ A global generator has streams for reading (`random_streams`). A generator of th
 `numpy.random.default_rng(0)`, has the same order of draws at any depth if only reading (the loader, `ids`, `send`) or
 only the body uses it. If both do, the order depends on the depth, and the loop raises an error. To detect this, the
 generators that reading can reach are found once, and their states are compared around each read. A loop that ends early
-restores their states after the last yielded batch.
+sets them back to their states after the last yielded batch.
 """
 
 import functools
@@ -23,20 +23,20 @@ import torch
 from hostdev.runtime.generators import set_torch_state, torch_state
 
 _MOST_OBJECTS = 2000  # objects to search at most
-_DEEPEST = 6
-_LONGEST = 64  # items of a container
+_DEEPEST = 6  # levels of references, from the loader, `ids` or `send` on
+_LONGEST = 64  # items of a container that is searched
 
 
 class Draw(NamedTuple):
-    """The loader's draw for a prefetched batch that the loop did not use; the next loop gets both, batch and draw."""
+    """The loader's draws from a generator for a prefetched batch; a loop that gets the batch later repeats them."""
 
     generator: Any
-    before: bytes
+    before: bytes  # the generator's state
     after: bytes
 
 
 class OwnGenerators:
-    """The generators that reading can reach.
+    """The program's generators that reading can reach.
 
     Args:
         roots: The loader, `ids` and `send`.
@@ -47,9 +47,9 @@ class OwnGenerators:
         self._states = {key: _state(one) for key, one in self._found.items()}  # at the last comparison
         self._ahead: deque[dict[int, bytes]] = (
             deque()
-        )  # for each prefetch: the prior states of the generators it drew from
+        )  # for each prefetched batch: the states, before its read, of the generators that it drew from
         self._is_first = True
-        self._read: set[int] = set()  # those that reads after the first, which is not ahead, drew from
+        self._read: set[int] = set()  # those that any read but the first, which is not ahead, drew from
         self._elsewhere: set[int] = set()  # those that other code drew from between two reads
 
     def before_read(self) -> None:
@@ -144,7 +144,7 @@ def _generators_in(roots: tuple[Any, ...]) -> Iterator[Any]:
 
 
 def _is_global(generator: Any) -> bool:
-    """Return whether it is a global generator: `from random import choice` leads to Python's."""
+    """Return whether a generator is a global one: `from random import choice` leads to Python's."""
     if isinstance(generator, torch.Generator):
         return generator is torch.default_generator
     if isinstance(generator, np.random.RandomState):
@@ -201,7 +201,7 @@ def _slots(thing: Any) -> list[Any]:
 
 
 def _methods(kind: type) -> list[Any]:
-    """Return the methods of a class that reading may call; those of torch and NumPy use no global by name."""
+    """Return the methods of a class that reading may call, except those of torch, NumPy and hostdev."""
     names = ("__getitem__", "__getitems__", "__iter__", "__next__", "__call__")
     bases = [base for base in kind.__mro__ if base.__module__.split(".")[0] not in ("torch", "numpy", "hostdev")]
     found = [vars(base).get(name) for base in bases for name in names]
@@ -209,7 +209,7 @@ def _methods(kind: type) -> list[Any]:
 
 
 def _named(code: types.CodeType, globals_: dict[str, Any]) -> list[Any]:
-    """Return the globals that are named in code."""
+    """Return the globals that a function's code names, except modules and classes."""
     codes = [code, *(one for one in code.co_consts if isinstance(one, types.CodeType))]
     found = [globals_[name] for one in codes for name in one.co_names if name in globals_]
     return [one for one in found if not isinstance(one, types.ModuleType | type)]

@@ -13,7 +13,7 @@ _NONE = np.empty(0, np.int64)
 
 
 def some_features(names: Iterable[str], bindings: Sequence[FeatureBinding]) -> list[str]:
-    """Return the names of features as a list, each once; ValueError for names that the runtime does not have."""
+    """Return the names of features as a list, each once; ValueError for no names, or for one that the runtime lacks."""
     chosen = list(dict.fromkeys([names] if isinstance(names, str) else names))
     known = [feature.name for feature in bindings]
     unknown = [name for name in chosen if name not in known]

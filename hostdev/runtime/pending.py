@@ -1,8 +1,8 @@
 """Gradients of rows that wait for a step, after a loop ended between `backward` and the optimizer's step.
 
-The dense side keeps such gradients in its parameters' `.grad`: they count in its next step, unless `zero_grad` is
-called first. The gradients of the rows count in the same step. The next loop adds their rows to its first batch, which
-is alone in the pipeline. When that batch's first gradients arrive, the loop checks whether the dense side still has the
+The dense parameters keep such gradients in `.grad`: they count in the next step, unless `zero_grad` is called first.
+The gradients of the rows count in the same step. The next loop adds their rows to its first batch, which is alone in
+the pipeline. When that batch's first gradients arrive, the loop checks whether the dense parameters still have the
 earlier ones.
 """
 
@@ -33,19 +33,19 @@ class GroupGradients(NamedTuple):
     """Gradients of some rows of a group's tables."""
 
     ids: Ids  # int32 or int64 [P], unique
-    grads: list[Tensor | None]  # for each table, float32 [P, D] on the device
+    grads: list[Tensor | None]  # for each table, float32 [P, D] on the device; None: it has no gradient
 
 
 class _Held(NamedTuple):
-    """A gradient of the dense side from the same batches."""
+    """A dense parameter's gradient from the same batches."""
 
     optimizer: Optimizer
     parameter: Tensor
     grad: Tensor
-    version: int  # torch's count of writes to the tensor; -1: it is all 0
+    version: int  # torch's count of writes to `grad`; -1: it was all 0
 
     def is_gone(self) -> bool:
-        """Return whether `zero_grad` has removed it, or set it to 0 (with `set_to_none=False`)."""
+        """Return whether `zero_grad` has removed the gradient, or set it to 0 (with `set_to_none=False`)."""
         return self.parameter.grad is not self.grad or (
             self.version not in (-1, self.grad._version) and not self.grad.any()
         )
@@ -79,7 +79,7 @@ class Pending:
         self.thread = threading.get_ident()
 
     def is_kept(self) -> bool:
-        """Return whether the dense side still has its gradients from the same batches."""
+        """Return whether the dense parameters still have their gradients from the same batches."""
         if any(one.is_gone() for one in self._held):
             self._dropped = True
         return not self._dropped
@@ -89,7 +89,7 @@ class Pending:
         self._dropped = True
 
     def added_to(self, request: Request) -> Request:
-        """Return the request, extended by these rows."""
+        """Return the request, extended by the ids of these rows."""
         ids = [
             [*own, rows.ids.astype(own[0].dtype if own else rows.ids.dtype, copy=False)]
             for own, rows in zip(request.ids, self.groups, strict=True)
@@ -100,7 +100,7 @@ class Pending:
         """Add the gradients to those of a batch whose request was extended by these rows.
 
         Args:
-            leaves: The rows, by group and by table.
+            leaves: The batch's rows, by group and by table.
             places: For each group, int32 [P]: the positions of these rows among the leaves' rows.
         """
         for rows, group, at in zip(self.groups, leaves, places, strict=True):
@@ -123,7 +123,7 @@ class Pending:
         return self._scaler is not None
 
     def unscale(self, scaler: GradScaler) -> dict[torch.device, Tensor]:
-        """Divide the gradients by the scaler's current scale, as it divides those of the dense side."""
+        """Divide the gradients by the scaler's current scale, as it divides those of dense parameters."""
         if scaler is not self._scaler or not self.is_kept():
             return {}
         self._scaler = None
@@ -145,8 +145,8 @@ def gradients_left(
 
     Args:
         flight: The batch.
-        leaves: Its rows, by group and by table.
-        uses: For each of its yielded batches, the occurrences by group; rows that none of them uses are left out.
+        leaves: The batch's rows, by group and by table.
+        uses: For each yielded batch of the loader, the occurrences by group; rows without any are left out.
         more: For each group, positions of further rows with gradients.
     """
     left = []
@@ -165,10 +165,11 @@ def gradients_left(
 
 
 class FirstBatch:
-    """The first batch after gradients were left without a step; it also has their rows.
+    """The first batch of a loop that opens while gradients wait for a step; it also looks up their rows.
 
-    The rows' values are kept until it is known whether the pending gradients count. If they do not, the batch must not
-    change these rows, although an optimizer changes even a row whose gradient is 0.
+    The values of pending rows that the batch does not use itself are kept until it is known whether the pending
+    gradients count. If they do not, the values are restored after the step: an optimizer changes even a row whose
+    gradient is 0.
 
     Args:
         pending: The gradients.
@@ -181,11 +182,11 @@ class FirstBatch:
         self, pending: Pending, tables: Sequence[Sequence[Any]], pipeline: Any, done: Callable[[Pending], None]
     ) -> None:
         self.pending, self._tables, self._pipeline, self._done = pending, tables, pipeline, done
-        self.counts: bool | None = None  # None: the batch has no gradients yet
+        self.counts: bool | None = None  # whether the pending gradients count; None: unknown
         self._before: list[tuple[Any, Ids, Any, Any]] = []
 
     def request(self, request: Request) -> Request:
-        """Return the request, extended by the pending rows; keep their values."""
+        """Return the request, extended by the pending rows' ids; keep the values of those that only these ids use."""
         for group, own, rows in zip(self._tables, request.ids, self.pending.groups, strict=True):
             ids = rows.ids[~np.isin(rows.ids, np.concatenate(own))] if own else rows.ids
             self._before += [(table, ids, *_read(table, ids)) for table in group if len(ids)]
@@ -199,12 +200,12 @@ class FirstBatch:
                 self.pending.add_to(leaves, self.places(inverses))
 
     def places(self, inverses: Sequence[Tensor]) -> list[Tensor]:
-        """Return the positions of the pending rows in the batch: the last ones of each group."""
+        """Return, by group, the pending rows' positions among the batch's rows; their ids are the request's last."""
         groups = self.pending.groups
         return [at[len(at) - len(rows.ids) :] for at, rows in zip(inverses, groups, strict=True)]
 
     def wrote(self, table: Any, ids: Ids | None) -> None:
-        """Keep values that the program has written to a table: ids int32 or int64 [N], or None for all rows."""
+        """Let `end` restore what the program has written to a table: ids int32 or int64 [N], or None for all rows."""
         for number, (one, own, _, _) in enumerate(self._before):
             if one is table and (ids is None or np.isin(own, ids).any()):
                 self._before[number] = (table, own, *_read(table, own))
@@ -224,7 +225,7 @@ class FirstBatch:
 
 
 def _read(table: Any, ids: Ids) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """Return rows with their optimizer state, [N, 1 + S, D] and [N, R]; the table has been written back."""
+    """Return rows' weights and state, [N, 1 + S, D], and per-row state, [N, R]; the table must be up to date."""
     if table.primitive_target == "DEVICE":
         at = torch.from_numpy(ids).to(table.device)
         block, row_slots = (one.index_select(0, at).cpu().numpy() for one in table.memory)
@@ -265,7 +266,8 @@ def take_step(pipeline: Any, pending: Pending, frozen: set[str]) -> None:
         flags.check(*zip(*found, strict=True))
         if flags.stop.item():
             raise NonFiniteError(
-                "the gradients of rows that an earlier loop left without a step are not finite; no row was updated"
+                "the gradients of rows that an earlier loop left without a step are not finite, or too large for their "
+                "optimizer; no row was updated"
             )
         one.finish(flight, Gradients(grads))
         del flight

@@ -21,17 +21,17 @@ CacheSize = int | str | CacheSpec
 
 
 def require_place(groups: list[GroupSpec], device: torch.device) -> None:
-    """Raise ValueError if a table lies on another device."""
+    """Raise ValueError if a device table is not on the runtime's device."""
     for group in groups:
         for table in group.tables:
             if isinstance(table, DeviceTable) and table.device != device:
-                raise ValueError(f"table {table.name!r} is on {table.device}, but the rows go to {device}")
+                raise ValueError(f"table {table.name!r} is on {table.device}, but the Runtime's device is {device}")
 
 
 def cache_specs(
     cache: CacheSize | Mapping[str, CacheSize | None] | None, groups: list[GroupSpec]
 ) -> list[CacheSpec | None]:
-    """Return each group's cache, from the argument `cache` of `Runtime`."""
+    """Return each group's `CacheSpec`, or None, from the argument `cache` of `Runtime`."""
     if cache is None:
         return [None] * len(groups)
     if not isinstance(cache, Mapping):
@@ -49,7 +49,7 @@ def cache_specs(
             raise UserError(f"a cache for table {name!r}, which is on the device, has no effect; leave it out")
         if specs[found[0]] is not None:
             raise ValueError(
-                f"table {name!r} shares its ids, and therefore its cache, with another table for which a cache is given"
+                f"table {name!r} shares its ids, and so its cache, with another table that is given one; leave one out"
             )
         if value is not None:
             specs[found[0]] = value if isinstance(value, CacheSpec) else CacheSpec(value)
@@ -59,7 +59,7 @@ def cache_specs(
 def make_cache(
     group: GroupSpec, spec: CacheSpec | None, device: torch.device, ranks: Ranks | None, log: OpLog | None
 ) -> EmbeddingCache | None:
-    """Return a group's cache; None if it has none."""
+    """Return a group's cache; None without a `CacheSpec`."""
     if spec is None:
         return None
     counts = spec.counts
@@ -70,7 +70,7 @@ def make_cache(
 
 
 def require_parts(groups: list[GroupSpec], ranks: Ranks | None) -> None:
-    """Raise ValueError unless every table is this rank's part, or the full table without other ranks."""
+    """Raise ValueError unless every table holds this rank's part, or, without other ranks, all rows."""
     wanted = (ranks or ALONE_WORLD).part()
     for table in (table for group in groups for table in group.tables):
         part = getattr(table, "part", None)

@@ -36,13 +36,13 @@ class Place(NamedTuple):
     advanced: tuple[str, ...] = ()
 
     def to_state(self) -> dict[str, Any]:
-        """Return the place for a checkpoint; seeds are text, because they use all 64 bits."""
+        """Return the position for a checkpoint; seeds are text, because they use all 64 bits."""
         seeds = {name: str(seed) for name, seed in self.seeds.items()}
         return {"seeds": seeds, "position": self.position, "advanced": list(self.advanced)}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "Place":
-        """Return the place of a `to_state`."""
+        """Return the position that `to_state` has described."""
         seeds = {name: int(seed) for name, seed in state["seeds"].items()}
         return cls(seeds, state["position"], tuple(state["advanced"]))
 
@@ -52,13 +52,13 @@ class RandomStreams:
 
     Args:
         device: The runtime's device, whose generator counts as a global one.
-        place: The end of an earlier loop over the same batches, or of a checkpoint; None: a new sequence.
-        stride: Batches of a step over all processes.
-        each: Consecutive batches of a step that this process reads.
-        first: Batches of a step before these.
+        place: Where an earlier loop over the same batches ended, or a checkpoint's position; None: a new sequence.
+        stride: Number of batches of a step, over all processes.
+        each: Number of consecutive batches of a step that this process reads.
+        first: Number of batches of a step that other processes read before these.
 
     Attributes:
-        start: Batches that this process had yielded when the loop began.
+        start: Number of batches that this process had yielded when the loop began.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class RandomStreams:
 
     @contextmanager
     def reading(self, position: int) -> Iterator[list[str]]:
-        """Read a batch with its own streams.
+        """A context in which a batch is read with its own streams.
 
         Args:
             position: The number of batches before it in this process's sequence.
@@ -124,8 +124,8 @@ def make_streams(device: torch.device, ranks: Ranks | None, place: Place | None,
     Args:
         device: The runtime's device.
         ranks: The other processes, each of which reads its share of a step's batches.
-        place: Where the batches continue; None: at their beginning.
-        each: Batches of a step that this process reads.
+        place: The position at which the batches continue; None: at their beginning.
+        each: Number of batches of a step that this process reads.
     """
     share, shares = (ranks or ALONE_WORLD).share()
     if shares == 1:

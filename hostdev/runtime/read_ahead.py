@@ -39,7 +39,7 @@ class ReadAhead:
         return None if self.streams is None else self.streams.place
 
     def batches(self) -> Iterator[Any]:
-        """Yield the kept batches, then those of the iterator; for one reader at a time."""
+        """Yield the kept batches, then those of the iterator; a later call ends an earlier one."""
         with self._reading:
             again = deque(self._kept)
             self._readers += 1
@@ -70,10 +70,10 @@ class Iterators:
     def __init__(self) -> None:
         self._held: list[ReadAhead] = []
         self._last: ReadAhead | None = None  # of the last loop over train
-        self._loaded: Place | None = None
+        self._loaded: Place | None = None  # a loaded checkpoint's
 
     def get(self, source: Iterator[Any], *, train: bool) -> ReadAhead:
-        """Return an iterator's batches, first those that an earlier loop has read but not used."""
+        """Return an iterator's record, which has the batches that an earlier loop has read but not used."""
         self._held = [one for one in self._held if one.is_held or one is self._last]
         found = next((one for one in self._held if one.source is source), None)
         if found is None:
@@ -103,7 +103,7 @@ class Iterators:
         self._loaded = place
 
     def take_loaded(self) -> Place | None:
-        """Return a checkpoint's position, once."""
+        """Return a loaded checkpoint's position at the first call after loading; else None."""
         place, self._loaded = self._loaded, None
         return place
 

@@ -1,7 +1,7 @@
 """Reads a loop's loader so that the program's own code gives the same results at any depth, or raises an error.
 
-The loader, `ids` and `send` are the program's code. They run in the loop's thread, but ahead of the body. A module
-handles each consequence: random numbers (`random_streams`, `own_generators`), reused memory (`refills`), prefetched
+The loader, `ids` and `send` are the program's code. They run in the loop's thread, but ahead of the body. Each
+consequence has its module: random numbers (`random_streams`, `own_generators`), reused memory (`refills`), prefetched
 batches that a loop did not use (`read_ahead`), and accelerate's state. A batch passes all of them here, when it is read
 and when the loop yields it.
 """
@@ -33,7 +33,7 @@ class Reading:
     ) -> None:
         source = iter(batches)
         self.kept = kept = keep(source) if source is batches else None
-        self._repeated = deque[list[Draw]]() if kept is None else kept.draws.copy()  # for batches of earlier loops
+        self._repeated = deque[list[Draw]]() if kept is None else kept.draws.copy()  # draws to repeat
         self._streams: RandomStreams | None = None
         self._in_flight: InFlight | None = None  # None: each batch is read after the previous one was yielded
         self._own: OwnGenerators | None = None
@@ -52,7 +52,7 @@ class Reading:
 
         Args:
             streams: The batches' random streams.
-            ahead: Batches are read before the body needs them.
+            ahead: Whether batches are read before the body needs them.
         """
         self._streams = streams
         if ahead:
@@ -73,7 +73,7 @@ class Reading:
 
     @contextmanager
     def batch(self, number: int) -> Iterator[list[Any]]:
-        """Read the next batch; a context around its processing.
+        """A context in which the next batch is read, and the program's functions are called with it.
 
         Args:
             number: Number of batches that were read before it.
@@ -103,7 +103,7 @@ class Reading:
         """Read the next batch with its own random streams, for the loader and the program's functions."""
         streams = self._streams
         position = 0 if streams is None else streams.start + number
-        is_first = streams is not None and streams.is_new and not number  # this draws as a plain torch loop does
+        is_first = streams is not None and streams.is_new and not number  # draws as a plain torch loop does
         with nullcontext() if self._in_flight is None or not number else reading_ahead():  # the first is not ahead
             held = self._next() if is_first else []
             if is_first and not held:

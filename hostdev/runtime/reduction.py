@@ -19,13 +19,13 @@ class Reduction:
     """The sums over the micro-batches of one step so far.
 
     Args:
-        leaves: The rows of every table.
+        leaves: The unique rows of every table.
         count: Number of micro-batches of the step on each rank.
-        flags: Whether steps are finite.
+        flags: The flags that stop a step that is not finite.
         ranks: The processes that have the other micro-batches; None: this process has all.
         dense: Exchanges the gradients of parameters with other ranks.
         flight: The step's batch.
-        losses: For each `backward`, 0, or NaN for a loss that is not finite.
+        losses: One for each `backward`, float32 []: 0 for a finite loss, else NaN.
         steps: The channel to other ranks for small values of each step.
     """
 
@@ -45,12 +45,12 @@ class Reduction:
         self._rows: TreeSum[Grads] = TreeSum(add_lists)
         self._dense: TreeSum[Grads] = TreeSum(add_lists)
         self._first = 0 if ranks is None else ranks.share()[0] * count
-        self._rows_come: dict[int, Grads] = {}  # by micro-batch, if these end out of order
+        self._rows_come: dict[int, Grads] = {}  # the rows' gradients by micro-batch, if these end out of order
         self._next = self._first
         self._parameters: list[Tensor] = []
         self._values: list[Tensor | None] = []
-        self.in_two = False  # all ranks know which gradients are sent first
-        self.parts: list[list[Tensor] | None] = []  # with ranks, for each leaf: gradients by this rank's nodes
+        self.in_two = False  # whether gradients are sent in two parts: all ranks know which go first
+        self.parts: list[list[Tensor] | None] = []  # with ranks, for each leaf: gradients by this rank's nodes, or None
 
     @property
     def has_ranks(self) -> bool:
@@ -73,17 +73,19 @@ class Reduction:
 
     @property
     def has_rows(self) -> bool:
-        """Whether rows have gradients, on any rank."""
+        """Whether the rows of some table have gradients, on any rank."""
         return any(part is not None for part in self.parts)
 
     def add(self, parameters: Iterable[Tensor], values: Tensor | None) -> Tensor | None:
         """See `Rows.reduce`."""
         given = list(parameters)
         if self._values and [id(one) for one in given] != [id(one) for one in self._parameters]:
-            raise ValueError("reduce() was given different parameters for micro-batches of the same step")
+            raise ValueError(
+                "reduce() was given different parameters for micro-batches of the same step; give the same each time"
+            )
         self._parameters = given
         if values is not None and values.ndim > 1:
-            raise ValueError(f"the values of a micro-batch must be one number or a list, not {list(values.shape)}")
+            raise ValueError(f"the values given to reduce() must be of shape [] or [n], not {list(values.shape)}")
         self._values.append(None if values is None else values.detach().float())
         self._rows.put(Node(self._next, 1, _taken([leaf.rows for leaf in self._leaves])))
         if self._ranks is not None:
@@ -92,7 +94,7 @@ class Reduction:
         self._next += 1
         if self._next < self.count:
             return None
-        # Missing gradients are left out here, but are 0 if ranks exchange them: equal sums, except for a -0.
+        # Missing gradients are left out here, but ranks send zeros, which turn -0 into 0: so 0.0 is added here, too.
         for leaf, total in zip(self._leaves, self._rows.total() or (), strict=False):
             leaf.rows.grad = None if total is None else total.add_(0.0)
         for parameter, total in zip(given, self._dense.total() or (), strict=False):

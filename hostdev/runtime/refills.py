@@ -1,9 +1,9 @@
 """Detects loaders that reuse the memory of prefetched batches before the loop yields them.
 
-A loader may refill one buffer: a plain loop has finished a batch when the next one is read, but a loop that reads ahead
-has not. Ids are copied when they are read; the rest of a batch stays in the loader's memory. Therefore the memory of
-in-flight batches is compared with that of each new batch: torch counts the writes to a tensor, and if two batches share
-memory, their contents are compared before and after the read.
+A loader may refill one buffer: that is safe in a plain loop, which has finished a batch when the next one is read, but
+not in a loop that reads ahead. Ids are copied when they are read; the rest of a batch stays in the loader's memory.
+Therefore in-flight batches are checked when a new batch is read: torch counts the writes to a tensor, and if two
+batches share memory, their contents are compared before and after the read.
 """
 
 from collections import deque
@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 _DEEPEST = 4  # levels of containers and objects that are searched
-_LONGEST = 256  # items of a container
-_MOST_BYTES = 1 << 13  # compared per array: a refill changes all of it
+_LONGEST = 256  # items of a container that is searched
+_MOST_BYTES = 1 << 13  # compared per array: some suffice, since a refill changes all
 
 ArrayOrTensor = Tensor | npt.NDArray[Any]
 
 
 def arrays_in(thing: Any, depth: int = _DEEPEST) -> Iterator[ArrayOrTensor]:
-    """Yield a batch's tensors and arrays in host memory, in lists, tuples, dicts and fields of objects."""
+    """Yield a batch's tensors and arrays in host memory, also those in lists, tuples, dicts and fields of objects."""
     if isinstance(thing, Tensor):
         if thing.device.type == "cpu" and thing.layout is torch.strided and thing.numel():
             yield thing
@@ -65,7 +65,7 @@ class _Batch:
 
     def __init__(self, batch: Any) -> None:
         self.arrays = [_Held(leaf) for leaf in arrays_in(batch)]
-        self.changed_by: int | None = None  # the number of the batch that was read over it
+        self.changed_by: int | None = None  # the number of the batch whose read has changed it
 
 
 class InFlight:
@@ -106,7 +106,7 @@ class InFlight:
 
 
 def _version(leaf: ArrayOrTensor) -> int:
-    """Return how often torch has written to a tensor; 0 without such a count."""
+    """Return how often torch has written to a tensor; 0 for an array, or a tensor without such a count."""
     return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
 
 
@@ -121,7 +121,7 @@ def _range(leaf: ArrayOrTensor) -> tuple[int, int]:
 
 
 def _content(leaf: ArrayOrTensor) -> bytes:
-    """Return an array's contents; of a large array, some evenly spaced rows."""
+    """Return the bytes of an array, or of some evenly spaced rows of a large one."""
     values = _as_numpy(leaf) if isinstance(leaf, Tensor) else leaf
     if values.nbytes > _MOST_BYTES and values.ndim:
         values = values[:: -(-values.nbytes // _MOST_BYTES)]

@@ -15,19 +15,19 @@ from hostdev.runtime.reading import Reading
 from hostdev.runtime.spec import FeatureInput
 
 B = TypeVar("B")
-GetIds: TypeAlias = Callable[[B], Mapping[str, FeatureInput]]  # of a batch, by feature
+GetIds: TypeAlias = Callable[[B], Mapping[str, FeatureInput]]  # returns a batch's ids by feature
 
 
 class MicroBatch(NamedTuple):
     """One of the loader's batches in a request."""
 
     leaves: list[Any]  # leaves of the structure that the loop yields
-    structure: TreeSpec | None  # its tensors are sent; None: the loop yields the loader's batch
+    structure: TreeSpec | None  # the structure; None: the loop yields the loader's batch
     ids: list[FeatureIds]
 
     @property
     def samples(self) -> int:
-        """The number of its samples."""
+        """The number of samples."""
         return self.ids[0].samples
 
     @property
@@ -64,8 +64,8 @@ class Reader:
         ids: Returns a batch's ids by feature; None if the batches are dicts that have them.
         send: Returns the parts of a batch that the loop needs, in any structure, whose tensors are sent to the device.
         together: Number of batches that make one step.
-        whole: No step may have fewer batches: they are micro-batches.
-        asks: Look the rows up; otherwise another rank does so for the same samples.
+        whole: Whether a step with fewer batches is an error, as with micro-batches.
+        asks: Whether to look the rows up; otherwise another rank does so for the same samples.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Reader:
         ] = []  # pending checks of the request's batches
 
     def requests(self, reading: Reading) -> Iterator[Request]:
-        """Yield a request for each batch that is read, or for `together` of them."""
+        """Read the batches, and yield a request for each step, which has `together` of them."""
         number = 0
         while True:
             micros: list[MicroBatch] = []
@@ -117,7 +117,7 @@ class Reader:
         return self._make_request([micro])
 
     def _read(self, reading: Reading, number: int) -> list[MicroBatch]:
-        """Return the micro-batch of the next batch, number + 1; an empty list at the end."""
+        """Return a list with the next batch, read after `number` others, as a micro-batch; an empty list at the end."""
         with reading.batch(number) as held:
             if not held:
                 return []
@@ -142,7 +142,7 @@ class Reader:
         return MicroBatch([_to_tensor(leaf) for leaf in leaves], structure, ids)
 
     def _require_in_range(self, checks: list[tuple[int, list[FeatureIds], Mapping[str, FeatureInput]]]) -> None:
-        """Raise UserError for an id outside its table; not in the loop's thread, since it takes a pass over the ids."""
+        """Raise UserError for an id outside its table. It reads all ids, and so runs outside the loop's thread."""
         while checks:  # popped, so that nothing keeps the loader's batches alive
             number, ids, given = checks.pop(0)
             try:
@@ -153,9 +153,7 @@ class Reader:
     def _get_ids(self, batch: Any, number: int) -> Mapping[str, FeatureInput]:
         given = batch if self._ids is None else self._ids(batch)
         if not isinstance(given, Mapping):
-            what = (
-                "the batches must be dicts unless `ids` is given" if self._ids is None else "`ids` must return a dict"
-            )
+            what = "without `ids`, a batch must be a dict" if self._ids is None else "`ids` must return a dict"
             raise TypeError(f"batch {number}: {what} of each feature's ids by its name, not {describe(given)}")
         missing = [name for name in self._names if name not in given]
         if missing:
@@ -183,5 +181,5 @@ class Reader:
         return Request(None, sum(micro.samples for micro in micros), ids, tensors, micros)
 
     def length(self, batches: Iterable[Any]) -> int:
-        """Return the number of batches of a loop; TypeError if the loader has no length."""
+        """Return the number of batches of a loader; TypeError if it has no length."""
         return len(batches)  # type: ignore[arg-type]

@@ -14,9 +14,9 @@ from hostdev.core.errors import UserError
 from hostdev.core.memory import TableShape, available_bytes, format_bytes, row_bytes
 from hostdev.runtime.spec import CacheSpec
 
-_USE_BYTES = 24  # an occurrence's id, its unique id, and the position of that
+_USE_BYTES = 24  # of an occurrence: its id, the unique id, and the position of the unique id
 COUNTS = "counts of uses"  # allocated before everything else
-_MARKS = 3  # sets of rows while a checkpoint is saved: to save, not yet read, written since
+_MARKS = 3  # bitmaps of rows while a checkpoint is saved: to save, not yet read, written since
 
 
 class GroupSize(NamedTuple):
@@ -31,13 +31,13 @@ class GroupSize(NamedTuple):
 def kept(
     groups: Iterable[GroupSize], *, depth: int, slots_on_host: bool, uses: int = 0, copies: int = 0
 ) -> dict[str, int]:
-    """Return an upper bound of the bytes of each part that is not 0.
+    """Return, by name, an upper bound of the bytes of each part of host memory; empty parts are left out.
 
     Args:
         groups: The tables.
         depth: The pipeline's depth.
-        slots_on_host: The caches' device is the CPU.
-        uses: Ids that a batch looks up; 0: unknown.
+        slots_on_host: Whether the caches' device is the CPU.
+        uses: Number of ids that a batch looks up; 0: unknown.
         copies: Bytes of rows that are copied while a checkpoint is saved; 0 without checkpoints.
 
     Raises:

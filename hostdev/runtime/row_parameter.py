@@ -15,12 +15,12 @@ from hostdev.runtime.features import Table
 
 
 class RowOrder:
-    """The order of the ids, if a cache's plan orders the rows; sent to the device at its first use.
+    """The positions of the ids' rows, if a cache's plan orders the rows; sent to the device at their first use.
 
     Args:
         places: int32 [U], the position of each id's row.
-        staging: Sends them to the device.
-        memory: The batch's memory, from which they are sent.
+        staging: Sends the positions to the device.
+        memory: The batch's memory, from which the positions are sent.
     """
 
     def __init__(self, places: npt.NDArray[np.int32], staging: Staging, memory: PinnedBuffer) -> None:
@@ -29,7 +29,7 @@ class RowOrder:
 
     @property
     def places(self) -> Tensor:
-        """The places on the device, int64 [U]."""
+        """The positions on the device, int64 [U]."""
         if self._there is None:
             [there], mark = self._staging.send([torch.from_numpy(self._places)], self._memory)
             self._staging.await_sent([mark], [there])
@@ -51,12 +51,12 @@ class RowParameter:
     """A batch's unique rows of one table, float32 [U, D] on the device, and their gradient.
 
     With a cache, its plan orders the rows. Sums over rows, such as a norm, must be in the order of the ids, as without
-    a cache: `parameter` has the gradient in that order, and `take_grad` reorders it again.
+    a cache: `parameter` has the gradient in that order, and `take_grad` returns it in the order of the rows.
 
     Args:
         table: The table.
         values: The rows, float32 [U, D], in the order of the plan.
-        order: The order of the ids; None if it is the same.
+        order: The positions of the ids' rows; None if the rows are in the order of the ids.
         trained: Whether the rows get a gradient.
     """
 
@@ -71,12 +71,12 @@ class RowParameter:
         return self.rows.requires_grad
 
     def grads(self) -> list[Tensor]:
-        """Return the gradient, in whichever order it is; an empty list without one."""
+        """Return a list with the gradient, in either order; an empty list if there is none."""
         held = self.rows if self._parameter is None else self._parameter
         return [] if held.grad is None else [held.grad]
 
     def take_grad(self) -> Tensor | None:
-        """Return the gradient float32 [U, D] in the order of the rows, and forget it; None without one."""
+        """Return the gradient float32 [U, D] in the order of the rows, and forget it; None if there is none."""
         held = self.rows if self._parameter is None else self._parameter
         grad, held.grad = held.grad, None
         if grad is None:
@@ -101,9 +101,9 @@ class RowParameter:
             self._parameter.grad = None
 
     def parameter(self) -> Tensor:
-        """Return a tensor with the gradient in the order of the ids, which may be changed in place or replaced.
+        """Return a tensor with the gradient in the order of the ids; its `grad` may be changed in place or replaced.
 
-        It gets the gradients of later backward passes, too.
+        Later backward passes add to that gradient, too.
         """
         if self._order is None:
             return self.rows
@@ -134,7 +134,7 @@ class RowParameter:
 
 def _forward_grad(parameter: Tensor, order: RowOrder, rows: Tensor) -> None:
     """Add the rows' gradient to that of a parameter in the order of the ids."""
-    if rows.grad is None:  # a backward pass that has given other tables gradients
+    if rows.grad is None:  # the backward pass has given only other tables gradients
         return
     grad, rows.grad = order.in_ids(rows.grad), None
     parameter.grad = grad if parameter.grad is None else parameter.grad + grad
@@ -153,7 +153,7 @@ class _InOrderOfIds(torch.autograd.Function):
 
 
 class _Select(torch.autograd.Function):
-    """A selection that can be differentiated again after a backward pass, like the pull of rows."""
+    """Selects rows; like `device.rows.pull`, it allows another backward pass over the same graph."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:

@@ -85,7 +85,8 @@ class FeatureRows:
     def _require_open(self) -> None:
         if self.over:
             raise ValueError(
-                "this batch is over: the loop has asked for the next one, or an evaluation has finished it"
+                "this batch is over: the loop has asked for the next one, or an evaluation has finished it; use "
+                "rows in the body of their own batch, before evaluations"
             )
 
 
@@ -115,12 +116,12 @@ class Rows(FeatureRows):
     ) -> None:
         super().__init__(values, hint)
         self._flight, self._staging, self._flags, self._due = flight, staging, flags, due
-        self._losses = losses  # for each `backward`: 0, or NaN if not finite
-        self._reduction = reduction  # of a step's micro-batches
-        self._has_others = shares_rows or reduction is not None  # rows that other batches of the step use
+        self._losses = losses  # for each `backward`: 0, or NaN for a loss that is not finite
+        self._reduction = reduction  # sums over a step's micro-batches
+        self._has_others = shares_rows or reduction is not None  # whether other batches of the step may use some rows
         self.reduced = False
         self._uses, self._leaves = uses, leaves
-        self._order = order  # for each table: its group, and its index there, by features
+        self._order = order  # each table's group, and its index there, in the order of the features
         self._unique: dict[str, Tensor] = {}
         self.guarded: tuple[Tensor, Outcome] | None = None  # set by `guard`: the device's flag, and the outcome
 
@@ -148,7 +149,7 @@ class Rows(FeatureRows):
             For each table, float32 [U, D]: a row for each unique id of the batch, in order of first occurrence.
 
         Raises:
-            ValueError: Other ranks have parts of the sums, so that no rank has the norm.
+            ValueError: The last `reduce` is missing, or there are other ranks, so that no rank has all gradients.
         """
         self._require_open()
         if self._reduction is not None:
@@ -156,7 +157,7 @@ class Rows(FeatureRows):
         return [leaf.parameter() for leaf in self.leaves]
 
     def reduce(self, parameters: Iterable[Tensor], values: Tensor | None = None) -> Tensor | None:
-        """Sum the gradients of a step's micro-batches; call it once with each, after its `backward`.
+        """Sum the gradients of a step's micro-batches; call it once for each, after its `backward`.
 
         ::
 
@@ -167,8 +168,8 @@ class Rows(FeatureRows):
                 optimizer.zero_grad()
 
         It removes the gradients of the parameters and of the rows. With the last micro-batch both get the sums over all
-        micro-batches, in the order of a tree that depends only on their number. A micro-batch without samples adds
-        nothing, but is counted. Without `micro_batches` this has no effect.
+        micro-batches (with ranks, only the parameters), in the order of a tree that depends only on their number. A
+        micro-batch without samples adds nothing, but is counted. Without `micro_batches` the gradients do not change.
 
         Args:
             parameters: The dense parameters, the same ones each time.
@@ -178,13 +179,13 @@ class Rows(FeatureRows):
             With the last micro-batch, the values of all micro-batches, float32 [M, ...], 0 for missing ones; else None.
 
         Raises:
-            ValueError: Shapes or parameters have changed, or there are ranks and a gradient is not float32.
+            ValueError: It was called twice, parameters or shapes are wrong, or ranks get a gradient not in float32.
         """
         self._require_open()
         if self._reduction is None:
             return None if values is None else values[None]
         if self.reduced:
-            raise ValueError("reduce() was called twice for a micro-batch")
+            raise ValueError("reduce() was called twice for a micro-batch; call it once, after backward()")
         self.reduced = True
         return self._reduction.add(parameters, values)
 
@@ -192,8 +193,8 @@ class Rows(FeatureRows):
         """Return a table's unique rows of the batch, and how often the batch uses each, for a term of the loss.
 
         Returns:
-            float32 [U, D], differentiable, in order of first occurrence; and float32 [U]. If several batches make a
-            step (`accumulate`, `micro_batches`), only the rows that this batch itself uses.
+            The rows, float32 [U, D], differentiable, in order of first occurrence; and the counts, float32 [U]. If
+            several batches make a step (`accumulate`, `micro_batches`), these are only the rows that this batch uses.
 
         Raises:
             ValueError: There is no table of this name.
@@ -235,14 +236,14 @@ class Rows(FeatureRows):
             optimizer: An optimizer that accepts torch's `found_inf`, such as Adam(fused=True).
             look_at: Other tensors that must be finite: losses, float32.
             results: Small tensors for the host, which must not be changed in place afterwards.
-            read: Returns the outcome's value for these and the flag, float32 [1]. If the flag is not 0, it must raise
-                an error, which the loop raises before the host's rows change.
+            read: Returns the outcome's value for the results and the flag, float32 [1]. If the flag is not 0, it must
+                raise an error, which the loop raises before the host's rows change.
         """
         self._require_open()
         if self._flags is None:
-            raise ValueError("a loop over `predict` takes no steps to guard")
+            raise ValueError("guard() was called in a loop over `predict`, which takes no steps")
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
-            raise ValueError(f"{type(optimizer).__name__} does not take found_inf; use one of torch's with fused=True")
+            raise ValueError(f"{type(optimizer).__name__} does not take found_inf; use a torch optimizer, fused=True")
         dense = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         grads = [(grad, leaf.table) for leaf in self.leaves for grad in leaf.grads()]
         self._flags.check_others([*look_at, *dense, *self._losses])
@@ -274,7 +275,7 @@ class Rows(FeatureRows):
         self._values, self._unique = {}, {}
 
     def end(self) -> None:
-        """Release everything, as the loop has continued."""
+        """Release everything, because the loop has continued."""
         self.over = True
         self._leaves, self._uses, self._values, self._unique, self._order = [], [], {}, {}, []
         self.guarded = self._reduction = None

@@ -80,7 +80,7 @@ class Runtime(FrameworkLoaders):
             launcher has started several.
         dense_exchange: How ranks sum the gradients of `Rows.reduce`: "tree", in an order that does not depend on their
             number, or "all-reduce", as DistributedDataParallel does.
-        log: Records the duration of every op.
+        log: Records the duration of every operation.
         timeline: Records the duration of every stage.
         hooks: Changes to the pipeline, for tests and `hostdev.verify`.
 
@@ -137,7 +137,7 @@ class Runtime(FrameworkLoaders):
         self.dense_channel = self.other_channels = self.step_channel = None
         if ranks is not None:
             self.step_channel = ranks.channel()
-            same = ranks.mesh.data == ranks.size  # all ranks have the same parameters
+            same = ranks.mesh.data == ranks.size  # whether all ranks have the same parameters
             self.dense_channel = ranks.device_channel(self.device, None if same else "data")
             self.other_channels = None if same else (ranks.channel("data"), ranks.channel())
         self.loaders = WeakSet()
@@ -145,7 +145,7 @@ class Runtime(FrameworkLoaders):
         self.loops = Loops(self.group_specs, self.pipeline, self.settings, Access(self), self.loaders)
         self._saved: RuntimeCheckpoints | None = None
         self._closed = False
-        self.saves_with_framework = False  # the framework's checkpoints have the tables, too
+        self.saves_with_framework = False  # whether the framework's checkpoints have the tables, too
 
     @property
     def tables(self) -> dict[str, Table]:
@@ -159,7 +159,7 @@ class Runtime(FrameworkLoaders):
         return [group.cache for group in groups if group.cache is not None]
 
     def exchanged_bytes(self) -> dict[str, int]:
-        """Return the bytes sent to other ranks in training: for rows, the minimum for rows, and for everything else."""
+        """Return the bytes sent to other ranks in training: "rows", the "least" possible for rows, and "dense"."""
         assert self.dense_channel is not None
         return {**self.pipeline.exchanged_bytes(), "dense": self.dense_channel.sent_bytes}
 
@@ -211,7 +211,7 @@ class Runtime(FrameworkLoaders):
         A table is updated only if its rows received a gradient. A step without `backward` is skipped and changes
         nothing. After a `break` or an error the loop is over, and the tables have all finished steps. Gradients that
         were left without a step count in the next one, if the dense parameters keep theirs. An iterator, such as a
-        generator, is read further than the body gets; the next loop over the same iterator replays those batches first.
+        generator, is read ahead of the body; the next loop over the same iterator replays the unused batches first.
 
         Args:
             batches: A DataLoader or another iterable. It is read ahead of the body, in the loop's thread, whenever the
@@ -223,24 +223,24 @@ class Runtime(FrameworkLoaders):
             by_step: With other ranks, yield all micro-batches of a step together, as a `Step`, for pipeline stages.
             accumulate: Number of batches whose gradients are summed for one step; their rows are looked up and updated
                 once.
-            micro_batches: The same, with an order of summation that does not depend on which rank computes them; call
-                `Rows.reduce` for each. With other ranks, the number of a step's micro-batches on this rank. None:
-                batches are not micro-batches.
+            micro_batches: Like `accumulate`, with an order of summation that does not depend on which rank computes
+                which batch; call `Rows.reduce` for each. With other ranks, the number of a step's micro-batches on this
+                rank. None: batches are not micro-batches.
             reduce_early: With other ranks, exchange a parameter's gradient as soon as the last micro-batch's backward
                 pass has computed it, as DistributedDataParallel does, instead of in `reduce`. Until `reduce`, nothing
                 may change the gradient, and the loop must not be left.
             read_ahead: Maximum number of batches to read beyond the body's. None: `depth` steps, plus the window of a
                 cache that looks ahead; a step has `accumulate` or `micro_batches` batches. 0: read each batch when the
                 loop asks for it.
-            background: Read in another thread. The loader, `ids` and `send` must not draw from global random number
-                generators, write to memory that they have returned, or share objects with the body.
+            background: Read batches in another thread. The loader, `ids` and `send` must not draw from global random
+                number generators, write to memory that they have returned, or share objects with the body.
 
         Raises:
             ValueError: Another loop over these tables is open, or options contradict each other.
         """
         self.require_open()
         if accumulate < 1:
-            raise ValueError(f"accumulate must be a number of batches, not {accumulate}")
+            raise ValueError(f"accumulate must be a number of batches, 1 or more, not {accumulate}")
         require_read_ahead(read_ahead, background=background)
         if micro_batches is None and self.ranks is None:
             if reduce_early:
@@ -250,7 +250,7 @@ class Runtime(FrameworkLoaders):
         micro_batches = 1 if micro_batches is None else micro_batches
         if micro_batches < 1 or accumulate != 1:
             raise ValueError(
-                f"micro_batches must be a number of batches, not {micro_batches}"
+                f"micro_batches must be a number of batches, 1 or more, not {micro_batches}"
                 if micro_batches < 1
                 else "micro_batches and accumulate both set the number of batches per step; give one"
             )
@@ -289,7 +289,7 @@ class Runtime(FrameworkLoaders):
         read_ahead: int | None = None,
         background: bool = False,
     ) -> PredictLoop[Any]:
-        """Return an iterator of (batch, rows) as `train` does, with rows that get no gradients; nothing changes.
+        """Return an iterator of (batch, rows) as `train` does, with rows that get no gradients; no table changes.
 
         Within a loop over `train`, the tables are those after its last optimizer step. With a loader that has a length,
         the loop ends when the body of the last batch ends, or when another loop begins after that batch was yielded.
@@ -306,7 +306,7 @@ class Runtime(FrameworkLoaders):
             background: As for `train`.
 
         Raises:
-            ValueError: The runtime does not have such a feature.
+            ValueError: The runtime lacks one of `features`, or `micro_batches` is given, too.
         """
         self.require_open()
         require_read_ahead(read_ahead, background=background)
@@ -359,7 +359,7 @@ class Runtime(FrameworkLoaders):
     look_up = lookup  # the former name, kept for one release
 
     def freeze(self, *tables: str) -> None:
-        """Stop gradients to these tables (by name; default all) from the next batch on; their rows do not change."""
+        """Stop gradients to these tables (names; default all) from the next batch on; their rows no longer change."""
         self.require_open()
         self.settings.freeze(tables)
 
@@ -369,7 +369,7 @@ class Runtime(FrameworkLoaders):
         self.settings.unfreeze(tables)
 
     def write_back(self) -> None:
-        """Write all steps so far, and cached rows, to the host tables, even in the middle of a loop."""
+        """Write the updates of all steps so far, and cached rows, to the host tables, also within a loop."""
         self.require_open()
         self.loops.raise_late()
         if (loop := self.loops.training) is not None:
@@ -387,8 +387,8 @@ class Runtime(FrameworkLoaders):
         """Save a checkpoint of all tables, with optimizer state and steps, to a folder (docs/checkpoints.md).
 
         Within a loop, the checkpoint has the state after the body's batch if the dense optimizer has stepped;
-        prefetched batches stay. It has all rows, or in a folder of this runtime's own checkpoints only the rows written
-        since the last one. Training may continue while it is written.
+        prefetched batches are kept. It has all rows, or, in a folder with this runtime's own checkpoints, only the rows
+        written since the last one. Training may continue while it is written.
 
         Args:
             path: The folder of checkpoints.
@@ -402,7 +402,7 @@ class Runtime(FrameworkLoaders):
         Raises:
             OSError: The checkpoint cannot be written.
             TypeError: `extra` has a value that cannot be saved.
-            ValueError: A wrong `keep`.
+            ValueError: `keep` is not a number of checkpoints, 1 or more.
             UserError: The folder cannot be created, or another process writes to it.
         """
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
@@ -421,12 +421,12 @@ class Runtime(FrameworkLoaders):
 
         Args:
             path: A folder of checkpoints, or a checkpoint.
-            strict: False loads only the tables that both have, with the checkpoint's steps, rates and seeds. A table
-                may have more rows than in the checkpoint; its other rows keep their values. Warnings name everything
-                that is not loaded. The next checkpoint has all rows.
+            strict: False loads only the tables that checkpoint and runtime both have, with the checkpoint's steps,
+                rates and seeds. A table may have more rows than in the checkpoint; its other rows keep their values.
+                Warnings name everything that is not loaded. The next checkpoint has all rows.
 
         Raises:
-            UserError: The checkpoint has different tables or is of another program, or none is complete.
+            UserError: The checkpoint has different tables, was not written by `save`, or none is complete.
             ValueError: A loop is open.
         """
         self.require_open()
@@ -437,7 +437,7 @@ class Runtime(FrameworkLoaders):
         return self._checkpoints.load(Path(path), strict=strict)
 
     def _begin_call(self, name: str) -> None:
-        """Begin a call that all ranks make together."""
+        """Begin a call that all ranks make together, and check that they do."""
         self.world.agree(name, f"runtime.{name}()")
 
     @property
@@ -456,7 +456,7 @@ class Runtime(FrameworkLoaders):
     def close(self) -> None:
         """Release the tables: end the open loops, and wait for checkpoints that are being written.
 
-        The tables have all finished steps. A second call does nothing; other methods then raise ValueError. A `with`
+        The tables then have all finished steps. A second call does nothing; other methods raise ValueError. A `with`
         statement over the runtime calls it at its end.
         """
         if self._closed:

@@ -110,11 +110,11 @@ class RuntimeCheckpoints:
         return values["extra"]
 
     def close(self) -> None:
-        """Wait for the writer, and warn about a failure that was not reported."""
+        """Wait for running writers, and warn about failures that were not reported."""
         self._join()
 
     def _load_shared(self, path: Path, tables: dict[str, Any]) -> Any:
-        """Load the rows that a checkpoint has for these tables; the next checkpoint is full."""
+        """Load the tables that the checkpoint and the runtime both have; the next checkpoint is full."""
         found = find_newest_valid(path)
         fit = fit_tables(found.chain, tables)
         _require_extra(found.chain)
@@ -135,7 +135,7 @@ class RuntimeCheckpoints:
         return self._managers.setdefault(where, CheckpointManager(where, ranks=self._runtime.ranks))
 
     def _join(self) -> None:
-        """Wait for the writer, and warn about a failure that was not reported."""
+        """Wait for running writers, and warn about failures that were not reported."""
         for manager in self._managers.values():
             manager.join()
             if (writer := manager.take_ended()) is None:

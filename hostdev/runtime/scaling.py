@@ -1,4 +1,4 @@
-"""Watches torch's own tools for the gradients of rows: `GradScaler`, clipping by norm, optimizers' steps.
+"""Watches what torch's own tools do to gradients: `GradScaler`, clipping, optimizers' steps.
 
 A scaler multiplies the loss and divides the gradients of its optimizers' parameters. Clipping affects the parameters
 that it is given. `runtime.optimizer` gives both the rows of the batch, but a program need not pass it to them.
@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves
 from hostdev.runtime.table_optimizer import TableOptimizer
 from hostdev.runtime.torch_hooks import Function, Replacement, TorchHooks, call_after_steps, end_calls
 
-_MOST_SCALES = 64  # kept per scaler; only those of the current batch matter
+_MOST_SCALES = 64  # kept for each scaler; only those of the current batch matter
 _GROUPING = "_group_tensors_by_device_and_dtype"
 _CLIPS = {"clip_grad_norm_": "max_norm", "_clip_grads_with_norm_": "max_norm, total_norm", "clip_grad_value_": "value"}
 
@@ -46,7 +46,7 @@ class Scaled(Protocol):
     """Gradients of rows, as a scaler sees them."""
 
     def is_scaled(self) -> bool:
-        """Return whether they are of scaled losses; ValueError if only some are."""
+        """Return whether the gradients are of scaled losses; ValueError if only some are."""
 
     def unscale(self, scaler: GradScaler) -> dict[torch.device, Tensor]:
         """Divide the gradients; return, by device, whether some are not finite, float32 []."""
@@ -69,7 +69,7 @@ class LossRecord(Scaled, Protocol):
         """Note that a scaler has multiplied these losses."""
 
     def overflowed(self, found: Tensor) -> None:
-        """Note whether gradients of an optimizer's parameters or of rows are not finite, float32 []."""
+        """Record a check of gradients of parameters or rows, float32 []: not 0 if some are not finite."""
 
 
 class Watcher(Protocol):
@@ -91,7 +91,7 @@ class Watcher(Protocol):
         """Return a number that changes with the rows' gradients, 0 if there are none; None: no batch is open."""
 
     def backward(self, losses: list[Tensor], version: int | None) -> None:
-        """Record the end of a `backward` from these losses, [], given the version of the rows' gradients before it."""
+        """Record the end of a `backward` from losses, each []; `version` is `gradients_version` from before it."""
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Prepare for an optimizer's step."""
@@ -101,7 +101,7 @@ class Watcher(Protocol):
 
 
 class Origin:
-    """Tracks whether gradients come from scaled losses: another model in the loop may have the scaler.
+    """Tracks whether the rows' gradients are of scaled losses: the scaler may be of another model in the loop.
 
     Args:
         plain: Whether there are already gradients of losses that were not scaled.
@@ -175,10 +175,10 @@ _pending: WeakSet[Any] = WeakSet()  # gradients that wait for a step after their
 
 
 def watch(loop: Watcher) -> None:
-    """Report these calls to a loop from now on, until it is deleted or `forget` is called.
+    """Report the calls of torch's tools to a loop from now on, until it is deleted or `forget` is called.
 
     Raises:
-        RuntimeError: This torch lacks one of the functions.
+        RuntimeError: This version of torch lacks one of the functions.
     """
     with _hooks.lock:
         _require_clips()
@@ -187,7 +187,7 @@ def watch(loop: Watcher) -> None:
 
 
 def watch_pending(pending: Waiting) -> None:
-    """Report scalers and steps to gradients that wait for a step, until their deletion or `forget_pending`."""
+    """Report scalers' and optimizers' calls to gradients that wait for a step, until deletion or `forget_pending`."""
     with _hooks.lock:
         _pending.add(pending)
         _hooks.place()
@@ -227,12 +227,12 @@ def _remove_if_idle() -> None:
 
 @functools.cache
 def _require_clips() -> None:
-    """Raise RuntimeError unless torch's clips call the function by which they are watched."""
+    """Raise RuntimeError unless torch's clipping functions call the function by which they are watched."""
     users = {name for name in _CLIPS if _GROUPING in _names_in(getattr(clip_grad, name, None))}
     if "clip_grad_value_" not in users or len(users) < 2:
         raise RuntimeError(
             f"the clipping functions of torch {torch.__version__} do not call {clip_grad.__name__}.{_GROUPING}, "
-            "without which hostdev cannot see a clip that leaves out the rows; use a version of torch that it supports"
+            "without which hostdev cannot see a clip that leaves out the rows; use a version that hostdev supports"
         )
 
 
@@ -315,7 +315,7 @@ def _of_this_thread(watchers: WeakSet[Any]) -> list[Any]:
 def _note_scale(scaler: GradScaler, result: Any) -> None:
     _seen.losses += 1
     tensor = scaler._scale
-    if tensor is None:  # an iterator of outputs, which must not be consumed here
+    if tensor is None:  # `scale` got an iterable, whose results must not be consumed here
         tensor = torch.tensor(scaler.get_scale())
     scales = _seen.scales.setdefault(scaler, deque(maxlen=_MOST_SCALES))
     if not scales or scales[-1].version != tensor._version:
@@ -339,7 +339,7 @@ def _unscale_rows(scaler: GradScaler, optimizer: Optimizer) -> None:
 
 
 def _look_at_clip(name: str, gradients: list[Tensor]) -> None:
-    """Warn if clipping leaves out the rows; of several loops in a thread, only that of the clipped model has any."""
+    """Warn if clipping leaves out the rows of every loop in this thread; another model may have its own loop."""
     clipped = [loop.clips_rows(gradients) for loop in _mine()]
     if any(clipped) or False not in clipped:
         return

@@ -37,7 +37,7 @@ class TableSpec:
 
     @property
     def shape(self) -> TableShape:
-        """The shape, which together with the number of rows determines its bytes."""
+        """The shape, which together with the number of rows determines the table's bytes."""
         return TableShape(self.dim, self.optimizer, self.dtype)
 
 
@@ -49,12 +49,12 @@ class Feature:
 
     Attributes:
         tables: The table, or a tuple of tables that are looked up with the same ids (such as a first-order weight with
-            a vector); tables or their names.
+            a vector): tables for a `Runtime`, names of tables in a model.
         pooling: "sum" or "mean" of the rows of each sample, [B, D]; None returns a row for each id.
         padding: An id that means "no row", inside the table's range or not (such as -1): the model gets zeros for it,
             sums and means leave it out, and it is never looked up or updated.
-        dtype: The dtype of the rows that the model gets, "float32" or "bfloat16", for all tables or for each; rounded
-            once, after weights and pooling.
+        dtype: The dtype of the rows that the model gets, "float32" or "bfloat16", for all tables, or a tuple with one
+            for each; rows are rounded once, after weights and pooling.
 
     Raises:
         ValueError: The pooling or dtype is unknown, the padding is not an integer, or there is no table.
@@ -86,10 +86,10 @@ class Bag:
     """A batch's ids of a feature.
 
     Attributes:
-        values: int32 or int64: [N], the ids of all samples end to end, with lengths or offsets; else [B] or [B, k].
+        values: The ids, int32 or int64: with lengths or offsets [N], all samples end to end; else [B] or [B, k].
         lengths: [B], the number of ids of each sample, 0 or more.
         offsets: [B], where each sample's ids begin, as in torch's EmbeddingBag; an alternative to lengths.
-        weights: Factors of the rows, with the shape of `values`. They get no gradients.
+        weights: Factors of the rows, with the shape of `values`. They get no gradients. None: all are 1.
 
     Raises:
         ValueError: Both lengths and offsets are given.
@@ -114,12 +114,12 @@ class CacheSpec:
     """A cache of hot rows on the device.
 
     Attributes:
-        rows: Cached rows of each table: a number, or a share such as "10%".
+        rows: The size of the cache for each table: a number of rows, or a share such as "10%".
         policy: "lookahead", "lru", "lfu" or "static".
         window: Number of batches that the policy "lookahead" knows in advance.
         counts: [V], how often each row is used, in any unit. Required by "static"; helps "lookahead" to move fewer
             bytes.
-        record: Keep the first batches' ids for the optimum in `EmbeddingCache.summary`.
+        record: Whether to keep the first batches' ids, for the optimum in `EmbeddingCache.summary`.
     """
 
     rows: int | str

@@ -10,7 +10,7 @@ from hostdev.distributed.dense import Grads
 from hostdev.runtime.reduction import Reduction
 from hostdev.runtime.rows import Rows
 
-MicroBatchRows = tuple[Any, Rows]  # the result of `send`, of any type, with its rows
+MicroBatchRows = tuple[Any, Rows]  # a batch, or the result of `send`, with its rows
 
 
 class Step:
@@ -18,9 +18,9 @@ class Step:
 
     Args:
         number: The step's number in the trace.
-        sizes: Samples of each micro-batch; some may have none.
+        sizes: Number of samples of each micro-batch, 0 or more.
         following: Returns the next micro-batch with its rows.
-        reduction: Sums the gradients; None in a loop that takes no steps.
+        reduction: Sums the micro-batches' gradients; None in a loop that takes no steps.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Step:
     def micro_batch(self, number: int) -> MicroBatchRows:
         """Return a micro-batch with its rows, which take device memory from now on.
 
-        If the network begins on another rank, the rows are there, and this rank has none.
+        If the network's first part is on another rank, that rank has the rows, and this one has none.
         """
         while len(self._made) <= number:
             self._made.append(self._following())
@@ -45,11 +45,11 @@ class Step:
 
     @property
     def last(self) -> Rows:
-        """The last micro-batch's rows, which guard an optimizer."""
+        """The last micro-batch's rows, whose `guard` is for the whole step."""
         return self.micro_batch(len(self.sizes) - 1)[1]
 
     def came(self, number: int) -> None:
-        """Take the gradients of the rows after the `backward` of a micro-batch with samples, in any order."""
+        """Take the rows' gradients after a micro-batch's `backward`; call it in any order, for each with samples."""
         assert self._reduction is not None
         self._reduction.rows_came(number)
         self._made[number][1].let_go()
@@ -61,7 +61,7 @@ class Step:
 
         Args:
             parameters: The dense parameters that this rank has.
-            nodes: Their gradients from this rank's micro-batches.
+            nodes: The sums of the parameters' gradients over this rank's micro-batches, as nodes of the tree.
             values: The values of each micro-batch of this rank, or None if another rank has them.
         """
         assert self._reduction is not None

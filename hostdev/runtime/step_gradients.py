@@ -16,9 +16,9 @@ def make_gradients(batch: BodyBatch, watcher: TrainWatcher, flags: Flags, stagin
     Args:
         batch: The batch in the body.
         watcher: The loop's watcher.
-        flags: Whether steps are finite.
+        flags: The flags that stop a step that is not finite.
         staging: Copies the flags to the host.
-        owner: Takes the place of an optimizer in a scaler's record.
+        owner: Stands for an optimizer in a scaler's record.
 
     Raises:
         ValueError: The dense side and the tables would take different steps.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hostdev.runtime.features import Table
 
-# Settings of torch's optimizers, and the values that describe what the tables' optimizers do anyway.
+# Settings of torch's optimizers, and the values that a group may have because they change nothing.
 _SETTINGS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("weight_decay", "momentum", "dampening", "lr_decay"), (0,)),
     **dict.fromkeys(("maximize", "amsgrad", "centered"), (False,)),
@@ -26,10 +26,10 @@ class LossScaling(Protocol):
     is_unscaled: bool  # the gradients of its rows have been divided by the scale
 
     def require_scaled_alike(self) -> None:
-        """Raise ValueError if only some gradients are of scaled losses, or if other ranks get them."""
+        """Raise ValueError if only some gradients are of scaled losses, or if ranks exchange them."""
 
     def rows_unscaled(self, found: dict[torch.device, Tensor]) -> None:
-        """Record that a scaler has divided the rows' gradients; complete its record of values that are not finite."""
+        """Record that a scaler has divided the rows' gradients; complete the scaler's record, `found`."""
 
 
 class OpenLoop(Protocol):
@@ -40,7 +40,7 @@ class OpenLoop(Protocol):
         """The record of what scalers have done to its batch."""
 
     def row_parameter(self, table: Table) -> Tensor | None:
-        """Return the batch's rows of a table, float32 [U, D], as `Rows.parameters` does; None if there are none."""
+        """Return the batch's rows of a table, float32 [U, D], as `Rows.parameters` does; None if it has none."""
 
 
 class Loops(Protocol):
@@ -90,8 +90,8 @@ class TableOptimizer(torch.optim.Optimizer):
             scheduler.step()
 
     The loop updates the tables with the batch when it asks for the next one; `step` marks the batch for this. A program
-    whose dense optimizer steps with each batch need not call it. A `GradScaler` may also get this optimizer: `unscale_`
-    divides the gradients of the rows once, and an overflow on either side skips the step of both.
+    whose dense optimizer steps with each batch need not call `step`. A `GradScaler` may also get this optimizer:
+    `unscale_` divides the gradients of the rows once, and an overflow in them or in dense gradients skips both steps.
 
     A learning rate applies from the next step on: a batch is updated with the rates at the dense optimizer's step, or
     in a loop without one, at the last `backward` that gave gradients. The same is true of `table.optimizer.lr = 1e-4`.
@@ -105,7 +105,7 @@ class TableOptimizer(torch.optim.Optimizer):
             {"params": [nn.Parameter(torch.empty(0))], "name": table.name, "lr": table.optimizer.lr}
             for table in self._tables
         ]
-        self._names: list[str] = []  # needed during construction
+        self._names: list[str] = []  # read by `add_param_group` during construction
         super().__init__(groups, {})
         self._names = [table.name for table in self._tables]
         for group, table in zip(self.param_groups, self._tables, strict=True):
@@ -193,7 +193,7 @@ class TableOptimizer(torch.optim.Optimizer):
             self._rates[number] = group["lr"] = float(table.optimizer.lr)
 
     def apply(self) -> None:
-        """Set the rates of tables whose group's rate has changed, and of groups whose table's rate has changed.
+        """Apply changed rates of groups to their tables, and changed rates of tables to their groups.
 
         Raises:
             ValueError: A table's optimizer rejects a rate, tables that share an optimizer have different rates, or a
@@ -201,7 +201,7 @@ class TableOptimizer(torch.optim.Optimizer):
         """
         self._opt_called = True
         if [group.get("name") for group in self.param_groups] != self._names:
-            raise ValueError(f"the groups of runtime.optimizer are those of the tables {', '.join(self._names)}")
+            raise ValueError(f"runtime.optimizer must keep its groups, one for each of {', '.join(self._names)}")
         for group in self.param_groups:
             _require_group(group, group["name"])
         wanted = [float(group["lr"]) for group in self.param_groups]
@@ -209,7 +209,7 @@ class TableOptimizer(torch.optim.Optimizer):
         for rate, table in zip(wanted, self._tables, strict=True):
             if of_optimizer.setdefault(id(table.optimizer), rate) != rate:
                 raise ValueError(
-                    f"the group of table {table.name!r} has the learning rate {rate}, and that of a table with the "
+                    f"the group of table {table.name!r} has the learning rate {rate}, but that of a table with the "
                     f"same optimizer has {of_optimizer[id(table.optimizer)]}; give each table its own optimizer"
                 )
         for number, (group, table) in enumerate(zip(self.param_groups, self._tables, strict=True)):

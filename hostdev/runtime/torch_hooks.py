@@ -14,7 +14,7 @@ Function = Callable[..., Any]  # a torch function, of any signature
 
 
 class Replacement(NamedTuple):
-    """One of torch's functions, and its replacement.
+    """A function of torch to replace, and how to replace it.
 
     Attributes:
         owner: The module or class that has the function.
@@ -41,7 +41,7 @@ class TorchHooks:
         self, replacements: Sequence[Replacement], register: Sequence[Callable[[], RemovableHandle]] = ()
     ) -> None:
         self._replacements, self._register = replacements, register
-        self._placed: dict[tuple[Any, str], tuple[Function, Function]] = {}  # the original and its replacement
+        self._placed: dict[tuple[Any, str], tuple[Function, Function]] = {}  # originals and replacements
         self._handles: list[RemovableHandle] = []
         self.lock = threading.RLock()  # reentrant: a finalizer may call `remove` within `place`
 
@@ -89,7 +89,7 @@ class _AfterSteps:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.callbacks: WeakSet[Any] = WeakSet()
-        self._own = vars(optimizer).get("step")  # such as a scheduler's
+        self._own = vars(optimizer).get("step")  # an earlier replacement, such as a scheduler's
         original = optimizer.step
 
         @functools.wraps(original)
@@ -123,7 +123,7 @@ def call_after_steps(optimizer: Optimizer, callback: Any) -> None:
 
 
 def end_calls(optimizer: Optimizer, callback: Any = None) -> None:
-    """Undo `call_after_steps`; the callback may already be deleted."""
+    """Undo `call_after_steps`; `callback` is None if it has been deleted."""
     after = getattr(vars(optimizer).get("step"), "_hostdev_after", None)
     if after is not None:
         if callback is not None:

@@ -1,4 +1,4 @@
-"""Finds out whether a dense optimizer has yet to step with a batch's gradients, so that the batch is unfinished.
+"""Finds out whether a dense optimizer has yet to step with a batch, which is unfinished until then.
 
 This search runs only in the first batch of a loop that has gradients, and only if that batch is left, or its tables are
 read, before any optimizer has stepped. For later batches it is known whether there is an optimizer.
@@ -15,7 +15,7 @@ from hostdev.runtime.table_optimizer import TableOptimizer
 
 
 def leaves_of(roots: Iterable[Any]) -> list[Tensor]:
-    """Return the leaves that get gradients from these tensors or graph edges."""
+    """Return the leaf tensors that get gradients in a backward pass from these tensors or graph edges."""
     found = [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots]
     nodes = [node for node in found if node is not None]
     seen: set[Any] = set(nodes)
@@ -32,7 +32,7 @@ def leaves_of(roots: Iterable[Any]) -> list[Tensor]:
 
 
 def optimizers_of(parameters: Sequence[Tensor]) -> list[Optimizer]:
-    """Return the optimizers that have one of these parameters."""
+    """Return the dense optimizers that have one of these parameters."""
     if not parameters:
         return []
     gc.collect()  # deletes optimizers that nobody holds, which do not count
@@ -46,7 +46,7 @@ def _is_dense(kind: type) -> bool:
 
 
 def first_parameter(optimizer: Optimizer) -> Tensor | None:
-    """Return the first parameter that has a gradient."""
+    """Return an optimizer's first parameter that has a gradient; None if there is none."""
     return next((parameter for parameter in _parameters(optimizer) if parameter.grad is not None), None)
 
 

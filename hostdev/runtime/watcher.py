@@ -20,19 +20,19 @@ from hostdev.runtime.table_settings import TableSettings
 
 
 class TrainWatcher:
-    """Watches one loop, as a `scaling.Watcher`. It does not hold the loop, which ends when nobody holds it.
+    """Watches one loop, as a `scaling.Watcher`. It does not keep the loop alive.
 
     Args:
         batch: The batch in the body.
         settings: The tables' settings.
-        flags: Whether steps are finite.
-        ranks: The other processes.
+        flags: The flags that stop a step that is not finite.
+        ranks: The joined processes; None: this process is alone.
 
     Attributes:
         steps: The steps of dense optimizers.
         losses: How the batch's losses were scaled.
         rates: The tables' learning rates for the batch; None: use those at its end.
-        first: The loop's first batch, if it has rows whose gradients wait for a step.
+        first: The loop's first batch, if gradients of an earlier loop wait for a step; else None.
     """
 
     def __init__(self, batch: BodyBatch, settings: TableSettings, flags: Flags, ranks: Ranks | None) -> None:
@@ -68,9 +68,11 @@ class TrainWatcher:
         self._batch.losses.clear()
 
     def require_thread(self) -> None:
-        """Raise ValueError in another thread than the loop's."""
+        """Raise ValueError if the caller is not in the loop's thread."""
         if threading.get_ident() != self.thread:
-            raise ValueError("a loop over `train`, and evaluations and writes within it, must stay in one thread")
+            raise ValueError(
+                "a loop over `train` belongs to one thread: use it and its tables in the thread that opened it"
+            )
 
     def row_parameter(self, table: Table) -> Tensor | None:
         """See `table_optimizer.OpenLoop`."""
@@ -90,7 +92,7 @@ class TrainWatcher:
             self.steps.expect_backward(roots, {id(leaf.rows) for leaf in self._batch.all_leaves})
 
     def note_gradients(self) -> None:
-        """Fix the learning rates for the batch: rates set later apply to the next one, unless more gradients arrive."""
+        """Record the batch's learning rates: rates set later apply to the next batch, unless more gradients arrive."""
         if self.first is not None:
             self.first.came(self._batch.leaves, self._batch.inverses)
         backward = torch._C._current_graph_task_id()
@@ -125,7 +127,7 @@ class TrainWatcher:
         if batch.flight is not None and not self.steps.stepped:
             self.rates = self._settings.learning_rates()
             if first is not None and not batch.micros and any(optimizer is one for one in first.pending.optimizers):
-                first.came(batch.leaves, batch.inverses)  # it steps although the batch has no gradients yet
+                first.came(batch.leaves, batch.inverses)  # the optimizer steps although the batch has no gradients yet
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """See `scaling.Watcher`."""

@@ -52,7 +52,7 @@ MISUSED = (
     "do not use GradScaler with ranks",
     "clip model.parameters() alone",
     "ranks can sum float32 gradients only",
-    "one number or a list, not [2, 2]",
+    "must be of shape [] or [n], not [2, 2]",
 )
 
 
@@ -250,7 +250,9 @@ def test_batches_that_end_within_a_step(depth):
 
 def test_a_step_of_the_optimizer_with_each_micro_batch():
     case = Case()
-    with pytest.raises(ValueError, match=r"an optimizer has stepped with each of the batches .*rows.is_due"):
+    with pytest.raises(
+        ValueError, match=r"an optimizer stepped too early, before the last of the batches .*rows.is_due"
+    ):
         for label, rows in case.loop(batches_of(4), micro_batches=2):
             step(case, label, rows)
             case.adam.step()
@@ -263,8 +265,8 @@ def test_a_step_of_the_optimizer_with_each_micro_batch():
     ("options", "words"),
     [
         ({"accumulate": 2, "micro_batches": 2}, "micro_batches and accumulate both set .*; give one"),
-        ({"micro_batches": 0}, "micro_batches must be a number of batches, not 0"),
-        ({"accumulate": 0, "micro_batches": 2}, "accumulate must be a number of batches, not 0"),
+        ({"micro_batches": 0}, "micro_batches must be a number of batches, 1 or more, not 0"),
+        ({"accumulate": 0, "micro_batches": 2}, "accumulate must be a number of batches, 1 or more, not 0"),
     ],
 )
 def test_wrong_numbers(options, words):

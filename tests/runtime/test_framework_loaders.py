@@ -66,7 +66,7 @@ def test_a_loader_without_a_length():
 
 def test_errors():
     runtime = make_runtime()
-    with pytest.raises(ValueError, match="the loader ended after 16 batches; its length is 17"):
+    with pytest.raises(ValueError, match="the loader ended after 16 batches, but an epoch has 17"):
         train(runtime, runtime.train_loader(loader(), ids=ids, length=17), 1)
     with pytest.raises(ValueError, match="5 batches .*accumulate=2"):
         runtime.train_loader(iter(loader()), ids=ids, length=5, accumulate=2)

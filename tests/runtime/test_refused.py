@@ -21,9 +21,17 @@ IDS = {
     "strings": (["a", "b"], TypeError, "feature 'x': ids must be integers, not a list of <U1"),
     "a string": ("abc", TypeError, "feature 'x': ids must be integers, not 'abc' of <U3"),
     "None": (None, TypeError, "feature 'x': ids must be integers, not a NoneType of object"),
-    "lists of several lengths": ([[1], [2, 3]], ValueError, "feature 'x': ids are not an array .*inhomogeneous"),
-    "a number": (3, ValueError, r"feature 'x': ids must be \[B\], \[B, k\] or \[N\] with lengths, not \[\]"),
-    "three dimensions": (np.zeros((2, 2, 2), int), ValueError, r"\[N\] with lengths, not \[2, 2, 2\]"),
+    "lists of several lengths": (
+        [[1], [2, 3]],
+        ValueError,
+        "feature 'x': ids cannot be converted to an array .*inhomogeneous",
+    ),
+    "a number": (
+        3,
+        ValueError,
+        r"feature 'x': ids must be of shape \[B\], \[B, k\] or, with lengths, \[N\], not \[\]",
+    ),
+    "three dimensions": (np.zeros((2, 2, 2), int), ValueError, r"with lengths, \[N\], not \[2, 2, 2\]"),
     "a tuple of four": ((ARRAY,) * 4, ValueError, r"a tuple of ids must be \(values, lengths\[, weights\]\)"),
     "lengths that add up to less": ((ARRAY, [2, 3]), ValueError, "the lengths add up to 5, but there are 6 ids"),
     "lengths that add up to more": (
@@ -33,16 +41,24 @@ IDS = {
     ),
     "a negative length": ((ARRAY, [7, -1]), ValueError, "feature 'x': lengths must be at least 0, not -1"),
     "lengths that are floats": ((ARRAY, [3.0, 3.0]), TypeError, "feature 'x': lengths must be integers, not a list"),
-    "lengths in two dimensions": ((ARRAY, [[6]]), ValueError, r"feature 'x': lengths must be \[B\], not \[1, 1\]"),
+    "lengths in two dimensions": (
+        (ARRAY, [[6]]),
+        ValueError,
+        r"feature 'x': lengths must be of shape \[B\], not \[1, 1\]",
+    ),
     "lengths of a grid": (
         (ARRAY.reshape(2, 3), [3, 3]),
         ValueError,
-        r"with lengths or offsets must be \[N\], not \[2, 3\]",
+        r"with lengths or offsets must be of shape \[N\], not \[2, 3\]",
     ),
     "offsets that fall": (Bag(ARRAY, offsets=[0, 4, 2]), ValueError, "offsets must not decrease or exceed the 6 ids"),
     "offsets beyond the ids": (Bag(ARRAY, offsets=[0, 7]), ValueError, "must not decrease or exceed the 6 ids"),
-    "offsets that begin later": (Bag(ARRAY, offsets=[1, 2]), ValueError, r"offsets must be \[B\] and begin with 0"),
-    "no offsets": (Bag(ARRAY, offsets=[]), ValueError, "feature 'x': no offsets, but 6 ids"),
+    "offsets that begin later": (
+        Bag(ARRAY, offsets=[1, 2]),
+        ValueError,
+        r"offsets must be of shape \[B\] and begin with 0",
+    ),
+    "no offsets": (Bag(ARRAY, offsets=[]), ValueError, "feature 'x': the offsets are empty, but there are 6 ids"),
     "weights of another shape": (Bag(ARRAY, weights=np.ones(5)), ValueError, r"weights .*\[5\], but ids \[6\]"),
     "weights that are text": (
         Bag(ARRAY, weights=["a"] * 6),
@@ -103,7 +119,7 @@ def test_ids_outside_of_one_of_several_tables(device):
 
 def test_batches_that_have_no_ids():
     runtime = Runtime({"x": table_of()}, device="cpu")
-    with pytest.raises(TypeError, match="batch 1: .* dicts .*`ids` .* not a list"):
+    with pytest.raises(TypeError, match="batch 1: without `ids`, .* dict .* not a list"):
         next(runtime.train([[1, 2]]))
     with pytest.raises(TypeError, match="batch 1: `ids` .* dict .* not a nda"):
         next(runtime.train([[1, 2]], ids=np.array))
@@ -146,7 +162,7 @@ def test_features_that_are_none():
 def test_a_table_elsewhere(device):
     meta = table_of(device, "device")
     meta._block = meta._block.to("meta")
-    with pytest.raises(ValueError, match=f"table 't' is on meta, but the rows go to {device}"):
+    with pytest.raises(ValueError, match=f"table 't' is on meta, but the Runtime's device is {device}"):
         Runtime({"x": meta}, device=device)
     with pytest.raises(UserError, match="unknown kind of device"):
         Runtime({"x": table_of()}, device="gpu")
@@ -163,7 +179,7 @@ def test_caches_that_have_no_effect(device):
         Runtime(features, device=device, cache={"users": 3})
     with pytest.raises(UserError, match="a cache has no effect if all tables are on the device; leave it out"):
         Runtime({"a": tables["users"]}, device=device, cache="10%")
-    with pytest.raises(ValueError, match="table 'first' shares its ids, and therefore its cache"):
+    with pytest.raises(ValueError, match="table 'first' shares its ids, and so its cache"):
         Runtime(features, device=device, cache={"items": 3, "first": 5})
     assert [cache.capacity for cache in Runtime(features, device=device, cache={"first": 5}).caches] == [5]
     assert Runtime(features, device=device, cache={"first": None}).caches == []

@@ -143,7 +143,9 @@ def test_gradients_that_were_not_to_add_up(device, first):
 
 def test_an_optimizer_that_steps_before_the_rows_are_due(device):
     case = Case(device)
-    with pytest.raises(ValueError, match="an optimizer has stepped with each of the batches .*rows.is_due"):
+    with pytest.raises(
+        ValueError, match="an optimizer stepped too early, before the last of the batches .*rows.is_due"
+    ):
         case.train(batches_of(4), accumulate=2)
     other = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)  # one that steps more often is none of ours
     for label, rows in case.loop(batches_of(4), accumulate=2):
@@ -157,7 +159,7 @@ def test_an_optimizer_that_steps_before_the_rows_are_due(device):
 def test_accumulation_of_no_batches():
     case = Case()
     for wrong in (0, -1):
-        with pytest.raises(ValueError, match=f"accumulate must be a number of batches, not {wrong}"):
+        with pytest.raises(ValueError, match=f"accumulate must be a number of batches, 1 or more, not {wrong}"):
             case.loop(batches_of(1), accumulate=wrong)
 
 

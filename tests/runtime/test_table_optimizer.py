@@ -70,7 +70,7 @@ def test_groups_that_are_added():
     case.train(batches_of(2))
     case.runtime.optimizer.param_groups.append({"params": [], "lr": 0.1, "name": "more"})
     with pytest.raises(
-        ValueError, match="the groups of runtime.optimizer are those of the tables users, items, first, "
+        ValueError, match="runtime.optimizer must keep its groups, one for each of users, items, first, "
     ):
         case.train(batches_of(1))
 

@@ -199,7 +199,13 @@ def test_reading_ahead_is_refused():
     batches = batches_of(3)
     case = Case()
     for label, rows in case.loop(batches):
-        with reading_ahead(), pytest.raises(ValueError, match="table 'users': the loader, `ids` and `send` run ahead"):
+        with (
+            reading_ahead(),
+            pytest.raises(
+                ValueError,
+                match="table 'users': the loader, `ids` or `send` used it, but these run ahead",
+            ),
+        ):
             case.tables["users"].lookup([1])
         caught = []
 
