@@ -89,7 +89,7 @@ def test_what_is_kept_for_rows_is_what_is_allocated(runtime):
         for bits in (one.touched, snapshot.wanted, snapshot._pending)
     )
     assert abs(marks - parts["marks of changes"]) <= 3 * 3 * 8  # whole words
-    assert parts["batches on their way"] == 4 * 2 * 100 * 16 + 24 * 100 * (4 + 16)  # rows and gradients; ids
+    assert parts["batches in flight"] == 4 * 2 * 100 * 16 + 24 * 100 * (4 + 16)  # rows and gradients; ids
     assert parts["copies for checkpoints"] == 2 * parts["tables"]
     assert set(kept(sizes, depth=0, slots_on_host=False)) == {"tables", "the cache's plan"}
 
@@ -102,7 +102,7 @@ def test_a_plan_is_kept_for_its_batches_and_counts():
         parts = kept([GroupSize(rows, [table], True, cache)], depth=2, slots_on_host=True, uses=uses)
         assert parts["the cache's plan"] == planner_bytes(rows, rows // 100, uses, ahead)
         assert parts["counts of uses"] == 8 * rows
-        assert parts["batches on their way"] == 4 * 2 * 32 * uses + (4 + ahead) * 24 * uses
+        assert parts["batches in flight"] == 4 * 2 * 32 * uses + (4 + ahead) * 24 * uses
     assert parts["the cache's plan"] > planner_bytes(rows, rows // 100)
     with pytest.raises(UserError, match="at most 2,147,483,647 rows, not 2,147,483,648; leave the cache out"):
         kept([GroupSize(2**31, [table], True, CacheSpec(10))], depth=2, slots_on_host=True)

@@ -43,7 +43,7 @@ def kept(
     Raises:
         UserError: A table has too many rows for a cache.
     """
-    names = "tables", "cached rows", "the cache's plan", COUNTS, "claims of rows", "batches on their way"
+    names = "tables", "cached rows", "the cache's plan", COUNTS, "claims of rows", "batches in flight"
     parts = dict.fromkeys((*names, "marks of changes", "copies for checkpoints"), 0)
     window = passing = 0
     for group in groups:
@@ -68,7 +68,7 @@ def kept(
             if isinstance(group.cache.counts, np.ndarray) and not isinstance(group.cache.counts, np.memmap):
                 parts[COUNTS] += group.cache.counts.nbytes
         passing = max(passing, row * min(uses, group.rows))
-    parts["batches on their way"] = (depth + 2) * 2 * passing + (depth + 2 + window) * _USE_BYTES * uses
+    parts["batches in flight"] = (depth + 2) * 2 * passing + (depth + 2 + window) * _USE_BYTES * uses
     parts["copies for checkpoints"] = min(copies, 2 * parts["tables"])
     return {name: size for name, size in parts.items() if size}
 
