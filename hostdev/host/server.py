@@ -9,7 +9,7 @@ from hostdev.host.table import HostTable, Rows
 
 
 class ParameterServer:
-    """Named host tables, pulled from and pushed to."""
+    """Host tables by name: `pull` looks up rows of a table, and `push` applies gradients to them."""
 
     def __init__(self) -> None:
         self._tables: dict[str, HostTable] = {}
