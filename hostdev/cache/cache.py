@@ -93,7 +93,7 @@ class EmbeddingCache:
         self.slots = [DeviceSlots(capacity, table, self.device) for table in self.tables]
         self._resident = [np.full(capacity, -1, np.int32) for _ in self.tables]  # the row in each slot, -1 if free
         self._exchanged: deque[tuple[Plan, int]] = deque()  # swaps that are not in `_resident` yet
-        self._leaving: dict[tuple[int, int], tuple[Plan, Callable[[], None]]] = {}  # evicted rows on their way
+        self._leaving: dict[tuple[int, int], tuple[Plan, Callable[[], None]]] = {}  # evicted rows not yet on the host
         self._settling = threading.Lock()
         self.counting = _on_host("CacheCount", count_occurrences, log)
         self.announcing = _on_host("CacheAnnounce", self.planner.announce, log)

@@ -12,7 +12,7 @@ _VISITS_A_BATCH = 1000  # the fixed cost of a batch, in visits to rows
 
 
 def fits(batches: Sequence[tuple[Ids, Positions]], rows: int, capacity: int) -> bool:
-    """Return whether host memory suffices for `optimal`: 9 bytes per row, 8 per unique id, 48 per candidate."""
+    """Return whether host memory suffices for `optimal`: 9 bytes per row, 8 per id of a batch, 48 per candidate."""
     sizes = [len(ids) for ids, _ in batches]
     needed = 9 * rows + 8 * sum(sizes) + 48 * (min(capacity, rows) + max(sizes, default=0))
     return needed <= available_bytes()

@@ -158,8 +158,8 @@ class Planner:
         policy: "lookahead": the least cost, given the uses within the window and the probability of uses beyond; "lru";
             "lfu": by the uses so far, including those of uncached rows; "static": the rows with the largest `counts`.
             With more than 8,192 slots, each batch searches a different part of them for evictions.
-        window: Number of batches announced in addition to the one that is planned, at most 32; only for lookahead. It
-            distinguishes the first 16 batches; all of them count for probabilities.
+        window: Number of batches announced in addition to the one that is planned, at most 32; only for lookahead.
+            It distinguishes only the first 16 batches, but all of them count for probabilities.
         counts: How often each row is used, [V], in any unit: required by "static". Lookahead weighs counts against
             recent uses by how well each predicts; other policies ignore them.
         costs: Costs of a bypass, an admission and an eviction; only for lookahead.
@@ -459,7 +459,7 @@ def _join_parts(values: Positions, starts: Iterable[int], stops: Iterable[int]) 
 
 
 def renumber(inverse: Positions, places: Positions) -> Positions:
-    """Return each occurrence's row on the device, int32 [N], from its unique id and the places of the ids' rows."""
+    """Return places[inverse], int32 [N]: the inverse after each unique row has moved to its position in `places`."""
     out = np.empty_like(inverse)
     parallel_for(planning.take, len(inverse), inverse, places, out, grain=_GRAIN)
     return out

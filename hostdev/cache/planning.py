@@ -41,13 +41,13 @@ class PlanContext(NamedTuple):
 
     number: int  # of the planned batch
     latest: int  # of the last announced batch
-    kind: int
+    kind: int  # of the policy
     bits: int  # number of announced batches that the index table distinguishes
     believed: np.float32  # weight of the counts, in recent uses
     per_batch: np.float32  # 1 / the decayed number of batches
     per_announced: np.float32  # 1 / batches so far, if there are no counts; else 0
-    least: np.float32  # a row of this probability always enters
-    gate: int  # other rows enter above this key
+    least: np.float32  # rows of at least this probability may enter if their index is above 0
+    gate: int  # other rows may enter if their key is above this one
 
 
 @inline
@@ -157,8 +157,8 @@ def announce(start: Any, stop: Any, ids: Any, uses: Any, now: Any, rows: Any, va
 def judge(watched: Any, now: Any, rows: Any, values: Any, decays: Any, weights: Any, scores: Any) -> None:
     """Add to scores[k] the log-likelihood of batch `now.latest` if counts have the weight weights[k].
 
-    It is the Poisson likelihood that the batch uses just these of the rows `watched`. The batch has been announced;
-    `now` has the rates before it.
+    It is the Poisson likelihood of the batch's uses of the rows `watched`. The batch has been announced; `now` has the
+    rates before it.
     """
     decay = decays[1]
     for i in range(len(watched)):

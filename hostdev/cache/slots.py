@@ -64,7 +64,7 @@ class Places(NamedTuple):
 class DeviceSlots:
     """One table's slots on the device: block float32 [C, 1 + S, D] and row_slots float32 [C, R].
 
-    The device's current stream orders the work; only one thread at a time may use it.
+    The device's current stream orders the work; only one thread at a time may use the slots.
     """
 
     def __init__(self, capacity: int, table: CachedTable, device: torch.device) -> None:

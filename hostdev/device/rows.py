@@ -24,7 +24,7 @@ class GroupUses:
 
     def __init__(self, features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> None:
         self.features, self.rows, self.in_order = tuple(features), rows, in_order
-        self._found: dict[tuple[bool, ...], Any] = {}  # by which features have a gradient (nearly always all)
+        self._found: dict[tuple[bool, ...], Any] = {}  # from `Ops.uses_of`, by which features have a gradient
 
     def select(self, grads: Sequence[Tensor | None], ops: Ops) -> tuple[list[Tensor], Any]:
         """Return the arguments of `Ops.sum_uses` for the features that have a gradient, at least one."""

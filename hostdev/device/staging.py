@@ -44,7 +44,7 @@ class Staging:
             self._event = _make_event_factory(self._streams)
 
     def enter_thread(self) -> None:
-        """Make the device current in a new thread; by default that is the first device."""
+        """Make the device current in a new thread, in which the first device would otherwise be current."""
         if self.pinned_buffers.pin:
             torch.accelerator.set_device_index(self.device)
 
@@ -124,7 +124,7 @@ class Staging:
         return self._record_event() if self.copies else None
 
     def clock(self) -> Any:
-        """Return a timing event in the current stream, or the time on the CPU, for `nanoseconds`."""
+        """Record and return a timing event in the current stream, for `nanoseconds`; on the CPU, return the time."""
         if not self.copies:
             return time.perf_counter_ns()
         event = self._event(enable_timing=True)
@@ -132,7 +132,7 @@ class Staging:
         return event
 
     def nanoseconds(self, begin: Any, end: Any) -> int:
-        """Return the time between two events that the device has passed."""
+        """Return the time between two results of `clock`, which the device must have passed."""
         return int(begin.elapsed_time(end) * 1e6) if self.copies else int(end - begin)
 
     def _stage(self, tensor: Tensor, memory: PinnedBuffer) -> Tensor:

@@ -175,7 +175,7 @@ class Changes:
         self._storage, self._rows = storage, storage.shape[0]
         self._touched = empty_bits(self._rows)  # since the last snapshot
         self._unsaved: list[Bits] = []  # rows of snapshots that were not saved
-        self.since: Any = None  # identifies the checkpoint since which changes are tracked; set by its manager
+        self.since: Any = None  # the checkpoint since which changes are tracked; set by the checkpoint manager
         self._snapshot: Snapshot | None = None
 
     @property

@@ -17,7 +17,7 @@ class ParameterServer:
     def add(self, table: HostTable) -> HostTable:
         """Add a table under its own name and return it; ValueError if the name is taken."""
         if table.name in self._tables:
-            raise ValueError(f"there is already a table {table.name!r}")
+            raise ValueError(f"there is already a table {table.name!r}; give one of them another name")
         self._tables[table.name] = table
         return table
 

@@ -29,7 +29,7 @@ from hostdev.kernels.shards import get_ids_at, ids_of, range_of
 Rows = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int32]
 
-_ERASED = 1 << 16  # rows at a time
+_ERASED = 1 << 16  # rows erased at a time
 
 
 class HostTable(Owned):
@@ -124,7 +124,7 @@ class HostTable(Owned):
 
     @property
     def init(self) -> Initializer:
-        """The initial weights."""
+        """The initializer of the weights."""
         return self._initial[1]
 
     @property

@@ -40,7 +40,7 @@ class Gradients(NamedTuple):
     grads: Sequence[Sequence[Tensor | None]]  # by group and table: float32 [U, D]; None: the table takes no step
     skip: Tensor | None = None  # float32 [] on the device: unless it is 0, no row may change
     check: Any = None  # an `Outcome`; reading it raises if the host rows must not change
-    parts: Sequence[Sequence[Sequence[Tensor] | None]] = ()  # in place of grads if there are other ranks
+    parts: Sequence[Sequence[Sequence[Tensor] | None]] = ()  # replaces grads with other ranks: a sum per tree node
     micro_batches: int = 1  # of the step, on this rank
     in_two: bool = False  # sent in two parts, as all ranks know which rows the next batch waits for
 

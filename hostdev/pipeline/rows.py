@@ -271,8 +271,8 @@ def receive_rows(
     """Copy the tensors that leave the device to the host.
 
     Args:
-        rows: For each table, the tensors of `BatchRows.leave`, and the ids that another batch waits for, whose
-            gradients are copied before the rest.
+        rows: For each table, its rows, the tensors of their `leave`, and the ids that another batch waits for. The
+            gradients of these ids are copied before the rest.
         staging: Copies to the host.
         memory: The batch's host memory.
 

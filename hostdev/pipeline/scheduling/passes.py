@@ -65,7 +65,7 @@ class Pass(Protocol):
 
 
 def raise_held(held: list[BaseException | None]) -> None:
-    """Remove the error, if any, from a list, and raise it. In the list it would keep its frames alive, and they it."""
+    """Remove the error, if any, from a list, and raise it; left in the list, it would form a cycle with its frames."""
     if held[0] is not None:
         raise held.pop()  # type: ignore[misc]
 

@@ -39,7 +39,7 @@ class PipelineQueues:
         self.read_all = False  # the reader has ended
         self.update_error: BaseException | None = None
         self._lookups = 0  # threads that are looking rows up
-        self._looking_up_again = False  # the caller looks up rows that may have changed once more
+        self._looking_up_again = False  # the caller repeats the lookup of rows that may have changed
 
     @contextmanager
     def looking_up(self) -> Iterator[None]:
