@@ -61,7 +61,7 @@ class AllRows:
         return ids, self.rows, self.values
 
     def ids_of(self, positions: Positions) -> Positions:
-        """Return the ids of the rows at these positions."""
+        """Return the ids of the rows whose data is at these positions."""
         return positions
 
     def expect(self, counts: npt.NDArray[Any], per_use: np.float32, *, above: float) -> np.float32:
@@ -223,7 +223,7 @@ class Directory:
             self._reserve(max(self._room, min(self._rows, most)))
         if self._room - live < min(n, self._rows - live):
             others = (self._room - pinned - n) // 2
-            kept = int(np.searchsorted(np.cumsum(ages[:_AGES]), others, side="right"))  # batches
+            kept = int(np.searchsorted(np.cumsum(ages[:_AGES]), others, side="right"))  # rows of lower age stay
             self._forget(planned - kept)
         self._settle()
 
@@ -277,7 +277,7 @@ def most_bytes(rows: int, capacity: int, window: int, least: int, unique: int) -
 
 
 def find_quantile(chances: npt.NDArray[np.float32], share: float) -> np.float32:
-    """Return the value that this share of `chances` reaches or exceeds."""
+    """Return the largest value that a share of `share` of the `chances` reaches or exceeds."""
     last = min(round(len(chances) * (1 - share)), len(chances) - 1)
     least: np.float32 = np.partition(chances, last)[last]
     return least

@@ -20,7 +20,7 @@ _PIECES, _PIECE = 16, 1 << 18  # chunks at a time, and rows per chunk
 class Likeliest(NamedTuple):
     """The C rows with the largest keys: all with a larger key than `key`, and those with this key up to row `last`."""
 
-    counts: npt.NDArray[Any]  # [V]
+    counts: npt.NDArray[Any]  # [V], one per row
     per_use: np.float32  # a batch's uses divided by the sum of counts; 0: the count itself is the key
     key: np.uint64
     last: int
@@ -117,8 +117,8 @@ def told(
     """Write probabilities, and membership in `Likeliest`, for those of ids[start:stop] that have no position yet.
 
     Args:
-        chances: Output, float32 [U].
-        members: Output, bool [U].
+        chances: Output, float32 [U]: the probabilities.
+        members: Output, bool [U]: the membership.
     """
     for i in range(np.uint64(start), np.uint64(stop)):
         if positions[i] < 0:
@@ -142,7 +142,7 @@ def _digits(
 
 @kernel
 def _alike(start: Any, stop: Any, counts: Any, per_use: Any, key: Any, found: Any, piece: Any) -> None:
-    """Count the rows [start, stop) with this key."""
+    """Add the number of rows in [start, stop) with this key to found[piece]."""
     for row in range(np.uint64(start), np.uint64(stop)):
         found[piece] += _key_of(counts[row], per_use) == key
 

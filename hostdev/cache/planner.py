@@ -51,12 +51,12 @@ class Plan(NamedTuple):
 
     ids: Ids  # [U]
     hits: Positions  # [H], cached before the batch
-    hit_slots: Positions  # [H]
+    hit_slots: Positions  # [H], the slots of the hits
     admitted: Positions  # [A], cached from the end of the batch's step
     admitted_slots: Positions  # [A]: first free slots, then those of evicted rows, in the order of `evicted`
     passed: Positions  # [M], bypassing rows: looked up and updated on the host
     evicted: Ids  # [E], rows that leave at the end of the batch's step, before others are admitted
-    evicted_slots: Positions  # [E]
+    evicted_slots: Positions  # [E], the slots that they leave
 
     @property
     def reads(self) -> Ids:
@@ -365,7 +365,7 @@ class Planner:
         self._exchanging = False
 
     def holds(self, slot_ids: Positions) -> bool:
-        """Return whether these rows [C] are the cached ones."""
+        """Return whether the slots hold these rows, [C], where -1 stands for a free slot."""
         if self._exchanging:
             return False
         here = self._directory.ids_of(self._slots[: self.filled])
@@ -396,7 +396,7 @@ class Planner:
         return slots, leaving, _find_key_from_top(newcomers, len(slots))
 
     def _get_slots_to_scan(self) -> tuple[int, int]:
-        """Return the range of slots to search for evictions: all, or if there are very many, each part in turn."""
+        """Return the range of slots to search for evictions: all, or if there are very many, the next part of them."""
         most = max(_SCANNED, _SCANNED_PER_SWAP * self._swapped)
         if self.filled <= most:
             return 0, self.filled

@@ -30,7 +30,7 @@ from hostdev.kernels.pool import parallel_for
 
 RATES = 22  # classes of the probability that a batch uses a row: 1, >= 3/4, >= 1/2, >= 3/8, ..., the rest
 PRICES = 161  # number of prices, 16 per octave; the highest is a little above any row's index
-HORIZON = 100  # batches
+HORIZON = 100  # batches after the known ones; later costs are ignored
 MOST_BITS = 16  # maximum number of known batches
 STAY, ENTER = 0, 1  # first index of the table of `prices`: for cached rows, for others
 

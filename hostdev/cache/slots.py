@@ -45,7 +45,7 @@ class CachedTable(Protocol):
 class Places(NamedTuple):
     """A plan's slots on the device, int32; all tables of a cache share them."""
 
-    hit_slots: Tensor  # [H]
+    hit_slots: Tensor  # [H], slots of rows that were cached before the batch
     admitted_slots: Tensor  # [A]; the last E hold rows that are evicted
     row_ids: Tensor | None = None  # int32 or int64 [H + A], the rows' ids; None if not needed
 

@@ -173,7 +173,7 @@ class DeviceTable(Owned):
         """Take one optimizer step on unique rows.
 
         Args:
-            ids: int32 or int64 [U].
+            ids: The rows to update, int32 or int64 [U].
             grads: Summed gradients, float32 [U, D].
             skip: float32 []; if it is not 0, nothing changes; None means 0.
 

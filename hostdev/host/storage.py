@@ -77,7 +77,7 @@ class Storage(Protocol):
     """A table's rows. Arguments mean the same as those of the corresponding `HostTable` methods."""
 
     dtype: str
-    row_slots: Rows  # [V, R]
+    row_slots: Rows  # per-row state, [V, R]
 
     def initial(self, shape: Shape, seed: int, init: Initializer, ids: npt.NDArray[np.int64], block: Rows) -> None:
         """Write the initial values of rows to block [N, 1 + S, D]; ids [N] are the rows' ids in the whole table."""

@@ -334,7 +334,7 @@ class HostTable(Owned):
     def update_tasks(
         self, ids: Ids, grads: Rows, step: TableStep | None = None, positions: Positions | None = None
     ) -> list[Task]:
-        """Return the tasks of `update`; counts its step now."""
+        """Return the tasks of `update`, and count its step now."""
         check_rows("grads", grads, (len(ids if positions is None else grads), self.dim), self.name)
         step = step or self.begin_step()
         self._note_write(ids)

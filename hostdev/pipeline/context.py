@@ -50,4 +50,4 @@ class Context:
         self.cached = [number for number, group in enumerate(groups) if group.cache is not None]
         self.row_bytes = sum(group.row_bytes for group in groups if group.on_host)
         self.steps = 0  # steps whose updates are finished
-        self.asked_before: tuple[int, list[Asked]] = 0, []  # last training batch, and all ranks' requests for it
+        self.asked_before: tuple[int, list[Asked]] = 0, []  # last training batch, and its `Asked` by group

@@ -38,7 +38,7 @@ class Gradients(NamedTuple):
     """A step's gradients."""
 
     grads: Sequence[Sequence[Tensor | None]]  # by group and table: float32 [U, D]; None: the table takes no step
-    skip: Tensor | None = None  # float32 [] on the device: unless it is 0, no row may change
+    skip: Tensor | None = None  # float32 [] on the device; if it is not 0, no row may change
     check: Any = None  # an `Outcome`; reading it raises if the host rows must not change
     parts: Sequence[Sequence[Sequence[Tensor] | None]] = ()  # replaces grads with other ranks: a sum per tree node
     micro_batches: int = 1  # of the step, on this rank

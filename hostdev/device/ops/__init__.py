@@ -122,7 +122,7 @@ class Ops(Protocol):
         """Round the weights of rows to bfloat16 values, in place, as `kernels.rounding.round_rows` does.
 
         Args:
-            block: float32 [any, 1 + S, D].
+            block: The rows, float32 [any, 1 + S, D].
             ids: Unique rows of the block, int32 or int64 [U]; None for the first U.
             row_ids: The ids of these rows in the table, int32 or int64 [U].
             key: The 64-bit rounding key of the table's step.

@@ -339,7 +339,7 @@ class OverlappedPass:
         return thread in self._workers.threads
 
     def _raise_update_error(self) -> None:
-        """Raise the updater's error, which is not kept, since it holds its frames. The pass must then be closed."""
+        """Raise the updater's error, if any, and drop it, since it holds its frames. The pass must then be closed."""
         held, self._queues.update_error = [self._queues.update_error], None
         raise_held(held)
 
