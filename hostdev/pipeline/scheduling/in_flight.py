@@ -30,7 +30,7 @@ class InFlight:
 
 
 class SharedRows(NamedTuple):
-    """The rows of a batch that the next batch also has."""
+    """The rows of a batch, divided into those that the next batch also has and the others."""
 
     first: RowSubset  # the shared rows, which are updated first
     rest: RowSubset  # the batch's other rows
