@@ -1,9 +1,9 @@
 """A lower bound on the cost of any cache on known batches: the Lagrangian dual of offline caching's linear program.
 
 Between two uses of a row, a cache either keeps it, which takes a slot in every batch in between, or evicts it and pays
-again; at most C rows are kept at a time. Once each slot of each batch has a price, every row is decided independently,
-by dynamic programming over its uses. The sum of the rows' costs minus the price of the C slots is a lower bound for
-every cache, and the largest such bound is the program's value.
+again; with C slots, it keeps at most C rows at a time. Once each slot of each batch has a price, every row is decided
+independently, by dynamic programming over its uses. The sum of the rows' costs minus the price of the C slots is a
+lower bound for every cache, and the largest such bound is the program's value.
 
 Rows may be cached before the first batch, at the cost of admission, or for free if earlier batches are not counted.
 Rows that are cached after the last batch are not written back.
@@ -24,11 +24,11 @@ from hostdev.core.memory import available_bytes
 from hostdev.kernels.jit import kernel
 from hostdev.kernels.pool import KernelTask, ranges, run_tasks
 
-_SEARCHED, _LEAST_STEPS, _MOST_STEPS = 16, 60, 300
-VISITS = 4e8  # visits to uses, over all steps: a few seconds
-_GRAIN = 1 << 13  # rows
-_SHRINK_AFTER = 12  # steps without a better bound
-_DEFLECTION = 1.5
+_SEARCHED, _LEAST_STEPS, _MOST_STEPS = 16, 60, 300  # bisection steps; limits of the number of subgradient steps
+VISITS = 4e8  # uses visited over all steps, which takes a few seconds
+_GRAIN = 1 << 13  # rows per task
+_SHRINK_AFTER = 12  # steps without a clearly better bound, after which `gap` is halved
+_DEFLECTION = 1.5  # of the modified gradient (Camerini et al.)
 
 
 class Uses(NamedTuple):
@@ -40,13 +40,13 @@ class Uses(NamedTuple):
 
 
 def fits(unique: int, batches: int) -> bool:
-    """Return whether host memory suffices for the bound on `unique` ids, summed over batches."""
+    """Return whether host memory suffices for `least_cost` with `unique` unique ids, summed over batches."""
     pieces = len(ranges(unique, _GRAIN))
     return 40 * unique + (10 * pieces + 64) * (batches + 2) <= available_bytes()
 
 
 def most_steps(unique: int, visits: float = VISITS) -> int:
-    """Return the maximum number of steps that `least_cost` takes for `unique` uses."""
+    """Return the maximum number of steps that `least_cost` takes for `unique` unique ids, summed over batches."""
     return _SEARCHED + _steepest(unique, visits)
 
 
@@ -81,9 +81,9 @@ def least_cost(
         uses: The uses of rows.
         capacity: Number of slots.
         costs: Costs of moving a row.
-        first: Cost of a row that is cached before the first batch; None for `costs.admitted`, 0 if it was admitted in
-            batches that are not counted.
-        visits: The approximate number of uses visited over all steps; fewer may give a lower bound.
+        first: Cost of caching a row before the first batch; None for `costs.admitted`, 0 if earlier batches, which are
+            not counted, paid for it.
+        visits: The approximate number of uses visited over all steps; fewer visits may loosen the bound.
         progress: Called after each step; its exceptions propagate.
     """
     batches = uses.total
@@ -149,14 +149,14 @@ def _pay(
     totals: Any,
     piece: Any,
 ) -> None:
-    """Minimize the cost of each of the rows [start, stop), slots included.
+    """Minimize the cost of each of the rows [start, stop), including the price of its slots.
 
     Args:
-        until: float64 [T + 2], cumulative prices of a slot.
+        until: float64 [T + 2] for T batches, cumulative prices of a slot.
         entry: The cost of being cached before the first batch.
         choices: Scratch, bool [pieces, most uses of a row + 1, 2].
         kept: Output, int64 [pieces, T + 2]: changes from batch to batch in the number of rows that are kept.
-        totals: Output, float64 [pieces]: the rows' costs.
+        totals: Output, float64 [pieces]: the total cost of each piece's rows.
     """
     total, last, held_more, choice = 0.0, len(until) - 1, kept[piece], choices[piece]
     held_more[:] = 0

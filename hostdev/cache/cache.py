@@ -24,12 +24,12 @@ from hostdev.kernels.pool import run_tasks
 from hostdev.kernels.unique import count_occurrences
 
 _MOST_RECORDED = 1 << 24  # unique ids that are kept to find the optimum
-_MOST_VISITS = 1 << 29  # visits to rows when finding it: about 20 seconds
-_AT_ONCE_BYTES = 1 << 26  # copied to or from the host at a time
+_MOST_VISITS = 1 << 29  # rows visited to find it, which takes about 20 seconds
+_AT_ONCE_BYTES = 1 << 26  # bytes that are copied to or from the host at a time
 
 
 class CacheTooLargeError(UserError):
-    """The slots do not fit into the device's memory."""
+    """A cache's slots do not fit into the device's free memory."""
 
 
 class EmbeddingCache:
@@ -37,22 +37,23 @@ class EmbeddingCache:
 
     A row has one owner: a device slot from the end of the step that admits it to the end of the step that evicts it,
     otherwise the host. An evicted row is written back. `write_back` updates the host, and rows stay cached. Results
-    equal those without a cache, bit for bit. Device memory: capacity x (D x (1 + slots)) x 4 bytes per table, and the
-    rows of in-flight batches.
+    equal those without a cache, bit for bit. Device memory per table: capacity x (D x (1 + S) + R) x 4 bytes, for S
+    optimizer state columns and R values of per-row state; in addition, the rows of in-flight batches.
 
-    One thread at a time may call. The host copy of a cached row is stale: call `write_back` before reading the tables,
-    and before changing them by other means; then call `refresh`.
+    Only one thread at a time may use a cache, except that `stepped` and `left` may run while another thread plans. The
+    host copy of a cached row is stale: call `write_back` before you read the tables or change them by other means;
+    after a change call `refresh`.
 
     Args:
         tables: One host table, or several that share ids and therefore one plan.
-        capacity_rows: Slots, as a number or a share of the table such as "5%"; may be smaller than a batch.
+        capacity_rows: Number of slots, or a share of the table's rows such as "5%"; may be smaller than a batch.
         policy: "lookahead", "lru", "lfu" or "static"; see `hostdev.cache.planner.Planner`.
         device: Where the slots lie.
         window: Batches to look ahead.
         counts: How often each row is used, [V], in any unit: required by "static"; helps "lookahead" to move fewer
             bytes.
         record: Keep the ids of the first batches, for the offline optimum in `summary`: at most 16 million unique ids,
-            and fewer if the search would take minutes.
+            and fewer if the search would otherwise take minutes.
         log: Receives the durations of planning.
 
     Raises:
@@ -83,20 +84,21 @@ class EmbeddingCache:
         needed, free = planner_bytes(self.rows, capacity), available_bytes()
         if needed > free:
             raise UserError(
-                f"the cache's plan needs {format_bytes(needed)}, but {format_bytes(free)} of host memory are free"
+                f"the cache's plan needs {format_bytes(needed)}, but {format_bytes(free)} of host memory are free; use "
+                "a smaller cache"
             )
         self._row_bytes = row_bytes((table.dim, table.optimizer) for table in self.tables)
         self._costs = Costs.of(*self._row_bytes)
         self.planner = Planner(self.rows, capacity, policy, window=window, counts=counts, costs=self._costs)
         self.slots = [DeviceSlots(capacity, table, self.device) for table in self.tables]
-        self._resident = [np.full(capacity, -1, np.int32) for _ in self.tables]  # each slot's row after the steps
+        self._resident = [np.full(capacity, -1, np.int32) for _ in self.tables]  # the row in each slot, -1 if free
         self._exchanged: deque[tuple[Plan, int]] = deque()  # swaps that are not in `_resident` yet
-        self._leaving: dict[tuple[int, int], tuple[Plan, Callable[[], None]]] = {}  # in flight to the host
+        self._leaving: dict[tuple[int, int], tuple[Plan, Callable[[], None]]] = {}  # evicted rows not yet on the host
         self._settling = threading.Lock()
         self.counting = _on_host("CacheCount", count_occurrences, log)
         self.announcing = _on_host("CacheAnnounce", self.planner.announce, log)
         self.planning = _on_host("CachePlan", self.planner.plan, log)
-        self._changed = False  # the device has changed since the last write-back
+        self._changed = False  # cached rows have changed since the last write-back
         self._recorded: list[tuple[Ids, Positions]] = []
         self._recording = record
         self._recorded_ids = self._visits = 0
@@ -114,11 +116,11 @@ class EmbeddingCache:
 
     @property
     def window(self) -> int:
-        """Batches that are announced before one is planned; 0 for a policy without lookahead."""
+        """Number of batches announced in addition to the one that is planned; 0 for a policy without lookahead."""
         return self.planner.window
 
     def announce(self, ids: Ids, inverse: Positions) -> None:
-        """Announce the next future batch, as `unique` returns it; each id in [0, rows) (not checked)."""
+        """Announce the next batch: ids, each in [0, rows) (not checked), and inverse, as `unique` returns them."""
         uses = self.counting(inverse, len(ids))
         self.announcing(ids, uses)
         if self._recording:
@@ -145,15 +147,15 @@ class EmbeddingCache:
             bring_back: Writes the evicted rows to the host; called if an error occurs before `left` is called.
         """
         self._leaving[id(plan), table] = plan, bring_back
-        self._exchanged.append((plan, table))  # and nothing more: a step must not wait
+        self._exchanged.append((plan, table))  # applied later: a step must not wait
         self._changed = True
 
     def left(self, plan: Plan, table: int) -> None:
-        """Record that a plan's evicted rows were written to the host table of this number."""
+        """Record that a plan's evicted rows were written to host table number `table`."""
         self._leaving.pop((id(plan), table), None)
 
     def _bring_back(self) -> None:
-        """Write evicted rows that nothing else will write to the host, in order of eviction."""
+        """Write to the host, in order of eviction, the evicted rows that `left` has not reported."""
         for key, (_, bring_back) in list(self._leaving.items()):
             bring_back()
             self._leaving.pop(key, None)
@@ -179,7 +181,7 @@ class EmbeddingCache:
         """Reset the planner to the slots' content, and forget batches that were announced but not stepped."""
         self._settle()
         if any(not np.array_equal(other, self._resident[0]) for other in self._resident[1:]):
-            self.write_back_rows()  # an error interrupted the tables' steps
+            self.write_back_rows()  # an error came after the swaps of some tables only
             for resident in self._resident:
                 resident[:] = -1
         if len(self.planner) or not self.planner.holds(self._resident[0]):
@@ -251,12 +253,12 @@ class EmbeddingCache:
 
         The first `optimal_batches` batches were recorded. On these, this cache had `hit_rate_of_these`, moved
         `bytes_of_these` and saved `host_us_saved_of_these` (not counting planning). The optimum is the highest hit
-        rate, the fewest bytes in both directions, and the most time saved, each by a different cache.
+        rate, the fewest bytes in both directions, and the most time saved, each possibly by a different cache.
 
         Args:
             optimum: Add the optimum, which takes up to a minute; if that is not possible, `no_optimum` gives the
                 reason.
-            host: Host nanoseconds for a row that bypasses, is admitted, or is evicted; None: saved time is null.
+            host: Host nanoseconds for a row that bypasses, is admitted, or is evicted; None leaves saved times null.
             progress: Called during the search; its exceptions propagate.
         """
         total = self.planner.statistics

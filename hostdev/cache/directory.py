@@ -21,14 +21,14 @@ from hostdev.kernels.unique import find_slot
 Ids = npt.NDArray[Any]
 Positions = npt.NDArray[np.int32]
 
-ROW = 4 * WORDS  # bytes, within a cache line
+ROW = 4 * WORDS  # bytes of a row's data: half a cache line
 _EMPTY, _GONE = -1, -2  # hash table entries; a search continues past _GONE (a tombstone)
-_LIVE, _USED, _HAND, _DEAD = range(4)  # the state: rows, positions so far, the next position to try, tombstones
+_LIVE, _USED, _HAND, _DEAD = range(4)  # state: rows, positions used, next position to try, tombstones
 _AGES = 512  # distinct ages, in batches
 _AHEAD, _NEAR = 32, 12  # prefetch distances in ids: the hash table entry, then the row
 _GRAIN = 1 << 14
-_LEAST_BITS, _LOAD = 10, 0.6  # of the hash table
-_MOST_LOAD = 0.75  # with tombstones
+_LEAST_BITS, _LOAD = 10, 0.6  # of the hash table: log2 of its smallest size, and the load it is made for
+_MOST_LOAD = 0.75  # including tombstones
 
 
 class AllRows:
@@ -53,24 +53,24 @@ class AllRows:
         return rows
 
     def place(self, ids: Ids, planned: int) -> Ids:
-        """Return the positions of the ids [U] of a batch, or of slots, while `planned` batches are planned."""
+        """Return the positions of the data of ids [U], after `planned` batches have been planned."""
         return ids
 
     def look(self, ids: Positions) -> tuple[Positions, npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        """Return the data of rows: positions, and the arrays that these index."""
+        """Return positions of the data of rows, and the arrays that they index: the data as int32 and as float32."""
         return ids, self.rows, self.values
 
     def ids_of(self, positions: Positions) -> Positions:
-        """Return the ids of the rows at these positions."""
+        """Return the ids of the rows whose data is at these positions."""
         return positions
 
     def expect(self, counts: npt.NDArray[Any], per_use: np.float32, *, above: float) -> np.float32:
-        """Store each row's probability of being in a batch, and mark the C likeliest rows; return the lowest of theirs.
+        """Store the probability that a batch uses each row, mark the C likeliest rows, and return the C-th probability.
 
         Args:
             counts: Uses of each row, [V].
             per_use: Uses in a batch divided by the sum of counts.
-            above: Rows need a larger count than this to be marked.
+            above: Only rows with a larger count than this are marked.
         """
         expected = self.values[:, CHANCE]
         weights = np.ascontiguousarray(counts, np.float32)
@@ -83,15 +83,15 @@ class AllRows:
         return least
 
     def choose(self, counts: npt.NDArray[Any]) -> None:
-        """Set the count of the C most frequent rows to 1; ties go to the first rows."""
+        """Set the word COUNT of the C rows with the largest counts to 1; ties go to the first rows."""
         self.rows[np.argsort(-np.asarray(counts, np.float64), kind="stable")[: self._capacity], COUNT] = 1
 
 
 class Directory:
     """Data of the rows that currently matter: 32 bytes per row, and 7 to 14 for the index; methods as in `AllRows`.
 
-    There is room for the pinned rows (which have a slot or occur in an announced batch) and a quarter more, and for two
-    batches. Unused room takes no memory.
+    There is room for the pinned rows (those that have a slot or occur in an announced batch), for a quarter as many
+    others, and for two batches. Unused room takes no memory.
 
     Args:
         rows: V.
@@ -102,7 +102,7 @@ class Directory:
 
     def __init__(self, rows: int, capacity: int, window: int, least: int = 0) -> None:
         self._rows, self._capacity, self._window, self._least = rows, capacity, window, least
-        self._room = 0  # rows
+        self._room = 0  # rows that fit
         self._state = np.zeros(4, np.int64)
         self._sound = True  # False: an interruption left the hash table inconsistent with the rows
         self._likeliest: Likeliest | None = None
@@ -157,7 +157,7 @@ class Directory:
         return positions
 
     def look(self, ids: Positions) -> tuple[Positions, npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        """Return a copy of the data of rows, with initial data for missing ones."""
+        """See `AllRows`; returns a copy of the data, with initial data for missing rows."""
         positions = self._find(ids)
         found = positions >= 0
         values = np.zeros((len(ids), WORDS), np.float32)
@@ -174,7 +174,7 @@ class Directory:
         return ids
 
     def expect(self, counts: npt.NDArray[Any], per_use: np.float32, *, above: float) -> np.float32:
-        """See `AllRows`; counts are kept, and read when rows are inserted."""
+        """See `AllRows`; keeps `counts`, which are read when rows are inserted."""
         self._likeliest = likeliest(counts, self._capacity, per_use, above=above)
         ids = self.known[:, ID].copy()
         here = ids >= 0
@@ -183,7 +183,7 @@ class Directory:
         return chance_at(self._likeliest.key)
 
     def choose(self, counts: npt.NDArray[Any]) -> None:
-        """See `AllRows`; called before any row is inserted; counts are kept."""
+        """See `AllRows`; keeps `counts`; must be called before any row is inserted."""
         if self._capacity:
             self._likeliest = likeliest(counts, self._capacity)
 
@@ -196,7 +196,7 @@ class Directory:
     def _get_probabilities(
         self, ids: Ids, positions: Positions
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
-        """For rows without a position, return their probabilities by counts [U], and whether they are likeliest [U]."""
+        """Return, for rows without a position, the probabilities by the counts, and membership in `Likeliest`."""
         expected, chosen = scratch("expected", (len(ids),), np.float32), scratch("chosen", (len(ids),), np.bool_)
         if self._likeliest is None:
             expected.fill(0)
@@ -223,12 +223,12 @@ class Directory:
             self._reserve(max(self._room, min(self._rows, most)))
         if self._room - live < min(n, self._rows - live):
             others = (self._room - pinned - n) // 2
-            kept = int(np.searchsorted(np.cumsum(ages[:_AGES]), others, side="right"))  # ages
+            kept = int(np.searchsorted(np.cumsum(ages[:_AGES]), others, side="right"))  # rows of lower age stay
             self._forget(planned - kept)
         self._settle()
 
     def _forget(self, before: int) -> None:
-        """Forget rows that are not pinned and were not used by a batch from `before` on."""
+        """Forget rows that have no slot and that no batch from number `before` on uses."""
         self._sound = False
         pieces = ranges(int(self._state[_USED]), _GRAIN)
         counted = np.zeros((len(pieces), 2), np.int64)
@@ -271,13 +271,13 @@ def _most(capacity: int, window: int, unique: int) -> int:
 
 
 def most_bytes(rows: int, capacity: int, window: int, least: int, unique: int) -> int:
-    """Return the maximum bytes of a directory, if at most `rows` rows occur, and `unique` in a batch."""
+    """Return the maximum bytes of a directory, if at most `rows` different rows occur, and `unique` in a batch."""
     room = min(rows, max(least, _most(capacity, window, unique)))
     return room * ROW + (4 << _get_hash_bits(room))
 
 
 def find_quantile(chances: npt.NDArray[np.float32], share: float) -> np.float32:
-    """Return the value that this share of `chances` reaches or exceeds."""
+    """Return the largest value that a share of `share` of the `chances` reaches or exceeds."""
     last = min(round(len(chances) * (1 - share)), len(chances) - 1)
     least: np.float32 = np.partition(chances, last)[last]
     return least
@@ -319,11 +319,12 @@ def _insert(
     values: Any,
     state: Any,
 ) -> None:
-    """Insert those of ids [U], all different, that have no position; there is room for them.
+    """Insert the ids [U], all different, that have no position; there must be room for them.
 
     Args:
-        chances: float32 [U], their probabilities.
-        chosen: bool [U], written to the word `flag` of their rows.
+        positions: int32 [U], negative for missing ids, whose new positions are written here.
+        chances: float32 [U], probabilities of the ids.
+        chosen: bool [U], written to the word `flag` of the inserted rows.
     """
     mask, one, stop = np.uint64(len(index) - 1), np.uint64(1), np.uint64(len(ids))
     for i in range(stop):
@@ -350,7 +351,7 @@ def _insert(
 
 @kernel
 def _ages(start: Any, stop: Any, rows: Any, planned: Any, histograms: Any, piece: Any) -> None:
-    """Count the rows at positions [start, stop) by age in planned batches; pinned ones are counted last."""
+    """Count rows at positions [start, stop) by age, the batches planned since their last use; pinned rows come last."""
     for p in range(np.uint64(start), np.uint64(stop)):
         age = np.int64(_AGES) if _is_pinned(rows, p, planned) else min(planned - 1 - rows[p, LAST], _AGES - 1)
         histograms[piece, np.uint64(age)] += rows[p, ID] >= 0
@@ -363,7 +364,7 @@ def _goes(rows: Any, p: Any, before: Any) -> Any:
 
 @kernel
 def _forget(start: Any, stop: Any, rows: Any, before: Any, index: Any, shift: Any, counted: Any, piece: Any) -> None:
-    """Forget rows at positions [start, stop) that have no slot and are not used by a batch from `before` on.
+    """Forget rows at positions [start, stop) that have no slot and that no batch from number `before` on uses.
 
     Args:
         counted: Output, int64 [pieces, 2]: forgotten rows, and tombstones that they left.

@@ -1,7 +1,7 @@
 """The most used rows by counts, found without copying the counts, which may be large and in a file.
 
-A row's key is the probability that a batch uses it, or the count itself. A radix search over histograms finds the C-th
-largest key; ties at that key go to the first rows.
+A row's key is the probability that a batch uses it, or the count itself. A radix search over histograms of the keys'
+digits finds the C-th largest key; ties at that key go to the first rows.
 """
 
 from typing import Any, NamedTuple
@@ -12,15 +12,15 @@ import numpy.typing as npt
 from hostdev.kernels.jit import inline, kernel
 from hostdev.kernels.pool import run_tasks
 
-_DIGIT_BITS, _KEY_BITS, _CHANCE_BITS = 16, 64, 32  # the last: bits of a key below the probability, a float32
+_DIGIT_BITS, _KEY_BITS, _CHANCE_BITS = 16, 64, 32  # the last: zero bits below a float32 probability in a key
 _BY_COUNT = np.float32(0)
 _PIECES, _PIECE = 16, 1 << 18  # chunks at a time, and rows per chunk
 
 
 class Likeliest(NamedTuple):
-    """The C rows with the largest keys: those above `key`, and those equal to it up to the row `last`."""
+    """The C rows with the largest keys: all with a larger key than `key`, and those with this key up to row `last`."""
 
-    counts: npt.NDArray[Any]  # [V]
+    counts: npt.NDArray[Any]  # [V], one per row
     per_use: np.float32  # a batch's uses divided by the sum of counts; 0: the count itself is the key
     key: np.uint64
     last: int
@@ -58,7 +58,7 @@ def _blocks(rows: int) -> list[list[tuple[int, int]]]:
 
 
 def _nth(counts: npt.NDArray[Any], per_use: np.float32, key: np.uint64, n: int) -> int:
-    """Return the n-th row with this key, from 1."""
+    """Return the n-th row with this key; n counts from 1."""
     for pieces in _blocks(len(counts)):
         found = np.zeros(_PIECES, np.int64)
         shared = (counts, per_use, key, found)
@@ -78,7 +78,7 @@ def chance_by(count: Any, per_use: Any) -> Any:
 
 @inline
 def _key_of(count: Any, per_use: Any) -> Any:
-    """Return a row's key: the bits of a number, mapped to ascending order; 0 for NaN."""
+    """Return a row's key: the bits of its probability or count, mapped so that they sort like it; 0 for NaN."""
     if per_use > 0:
         chance = chance_by(count, per_use) + np.float32(0)  # -0 as 0
         bits = np.uint64(np.float32(chance).view(np.uint32)) << np.uint64(_CHANCE_BITS)
@@ -117,8 +117,8 @@ def told(
     """Write probabilities, and membership in `Likeliest`, for those of ids[start:stop] that have no position yet.
 
     Args:
-        chances: Output, float32 [U].
-        members: Output, bool [U].
+        chances: Output, float32 [U]: the probabilities.
+        members: Output, bool [U]: the membership.
     """
     for i in range(np.uint64(start), np.uint64(stop)):
         if positions[i] < 0:
@@ -132,7 +132,7 @@ def told(
 def _digits(
     start: Any, stop: Any, counts: Any, per_use: Any, key: Any, shift: Any, histograms: Any, piece: Any
 ) -> None:
-    """Count the digits at `shift` of the rows [start, stop) whose higher digits equal those of `key`."""
+    """Count the digits at bit `shift` of the keys of rows [start, stop) whose higher digits equal those of `key`."""
     histogram = histograms[piece]
     for row in range(np.uint64(start), np.uint64(stop)):
         digit = (_key_of(counts[row], per_use) ^ key) >> shift
@@ -142,14 +142,14 @@ def _digits(
 
 @kernel
 def _alike(start: Any, stop: Any, counts: Any, per_use: Any, key: Any, found: Any, piece: Any) -> None:
-    """Count the rows [start, stop) with this key."""
+    """Add the number of rows in [start, stop) with this key to found[piece]."""
     for row in range(np.uint64(start), np.uint64(stop)):
         found[piece] += _key_of(counts[row], per_use) == key
 
 
 @kernel
 def _find_nth(start: Any, stop: Any, counts: Any, per_use: Any, key: Any, n: Any) -> Any:
-    """Return the n-th row of [start, stop) with this key, from 1; -1 if there is none."""
+    """Return the n-th row of [start, stop) with this key, where n counts from 1; -1 if there is none."""
     for row in range(np.uint64(start), np.uint64(stop)):
         n -= _key_of(counts[row], per_use) == key
         if n == 0:

@@ -8,11 +8,11 @@ from hostdev.cache.planner import Ids, Positions, Statistics
 from hostdev.core.memory import available_bytes
 
 _NEVER = np.float32(np.inf)
-_VISITS_A_BATCH = 1000  # the fixed cost of a batch, in rows
+_VISITS_A_BATCH = 1000  # the fixed cost of a batch, in visits to rows
 
 
 def fits(batches: Sequence[tuple[Ids, Positions]], rows: int, capacity: int) -> bool:
-    """Return whether host memory suffices for `optimal`: 9 bytes per row, 8 per id of a batch, and candidates."""
+    """Return whether host memory suffices for `optimal`: 9 bytes per row, 8 per id of a batch, 48 per candidate."""
     sizes = [len(ids) for ids, _ in batches]
     needed = 9 * rows + 8 * sum(sizes) + 48 * (min(capacity, rows) + max(sizes, default=0))
     return needed <= available_bytes()
@@ -33,15 +33,15 @@ def optimal(
 ) -> Statistics:
     """Return the offline optimum's statistics: Belady with bypass over all batches, weighted by uses.
 
-    After each batch it keeps those of the cached and current rows whose next use is the densest: its uses divided by
-    the number of batches until then. Over 90 batches of Criteo and of Zipf ids, its hit rate was within 0.001 of the
-    exact optimum, the dual bound of the linear program (sources in `bound`).
+    After each batch it keeps, of the cached rows and the batch's, those with the highest density: the uses in the next
+    batch that uses the row, divided by the number of batches until then. Over 90 batches of Criteo and of Zipf ids, its
+    hit rate was within 0.001 of the linear program's dual bound (sources in `bound`).
 
     Args:
         batches: Unique ids [U] and their uses int32 [U], in order.
         rows: V.
         capacity: Number of slots.
-        since: The first batch that counts.
+        since: The first batch that the statistics count, from 0.
         progress: Called after each batch; its exceptions propagate.
     """
     total = Statistics(batches=len(batches) - since)
@@ -71,7 +71,7 @@ def optimal(
 
 
 def _next_uses(batches: Sequence[tuple[Ids, Positions]], rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """For each batch, from last to first, return the next batch that uses each id, and how often."""
+    """For each batch, from last to first, return the next batch that uses each id, and how often it does."""
     next_batch, next_uses = np.full(rows, _NEVER), np.zeros(rows, np.float32)
     found = []
     for number in range(len(batches) - 1, -1, -1):

@@ -11,10 +11,10 @@ MOST_WINDOW = 32  # batches: a row has one bit for each
 
 
 def rows_of(size: int | str, rows: int) -> int:
-    """Parse a size, a number of rows or a share of `rows` such as "5%" (rounded up); return at most `rows`.
+    """Parse a cache's size, a number of rows or a share of `rows` such as "5%" (rounded up); return at most `rows`.
 
     Raises:
-        UserError: `size` is neither.
+        UserError: `size` is neither a number of rows nor a share from 0% to 100%.
     """
     text = str(size).strip()
     try:

@@ -27,36 +27,36 @@ Ids = npt.NDArray[Any]
 Positions = npt.NDArray[np.int32]
 
 BUDGET = 192 << 20  # bytes; if all rows fit in it, a directory would only cost time
-MOST_ROWS = 2**31 - 1  # a slot is an int32
+MOST_ROWS = 2**31 - 1  # positions and slots are int32
 _GRAIN = 1 << 14
-# Per batch, a newcomer must save this factor of what the C-th likeliest row saves, plus this many rows. Both are lower
-# without counts, since more rows are unexpected then.
+# Per batch, a newcomer must save this factor of what the C-th likeliest row saves, plus this amount, in units of half a
+# bypass. Both are lower without counts, since more rows are unexpected then.
 _GATE, _OPEN_GATE = (0.7, 0.045), (0.5, 0.03)
-_SAMPLED, _SAMPLED_EVERY = 1024, 4  # rows, batches: to estimate the C-th largest probability
+_SAMPLED, _SAMPLED_EVERY = 1024, 4  # rows sampled every 4 batches to estimate the C-th largest probability
 _DECAY = 2 ** (-1 / 15)  # per batch, of recent uses
-_WATCHED, _WATCHED_OF_BATCH = 1024, 64  # rows
-_JUDGED_OF = 4  # each batch judges one in four watched rows
+_WATCHED, _WATCHED_OF_BATCH = 1024, 64  # rows on which the counts are judged, and how many of them a batch adds
+_JUDGED_OF = 4  # in each batch, one in four watched rows is judged
 _FORGOTTEN = 0.97  # decay of the scores per batch
-# Candidates for the weight of the counts, in recent uses.
+# Candidates for the weight of the counts, measured in recent uses.
 _WEIGHTS = np.array([planning.SURE, 64, 32, 16, 8, 4, 2, 1, 0.5], np.float32)
 _DECAYS = np.float32(_DECAY) ** np.arange(planning.DECAYS, dtype=np.float32)
-_SCANNED, _SCANNED_PER_SWAP = 1 << 13, 8  # slots to search for evictions, at least
+_SCANNED, _SCANNED_PER_SWAP = 1 << 13, 8  # slots to search for evictions: minimum, and per swap of the last batch
 
 
 class Plan(NamedTuple):
-    """The plan of a batch's unique ids [U]: each position is in one of three groups, ascending.
+    """The plan of a batch's unique ids [U]: each position of an id is in one of three groups, in ascending order.
 
     On the device, the batch's rows lie in the order of these groups: hits, admitted, passed.
     """
 
     ids: Ids  # [U]
     hits: Positions  # [H], cached before the batch
-    hit_slots: Positions  # [H]
+    hit_slots: Positions  # [H], the slots of the hits
     admitted: Positions  # [A], cached from the end of the batch's step
     admitted_slots: Positions  # [A]: first free slots, then those of evicted rows, in the order of `evicted`
     passed: Positions  # [M], bypassing rows: looked up and updated on the host
     evicted: Ids  # [E], rows that leave at the end of the batch's step, before others are admitted
-    evicted_slots: Positions  # [E]
+    evicted_slots: Positions  # [E], the slots that they leave
 
     @property
     def reads(self) -> Ids:
@@ -80,7 +80,7 @@ class Plan(NamedTuple):
 
     @property
     def places(self) -> Positions:
-        """The place of each id's row on the device, int32 [U]."""
+        """The position of each id's row on the device, int32 [U]: the inverse of `order`."""
         places = np.empty(len(self.ids), np.int32)
         places[self.order] = identity(len(places))
         return places
@@ -104,7 +104,7 @@ class Statistics:
         return self.unique - self.unique_hits - self.admitted
 
     def bytes_moved(self, passing: int, whole: int) -> tuple[int, int]:
-        """Return the bytes of rows that were sent to the device and to the host.
+        """Return the bytes of the rows sent to the device, and of those sent to the host.
 
         Args:
             passing: Bytes of a bypassing row.
@@ -126,7 +126,7 @@ class Statistics:
 def planner_bytes(
     rows: int, capacity: int, unique: int = 0, window: int = WINDOW, *, batches: int | None = None, budget: int = BUDGET
 ) -> int:
-    """Return the maximum bytes of a planner; unless all rows fit the budget, they depend on the batches.
+    """Return the maximum bytes of a planner, which depend on the batches unless all rows fit the budget.
 
     Args:
         rows: V.
@@ -145,12 +145,12 @@ def planner_bytes(
 
 
 class Planner:
-    """Plans a cache of `capacity` of `rows` rows.
+    """Plans which of a table's rows a cache of `capacity` slots holds.
 
-    Memory: 32 bytes per row and 4 per slot. If there are too many rows for the budget: about 40 bytes for each row that
-    has a slot or occurs in announced batches, for a quarter as many others and for two batches, and for at least 3
-    million rows; 4 per slot, and 4 per id of an announced batch. Data of other rows is then forgotten; `counts`, which
-    may be in a file, and the ids of announced batches are kept.
+    Memory: 32 bytes per row and 4 per slot. If there are too many rows for the budget: 4 bytes per slot, 4 per id of an
+    announced batch, and about 40 for each row whose data is kept. These are the rows that have a slot or occur in an
+    announced batch, a quarter as many others, and the rows of two batches; or 3 million rows, if these are more. The
+    planner refers to `counts`, which may be in a file, and to the ids of announced batches, without copying them.
 
     Args:
         rows: V, at most 2^31 - 1.
@@ -158,13 +158,13 @@ class Planner:
         policy: "lookahead": the least cost, given the uses within the window and the probability of uses beyond; "lru";
             "lfu": by the uses so far, including those of uncached rows; "static": the rows with the largest `counts`.
             With more than 8,192 slots, each batch searches a different part of them for evictions.
-        window: Batches that are announced before one is planned, at most 32. Only the first 16 are told apart; all
-            count for probabilities. Only for lookahead.
+        window: Number of batches announced in addition to the one that is planned, at most 32; only for lookahead.
+            It distinguishes only the first 16 batches, but all of them count for probabilities.
         counts: How often each row is used, [V], in any unit: required by "static". Lookahead weighs counts against
             recent uses by how well each predicts; other policies ignore them.
         costs: Costs of a bypass, an admission and an eviction; only for lookahead.
-        budget: Bytes for the data of all rows; if that does not fit, half of the budget, or more if needed, for some
-            rows.
+        budget: Bytes for the data of all rows. If they do not suffice, the data of some rows is kept in half of the
+            budget, or more if needed.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class Planner:
     ) -> None:
         kind = _kind(policy)
         if not 0 <= capacity <= rows <= MOST_ROWS:
-            raise ValueError(f"a cache needs 0 <= capacity <= rows <= {MOST_ROWS}, not {capacity} of {rows}")
+            raise ValueError(f"a cache needs 0 <= capacity <= rows <= {MOST_ROWS}, not {capacity} and {rows}")
         if not isinstance(window, int | np.integer) or not 0 <= window <= MOST_WINDOW:
             raise ValueError(f"the window must be in 0..{MOST_WINDOW} batches, not {window!r}")
         if counts is not None and np.shape(counts) != (rows,):
@@ -188,7 +188,7 @@ class Planner:
         self.rows, self.capacity, self.policy = rows, capacity, policy
         self.window = window if kind == LOOKAHEAD else 0
         self.statistics = Statistics()
-        self.filled = 0  # occupied slots; a slot never becomes free again
+        self.filled = 0  # occupied slots; only `restore` frees slots
         self._kind = kind
         self._margin = (1 << FINE_BITS) - 1 if kind == LOOKAHEAD else 0
         self._directory = (
@@ -196,7 +196,7 @@ class Planner:
             if rows * ROW <= budget
             else Directory(rows, capacity, self.window, _get_least_rows(budget))
         )
-        self._slots = np.empty(capacity, np.int32)  # the position of the row in each of the first `filled` slots
+        self._slots = np.empty(capacity, np.int32)  # positions, in the directory, of the first `filled` slots' rows
         self._exchanging = False  # True: an interruption left the slots inconsistent
         if kind == STATIC:
             if counts is None:
@@ -206,15 +206,15 @@ class Planner:
         self._indices = prices(costs, self._bits).reshape(2, -1)  # unused by other policies
         self._counts = (
             np.asarray(counts) if kind == LOOKAHEAD and counts is not None else None
-        )  # a guess, until the first batch shows how many uses a batch has
-        self._least, self._gate, self._counted = np.float32(0), 0, False  # by the counts
+        )  # kept until the first batch shows how many uses a batch has
+        self._least, self._gate, self._counted = np.float32(0), 0, False  # from the counts, if usable
         self._least_of_late, self._gate_of_late = np.float32(0), 0
         self._watched = np.empty(0, np.int32)  # rows on which the counts are judged
         self._scores, self._believed = np.zeros(len(_WEIGHTS)), _WEIGHTS[0]
         self._scanned = 0  # the next slot to search for evictions
         self._swapped = 0  # evictions of the last batch
-        self._announced: deque[tuple[Ids, Positions, Ids]] = deque()  # with positions
-        self._planned = 0  # batches
+        self._announced: deque[tuple[Ids, Positions, Ids]] = deque()  # ids, uses, positions
+        self._planned = 0  # number of planned batches
 
     def __len__(self) -> int:
         """Return the number of batches announced and not yet planned."""
@@ -234,14 +234,14 @@ class Planner:
         return self._directory.nbytes + self.filled * 4 + beside
 
     def announce(self, ids: Ids, uses: Positions) -> None:
-        """Announce the next future batch; at most `window` + 1 may wait to be planned.
+        """Announce the next batch; at most `window` + 1 may wait to be planned.
 
         Args:
             ids: Unique, int32 or int64 [U], each in [0, V) (not checked).
             uses: How often the batch uses each, int32 [U].
         """
         if len(self._announced) > self.window:
-            raise ValueError(f"{len(self._announced)} batches are already announced; plan one before the next")
+            raise ValueError(f"{len(self._announced)} batches are already announced; plan one before announcing more")
         if self._counts is not None and len(ids):
             self._store_probabilities(self._counts, int(uses.sum()))
             self._counts = None
@@ -333,7 +333,7 @@ class Planner:
         """Store each row's probability, by the counts, of being in a batch of `uses` occurrences."""
         total = float(counts.sum(dtype=np.float64))
         per_use = np.float32(uses / total) if total > 0 else np.float32(0)
-        self._counted = bool(per_use > 0)  # overflowing counts are useless
+        self._counted = bool(per_use > 0)  # False if all counts are 0, or their sum overflows
         if not self._counted or not self.capacity:
             return
         # A row that is used once per epoch is not worth a transfer.
@@ -348,7 +348,7 @@ class Planner:
         """
         taken = np.flatnonzero(slot_ids >= 0)
         if len(taken) and taken[-1] >= len(taken):
-            raise ValueError("slots are filled from the first on, but a slot before the last used one is free")
+            raise ValueError("slot_ids must have the free slots (-1) last, but one comes before an occupied slot")
         for _, uses, positions in self._announced if self._kind != STATIC else ():
             added = 1 if self._kind == LOOKAHEAD else uses
             rows = self._directory.rows
@@ -365,7 +365,7 @@ class Planner:
         self._exchanging = False
 
     def holds(self, slot_ids: Positions) -> bool:
-        """Return whether these rows [C] are the cached ones."""
+        """Return whether the slots hold these rows, [C], where -1 stands for a free slot."""
         if self._exchanging:
             return False
         here = self._directory.ids_of(self._slots[: self.filled])
@@ -396,7 +396,7 @@ class Planner:
         return slots, leaving, _find_key_from_top(newcomers, len(slots))
 
     def _get_slots_to_scan(self) -> tuple[int, int]:
-        """Return the range of slots to search for evictions: all, or if there are very many, each part in turn."""
+        """Return the range of slots to search for evictions: all, or if there are very many, the next part of them."""
         most = max(_SCANNED, _SCANNED_PER_SWAP * self._swapped)
         if self.filled <= most:
             return 0, self.filled
@@ -459,7 +459,7 @@ def _join_parts(values: Positions, starts: Iterable[int], stops: Iterable[int]) 
 
 
 def renumber(inverse: Positions, places: Positions) -> Positions:
-    """Turn an inverse into ids, and the ids' places, into the inverse into the rows on the device, int32 [N]."""
+    """Return places[inverse], int32 [N]: the inverse after each unique row has moved to its position in `places`."""
     out = np.empty_like(inverse)
     parallel_for(planning.take, len(inverse), inverse, places, out, grain=_GRAIN)
     return out

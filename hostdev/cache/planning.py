@@ -2,16 +2,16 @@
 
 V rows, C slots, U unique ids of a batch. A row's data takes half a cache line:
 
-    rows    int32 [V, 8]: 0 the last announced batch that uses the row; 1 a bit for each of the 32 batches up to that
-            one, bit k for the batch k before it; 2 the row's slot or -1; 3 its uses in all announced batches
-            (lookahead: the batches that use it; static: 1 if it is to be cached); 6 is 1 for the C likeliest rows by
-            count
-    values  float32 [V, 8], a view of `rows`: 4 its decayed number of uses as of the last one; 5 the probability that a
-            batch uses it, by its count
+    rows    int32 [V, 8]: word 0 is the last announced batch that uses the row; 1 has a bit for each of the 32 batches
+            up to that one, bit k for the batch k before it; 2 is the row's slot or -1; 3 its uses in all announced
+            batches (lookahead: the batches that use it; static: 1 if it is to be cached); 6 is 1 for the C likeliest
+            rows by count; 7 is the row's id in a directory
+    values  float32 [V, 8], a view of `rows`: word 4 is the row's decayed number of uses as of the last one; 5 the
+            probability that a batch uses it, by its count
 
-A row's value is a 12-bit key, so that a histogram gives ranks. Lookahead's key is the index of `prices`, looked up by
-the known batches and the probability of a use beyond them, followed by bits of that probability. Other policies encode
-a number with 64 steps per octave.
+A row's value is a 12-bit key, so that a histogram gives ranks. Lookahead's key is a Whittle index (`prices`), looked up
+by the known batches and the probability of a use beyond them, followed by bits of that probability. Other policies
+encode a number with 64 steps per octave.
 """
 
 from typing import Any, NamedTuple
@@ -24,15 +24,15 @@ from hostdev.kernels.jit import inline, kernel, prefetch_to_read
 LOOKAHEAD, LRU, LFU, STATIC = range(4)  # in the order of `options.POLICIES`
 
 KEYS = 1 << 12
-FINE_BITS = 4  # bits of a key below the index
+FINE_BITS = 4  # low bits of a lookahead key: bits of the probability, below the Whittle index
 _DROPPED_BITS = 17  # of float32's 23 mantissa bits; 6 are kept
-_LOWEST = (127 - 32) << 6  # the key of 2 ** -32
+_LOWEST = (127 - 32) << 6  # 2 ** -32 has the key 0
 LAST, BEFORE, SLOT, COUNT, RECENT, CHANCE, MEMBER, ID = range(8)  # words of a row
 WORDS = 8  # per row
 SURE = 1e6  # recent uses: counts with this weight are fully trusted
 DECAYS = 512  # batches after which a use is forgotten
-_AHEAD = 64  # rows to prefetch; read prefetches go to the L2 cache, which allows more in flight
-_BLOCK = 256  # rows, which fit the L1 cache
+_AHEAD = 64  # prefetch distance in rows; read prefetches go to the L2 cache, which allows more in flight
+_BLOCK = 256  # rows that are valued together; their arrays fit the L1 cache
 _MOST_USES = 2**30
 
 
@@ -41,13 +41,13 @@ class PlanContext(NamedTuple):
 
     number: int  # of the planned batch
     latest: int  # of the last announced batch
-    kind: int
-    bits: int  # of the index table: the number of batches that it distinguishes
+    kind: int  # of the policy
+    bits: int  # number of announced batches that the index table distinguishes
     believed: np.float32  # weight of the counts, in recent uses
     per_batch: np.float32  # 1 / the decayed number of batches
     per_announced: np.float32  # 1 / batches so far, if there are no counts; else 0
-    least: np.float32  # a row of this probability always enters
-    gate: int  # other rows enter above this key
+    least: np.float32  # rows of at least this probability may enter if their index is above 0
+    gate: int  # other rows may enter if their key is above this one
 
 
 @inline
@@ -59,7 +59,7 @@ def _key_of(value: Any) -> Any:
 
 @inline
 def _coming(rows: Any, row: Any, now: Any) -> Any:
-    """Return bits for the index table: the announced batches that use the row, the nearest as the highest bit."""
+    """Return a number for the index table: a bit per announced batch that uses the row, the nearest one highest."""
     later: Any = min(max(np.int64(rows[row, LAST]) - np.int64(now.number), 0), 32)
     used = np.uint64(np.uint32(rows[row, BEFORE])) & ((np.uint64(1) << np.uint64(later)) - np.uint64(1))
     return (used << np.uint64(32)) >> np.uint64(later + 32 - now.bits)
@@ -95,9 +95,11 @@ def _value(
     places: Any,
     keys: Any,
 ) -> None:
-    """Write probabilities and keys of a block's first `count` rows; a key is an index from `table`, then 4 bits.
+    """Write the probabilities and the keys of the first `count` rows of a block.
 
-    Separate loops read random rows, compute (vectorized), and read the table [RATES << bits], larger than the L1 cache.
+    A key is the row's Whittle index from `table`, uint8 [RATES << bits], then the 4 bits of the probability below those
+    that chose its class. Separate loops read rows in random order, compute (vectorized), and read the table, which is
+    larger than the L1 cache.
     """
     believed, per_batch, per_announced, bits = now.believed, now.per_batch, now.per_announced, np.uint32(now.bits)
     last: Any = np.int64(now.latest)
@@ -123,7 +125,7 @@ def _value(
 
 @inline
 def _block() -> Any:
-    """Allocate the arrays that `_value` reads and writes."""
+    """Allocate a block's arrays, which `_value` reads and writes."""
     return (
         np.empty(_BLOCK, np.int64),
         np.empty(_BLOCK, np.float32),
@@ -135,7 +137,7 @@ def _block() -> Any:
 
 @kernel
 def announce(start: Any, stop: Any, ids: Any, uses: Any, now: Any, rows: Any, values: Any, decays: Any) -> None:
-    """Record ids[start:stop] of batch `now.latest`."""
+    """Record that batch `now.latest` uses the rows ids[start:stop]."""
     end, number = np.uint64(stop), np.int64(now.latest)
     for p in range(np.uint64(start), end):
         if p + np.uint64(_AHEAD) < end:
@@ -155,8 +157,8 @@ def announce(start: Any, stop: Any, ids: Any, uses: Any, now: Any, rows: Any, va
 def judge(watched: Any, now: Any, rows: Any, values: Any, decays: Any, weights: Any, scores: Any) -> None:
     """Add to scores[k] the log-likelihood of batch `now.latest` if counts have the weight weights[k].
 
-    It is the Poisson likelihood of the rows `watched`, after that batch is announced, with the rates before it in
-    `now`.
+    It is the Poisson likelihood of the batch's uses of the rows `watched`. The batch has been announced; `now` has the
+    rates before it.
     """
     decay = decays[1]
     for i in range(len(watched)):
@@ -209,7 +211,7 @@ def classify(
             if p + np.uint64(_AHEAD) < end:
                 prefetch_to_read(rows, ids[p + np.uint64(_AHEAD)], 1)
             slot, used = rows[np.uint64(ids[p]), SLOT], np.int64(uses[p])
-            hits[h], hit_slots[h], missed[m] = p, slot, p  # the next id overwrites the wrong entry
+            hits[h], hit_slots[h], missed[m] = p, slot, p  # the next id overwrites the entry that does not apply
             hit = slot >= 0
             h, m = h + np.uint64(hit), m + np.uint64(not hit)
             hit_uses, all_uses = hit_uses + used * np.int64(hit), all_uses + used
@@ -226,7 +228,7 @@ def classify(
                 willing = (sure & (index >= 1 << FINE_BITS)) | (index > now.gate)
                 key = np.uint16(index * np.int64(willing))
             else:
-                key = _key_of(1.0) if now.kind == LRU else _key_of(rows[row, COUNT])  # static: rows above 0 are cached
+                key = _key_of(1.0) if now.kind == LRU else _key_of(rows[row, COUNT])  # static: keys above 0 enter
             keys[valued + i] = key
             histogram[np.uint64(key)] += 1
         valued = m
@@ -247,9 +249,9 @@ def score(
     histograms: Any,
     piece: Any,
 ) -> None:
-    """Write the keys of the rows in slots [start, stop) to `keys`, uint16, at these positions, and count them.
+    """Write the keys of the rows in slots [start, stop) to keys[start:stop], uint16; count them in histograms[piece].
 
-    A row is evicted if a newcomer's key exceeds its own by the margin.
+    A row is evicted if a newcomer's key exceeds its own by more than the margin.
     """
     histogram, end, block, staying = histograms[piece], np.uint64(stop), np.uint64(_BLOCK), indices[STAY]
     some, chances, of_late, places, block_keys = _block()
@@ -275,14 +277,14 @@ def score(
 
 @kernel
 def likely(some: Any, now: Any, rows: Any, values: Any, decays: Any, out: Any) -> None:
-    """Write the probabilities that a future, unannounced batch uses these rows."""
+    """Write the probabilities that a future, unannounced batch uses the rows `some`."""
     for i in range(len(some)):
         out[i] = _chance(rows, values, np.uint64(some[i]), now, decays)
 
 
 @kernel
 def exchanges(newcomers: Any, residents: Any, margin: Any) -> Any:
-    """Return the number of swaps: the k-th best newcomer replaces the k-th worst resident while it is better.
+    """Return the number of swaps: the k-th best newcomer replaces the k-th worst resident while its key is higher.
 
     Args:
         newcomers: Counts by key, int64 [KEYS]; rows of key 0 do not enter.
@@ -306,7 +308,7 @@ def exchanges(newcomers: Any, residents: Any, margin: Any) -> Any:
 
 @kernel
 def worst(threshold: Any, ties: Any, keys: Any, out: Any) -> None:
-    """Write the ascending positions of keys below the threshold, and of the first `ties` at it, to the longer `out`."""
+    """Write the positions of keys below the threshold, and of the first `ties` equal to it, to `out`, one longer."""
     count, left = np.uint64(0), np.int64(ties)
     for p in range(np.uint64(0), np.uint64(len(keys))):
         out[count] = p
@@ -319,7 +321,7 @@ def worst(threshold: Any, ties: Any, keys: Any, out: Any) -> None:
 def divide(
     threshold: Any, ties: Any, missed: Any, keys: Any, starts: Any, ends: Any, admitted: Any, passed: Any
 ) -> None:
-    """Divide `missed` into positions with a key above the threshold, or the first `ties` at it, and the others.
+    """Divide `missed` into positions whose key is above the threshold, with the first `ties` at it, and the others.
 
     Args:
         starts: int64 [pieces], starts of the valid ranges of `missed` and `keys`.
@@ -339,7 +341,7 @@ def divide(
 
 @kernel
 def exchange(start: Any, stop: Any, ids: Any, admitted: Any, into: Any, evicted: Any, rows: Any, slot_ids: Any) -> None:
-    """Assign the slots `into[start:stop]` to the ids at the positions `admitted`.
+    """Assign the slots into[start:stop] to the ids at the positions admitted[start:stop].
 
     Args:
         evicted: Output [E]: the rows that held the last E of these slots.

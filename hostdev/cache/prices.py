@@ -5,7 +5,8 @@ is worth a slot while the slot costs less per batch than caching the row saves. 
 index. Keeping the rows with the largest indices is optimal if "C rows at a time" is relaxed to "C rows on average". If
 the whole future is known, this is the linear program of offline caching.
 
-Let x(s) be the future cost without the row minus that with it, for a slot of price p:
+Let x(s) be the future cost without the row minus that with it, if a slot costs p per batch. The sequence s says which
+of the known batches use the row, the next batch first:
 
     x(used, s)     = p' + clip(x(s), -evicted, admitted - passed) + passed      p' = -p
     x(not used, s) = p' + max(x(s), -evicted)
@@ -28,10 +29,10 @@ from hostdev.kernels.jit import kernel
 from hostdev.kernels.pool import parallel_for
 
 RATES = 22  # classes of the probability that a batch uses a row: 1, >= 3/4, >= 1/2, >= 3/8, ..., the rest
-PRICES = 161  # 16 per octave; the highest is a little above any row's index
-HORIZON = 100  # batches
-MOST_BITS = 16  # batches ahead
-STAY, ENTER = 0, 1
+PRICES = 161  # number of prices, 16 per octave; the highest is a little above any row's index
+HORIZON = 100  # batches after the known ones; later costs are ignored
+MOST_BITS = 16  # maximum number of known batches
+STAY, ENTER = 0, 1  # first index of the table of `prices`: for cached rows, for others
 
 
 class Costs(NamedTuple):
@@ -58,16 +59,16 @@ class Costs(NamedTuple):
         return bus if host is None else cls(*(one + other for one, other in zip(bus, host, strict=True)))
 
     def paid(self, passed: float, admitted: float, evicted: float) -> float:
-        """Return the cost of these numbers of rows."""
+        """Return the total cost of these numbers of bypassing, admitted and evicted rows."""
         return passed * self.passed + admitted * self.admitted + evicted * self.evicted
 
 
 @lru_cache(maxsize=4)
 def prices(costs: Costs, bits: int) -> npt.NDArray[np.uint8]:
-    """Return the indices [2, RATES, 2 ** bits] for rows to stay and for rows to enter; 0: not worth any price.
+    """Return the Whittle indices [2, RATES, 2 ** bits] for rows to stay and for rows to enter; 0: not worth any price.
 
-    The last axis has a bit per known batch; the nearest batch is the highest bit. Index i is a price of about 2 ** (i /
-    16).
+    The position along the last axis has a bit per known batch, set if it uses the row; the nearest batch is the highest
+    bit. Index i stands for a price proportional to 2 ** (i / 16).
     """
     if not 0 <= bits <= MOST_BITS:
         raise ValueError(f"the number of known batches must be in 0..{MOST_BITS}, not {bits}")
@@ -81,7 +82,7 @@ def prices(costs: Costs, bits: int) -> npt.NDArray[np.uint8]:
 
 
 def get_rate_middle(rate: int) -> float:
-    """Return the middle of a class of probabilities; 0 for the last."""
+    """Return the middle of a class of probabilities; 1 for the first class, 0 for the last."""
     if rate in (0, RATES - 1):
         return float(rate == 0)
     edge = 2.0 ** (-((rate + 1) // 2))
@@ -89,13 +90,13 @@ def get_rate_middle(rate: int) -> float:
 
 
 def get_price_index(price: float) -> int:
-    """Return the index of a slot's price per batch, in units where `passed` is 2."""
+    """Return the index of a slot's price per batch, in units in which a bypass costs 2."""
     return int(np.clip(np.ceil(PRICES + 16 * np.log2(max(price, 1e-9) / 2.02)), 0, PRICES))
 
 
 @kernel
 def _fill(start: Any, stop: Any, admitted: Any, evicted: Any, of_rate: Any, at: Any, table: Any) -> None:
-    """Count the prices at which rows of the classes [start, stop) are worth a slot; `passed` is 1."""
+    """Count the prices at which rows of the classes [start, stop) are worth a slot; a bypass costs 1."""
     size = np.uint64(table.shape[2])
     x = np.empty(size, np.float32)
     passed, top, low, zero = np.float32(1), np.float32(admitted) - np.float32(1), -np.float32(evicted), np.float32(0)

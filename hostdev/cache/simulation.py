@@ -17,7 +17,7 @@ from hostdev.kernels.unique import count_occurrences, unique
 
 OPTIMUM = "optimum"
 _MOST_RECORDED = 1 << 25  # unique ids, for the optimum
-_VISITS = 1e8  # of uses, for each bound
+_VISITS = 1e8  # uses visited for each bound
 
 
 class Simulated(NamedTuple):
@@ -25,7 +25,7 @@ class Simulated(NamedTuple):
 
     statistics: Statistics
     planning: float = 0.0  # seconds, over the same batches
-    least: tuple[float, ...] = ()  # for the optimum: the least value of each of the costs
+    least: tuple[float, ...] = ()  # for the optimum: its lowest cost by each of the other costs
 
 
 class Simulation:
@@ -38,10 +38,10 @@ class Simulation:
         counts: Uses of each row [V], for "static"; None leaves it out.
         window: Batches that lookahead knows in advance.
         costs: Costs of moving a row, which lookahead minimizes.
-        told: Whether lookahead gets the counts, too.
+        told: Also give the counts to lookahead.
         policies: A subset of `POLICIES`.
-        optimum: Find the optimum, too: the most hits, and the least value of each of `others`.
-        others: Further costs, such as bytes and nanoseconds.
+        optimum: Also find the optimum: the most hits, and the lowest cost by each of `others`.
+        others: Further costs, in bytes or nanoseconds for example, for the optimum.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Simulation:
         return bound.fits(unique, self._steps) and fits(self._recorded, self._rows, max(self._sizes, default=0))
 
     def _optimum(self) -> list[Simulated]:
-        """Return the results of the best caches in the second half; caches of least cost may start with any rows."""
+        """Return the best caches' results over the second half; for lowest costs, a cache may start with any rows."""
         uses = bound.uses_of([ids for ids, _ in self._recorded[self._half :]])
         return [
             Simulated(
@@ -131,7 +131,7 @@ class Simulation:
 
 
 def add_up(parts: Iterable[Statistics]) -> Statistics:
-    """Return the sums over several caches that see the same batches."""
+    """Return the statistics summed over several caches that see the same batches, which count once."""
     total = Statistics()
     for part in parts:
         total = Statistics(**{name: value + getattr(part, name) for name, value in vars(total).items()})

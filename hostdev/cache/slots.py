@@ -25,7 +25,7 @@ class CachedTable(Protocol):
 
     @property
     def dtype(self) -> str:
-        """How the host stores its weights."""
+        """How the host stores the table's weights."""
 
     @property
     def rows(self) -> int:
@@ -45,13 +45,13 @@ class CachedTable(Protocol):
 class Places(NamedTuple):
     """A plan's slots on the device, int32; all tables of a cache share them."""
 
-    hit_slots: Tensor  # [H]
+    hit_slots: Tensor  # [H], slots of rows that were cached before the batch
     admitted_slots: Tensor  # [A]; the last E hold rows that are evicted
-    row_ids: Tensor | None = None  # int32 or int64 [H + A], the table ids of both; None if they are not needed
+    row_ids: Tensor | None = None  # int32 or int64 [H + A], the rows' ids; None if not needed
 
     @classmethod
     def of(cls, plan: Plan, row_ids: Any = None) -> "Places":
-        """Wrap a plan's arrays, still in host memory."""
+        """Wrap a plan's arrays as tensors, which stay in host memory."""
         ids = None if row_ids is None else torch.from_numpy(row_ids)
         return cls(torch.from_numpy(plan.hit_slots), torch.from_numpy(plan.admitted_slots), ids)
 
@@ -64,7 +64,7 @@ class Places(NamedTuple):
 class DeviceSlots:
     """One table's slots on the device: block float32 [C, 1 + S, D] and row_slots float32 [C, R].
 
-    The device's current stream orders the work; one thread at a time may call.
+    The device's current stream orders the work; only one thread at a time may use the slots.
     """
 
     def __init__(self, capacity: int, table: CachedTable, device: torch.device) -> None:
@@ -108,7 +108,7 @@ class DeviceSlots:
             admitted: float32 [A, 1 + S, D], updated in place.
             admitted_row_slots: float32 [A, R], updated in place.
             step: The table's step.
-            skip: float32 []; unless it is 0, nothing changes. None for 0.
+            skip: float32 []; if it is not 0, nothing changes; None means 0.
         """
         where = (self.optimizer.primitive, self.block, self.row_slots, at.hit_slots)
         self._ops.update(*where, grads, step.scalars, skip, admitted, admitted_row_slots)
@@ -127,7 +127,7 @@ class DeviceSlots:
         return grads[len(at.hit_slots) + len(at.admitted_slots) :]
 
     def exchange(self, at: Places, leaving: int, admitted: Tensor, admitted_row_slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Swap the admitted rows in; return the E = `leaving` evicted rows, [E, 1 + S, D] and [E, R].
+        """Swap the admitted rows in; return block [E, 1 + S, D] and row_slots [E, R] of the E = `leaving` evicted rows.
 
         The memory of the admitted rows may be overwritten.
         """
@@ -138,10 +138,10 @@ class DeviceSlots:
         return 2 * self._row_bytes * (len(at.admitted_slots) + leaving)
 
     def write(self, slots: Tensor, block: Tensor, row_slots: Tensor) -> None:
-        """Overwrite slots int64 [N] with float32 [N, 1 + S, D] and [N, R]."""
+        """Overwrite slots int64 [N] with rows: block float32 [N, 1 + S, D] and row_slots float32 [N, R]."""
         self.block.index_copy_(0, slots, block)
         self.row_slots.index_copy_(0, slots, row_slots)
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Return copies of slots int32 [N]: float32 [N, 1 + S, D] and [N, R]."""
+        """Return copies of slots int32 [N]: block float32 [N, 1 + S, D] and row_slots float32 [N, R]."""
         return self.block.index_select(0, slots), self.row_slots.index_select(0, slots)

@@ -13,7 +13,7 @@ _TF32_CAPABILITY = (8, 0)  # Ampere
 def select(name: str, option: str = "--device ") -> torch.device:
     """Return the device of this name; "auto" is the accelerator if there is one, else the CPU.
 
-    An accelerator becomes the current device; if the name has no index, it is the current one.
+    An accelerator becomes the current device. A name without an index means the current accelerator.
 
     Args:
         name: "auto", "cpu", "cuda", "cuda:1", ...
@@ -60,7 +60,7 @@ def assign_device(number: int) -> None:
 
 
 def require(device: torch.device | str) -> torch.device:
-    """Return the device that a caller names or gives as a torch.device; UserError if it is missing."""
+    """Return the device that a caller names or passes as a torch.device; UserError if this machine lacks it."""
     if isinstance(device, str):
         return select(device, "device=")
     accelerator = _accelerator()
@@ -90,7 +90,7 @@ def _get_current(accelerator: torch.device) -> torch.device:
 
 
 def _find_missing(device: torch.device) -> list[str]:
-    """Return the names that `Staging` needs and torch's module for the device lacks; MPS has no streams."""
+    """Return the names that `Staging` needs but torch's module for the device lacks; MPS has no streams."""
     module = torch.get_device_module(device)
     return [name for name in ("Stream", "Event", "stream", "current_stream") if not hasattr(module, name)]
 
@@ -136,7 +136,8 @@ def free_bytes(device: torch.device) -> int | None:
 def get_cache_room(device: torch.device, beside: int = 0) -> int | None:
     """Return the bytes that an embedding cache may take; None if torch does not know.
 
-    On the CPU that is all free memory; on an accelerator `memory.cache_room` reserves a part.
+    On the CPU that is all free memory. On an accelerator `memory.cache_room` reserves a part, and subtracts `beside`
+    bytes that are yet to be allocated.
     """
     free = free_bytes(device)
     return cache_room(free, beside) if free is not None and is_accelerator(device) else free
@@ -152,7 +153,7 @@ def describe(device: torch.device) -> str:
 
 
 def seed_generators(device: torch.device, seed: int) -> None:
-    """Seed the torch generators that layers on a device draw from; torch.manual_seed takes longer."""
+    """Seed the torch generators that layers on a device draw from; on the CPU, faster than torch.manual_seed."""
     if device.type == "cpu":
         torch.default_generator.manual_seed(seed)
     else:

@@ -11,14 +11,14 @@ from hostdev.device.backend import is_accelerator
 
 
 class Bus(NamedTuple):
-    """Bytes per second."""
+    """Bandwidths between host and device, in bytes per second."""
 
     down: float  # to the device
-    up: float
+    up: float  # to the host
 
 
 def measure(device: torch.device, nbytes: int = 1 << 26, rounds: int = 5) -> Bus:
-    """Return the median bandwidth of copies of `nbytes` through pinned memory, or within memory on the CPU."""
+    """Return the median bandwidths of copies of `nbytes` from and to pinned memory; on the CPU, within memory."""
     host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=is_accelerator(device))
     there = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     down = _measure_seconds(lambda: there.copy_(host, non_blocking=True), device, rounds)

@@ -11,7 +11,7 @@ from hostdev.device.backend import is_accelerator
 
 
 class EventClock:
-    """Records a begin and an end event in the device's stream, and reports the duration once both have passed."""
+    """Records begin and end events in the device's stream, and reports a duration once the device has passed both."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -19,7 +19,7 @@ class EventClock:
         self._draining = threading.Lock()  # any thread may report
 
     def begin(self) -> Any:
-        """Record an event in the stream."""
+        """Record the begin event, and return it for `end`."""
         return self._record_event()
 
     def end(self, mark: Any, report: Report) -> None:
@@ -29,7 +29,7 @@ class EventClock:
             self.drain()
 
     def drain(self, *, wait: bool = False) -> None:
-        """Report the durations of finished work, in order; with `wait`, of all work."""
+        """Report the durations of finished work, in order; with `wait`, finish and report all work."""
         if wait:
             torch.accelerator.synchronize(self._device)
         with self._draining:

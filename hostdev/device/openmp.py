@@ -1,9 +1,9 @@
 """Limits how long OpenMP's idle threads spin, in a process that imported torch before hostdev could.
 
 torch's CPU operations run on GNU OpenMP's threads. After each operation these spin for milliseconds, on the cores that
-the host's kernels need. `hostdev.core.environment` sets the number of rounds in a process of hostdev's own; libgomp
-reads it only once, when torch is imported. But it also spins for a hundredth as long while a process has more OpenMP
-threads than cores. A thread that holds a team of two achieves this, and takes no time itself.
+the host's kernels need. `hostdev.core.environment` limits the rounds of spinning in hostdev's own processes, but
+libgomp reads this setting only once, when torch is imported. libgomp spins for a hundredth of the time, however, while
+a process has more OpenMP threads than cores. A thread that holds a team of two adds such threads, and takes no time.
 
 Source: `gomp_thread_start` and `do_spin` in GCC's libgomp (wait.h, team.c: `gomp_managed_threads`).
 """
@@ -19,7 +19,7 @@ _started = threading.Lock()
 
 
 def limit_spinning() -> None:
-    """Limit it from now on, once per process, unless its user has chosen how threads wait or torch has one thread."""
+    """Limit spinning in this process from now on, unless its user chose how threads wait, or torch has one thread."""
     if _SETTINGS & os.environ.keys() or torch.get_num_threads() == 1 or not _started.acquire(blocking=False):
         return
     ready = threading.Event()
@@ -30,8 +30,8 @@ def limit_spinning() -> None:
 def _hold_team(ready: threading.Event) -> None:
     """Run a parallel operation with a team of two threads, which exists as long as this thread."""
     try:
-        torch.get_num_threads()  # sets this thread's number, which is then changed
-        ctypes.CDLL(None).omp_set_num_threads(2)  # of this thread; torch has loaded the library
+        torch.get_num_threads()  # makes torch set this thread's team size; the next line changes it
+        ctypes.CDLL(None).omp_set_num_threads(2)  # for this thread only; torch has loaded the library
         torch.zeros(1 << 16).add_(1)
     except AttributeError:  # a torch without OpenMP
         return
@@ -41,7 +41,7 @@ def _hold_team(ready: threading.Event) -> None:
 
 
 def _after_fork() -> None:
-    """A child has no team: threads do not survive a fork."""
+    """Let a forked child start its own team: threads do not survive a fork."""
     global _started
     _started = threading.Lock()
 

@@ -17,10 +17,10 @@ _ALIGNED = 64  # bytes: a cache line
 
 
 class PinnedBuffers:
-    """The buffers of one device.
+    """The buffers for one device's copies.
 
     Args:
-        pin: Pin their memory.
+        pin: Pin the buffers' memory.
         batches: Maximum number of batches that hold a buffer at once; 0 gives every batch new memory.
     """
 
@@ -32,7 +32,7 @@ class PinnedBuffers:
         self._lock = threading.Lock()
 
     def take(self, nbytes: int = 0) -> "PinnedBuffer":
-        """Return memory for a batch that needs about `nbytes`; `release` gives it back."""
+        """Return memory for a batch that needs about `nbytes`; `PinnedBuffer.release` gives it back."""
         if not self.batches:
             return self.loose()
         with self._lock:
@@ -44,11 +44,11 @@ class PinnedBuffers:
         return PinnedBuffer(self, None)
 
     def allocate(self, nbytes: int) -> Tensor:
-        """Return bytes of memory."""
+        """Return `nbytes` of new memory, pinned if the device needs it."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self.pin)
 
     def give_back(self, memory: Tensor | None, used: int) -> None:
-        """Take a buffer's memory back once the device is done with it."""
+        """Take a buffer's memory back once the device is done with it; its batch needed `used` bytes."""
         if not self.batches:
             return
         with self._lock:

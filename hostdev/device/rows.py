@@ -19,12 +19,12 @@ class GroupUses:
     Args:
         features: The features that take their ids from the group.
         rows: U.
-        in_order: Each row occurs, and rows are numbered by first occurrence over the concatenated features.
+        in_order: Whether each row occurs, and rows are numbered by first occurrence over the concatenated features.
     """
 
     def __init__(self, features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> None:
         self.features, self.rows, self.in_order = tuple(features), rows, in_order
-        self._found: dict[tuple[bool, ...], Any] = {}  # by which features have a gradient (nearly always all)
+        self._found: dict[tuple[bool, ...], Any] = {}  # from `Ops.uses_of`, by which features have a gradient
 
     def select(self, grads: Sequence[Tensor | None], ops: Ops) -> tuple[list[Tensor], Any]:
         """Return the arguments of `Ops.sum_uses` for the features that have a gradient, at least one."""
@@ -57,7 +57,7 @@ class Lookup(NamedTuple):
     Attributes:
         rows: The table's unique rows, float32 [U, D].
         uses: The occurrences of the group's features.
-        dtypes: Of each feature's output, in place of the feature's: tables of a group may differ.
+        dtypes: The dtype of each feature's output, which replaces `FeatureUses.dtype`: tables of a group may differ.
     """
 
     rows: Tensor
@@ -71,7 +71,7 @@ class _Pull(torch.autograd.Function):
         ctx: Any, uses: Sequence[GroupUses], dtypes: Sequence[Sequence[torch.dtype]], *rows: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.uses = uses  # not among the saved tensors, which a first backward pass of several frees
+        ctx.uses = uses  # not a saved tensor: the first of several backward passes frees these
         ops = get_ops(rows[0].device)
         gathered: dict[int, Tensor] = {}  # by position among the outputs
         pooled: dict[int, PoolCall] = {}
@@ -106,14 +106,14 @@ class _Pull(torch.autograd.Function):
 
 
 def pull(lookups: Sequence[Lookup]) -> list[tuple[Tensor, ...]]:
-    """Return each table's and feature's rows: a pooled feature's bags, else each occurrence's weighted row.
+    """Return, for each table and feature, the bags of a pooled feature, otherwise each occurrence's weighted row.
 
     A bag is a sum or mean. The gradient of the rows is the sum over their occurrences, as `Ops.sum_uses` adds them;
     weights get none. The single graph node survives a backward pass, so that several losses can be differentiated in
     turn.
 
     Returns:
-        For each table and each of its features, in its dtype, [B, D] or [N, D]; 0 for an empty bag.
+        For each table and each of its features, a tensor [B, D] or [N, D] of the feature's dtype; an empty bag is 0.
     """
     found: dict[int, tuple[Tensor, ...]] = {}
     for trained in (True, False):  # frozen tables' outputs need no gradient

@@ -21,7 +21,7 @@ from hostdev.device.pinned import PinnedBuffer, PinnedBuffers
 
 
 class Staging:
-    """The copy streams of one device. Any thread may call; each tensor belongs to one batch.
+    """The copy streams of one device. Any thread may use them; each tensor belongs to one batch.
 
     Args:
         device: Where the dense layers run.
@@ -44,7 +44,7 @@ class Staging:
             self._event = _make_event_factory(self._streams)
 
     def enter_thread(self) -> None:
-        """Make the device current in a new thread; by default that is the first device."""
+        """Make the device current in a new thread, in which the first device would otherwise be current."""
         if self.pinned_buffers.pin:
             torch.accelerator.set_device_index(self.device)
 
@@ -52,7 +52,7 @@ class Staging:
         """Copy tensors to the device; return the copies and an event for `await_sent`. On the CPU, return the tensors.
 
         Args:
-            tensors: On the host.
+            tensors: Tensors in host memory.
             memory: The batch's pinned buffer, which stages tensors that are not in it.
         """
         if not self.copies:
@@ -63,7 +63,7 @@ class Staging:
             ), self._record_event()
 
     def patch(self, rows: Tensor, positions: npt.NDArray[np.int32], late: Tensor, memory: PinnedBuffer) -> Any:
-        """Write conflicting rows [L, ...] at positions [L] into rows [U, ...] sent before; return an event."""
+        """Write conflicting rows `late` [L, ...] to positions [L] of `rows`, sent before; return an event."""
         with self._streams.stream(self._down):
             host = [self._stage(torch.from_numpy(positions), memory), self._stage(late, memory)]
             at, values = self._copy_down(host, self.device)
@@ -85,9 +85,9 @@ class Staging:
         return self._receive(tensors, memory, self._up) if self.copies else (list(tensors), None)
 
     def pick(self, wanted: Sequence[tuple[Tensor, npt.NDArray[np.int32]]], memory: PinnedBuffer) -> list[Tensor]:
-        """Return rows of tensors of the current stream, each at positions [L], for `receive`; on accelerators only.
+        """Return the rows of each tensor at its positions [L], for `receive`; on accelerators only.
 
-        This runs in the stream of `receive`, so the step does not wait for it.
+        The tensors are the current stream's. This runs in the stream of `receive`, so the step does not wait for it.
         """
         self._up.wait_stream(self._streams.current_stream(self.device))
         with self._streams.stream(self._up):
@@ -100,7 +100,7 @@ class Staging:
             return picked
 
     def receive_results(self, tensors: Sequence[Tensor], memory: PinnedBuffer) -> tuple[list[Tensor], Any]:
-        """Receive small, urgent tensors in a stream of their own, not behind larger copies."""
+        """Receive small, urgent tensors as `receive` does, but in a stream of their own, not behind larger copies."""
         return self._receive(tensors, memory, self._results, timed=False) if self.copies else (list(tensors), None)
 
     def _receive(
@@ -124,7 +124,7 @@ class Staging:
         return self._record_event() if self.copies else None
 
     def clock(self) -> Any:
-        """Return a timing event in the current stream, or the time on the CPU, for `nanoseconds`."""
+        """Record and return a timing event in the current stream, for `nanoseconds`; on the CPU, return the time."""
         if not self.copies:
             return time.perf_counter_ns()
         event = self._event(enable_timing=True)
@@ -132,7 +132,7 @@ class Staging:
         return event
 
     def nanoseconds(self, begin: Any, end: Any) -> int:
-        """Return the time between two events that the device has passed."""
+        """Return the time between two results of `clock`, which the device must have passed."""
         return int(begin.elapsed_time(end) * 1e6) if self.copies else int(end - begin)
 
     def _stage(self, tensor: Tensor, memory: PinnedBuffer) -> Tensor:

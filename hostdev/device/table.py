@@ -28,7 +28,7 @@ from hostdev.kernels.rounding import require_bfloat16, round_rows
 
 Rows = npt.NDArray[np.float32]
 
-_FILL_BYTES = 1 << 26
+_FILL_BYTES = 1 << 26  # bytes of rows filled at a time
 _FOLD_BYTES = 1 << 28  # bytes of squares at a time
 
 
@@ -38,11 +38,11 @@ class DeviceTable(Owned):
     Ids must be in range and unique; the caller checks and deduplicates them on the host. With dtype="bfloat16" the
     values equal those of a host table of that dtype, but take 4 bytes each.
 
-    The body of an open `Runtime.train` loop may read and write the table as it may a host table. `weights`, `slots` and
+    The body of an open `Runtime.train` loop may read and write the table like a host table. `weights`, `slots` and
     `block` are views that torch cannot protect: use `writing` or `write_rows` to write.
 
     Args:
-        device: Where the table lies. The other arguments are those of `HostTable`.
+        device: The device that holds the table. The other arguments are those of `HostTable`.
     """
 
     primitive_target = "DEVICE"
@@ -152,7 +152,7 @@ class DeviceTable(Owned):
         return planes | {name: self._row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}
 
     def where(self, ids: Any) -> tuple[Tensor, Any]:  # Any: whatever torch indexes rows by
-        """Return the rows with their optimizer state, float32 [V, 1 + S, D], and the places of these ids in them."""
+        """Return the memory of rows and optimizer state, float32 [V, 1 + S, D], and the positions of `ids` in it."""
         return self._block, ids
 
     @property
@@ -173,9 +173,9 @@ class DeviceTable(Owned):
         """Take one optimizer step on unique rows.
 
         Args:
-            ids: int32 or int64 [U].
+            ids: The rows to update, int32 or int64 [U].
             grads: Summed gradients, float32 [U, D].
-            skip: float32 []; unless it is 0, nothing changes. None for 0.
+            skip: float32 []; if it is not 0, nothing changes; None means 0.
 
         Raises:
             ValueError: A gradient is not finite or above `optimizer.largest_gradient`; nothing is written then.
@@ -183,8 +183,8 @@ class DeviceTable(Owned):
         most = float(grads.abs().max()) if grads.numel() else 0.0  # NaN if there is one
         if not most <= self.optimizer.largest_gradient:
             raise ValueError(
-                f"table {self.name!r}: a gradient is {most}, not finite or above "
-                f"{self.optimizer.largest_gradient:.3g}, the limit of its optimizer; no row was updated"
+                f"table {self.name!r}: the largest gradient is {most}; its optimizer needs finite gradients of at most "
+                f"{self.optimizer.largest_gradient:.3g}; no row was updated"
             )
         self._before_write()
         self.update_now(ids, grads, skip)
@@ -206,7 +206,7 @@ class DeviceTable(Owned):
 
     @contextmanager
     def writing(self, ids: Tensor | npt.ArrayLike | None = None) -> Iterator[Writing]:
-        """Edit weights and optimizer state as tensors, as `HostTable.writing` does; written at the end of the `with`.
+        """Edit copies of weights and state, as with `HostTable.writing`; they are written at the end of the `with`.
 
         Args:
             ids: Integers [N], an array or a tensor, each in [0, V), all different; None for all rows.
@@ -247,7 +247,12 @@ class DeviceTable(Owned):
         self.write_rows(array, block, row_slots)
 
     def write_rows(self, ids: Ids, block: Rows, row_slots: Rows) -> None:
-        """Overwrite rows and their optimizer state: ids [N], float32 [N, 1 + S, D] and [N, R], from host memory.
+        """Overwrite rows and their optimizer state from host memory.
+
+        Args:
+            ids: int64 [N], in range and all different.
+            block: float32 [N, 1 + S, D]: weights, then state columns of D values.
+            row_slots: float32 [N, R]: per-row state.
 
         Raises:
             ValueError: Values are not finite or not representable in the table's dtype; nothing is written then.
@@ -262,9 +267,9 @@ class DeviceTable(Owned):
         self._after_write(ids)
 
     def partial_squares(self) -> Tensor:
-        """Return the sums of squares of the weights by part and column, float64 [P, D] on the device.
+        """Return the sums of squares of the weights by part of the rows and column, float64 [P, D] on the device.
 
-        `kernels.norm` defines the order; the result equals the host table's bit for bit.
+        `kernels.norm` defines the parts and the order; the result equals the host table's bit for bit.
         """
         self._before_read()
         if self.device.type == "cpu":

@@ -27,7 +27,7 @@ class Writing(Copies):
         return there.clone(memory_format=torch.contiguous_format)
 
     def require_finite(self) -> None:
-        """Raise ValueError, with the first row, unless all values of the copies are finite."""
+        """Raise a ValueError that names the first wrong row unless all values of the copies are finite."""
         for values in self._held.values():
             wrong = ~values.isfinite()
             if wrong.any():

@@ -20,8 +20,8 @@ from hostdev.kernels.buffers import scratch
 Rows = npt.NDArray[np.float32]
 Ids = npt.NDArray[Any]
 
-_AT_ONCE_BYTES = 1 << 22  # copied per acquisition of the lock; half a millisecond
-_SORTED_AT_ONCE = 16  # copies
+_AT_ONCE_BYTES = 1 << 22  # bytes copied while the lock is held, about half a millisecond
+_SORTED_AT_ONCE = 16  # sets of copied rows
 _BUCKETS = 32  # ranges of a table's rows; a bucket's copies are freed once its rows are read
 
 
@@ -31,7 +31,7 @@ class Budget:
     def __init__(self, limit: int) -> None:
         self._limit, self._used, self._closed = limit, 0, False
         self._changed = threading.Condition()
-        self.most = 0  # peak bytes
+        self.most = 0  # peak of the bytes in use
         self.seconds = 0.0  # training time spent on copying rows aside, waits included
 
     def await_room(self) -> None:
@@ -79,7 +79,7 @@ class Snapshot:
         self._row_bytes = 4 * (planes * D + self.row_slots.shape[1])
 
     def save_before_write(self, ids: Ids) -> None:
-        """Copy aside those of the rows ids [N] that are not read yet; waits while the budget is used up."""
+        """Copy aside those of the rows `ids` [N] that have not been read; wait while the budget is used up."""
         step = max(1, _AT_ONCE_BYTES // self._row_bytes)
         begin = time.perf_counter()
         for start in range(0, len(ids), step):
@@ -98,14 +98,14 @@ class Snapshot:
         self._budget.seconds += time.perf_counter() - begin
 
     def read(self, first: int, last: int, ids: Ids | None, columns: Rows, row_columns: Rows) -> None:
-        """Copy rows of [first, last) to columns. One thread calls this, with ascending ranges.
+        """Copy rows in [first, last), as they were, to columns. One thread calls this, with ascending ranges.
 
         Args:
             first: The first row of the range.
             last: The end of the range.
             ids: The rows to copy, int64 [N], ascending; None copies all, N = last - first.
-            columns: Output, float32 [1 + S, N, D].
-            row_columns: Output, float32 [R, N].
+            columns: Output, float32 [1 + S, N, D]: weights, then state columns.
+            row_columns: Output, float32 [R, N]: per-row state.
         """
         step = max(1, _AT_ONCE_BYTES // self._row_bytes)
         N = columns.shape[1]
@@ -135,7 +135,7 @@ class Snapshot:
             self._sorted[int(buckets[begin])].append(kept)
 
     def _take_aside(self, rows: Ids, columns: Rows, row_columns: Rows) -> None:
-        """Replace rows that may have been overwritten by their copies."""
+        """Replace rows that may have been overwritten with the copies of their old values."""
         first, last = int(rows[0]), int(rows[-1]) + 1
         for bucket in range(first // self._bucket, (last - 1) // self._bucket + 1):
             for ids, values, row_slots in self._sorted.get(bucket, ()):
@@ -158,7 +158,7 @@ class Snapshot:
         return out[: rows_between(first, last, self.wanted, out)].copy()
 
     def end(self) -> None:
-        """Stop copying: all rows are read, or the snapshot is abandoned."""
+        """Stop copying, and drop all copies: all rows are read, or the snapshot is abandoned."""
         self.ended.set()
         with self._lock:
             left = sum(len(kept[0]) for kept in self._aside)
@@ -175,7 +175,7 @@ class Changes:
         self._storage, self._rows = storage, storage.shape[0]
         self._touched = empty_bits(self._rows)  # since the last snapshot
         self._unsaved: list[Bits] = []  # rows of snapshots that were not saved
-        self.since: Any = None  # identifies the checkpoint since which changes are tracked; set by its manager
+        self.since: Any = None  # the checkpoint since which changes are tracked; set by the checkpoint manager
         self._snapshot: Snapshot | None = None
 
     @property
@@ -187,7 +187,7 @@ class Changes:
         return self._touched
 
     def before_write(self, ids: Ids) -> None:
-        """Record that rows ids [N] are about to be written; one thread at a time may call."""
+        """Record that the rows `ids` [N] are about to be written; only one thread at a time may call this."""
         if self._snapshot is not None:
             self._snapshot.save_before_write(ids)
         mark(ids, self._touched)
@@ -199,7 +199,7 @@ class Changes:
             RuntimeError: The last snapshot has not ended.
         """
         if self._snapshot is not None:
-            raise RuntimeError("the previous snapshot of this table is still being saved")
+            raise RuntimeError("the previous snapshot of this table is still being saved; wait until it ends")
         wanted = full_bits(self._rows) if everything else self.touched
         self._unsaved = []
         self._snapshot = snapshot = Snapshot(self._storage, wanted, budget)

@@ -9,7 +9,7 @@ from hostdev.host.table import HostTable, Rows
 
 
 class ParameterServer:
-    """Named host tables, pulled from and pushed to."""
+    """Host tables by name: `pull` looks up rows of a table, and `push` applies gradients to them."""
 
     def __init__(self) -> None:
         self._tables: dict[str, HostTable] = {}
@@ -17,7 +17,7 @@ class ParameterServer:
     def add(self, table: HostTable) -> HostTable:
         """Add a table under its own name and return it; ValueError if the name is taken."""
         if table.name in self._tables:
-            raise ValueError(f"there is already a table {table.name!r}")
+            raise ValueError(f"there is already a table {table.name!r}; give one of them another name")
         self._tables[table.name] = table
         return table
 

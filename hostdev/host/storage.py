@@ -31,7 +31,7 @@ Ids = npt.NDArray[Any]
 Positions = npt.NDArray[np.int32]
 
 _FILLED = 1 << 20  # rows of a rank's part that are filled at a time
-_FILLED_BYTES = 1 << 26  # float32 bytes that are filled and rounded at a time
+_FILLED_BYTES = 1 << 26  # bytes of float32 weights that are filled and rounded at a time
 
 
 class Shape:
@@ -43,8 +43,8 @@ class Shape:
         optimizer: Defines the optimizer state.
         first: The position of the first row among all `total` rows.
         total: Rows of the table over all ranks.
-        is_part: The rows are a rank's part, at its positions (`kernels.shards`).
-        ids: Returns the ids of the local rows [start, stop).
+        is_part: Whether the rows are a rank's part, at its positions (`kernels.shards`).
+        ids: Returns the ids, in the whole table, of the local rows [start, stop).
     """
 
     def __init__(
@@ -74,17 +74,17 @@ class Shape:
 
 
 class Storage(Protocol):
-    """A table's rows. Methods named `*_tasks` return the tasks of an operation, as those of `HostTable` do."""
+    """A table's rows. Arguments mean the same as those of the corresponding `HostTable` methods."""
 
     dtype: str
-    row_slots: Rows  # [V, R]
+    row_slots: Rows  # per-row state, [V, R]
 
     def initial(self, shape: Shape, seed: int, init: Initializer, ids: npt.NDArray[np.int64], block: Rows) -> None:
-        """Write the initial values of rows to block [N, 1 + S, D]; ids [N] are those of the whole table."""
+        """Write the initial values of rows to block [N, 1 + S, D]; ids [N] are the rows' ids in the whole table."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """V, 1 + S, D."""
+        """The shape of a block of all rows: V, 1 + S, D."""
 
     @property
     def nbytes(self) -> int:
@@ -97,16 +97,16 @@ class Storage(Protocol):
         """Return all weights: a view, or a copy that is read-only."""
 
     def column(self, number: int) -> Any:
-        """Return the weights (0) or a state column, to be read by slices and by row ids as float32."""
+        """Return the weights (number 0) or state column number - 1, to be read as float32 by slices and row ids."""
 
     def slot(self, number: int) -> Rows:
-        """Return a view of a state column [V, D]."""
+        """Return a view of state column `number`, from 0, float32 [V, D]."""
 
     def lookup_tasks(self, ids: Ids, out: Rows, positions: Positions | None) -> list[Task]:
-        """Copy weights to out [N, D]."""
+        """Return tasks that copy weights to out [N, D]."""
 
     def read_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
-        """Copy rows to block [N, 1 + S, D] and row_slots [N, R]."""
+        """Return tasks that copy rows to block [N, 1 + S, D] and row_slots [N, R]."""
 
     def write_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
         """Return tasks that overwrite rows with values that `require_exact` has accepted."""
@@ -115,13 +115,13 @@ class Storage(Protocol):
         """Raise ValueError unless the rows [N, 1 + S, D] can be stored without rounding."""
 
     def update_tasks(self, ids: Ids, grads: Rows, step: TableStep, positions: Positions | None) -> list[Task]:
-        """Take an optimizer step on unique rows."""
+        """Return tasks that take an optimizer step on unique rows."""
 
     def apply(self, ids: Ids, grads: Rows, step: TableStep) -> None:
         """Sum the gradients of each id, and take an optimizer step on its row."""
 
     def partial_squares(self) -> npt.NDArray[np.float64]:
-        """Return the sums of squares of the weights, as `kernels.norm` does."""
+        """Return the sums of squares of the weights, as `kernels.norm.partial_squares` does."""
 
     def copy_to_columns(self, start: int, stop: int, first: int, ids: Ids | None, columns: Rows) -> None:
         """Copy rows to columns [1 + S, N, D], as `kernels.bits.copy_to_columns` does."""

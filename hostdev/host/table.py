@@ -29,16 +29,16 @@ from hostdev.kernels.shards import get_ids_at, ids_of, range_of
 Rows = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int32]
 
-_ERASED = 1 << 16  # rows at a time
+_ERASED = 1 << 16  # rows erased at a time
 
 
 class HostTable(Owned):
     """An embedding table in host memory: weights float32 [rows, dim], and optimizer state.
 
-    Initial weights depend only on (seed, name, row, column). Memory: rows x dim x (1 + slots) x 4 bytes. With
-    dtype="bfloat16" a weight takes 2 bytes, and reads return float32. Each update rounds new weights stochastically to
-    one of the two nearest bfloat16 values, by a random number that depends only on (seed, name, step of the table,
-    row, column).
+    Initial weights depend only on (seed, name, row, column). Memory: rows x (dim x (1 + S) + R) x 4 bytes, for S
+    optimizer state columns and R values of per-row state. With dtype="bfloat16" a weight takes 2 bytes,
+    and reads return float32. Each update rounds new weights stochastically to one of the two nearest bfloat16 values,
+    by a random number that depends only on (seed, name, step of the table, row, column).
 
     Several threads may look rows up at once. The caller must not let an update overlap with other access to its rows.
 
@@ -53,7 +53,7 @@ class HostTable(Owned):
         rows: Number of rows, at least 1.
         dim: Number of columns, at least 1.
         optimizer: LazyAdam, FTRL, SGD, Adagrad or RowWiseAdagrad.
-        name: The table's name, in errors and in the key of its initial values.
+        name: The table's name, for errors and as a part of the initial values' key.
         seed: Seed of the initial values. None: the seed given to `torch.manual_seed`, or 0.
         init: Normal(std), Uniform(low, high), Constant(value), or an array [rows, dim], which the table keeps for
             `erase` and which must not change. With dtype="bfloat16" it is rounded as updates are.
@@ -107,7 +107,7 @@ class HostTable(Owned):
         return self._rows
 
     def ids(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Return the ids of the local rows [start, stop)."""
+        """Return the ids, in the whole table, of the local rows [start, stop)."""
         stop = min(stop, self.rows)
         if self.part is None:
             return np.arange(start, stop)
@@ -124,7 +124,7 @@ class HostTable(Owned):
 
     @property
     def init(self) -> Initializer:
-        """The initial weights."""
+        """The initializer of the weights."""
         return self._initial[1]
 
     @property
@@ -134,7 +134,7 @@ class HostTable(Owned):
 
     @property
     def block(self) -> Rows:
-        """A read-only view of all rows, float32 [V, 1 + S, D]; TypeError for bfloat16 weights, stored apart."""
+        """A read-only view of all rows, float32 [V, 1 + S, D]; TypeError if the weights are stored as bfloat16."""
         if not isinstance(self.storage, Float32):
             raise TypeError(f"table {self.name!r} stores weights as bfloat16, apart from its slots; use read_rows")
         self._before_read()
@@ -177,7 +177,7 @@ class HostTable(Owned):
 
     @contextmanager
     def writing(self, ids: npt.ArrayLike | None = None) -> Iterator[Writing]:
-        """Edit weights and optimizer state as arrays; rows that differ are written at the end of the `with`.
+        """Edit copies of weights and optimizer state; changed rows are written to the table at the end of the `with`.
 
         ::
 
@@ -186,7 +186,7 @@ class HostTable(Owned):
                 w.slots["m"][:] = 0
 
         `w.weights` is float32 [V, D], and `w.slots[name]` is [V, D], or [V, 1] for per-row state; with `ids`, their
-        first dimension is N. They are copies, made at first use. After any error the table is unchanged.
+        first dimension is N. Each copy is made at its first use. After any error the table is unchanged.
 
         Args:
             ids: int32 or int64 [N], each in [0, V), all different; None for all rows.
@@ -334,7 +334,7 @@ class HostTable(Owned):
     def update_tasks(
         self, ids: Ids, grads: Rows, step: TableStep | None = None, positions: Positions | None = None
     ) -> list[Task]:
-        """Return the tasks of `update`; counts its step now."""
+        """Return the tasks of `update`, and count its step now."""
         check_rows("grads", grads, (len(ids if positions is None else grads), self.dim), self.name)
         step = step or self.begin_step()
         self._note_write(ids)
@@ -347,7 +347,7 @@ class HostTable(Owned):
             ids: int32 or int64 [N], each in [0, V).
             block: Output, float32 [N, 1 + S, D], C-contiguous: weights, then state of D values.
             row_slots: Output, float32 [N, R], C-contiguous: per-row state.
-            positions: int32 [N]: rows of both outputs, as in `lookup`.
+            positions: int32 [N]: for each id, its row of both outputs, as in `lookup`.
 
         Raises:
             UserError, TypeError, ValueError: As for `lookup`.
@@ -363,7 +363,7 @@ class HostTable(Owned):
         return self.storage.read_tasks(ids, block, row_slots, positions)
 
     def write_rows(self, ids: npt.ArrayLike, block: Rows, row_slots: Rows, positions: Positions | None = None) -> None:
-        """Overwrite rows and their optimizer state, as `read_rows` returns them; ids must be unique (not checked).
+        """Overwrite rows and their optimizer state; arguments as for `read_rows`; ids must be unique (not checked).
 
         Raises:
             UserError, TypeError: As for `lookup`.
@@ -401,13 +401,13 @@ class HostTable(Owned):
         return found | {name: row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}
 
     def where(self, ids: Any) -> tuple[Rows, Any]:  # Any: whatever NumPy indexes rows by
-        """Return rows with their optimizer state, float32 [any, 1 + S, D], and the places of these ids in them."""
+        """Return rows with their optimizer state, float32 [any, 1 + S, D], and the positions of `ids` in this array."""
         if isinstance(self.storage, Float32):
             return self.storage.block, ids
         return self.storage.taken(ids), np.arange(len(ids))
 
     def partial_squares(self) -> npt.NDArray[np.float64]:
-        """Return the sums of squares of the weights by part and column, [P, D]; the order is in `kernels.norm`."""
+        """Return the sums of squares of the weights by part of the rows and column, [P, D], as `kernels.norm` does."""
         self._before_read()
         return self.storage.partial_squares()
 
@@ -424,7 +424,7 @@ class HostTable(Owned):
             self.may_train = True
 
     def _note_write(self, ids: Ids) -> None:
-        """Record the rows that are about to be written; a running snapshot copies them first."""
+        """Record that rows are about to be written; a running snapshot first copies those that it has not read."""
         self.untouched = False
         if self.changes is not None:
             self.changes.before_write(ids)
@@ -436,12 +436,12 @@ class HostTable(Owned):
     def reset(self) -> None:
         """Reset all rows to their initial values, and the step to 0.
 
-        No other thread may use the table during this call, which waits for a running snapshot.
+        This call waits for a running snapshot. No other thread may use the table meanwhile.
         """
         self._before_write()
         if self.changes is not None:
             self.changes.await_end()
-            self.note_changes(anew=True)  # since no checkpoint, so the next one is full
+            self.note_changes(anew=True)  # relative to no checkpoint, so that the next one is full
         self.storage.fill(self._shape(self.dim), *self._initial)
         self._step, self.untouched = 0, True
         self._after_write(None)

@@ -26,7 +26,7 @@ def warm_up(id_dtype: npt.DTypeLike, table_dtype: str = FP32) -> None:
     optimizers: list[tuple[SparseOptimizer, int]] = [(FTRL(), 1), (LazyAdam(), 32)]
     for (optimizer, dim), stored in itertools.product(optimizers, sorted({FP32, table_dtype})):
         table = HostTable(1, dim, optimizer, name="warm-up", dtype=stored)
-        table.may_train = True  # also in one of several processes
+        table.may_train = True  # so that it may be updated in one of several processes
         table.note_changes()
         grads = np.zeros((2, dim), np.float32)
         table.lookup(ids)
@@ -38,7 +38,7 @@ def warm_up(id_dtype: npt.DTypeLike, table_dtype: str = FP32) -> None:
             table.read_rows(ids[:1], *row, positions)
             table.write_rows(ids[:1], *row, positions)
         table.sum_of_squares()
-        if table.dtype == BF16:  # for rows on the CPU device
+        if table.dtype == BF16:  # as a table or cache on the CPU device does
             for numbers in (ids[:1], position):
                 round_rows(row[0], numbers, ids[:1], 0)
     far = np.arange(1 << 16, dtype=id_dtype) << 8  # widely spaced ids are hashed, and many ids are split
@@ -60,7 +60,7 @@ def warm_up(id_dtype: npt.DTypeLike, table_dtype: str = FP32) -> None:
 
 
 def warm_up_feature(dim: int, *, pooled: bool = False, weighted: bool = False, bfloat16: bool = False) -> None:
-    """Call the kernels of one kind of feature once, for tables of `dim` columns and the current thread count."""
+    """Call the kernels of one kind of feature once, for tables of `dim` columns and the current number of threads."""
     rows, inverse = np.zeros((1, dim), np.float32), np.zeros(2, np.int32)
     weights = np.ones(2, np.float32) if weighted else None
     out = np.zeros((2, dim), np.uint16 if bfloat16 else np.float32)

@@ -13,7 +13,7 @@ from hostdev.core.writing import Copies
 
 Rows = npt.NDArray[np.float32]
 
-_PART_BYTES = 1 << 24  # compared or written at a time
+_PART_BYTES = 1 << 24  # bytes compared or written at a time
 
 
 class Writing(Copies):
@@ -43,7 +43,7 @@ class Writing(Copies):
         return np.array(column[:] if self._ids is None else column[self._ids], np.float32)
 
     def changed(self) -> npt.NDArray[np.int64]:
-        """Return the rows of the copies that differ from the table's; ValueError if one is not finite."""
+        """Return the rows of the copies that differ from the table's; ValueError if a value of one is not finite."""
         found = []
         width = sum(values.shape[1] for values in self._held.values())
         step = max(1, _PART_BYTES // (4 * max(1, width)))
@@ -60,14 +60,14 @@ class Writing(Copies):
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def require_exact(self, changed: npt.NDArray[np.int64], check: Callable[[Rows], None]) -> None:
-        """Call `Storage.require_exact` on the changed rows of the copies."""
+        """Call `check`, which is `Storage.require_exact`, on the changed rows of the copies."""
         if "weights" in self._held:
             step = max(1, _PART_BYTES // self._held["weights"][:1].nbytes)
             for start in range(0, len(changed), step):
                 check(self._held["weights"][changed[start : start + step], None])
 
     def parts(self, changed: npt.NDArray[np.int64]) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[Any]]]:
-        """Yield chunks of the changed rows, each with its ids."""
+        """Yield chunks of the changed rows: row numbers in the copies, and ids in the table."""
         width = sum(column.shape[1] for column in self._columns.values())
         step = max(1, _PART_BYTES // (4 * width))
         for start in range(0, len(changed), step):
@@ -75,6 +75,6 @@ class Writing(Copies):
             yield rows, rows if self._ids is None else self._ids[rows]
 
     def put(self, name: str, rows: npt.NDArray[np.int64], out: Rows) -> None:
-        """Write rows of a column's copy to `out`, if there is a copy."""
+        """Write rows of the copy of column `name` to `out`, if there is a copy."""
         if name in self._held:
             out[...] = self._held[name][rows]

@@ -25,7 +25,7 @@ class Context:
         timeline: Records the stages' durations.
         log: Records the ops' durations.
         exchanges: All-to-all exchanges with other ranks, each of which has a part of every table: one for passes that
-            update (True), one for the others. Empty: this rank has all rows.
+            update (True), one for the others. Empty if this rank has all rows.
         hooks: For tests.
     """
 
@@ -50,4 +50,4 @@ class Context:
         self.cached = [number for number, group in enumerate(groups) if group.cache is not None]
         self.row_bytes = sum(group.row_bytes for group in groups if group.on_host)
         self.steps = 0  # steps whose updates are finished
-        self.asked_before: tuple[int, list[Asked]] = 0, []  # last training batch, and its requests by ranks
+        self.asked_before: tuple[int, list[Asked]] = 0, []  # last training batch, and its `Asked` by group

@@ -32,12 +32,12 @@ class Embedding:
         self.update = update(scope=self.name, log=log).add_prim_attr("primitive_target", self.target)
 
     def uncount_unfinished(self) -> None:
-        """Subtract the steps whose updates did not finish, after the in-flight batches are abandoned."""
+        """Subtract the table's steps whose updates did not finish, after the in-flight batches are abandoned."""
         self.table.uncount_steps(self.begun - self.steps)
         self.begun = self.steps
 
     def use_cache(self, slots: Any, log: OpLog | None = None) -> None:
-        """Add the ops of a cache, whose `DeviceSlots` hold the hot rows."""
+        """Add the ops of a cache; its `slots`, a `DeviceSlots`, hold the table's hot rows."""
         self.cache_admit = CacheAdmit(scope=self.name, log=log).add_prim_attr("primitive_target", "CPU")
         self.cache_evict = CacheEvict(scope=self.name, log=log).add_prim_attr("primitive_target", "CPU")
         about: Any = {"scope": self.name, "log": log}
@@ -80,5 +80,5 @@ class Group:
 
     @property
     def window(self) -> int:
-        """Number of batches that the cache's plan looks ahead."""
+        """Number of batches that the cache's plan looks ahead; 0 without a cache."""
         return self.cache.window if self.cache is not None else 0

@@ -1,7 +1,7 @@
 """Read-after-write hazards: which rows of a batch an unfinished batch will write, and when they may be read.
 
-Conflicting rows form two subsets. Rows of the previous batch are updated first, as soon as its gradients arrive. Rows
-of older batches are updated even earlier.
+Conflicting rows form two subsets. Rows that the previous batch writes are updated first, as soon as its gradients
+arrive. Rows that only older batches write are updated even earlier.
 """
 
 from collections.abc import Sequence
@@ -27,10 +27,10 @@ def find_conflicts(
 
     Args:
         unfinished: The batch, and the batches that it may have to wait for.
-        reads: The rows that the batch reads.
-        written: The rows that it writes: first the same rows, then others.
-        last_writers: The last writers of all rows, updated.
-        staleness: The batch does not wait for writes of this many batches before it.
+        reads: The host rows that the batch reads.
+        written: The rows of which it becomes the last writer: first those that it reads, then others.
+        last_writers: The last writer of each row; this batch is recorded in it.
+        staleness: Number of batches before this one whose writes it does not wait for.
         ignored: Groups whose hazards are ignored, to test that the checks detect it.
     """
     batch, before, updated = unfinished

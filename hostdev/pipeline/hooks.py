@@ -18,8 +18,8 @@ class PipelineHooks:
         after_update: Called when rows of a batch have been updated, before a later batch changes them. Its arguments
             are the batch's number, the group's number, the rows' ids, and for each table the memory that holds the
             rows, [any, 1 + S, D], and their positions in it.
-        ignore_hazards: Numbers of groups whose read-after-write hazards are ignored. Results become wrong.
-        staleness: **Not exact.** A lookup may miss the updates of this many batches before it.
+        ignore_hazards: Numbers of groups whose read-after-write hazards are ignored, which makes results wrong.
+        staleness: Number of batches before a lookup whose updates it may miss. **Not exact** unless it is 0.
     """
 
     before_stage: BeforeStage | None = None

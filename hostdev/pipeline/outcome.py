@@ -1,4 +1,4 @@
-"""Small results of a step, which are copied to the host."""
+"""Results of a step, such as a loss, which are copied to the host in the background."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -12,13 +12,13 @@ from hostdev.device.staging import Staging
 
 
 class Outcome:
-    """A step's results, which are copied to the host in the background.
+    """Small results of a step, and the value that is computed from them on the host.
 
     Args:
         tensors: Small tensors on the device.
-        read: Called with the copies in host memory; returns a value, or raises.
+        read: Called with the copies in host memory; returns the value that `get` returns, or raises.
         staging: Copies the tensors to the host.
-        memory: The batch's host memory, for the copies.
+        memory: The batch's host memory, to which they are copied.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class Outcome:
                 self._tensors, self._mark = [], None
 
     def get(self) -> Any:
-        """Wait for the step, and return the value or raise the error of `read`. Any thread may call, repeatedly."""
+        """Wait for the step, and return the value or raise the error of `read`. Any thread may call this repeatedly."""
         self.arrive()
         with self._reading:
             if not self._done:
                 assert self._results is not None
                 self.has_raised = True
-                self._value = self._read(self._results)  # a new error each time: a kept one holds its frames
+                self._value = self._read(self._results)  # an error is not stored: it would hold its frames
                 self.has_raised = False
                 self._done, self._results = True, []
         return self._value

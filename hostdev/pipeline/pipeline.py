@@ -24,7 +24,7 @@ _MOST_DEPTH = MOST_UNFINISHED - 2
 
 
 def require_depth(depth: Any) -> None:
-    """Raise ValueError for an invalid depth."""
+    """Raise ValueError unless the depth is an integer that the pipeline supports."""
     if not isinstance(depth, int | np.integer) or not 0 <= depth <= _MOST_DEPTH:
         raise ValueError(f"the depth must be in 0..{_MOST_DEPTH}, not {depth!r}")
 
@@ -35,9 +35,9 @@ class Pipeline:
     Args:
         groups: The tables, grouped by shared ids.
         staging: Copies between host and device.
-        depth: Number of batches that are looked up ahead. At most depth + 2 are alive: batches being looked up, in the
-            step, or being updated. At 0 the stages run one after the other in the caller's thread; this is the
-            reference.
+        depth: Number of batches that are looked up ahead. At most depth + 2 are alive: being looked up, in the step, or
+            being updated. At 0 the stages run one after the other in the caller's thread; this is the reference for
+            other depths.
         timeline: Records the stages' durations.
         log: Records the ops' durations.
         ranks: The processes that have the other parts of the tables; None for a single process.
@@ -66,7 +66,7 @@ class Pipeline:
             shapes = [each[0].total_rows for each in tables], [[table.dim for table in each] for each in tables]
             exchanges = {update: Exchange(ranks, *shapes) for update in (True, False)}
         self._context = Context(groups, staging, Claims(rows), self.timeline, log, exchanges, hooks or PipelineHooks())
-        self._number = 0  # the last batch
+        self._number = 0  # of the last batch
         self._open_passes: list[Pass] = []
         self.training: Pass | None = None
 
@@ -80,7 +80,7 @@ class Pipeline:
         self._context.steps = steps
 
     def exchanged_bytes(self) -> dict[str, int]:
-        """Return the bytes sent to other ranks for rows in training, and the minimum possible."""
+        """Return the bytes of ids, rows and gradients sent to other ranks in training, and a lower bound."""
         exchange = self._context.exchanges[True]
         return {"rows": exchange.sent_bytes, "least": exchange.least_bytes}
 
@@ -97,7 +97,7 @@ class Pipeline:
 
         Args:
             batches: The requests.
-            background: Read in a background thread, not in the caller's.
+            background: Read batches in a background thread, not in the caller's.
             read_ahead: Maximum number of batches to read beyond the one in its step; None: as many as depth and caches
                 need.
             position: Position, in the caller's loop, of the batch before the first one.
@@ -131,7 +131,7 @@ class Pipeline:
     def predict(
         self, batches: Iterable[Request], *, background: bool = True, read_ahead: int | None = None
     ) -> Iterator[Pass]:
-        """Open a pass that updates nothing, even within a drained pass of `train`; arguments as for `train`."""
+        """Open a pass that updates nothing; arguments as for `train`. A pass of `train` may be open, and is drained."""
         self.write_back()
         with self._open(batches, 0, update=False, background=background, read_ahead=read_ahead) as one:
             yield one
@@ -149,7 +149,7 @@ class Pipeline:
                 group.cache.write_back_rows()
 
     def reload(self, table: Any, ids: Ids | None) -> None:
-        """Refresh rows that were looked up ahead or are cached, after `write_back` and a write to the table.
+        """Refresh rows that were looked up ahead or are cached; call it after `write_back` and a write to the table.
 
         Args:
             table: The table that was written.
@@ -201,5 +201,5 @@ class Pipeline:
                         self._number = max(self._number, one.number)
 
     def _are_ranks_gone(self) -> bool:
-        """Return whether other ranks are known to have diverged from this one, so that they will not answer."""
+        """Return whether other ranks are known to have diverged from this one, and so will not answer."""
         return self.ranks is not None and self.ranks.calls.wrong is not None

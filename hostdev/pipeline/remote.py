@@ -35,7 +35,7 @@ def _get_asked(groups: Sequence[PlannedGroup]) -> list[Asked]:
 
 
 def _make_buffer(memory: PinnedBuffer) -> Callable[[int, int], Any]:
-    """Return a function that allocates memory for rows in a batch's host memory."""
+    """Return a function of (rows, dim) that allocates an array in a batch's host memory."""
     return lambda rows, dim: memory.buffer(rows, dim).numpy()
 
 
@@ -48,15 +48,15 @@ def exchange_early(
     update: bool,
     overlapped: bool,
 ) -> EarlyRows:
-    """Send other ranks the requested rows that need not wait, and receive such rows from them.
+    """Send other ranks the requested rows that need not wait for an update, and receive such rows from them.
 
     Args:
         context: The pipeline's context.
-        batch: The batch, with the rows on this rank.
+        batch: The batch, with its rows on this rank.
         conflicts: The batch's conflicting rows on this rank.
         before: The previous batch, if it is unfinished on this rank. It records which of its rows this batch waits for.
-        update: The pass updates the tables.
-        overlapped: Batches overlap, so rows may have to wait, on this rank or others.
+        update: Whether the pass updates the tables.
+        overlapped: Whether batches overlap, so that rows may have to wait, on this rank or others.
     """
     exchange = context.exchanges[update]
     with context.timeline.span("exchange rows", batch.number):
@@ -89,7 +89,7 @@ def exchange_early(
 
 
 def _choose_shared(asked: Sequence[Asked], conflicts: Conflicts | None, before: InFlight | None) -> list[SelectedRows]:
-    """Return the rows of the previous batch that conflict with this one, on this rank."""
+    """Return, for each group, the previous batch's rows on this rank for which this batch waits."""
     found = []
     starts, positions = [0] * (len(asked) + 1), _NONE
     if before is not None:
@@ -108,13 +108,13 @@ def _choose_shared(asked: Sequence[Asked], conflicts: Conflicts | None, before: 
 
 
 def exchange_late(context: Context, batch: SentBatch, values: list[list[Tensor]], update: bool) -> list[list[Tensor]]:
-    """Exchange the rows that had to wait; return the batch's own rows on the device, by group and table.
+    """Exchange the rows that had to wait for an update; return the batch's rows on the device, by group and table.
 
     Args:
         context: The pipeline's context.
         batch: The batch; its early rows have been sent.
         values: This rank's rows that any rank requests, by group and table.
-        update: The pass updates the tables.
+        update: Whether the pass updates the tables.
     """
     assert batch.early is not None
     staging, (incoming, sent, _) = context.staging, batch.early
@@ -140,7 +140,7 @@ class Leaving(NamedTuple):
     """A step's gradients, divided by the owners of the rows."""
 
     gradients: Gradients | None  # for rows on this rank's device
-    outgoing: Outgoing | None  # for the updater to send to the owners
+    outgoing: Outgoing | None  # gradients that the updater sends to the owners
     received: Any  # an event: the outgoing gradients are in host memory
 
 

@@ -31,33 +31,33 @@ class Request(NamedTuple):
     ids: Sequence[Sequence[Ids]]  # by group, by feature: int32 or int64 [N], C-contiguous, all in the table
     tensors: Sequence[Tensor] = ()  # other tensors that the step needs on the device
     note: Any = None  # the caller's own data
-    check: Callable[[], None] | None = None  # called first; raises for ids outside the table
+    check: Callable[[], None] | None = None  # called before ids are used; raises for ids outside the table
 
 
 class Gradients(NamedTuple):
     """A step's gradients."""
 
     grads: Sequence[Sequence[Tensor | None]]  # by group and table: float32 [U, D]; None: the table takes no step
-    skip: Tensor | None = None  # float32 [] on the device: unless it is 0, no row may change
-    check: Any = None  # an `Outcome`, read before host rows change; raises if they must not
-    parts: Sequence[Sequence[Sequence[Tensor] | None]] = ()  # replaces grads if there are other ranks: by tree node
+    skip: Tensor | None = None  # float32 [] on the device; if it is not 0, no row may change
+    check: Any = None  # an `Outcome`; reading it raises if the host rows must not change
+    parts: Sequence[Sequence[Sequence[Tensor] | None]] = ()  # replaces grads with other ranks: a sum per tree node
     micro_batches: int = 1  # of the step, on this rank
-    in_two: bool = False  # sent in two parts: all ranks know which rows the next batch waits for
+    in_two: bool = False  # sent in two parts, as all ranks know which rows the next batch waits for
 
 
 class ReadBatch(NamedTuple):
-    """A batch that has been read: its request."""
+    """A request that has been read, and its batch's number."""
 
     number: int
     request: Request
 
 
 class UniqueGroup(NamedTuple):
-    """A group's unique ids; with other ranks, this rank's rows that any rank requests."""
+    """A group's unique ids; if there are other ranks, this rank's rows that any rank requests."""
 
     ids: Ids  # unique [U]
-    inverse: Inverse  # [N], of the batch's own ids
-    asked: Asked | None = None  # requests to other ranks, and theirs to this one
+    inverse: Inverse  # [N], the unique row of each of the batch's own ids
+    asked: Asked | None = None  # this rank's requests to others, and their requests to it
 
 
 class UniqueBatch(NamedTuple):
@@ -142,7 +142,7 @@ class SentBatch(NamedTuple):
 
 
 class StepGroup(NamedTuple):
-    """A group's rows on the device."""
+    """A group's rows on the device, in a step."""
 
     planned: PlannedGroup
     rows: list[BatchRows]
@@ -162,7 +162,7 @@ class StepGroup(NamedTuple):
 
     @property
     def own_size(self) -> int:
-        """Number of rows that the step gets."""
+        """Number of rows that the step gets, including those of other ranks."""
         asked = self.planned.asked
         return len(self.planned.ids) if asked is None else asked.size
 
@@ -183,7 +183,7 @@ class StepBatch(NamedTuple):
     tensors: list[Tensor]
     writes: ConcatenatedIds
     memory: PinnedBuffer
-    outcomes: list[Any]  # `Outcome`s to copy to the batch's memory; the step appends to the list
+    outcomes: list[Any]  # `Outcome`s that are copied to the batch's memory; the step appends to the list
     in_flight: InFlight
     begun: Any  # the device's clock when the step begins
     span: Span  # open until the step ends

@@ -13,10 +13,10 @@ Positions = npt.NDArray[np.int32]
 
 
 class RowSubset(NamedTuple):
-    """Some of a batch's ids."""
+    """Some of a batch's ids, and where they are among all of them."""
 
     ids: Ids  # int32 or int64 [any], unique
-    positions: Positions | None  # [any], ascending positions among all of the batch's ids; None: all
+    positions: Positions | None  # [any], ascending, among the batch's ids; None: all of these
 
     @classmethod
     def select(cls, ids: Ids, positions: Positions | None) -> "RowSubset":

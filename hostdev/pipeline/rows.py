@@ -20,7 +20,7 @@ from hostdev.pipeline.row_ids import ConcatenatedIds, RowSubset
 
 
 class LateLookup(NamedTuple):
-    """A lookup of rows that had to wait: tasks on the host, then the copy to the device."""
+    """A lookup of rows that had to wait for an update: tasks on the host, then the copy to the device."""
 
     tasks: list[Task]
     send: Callable[[], None]
@@ -133,9 +133,9 @@ class BatchRows:
                 rows.index_copy_(0, at.to(rows.device, torch.int64), value.to(rows.device))
 
     def arrived(self) -> Tensor:
-        """Return the rows, float32 [U, D] on the device, whose current stream waits for them. All must have been sent.
+        """Return the rows on the device, float32 [U, D]; its current stream waits for them. All must have been sent.
 
-        They are in the order of the ids, or with a cache in that of its plan.
+        The rows are in the order of the ids, or with a cache in the order of its plan.
         """
         self._lookup.end()
         if self._places is not None:
@@ -151,17 +151,17 @@ class BatchRows:
 
     @property
     def host(self) -> npt.NDArray[Any]:
-        """The rows that bypass the cache, in host memory, float32 [U, D]; initially without conflicting rows."""
+        """The rows that bypass the cache, in host memory, float32 [M, D]; conflicting rows arrive later."""
         found: npt.NDArray[Any] = self._host[0].numpy()
         return found
 
     def begin_step(self) -> None:
-        """Count the step."""
+        """Count a step of the table, to which `update` then belongs."""
         self._step = self._table.begin_step()
         self.embedding.begun += 1
 
     def update_cached(self, grads: Tensor, skip: Tensor | None) -> None:
-        """Count the step, and update the rows on the device; grads float32 [U, D], skip as in `Ops.update`."""
+        """Begin a step, and update the rows in a cache, if any; grads float32 [U, D], skip as in `Ops.update`."""
         self.begin_step()
         if self._places is not None:
             self.embedding.cache_update(self._places, grads, *self._sent[1:], self._step, skip)
@@ -172,7 +172,7 @@ class BatchRows:
         return self._sent[1]
 
     def leave(self, grads: Tensor | None) -> list[Tensor | None]:
-        """Swap evicted and admitted rows on the device; return the tensors that the host must receive for `update`."""
+        """Swap evicted and admitted rows on the device; return the tensors that the host needs for `update`."""
         if self._places is None:
             return [grads]
         passed = None if grads is None else self.embedding.cache_passed(self._places, grads)
@@ -182,7 +182,7 @@ class BatchRows:
         return [passed, *self._evicted[0]]
 
     def receive(self, tensors: Sequence[Tensor | None], mark: Any, first: Tensor | None = None) -> None:
-        """Take the tensors of `leave`, which are in host memory once the device has passed an event.
+        """Take the tensors of `leave`, which are in host memory once the device has passed their events.
 
         Args:
             tensors: The tensors of `leave`, on the host.
@@ -205,7 +205,7 @@ class BatchRows:
 
         Args:
             subset: A subset of the bypassing ids, followed by the evicted ones.
-            first: This is the subset whose gradients were received first.
+            first: Whether this is the subset whose gradients were received first.
         """
         passed, evicted = subset.split(self.passed)
         tasks: list[Task] = []
@@ -222,7 +222,7 @@ class BatchRows:
         return tasks
 
     def updated(self) -> None:
-        """Report the time of the update and of the rows written back."""
+        """Report the durations of the update and of the write-back, whose tasks have all run."""
         if self._step is not None:
             self._update.end()
         if self._places is not None:
@@ -258,7 +258,7 @@ def make_rows(group: Group, unique: int, plan: Plan | None, staging: Staging, me
 
 
 def fetch_late(rows: Sequence[tuple[BatchRows, RowSubset]]) -> None:
-    """Look up and send rows of several tables that had to wait."""
+    """Look up and send rows of several tables that had to wait for an update."""
     late = [table.fetch_late(subset) for table, subset in rows if len(subset)]
     run_tasks([task for one in late for task in one.tasks])
     for one in late:
@@ -271,8 +271,8 @@ def receive_rows(
     """Copy the tensors that leave the device to the host.
 
     Args:
-        rows: For each table, the tensors of `BatchRows.leave`, and the ids that another batch waits for, whose
-            gradients are copied before the rest.
+        rows: For each table, its rows, the tensors of their `leave`, and the ids that another batch waits for. The
+            gradients of these ids are copied before the rest.
         staging: Copies to the host.
         memory: The batch's host memory.
 
@@ -317,7 +317,7 @@ def count_bytes(group: Group, unique: int, plan: Plan | None, uses: int) -> int:
 def find_on_device(
     plan: Plan, slots: Sequence[DeviceSlots], rows: Sequence[BatchRows]
 ) -> Iterator[tuple[npt.NDArray[Any], list[tuple[Tensor, Tensor]]]]:
-    """Yield ids of rows that are on the device until `leave`; for each table, memory [any, 1 + S, D] and positions."""
+    """Yield ids of rows on the device until `leave`; per table, memory [any, 1 + S, D] and their positions in it."""
     at = torch.from_numpy(plan.hit_slots)
     yield plan.ids[plan.hits], [(held.block, at) for held in slots]
     new = torch.arange(len(plan.admitted))

@@ -1,4 +1,6 @@
-"""Operations on rows on the device: one module per implementation, all with the same functions and identical results.
+"""Operations on rows on the device: one module per implementation, all with the same functions.
+
+Their results are identical, except that CUDA adds many terms in another order (see `sum_uses`).
 
 Shapes: N occurrences in B bags, U unique rows, D columns. A block [any, 1 + S, D] holds rows with S optimizer state
 columns of D values; row_slots [any, R] holds their per-row state. A batch's rows are in this order: H hits, A admitted,
@@ -29,19 +31,19 @@ class Ops(Protocol):
         """Return the weights of a batch's rows in a new tensor, float32 [H + A + M, D].
 
         Args:
-            block: The cache's rows, float32 [C, 1 + S, D].
-            hit_slots: int32 [H].
-            admitted: float32 [A, 1 + S, D].
+            block: The rows in the cache's C slots, float32 [C, 1 + S, D].
+            hit_slots: The slots of the hits, int32 [H].
+            admitted: The admitted rows, float32 [A, 1 + S, D].
             passed: The bypassing rows, float32 [M, D].
         """
 
     def gather(self, rows: Tensor, inverse: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return each occurrence's row times its weight, rounded to dtype [N, D].
+        """Return each occurrence's row times its weight, [N, D], rounded to `dtype`.
 
         Args:
-            rows: float32 [U, D].
-            inverse: int32 or int64 [N].
-            weights: float32 [N]; None for 1.
+            rows: The unique rows, float32 [U, D].
+            inverse: The row of each occurrence, int32 or int64 [N].
+            weights: The weight of each occurrence, float32 [N]; None for 1.
             dtype: torch.float32 or torch.bfloat16.
         """
 
@@ -51,10 +53,10 @@ class Ops(Protocol):
         """Return each bag's sum of rows times weights, added in order: ((t_a + t_b) + t_c) + ...
 
         Args:
-            rows: float32 [U, D].
-            inverse: int32 [N].
-            offsets: int32 [B + 1], the first occurrence of each bag.
-            weights: float32 [N]; None for 1.
+            rows: The unique rows, float32 [U, D].
+            inverse: The row of each occurrence, int32 [N].
+            offsets: The first occurrence of each bag, int32 [B + 1].
+            weights: The weight of each occurrence, float32 [N]; None for 1.
             mean: Divide the sum by the number of occurrences.
             dtype: torch.float32 or torch.bfloat16; rounded once, at the end.
 
@@ -63,15 +65,15 @@ class Ops(Protocol):
         """
 
     def pool_many(self, calls: Sequence[PoolCall]) -> list[Tensor]:
-        """Return what `pool` returns for the arguments of each call; on the host, its threads share the calls."""
+        """Return what `pool` returns for each call; on the CPU, the host's threads share the calls."""
 
     def uses_of(self, features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> Any:
         """Return the occurrences of a batch's rows for `sum_uses`, shared by all tables with the same ids.
 
         Args:
-            features: At least one.
+            features: The features of a group, at least one.
             rows: U.
-            in_order: Each row occurs, and rows are numbered by first occurrence over the concatenated features.
+            in_order: Whether each row occurs, and rows are numbered by first occurrence over the concatenated features.
         """
 
     def sum_uses(self, grads: Sequence[Tensor], uses: Any) -> Tensor:
@@ -88,7 +90,7 @@ class Ops(Protocol):
         """
 
     def sum_many(self, calls: Sequence[tuple[Sequence[Tensor], Any]]) -> list[Tensor]:
-        """Return what `sum_uses` returns for the arguments of each call; on the host, its threads share the calls."""
+        """Return what `sum_uses` returns for each call; on the CPU, the host's threads share the calls."""
 
     def update(
         self,
@@ -106,24 +108,24 @@ class Ops(Protocol):
 
         Args:
             primitive: The optimizer's op, such as "FusedSparseFtrl".
-            block: float32 [any, 1 + S, D].
-            row_slots: float32 [any, R].
-            ids: Rows of the block, int32 or int64 [H].
-            grads: float32 [any, D]: for the ids, then for the admitted rows.
+            block: The rows of a table or of a cache's slots, float32 [any, 1 + S, D].
+            row_slots: Their per-row state, float32 [any, R].
+            ids: The rows of the block to update, int32 or int64 [H].
+            grads: The gradients of these rows, then those of the admitted rows, float32 [any, D].
             scalars: The optimizer's scalars at this step.
-            skip: float32 []; unless it is 0, nothing changes. None for 0.
-            admitted: float32 [A, 1 + S, D]; None for no rows.
-            admitted_row_slots: float32 [A, R].
+            skip: float32 []; if it is not 0, nothing changes; None means 0.
+            admitted: The admitted rows, float32 [A, 1 + S, D]; None for no rows.
+            admitted_row_slots: Their per-row state, float32 [A, R].
         """
 
     def round_rows(self, block: Tensor, ids: Tensor | None, row_ids: Tensor, key: int) -> None:
         """Round the weights of rows to bfloat16 values, in place, as `kernels.rounding.round_rows` does.
 
         Args:
-            block: float32 [any, 1 + S, D].
+            block: The rows, float32 [any, 1 + S, D].
             ids: Unique rows of the block, int32 or int64 [U]; None for the first U.
-            row_ids: Their ids in the table, int32 or int64 [U].
-            key: 64 bits, from the table's step.
+            row_ids: The ids of these rows in the table, int32 or int64 [U].
+            key: The 64-bit rounding key of the table's step.
         """
 
     def exchange(
@@ -135,15 +137,15 @@ class Ops(Protocol):
         admitted: Tensor,
         admitted_row_slots: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Swap admitted rows in, and return the E rows that they evict, [E, 1 + S, D] and [E, R].
+        """Swap admitted rows in, and return the E rows that they evict, [E, 1 + S, D], and their per-row state [E, R].
 
         Args:
-            block: float32 [C, 1 + S, D].
-            row_slots: float32 [C, R].
-            slots: int32 [A], the slots of the admitted rows; the last E hold rows that are evicted.
+            block: The rows in the cache's C slots, float32 [C, 1 + S, D].
+            row_slots: Their per-row state, float32 [C, R].
+            slots: The slots of the admitted rows, int32 [A]; the last E hold rows that are evicted.
             leaving: E.
-            admitted: float32 [A, 1 + S, D]; may be overwritten.
-            admitted_row_slots: float32 [A, R]; may be overwritten.
+            admitted: The admitted rows, float32 [A, 1 + S, D]; may be overwritten.
+            admitted_row_slots: Their per-row state, float32 [A, R]; may be overwritten.
         """
 
     def place(self, rows: Tensor, positions: Tensor, values: Tensor) -> None:

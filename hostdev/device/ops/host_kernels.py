@@ -1,4 +1,4 @@
-"""Row operations on the CPU, whose memory is the host's: the host's kernels."""
+"""Row operations on the CPU device, whose memory is the host's: they call the host's kernels."""
 
 from collections.abc import Sequence
 from typing import Any

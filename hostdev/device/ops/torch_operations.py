@@ -55,7 +55,7 @@ def pool_many(calls: Sequence[PoolCall]) -> list[Tensor]:
 
 
 class Uses(NamedTuple):
-    """A batch's occurrences over several features."""
+    """A batch's occurrences of rows in several features, each with its own B and N."""
 
     rows: int
     inverse: Tensor  # int64, of all features, concatenated
@@ -95,8 +95,8 @@ def sum_many(calls: Sequence[tuple[Sequence[Tensor], Uses]]) -> list[Tensor]:
 
 
 def _sum(terms: Tensor, to: Tensor, n: int) -> Tensor:
-    """Return n sums, float32 [n, D]: term i of [N, D] is added to row to[i], in order; -0 for a row without terms."""
-    # Unlike index_add_, this needs no deterministic mode: torch sorts the indices stably and adds by segment.
+    """Return n sums, float32 [n, D]: terms[i] is added to sum to[i], in order of i; -0 for a sum without terms."""
+    # Unlike index_add_, index_put_ needs no deterministic mode: torch sorts indices stably and adds by segment.
     shape = n, terms.shape[1]
     sums = torch.full(shape, -0.0, dtype=torch.float32, device=terms.device)  # the neutral element of addition
     return sums.index_put_((to,), terms, accumulate=True)
@@ -171,7 +171,7 @@ def _ftrl(rows: Tensor, per_row: Tensor, g: Tensor, lr: Any, l1: Any, two_l2: An
     l1_tensor = torch.full((), float(l1), dtype=torch.float32, device=rows.device)
     sign_l1 = torch.where(z > 0, l1_tensor, -l1_tensor)
     new_w = (sign_l1 - z).div_((root / lr_tensor).add_(float(two_l2)))
-    w.copy_(new_w.masked_fill_(z.abs() <= float(l1), 0.0))  # NaN stays visible
+    w.copy_(new_w.masked_fill_(z.abs() <= float(l1), 0.0))  # a NaN remains
 
 
 def _power(x: Tensor, exponent: float) -> Tensor:
@@ -230,7 +230,7 @@ def round_rows(block: Tensor, ids: Tensor | None, row_ids: Tensor, key: int) -> 
 
 
 def _random_bits(row_ids: Tensor, dim: int, key: int) -> Tensor:
-    """Return the 16 random bits of each column of rows int64 [U], int64 [U, D], as `kernels.rounding` defines them.
+    """Return 16 random bits for each row and column, int64 [U, D], as `kernels.rounding` defines them.
 
     int64 represents unsigned 64-bit numbers: sums and products wrap, and right shifts are masked.
     """

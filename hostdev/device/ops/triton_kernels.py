@@ -23,7 +23,7 @@ def pool_many(calls: Sequence[PoolCall]) -> list[Tensor]:
 
 
 class Uses(NamedTuple):
-    """A batch's occurrences over several features, whose gradients are concatenated."""
+    """A batch's occurrences of rows in several features, whose gradients are concatenated."""
 
     by_row: fused.Uses
     source: Tensor | None  # int32, each occurrence's row of the gradients; None: occurrence i has row i

@@ -13,9 +13,9 @@ class FeatureUses(NamedTuple):
     Attributes:
         inverse: int32 [N], the unique row of each occurrence.
         offsets: int32 [B + 1], the first occurrence of each bag; None: not pooled.
-        weights: float32 [N], multiplied with the rows; None for 1.
+        weights: float32 [N], the factors of the rows; None for 1.
         mean: Divide a bag's sum by its size.
-        dtype: torch.float32 or torch.bfloat16, the dtype of the model's input; rounded once, at the end.
+        dtype: torch.float32 or torch.bfloat16, the dtype of the model's input, to which results are rounded once.
     """
 
     inverse: Tensor
@@ -37,7 +37,7 @@ class PoolCall(NamedTuple):
 
 
 def get_bags(offsets: Tensor, uses: int) -> Tensor:
-    """Return the bag of each of N occurrences, int32 [N], from offsets int32 [B + 1]."""
+    """Return the bag of each of N = `uses` occurrences, int32 [N], from offsets int32 [B + 1]."""
     places = torch.arange(uses, dtype=torch.int32, device=offsets.device)
     return torch.searchsorted(offsets, places, right=True, out_int32=True) - 1
 

@@ -35,7 +35,7 @@ def tiles(rows: int, constants: dict[str, int]) -> int:
 
 
 def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
-    """Launch on the current stream of the first tensor's device; do nothing for 0 programs."""
+    """Launch a kernel on the current stream of the first tensor's device; do nothing for 0 programs."""
     if programs == 0:
         return
     for tensor in arguments:

@@ -1,8 +1,9 @@
 """Row operations of caches and tables on CUDA: torch operations `hostdev::*`, one or two launches each.
 
-Each gives the host kernels' results bit for bit: float32, every operation rounded once, in the stated order, no FMA.
-They are registered for CUDA only; the CPU uses the host's kernels. Everything is launched on the current stream,
-asynchronously. Importing this module defines the operations, without importing Triton.
+They compute in float32, in the stated order, each operation rounded once, without FMA. Their results equal the host
+kernels' bit for bit, except for the segments of `sum_uses`. They are registered for CUDA only; the CPU uses the host's
+kernels. Everything is launched on the current stream, asynchronously. Importing this module defines the operations,
+without importing Triton.
 
 Shapes: C slots, or rows of a table; per row, S optimizer state columns of D values and R state values. A batch has U
 unique rows (H hits in the cache, A admitted, M bypassing) and N occurrences. Tensors are contiguous and float32 unless
@@ -93,10 +94,10 @@ def assemble(block: Tensor, hit_slots: Tensor, admitted: Tensor, passed: Tensor)
     """Return the weights of a batch's unique rows [H + A + M, D]: hits, then admitted, then bypassing rows.
 
     Args:
-        block: [C, 1 + S, D], weights, then optimizer state.
-        hit_slots: [H].
-        admitted: [A, 1 + S, D].
-        passed: [M, D].
+        block: The rows in the slots, [C, 1 + S, D]: weights, then optimizer state.
+        hit_slots: The slots of the hits, [H].
+        admitted: The admitted rows, [A, 1 + S, D].
+        passed: The weights of the bypassing rows, [M, D].
     """
     out: Tensor = _OPS.assemble(block, hit_slots, admitted, passed)
     return out
@@ -112,9 +113,9 @@ def gather_scaled(rows: Tensor, inverse: Tensor, weights: Tensor | None, dtype: 
     """Return each occurrence's row times its weight, dtype [N, D]: a float32 product, rounded to nearest even.
 
     Args:
-        rows: [U, D].
-        inverse: [N], the row of each occurrence.
-        weights: [N], or None for 1.
+        rows: The unique rows, [U, D].
+        inverse: The row of each occurrence, [N].
+        weights: The weight of each occurrence, [N]; None for 1.
         dtype: torch.float32 or torch.bfloat16.
     """
     out: Tensor = _OPS.gather_scaled(rows, inverse, weights, dtype)
@@ -127,10 +128,10 @@ def pool(
     """Return each bag's sum of rows times weights, in order of occurrence: ((t0 + t1) + t2) + ...
 
     Args:
-        rows: [U, D].
-        inverse: [N], the row of each occurrence.
-        offsets: int32 [B + 1], the first occurrence of each bag.
-        weights: [N], or None for 1.
+        rows: The unique rows, [U, D].
+        inverse: The row of each occurrence, [N].
+        offsets: The first occurrence of each bag, int32 [B + 1].
+        weights: The weight of each occurrence, [N]; None for 1.
         mean: Divide the sum by the bag's size.
         dtype: torch.float32 or torch.bfloat16; rounded once, at the end.
 
@@ -147,12 +148,12 @@ def exchange(
     """Swap admitted rows into their slots, and the rows of the last E slots out, in place.
 
     Args:
-        block: [C, 1 + S, D].
-        row_slots: [C, R].
-        admitted_slots: [A], all different.
+        block: The rows in the slots, [C, 1 + S, D].
+        row_slots: Their per-row state, [C, R].
+        admitted_slots: The slots of the admitted rows, [A], all different.
         leaving: E, at most A.
-        admitted: [A, 1 + S, D]; afterwards admitted[A - E:] are the evicted rows.
-        admitted_row_slots: [A, R]; likewise.
+        admitted: The admitted rows, [A, 1 + S, D]; afterwards admitted[A - E:] are the evicted rows.
+        admitted_row_slots: Their per-row state, [A, R]; afterwards its last E are those of the evicted rows.
     """
     _OPS.exchange(block, row_slots, admitted_slots, leaving, admitted, admitted_row_slots)
 
@@ -161,7 +162,7 @@ def sort_uses(inverse: Tensor, rows: int) -> Uses:
     """Sort a batch's occurrences stably by unique row, with torch operations.
 
     Args:
-        inverse: int32 [N], the row of each occurrence, each in [0, rows).
+        inverse: The row of each occurrence, in [0, rows), int32 [N].
         rows: U.
     """
     keys, order = torch.sort(inverse, stable=True)
@@ -178,10 +179,10 @@ def sum_uses(grads: Tensor, uses: Uses, source: Tensor | None, weights: Tensor |
     occurrences gets -0, the neutral element of addition.
 
     Args:
-        grads: float32 or bfloat16 [any, D].
+        grads: The gradients of occurrences or bags, float32 or bfloat16 [any, D].
         uses: From `sort_uses`.
-        source: int32 [N], each occurrence's row of `grads`; None: occurrence i has row i.
-        weights: [N], or None for 1.
+        source: Each occurrence's row of `grads`, int32 [N]; None: occurrence i has row i.
+        weights: The weight of each occurrence, [N]; None for 1.
     """
     out: Tensor = _OPS.sum_uses(grads, *uses, source, weights)
     return out
@@ -208,14 +209,14 @@ def update(
     Args:
         primitive: The optimizer's op, such as "FusedSparseFtrl". `core.optimizers` gives its recurrence and source,
             `hostdev.kernels` the order of operations.
-        block: [C, 1 + S, D].
-        row_slots: [C, R].
-        ids: [H], unique, each in [0, C).
-        grads: [at least H + A, D], summed: for `ids`, then for `admitted`.
+        block: The rows of the table or in the slots, [C, 1 + S, D].
+        row_slots: Their per-row state, [C, R].
+        ids: The rows of the block to update, [H], unique, each in [0, C).
+        grads: Their summed gradients, then those of the admitted rows, [at least H + A, D].
         scalars: From the optimizer's `scalars`; `supports` must be true.
-        skip: [], on the device; unless it is 0, nothing is written. None for 0.
-        admitted: [A, 1 + S, D].
-        admitted_row_slots: [A, R].
+        skip: [], on the device; if it is not 0, nothing is written; None means 0.
+        admitted: The admitted rows, [A, 1 + S, D].
+        admitted_row_slots: Their per-row state, [A, R].
     """
     numbers = [float(scalar) for scalar in scalars]  # exact: float32 values, converted back to float32
     _OPS.update(primitive, block, row_slots, ids, grads, numbers, skip, admitted, admitted_row_slots)

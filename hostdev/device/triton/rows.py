@@ -1,6 +1,6 @@
 """Kernels that move rows: from a cache to a batch, from rows to occurrences, and into and out of a cache.
 
-`ops` describes the operations. W = (1 + S) * D values lie between a row's weights and the next row's.
+`ops` describes the operations. A row with its optimizer state takes W = (1 + S) * D values, its weights first.
 """
 
 import torch
@@ -53,9 +53,9 @@ def _gather(rows, inverse, weights, out, N, D: tl.constexpr, ROWS: tl.constexpr,
 
 @triton.jit
 def to_bfloat16(x):
-    """Round to nearest even, as the host's kernels do; NaN becomes the quiet NaN.
+    """Round to bfloat16, to nearest even, as the host's kernels do; NaN becomes the quiet NaN.
 
-    It works on bits: Triton's interpreter truncates, and CUDA's conversion gives a different NaN.
+    The bits are computed here because Triton's interpreter truncates, and CUDA's conversion gives a different NaN.
     """
     bits = x.to(tl.uint32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -86,7 +86,7 @@ def _exchange(
 
 @triton.jit
 def _swap(there, slots, here, row, column, inside, STAY, D: tl.constexpr):
-    """Move rows of `here` to their slots; from row STAY on, swap them with the slots' rows."""
+    """Move rows of `here` to their slots of `there`; from row STAY on, swap them with the slots' rows."""
     at = there + tl.load(slots + row, mask=inside, other=0).to(tl.int64) * D + column
     own = here + row.to(tl.int64) * D + column
     comes, goes = tl.load(own, mask=inside), tl.load(at, mask=inside & (row >= STAY))

@@ -3,7 +3,7 @@
 A row's occurrences, in order, are cut into segments of 64. Each segment is summed from first to last, and the segments'
 sums are added in order. Aligned windows of 64 sorted occurrences find the segments without a list. At most one segment
 that is not its row's first begins in each window, and it belongs to the row of the window's first occurrence. (That
-row's next segment begins 64 later, in another window; so does the second segment of a row that begins inside.)
+row's next segment begins 64 places later, in another window; so does the second segment of a row that begins inside.)
 Conversely, a row whose k-th segment (k > 0) begins in the window began before the window.
 """
 
@@ -21,7 +21,7 @@ _ELEMENTS = 256  # per tile: fewer than for copies, since a tile waits for its r
 
 @triton.jit
 def _value(values, order, source, weights, place, inside, column, D: tl.constexpr):
-    """Return an occurrence's weighted row of `values`: source[order[place]], where None means the identity."""
+    """Return the weighted row source[order[place]] of `values`; for `order` and `source`, None means the identity."""
     if order is not None:
         place = tl.load(order + place, mask=inside, other=0)
     row = place
@@ -66,7 +66,7 @@ def _sum_segments(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum segments: programs below FIRST sum each row's first one into `out`, others one per window into `partial`."""
+    """Sum each row's first segment into `out` (programs below FIRST), the others, one per window, into `partial`."""
     program = tl.program_id(0)
     if program < FIRST:
         target, column, inside = tile(D, ROWS, BLOCK, program)

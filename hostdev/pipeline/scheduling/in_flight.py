@@ -25,16 +25,16 @@ class InFlight:
         self.ready: list[RowSubset] = []  # conflicting rows that may be looked up now
         self.shared: SharedRows | None = None  # rows that the next batch waits for
         self.after: list[tuple[InFlight, RowSubset]] = []  # rows that later batches wait for, with these batches
-        self.updating = False  # too late to request that rows be updated first
-        self.held = True  # by the caller, for its step, or by the updater
+        self.updating = False  # the update has begun: it is too late to request rows first
+        self.held = True  # False once the caller or the updater has released the batch
 
 
 class SharedRows(NamedTuple):
-    """The rows of a batch that the next batch also has."""
+    """The rows of a batch, divided into those that the next batch also has and the others."""
 
-    first: RowSubset
+    first: RowSubset  # the shared rows, which are updated first
     rest: RowSubset  # the batch's other rows
-    next: InFlight
+    next: InFlight  # the next batch
     conflicting: RowSubset  # `first` as a subset of the next batch
 
 
@@ -75,12 +75,12 @@ class InFlightBatches:
             self.by_number[number] = InFlight(number)
 
     def get_unfinished(self, number: int) -> Unfinished:
-        """Return the unfinished batches that a batch may have to wait for."""
+        """Return the unfinished batches for which batch `number` may have to wait."""
         batches = self.by_number
         return Unfinished(batches[number], batches.get(number - 1), self.updated)
 
     def request(self, batch: InFlight, conflicts: Conflicts) -> list[RowSubset]:
-        """Request conflicting rows from the unfinished batches; return those whose batch is already updated."""
+        """Register a batch for its conflicting rows with their writers; return the rows that are already updated."""
         found = []
         with self.changed:
             for rows, number in conflicts.subsets:
@@ -103,14 +103,14 @@ class InFlightBatches:
                 self.changed.notify_all()
 
     def find_ready(self) -> InFlight | None:
-        """Return the first batch with conflicting rows that may be fetched now, by one thread at a time."""
+        """Return the first batch with conflicting rows to look up now; None while another thread looks up such rows."""
         with self.changed:  # other threads add and remove batches
             if self._delivering:
                 return None
             return next((batch for batch in self.by_number.values() if batch.ready), None)
 
     def begin_delivery(self, batch: InFlight) -> RowSubset | None:
-        """Return conflicting rows to fetch, if there still are any; `end_delivery` must follow then."""
+        """Return conflicting rows of a batch to look up; `end_delivery` must follow. None if none are left."""
         with self.changed:
             if self._delivering or not batch.ready:
                 return None
@@ -118,7 +118,7 @@ class InFlightBatches:
             return batch.ready.pop(0)
 
     def end_delivery(self) -> None:
-        """Allow other threads to fetch conflicting rows."""
+        """Allow other threads to look up conflicting rows."""
         with self.changed:
             self._delivering = False
             self.changed.notify_all()
@@ -145,7 +145,7 @@ class InFlightBatches:
             self.changed.notify_all()
 
     def gather(self, number: int, mark: Any) -> None:
-        """Record that a batch's step has taken its rows before this event in the device's stream."""
+        """Record that a batch's step has taken its rows, before the event `mark` in the device's stream."""
         with self.changed:
             self.gathered = number, mark
             self.changed.notify_all()

@@ -36,8 +36,8 @@ from hostdev.pipeline.stages.send import send
 from hostdev.pipeline.stages.step import begin_step, end_step
 from hostdev.pipeline.stages.update import await_step, receive_sums, release, update, update_first
 
-_POLL_SECONDS = 0.2  # between checks, by a thread that waits for other ranks, whether they still run
-LONGEST_JOIN = 0.8  # seconds; a reader may be inside the user's code
+_POLL_SECONDS = 0.2  # between checks whether other ranks still run, while a thread waits for them
+LONGEST_JOIN = 0.8  # seconds to wait for a thread that may be inside the user's code or wait for a failed rank
 
 
 class Workers:
@@ -113,7 +113,7 @@ class Workers:
         held: list[Any] = [read(self._context, source, self.number + 1) or End(None)]
         more = isinstance(held[0], ReadBatch)
         with queues.changed:
-            if queues.stopping:  # the user's code took so long that the next pass may have begun
+            if queues.stopping:  # meanwhile, the user's code may have run into the next pass
                 raise Stopped
             if more:
                 self.number += 1
@@ -175,7 +175,7 @@ class Workers:
             staging.await_event(queues.in_flight.gathered[1])
 
     def deliver(self, batch: InFlight) -> None:
-        """Look up conflicting rows of a batch in the updater's or the caller's thread, whichever is idle."""
+        """Look up and send conflicting rows of a batch; the updater or the caller calls this, whichever is idle."""
         in_flights = self._queues.in_flight
         subset = in_flights.begin_delivery(batch)
         if subset is None:
@@ -223,7 +223,7 @@ class Workers:
 
 
 class OverlappedPass:
-    """Runs neighbouring batches concurrently; at most depth + 2 are alive, and of further ones only the ids.
+    """Runs neighbouring batches concurrently: depth + 2 at most. Batches beyond these are only read and deduplicated.
 
     Args:
         context: The pipeline's context.
@@ -255,7 +255,7 @@ class OverlappedPass:
     def take(self) -> StepBatch | None:
         """See `Pass`."""
         queues = self._queues
-        if self._given is not None:  # the caller has returned, and no longer holds the batch
+        if self._given is not None:  # the caller asks for the next batch, and no longer holds this one
             queues.in_flight.release(self._given)
             self._given = None
         self._taken += 1
@@ -281,9 +281,9 @@ class OverlappedPass:
         return batch
 
     def _read_ahead(self) -> None:
-        """Read in the caller's thread: one batch at first, then as far ahead as allowed.
+        """Read in the caller's thread: at first only what the first step needs, then as far ahead as allowed.
 
-        The first batch need not wait until more is read than it needs.
+        The first step needs its own batch and the batches of the caches' windows.
         """
         most = self._taken + self._window + min(self._ahead, self._taken - 1)
         while self._source is not None and self.number - self._before_first < most:
@@ -339,7 +339,7 @@ class OverlappedPass:
         return thread in self._workers.threads
 
     def _raise_update_error(self) -> None:
-        """Raise the updater's error, which is not kept, since it holds its frames. The pass must then be closed."""
+        """Raise the updater's error, if any, and drop it, since it holds its frames. The pass must then be closed."""
         held, self._queues.update_error = [self._queues.update_error], None
         raise_held(held)
 

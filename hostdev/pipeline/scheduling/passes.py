@@ -28,11 +28,11 @@ class PassOptions(NamedTuple):
     position: int  # position of that batch in the caller's loop
     update: bool  # steps update the tables
     background: bool  # read in a background thread, not in the caller's
-    ahead_of_step: int  # batches looked up ahead (at most the depth) if they are read in the caller's thread
+    ahead_of_step: int  # batches looked up ahead, at most `depth`, if they are read in the caller's thread
 
 
 class Pass(Protocol):
-    """Batches in order, each of which the caller steps. One thread calls."""
+    """Yields batches in order for the caller to step. One thread calls `take` and `finish`."""
 
     def take(self) -> StepBatch | None:
         """Return the next batch with its rows on the device; None after the last, when all updates are finished."""
@@ -57,7 +57,7 @@ class Pass(Protocol):
         """Return whether a thread belongs to the pass."""
 
     def close(self, *, failed: bool = False) -> None:
-        """End the pass: stepped batches are updated, the others dropped. Raises the updater's error, if any.
+        """End the pass: update stepped batches, and drop the others. Raise the updater's error unless `failed`.
 
         Args:
             failed: Another error has ended the pass.
@@ -65,7 +65,7 @@ class Pass(Protocol):
 
 
 def raise_held(held: list[BaseException | None]) -> None:
-    """Remove the error from a list, if any, and raise it: kept, the error and its frames would hold each other."""
+    """Remove the error, if any, from a list, and raise it; left in the list, it would form a cycle with its frames."""
     if held[0] is not None:
         raise held.pop()  # type: ignore[misc]
 
@@ -73,11 +73,11 @@ def raise_held(held: list[BaseException | None]) -> None:
 def look_ahead(
     context: Context, take: Callable[[], ReadBatch | End], options: PassOptions
 ) -> Iterator[UniqueBatch | End]:
-    """Yield deduplicated batches, which are announced to the caches a window ahead, and then the end.
+    """Yield deduplicated batches, announced to the caches a window ahead, and then an `End`.
 
     Args:
         context: The pipeline's context.
-        take: Returns the next batch that was read.
+        take: Returns the next batch that was read, or an `End`.
         options: The pass's options.
     """
     update, position = options.update, options.position

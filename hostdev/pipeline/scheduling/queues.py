@@ -39,11 +39,11 @@ class PipelineQueues:
         self.read_all = False  # the reader has ended
         self.update_error: BaseException | None = None
         self._lookups = 0  # threads that are looking rows up
-        self._looking_up_again = False  # the caller is looking up rows again that may have changed
+        self._looking_up_again = False  # the caller repeats the lookup of rows that may have changed
 
     @contextmanager
     def looking_up(self) -> Iterator[None]:
-        """A context for looking up or sending rows: for several threads, but not during `looking_up_again`.
+        """A context in which threads look up or send rows; several may be in it, but none during `looking_up_again`.
 
         It is not a lock: a thread inside may yield to an urgent thread, which would then wait for the lock.
         """
@@ -60,7 +60,7 @@ class PipelineQueues:
 
     @contextmanager
     def looking_up_again(self) -> Iterator[None]:
-        """A context that waits for threads in `looking_up`, and lets no other begin."""
+        """A context that waits until no thread is in `looking_up`, and lets none enter it."""
         with self.changed:
             self._looking_up_again = True
             self.changed.wait_for(lambda: not self._lookups)
@@ -72,13 +72,13 @@ class PipelineQueues:
                 self.changed.notify_all()
 
     def put(self, queue: deque[Any], held: list[Any]) -> None:
-        """Move the list's last item to a queue; the thread then holds no batch."""
+        """Move the last item of `held` to a queue, so that the calling thread no longer holds the batch."""
         with self.changed:
             queue.append(held.pop())
             self.changed.notify_all()
 
     def take(self, queue: deque[Any]) -> Any:
-        """Wait for an item of a queue, and return it."""
+        """Wait for an item of a queue, and return it; raise `Stopped` if none will come."""
         self.wait(lambda: queue or (self.closing and self.read_all), at_close=True)
         if not queue:
             raise Stopped
@@ -122,7 +122,7 @@ class PipelineQueues:
             self.fetched.clear()
 
     def fail_update(self, error: BaseException) -> None:
-        """Report that no further batch will be updated."""
+        """Report the error after which no further batch will be updated."""
         with self.changed:
             self.update_error = error
             self.changed.notify_all()

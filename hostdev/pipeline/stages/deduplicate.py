@@ -15,7 +15,7 @@ def deduplicate(context: Context, batch: ReadBatch, position: int, update: bool)
         context: The pipeline's context.
         batch: The batch that was read.
         position: The batch's position in its loop, from 1.
-        update: The pass updates the tables.
+        update: Whether the pass updates the tables.
     """
     number, request = batch
     context.before_stage("unique", number)
@@ -40,7 +40,7 @@ def announce(context: Context, batches: Sequence[UniqueBatch], announced: list[i
     Args:
         context: The pipeline's context.
         batches: The batches that are not planned yet.
-        announced: For each group, how many of these have been announced; incremented.
+        announced: For each group, how many of `batches` have been announced; incremented.
     """
     run_tasks([(_announce, n, n + 1, (context, batches, announced)) for n in context.cached])
 

@@ -13,7 +13,7 @@ from hostdev.pipeline.results import LookedUpBatch, PlannedBatch
 from hostdev.pipeline.row_ids import Ids, RowSubset
 from hostdev.pipeline.rows import BatchRows, FetchedRows, count_bytes, fetch_late, make_rows
 
-_MANY_CONFLICTS = 4  # if one row in this many conflicts, conflicting rows are looked up once, when ready
+_MANY_CONFLICTS = 4  # if more than one row in 4 conflicts, conflicting rows are looked up only once, when ready
 
 
 def take_memory(context: Context, batch: PlannedBatch) -> PinnedBuffer:
@@ -29,7 +29,7 @@ def take_memory(context: Context, batch: PlannedBatch) -> PinnedBuffer:
 
 
 def look_up(context: Context, batch: PlannedBatch, memory: PinnedBuffer) -> LookedUpBatch:
-    """Return the rows on the host. Many conflicting rows are left out; a few are looked up now, and again later."""
+    """Look up the rows on the host. Many conflicting rows are left out; a few are looked up now, and again later."""
     number, position, request, groups, inverses, reads, writes, conflicts = batch
     rows: list[list[BatchRows]] = [[] for _ in groups]
     if context.on_host:
@@ -55,7 +55,7 @@ def look_up(context: Context, batch: PlannedBatch, memory: PinnedBuffer) -> Look
 
 
 def look_up_conflicting(context: Context, number: int, rows: FetchedRows, subset: RowSubset) -> None:
-    """Look up and send rows that had to wait."""
+    """Look up and send rows that had to wait for an update."""
     context.before_stage("lookup late", number)
     fetch_late(_pair(context, rows, subset))
 
@@ -68,7 +68,7 @@ def reload(context: Context, rows: FetchedRows, table: Any, ids: Ids | None, *, 
         rows: The batch's rows.
         table: The table that was written.
         ids: int32 or int64 [N]; None for all rows.
-        in_step: The caller has the batch. Its rows stay, except that rows which a cache admits are read again.
+        in_step: Whether the batch is in the caller's step. Then only the rows that a cache admits are read again.
     """
     for one, all_rows in _pair(context, rows, RowSubset(rows.ids.ids, None)):
         if one.embedding.table is not table:

@@ -21,7 +21,7 @@ def plan(
     Args:
         context: The pipeline's context.
         batch: The batch with its unique ids.
-        update: The pass updates the tables; otherwise nothing is planned.
+        update: Whether the pass updates the tables; otherwise nothing is planned.
         get_unfinished: Returns the batches that this one may have to wait for; None if the stages run serially.
     """
     number, position, request, unique = batch

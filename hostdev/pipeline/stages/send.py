@@ -7,7 +7,7 @@ from hostdev.pipeline.results import LookedUpBatch, SentBatch
 
 
 def send(context: Context, batch: LookedUpBatch) -> SentBatch:
-    """Return the tensors on the device; conflicting rows may follow."""
+    """Begin to copy a batch to the device, and return it; conflicting rows may follow."""
     number, position, request, groups, inverses, writes, rows, memory, early = batch
     context.before_stage("send", number)
     with context.timeline.span("send", number):

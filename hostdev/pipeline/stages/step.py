@@ -18,13 +18,13 @@ from hostdev.pipeline.scheduling.in_flight import InFlight
 
 
 def begin_step(context: Context, batch: SentBatch, in_flight: InFlight, update: bool) -> StepBatch:
-    """Return the batch with the rows of all tables on the device, whose current stream waits for them.
+    """Return the batch with the rows of all tables on the device; its current stream waits for them.
 
     Args:
         context: The pipeline's context.
         batch: The batch; all its rows have been sent.
         in_flight: The batch's shared state.
-        update: The pass updates the tables.
+        update: Whether the pass updates the tables.
     """
     number, staging = batch.number, context.staging
     context.before_stage("step", number)
@@ -65,7 +65,7 @@ def end_step(context: Context, batch: StepBatch, gradients: Gradients | None) ->
     Args:
         context: The pipeline's context.
         batch: The batch in the step.
-        gradients: None if nothing changes, as in an evaluation.
+        gradients: The step's gradients; None if nothing changes, as in an evaluation.
     """
     try:
         check = gradients.check if gradients is not None else None
@@ -111,11 +111,11 @@ def abandon_step(batch: StepBatch) -> None:
     batch.span.__exit__(None, None, None)
 
 
-_Leaving = tuple[int, BatchRows, list[Tensor | None]]  # a group's number, a table's rows, tensors for the host
+_Leaving = tuple[int, BatchRows, list[Tensor | None]]  # a group's number, a table's rows, their tensors for the host
 
 
 def _update_on_device(context: Context, batch: StepBatch, gradients: Gradients) -> list[_Leaving]:
-    """Update the rows on the device; return the tensors that each host table receives."""
+    """Update the rows on the device; return the tensors that the host needs to update each host table."""
     skip = gradients.skip
     parts = list(zip(context.groups, batch.groups, gradients.grads, strict=True))
     for group, mine, grads in parts:
@@ -142,7 +142,7 @@ def _update_on_device(context: Context, batch: StepBatch, gradients: Gradients) 
 
 
 def _receive(context: Context, batch: StepBatch, leaving: list[_Leaving], shared: Any) -> tuple[tuple[Any, Any], Any]:
-    """Copy the leaving tensors to the host, first the gradients of rows that the next batch waits for."""
+    """Copy the tensors in `leaving` to the host, first the gradients of rows for which the next batch waits."""
     first: list[RowSubset | None] = [None] * len(batch.groups)
     if shared is not None:
         first[:] = context.offsets.split(shared.first, batch.writes.starts)

@@ -9,7 +9,7 @@ from hostdev.pipeline.scheduling.in_flight import SharedRows
 
 
 def await_step(context: Context, batch: SteppedBatch) -> None:
-    """Wait until the device has finished a step, and record its time; raises if the step must not change anything."""
+    """Wait until the device has finished a step, and record its time; raise if the step must not change anything."""
     for outcome in batch.outcomes:
         outcome.arrive()
     if batch.check is not None:
@@ -30,7 +30,7 @@ def receive_sums(context: Context, batch: SteppedBatch) -> None:
 
 
 def update_first(context: Context, batch: SteppedBatch, shared: SharedRows) -> None:
-    """Update the rows that the next batch waits for."""
+    """Update the rows for which the next batch waits, before the batch's other rows."""
     known, mark = batch.received_first
     context.staging.await_event(mark if known is shared else batch.received)
     with urgent(), context.timeline.span("update first", batch.number) as span:  # the device may be waiting
@@ -60,7 +60,7 @@ def update(context: Context, batch: SteppedBatch, shared: SharedRows | None) -> 
 
 
 def release(batch: SteppedBatch) -> None:
-    """Release the batch's rows and host memory, with which the device is done."""
+    """Release a batch's rows and host memory; the device must be done with them."""
     for group in batch.groups:
         group.rows.clear()
     batch.outcomes.clear()
