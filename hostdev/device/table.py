@@ -21,7 +21,6 @@ from hostdev.core.tables import Owned, initial_seed
 from hostdev.device.backend import free_bytes
 from hostdev.device.ops import get_ops
 from hostdev.device.writing import Writing
-from hostdev.kernels.arrays import Ids
 from hostdev.kernels.buffers import identity
 from hostdev.kernels.norm import PART, partial_squares, total
 from hostdev.kernels.rounding import require_bfloat16, round_rows
@@ -246,22 +245,24 @@ class DeviceTable(Owned):
         row_slots[:] = list(self.optimizer.row_slots.values())
         self.write_rows(array, block, row_slots)
 
-    def write_rows(self, ids: Ids, block: Rows, row_slots: Rows) -> None:
+    def write_rows(self, ids: npt.ArrayLike, block: Rows, row_slots: Rows) -> None:
         """Overwrite rows and their optimizer state from host memory.
 
         Args:
-            ids: int64 [N], in range and all different.
+            ids: Integers [N], each in [0, V), all different (not checked).
             block: float32 [N, 1 + S, D]: weights, then state columns of D values.
             row_slots: float32 [N, R]: per-row state.
 
         Raises:
+            UserError, TypeError: An id is outside the table, or ids have a wrong dtype or shape.
             ValueError: Values are not finite or not representable in the table's dtype; nothing is written then.
         """
+        ids = checked_ids(ids, self.rows, self.name)
         if self.dtype == BF16:
             require_bfloat16(block, self.name)
         require_finite(self.name, ids, block, row_slots)
         self._before_write()
-        at = torch.from_numpy(ids).to(self.device)
+        at = torch.from_numpy(ids).to(self.device, torch.int64)
         self._block.index_copy_(0, at, torch.from_numpy(block).to(self.device))
         self._row_slots.index_copy_(0, at, torch.from_numpy(row_slots).to(self.device))
         self._after_write(ids)

@@ -209,3 +209,14 @@ def test_a_device_table_of_bfloat16_values_takes_only_these(device, dtype):
     block[:, 0] = 1.5
     table.write_rows(np.array([1, 2]), block, none)
     np.testing.assert_array_equal(table.block[1:3].cpu(), block)
+
+
+def test_rows_are_written_by_ids_of_either_dtype_in_the_table(device):
+    table = DeviceTable(10, 4, LazyAdam(), device, name="t")
+    block, none = np.full((2, 3, 4), np.float32(0.5)), np.empty((2, 0), np.float32)
+    table.write_rows(np.array([1, 2], np.int32), block, none)
+    np.testing.assert_array_equal(table.block[1:3].cpu(), block)
+    before = table.block.cpu()
+    with pytest.raises(UserError, match=r"'t'.* 10 .*position 1 .*0\.\.9"):
+        table.write_rows(np.array([1, 10]), 2 * block, none)
+    assert torch.equal(table.block.cpu(), before)
