@@ -166,7 +166,7 @@ class Predictor:
         return found
 
     def _rows(self, batch: Batch) -> Iterator[tuple[str, Any]]:
-        """Yield each feature's rows, as `Runtime.predict` does."""
+        """Yield each feature's name and rows, with the values that `Runtime.predict` passes to the model."""
         given = self.model.ids(batch)
         looked_up: dict[tuple[str, int], Tensor] = {}  # features may share ids
         for name, feature in self.model.features.items():

@@ -38,7 +38,7 @@ class DCN(Model):
     Args:
         schema: The data's schema.
         dim: D, columns of the table "vectors".
-        seed: Seed of the initial values: layers He's, biases 0, vectors N(0, 0.01^2).
+        seed: Seed of the initial values: layers after He, biases 0, vectors N(0, 0.01^2).
         optimizer: The table's optimizer; None: Adagrad(lr=0.005).
         layers: Widths of the hidden layers.
         cross_layers: L, the number of cross layers.
@@ -79,7 +79,7 @@ class DCN(Model):
         initialize(self, seed, with_zero_biases(he_normal))
 
     def ids(self, batch: Batch) -> dict[str, Ids]:
-        """Return the ids of the columns and of each bag."""
+        """Return the ids of the feature "fields", and of each bag."""
         return collect_ids(self.schema, batch)
 
     def forward(self, dense: Tensor, rows: Rows) -> Tensor:
