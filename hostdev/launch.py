@@ -27,7 +27,7 @@ _CHECKED_BYTES = 8 << 20
 
 
 def find_server(table: RankTable, wanted: str | None, path: Path) -> dict[str, Any]:
-    """Return this host's entry in a rank table: `wanted`, the only one, or the one with its name or address."""
+    """Return this host's entry in a rank table: `wanted`, the only one, or the one with the host's name or address."""
     names = [str(server["server_id"]) for server in table.servers]
     if wanted is not None:
         if wanted not in names:

@@ -141,7 +141,7 @@ def train(
     ranks: Ranks | None = None,
     layout: Layout | None = None,
 ) -> Record:
-    """Train on batches and record every step; with `ranks`, on this rank's part of each batch, and record its rows.
+    """Train on batches and record every step; with `ranks`, on this rank's parts of batches, recording its rows only.
 
     Args:
         faulty_group: Number of the group whose reads do not wait for updates by earlier batches (the injected fault);
@@ -285,7 +285,7 @@ def verify(
         micro_batches: Number of micro-batches of a batch, which the processes of a mesh share.
 
     Returns:
-        The number of modes that differ; with `fault`, one number for each group.
+        A list with the number of modes that differ; with `fault`, one number for each group.
     """
     data = settings.data or lookalike.ensure()[0]
     found = manifest.read(data)

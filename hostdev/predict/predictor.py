@@ -46,7 +46,7 @@ class Predictor:
 
     Args:
         checkpoint: A checkpoint of `python -m hostdev.train`, a folder of them, or a run directory. For a run with
-            --early-stop its best checkpoint by test AUC is used, for others the newest valid one, with a warning if a
+            --early-stop, its best checkpoint by test AUC is used; for others, the newest valid one, with a warning if a
             newer one is damaged.
         device: The device of the dense layers.
         model: A model class or its name. Required if the run had a custom class: a checkpoint must not decide which
