@@ -1,6 +1,6 @@
 """python -m hostdev.advise: recommend a cache size for the user's data by simulating every policy."""
 
-if __name__ == "__main__":  # before the slow imports, so that Ctrl-C during these prints one line, too
+if __name__ == "__main__":  # before the slow imports, so that Ctrl-C during an import also prints one line
     from hostdev.core import cli
 
     raise SystemExit(cli.run_module("hostdev.commands.advise", "hostdev.advise"))
@@ -171,7 +171,7 @@ def advise(settings: TrainConfig, memory: int | None, window: int, out: Path) ->
 
 
 def _estimate_step_bytes(model: Model, batch: Batch, *, dense: bool) -> int:
-    """Estimate the device bytes of a step without the cache: a batch's rows, both ways; if `dense`, also layers."""
+    """Estimate a step's device bytes without the cache: a batch's rows, both ways, and if `dense`, the dense layers."""
     needed = inputs = 0
     for group in (Group.of(model, names) for names in groups_of(model)):
         ids = ids_of(model, batch, group.names[0])

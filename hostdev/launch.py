@@ -1,6 +1,6 @@
 """python -m hostdev.launch: start this host's processes of a rank table, or check that all ranks reach each other."""
 
-if __name__ == "__main__":  # before the slow imports, so that Ctrl-C during these prints one line, too
+if __name__ == "__main__":  # before the slow imports, so that Ctrl-C during an import also prints one line
     from hostdev.core import cli
 
     raise SystemExit(cli.run_module("hostdev.commands.launch", "hostdev.launch"))

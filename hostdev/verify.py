@@ -1,6 +1,6 @@
 """python -m hostdev.verify: train a few steps in every mode on the user's data, and compare all bits of every step."""
 
-if __name__ == "__main__":  # before the slow imports, so that Ctrl-C during these prints one line, too
+if __name__ == "__main__":  # before the slow imports, so that Ctrl-C during an import also prints one line
     from hostdev.core import cli
 
     raise SystemExit(cli.run_module("hostdev.commands.verify", "hostdev.verify"))

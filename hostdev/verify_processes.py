@@ -46,7 +46,7 @@ def compare_meshes(
     micro_batches: int,
     report: Callable[[str], None],
 ) -> int:
-    """Train with each mesh, report the comparisons with one process, and return the number that differ."""
+    """Train with each mesh, report the comparisons with one process, and return the number of runs that differ."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in the processes: the last bits of a sum depend on this number
     try:

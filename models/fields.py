@@ -1,4 +1,4 @@
-"""Fields: the columns of ids as features of the same tables, with one row per column and sample.
+"""Fields: columns of ids, all looked up in the same tables, with one row per column and sample.
 
 F columns of kind "id" form one feature without pooling, whose rows are [B, F, D]. Each bag is a feature of its own,
 pooled by the mean, and counts as one more field.

@@ -36,7 +36,7 @@ def pass_through(layer: nn.Module, by: Tensor, value: Tensor) -> tuple[Tensor, T
 
 
 def in_float32(last: nn.Module, inputs: Tensor) -> Tensor:
-    """Return the output of a layer with one output, float32 [B], also under autocast."""
+    """Apply a last layer, which has one output, in float32 also under autocast; return float32 [B]."""
     with torch.autocast(inputs.device.type, enabled=False):  # a bfloat16 logit would have 8 significant bits
         logits: Tensor = last(inputs.float()).squeeze(1)
     return logits

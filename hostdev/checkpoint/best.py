@@ -10,7 +10,7 @@ from hostdev.core.errors import HostdevError
 
 
 class Best(NamedTuple):
-    """A run's best evaluation so far: the first one with the highest test AUC.
+    """A run's best evaluation so far: the first with the highest test AUC.
 
     Attributes:
         stops_early: The run has --early-stop, which keeps the checkpoint of this step.

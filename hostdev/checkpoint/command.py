@@ -73,7 +73,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         digest += "" if noted is None else ", as the manifest says"
     if len(found) == 1 and wrong:
         raise BrokenCheckpointError(wrong[found[0]])
-    for path in dict.fromkeys([*(each.path for each in chains.get(found[0], [])), *found]):  # also its parents
+    for path in dict.fromkeys([*(each.path for each in chains.get(found[0], [])), *found]):  # parents first
         if path in wrong:
             print(printable(f"{path}: not complete: {wrong[path]}"))
         else:

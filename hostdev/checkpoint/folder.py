@@ -159,7 +159,7 @@ def newest(path: Path) -> Found:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[IO[Any]]:
-    """Lock a folder against other writers, and yield the lock's file; UserError if another process writes to it."""
+    """Lock a folder against other writers, and yield the lock's file; UserError if it is taken or cannot be made."""
     try:
         file = (path / _LOCK).open("a")
     except OSError as error:

@@ -31,7 +31,7 @@ def verify(chain: Chain) -> None:
 
 
 def verify_others(chain: Chain) -> None:
-    """Verify a chain's files, except those of rows, which are verified while they are loaded."""
+    """Verify a chain's files, except files of rows, which are verified while they are loaded."""
     for checkpoint in chain:
         for file in checkpoint.manifest.others:
             check_file(checkpoint.path / file.file, file)
@@ -85,7 +85,7 @@ def find_newest_valid(path: Path, check: Callable[[Chain], None] = verify) -> Fo
 
 
 def require_tables(chain: Chain, tables: Mapping[str, Any]) -> None:
-    """Raise UserError, which names the difference, unless a checkpoint has exactly these tables."""
+    """Raise UserError, which names the difference, unless a checkpoint has exactly these tables and optimizers."""
     newest = chain[-1]
     held = {table.name: table for table in newest.manifest.tables}
     if set(held) != set(tables):

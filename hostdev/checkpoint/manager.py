@@ -40,7 +40,7 @@ class CheckpointManager:
         self._lock = ExitStack()
         self._locked: IO[Any] | None = None
         self.most_copied = 0  # peak bytes of rows that were copied aside
-        self.copying_seconds = 0.0  # training time spent copying them
+        self.copying_seconds = 0.0  # training time spent copying rows aside
 
     def __enter__(self) -> "CheckpointManager":
         return self
@@ -171,7 +171,7 @@ class CheckpointManager:
 
     @staticmethod
     def _is_of(last: Checkpoint, tables: Sequence[Any]) -> bool:
-        """Return whether a checkpoint has these tables with their rows in the same order."""
+        """Return whether a checkpoint has the same tables, with equal numbers and orders of rows."""
         mine = [describe_table(table) for table in tables]
         return {(table.name, table.rows, table.order) for table in last.manifest.tables} == {
             (table.name, table.rows, table.order) for table in mine

@@ -111,7 +111,7 @@ class Manifest:
 
     @property
     def checksum(self) -> str:
-        """The checksum in checkpoint.json, of all its other fields."""
+        """The checksum of all other fields of checkpoint.json."""
         return json_checksum(self._content())
 
     def _content(self) -> dict[str, Any]:

@@ -148,7 +148,7 @@ def check_file(path: Path, file: File, content: memoryview | None = None) -> Non
 
     Args:
         path: The file.
-        file: Its entry in the manifest.
+        file: The file's entry in the manifest.
         content: Output, the file's content, `file.bytes` bytes; None: the file is only verified.
     """
     if wrong := _wrong(path, file, content):

@@ -1,4 +1,4 @@
-"""Nested values with tensors, such as torch's `state_dict`s, to and from JSON and safetensors. Nothing is pickled.
+"""Converts nested values with tensors, such as a `state_dict`, to and from JSON and safetensors, without pickle.
 
 The tree represents a tensor as {"$tensor": its name in the file}, a NumPy array as {"$array": its name in the file}, a
 tuple as {"$tuple": [...]}, and a dict whose keys are not all strings as {"$dict": [[key, value], ...]}.

@@ -90,7 +90,7 @@ class Content(NamedTuple):
         state: A dict for JSON, from `tree.to_tree`.
         tensors: The tensors in `state`.
         others: Files by their names in the checkpoint; written to full checkpoints only.
-        digest: For each dense array in the state's digest, its name there and the name of its tensor.
+        digest: For each dense array in the state's digest: its name in the digest, and its tensor's name.
     """
 
     state: dict[str, Any]
@@ -109,9 +109,9 @@ class AsyncWriter:
         content: Values besides the tables.
         parent: The checkpoint that this one is an increment of; None for a full one.
         keep: Number of newest checkpoints to keep; 0 keeps all.
-        best_steps: The checkpoint of the first of these steps that has one is also kept.
+        best_steps: Steps, the preferred one first; the checkpoint of the first step that has one is also kept.
         state_sha256: Digest of the state, if it is known.
-        on_end: Called at the end, also after an error.
+        on_end: Called with this writer when writing has ended, also after an error.
         channel: Connects the processes that write this checkpoint.
         release: Called last, to unlock the folder.
     """
@@ -151,11 +151,11 @@ class AsyncWriter:
         return self._thread.is_alive()
 
     def join(self) -> None:
-        """Wait for the end, without raising its error."""
+        """Wait until writing has ended, without raising its error."""
         self._thread.join()
 
     def wait(self) -> Checkpoint:
-        """Wait for the end and return the checkpoint; raises the error that ended it, such as OSError."""
+        """Wait until writing has ended, and return the checkpoint; raises the error that ended it, such as OSError."""
         self.join()
         self.is_reported = True
         if self.error is not None:

@@ -26,7 +26,8 @@ class Opened(NamedTuple):
     """The content of a checkpoint of the command `train`.
 
     Attributes:
-        why: The reason for the choice, such as "the best, after epoch 4"; "" if there was no choice.
+        why: The reason for the choice, such as "the best: AUC 0.8100 after epoch 4"; "" for a single checkpoint or a
+            run without --early-stop.
     """
 
     found: Found
@@ -49,7 +50,7 @@ class Opened(NamedTuple):
 
 
 def open_checkpoint(path: Path, which: str | None) -> Opened:
-    """Open a checkpoint, or one in a folder or run directory.
+    """Open the checkpoint at `path`, or one of those in a folder or run directory.
 
     Args:
         path: The checkpoint or the folder.

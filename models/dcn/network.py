@@ -1,4 +1,4 @@
-"""DCN-v2: cross layers, which multiply the input elementwise with linear maps of their state, and a ReLU network.
+"""DCN-v2: cross layers, which multiply the input by linear maps of the previous layer's output, and a ReLU network.
 
 Source: Wang et al., "DCN V2: Improved Deep & Cross Network and Practical Lessons for Web-scale Learning to Rank
 Systems", WWW 2021: full and low-rank cross layers (one expert), stacked or parallel, initial values after He, Adam at
@@ -83,7 +83,7 @@ class DCN(Model):
         return collect_ids(self.schema, batch)
 
     def forward(self, dense: Tensor, rows: Rows) -> Tensor:
-        """Return logits float32 [B]; under autocast, the input, the sums with it, and the last layer are float32."""
+        """Return logits float32 [B]; under autocast, the input, cross layers' sums and last layer are float32."""
         logits: Tensor = run(self.pieces(), dense, rows)
         return logits
 

@@ -1,4 +1,4 @@
-"""DLRM: a network on the dense columns, dot products of all pairs of vectors, and a network on those.
+"""DLRM: a network on the dense columns, dot products of all pairs of vectors, and a network on these products.
 
 Source: Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation Systems",
 arXiv:1906.00091, 2019, with the sizes of MLPerf Training's DLRM benchmark (bottom 512-256-D, top 1024-1024-512-256-1, D
