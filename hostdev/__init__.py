@@ -1,7 +1,7 @@
 """Train recommender models whose embedding tables do not fit on the accelerator.
 
 `__init__.pyi` lists the public names, each with its module. A name is imported at its first use, so that every command
-starts quickly. What is not listed may change.
+starts quickly. Other names may change.
 """
 
 import warnings
@@ -13,7 +13,7 @@ import lazy_loader
 __version__ = "0.1.0"
 _load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
-_MOVED = {"Network": "parallel", "sliced": "parallel", "ranks": "distributed"}  # with all of hostdev.ops
+_MOVED = {"Network": "parallel", "sliced": "parallel", "ranks": "distributed"}  # others moved to ops
 
 
 def __getattr__(name: str) -> Any:

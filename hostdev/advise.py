@@ -1,6 +1,6 @@
 """python -m hostdev.advise: recommend a cache size for the user's data by simulating every policy."""
 
-if __name__ == "__main__":  # before the slow imports, so that Ctrl-C during these prints one line, too
+if __name__ == "__main__":  # before the slow imports, so that Ctrl-C during an import also prints one line
     from hostdev.core import cli
 
     raise SystemExit(cli.run_module("hostdev.commands.advise", "hostdev.advise"))
@@ -35,7 +35,7 @@ from hostdev.train.report import kind
 
 
 def format_tables(curves: Curves, memory: int, chosen: tuple[str, Point] | None) -> list[str]:
-    """Format three tables with a line per size: bytes, host time and hit rate, each with its optimum."""
+    """Format three tables with a line per cache size: bytes, host time and hit rate, each with its optimum."""
     first = curves[POLICIES[0]][0]
     blocks: list[tuple[str, str, Callable[[Point], str]]] = [
         (
@@ -69,7 +69,7 @@ def format_tables(curves: Curves, memory: int, chosen: tuple[str, Point] | None)
 
 
 def draw(curves: Curves, memory: int, chosen: tuple[str, Point] | None, path: Path) -> None:
-    """Plot bytes, host time and misses by size; raise UserError if the file cannot be written."""
+    """Plot bytes, host time and misses by cache size to `path`; UserError if the file cannot be written."""
     figure = pictures.figure(15, 5.4)
     crossing, hosting, missing = figure.subplots(1, 3)
     for policy, points in curves.items():
@@ -103,7 +103,7 @@ def draw(curves: Curves, memory: int, chosen: tuple[str, Point] | None, path: Pa
 
 
 def _percent_axis(axes: Any, shares: Sequence[float]) -> None:
-    """Scale an axis of shares: logarithmic, or linear from 0 if they are close together or one is 0.
+    """Scale an axis of shares: logarithmic, or linear from 0 if the shares are close together or one is 0.
 
     The logarithmic axis has labels at 1, 2 and 5 times each power of ten, so that they never touch.
     """
@@ -121,7 +121,7 @@ def _percent_axis(axes: Any, shares: Sequence[float]) -> None:
 
 
 def advise(settings: TrainConfig, memory: int | None, window: int, out: Path) -> tuple[str, Point] | None:
-    """Simulate one pass over the training rows, print and plot the results, and return the recommended cache."""
+    """Simulate one pass over the training rows, print and plot the results, and return the cache to use, if any."""
     pictures.require_new(out)
     data = settings.data or lookalike.ensure()[0]
     found = manifest.read(data)
@@ -171,7 +171,7 @@ def advise(settings: TrainConfig, memory: int | None, window: int, out: Path) ->
 
 
 def _estimate_step_bytes(model: Model, batch: Batch, *, dense: bool) -> int:
-    """Estimate the device bytes of a step without the cache: a batch's rows, both ways, and the `dense` layers."""
+    """Estimate a step's device bytes without the cache: a batch's rows, both ways, and if `dense`, the dense layers."""
     needed = inputs = 0
     for group in (Group.of(model, names) for names in groups_of(model)):
         ids = ids_of(model, batch, group.names[0])
@@ -196,7 +196,7 @@ def get_max_dim(group: Group) -> int:
 
 
 def get_hidden_widths(model: Model) -> list[int]:
-    """Return the widths of a model's linear layers, except those of a logit."""
+    """Return the widths of a model's linear layers, except layers with one output."""
     widths = [int(module.weight.shape[0]) for module in model.modules() if isinstance(module, nn.Linear)]
     return [width for width in widths if width > 1]
 

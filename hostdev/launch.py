@@ -1,6 +1,6 @@
 """python -m hostdev.launch: start this host's processes of a rank table, or check that all ranks reach each other."""
 
-if __name__ == "__main__":  # before the slow imports, so that Ctrl-C during these prints one line, too
+if __name__ == "__main__":  # before the slow imports, so that Ctrl-C during an import also prints one line
     from hostdev.core import cli
 
     raise SystemExit(cli.run_module("hostdev.commands.launch", "hostdev.launch"))
@@ -27,7 +27,7 @@ _CHECKED_BYTES = 8 << 20
 
 
 def find_server(table: RankTable, wanted: str | None, path: Path) -> dict[str, Any]:
-    """Return this host's entry: `wanted`, the only one, or the one with an address or the name of this host."""
+    """Return this host's entry in a rank table: `wanted`, the only one, or the one with the host's name or address."""
     names = [str(server["server_id"]) for server in table.servers]
     if wanted is not None:
         if wanted not in names:
@@ -45,7 +45,7 @@ def find_server(table: RankTable, wanted: str | None, path: Path) -> dict[str, A
 
 
 def start(path: Path, table: RankTable, server: dict[str, Any], command: Sequence[str], folder: Path) -> int:
-    """Start a server's processes, each with a folder and a log, wait for them, and return the exit code.
+    """Start a server's processes, each with a log in its own folder; wait for them; return the exit code.
 
     The output of rank 0 is also printed if it runs on this host.
     """
@@ -120,7 +120,7 @@ def check() -> int:
 
     env = find_rank_environment()
     if env.alone:
-        raise UserError("--check needs several processes; start it by torchrun, mpirun or with --rank-table FILE")
+        raise UserError("--check needs several processes; start it with torchrun, mpirun or --rank-table FILE")
     import hostdev.core.environment  # isort: skip  # noqa: F401  (before torch)
 
     import numpy as np
@@ -137,7 +137,7 @@ def check() -> int:
     names = [each.tobytes().decode() for each in ranks.control.gather(name)]
     values = torch.zeros(_CHECKED_BYTES, dtype=torch.uint8)
     times = np.zeros(env.ranks)
-    for other in range(env.ranks):  # in round `other`, each rank sends to the one `other` places further in the ring
+    for other in range(env.ranks):  # in round `other`, each rank sends to the rank `other` further on in the ring
         give, take = [0] * env.ranks, [0] * env.ranks
         give[(env.rank + other) % env.ranks] = len(values)
         take[(env.rank - other) % env.ranks] = len(values)

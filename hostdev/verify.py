@@ -1,6 +1,6 @@
 """python -m hostdev.verify: train a few steps in every mode on the user's data, and compare all bits of every step."""
 
-if __name__ == "__main__":  # before the slow imports, so that Ctrl-C during these prints one line, too
+if __name__ == "__main__":  # before the slow imports, so that Ctrl-C during an import also prints one line
     from hostdev.core import cli
 
     raise SystemExit(cli.run_module("hostdev.commands.verify", "hostdev.verify"))
@@ -58,7 +58,7 @@ class Mode(NamedTuple):
     host_device_mix: bool
     depth: int
     threads: int
-    cache: str | None = None  # share of the rows; "some": a different share for each group, no cache for the first
+    cache: str | None = None  # share of the rows; "some": none for the first group, different shares for others
     policy: str = "lookahead"
 
     def __str__(self) -> str:
@@ -141,7 +141,7 @@ def train(
     ranks: Ranks | None = None,
     layout: Layout | None = None,
 ) -> Record:
-    """Train on batches and record every step; with `ranks`, on this rank's part of each batch, and record its rows.
+    """Train on batches and record every step; with `ranks`, on this rank's parts of batches, recording its rows only.
 
     Args:
         faulty_group: Number of the group whose reads do not wait for updates by earlier batches (the injected fault);
@@ -207,7 +207,7 @@ def _count(model: Model, batches: Sequence[Batch], table: str) -> npt.NDArray[np
 
 
 def _add_rows(step: Step, table: str, states: Sequence[str], ids: Any, block: Any, at: Any) -> None:
-    """Add the hashes of rows, on the host or in a cache, to those of a step."""
+    """Add the hashes of the rows `ids`, at the indices `at` of a block (host or cache), to a step's record."""
     if isinstance(block, torch.Tensor):
         block = block.index_select(0, at.to(block.device)).cpu().numpy()
         at = identity(len(block))
@@ -231,7 +231,7 @@ def _hash_dense(dense: DenseState) -> Step:
 
 
 def compare(reference: Record, other: Record) -> Difference | None:
-    """Return the first step, tensor and row in which another run differs; None if it is equal."""
+    """Return the first step, tensor and row in which another run differs; None if the runs are equal."""
     for step, (ours, theirs) in enumerate(zip(reference.steps, other.steps, strict=True), 1):
         for tensor in sorted(ours, key=_is_dense):  # tables before dense layers: a fault begins in rows
             (ids, hashes), (their_ids, their_hashes) = _sort_rows(ours[tensor]), _sort_rows(theirs[tensor])
@@ -255,7 +255,7 @@ def _sort_rows(rows: tuple[npt.NDArray[Any], Hashes]) -> tuple[npt.NDArray[Any],
 
 
 def get_batch_size(settings: TrainConfig, reader: ShardReader, steps: int) -> int:
-    """Return the number of samples of a step."""
+    """Return the number of samples in a step."""
     reader.require(settings.batch_size or 1)
     return settings.batch_size or min(config.REFERENCE_BATCH_SIZE, -(-reader.rows // steps))
 
@@ -285,7 +285,7 @@ def verify(
         micro_batches: Number of micro-batches of a batch, which the processes of a mesh share.
 
     Returns:
-        The number of modes that differ; with `fault`, one number for each group.
+        A list with the number of modes that differ; with `fault`, one number for each group.
     """
     data = settings.data or lookalike.ensure()[0]
     found = manifest.read(data)
@@ -329,7 +329,7 @@ def verify(
 
 @contextmanager
 def _older_objects_kept() -> Iterator[None]:
-    """Exempt existing objects from garbage collection, as visiting all of torch's takes a second each time."""
+    """Exempt existing objects from garbage collection: visiting all objects of torch takes a second each time."""
     gc.collect()
     gc.freeze()
     try:
@@ -341,7 +341,8 @@ def _older_objects_kept() -> Iterator[None]:
 def adapt_layout(mesh: Mesh, layout: Layout, model: Model, sample: Batch) -> Layout:
     """Return the parts of a layout that a mesh uses; the default plan slices layers in pairs.
 
-    Raises UserError if the model does not allow this layout.
+    Raises:
+        UserError: The model does not allow this layout.
     """
     inputs = partial(inputs_like, model, sample, None)
     plan = layout.plan
@@ -370,7 +371,7 @@ def _compare_all(
     """Train in these modes, report the comparisons, and return the number of modes that differ."""
     different = 0
     for mode in ways:
-        gc.collect()  # torch's first steps leave frames that keep tables; there are up to 16 modes
+        gc.collect()  # torch's first steps leave frames that keep tables alive, in each of up to 16 modes
         try:
             record = train(settings, mode, batches, schema, faulty_group)
         except CacheTooLargeError as error:

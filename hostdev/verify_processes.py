@@ -33,8 +33,8 @@ from hostdev.verify import Mode, Record, compare, get_batch_size, read_batches, 
 
 _MODULE = "hostdev.verify_processes"  # run by the processes
 _WAYS = ((0, None), (2, None), (2, "10%"))  # depth, cache
-_TOLERANCE = 1e-5  # relative, for losses with sliced layers, whose sums have another order
-_WEIGHTS = 1e-4  # relative to the norm of the dense layers' weights at the end
+_TOLERANCE = 1e-5  # relative; for losses with sliced layers, which add in another order
+_WEIGHTS = 1e-4  # tolerance relative to the norm of the dense layers' weights at the end
 
 
 def compare_meshes(
@@ -46,9 +46,9 @@ def compare_meshes(
     micro_batches: int,
     report: Callable[[str], None],
 ) -> int:
-    """Train with each mesh, report the comparisons with one process, and return the number that differ."""
+    """Train with each mesh, report the comparisons with one process, and return the number of runs that differ."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in the processes: some bits of a sum depend on it
+    torch.set_num_threads(1)  # as in the processes: the last bits of a sum depend on this number
     try:
         expected = train(settings, reference, batches, schema, None, micro_batches)
     finally:

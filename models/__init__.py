@@ -1,4 +1,4 @@
-"""Models for `hostdev.train --model`, by name, or others as package.module:Class; imported as hostdev.models."""
+"""Models for `hostdev.train --model`, by name or as package.module:Class. Import this package as hostdev.models."""
 
 from hostdev.models.registry import NAMES, default_dim, find, make
 

@@ -1,4 +1,4 @@
-"""Fields: the columns of ids as features of the same tables, with one row per column and sample.
+"""Fields: columns of ids, all looked up in the same tables, with one row per column and sample.
 
 F columns of kind "id" form one feature without pooling, whose rows are [B, F, D]. Each bag is a feature of its own,
 pooled by the mean, and counts as one more field.
@@ -18,12 +18,12 @@ FIELDS = "fields"
 
 
 def bag_feature(column: str) -> str:
-    """Return the name of a bag's feature, which no column of ids has."""
+    """Return the name of a bag's feature, which differs from FIELDS."""
     return f"bag:{column}"
 
 
 def make_features(schema: Schema, tables: str | tuple[str, ...], *, more: int = 0) -> dict[str, Feature]:
-    """Return the features of the schema's columns of ids, with the same tables; FIELDS gets `more` ids per sample."""
+    """Return the features of a schema's columns of ids in `tables`; the model adds `more` ids a sample to FIELDS."""
     if not schema.columns:
         raise UserError("the data has no column of ids, so no table is looked up; name one with --categorical or --bag")
     features = {FIELDS: Feature(tables)} if schema.ids or more else {}
@@ -42,7 +42,7 @@ def collect_bags(schema: Schema, batch: Batch) -> dict[str, Ids]:
 
 
 def concatenate_fields(rows: Rows, features: Iterable[str], table: int | None = None) -> Tensor:
-    """Return the rows of all fields, [B, F + bags, D]; `table` is an index for features with several tables."""
+    """Return the rows of all fields, [B, fields, D]; `table`: the table's index in features with several tables."""
     parts = [rows[name] if table is None else rows[name][table] for name in features]
     parts = [part if part.dim() == 3 else part.unsqueeze(1) for part in parts]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)

@@ -23,7 +23,7 @@ def perceptron(widths: Sequence[int], *, dropout: float = 0.0, linear: bool = Tr
 
 
 def hidden_pieces(name: str, layers: nn.Sequential, *, alone: bool = False) -> list[Piece]:
-    """Return a network's layers except the last as segments; unless `alone`, each also forwards a first value."""
+    """Return all layers but the last as segments; unless `alone`, each maps a pair to a pair (see `pass_through`)."""
     return [
         Piece(f"{name}.{number}", layer if alone else partial(pass_through, layer), (layer,))
         for number, layer in enumerate(list(layers)[:-1])
@@ -36,14 +36,14 @@ def pass_through(layer: nn.Module, by: Tensor, value: Tensor) -> tuple[Tensor, T
 
 
 def in_float32(last: nn.Module, inputs: Tensor) -> Tensor:
-    """Return the output of a layer with one output, float32 [B], also under autocast."""
-    with torch.autocast(inputs.device.type, enabled=False):  # a bfloat16 logit would have 8 bits
+    """Apply a last layer, which has one output, in float32 also under autocast; return float32 [B]."""
+    with torch.autocast(inputs.device.type, enabled=False):  # a bfloat16 logit would have 8 significant bits
         logits: Tensor = last(inputs.float()).squeeze(1)
     return logits
 
 
 def initialize(module: nn.Module, seed: int, init: Callable[[str, Tensor], Initializer]) -> None:
-    """Set every parameter to initial values that depend on the seed and its name; `init` returns their initializer."""
+    """Set every parameter to values that depend on the seed and its name; `init` returns its initializer."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             values = initial_array(tuple(parameter.shape), init(name, parameter), seed, f"dense/{name}")

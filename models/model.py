@@ -31,7 +31,7 @@ class Batch(Protocol):
 class Model(nn.Module):
     """A network over rows of tables. It names the tables, but does not know where they are or how they are updated.
 
-    A model class has this constructor, these attributes and methods; inheritance is optional::
+    A model class has this constructor, and these attributes and methods; inheritance is optional::
 
         def __init__(self, schema: Schema, dim: int, *, seed: int, optimizer: SparseOptimizer | None = None): ...
 
@@ -60,6 +60,6 @@ class Model(nn.Module):
         Args:
             dense: float32 [B, nd].
             rows: The looked-up rows of each feature: [B, k, D] without pooling, [B, D] with pooling, multiplied by the
-                weights; a tuple of such tensors if the feature has several tables.
+                ids' weights; a tuple of such tensors if the feature has several tables.
         """
         raise NotImplementedError

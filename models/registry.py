@@ -75,7 +75,7 @@ def make(
         options: Further arguments of the model's constructor, such as layers.
 
     Raises:
-        UserError: As in `find`, or the model's tables and features are wrong.
+        UserError: As in `find`, or the model's tables, features or lr are invalid.
     """
     model = find(name)(schema, dim, seed=seed, optimizer=optimizer, **options)
     for attribute, kind in (("tables", TableSpec), ("features", Feature)):

@@ -1,6 +1,6 @@
 """python -m hostdev.checkpoint: show, verify, compare, merge and export checkpoints."""
 
-if __name__ == "__main__":  # before the imports, which take seconds, so that Ctrl-C ends them with one line, too
+if __name__ == "__main__":  # before the slow imports, so that Ctrl-C during an import also prints one line
     from hostdev.core import cli
 
     raise SystemExit(cli.run_module("hostdev.commands.checkpoint", "hostdev.checkpoint"))

@@ -10,10 +10,10 @@ from hostdev.core.errors import HostdevError
 
 
 class Best(NamedTuple):
-    """A run's best evaluation so far: the first one with the highest test AUC.
+    """A run's best evaluation so far: the first with the highest test AUC.
 
     Attributes:
-        stops_early: The run has --early-stop, and therefore keeps this checkpoint.
+        stops_early: The run has --early-stop, which keeps the checkpoint of this step.
     """
 
     step: int
@@ -40,7 +40,7 @@ def of_run(newest: Checkpoint) -> Best | None:
 
 
 def names_of(path: Path, best: Best | None) -> list[str]:
-    """Return the checkpoints of the best step in a folder, the newest first."""
+    """Return the names of a folder's checkpoints of the best step, newest first; [] without a best evaluation."""
     if best is None:
         return []
     found = []
@@ -54,7 +54,7 @@ def names_of(path: Path, best: Best | None) -> list[str]:
 
 
 def find_best_chain(path: Path, best: Best) -> Chain | None:
-    """Return the best checkpoint in a folder with its parents; None if it is missing or damaged."""
+    """Return a folder's best checkpoint, with its parents; None if it is missing or damaged."""
     for name in names_of(path, best):
         try:
             return read_chain(path / name)

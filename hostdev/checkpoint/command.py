@@ -73,17 +73,17 @@ def _verify(arguments: argparse.Namespace) -> int:
         digest += "" if noted is None else ", as the manifest says"
     if len(found) == 1 and wrong:
         raise BrokenCheckpointError(wrong[found[0]])
-    for path in dict.fromkeys([*(each.path for each in chains.get(found[0], [])), *found]):  # and parents
+    for path in dict.fromkeys([*(each.path for each in chains.get(found[0], [])), *found]):  # parents first
         if path in wrong:
-            print(printable(f"{path}: NOT WHOLE: {wrong[path]}"))
+            print(printable(f"{path}: not complete: {wrong[path]}"))
         else:
             about = (chains.get(path) or [each for each in chains[found[0]] if each.path == path])[-1].manifest
-            print(f"{path}: {counted(len(about.files), 'file')}, {format_bytes(about.nbytes)}: whole")
+            print(f"{path}: {counted(len(about.files), 'file')}, {format_bytes(about.nbytes)}: complete")
     if wrong:
         names = ", ".join(path.name for path in wrong)
         are = "are" if len(wrong) > 1 else "is"
         raise BrokenCheckpointError(
-            f"{len(wrong)} of {len(found)} checkpoints in {found[0].parent} {are} not whole: {names}: "
+            f"{len(wrong)} of {len(found)} checkpoints in {found[0].parent} {are} not complete: {names}: "
             f"{next(iter(wrong.values()))}"
         )
     print(f"state_sha256 {digest}")
@@ -98,7 +98,7 @@ def _digest(chain: folder.Chain) -> str:
 
 
 def _newest(path: Path, prog: str) -> folder.Chain:
-    """Return the newest valid checkpoint; print skipped ones to standard error."""
+    """Return the newest valid checkpoint, with its parents; report newer, damaged ones on standard error."""
     found = folder.newest(path)
     for line in found.notes():
         note(f"{prog}: {line}")

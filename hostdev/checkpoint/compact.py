@@ -18,19 +18,19 @@ Rows = npt.NDArray[np.float32]
 
 
 class _MergedRows:
-    """A table's rows from files, as a `writer.Source`."""
+    """A `writer.Source` of a table's merged rows, read from the files of a chain."""
 
     def __init__(self, layers: Layers, name: str) -> None:
         self._layers, self._name = layers, name
         self.count = layers.manifest.table(name).rows
 
     def rows_between(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Return all rows."""
+        """Return all rows of [first, last)."""
         return np.arange(first, last)
 
     def read(self, first: int, last: int, ids: npt.NDArray[np.int64] | None, columns: Rows, row_columns: Rows) -> None:
         """See `writer.Source`."""
-        for start, stop in self._layers.ranges(self._name):  # ranks' parts may have ranges of different sizes
+        for start, stop in self._layers.ranges(self._name):  # the ranks' files may cover ranges of different sizes
             begin, end = max(first, start), min(last, stop)
             if begin >= end:
                 continue
@@ -41,11 +41,11 @@ class _MergedRows:
 
 
 def compact(chain: Chain, keep: int | None = None) -> str:
-    """Replace an incremental checkpoint by a full one; return a description of what was done.
+    """Replace an incremental checkpoint with a full one; return a description of what was done.
 
     Args:
         chain: The checkpoint, with its parents.
-        keep: Afterwards keep only this number of newest checkpoints, with their parents; None removes none.
+        keep: Number of newest checkpoints to keep afterwards, together with their parents; None keeps all.
 
     Raises:
         UserError: Another process writes to the folder.
@@ -74,7 +74,7 @@ def compact(chain: Chain, keep: int | None = None) -> str:
 
 
 def merge(chain: Chain, path: Path) -> Path:
-    """Write a checkpoint and its parents as one full checkpoint into the folder `path`; return its path."""
+    """Write a checkpoint and its parents as one full checkpoint into `path`; return the new checkpoint's path."""
     layers = Layers(chain)
     items = [
         Item(replace(table, files=[]), _MergedRows(layers, table.name), True, lambda: None, lambda saved: None)
@@ -84,7 +84,7 @@ def merge(chain: Chain, path: Path) -> Path:
 
 
 def write_anew(layers: Layers, items: Sequence[Item], path: Path) -> Path:
-    """Write a full checkpoint of these tables, with the rest of a chain's content, into `path`; return its path."""
+    """Write a full checkpoint of `items` and a chain's other content into `path`; return the new checkpoint's path."""
     newest = layers.manifest
     others = {
         file.file: checkpoint.path / file.file

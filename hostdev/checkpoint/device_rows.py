@@ -1,4 +1,4 @@
-"""A device table's rows for a checkpoint: copied in advance, since device tables have no copy-on-write."""
+"""A device table's rows for a checkpoint: copied before training continues, as device tables have no copy-on-write."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ Rows = npt.NDArray[np.float32]
 
 
 class DeviceRows:
-    """The current rows of a device table, as a `writer.Source`.
+    """A `writer.Source` of the current rows of a device table.
 
     Args:
         table: A `DeviceTable`.
-        at_once: Maximum bytes to copy; a larger table is read while the checkpoint is written, and must not change.
+        at_once: Maximum bytes to copy. A larger table is read, and must not change, while the checkpoint is written.
     """
 
     def __init__(self, table: Any, at_once: int) -> None:
@@ -27,7 +27,7 @@ class DeviceRows:
             self._row_slots = self._row_slots.to("cpu", copy=True)
 
     def rows_between(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Return all rows."""
+        """Return all rows of [first, last)."""
         return np.arange(first, last)
 
     def read(self, first: int, last: int, ids: npt.NDArray[np.int64] | None, columns: Rows, row_columns: Rows) -> None:

@@ -60,7 +60,7 @@ def _compare_tables(a: Layers, b: Layers, mine: Table, theirs: Table) -> list[st
 
 
 def _zip_rows(ours: Iterator[Rows], theirs: Iterator[Rows]) -> Iterator[tuple[Rows, Rows]]:
-    """Yield matching chunks of both, which arrive in chunks of different lengths."""
+    """Yield chunks of equal lengths of two columns, whose own chunks may differ in length."""
     x = y = np.empty((0, 0), np.float32)
     while True:
         try:
@@ -78,9 +78,9 @@ def _compare_tensors(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     for name in sorted(mine.keys() | theirs.keys()):
         x, y = mine.get(name), theirs.get(name)
         if x is None or y is None:
-            lines.append(f"{name}: only in {'the other' if x is None else 'the first'}")
+            lines.append(f"{name}: only in {'the other' if x is None else 'the first'} checkpoint")
         elif x.shape != y.shape or x.dtype != y.dtype:
-            lines.append(f"{name}: {list(x.shape)} {x.dtype} and {list(y.shape)} {y.dtype}")
+            lines.append(f"{name}: shape and dtype {list(x.shape)} {x.dtype} and {list(y.shape)} {y.dtype}")
         elif not torch.equal(_bits(x), _bits(y)):
             most = (x.double() - y.double()).abs().max().item() if x.is_floating_point() else None
             lines.append(f"{name}: differs" + (f" by at most {most:.3g}" if most is not None else ""))
@@ -88,6 +88,6 @@ def _compare_tensors(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
-    """Return values as integers, so that a NaN equals itself."""
+    """Return the bits of floating-point values as integers, so that a NaN equals itself."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return values.contiguous().view(integers[values.element_size()]) if values.is_floating_point() else values

@@ -32,7 +32,7 @@ IDS, DENSE = "ids.parquet", "dense.pt"
 
 
 class Options(NamedTuple):
-    """Options of an export."""
+    """The options of `checkpoint export`; `slots`: also write the tables' optimizer state."""
 
     out: Path
     format: str
@@ -41,20 +41,20 @@ class Options(NamedTuple):
 
 
 def make_options(arguments: argparse.Namespace) -> Options:
-    """Return the given options; UserError for a combination that is not supported."""
+    """Return the parsed options; UserError if the format does not support the dtype."""
     dtype = "bfloat16" if arguments.dtype == "bf16" else arguments.dtype  # the alias is accepted for one release
     if dtype == "bfloat16" and arguments.format != "safetensors":
         raise UserError(
-            f"--dtype {arguments.dtype}: {arguments.format} has no bfloat16; use --format safetensors, or float32"
+            f"--dtype {arguments.dtype}: {arguments.format} has no bfloat16; use --format safetensors, or omit --dtype"
         )
     return Options(arguments.out, arguments.format, arguments.slots, dtype)
 
 
 def export(chain: Chain, options: Options) -> Iterator[str]:
-    """Write a checkpoint's tables and dense layers into a new folder; yield a line for each file.
+    """Write a checkpoint's tables and dense layers into a new folder; yield a line for each file or omission.
 
     Raises:
-        UserError: The folder exists.
+        UserError: `options.out` exists.
         BrokenCheckpointError: A file is damaged; raised before anything is written.
         OSError: A file cannot be written.
     """
@@ -98,7 +98,7 @@ def _describe_left_out(layers: Layers, options: Options) -> Iterator[str]:
     if "more" in state:
         yield "not exported: the dense layers' optimizer, random generators and run's progress, which --resume needs"
     if options.dtype == "bfloat16":
-        yield "not exported: the low 16 bits of each weight, which is rounded to bfloat16"
+        yield "not exported: the low 16 bits of each value, which is rounded to bfloat16"
 
 
 def _columns(table: Table, options: Options) -> list[str]:
@@ -118,7 +118,10 @@ def _write_table(out: Path, layers: Layers, table: Table, options: Options, prog
 
 
 def _write_parquet(path: Path, layers: Layers, table: Table, columns: list[str], progress: Progress) -> None:
-    """Write the columns id; column and value, if the ids are the data set's; weights and state, lists of D."""
+    """Write the columns `id`, weights and state (lists of D values; per-row state: numbers).
+
+    If the table has a row for each id of the data set, `column` and `value` follow `id`.
+    """
     names = _read_vocabulary(layers)
     named = names is not None and len(names) == table.rows
     writer: pq.ParquetWriter | None = None
@@ -151,7 +154,7 @@ def _write_npy(path: Path, layers: Layers, table: Table, column: str, progress: 
 def _write_safetensors(
     path: Path, layers: Layers, table: Table, columns: list[str], dtype: str, progress: Progress
 ) -> None:
-    """Write columns as tensors in the format of github.com/huggingface/safetensors: a header, then data."""
+    """Write columns as tensors to a file in the format of github.com/huggingface/safetensors."""
     size, kind = (2, "BF16") if dtype == "bfloat16" else (4, "F32")
     header: dict[str, Any] = {"__metadata__": {"table": table.name, "optimizer": table.optimizer}}
     end = 0
@@ -184,7 +187,7 @@ def _read_vocabulary(layers: Layers) -> pa.Table | None:
     try:
         table = arrow_files.read_table(path)
         if table.schema.names[:2] != ["field", "value"]:
-            raise ValueError(f"columns {', '.join(table.schema.names[:10])}")
+            raise ValueError(f"its columns must begin with field, value, not {', '.join(table.schema.names[:10])}")
     except ValueError as error:
         raise BrokenCheckpointError(f"{path} is broken ({in_words(error)})") from None
     return table

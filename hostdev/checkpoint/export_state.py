@@ -46,7 +46,7 @@ def _write(path: Path, tree: Any, layers: Layers) -> None:
 
 
 def _as_tensors(value: Any) -> Any:
-    """Return nested values with NumPy arrays as tensors: torch.load rejects arrays with `weights_only`."""
+    """Convert the NumPy arrays in nested values to tensors: torch.load(..., weights_only=True) rejects arrays."""
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value)
     if isinstance(value, dict):

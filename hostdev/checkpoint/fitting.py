@@ -28,15 +28,15 @@ class Fit(NamedTuple):
     def what_is_left(self) -> list[str]:
         """Return a line for each table that is not loaded completely."""
         found = [f"{self.path} has no table {name!r}; its rows keep their values" for name in self.new]
-        found += [f"table {name!r} of {self.path} is not loaded: there is no such table here" for name in self.left]
+        found += [f"table {name!r} of {self.path} is not loaded: the program has no such table" for name in self.left]
         return found + [
-            f"table {name!r} has {there:,} rows in {self.path}; the other rows of the {here:,} here keep their values"
+            f"table {name!r} has {there:,} rows in {self.path} and {here:,} in the program; the rest keep their values"
             for name, (there, here) in self.taken.items()
             if there < here
         ]
 
     def lines(self) -> list[str]:
-        """Return a line for each table of a new run: the rows that are loaded, and those with initial values."""
+        """Return a line for each table: the rows that a new run loads, and those that have initial values."""
         found = []
         for name, (there, here) in self.taken.items():
             more = f"; {here - there:,} new rows have their initial values" if here > there else ""
@@ -47,10 +47,11 @@ class Fit(NamedTuple):
 
 
 def fit_tables(chain: Chain, tables: Mapping[str, Any]) -> Fit:
-    """Return the overlap of a checkpoint's tables and these, HostTable or DeviceTable by name.
+    """Return the overlap of a checkpoint's tables and the program's `tables`, HostTable or DeviceTable by name.
 
     Raises:
-        UserError: No table is shared, or a shared table differs in columns, optimizer or dtype, or has fewer rows here.
+        UserError: No table is shared, or a shared one differs in columns, optimizer or dtype, or has fewer rows than
+            in the checkpoint.
     """
     newest = chain[-1]
     held = {table.name: table for table in newest.manifest.tables}
@@ -60,17 +61,17 @@ def fit_tables(chain: Chain, tables: Mapping[str, Any]) -> Fit:
         mine = type(table.optimizer).__name__, {**asdict(table.optimizer), "lr": None}
         theirs = there.optimizer, {**there.hyperparameters, "lr": None}
         if there.dim != table.dim:
-            raise UserError(f"{newest.path}: table {name!r} has {there.dim} columns there, and {table.dim} here")
+            raise UserError(f"{newest.path}: table {name!r} has {there.dim} columns, but {table.dim} in the program")
         if theirs != mine:
             shown = [f"{kind}{_arguments(values)}" for kind, values in (theirs, mine)]
-            raise UserError(f"{newest.path}: table {name!r} has the optimizer {shown[0]} there, and {shown[1]} here")
+            raise UserError(f"{newest.path}: table {name!r} has optimizer {shown[0]}, but {shown[1]} in the program")
         if there.dtype != table.dtype:
             raise UserError(
-                f"{newest.path}: the weights of table {name!r} are {there.dtype} there, and {table.dtype} here"
+                f"{newest.path}: the weights of table {name!r} are {there.dtype}, but {table.dtype} in the program"
             )
         if there.rows > table.total_rows:
             raise UserError(
-                f"table {name!r} has {there.rows:,} rows in {newest.path}, more than the {table.total_rows:,} here"
+                f"table {name!r} has {there.rows:,} rows in {newest.path}, but only {table.total_rows:,} in the program"
             )
         taken[name] = there.rows, table.total_rows
     if not taken:
@@ -81,7 +82,7 @@ def fit_tables(chain: Chain, tables: Mapping[str, Any]) -> Fit:
 
 
 def load_shared(chain: Chain, tables: Mapping[str, Any], fit: Fit, *, check: bool = False) -> None:
-    """Load rows with their optimizer state, and steps, of the tables in `fit`; learning rates and seeds stay."""
+    """Load rows, optimizer state and steps of the shared tables; learning rates and seeds stay unchanged."""
     taken = {name: tables[name] for name in fit.taken}
     load_rows(chain, taken, check=check)
     for name, table in taken.items():

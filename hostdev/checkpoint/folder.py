@@ -37,7 +37,7 @@ class Checkpoint(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its folder's name."""
+        """The name of the checkpoint's folder."""
         return self.path.name
 
 
@@ -45,23 +45,23 @@ Chain = list[Checkpoint]  # the full checkpoint first; each one's parent precede
 
 
 class Found(NamedTuple):
-    """A valid checkpoint: its chain, and descriptions of newer, damaged ones."""
+    """A valid checkpoint with its parents (`chain`), and the errors of newer checkpoints (`broken`)."""
 
     chain: Chain
     broken: list[str]
 
     def notes(self) -> list[str]:
-        """Return a line for each newer, damaged checkpoint."""
+        """Return a line for each error of a newer checkpoint."""
         return [f"{line}; using an older one: {self.chain[-1].path}" for line in self.broken]
 
 
 def name_of(step: int, number: int = 1) -> str:
-    """Return the name of a checkpoint's folder, such as step-0000000300; further ones of a step get a number."""
+    """Return the name of a checkpoint's folder, such as step-0000000300; that step's second is step-0000000300.2."""
     return f"step-{step:010d}" + (f".{number}" if number > 1 else "")
 
 
 def names_in(path: Path) -> list[str]:
-    """Return the names of a folder's checkpoints in order of writing, unreadable ones last; [] if it is missing."""
+    """Return the names of a folder's checkpoints in order of writing, unreadable ones last; [] if `path` is missing."""
     try:
         found = [(match, each.name) for each in path.iterdir() if (match := _NAME.fullmatch(each.name))]
     except (FileNotFoundError, NotADirectoryError):
@@ -74,7 +74,7 @@ def names_in(path: Path) -> list[str]:
 
 
 def _parse_numbers(match: re.Match[str]) -> tuple[int, int]:
-    """Return the step and the number that are in a name."""
+    """Return the step in a checkpoint's name, and the number of the checkpoint among those of that step."""
     return int(match[1]), int(match[2] or 1)
 
 
@@ -93,15 +93,15 @@ def candidates(path: Path) -> list[Path]:
     for place in (path, path / FOLDER):
         if found := [place / name for name in reversed(names_in(place))]:
             return found
-    raise UserError(f"{path} has no checkpoint" if path.exists() else f"there is no {path}")
+    raise UserError(f"{path} has no checkpoint" if path.exists() else f"there is no file or folder {path}")
 
 
 def read_chain(path: Path) -> Chain:
     """Return a checkpoint with its parents, reading only manifests.
 
     Raises:
-        BrokenCheckpointError: A part is missing or damaged.
-        UserError: There is no checkpoint, or it has another version.
+        BrokenCheckpointError: A manifest is missing or damaged, or a file is missing or has a wrong size.
+        UserError: `path` is a file, or a manifest has another format version.
     """
     chain = [Checkpoint(path, manifest.read(path))]
     while (parent := chain[0].manifest.parent) is not None:
@@ -123,7 +123,7 @@ def read_chain(path: Path) -> Chain:
 
 
 def _find_difference(parent: Manifest, child: Manifest) -> str | None:
-    """Return how a checkpoint's tables differ from its parent's, as the begin of a message; None if they do not."""
+    """Return how a checkpoint's tables differ from its parent's, as the start of a message; None if they are alike."""
     if {table.name for table in parent.tables} != {table.name for table in child.tables}:
         return "its tables differ from those of"
     for table in child.tables:
@@ -143,7 +143,7 @@ def _require_there(path: Path, file: manifest.File) -> None:
     except ValueError as error:
         raise BrokenCheckpointError(f"{path} is broken ({error})") from None
     if size != file.bytes:
-        raise BrokenCheckpointError(f"{path / file.file} is broken ({size} bytes, not {file.bytes})")
+        raise BrokenCheckpointError(f"{path / file.file} is broken (it has {size} bytes, not {file.bytes})")
 
 
 def newest(path: Path) -> Found:
@@ -159,7 +159,7 @@ def newest(path: Path) -> Found:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[IO[Any]]:
-    """Lock a folder against other writers, and yield the lock's file; UserError if another process writes to it."""
+    """Lock a folder against other writers, and yield the lock's file; UserError if it is taken or cannot be made."""
     try:
         file = (path / _LOCK).open("a")
     except OSError as error:
@@ -220,7 +220,7 @@ def commit(partial: Path, name: str, content: Manifest) -> Checkpoint:
 
 
 def make_parent(checkpoint: Checkpoint) -> Parent:
-    """Return the entry that names a checkpoint as a parent."""
+    """Return the manifest entry by which an increment names this checkpoint as its parent."""
     return Parent(name=checkpoint.name, sha256=checkpoint.manifest.checksum)
 
 
@@ -233,7 +233,7 @@ def is_on_disk(checkpoint: Checkpoint) -> bool:
 
 
 def is_parent(path: Path) -> bool:
-    """Return whether another checkpoint in its folder has this one as its parent."""
+    """Return whether another checkpoint in the same folder has the one at `path` as its parent."""
     for name in names_in(path.parent):
         try:
             parent = manifest.read(path.parent / name).parent
@@ -264,7 +264,8 @@ def prune(path: Path, keep: int, best_steps: Sequence[int] = ()) -> None:
     Args:
         path: The folder.
         keep: Number of valid checkpoints to keep.
-        best_steps: The newest valid checkpoint of the first of these steps that has one is also kept, and not counted.
+        best_steps: Steps, the preferred one first. The newest valid checkpoint of the first step that has one is kept,
+            too.
     """
     kept: set[str] = set()
     chains: dict[str, Chain] = {}

@@ -17,7 +17,7 @@ Rows = npt.NDArray[np.float32]
 
 
 class Layers:
-    """A chain's tables, with files mapped into memory. Checksums are not verified."""
+    """A chain's tables, read from mapped files. A layer is one checkpoint of the chain. Checksums are not verified."""
 
     def __init__(self, chain: Chain) -> None:
         self.chain, self.manifest = chain, chain[-1].manifest
@@ -25,7 +25,7 @@ class Layers:
         self._mapped = lru_cache(maxsize=None)(partial(MappedTable, chain))
 
     def ranges(self, name: str) -> list[tuple[int, int]]:
-        """Return a table's ranges of rows; BrokenCheckpointError unless they cover it."""
+        """Return the ranges of rows of a table's files; BrokenCheckpointError unless they cover the table."""
         return require_covered(self.chain, name)
 
     def rows(self, name: str, start: int, stop: int, columns: Sequence[str] | None = None) -> RowChunk:
@@ -55,12 +55,12 @@ class Layers:
         )
 
     def column(self, name: str, column: str) -> Iterator[Rows]:
-        """Yield a column's rows in order of ids, float32 [n, D] or [n, 1]."""
+        """Yield a column's rows in order of ids, range by range: float32 [n, D], or [n, 1] for per-row state."""
         for start, stop in self.ranges(name):
             yield self.columns_of_ids(name, start, stop, [column])[column]
 
     def lookup(self, name: str, column: str, ids: npt.NDArray[Any]) -> Rows:
-        """Return rows of a column by id, float32 [N, D] or [N, 1]."""
+        """Return a column's rows of `ids`, float32 [N, D], or [N, 1] for per-row state."""
         found: Rows = self._mapped(name, column).lookup(ids)
         return found
 

@@ -31,14 +31,14 @@ def verify(chain: Chain) -> None:
 
 
 def verify_others(chain: Chain) -> None:
-    """Verify a chain's files, except those of rows, which are verified while they are loaded."""
+    """Verify a chain's files, except files of rows, which are verified while they are loaded."""
     for checkpoint in chain:
         for file in checkpoint.manifest.others:
             check_file(checkpoint.path / file.file, file)
 
 
 def damaged(chains: Sequence[Chain]) -> Iterator[tuple[Path, BrokenCheckpointError]]:
-    """Verify the checksums of all files of these chains, each file once; yield checkpoints with damaged files."""
+    """Verify the checksums of all files of these chains; yield (checkpoint's folder, error) for each damaged file."""
     checkpoints = {checkpoint.path: checkpoint for chain in chains for checkpoint in chain}
     files = [(path, file) for path, checkpoint in checkpoints.items() for file in checkpoint.manifest.files]
 
@@ -65,7 +65,7 @@ def find_newest_valid(path: Path, check: Callable[[Chain], None] = verify) -> Fo
 
     Raises:
         BrokenCheckpointError: The checkpoint at `path` is damaged, or all checkpoints are.
-        UserError: There is no checkpoint.
+        UserError: There is no checkpoint, or one has another format version.
     """
     broken: dict[str, Path | None] = {}  # damaged files by message, once: several checkpoints may share a parent
     found = candidates(path)
@@ -85,7 +85,7 @@ def find_newest_valid(path: Path, check: Callable[[Chain], None] = verify) -> Fo
 
 
 def require_tables(chain: Chain, tables: Mapping[str, Any]) -> None:
-    """Raise UserError, which names the difference, unless a checkpoint has exactly these tables."""
+    """Raise UserError, which names the difference, unless a checkpoint has exactly these tables and optimizers."""
     newest = chain[-1]
     held = {table.name: table for table in newest.manifest.tables}
     if set(held) != set(tables):
@@ -99,7 +99,7 @@ def require_tables(chain: Chain, tables: Mapping[str, Any]) -> None:
         theirs = (there.rows, there.dim), there.optimizer, {**there.hyperparameters, "lr": None}
         for what, a, b in zip(("shape", "optimizer", "optimizer"), theirs, mine, strict=True):
             if a != b:
-                raise UserError(f"{newest.path} is of a different model: table {name!r} has {what} {a} there, not {b}")
+                raise UserError(f"{newest.path} is of a different model: table {name!r} has {what} {a}, not {b}")
         if there.dtype != table.dtype:
             raise UserError(
                 f"{newest.path} was trained with {there.dtype} weights in table {name!r}, not "
@@ -157,7 +157,7 @@ class _Memory(threading.local):
         self._held: dict[str, Any] = {}
 
     def array(self, what: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Return an uninitialized array, valid until the next call with this name."""
+        """Return an uninitialized array, valid until the next call with the same `what`."""
         n = math.prod(shape)
         if what not in self._held or self._held[what].size < n:
             self._held[what] = np.empty(n, dtype)
@@ -188,18 +188,18 @@ def _load(memory: _Memory, path: Path, about: Table, file: RangeFile, table: Any
 
 
 def _has_local_rows(about: Table, file: RangeFile, table: Any) -> bool:
-    """Return whether a file has rows of this process."""
+    """Return whether a file may have rows that this process holds."""
     if getattr(table, "part", None) is None or about.order != SPREAD or about.rows != table.total_rows:
         return True
     return bool(file.start < table.start + table.rows and table.start < file.stop)
 
 
 def _map_rows(about: Table, numbers: Any, table: Any) -> tuple[Any, Any]:
-    """Map row numbers of a file to local rows; return these rows and the indices of local numbers (None: all).
+    """Return the local rows to load, and the indices of their values among the file's rows (None: all).
 
     Args:
         about: The table's entry in the manifest.
-        numbers: Ascending ids, or positions if the rows were divided among processes.
+        numbers: The file's rows: ascending ids, or positions if the rows were divided among processes.
         table: The table to load into.
     """
     part = getattr(table, "part", None)
@@ -214,7 +214,7 @@ def _map_rows(about: Table, numbers: Any, table: Any) -> tuple[Any, Any]:
 
 
 def values_of(chain: Chain) -> Any:
-    """Return the saved values other than the tables."""
+    """Return a checkpoint's values other than the tables."""
     layers = Layers(chain)
     return read_values(layers, layers.manifest.state)
 

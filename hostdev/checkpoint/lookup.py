@@ -16,12 +16,22 @@ from hostdev.kernels.shards import get_positions
 Rows = npt.NDArray[np.float32]
 Ids = npt.NDArray[Any]
 
-_FEW = 512  # rows; fewer are not worth waking other threads
+_FEW = 512  # rows; for up to this many, waking other threads costs more than it saves
 
 
 @kernel
 def _copy(start: Any, stop: Any, ids: Any, layers: Any, files: Any, out: Any) -> None:
-    """Copy the newest version of each row; layer l, newest first, has files [layers[l], layers[l + 1]) of [F, 5]."""
+    """Copy the newest version of the rows ids[start:stop] to the same indices of `out`.
+
+    Args:
+        start: The first index.
+        stop: The end of the indices.
+        ids: int32 or int64 [N].
+        layers: int64 [L + 1]; the files of the l-th newest checkpoint are files[layers[l] : layers[l + 1]].
+        files: int64 [F, 5]; for each file: first row, end, number of rows, address of their ids (0: all rows), address
+            of their values.
+        out: Output, float32 [N, D].
+    """
     D = out.shape[1]
     for i in range(np.uint64(start), np.uint64(stop)):
         row = np.int64(ids[i])
@@ -55,10 +65,10 @@ def _copy(start: Any, stop: Any, ids: Any, layers: Any, files: Any, out: Any) ->
 
 
 class MappedTable:
-    """A column of a table, weights or optimizer state, float32 [rows, dim]. Several threads may look rows up.
+    """A column of a table, weights or optimizer state, float32 [rows, dim]. Several threads may call `lookup`.
 
     Args:
-        chain: A full checkpoint and its increments; their manifests are checked.
+        chain: A full checkpoint and its increments, from `read_chain`.
         name: The table.
         column: "weights" or the name of a state column.
     """
@@ -73,7 +83,7 @@ class MappedTable:
             table = checkpoint.manifest.table(name)
             if (table.dim, table.order) != (about.dim, about.order) or table.rows > about.rows:
                 raise BrokenCheckpointError(
-                    f"{checkpoint.path} is broken (table {name!r} has a different shape than in {chain[-1].path})"
+                    f"{checkpoint.path} is broken (table {name!r} differs in shape or row order from {chain[-1].path})"
                 )
         self._held: list[Any] = []  # keeps alive the memory that `files` points into
         found: list[list[int]] = []
@@ -91,7 +101,7 @@ class MappedTable:
         self._files, self._layers = np.array(found, np.int64).reshape(-1, 5), np.array(layers, np.int64)
 
     def lookup(self, ids: Ids) -> Rows:
-        """Return a copy of the rows of ids int32 or int64 [N], float32 [N, D]; raises like `HostTable.lookup`."""
+        """Return a copy, float32 [N, D], of the rows `ids`, int32 or int64 [N]; raises like `HostTable.lookup`."""
         ids = checked_ids(ids, self.rows, self.name)
         out = np.empty((len(ids), self.dim), np.float32)
         if self._spread:

@@ -20,27 +20,27 @@ SAVING_BYTES = COPIES_BYTES + BUFFERS * FILE_BYTES  # the memory that saving tak
 
 
 class CheckpointManager:
-    """Saves the tables in training to a folder, as full checkpoints or as increments of the last one.
+    """Saves a training's tables to a folder, as full checkpoints or as increments of the last one.
 
     Args:
         path: The folder; created if it is missing.
         keep: Number of newest checkpoints to keep, together with their parents.
         hold: Keep the folder locked until `close`; otherwise only while a checkpoint is written.
-        ranks: Processes that save together, each its part of the tables; all must make the same calls.
+        ranks: The ranks that save together, each its own rows; all must make the same calls. None: one process.
     """
 
     def __init__(self, path: Path, *, keep: int = 3, hold: bool = False, ranks: Any = None) -> None:
         self.path, self.keep, self._hold, self._ranks = path, keep, hold, ranks
         self.best_steps: list[int] = []  # the checkpoint of the first step that has one is also kept
         self.last: Checkpoint | None = None  # the tables' changes are tracked since this one
-        self._increments = 0  # bytes of rows in its chain, not counting the full checkpoint
+        self._increments = 0  # bytes of rows in the chain of `last`, not counting the full checkpoint
         self._writer: AsyncWriter | None = None
         self._untaken: AsyncWriter | None = None
         self._channel: Any = None  # the writer thread's channel to the other ranks
         self._lock = ExitStack()
         self._locked: IO[Any] | None = None
         self.most_copied = 0  # peak bytes of rows that were copied aside
-        self.copying_seconds = 0.0  # training time spent copying them
+        self.copying_seconds = 0.0  # training time spent copying rows aside
 
     def __enter__(self) -> "CheckpointManager":
         return self
@@ -72,7 +72,7 @@ class CheckpointManager:
         except OSError as error:
             raise UserError(f"{self.path} cannot be created: {error.strerror}") from None
         self._locked = self._lock.enter_context(folder.locked(self.path))
-        folder.clean(self.path)  # leftovers of killed processes: a finished run does not save, and so does not clean
+        folder.clean(self.path)  # leftovers of killed processes; saving removes them too, but a run may never save
 
     def start_from(self, chain: Sequence[Checkpoint], tables: Iterable[Any]) -> None:
         """Track the tables' changes since the checkpoint that they were just loaded from."""
@@ -99,8 +99,8 @@ class CheckpointManager:
     ) -> AsyncWriter:
         """Start to write a checkpoint of the tables as they are now; training may continue once this returns.
 
-        First waits for the last checkpoint, and locks the folder. Device tables are copied; tables too large for that
-        are written before this returns.
+        This waits for the last checkpoint, and locks the folder. Device tables are copied; with one too large for that,
+        this also waits until the new checkpoint is written.
 
         Args:
             tables: The tables. Nobody may write them until this returns, and cached rows must have been written back.
@@ -171,7 +171,7 @@ class CheckpointManager:
 
     @staticmethod
     def _is_of(last: Checkpoint, tables: Sequence[Any]) -> bool:
-        """Return whether a checkpoint has these tables with their rows in the same order."""
+        """Return whether a checkpoint has the same tables, with equal numbers and orders of rows."""
         mine = [describe_table(table) for table in tables]
         return {(table.name, table.rows, table.order) for table in last.manifest.tables} == {
             (table.name, table.rows, table.order) for table in mine
@@ -226,7 +226,7 @@ class CheckpointManager:
         return ended
 
     def join(self) -> None:
-        """Wait until the last checkpoint is written."""
+        """Wait until the last checkpoint is written or has failed."""
         if self._writer is not None:
             self._writer.join()
 

@@ -21,7 +21,11 @@ _MOST_ROWS, _MOST_VALUES = 1 << 48, 1 << 56  # of a table
 
 
 class BrokenCheckpointError(UserError):
-    """A checkpoint is damaged or incomplete; the message names the file, and `file` is set for a content file."""
+    """A checkpoint is damaged or incomplete; the message names the file.
+
+    Attributes:
+        file: The damaged file, if `ranges.check_file` found it; else None.
+    """
 
     file: Path | None = None
 
@@ -46,7 +50,7 @@ class RangeFile(File):
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table's entry."""
+    """A table's entry in the manifest."""
 
     name: str
     rows: int  # of the table
@@ -76,7 +80,7 @@ class Manifest:
 
     step: int
     serial: int  # 1 more than that of the newest checkpoint in the folder
-    parent: Parent | None  # None: full; otherwise it has only rows written since
+    parent: Parent | None  # None: full; otherwise the files have only rows written since the parent
     tables: list[Table]
     others: list[File]  # dense tensors, the vocabulary, ...
     state: dict[str, Any]  # a tree of values, see `tree`
@@ -102,12 +106,12 @@ class Manifest:
         raise UserError(f"the checkpoint has no table {name!r}; it has {', '.join(t.name for t in self.tables)}")
 
     def other(self, name: str) -> File | None:
-        """Return one of the other files by its path."""
+        """Return the entry of `others` with this path; None if there is none."""
         return next((file for file in self.others if file.file == name), None)
 
     @property
     def checksum(self) -> str:
-        """The checksum of the content that checkpoint.json records."""
+        """The checksum of all other fields of checkpoint.json."""
         return json_checksum(self._content())
 
     def _content(self) -> dict[str, Any]:
@@ -124,7 +128,7 @@ class Manifest:
 
 
 def read_serial(path: Path) -> int | None:
-    """Return the serial number of the checkpoint at `path`, even if the rest of its manifest is damaged; else None."""
+    """Return the serial number of the checkpoint at `path`, even from a damaged manifest; None if unreadable."""
     try:
         serial = json_files.read(path / FILE_NAME)["serial"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -142,7 +146,7 @@ def read(path: Path) -> Manifest:
 
     Raises:
         BrokenCheckpointError: The manifest is damaged or missing.
-        UserError: The manifest has another version.
+        UserError: `path` is a file, or the manifest has another format version.
     """
     file = path / FILE_NAME
     try:
@@ -156,7 +160,7 @@ def read(path: Path) -> Manifest:
         raise_if_transient(error)
         raise BrokenCheckpointError(f"{file} is broken ({error or type(error).__name__})") from None
     if found[0] != FORMAT:
-        raise BrokenCheckpointError(f"{file} is broken (format {found[0]!r})")
+        raise BrokenCheckpointError(f"{file} is broken (its format is {found[0]!r})")
     checksum = content.pop("sha256", None)
     try:
         is_whole = checksum == json_checksum({"format": found[0], "version": found[1], **content})
@@ -178,13 +182,13 @@ def _check(found: Manifest) -> None:
     """Raise ValueError for values that are not valid in a checkpoint."""
     _require(found.step >= 0 and found.serial >= 0, "step or serial is negative")
     if found.parent is not None:
-        _require("/" not in require_name(found.parent.name), f"the parent {found.parent.name[:80]!r} is not a name")
+        _require("/" not in require_name(found.parent.name), f"the parent {found.parent.name[:80]!r} is a path")
     _require_different([table.name for table in found.tables], "table")
     _require_different([file.file for file in found.files], "file")
     for file in found.files:
         require_name(file.file)
-        _require(file.file != FILE_NAME, f"{FILE_NAME} names itself")
-        _require(file.bytes >= 0, f"{file.file} has {file.bytes} bytes")
+        _require(file.file != FILE_NAME, f"{FILE_NAME} lists itself as a file")
+        _require(file.bytes >= 0, f"{file.file} has a size of {file.bytes} bytes")
         _require(_SHA256.fullmatch(file.sha256) is not None, f"{file.file} has no SHA-256")
     for table in found.tables:
         _check_table(table)
@@ -198,16 +202,16 @@ def _check(found: Manifest) -> None:
 def _check_table(table: Table) -> None:
     name = f"table {table.name[:80]!r}"
     right = 1 <= table.rows <= _MOST_ROWS and 1 <= table.dim <= _MOST_VALUES // table.rows
-    _require(right, f"{name} has {table.rows} x {table.dim} values")
-    _require(table.step >= 0, f"{name} is at step {table.step}")
-    _require(table.order in _ORDERS, f"{name} has its rows in the order {table.order[:80]!r}")
-    _require(table.dtype in TABLE_DTYPES, f"{name} has the dtype {table.dtype[:80]!r}")
+    _require(right, f"{name} has the invalid size {table.rows} x {table.dim}")
+    _require(table.step >= 0, f"{name} is at the negative step {table.step}")
+    _require(table.order in _ORDERS, f"{name} has the unknown row order {table.order[:80]!r}")
+    _require(table.dtype in TABLE_DTYPES, f"{name} has the unknown dtype {table.dtype[:80]!r}")
     _require_different(["weights", "id", *table.slots, *table.row_slots], f"{name}: column")
     lr = table.hyperparameters.get("lr")
     _require(isinstance(lr, int | float) and not isinstance(lr, bool), f"{name} has no learning rate")
     for file in table.files:
         right = 0 <= file.start < file.stop <= table.rows and 1 <= file.rows <= file.stop - file.start
-        _require(right, f"{file.file} has {file.rows} rows of {file.start}..{file.stop - 1}")
+        _require(right, f"{file.file} cannot have {file.rows} rows of {file.start}..{file.stop - 1}")
     end = 0
     for file in sorted(table.files, key=lambda file: file.start):
         _require(end <= file.start, f"{file.file} repeats rows of another file of {name}")

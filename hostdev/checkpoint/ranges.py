@@ -23,16 +23,23 @@ Ids = npt.NDArray[np.int64]
 
 FILE_BYTES = 1 << 26
 WEIGHTS, ID = "weights", "id"
-SPREAD = "spread"  # of `Table.order`
+SPREAD = "spread"  # a value of `Table.order`
 _PIECE = 1 << 22  # bytes
 
 
 class RowChunk(NamedTuple):
-    """The content of a file: rows `ids` int64 [N], or all from `start` on; columns float32 [N, D] and [N] by name."""
+    """The rows of a file.
+
+    Attributes:
+        start: The first row of the file's range.
+        ids: int64 [N], ascending; None if the file has all rows of its range.
+        columns: By name, float32 [N, D]: weights first, then optimizer state.
+        row_columns: Per-row optimizer state by name, float32 [N].
+    """
 
     start: int
     ids: Ids | None
-    columns: dict[str, Rows]  # weights first, then the slots
+    columns: dict[str, Rows]
     row_columns: dict[str, Rows]
 
     def __len__(self) -> int:
@@ -46,7 +53,7 @@ def rows_per_file(table: Table) -> int:
 
 
 def make_schema(table: Table, *, full: bool) -> pa.Schema:
-    """Return the Arrow schema of a table's files; `full`: files have all rows of their ranges."""
+    """Return the Arrow schema of a table's files; `full`: of files that have all rows of their ranges."""
     vector = pa.list_(pa.float32(), table.dim)
     names = [(ID, pa.int64())] if not full else []
     names += [(name, vector) for name in (WEIGHTS, *table.slots)]
@@ -117,7 +124,7 @@ def _ascend(ids: Ids, start: int, stop: int) -> bool:
 
 
 def mapped(path: Path) -> Any:
-    """Return a file's content, mapped into memory; BrokenCheckpointError if it is missing."""
+    """Return a file's content, mapped into memory; BrokenCheckpointError if it cannot be read."""
     try:
         with pa.memory_map(os.fsencode(path)) as file:
             return file.read_buffer()
@@ -127,7 +134,7 @@ def mapped(path: Path) -> Any:
 
 
 def require_covered(chain: Chain, name: str) -> list[tuple[int, int]]:
-    """Return a table's ranges of rows in a chain's full checkpoint; BrokenCheckpointError unless they cover it."""
+    """Return a table's ranges of rows in a chain's full checkpoint; BrokenCheckpointError if rows are missing."""
     found = sorted((file.start, file.stop) for file in chain[0].manifest.table(name).files)
     ends = [0, *(stop for _, stop in found)]
     is_gap = any(file.rows != file.stop - file.start for file in chain[0].manifest.table(name).files)
@@ -141,8 +148,8 @@ def check_file(path: Path, file: File, content: memoryview | None = None) -> Non
 
     Args:
         path: The file.
-        file: Its entry in the manifest.
-        content: Output, `file.bytes` bytes; None only verifies.
+        file: The file's entry in the manifest.
+        content: Output, the file's content, `file.bytes` bytes; None: the file is only verified.
     """
     if wrong := _wrong(path, file, content):
         error = BrokenCheckpointError(f"{path} {wrong}")
@@ -158,12 +165,12 @@ def _wrong(path: Path, file: File, content: memoryview | None) -> str | None:
         with path.open("rb", buffering=0) as stream:
             there = os.fstat(stream.fileno()).st_size
             if there != file.bytes:
-                return f"is broken ({there} bytes, not {file.bytes})"
+                return f"is broken (it has {there} bytes, not {file.bytes})"
             while size < there:
                 start = 0 if content is None else size
                 read = stream.readinto(piece[start : start + min(_PIECE, there - size)])
                 if not read:
-                    return f"is broken ({size} bytes, not {file.bytes})"
+                    return f"is broken (it has {size} bytes, not {file.bytes})"
                 digest.update(piece[start : start + read])
                 size += read
     except FileNotFoundError:

@@ -20,14 +20,14 @@ Rows = npt.NDArray[np.float32]
 
 
 class _Rows:
-    """A table's rows from files, in order of ids or positions, as a `writer.Source`."""
+    """A `writer.Source` of a table's rows, read from files in order of ids, or of positions if `spread`."""
 
     def __init__(self, layers: Layers, table: Table, *, spread: bool) -> None:
         self._layers, self._table, self._spread = layers, table, spread
         self.count = table.rows
 
     def rows_between(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Return all rows."""
+        """Return all rows of [first, last)."""
         return np.arange(first, last)
 
     def read(self, first: int, last: int, ids: npt.NDArray[np.int64] | None, columns: Rows, row_columns: Rows) -> None:
@@ -41,12 +41,12 @@ class _Rows:
 
 
 def rewrite(chain: Chain, out: Path, ranks: int | None) -> str:
-    """Write a checkpoint and its parents as a full one into the folder `out`; return a description.
+    """Write a checkpoint and its parents as a full one into the folder `out`; return a description of the result.
 
     Args:
         chain: The checkpoint, with its parents.
         out: A folder without checkpoints.
-        ranks: Number of processes, each with its own files; None: one process, in order of ids.
+        ranks: Number of processes, each with its own files; None: one process, with rows in order of ids.
 
     Raises:
         UserError: `out` has checkpoints, or another process writes to it.

@@ -40,11 +40,11 @@ class SavedTable:
         return self.rows
 
     def lookup(self, ids: npt.ArrayLike) -> Rows:
-        """Return a copy of the rows of integer ids of any shape [...], float32 [..., dim].
+        """Return a copy, float32 [..., dim], of the rows `ids`, integers of any shape [...].
 
         Raises:
             UserError: An id is outside 0..rows - 1.
-            TypeError: Ids are not integers.
+            TypeError: The ids are not integers.
         """
         array = np.asarray(ids)
         if array.ndim == 1:
@@ -77,7 +77,7 @@ class SavedModel(Mapping[str, SavedTable]):
 
     def __getitem__(self, name: str) -> SavedTable:
         if name not in self.tables:
-            raise KeyError(f"no table {name!r} is open; open are {', '.join(self.tables)}")
+            raise KeyError(f"no table {name!r} is open; the open tables are {', '.join(self.tables)}")
         return self.tables[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -126,7 +126,7 @@ class SavedModel(Mapping[str, SavedTable]):
 
 
 def open(path: Path | str, *, tables: Sequence[str] | None = None, verify: bool = False) -> SavedModel:
-    """Open a model saved by `Runtime.save` or the command `train`, to look rows up.
+    """Open a model saved by `Runtime.save` or the command `train`, to look up rows.
 
     ::
 
@@ -135,8 +135,8 @@ def open(path: Path | str, *, tables: Sequence[str] | None = None, verify: bool 
 
     Files are mapped into memory: a table of any size opens instantly, only rows that are looked up are read, and
     processes on one host share one copy. The checkpoint's folder may be deleted while the model is open; only `extra`
-    is read later. Checkpoints that are incremental, of several ranks, or of bfloat16 tables work the same way. A
-    checkpoint has tables only; features and pooling are up to the caller.
+    is read later. Checkpoints that are incremental, of several ranks, or of bfloat16 tables work the same way.
+    Lookups return single rows; features and pooling are up to the caller.
 
     Args:
         path: A checkpoint, a folder of them, or a run directory. A folder's newest valid checkpoint is opened, with a
@@ -166,4 +166,4 @@ def _require_inside(path: Path, name: str) -> None:
     """Raise BrokenCheckpointError for a file name outside the checkpoint's folder."""
     place = PurePosixPath(name)
     if place.is_absolute() or ".." in place.parts or not place.parts:
-        raise BrokenCheckpointError(f"{path} is broken (it names the file {name[:100]!r}, which is outside of it)")
+        raise BrokenCheckpointError(f"{path} is broken (it names the file {name[:100]!r}, outside its folder)")

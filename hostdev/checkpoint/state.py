@@ -19,7 +19,7 @@ DigestNames = list[tuple[str, str]]  # for each dense array: its name in the dig
 
 
 def state_digest(layers: Layers, names: DigestNames, tensors: Mapping[str, Tensor]) -> str:
-    """Return a checkpoint's `state_sha256`, which training would print at that step."""
+    """Return a checkpoint's `state_sha256`, equal to the digest that training prints at the same step."""
     digest = StateDigest()
     for table in sorted(layers.manifest.tables, key=lambda table: table.name):
         columns = []
@@ -37,7 +37,7 @@ def state_digest(layers: Layers, names: DigestNames, tensors: Mapping[str, Tenso
 
 
 def read_dense_tensors(layers: Layers) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint; BrokenCheckpointError if they cannot be read."""
+    """Return a checkpoint's tensors other than tables, by name; BrokenCheckpointError if they cannot be read."""
     newest = layers.chain[-1]
     if newest.manifest.other(DENSE) is None:
         return {}
@@ -45,7 +45,7 @@ def read_dense_tensors(layers: Layers) -> dict[str, Tensor]:
 
 
 def read_values(layers: Layers, tree: Tree) -> Any:
-    """Return the values of a tree in a checkpoint's state; BrokenCheckpointError if they are missing or invalid."""
+    """Return the values that a tree in a checkpoint's state stands for; BrokenCheckpointError if it is invalid."""
     tensors = read_dense_tensors(layers)
     try:
         return from_tree(tree, tensors)
@@ -55,7 +55,7 @@ def read_values(layers: Layers, tree: Tree) -> Any:
 
 
 def find_file(layers: Layers, name: str) -> Path | None:
-    """Return the path of one of the other files in the newest checkpoint of a chain that has it; None if none does."""
+    """Return the path of a file of `Manifest.others` in the newest checkpoint of a chain that has it, or None."""
     for checkpoint in reversed(layers.chain):
         if checkpoint.manifest.other(name) is not None:
             return checkpoint.path / name

@@ -1,7 +1,7 @@
-"""Nested values with tensors, such as torch's `state_dict`s, to and from JSON and safetensors. Nothing is pickled.
+"""Converts nested values with tensors, such as a `state_dict`, to and from JSON and safetensors, without pickle.
 
-The tree represents a tensor as {"$tensor": its name in the file}, a tuple as {"$tuple": [...]}, and a dict whose keys
-are not all strings as {"$dict": [[key, value], ...]}.
+The tree represents a tensor as {"$tensor": its name in the file}, a NumPy array as {"$array": its name in the file}, a
+tuple as {"$tuple": [...]}, and a dict whose keys are not all strings as {"$dict": [[key, value], ...]}.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ def to_tree(value: Any, tensors: dict[str, Tensor], path: str = "") -> Tree:
     """Return nested values as JSON values, and add copies of their tensors in host memory to `tensors`.
 
     Supported types: dicts, lists, tuples, tensors, NumPy's arrays and numbers, strings, numbers, bools and None. Others
-    raise TypeError, which names their path.
+    raise TypeError, which names the path of the value.
     """
     if value is None or isinstance(value, bool | str):
         return value
@@ -79,9 +79,9 @@ def tensors_as_bytes(tensors: dict[str, Tensor]) -> bytes:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read safetensors; BrokenCheckpointError if that fails."""
+    """Read a safetensors file; BrokenCheckpointError if that fails."""
     try:
-        if not is_text(path):  # load_file rejects such paths
+        if not is_text(path):  # load_file rejects paths that are not valid UTF-8
             return {name: tensor.clone() for name, tensor in load(path.read_bytes()).items()}
         return load_file(path)
     except (SafetensorError, OSError, MemoryError) as error:

@@ -44,13 +44,21 @@ BUFFERS = _WRITERS + 1  # one per file being written, and one that is being fill
 class Source(Protocol):
     """A table's rows at one moment; `host.changes.Snapshot` implements it."""
 
-    count: int
+    count: int  # rows to save
 
     def rows_between(self, first: int, last: int) -> npt.NDArray[np.int64]:
         """Return the rows of [first, last) to save, ascending."""
 
     def read(self, first: int, last: int, ids: npt.NDArray[np.int64] | None, columns: Rows, row_columns: Rows) -> None:
-        """Copy rows of [first, last) to columns [1 + S, N, D] and [R, N]; ranges come in ascending order."""
+        """Copy rows of [first, last) to the outputs. One thread calls this, with ascending ranges.
+
+        Args:
+            first: The first row of the range.
+            last: The end of the range.
+            ids: The rows to copy, int64 [N], ascending; None: all N = last - first rows.
+            columns: Output, float32 [1 + S, N, D]: weights, then optimizer state.
+            row_columns: Output, float32 [R, N]: per-row optimizer state.
+        """
 
 
 class Channel(Protocol):
@@ -63,7 +71,7 @@ class Channel(Protocol):
 
 
 class Item(NamedTuple):
-    """A table to save, or this process's part of it. `end(saved)` is called at the end."""
+    """A table to save, or this process's part of it. `end(saved)` is called when writing has ended."""
 
     table: Table
     source: Source
@@ -82,7 +90,7 @@ class Content(NamedTuple):
         state: A dict for JSON, from `tree.to_tree`.
         tensors: The tensors in `state`.
         others: Files by their names in the checkpoint; written to full checkpoints only.
-        digest: Names in the state's digest, and the names of their tensors.
+        digest: For each dense array in the state's digest: its name in the digest, and its tensor's name.
     """
 
     state: dict[str, Any]
@@ -101,9 +109,9 @@ class AsyncWriter:
         content: Values besides the tables.
         parent: The checkpoint that this one is an increment of; None for a full one.
         keep: Number of newest checkpoints to keep; 0 keeps all.
-        best_steps: The checkpoint of the first of these steps that has one is also kept.
+        best_steps: Steps, the preferred one first; the checkpoint of the first step that has one is also kept.
         state_sha256: Digest of the state, if it is known.
-        on_end: Called at the end, also after an error.
+        on_end: Called with this writer when writing has ended, also after an error.
         channel: Connects the processes that write this checkpoint.
         release: Called last, to unlock the folder.
     """
@@ -143,11 +151,11 @@ class AsyncWriter:
         return self._thread.is_alive()
 
     def join(self) -> None:
-        """Wait for the end, without raising its error."""
+        """Wait until writing has ended, without raising its error."""
         self._thread.join()
 
     def wait(self) -> Checkpoint:
-        """Wait for the end and return the checkpoint; raises the error that ended it, such as OSError."""
+        """Wait until writing has ended, and return the checkpoint; raises the error that ended it, such as OSError."""
         self.join()
         self.is_reported = True
         if self.error is not None:
@@ -198,7 +206,7 @@ class AsyncWriter:
                 if self._keep:
                     folder.prune(self._path, self._keep, self._best_steps)
             except OSError:
-                pass  # the next checkpoint removes them
+                pass  # the next checkpoint's clean-up tries again
 
     def _save_together(self, channel: Channel) -> Checkpoint:
         """Write a checkpoint together with other processes: each writes the files of its rows, rank 0 the rest."""
@@ -329,9 +337,9 @@ def _agree(channel: Channel, work: Callable[[], Any] | None) -> list[Any]:
 
 
 def _lower_priority() -> None:
-    """Lower this thread's priority; training never waits for a lock that it holds."""
-    if sys.platform == "linux":  # elsewhere, a priority applies to the process
-        with contextlib.suppress(OSError):  # not permitted
+    """Lower this thread's priority, so that training has the processors first."""
+    if sys.platform == "linux":  # on other systems, a priority applies to the whole process
+        with contextlib.suppress(OSError):  # the system may not permit it
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
@@ -342,7 +350,7 @@ def _raise_first_error(written: list[Future[RangeFile]]) -> None:
 
 
 def _split_rows(item: Item) -> Iterator[tuple[int, int, npt.NDArray[np.int64] | None]]:
-    """Yield a range of rows for each file, with the rows in it to save; None for all."""
+    """Yield (start, stop, ids) for each file: its range of rows, and the rows in it to save; None: all of them."""
     V, most = item.table.rows if item.rows is None else item.rows, rows_per_file(item.table)
     if item.full:
         edges = sorted({*range(0, V, most), *item.cuts, V})

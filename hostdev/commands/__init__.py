@@ -1,10 +1,11 @@
-"""Command lines: parsers and checks of options. They import little, so that --help is fast.
+"""Command lines: parsers and checks of options. These modules import little, so that --help is fast.
 
-Each has `PROG`, `parser(prog)` and `main(argv, prog)`, which checks the options before it imports the implementation.
+A command's module has `PROG`, `parser(prog)` and `main(argv, prog)`, which checks the options before it imports the
+implementation.
 `hostdev NAME` is the same as `python -m` with the module in `COMMANDS`.
 """
 
-COMMANDS = {
+COMMANDS = {  # module and help text by name
     "train": ("hostdev.train", "train a model on a data set"),
     "quickstart": ("hostdev.train.quickstart", "preprocess Criteo text, or synthetic data, and train on it"),
     "preprocess": (

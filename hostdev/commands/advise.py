@@ -55,14 +55,14 @@ def parser(prog: str = PROG) -> cli.Parser:
         "--mesh",
         type=int,
         metavar="N",
-        help="find instead the fastest way to distribute the model over N local processes: by samples, slices of "
-        "layers or stages",
+        help="instead of a cache, find the fastest way to distribute the model over N local processes: by samples, "
+        "slices of layers or stages",
     )
     return made
 
 
 def main(argv: Sequence[str], prog: str = PROG) -> None:
-    """Parse the command line and advise."""
+    """Parse the command line and print the advice."""
     arguments = parser(prog).parse_args(argv)
     if arguments.mesh is not None:
         arguments.parallel = "auto"
@@ -86,7 +86,7 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
 
 
 def _for_mesh(settings: TrainConfig, arguments: argparse.Namespace) -> TrainConfig:
-    """Return the settings; raise UserError for options that have no effect with --mesh."""
+    """Return the settings; UserError if an option has no effect with --mesh, or --mesh is less than 2."""
     for name, given in (("--memory", arguments.memory), ("--out", arguments.out)):
         if given is not None:
             raise UserError(f"{name} is for caches and has no effect with --mesh; leave it out")

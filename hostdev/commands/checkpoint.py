@@ -9,7 +9,7 @@ from hostdev.core.errors import UserError
 
 PROG = "hostdev.checkpoint"
 FORMATS = ("parquet", "npy", "safetensors")
-DTYPES = ("float32", "bfloat16", "bf16")  # bf16 for one release
+DTYPES = ("float32", "bfloat16", "bf16")  # bf16, the former name, is kept for one release
 
 
 def parser(prog: str = PROG) -> cli.Parser:
@@ -24,7 +24,7 @@ def parser(prog: str = PROG) -> cli.Parser:
             "path",
             type=Path,
             metavar="DIR",
-            help="a checkpoint; for a folder of them or a run directory, the newest",
+            help="a checkpoint; or a folder of them or a run directory, to use the newest",
         )
         return one
 
@@ -35,9 +35,9 @@ def parser(prog: str = PROG) -> cli.Parser:
     )
     of_diff = add("diff", "compare two checkpoints; exit code 1 if they differ")
     of_diff.add_argument("other", type=Path, metavar="OTHER", help="the other checkpoint")
-    of_compact = add("compact", "merge an incremental checkpoint and its base into a full one")
+    of_compact = add("compact", "merge an incremental checkpoint and its parents into a full one")
     of_compact.add_argument(
-        "--keep", type=int, metavar="K", help="then remove all but the K newest checkpoints and their bases"
+        "--keep", type=int, metavar="K", help="then remove all but the K newest checkpoints and their parents"
     )
     of_merge = add("merge", "write a checkpoint of several processes as a checkpoint of one process")
     of_reshard = add("reshard", "write a checkpoint for another number of processes")
@@ -46,7 +46,7 @@ def parser(prog: str = PROG) -> cli.Parser:
     )
     for one in (of_merge, of_reshard):
         one.add_argument(
-            "--out", type=Path, required=True, metavar="DIR", help="a folder for it that has no checkpoints"
+            "--out", type=Path, required=True, metavar="DIR", help="a new folder, or one without checkpoints"
         )
     _add_export(add("export", "write tables and dense layers as files for other programs"))
     return made
@@ -57,7 +57,7 @@ def _add_export(to: argparse.ArgumentParser) -> None:
     to.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder")
     to.add_argument("--format", choices=FORMATS, default="parquet", help="format of the tables (default parquet)")
     to.add_argument("--slots", action="store_true", help="also write optimizer state, steps and settings, and `extra`")
-    to.add_argument("--dtype", choices=DTYPES, default="float32", help="type of the weights (default float32)")
+    to.add_argument("--dtype", choices=DTYPES, default="float32", help="type of the tables' values (default float32)")
 
 
 def main(argv: Sequence[str], prog: str = PROG) -> int:

@@ -12,7 +12,7 @@ PROG = "hostdev"
 
 
 def text() -> str:
-    """Return what `hostdev --help` prints."""
+    """Return the text that `hostdev --help` prints."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {what}" for name, (_, what) in COMMANDS.items()]
     listed = "\n".join(lines)

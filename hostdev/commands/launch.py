@@ -12,7 +12,7 @@ from hostdev.launch import PROG, check, find_server, start
 
 def parser(prog: str = PROG) -> cli.Parser:
     """Return the parser of the command's flags."""
-    made = cli.parser(prog, "Start this host's processes of a rank table; the program and its options follow after --.")
+    made = cli.parser(prog, "Start this host's processes of a rank table; give the program and its options after --.")
     made.add_argument("--rank-table", type=Path, metavar="FILE", help="JSON: the servers and their devices")
     made.add_argument("--server", metavar="ID", help="this host's server_id in the table (default: by address)")
     made.add_argument(

@@ -15,7 +15,7 @@ def parser(prog: str = PROG) -> cli.Parser:
     made = cli.parser(prog, "Write the probability of a positive label for each row of a file or a data set.")
     made.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="checkpoint, or a folder of them")
     made.add_argument("--which", choices=WHICH, help="which checkpoint (default: best with --early-stop, else newest)")
-    made.add_argument("--model", metavar="package.module:Class", help="the class of your own model")
+    made.add_argument("--model", metavar="package.module:Class", help="the class, if the model is your own")
     made.add_argument("--data", type=Path, required=True, metavar="FILE|DIR", help="raw rows, or a data set")
     made.add_argument("--split", choices=("train", "test"), help="rows of a data set (default test)")
     made.add_argument("--out", type=Path, required=True, metavar="FILE", help="a new Parquet file, .parquet")

@@ -13,7 +13,7 @@ PROG = "hostdev.data.preprocess"
 
 def parser(prog: str = PROG) -> cli.Parser:
     """Return the parser of the command's flags."""
-    made = cli.parser(prog, "Turn any table, Criteo text, or a synthetic look-alike, into Arrow shards.")
+    made = cli.parser(prog, "Turn tables, Criteo text or synthetic data into Arrow shards; check or describe them.")
     commands = made.add_subparsers(dest="command", required=True, metavar="table|criteo|synthetic|check|info")
     table = commands.add_parser("table", help="from CSV, TSV, Parquet or Arrow files", allow_abbrev=False)
     table.add_argument("files", nargs="+", type=Path, metavar="FILE",
@@ -25,7 +25,7 @@ def parser(prog: str = PROG) -> cli.Parser:
     criteo.add_argument("files", nargs="+", type=Path, metavar="FILE",
                         help="Criteo text (label, 13 integers, 26 hex values), folders of it, - for stdin")  # fmt: skip
     criteo.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new data set's folder")
-    synthetic = commands.add_parser("synthetic", help="a look-alike of any length", allow_abbrev=False)
+    synthetic = commands.add_parser("synthetic", help="from generated Criteo-like rows", allow_abbrev=False)
     synthetic.add_argument("--rows", type=int, required=True, metavar="N", help="number of rows")
     target = synthetic.add_mutually_exclusive_group(required=True)
     target.add_argument("--out", type=Path, metavar="DIR", help="the new data set's folder")
@@ -45,7 +45,7 @@ def parser(prog: str = PROG) -> cli.Parser:
 
 
 def main(argv: Sequence[str], prog: str = PROG) -> None:
-    """Parse the command line and build the data set, or look at one."""
+    """Parse the command line, and build, check or describe a data set."""
     arguments = parser(prog).parse_args(argv)
     if getattr(arguments, "threads", None) is not None and arguments.threads < 1:
         raise UserError(f"--threads must be at least 1, not {arguments.threads}")

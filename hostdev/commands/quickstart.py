@@ -39,7 +39,7 @@ def parser(prog: str = PROG) -> cli.Parser:
 
 
 def main(argv: Sequence[str], prog: str = PROG) -> None:
-    """Parse the command line; generate data if no file is given, preprocess, train."""
+    """Parse the command line, preprocess the given file or synthetic data, and train."""
     arguments = parser(prog).parse_args(argv)
     if arguments.data is not None:
         raise UserError(

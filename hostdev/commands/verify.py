@@ -40,7 +40,7 @@ def parser(prog: str = PROG) -> cli.Parser:
     made.add_argument(
         "--inject-fault",
         action="store_true",
-        help="test the test: let lookups overtake the updates that they need, which must be caught",
+        help="test verify itself: let lookups overtake the updates that they need, and require that this is found",
     )
     made.add_argument("--processes", metavar="W,...", help="also compare these numbers of local processes, such as 2,4")
     made.add_argument(
@@ -51,9 +51,9 @@ def parser(prog: str = PROG) -> cli.Parser:
         help="also compare local processes that distribute the network, such as data=2,pipe=2; may be repeated; "
         "slices (model=N) are compared by tolerance",
     )
-    made.add_argument("--plan", metavar="STRATEGIES", help="for --mesh model=N (default: layers in pairs)")
-    made.add_argument("--schedule", choices=SCHEDULES, help="for --mesh pipe=N (default 1f1b)")
-    made.add_argument("--stage-cut", metavar="NAMES", help="for --mesh pipe=N (default: by cost)")
+    made.add_argument("--plan", metavar="STRATEGIES", help="how --mesh model=N slices layers (default: in pairs)")
+    made.add_argument("--schedule", choices=SCHEDULES, help="order of micro-batches in --mesh pipe=N (default 1f1b)")
+    made.add_argument("--stage-cut", metavar="NAMES", help="where --mesh pipe=N cuts the network (default: by cost)")
     made.add_argument(
         "--micro-batches",
         type=int,
@@ -66,7 +66,7 @@ def parser(prog: str = PROG) -> cli.Parser:
 def main(argv: Sequence[str], prog: str = PROG) -> int:
     """Parse the command line, verify, and return the exit code: 1 if a mode differs."""
     arguments = parser(prog).parse_args(argv)
-    alone()  # even if a launcher started this process; it starts those that it compares
+    alone()  # even if a launcher started this process: verify starts the processes that it compares
     settings = config.from_flags(arguments, OPTIONS)
     if arguments.steps < 2:
         raise UserError(f"--steps must be at least 2, not {arguments.steps}")

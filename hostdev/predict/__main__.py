@@ -1,6 +1,6 @@
 """python -m hostdev.predict: probabilities for the rows of a file or of a data set."""
 
-if __name__ == "__main__":  # before the imports, which take seconds, so that Ctrl-C ends them with one line, too
+if __name__ == "__main__":  # before the slow imports, so that Ctrl-C during an import also prints one line
     from hostdev.core import cli
 
     raise SystemExit(cli.run_module("hostdev.commands.predict", "hostdev.predict"))

@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace, prog: str) -> None:
     lines = predicted = unlabelled = 0
     schema = pa.schema([("probability", pa.float32()), ("label", pa.float32())])
     out.parent.mkdir(parents=True, exist_ok=True)
-    with new_file(out) as partial:  # noqa: SIM117  (its errors name its own files)
+    with new_file(out) as partial:  # noqa: SIM117  (an error of new_file names its own file)
         with (
             naming(out),
             Scores(out.parent) as scores,
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace, prog: str) -> None:
                 if unknown is not None:
                     unknown.count(part.batch)
                 writer.write_table(_table(logits, part, schema))
-                finite = np.isfinite(logits)  # results that overflow count as missing
+                finite = np.isfinite(logits)  # a result that overflows counts as missing
                 known = finite & ~np.isnan(part.batch.label)
                 scores.add(logits[known], part.batch.label[known])
                 lines, predicted = lines + part.lines, predicted + int(finite.sum())
@@ -102,7 +102,7 @@ def _table(logits: Any, part: Part, schema: pa.Schema) -> pa.Table:
 
 
 class _Work(NamedTuple):
-    """The rows to predict, their amount with its unit, and whether there are labels."""
+    """The rows to predict: `total` of them in `unit`s, rows or bytes; `labelled`: whether they have labels."""
 
     total: int
     unit: str
@@ -119,7 +119,7 @@ def _open_rows(arguments: argparse.Namespace, predictor: Predictor) -> _Work:
         if differs is not None:
             raise UserError(
                 f"--data {path} has different columns, ids or scales than {predictor.path} was trained on "
-                f"({differs}); give the raw rows"
+                f"({differs}); give a file of raw rows"
             )
         if not found.rows(split):
             raise UserError(f"--data {path} has no {split} rows; give --split train")
@@ -127,7 +127,7 @@ def _open_rows(arguments: argparse.Namespace, predictor: Predictor) -> _Work:
         known = predictor.data.schema.rows
         batches = (
             with_known_ids(batch, found.schema, known) for batch in reader.batches(predictor.batch_size)
-        )  # values that are newer than the checkpoint's vocabulary count as unknown
+        )  # ids that are newer than the checkpoint's vocabulary count as unknown
         return _Work(reader.rows, "row", True, (Part(batch, None, len(batch), len(batch)) for batch in batches))
     if arguments.split is not None:
         raise UserError(f"--split has no effect on {path}, which is not a data set; leave it out")

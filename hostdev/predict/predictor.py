@@ -46,7 +46,7 @@ class Predictor:
 
     Args:
         checkpoint: A checkpoint of `python -m hostdev.train`, a folder of them, or a run directory. For a run with
-            --early-stop its best checkpoint by test AUC is used, for others the newest valid one, with a warning if a
+            --early-stop, its best checkpoint by test AUC is used; for others, the newest valid one, with a warning if a
             newer one is damaged.
         device: The device of the dense layers.
         model: A model class or its name. Required if the run had a custom class: a checkpoint must not decide which
@@ -166,7 +166,7 @@ class Predictor:
         return found
 
     def _rows(self, batch: Batch) -> Iterator[tuple[str, Any]]:
-        """Yield each feature's rows, as `Runtime.predict` does."""
+        """Yield each feature's name and rows, with the values that `Runtime.predict` passes to the model."""
         given = self.model.ids(batch)
         looked_up: dict[tuple[str, int], Tensor] = {}  # features may share ids
         for name, feature in self.model.features.items():

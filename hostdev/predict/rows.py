@@ -22,8 +22,8 @@ def as_columns(
 ) -> dict[str, Any]:
     """Return the required columns, each with a value per row; single values mean one row.
 
-    A bag may have a list of values if all other columns have single values, or if there are no others and text is not
-    split.
+    A list of single values is one row's bag if all other columns have single values, or if there are only bags and no
+    separator splits their text.
 
     Args:
         rows: Columns by name.
@@ -90,13 +90,13 @@ def as_batch(rows: Any, schema: Schema) -> pa.RecordBatch:
 
 
 def get_column_names(rows: Any) -> Sequence[Any]:
-    """Return the names of the columns of rows; TypeError for other types."""
+    """Return the names of the columns of `rows`; TypeError for a type that `Predictor` does not accept."""
     if isinstance(rows, pa.RecordBatch | pa.Table):
         return list(rows.schema.names)
     if isinstance(rows, Mapping) or _is_pandas(rows, "DataFrame"):
         return list(rows.keys())
     raise TypeError(
-        f"rows must be a dict, a pandas DataFrame, a pyarrow Table or RecordBatch, not of type {type(rows).__name__}"
+        f"rows must be a dict, a pandas DataFrame, or a pyarrow Table or RecordBatch, not a {type(rows).__name__}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Warnings about columns with far more out-of-vocabulary values than in training: their format may differ."""
+"""Warnings about columns with far more out-of-vocabulary values than in training, whose format may differ."""
 
 from collections.abc import Iterator
 
@@ -7,9 +7,9 @@ import numpy as np
 from hostdev.data.batch import Batch
 from hostdev.data.preprocess.encoding import Encoding
 
-_SOME = 20  # values; the share of fewer is meaningless
-_MOST = 0.5  # a share of unknown values above this is reported,
-_TIMES = 2  # if it is also this many times the training's
+_SOME = 20  # values; a share of fewer values is meaningless
+_MOST = 0.5  # a larger share of unknown values is reported if
+_TIMES = 2  # it is also more than this many times the share in training
 
 
 class UnknownValues:
@@ -52,6 +52,6 @@ class UnknownValues:
             share, before = self._unknown[place] / uses, self._rates[place]
             shown = self._encoding.written(column.space).shown
             yield (
-                f"column {column.name!r}: {share:.1%} of {uses:,} values are out of vocabulary, but {before:.1%} "
-                f"were in training, whose values were {shown}; are they written the same way?"
+                f"column {column.name!r}: {share:.1%} of {uses:,} values are out of vocabulary, but only {before:.1%} "
+                f"were in training, where values were {shown}; are they written the same way?"
             )

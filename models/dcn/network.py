@@ -1,4 +1,4 @@
-"""DCN-v2: cross layers, which multiply the input elementwise with linear maps of their state, and a ReLU network.
+"""DCN-v2: cross layers, which multiply the input by linear maps of the previous layer's output, and a ReLU network.
 
 Source: Wang et al., "DCN V2: Improved Deep & Cross Network and Practical Lessons for Web-scale Learning to Rank
 Systems", WWW 2021: full and low-rank cross layers (one expert), stacked or parallel, initial values after He, Adam at
@@ -38,7 +38,7 @@ class DCN(Model):
     Args:
         schema: The data's schema.
         dim: D, columns of the table "vectors".
-        seed: Seed of the initial values: layers He's, biases 0, vectors N(0, 0.01^2).
+        seed: Seed of the initial values: layers after He, biases 0, vectors N(0, 0.01^2).
         optimizer: The table's optimizer; None: Adagrad(lr=0.005).
         layers: Widths of the hidden layers.
         cross_layers: L, the number of cross layers.
@@ -79,11 +79,11 @@ class DCN(Model):
         initialize(self, seed, with_zero_biases(he_normal))
 
     def ids(self, batch: Batch) -> dict[str, Ids]:
-        """Return the ids of the columns and of each bag."""
+        """Return the ids of the feature "fields", and of each bag."""
         return collect_ids(self.schema, batch)
 
     def forward(self, dense: Tensor, rows: Rows) -> Tensor:
-        """Return logits float32 [B]; under autocast, the input, the sums with it, and the last layer are float32."""
+        """Return logits float32 [B]; under autocast, the input, cross layers' sums and last layer are float32."""
         logits: Tensor = run(self.pieces(), dense, rows)
         return logits
 

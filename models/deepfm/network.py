@@ -35,8 +35,8 @@ class DeepFM(Model):
 
     Args:
         schema: The data's schema.
-        dim: D.
-        seed: Seed of the initial values: vectors N(0, 0.01^2), first-order weights and biases 0, layers Glorot's.
+        dim: D, columns of the table "vectors".
+        seed: Seed of the initial values: vectors N(0, 0.01^2), first-order weights and biases 0, layers after Glorot.
         optimizer: Both tables' optimizer; None: LazyAdam with Adam's defaults.
         layers: Widths of the hidden layers.
         dropout: Dropout rate of the hidden layers.
@@ -71,7 +71,7 @@ class DeepFM(Model):
         initialize(self, seed, _init)
 
     def ids(self, batch: Batch) -> dict[str, Ids]:
-        """Return the ids of the columns and of each bag."""
+        """Return the ids of the feature "fields", and of each bag."""
         return collect_ids(self.schema, batch)
 
     def forward(self, dense: Tensor, rows: Rows) -> Tensor:

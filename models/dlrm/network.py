@@ -1,4 +1,4 @@
-"""DLRM: a network on the dense columns, dot products of all pairs of vectors, and a network on those.
+"""DLRM: a network on the dense columns, dot products of all pairs of vectors, and a network on these products.
 
 Source: Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation Systems",
 arXiv:1906.00091, 2019, with the sizes of MLPerf Training's DLRM benchmark (bottom 512-256-D, top 1024-1024-512-256-1, D
@@ -39,7 +39,7 @@ class DLRM(Model):
     Args:
         schema: The data's schema.
         dim: D, the width of the bottom network's last layer.
-        seed: Seed of the initial values: layers Glorot's, biases N(0, 1 / outputs), vectors N(0, 0.01^2).
+        seed: Seed of the initial values: layers after Glorot, biases N(0, 1 / outputs), vectors N(0, 0.01^2).
         optimizer: The table's optimizer; None: RowWiseAdagrad(lr=0.01).
         bottom: Widths of the bottom network's hidden layers.
         top: Widths of the top network's hidden layers.
@@ -76,7 +76,7 @@ class DLRM(Model):
         initialize(self, seed, _init)
 
     def ids(self, batch: Batch) -> dict[str, Ids]:
-        """Return the ids of the columns and of each bag."""
+        """Return the ids of the feature "fields", and of each bag."""
         return collect_ids(self.schema, batch)
 
     def forward(self, dense: Tensor, rows: Rows) -> Tensor:
@@ -105,13 +105,13 @@ class DLRM(Model):
 
 
 class _Pick(torch.autograd.Function):
-    """Gathers values[:, places] from values [B, N]; the backward pass gathers, too, as the places are distinct.
+    """Gathers values[:, places] from values [B, N]; the backward pass is a gather, too.
 
-    torch's own backward pass adds to zeros by index: in any order, or with deterministic operations after a sort. Here
+    torch's own backward pass adds to zeros by index: in any order, or, with deterministic algorithms, after a sort. The
     places are distinct, so each gradient is a single value or 0.
 
     Args:
-        places: int64 [P].
+        places: int64 [P], distinct.
         back: int64 [N], the index in `places` of each of the N values; P for values that are not in `places`.
     """
 

@@ -1,4 +1,4 @@
-"""The reference's two losses: the wide loss, and the deep loss with L2 on the embeddings."""
+"""The two losses of MindSpore's Wide & Deep: the wide loss, and the L2 term that the deep loss adds to it."""
 
 import torch.nn.functional as F
 from torch import Tensor

@@ -65,7 +65,7 @@ def test_it_is_kept_and_taken(overfitted, tmp_path, capsys):
     assert predictor.why == f"the best: AUC {found[number][0]:.4f} after epoch {number + 1}"
     assert hostdev.Predictor(overfitted / "run", which="newest").path == newest.path
     assert hostdev.Predictor(newest.path).path == newest.path
-    with pytest.raises(hostdev.UserError, match="is a single checkpoint; name its folder"):
+    with pytest.raises(hostdev.UserError, match="is a single checkpoint; name its parent folder"):
         hostdev.Predictor(newest.path, which="best")
     with pytest.raises(hostdev.UserError, match="there is no 'oldest' checkpoint; use best or newest"):
         hostdev.Predictor(overfitted / "run", which="oldest")

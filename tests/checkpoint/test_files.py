@@ -232,7 +232,7 @@ def test_a_parent_of_another_history_is_none(saved):
 
 def test_other_tables_are_refused(saved):
     path, _ = saved
-    with pytest.raises(UserError, match=r"table 'a' has shape \(300, 4\) there, not \(302, 4\)"):
+    with pytest.raises(UserError, match=r"table 'a' has shape \(300, 4\), not \(302, 4\)"):
         runtime_of(302).load(path)
     tables = {"a": HostTable(300, 4, LazyAdam(beta1=0.8), name="a")}
     with pytest.raises(UserError, match=r"has the tables a, b, not a"):

@@ -65,7 +65,7 @@ def test_one_table_of_several_and_no_others(tmp_path):
     tables, _ = saved(tmp_path)
     model = hostdev.open(tmp_path, tables=["items"])
     assert list(model) == ["items"]
-    with pytest.raises(KeyError, match="no table 'users' is open; open are items"):
+    with pytest.raises(KeyError, match="no table 'users' is open; the open tables are items"):
         model["users"]
     with pytest.raises(hostdev.UserError, match="has no table 'user'; it has items, users"):
         hostdev.open(tmp_path, tables=["user"])

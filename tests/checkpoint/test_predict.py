@@ -440,7 +440,7 @@ def test_a_chain_of_many(tmp_path):
     ("options", "message"),
     [
         (["--data", "nowhere"], "--data nowhere: there is no such file or data set"),
-        (["--checkpoint", "nowhere"], "there is no nowhere"),
+        (["--checkpoint", "nowhere"], "there is no file or folder nowhere"),
         (["--out", "p.csv"], "--out p.csv: predictions are written as Parquet; call the file p.parquet"),
         (["--out", "taken/p.parquet"], "taken: File exists"),
         (["--out", "taken"], "--out taken exists; choose another file"),

@@ -383,8 +383,8 @@ def test_tables_that_both_have_are_loaded(tmp_path):
         assert runtime.load(tmp_path / "c", strict=False) == {"epoch": 3}
     assert [str(one.message).replace(str(tmp_path), "T") for one in told] == [
         "T/c/step-0000000000 has no table 'others'; its rows keep their values",
-        "table 'items' of T/c/step-0000000000 is not loaded: there is no such table here",
-        "table 'users' has 30 rows in T/c/step-0000000000; the other rows of the 50 here keep their values",
+        "table 'items' of T/c/step-0000000000 is not loaded: the program has no such table",
+        "table 'users' has 30 rows in T/c/step-0000000000 and 50 in the program; the rest keep their values",
     ]
     np.testing.assert_array_equal(larger.block[:30], users.block)
     np.testing.assert_array_equal(larger.block[30:], fresh[30:])
@@ -397,9 +397,9 @@ def test_tables_that_both_have_are_loaded(tmp_path):
         load_tables(folder.read_chain(tmp_path / "c" / folder.names_in(tmp_path / "c")[0]), {"users": part})
         np.testing.assert_array_equal(part.block, larger.block[part.ids(0, part.rows)])
     smaller = Runtime({"user": HostTable(10, 4, LazyAdam(), name="users")}, device="cpu")
-    with pytest.raises(UserError, match="table 'users' has .* rows in .*, more than the 10 here"):
+    with pytest.raises(UserError, match="table 'users' has .* rows in .*, but only 10 in the program"):
         smaller.load(tmp_path / "c", strict=False)
     with pytest.raises(UserError, match="has none of the tables films"):
         Runtime({"x": HostTable(10, 4, LazyAdam(), name="films")}, device="cpu").load(tmp_path / "c", strict=False)
-    with pytest.raises(UserError, match="table 'users' has 4 columns there, and 5 here"):
+    with pytest.raises(UserError, match="table 'users' has 4 columns, but 5 in the program"):
         Runtime({"x": HostTable(60, 5, LazyAdam(), name="users")}, device="cpu").load(tmp_path / "c", strict=False)

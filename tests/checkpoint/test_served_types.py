@@ -101,7 +101,8 @@ def test_far_more_out_of_vocabulary_than_in_training_is_a_line(runs, tmp_path, c
     predictor = hostdev.Predictor(runs["csv"] / "run")
     rows = {"u": [f"user {i}" for i in range(30)], "flag": [True] * 30}
     told = (
-        "column 'u': 100.0% of 30 values are out of vocabulary, but 0.0% were in training, whose values were text such"
+        "column 'u': 100.0% of 30 values are out of vocabulary, but only 0.0% were in training, "
+        "where values were text such"
     )
     with pytest.warns(UserWarning, match=told) as warnings:
         predictor(rows)
