@@ -36,7 +36,7 @@ _SHOWN = 40  # characters shown of a value
 _CLOSE = 1e-9  # tolerance for shares that differ only by the order of a sum
 
 
-class NotWholeError(UserError):
+class DamagedDataError(UserError):
     """A data set is damaged or inconsistent."""
 
     exit_code = 1
@@ -54,7 +54,7 @@ class Report:
         wrong = [printable(line) for line in wrong]
         self.lines += wrong
         self.wrong += wrong
-        verdict = f"NOT WHOLE, {counted(len(wrong), 'finding')}" if wrong else "whole"
+        verdict = f"DAMAGED, {counted(len(wrong), 'finding')}" if wrong else "intact"
         self.lines.append(": ".join([str(path), *([about] if about else []), verdict]))
 
 
@@ -84,13 +84,13 @@ class Totals:
 
 
 def run(folder: Path) -> None:
-    """Check a data set and print the report; raise NotWholeError if there are findings."""
+    """Check a data set and print the report; raise DamagedDataError if there are findings."""
     report = check(folder)
     for line in report.lines:
         print(line)
     if report.wrong:
         findings = counted(len(report.wrong), "finding")
-        raise NotWholeError(f"{folder} is not whole: {findings}: {report.wrong[0]}")
+        raise DamagedDataError(f"{folder} is damaged: {findings}: {report.wrong[0]}")
 
 
 def check(folder: Path) -> Report:

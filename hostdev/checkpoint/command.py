@@ -75,15 +75,15 @@ def _verify(arguments: argparse.Namespace) -> int:
         raise BrokenCheckpointError(wrong[found[0]])
     for path in dict.fromkeys([*(each.path for each in chains.get(found[0], [])), *found]):  # parents first
         if path in wrong:
-            print(printable(f"{path}: not complete: {wrong[path]}"))
+            print(printable(f"{path}: damaged: {wrong[path]}"))
         else:
             about = (chains.get(path) or [each for each in chains[found[0]] if each.path == path])[-1].manifest
-            print(f"{path}: {counted(len(about.files), 'file')}, {format_bytes(about.nbytes)}: complete")
+            print(f"{path}: {counted(len(about.files), 'file')}, {format_bytes(about.nbytes)}: intact")
     if wrong:
         names = ", ".join(path.name for path in wrong)
         are = "are" if len(wrong) > 1 else "is"
         raise BrokenCheckpointError(
-            f"{len(wrong)} of {len(found)} checkpoints in {found[0].parent} {are} not complete: {names}: "
+            f"{len(wrong)} of {len(found)} checkpoints in {found[0].parent} {are} damaged: {names}: "
             f"{next(iter(wrong.values()))}"
         )
     print(f"state_sha256 {digest}")

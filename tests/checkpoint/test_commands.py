@@ -60,7 +60,7 @@ def test_info_and_verify(saved, capsys):
     assert f"state_sha256 {digest}" in out
     assert run(checkpoint, "verify", path) == 0
     out = capsys.readouterr().out
-    assert out.count(": complete") == len(folder.read_chain(path / names[-1]))
+    assert out.count(": intact") == len(folder.read_chain(path / names[-1]))
     assert f"state_sha256 {digest}, as the manifest says" in out
     assert run(checkpoint, "verify", path / names[1]) == 0
     file = next((path / names[1]).rglob("*.arrow"))
@@ -69,11 +69,11 @@ def test_info_and_verify(saved, capsys):
     assert run(checkpoint, "verify", path) == 2
     out, err = capsys.readouterr()
     assert err.startswith(
-        f"hostdev.checkpoint: error: 3 of 4 checkpoints in {path} are not complete: {', '.join(names[1:])}"
+        f"hostdev.checkpoint: error: 3 of 4 checkpoints in {path} are damaged: {', '.join(names[1:])}"
     )
     assert f"{file} is broken (its checksum is wrong)" in err
     assert f"{path / names[0]}: " in out
-    assert (out.count(": complete"), out.count(": not complete: ")) == (1, 3)
+    assert (out.count(": intact"), out.count(": damaged: ")) == (1, 3)
     assert run(checkpoint, "verify", path / names[0]) == 0
     assert run(checkpoint, "verify", path / names[2]) == 2
     assert capsys.readouterr().err == f"hostdev.checkpoint: error: {file} is broken (its checksum is wrong)\n"
@@ -88,9 +88,9 @@ def test_a_damaged_manifest_is_told_of(saved, tmp_path, capsys):
     reason = f"{file} is broken (its checksum is wrong)"
     assert run(checkpoint, "verify", path) == 2
     out, err = capsys.readouterr()
-    assert err == f"hostdev.checkpoint: error: 1 of 4 checkpoints in {path} is not complete: {names[-1]}: {reason}\n"
-    assert [line.endswith(": complete") for line in out.splitlines()] == [True, True, True, False]
-    assert f"{path / names[-1]}: not complete: {reason}" in out
+    assert err == f"hostdev.checkpoint: error: 1 of 4 checkpoints in {path} is damaged: {names[-1]}: {reason}\n"
+    assert [line.endswith(": intact") for line in out.splitlines()] == [True, True, True, False]
+    assert f"{path / names[-1]}: damaged: {reason}" in out
     taken = f"{reason}; using an older one: {path / names[-2]}\n"
     assert run(checkpoint, "export", path, "--out", tmp_path / "out") == 0
     assert capsys.readouterr().err == f"hostdev.checkpoint: {taken}"

@@ -1,4 +1,4 @@
-"""preprocess check: whole data sets of every kind are whole; damage of every kind is found, named, and not the end."""
+"""preprocess check: undamaged data sets of every kind are intact; damage of every kind is found, named, and not the end."""
 
 import json
 
@@ -62,13 +62,13 @@ def test_whole_data_sets(tmp_path, in_process, small_data, films, bag_data):
     for folder in (small_data, films, bag_data, hashed(tmp_path), VERSION_1):
         code, out, err = in_process(preprocess, "check", folder)
         assert (code, err) == (0, "")
-        assert all(line.endswith(": whole") for line in out.splitlines())
+        assert all(line.endswith(": intact") for line in out.splitlines())
     assert check(films).lines == [
-        f"{films}/train: 1 shard, 2,682 rows, {stored_size(films / 'train')}: whole",
-        f"{films}/test: 1 shard, 318 rows, {stored_size(films / 'test')}: whole",
-        f"{films}/vocabulary.arrow: 154 ids, {stored_size(films / 'vocabulary.arrow')}: whole",
-        f"{films}/rejected.tsv: 0 malformed lines: whole",
-        f"{films}/manifest.json: whole",
+        f"{films}/train: 1 shard, 2,682 rows, {stored_size(films / 'train')}: intact",
+        f"{films}/test: 1 shard, 318 rows, {stored_size(films / 'test')}: intact",
+        f"{films}/vocabulary.arrow: 154 ids, {stored_size(films / 'vocabulary.arrow')}: intact",
+        f"{films}/rejected.tsv: 0 malformed lines: intact",
+        f"{films}/manifest.json: intact",
     ]
 
 
@@ -102,20 +102,20 @@ def test_it_goes_on_after_damage_and_lists_all_of_it(own_data, in_process):
     assert code == 1
     assert lines[:3] == [
         f"{own_data}/vocabulary.arrow: {damaged}{REMEDY}",
-        f"{own_data}/vocabulary.arrow: NOT WHOLE, 1 finding",
+        f"{own_data}/vocabulary.arrow: DAMAGED, 1 finding",
         f"{own_data}/train/part-00001.arrow: {damaged}{REMEDY}",
     ]
     assert lines[3] == missing
     assert lines[4].startswith(f"{own_data}/train: 3 shards, ")
-    assert lines[4].endswith(" rows, " + shards + ": NOT WHOLE, 2 findings")
-    assert lines[5].endswith("whole")
-    assert lines[6] == f"{own_data}/rejected.tsv: 0 malformed lines: whole"
+    assert lines[4].endswith(" rows, " + shards + ": DAMAGED, 2 findings")
+    assert lines[5].endswith("intact")
+    assert lines[6] == f"{own_data}/rejected.tsv: 0 malformed lines: intact"
     assert lines[7].startswith(f"{own_data}/manifest.json: label_mean of the test rows is 0.5 in the statistics, ")
     assert lines[8:] == [
-        f"{own_data}/manifest.json: statistics of train rows not compared: NOT WHOLE, 1 finding",
+        f"{own_data}/manifest.json: statistics of train rows not compared: DAMAGED, 1 finding",
     ]
     assert err == (
-        f"hostdev.data.preprocess: error: {own_data} is not whole: 4 findings: {own_data}/vocabulary.arrow: "
+        f"hostdev.data.preprocess: error: {own_data} is damaged: 4 findings: {own_data}/vocabulary.arrow: "
         f"{damaged}{REMEDY}\n"
     )
 
@@ -316,7 +316,7 @@ def test_version_1(tmp_path):
     edit_manifest(tmp_path, lambda content: content.pop("vocabulary_sha256"))
     [found] = wrong(tmp_path)
     assert found.startswith("vocabulary.arrow: 2 wrong counts of occurrences in training, the first of id 40 ")
-    assert "no checksum recorded: NOT WHOLE" in "\n".join(check(tmp_path).lines)
+    assert "no checksum recorded: DAMAGED" in "\n".join(check(tmp_path).lines)
 
 
 def test_counts_are_compared_for_every_id(own_data):
@@ -347,7 +347,7 @@ def test_a_broken_manifest(own_data, in_process):
     ],
 )
 def test_a_changed_manifest(own_data, in_process, change, name):
-    """Nothing else in the data set says what it says; nor is it whole without its checksum."""
+    """Nothing else in the data set says what it says; nor is it intact without its checksum."""
     path = own_data / "manifest.json"
     content = json.loads(path.read_text())
     change(content)
@@ -357,7 +357,7 @@ def test_a_changed_manifest(own_data, in_process, change, name):
     assert code == 1
     assert out.splitlines() == [
         f"{path} is broken (a wrong checksum: it is damaged or was changed); preprocess the data again",
-        f"{path}: NOT WHOLE, 1 finding",
+        f"{path}: DAMAGED, 1 finding",
     ]
     with pytest.raises(UserError, match="a wrong checksum"):
         manifest.read(own_data)
@@ -382,8 +382,8 @@ def test_a_manifest_of_before_it_had_a_checksum(own_data):
     (own_data / "rejected.tsv").unlink()
     assert wrong(own_data) == []
     assert check(own_data).lines[-2:] == [
-        f"{own_data}/rejected.tsv: 0 malformed lines, no checksum recorded: whole",
-        f"{own_data}/manifest.json: no checksum recorded: whole",
+        f"{own_data}/rejected.tsv: 0 malformed lines, no checksum recorded: intact",
+        f"{own_data}/manifest.json: no checksum recorded: intact",
     ]
 
 
