@@ -1,4 +1,4 @@
-"""preprocess check: undamaged data sets of every kind are intact; damage of every kind is found, named, and not the end."""
+"""preprocess check: undamaged data sets are intact; damage of every kind is found, named, and not the end."""
 
 import json
 
