@@ -11,7 +11,7 @@ from hostdev.core.printable import printable
 _SHORTAGES = {
     errno.EMFILE: "raise this process's limit, for example with ulimit -n",
     errno.ENFILE: "close files in other processes",
-    errno.ENOMEM: "end other processes, or use less",
+    errno.ENOMEM: "end other processes, or use less memory",
 }
 
 
@@ -50,16 +50,18 @@ class RankError(HostdevError):
 
 
 def raise_if_transient(error: BaseException) -> None:
-    """Raise TransientError if the system lacks memory or open files, which says nothing about a file's content."""
+    """Raise TransientError if `error` is a lack of memory or open files, so that it says nothing about a file."""
     if isinstance(error, OSError) and error.errno in _SHORTAGES:
         raise TransientError(f"{in_words(error)}; {_SHORTAGES[error.errno]}") from None
     if isinstance(error, MemoryError):
-        raise TransientError(f"there is not enough memory ({in_words(error)})") from None
+        raise TransientError(
+            f"there is not enough memory ({in_words(error)}); end other processes, or use less memory"
+        ) from None
 
 
 @contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Add this file's name to an OSError that has none, such as that of a write to a full disk."""
+    """Add this file's name to an OSError of the block that has none, such as one from a write to a full disk."""
     try:
         yield
     except OSError as error:
@@ -69,7 +71,7 @@ def naming(path: Path | str) -> Iterator[None]:
 
 
 def in_words(error: BaseException) -> str:
-    """Return what failed, and where, as one printable line."""
+    """Return an error as one printable line, with the file that an OSError names."""
     text = printable(str(error)) or type(error).__name__
     if isinstance(error, OSError):
         text = error.strerror or text
@@ -79,5 +81,5 @@ def in_words(error: BaseException) -> str:
 
 
 def write_stderr(line: str) -> None:
-    """Write a line to standard error without its lock, for a thread that ends the process."""
+    """Write a line to standard error without taking the lock of sys.stderr, for a thread that ends the process."""
     os.write(2, f"{line}\n".encode(errors="backslashreplace"))
