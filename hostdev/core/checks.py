@@ -43,14 +43,14 @@ def require_finite(table: str, ids: npt.NDArray[Any], *values: Rows) -> None:
 
 
 def require_gradients(table: str, ids: npt.NDArray[Any], grads: Rows, limit: float, *, summed: bool) -> None:
-    """Raise ValueError if a gradient is not finite or exceeds `limit` in size; the message names the first such row.
+    """Raise ValueError if a gradient is not finite or exceeds `limit`; the message names the first such row.
 
     Args:
         table: The table's name.
         ids: [N], the row of each gradient.
         grads: float32 [N, D].
         limit: Largest absolute value that the optimizer accepts.
-        summed: Each id occurs once. Otherwise, the sums of the gradients of each id are checked, too.
+        summed: Whether each id occurs once; otherwise the sums of the gradients of each id are checked, too.
     """
     most = largest(grads)
     if most * (1 if summed else max(1, len(ids))) <= limit:

@@ -58,7 +58,7 @@ def parser(prog: str, description: str) -> Parser:
 
 
 def add_debug(to: argparse.ArgumentParser) -> None:
-    """Add --debug."""
+    """Add the option --debug."""
     to.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 
@@ -122,7 +122,7 @@ def run_module(name: str, prog: str) -> int:
         return code
 
     code = run(prog, main)
-    if _RANKS & os.environ.keys():  # torch.distributed's threads may abort the interpreter's own exit
+    if _RANKS & os.environ.keys():  # what torch.distributed leaves may abort the interpreter's own exit
         _leave(code)
     return code
 

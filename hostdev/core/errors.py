@@ -18,7 +18,7 @@ _SHORTAGES = {
 class HostdevError(Exception):
     """Base of hostdev's errors; commands print it as one line and exit with code 2.
 
-    The message may quote files and callers: it has at most 500 characters, and no control characters.
+    A message may quote files and callers, so it is cut to 500 characters and its control characters are escaped.
     """
 
     def __init__(self, *arguments: object) -> None:
@@ -26,7 +26,7 @@ class HostdevError(Exception):
 
 
 class UserError(HostdevError, ValueError):
-    """Wrong input or options."""
+    """The user's input or options are wrong."""
 
 
 class NonFiniteError(UserError):
@@ -46,11 +46,11 @@ class TransientError(HostdevError):
 
 
 class RankError(HostdevError):
-    """Another rank has failed, hangs or is gone."""
+    """Another rank has failed, hangs or has ended."""
 
 
 def raise_if_transient(error: BaseException) -> None:
-    """Raise TransientError if `error` is a lack of memory or open files, so that it says nothing about a file."""
+    """Raise TransientError if `error` comes from a lack of memory or file descriptors, not from a file's content."""
     if isinstance(error, OSError) and error.errno in _SHORTAGES:
         raise TransientError(f"{in_words(error)}; {_SHORTAGES[error.errno]}") from None
     if isinstance(error, MemoryError):

@@ -13,7 +13,7 @@ _LARGEST = 2**63 - 1
 
 
 class BeyondInt64Error(ValueError):
-    """An integer is too large for int64, so it is outside every table."""
+    """An integer does not fit into int64, so it is outside every table."""
 
     def __init__(self, value: int, position: int) -> None:
         super().__init__(f"{value} at position {position} is beyond int64, and so outside every table")

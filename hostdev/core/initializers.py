@@ -81,7 +81,7 @@ class Given:
     def __init__(self, values: npt.ArrayLike) -> None:
         self._values = np.ascontiguousarray(values, np.float32)
         if self._values.ndim != 2:
-            raise ValueError(f"initial values must be an array [rows, dim], not {list(self._values.shape)}")
+            raise ValueError(f"initial values must be an array [rows, dim], not of shape {list(self._values.shape)}")
         if not largest(self._values) < np.inf:
             row = int(np.flatnonzero(~np.isfinite(self._values).all(1))[0])
             raise ValueError(f"initial values must be finite, and those of row {row} are not")
@@ -92,7 +92,7 @@ class Given:
         return f"Given({rows} x {dim}, CRC-32 {zlib.crc32(self._values.data):08x})"
 
     def require(self, rows: int, dim: int, table: str) -> None:
-        """Raise ValueError unless the array has this shape."""
+        """Raise ValueError unless the array has the table's shape, [rows, dim]."""
         if self._values.shape != (rows, dim):
             raise ValueError(
                 f"table {table!r} has {rows} rows of {dim} columns, but its initial values have the shape "

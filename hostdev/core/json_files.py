@@ -48,7 +48,7 @@ def parse(kind: type[T], content: Any, where: str = "") -> T:
     length, dicts with string keys, unions, int, float, str, bool, None and Any.
 
     Raises:
-        ValueError: The content does not fit; the message says where.
+        ValueError: The content does not fit `kind`; the message says where.
     """
     found: T = _parse(kind, content, where)
     return found

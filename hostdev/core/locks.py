@@ -24,7 +24,7 @@ def try_lock(file: IO[Any]) -> bool:
 
 
 def lock_state(number: int, *, wait: bool = False) -> str:
-    """Lock an open file or folder, after waiting for another process that holds it if `wait`.
+    """Lock an open file or folder; with `wait`, first wait until no other process holds the lock.
 
     Returns:
         "locked", "held" (by another process), or "none" (locks are unsupported).

@@ -36,7 +36,7 @@ def parse_bytes(text: str) -> int:
     except ValueError:
         size = -1.0
     if not 0 <= size < float("inf"):
-        raise UserError(f"a size must be bytes, or a number and KiB, MiB, GiB or TiB, not {text!r}")
+        raise UserError(f"a size must be a number of bytes, or a number with KiB, MiB, GiB or TiB, not {text!r}")
     return int(size)
 
 
@@ -100,7 +100,7 @@ def peak_rss_bytes() -> int:
 
 
 def table_bytes(rows: int, dim: int, slots: int, row_slots: int = 0, dtype: str = FP32) -> int:
-    """Return a table's bytes: rows x (dim x (4 or, for bf16 weights, 2, plus 4 x slots) + 4 x row_slots)."""
+    """Return a table's bytes: rows x (dim x (w + 4 x slots) + 4 x row_slots), where w is 4, or 2 for bf16 weights."""
     return rows * (dim * (weight_bytes(dtype) + 4 * slots) + 4 * row_slots)
 
 
@@ -132,7 +132,7 @@ def copied_bytes(passing: int, changing: int, uses: int, row: int, whole: int) -
     """Return the bytes of host memory for the copies of a batch that is trained on an accelerator.
 
     Args:
-        passing: Number of rows sent and returned. Each direction counts twice, as conflicting rows have own copies.
+        passing: Number of rows sent and returned. Each direction counts twice, for extra copies of conflicting rows.
         changing: Number of rows that a cache admits or evicts; their copies include the slots.
         uses: Number of occurrences of rows; each takes 16 bytes for a position, a weight, etc.
         row: Bytes of one row of every table, weights only.

@@ -73,8 +73,8 @@ class _Optimizer:
     def largest_gradient(self) -> float:
         """2^46, about 7e13: a sum of squares of such gradients cannot become infinite.
 
-        A finite float32 number plus 2^102, a quarter of the largest gap between such numbers, stays finite. The square,
-        2^92, leaves room for sums over ranks. So optimizers need not check the values that they write.
+        A finite float32 number plus 2^102, a quarter of the largest gap between such numbers, stays finite. The square
+        of 2^46 leaves room for sums over ranks. Optimizers therefore need not check the values that they write.
         """
         return 2.0**46
 

@@ -328,7 +328,7 @@ class _TablePrimitive(Primitive):
         if table.primitive_target != self.primitive_target:
             raise ValueError(
                 f"{self._name} has primitive_target {self.primitive_target!r}, "
-                f"but table {table.name!r} has {table.primitive_target!r}"
+                f"but table {table.name!r} has {table.primitive_target!r}; they must be equal"
             )
 
 

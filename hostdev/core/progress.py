@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from hostdev.core.printable import printable
 
-_LOG_SECONDS, _MOST_LOG_SECONDS = 10.0, 60.0  # between lines; the second if less than 1/50 was done
+_LOG_SECONDS, _MOST_LOG_SECONDS = 10.0, 60.0  # between lines; 60 if less than 1/50 of the work was done
 _LOG_PARTS = 50
 
 
@@ -46,7 +46,7 @@ def bar(
         total: The amount of work, of which `begin` is done.
         unit: The unit of the amounts, such as "steps", or "B" for bytes.
         unit_scale: Write large amounts as 1.2k or 3.4M.
-        left: Returns the seconds left for all work, if this is a part of it; or None if they are unknown.
+        left: For a part of more work: returns the seconds left for all of it, or None if they are unknown.
     """
     if not sys.stderr.isatty():
         return _Lines(total, description, unit, unit_scale, begin, left)
@@ -111,7 +111,7 @@ class _Lines:
             print(f"{self._description}: {amount} in {interval(time.monotonic() - self._start)}", flush=True)
 
     def update(self, n: int = 1) -> None:
-        """Count n more, and write a line if one is due."""
+        """Count n more units of work, and write a line if one is due."""
         self._done += n
         now = time.monotonic()
         part = (self._done - self._shown) * _LOG_PARTS >= self._total

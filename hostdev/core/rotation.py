@@ -13,7 +13,7 @@ class RotatedFile:
 
     Args:
         path: The file.
-        limit: Maximum bytes of all files together; a file is full at 64 MiB, or at a quarter of the limit if less.
+        limit: Maximum bytes of all files together; a file is full at 64 MiB or a quarter of that, whichever is less.
     """
 
     def __init__(self, path: Path, limit: int) -> None:

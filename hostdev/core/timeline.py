@@ -63,7 +63,7 @@ class Timeline:
             self.wall_ns += time.perf_counter_ns() - start
 
     def span(self, stage: str, batch: int, *, flow: str = "t", **args: int) -> "Span":
-        """Return a context that times a stage's work on a batch; it yields the span's arguments, which may be added to.
+        """Return a context that times a stage's work on a batch; it yields a dict to which arguments may be added.
 
         Parts of a step and phases of an epoch appear in the trace only.
 

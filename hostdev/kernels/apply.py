@@ -6,7 +6,7 @@ rows ids[start:stop] in place:
     ids: int32 or int64 [U], unique, each in [0, V).
     source: int32 [U], the row of `grads` with the summed gradient of each id.
     grads: float32 [any, D].
-    block: float32 [V, 1 + S, D], a row's weights and its slots side by side; or `rounding.Bfloat16Rows`.
+    block: float32 [V, 1 + S, D], a row's weights and its S slots of D values each; or `rounding.Bfloat16Rows`.
     row_slots: float32 [V, R], the R slots that have one value per row.
 """
 
@@ -83,7 +83,7 @@ def apply_occurrences(
     grads: Rows,
     scalars: tuple[Any, ...],
 ) -> None:
-    """Sum the gradients of each id in order of occurrence, and call `apply_rows`.
+    """Sum the gradients of each id in order of occurrence, and update its row as `apply_rows` does.
 
     Args:
         ids: int32 or int64 [N], each in [0, V), possibly repeated.

@@ -41,7 +41,7 @@ class _CheckedFile(_Base):  # type: ignore[misc]
     _function: Any  # the kernel in Python
 
     def _get_stamp(self) -> Any:
-        """Return the stamp of the code's sources, which can be found only when its module has been imported."""
+        """Return the stamp of the code's sources; call this only after the kernel's module has been imported."""
         return self._source_stamp, hash_sources(self._function)
 
     def save(self, key: Any, data: Any) -> None:

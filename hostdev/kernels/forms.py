@@ -30,7 +30,8 @@ WIDEST = 20
 FORMS = PADDED + WIDEST + 1
 _WORDS = np.frombuffer(b"".join(MISSING_WORDS), np.uint8)
 _WORD_ENDS = np.cumsum([0, *map(len, MISSING_WORDS)])
-NAIVE, ZULU, UTC_COLON, UTC_PLAIN, UTC_HOUR, COLON, PLAIN, HOUR = range(ZONES)  # no zone, Z, +00:00, +0000, +00, others
+# Ways to write a time zone: none, Z, +00:00, +0000, +00, and other offsets such as +01:30, +0130, +01.
+NAIVE, ZULU, UTC_COLON, UTC_PLAIN, UTC_HOUR, COLON, PLAIN, HOUR = range(ZONES)
 
 
 def timestamp_form(is_t: bool, precision: int, zone: int) -> int:
@@ -139,7 +140,7 @@ def _number(data, begin, end):
         negative = not plus
         at += 1
     first = at
-    value = np.int64(0)  # the digits before the point, bounded
+    value = np.int64(0)  # of the digits before the point, capped
     while at < end and _is_digit(data[np.uint64(at)]):
         if value < 1 << 56:
             value = value * 10 + np.int64(data[np.uint64(at)]) - 48

@@ -58,7 +58,7 @@ def bind(array: npt.NDArray[Any], found: list[int]) -> str:
     """Interleave the whole pages of an array over these nodes; return why that failed, or ""."""
     numbers = _NUMBERS.get(platform.machine())
     if numbers is None:
-        return f"the number of mbind is not known on {platform.machine()}"
+        return f"mbind's system-call number is not known on {platform.machine()}"
     mbind, get_mempolicy = numbers
     mode = ctypes.c_int()
     error = _call(get_mempolicy, ctypes.byref(mode), None, 0, None, 0)

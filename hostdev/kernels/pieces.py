@@ -1,6 +1,6 @@
 """Gathering of rows and lists from arrays in chunks, such as the record batches of files.
 
-A "place" says where a row is: an int64 with the number of its chunk, and below it 40 bits with the row in the chunk.
+A "place" is an int64 that says where a row is: the number of its chunk, and in the low 40 bits its number in the chunk.
 
 Shapes: P chunks with R rows in total, n places, D columns.
 """

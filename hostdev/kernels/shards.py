@@ -2,8 +2,7 @@
 
 Position = id * multiplier mod V. The multiplier is coprime to V and near V times the golden ratio's fraction, so that
 neighbouring ids, such as the popular ones at a vocabulary's beginning, spread evenly over all ranges (three-distance
-theorem; Sos, 1958). It does not depend on the number of ranks. Rank r of W holds the positions [V * r // W, V * (r + 1)
-// W).
+theorem; Sos, 1958). It does not depend on the number of ranks. Rank r of W holds the positions from V * r // W on.
 """
 
 import functools
@@ -130,8 +129,8 @@ def partition(ids: Ids, rows: int, ranks: int) -> tuple[Ids, Places, npt.NDArray
 
     Args:
         ids: int32 or int64 [U], each in [0, V).
-        rows: V.
-        ranks: W.
+        rows: V, the number of the table's rows.
+        ranks: W, the number of ranks.
 
     Returns:
         The number of each row within its rank, [U], sorted by rank and then in the order of the ids, in their dtype

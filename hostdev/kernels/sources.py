@@ -38,7 +38,7 @@ def hash_sources(function: FunctionType) -> bytes:
 
 
 def _find_helpers(function: FunctionType) -> Iterator[FunctionType]:
-    """Yield the package's functions that a function names; for those that are not compiled, also overloads of them."""
+    """Yield the package's functions that a function names; for those not compiled, also overloads in their modules."""
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
     for value in [*(value for _, value in _get_globals(function)), *cells]:
         helper = _as_function(value)

@@ -173,7 +173,7 @@ class TextMap:
             if self._count == len(self._table) >> _SPARE_BITS:
                 self._shift -= 1
                 size = 2 * len(self._table)
-                self._table = np.empty(0, np.int32)  # free the old one first
+                self._table = np.empty(0, np.int32)  # free the old table first
                 self._table = np.full(size, _EMPTY, np.int32)
                 _rehash(self._table, self._shift, self._known, self._count)
             room = min(len(self._table) >> _SPARE_BITS, self._count + self._count // 4 + 1024)

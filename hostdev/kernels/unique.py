@@ -366,7 +366,7 @@ def tally(positions, counts):
 
 
 def count_occurrences(inverse: Positions, unique: int) -> Positions:
-    """Return how often each of `unique` ids occurs in a batch, int32 [U]; `inverse`, int32 [N], is from `unique()`."""
+    """Return how often each unique id occurs, int32 [U]; `unique` is U, `inverse`, int32 [N], is from `unique()`."""
     parts = max(1, min(host_threads(), _MOST_PARTS, len(inverse) // _COUNTED_PART))
     counts = scratch("counts", (parts, unique), np.int32)
     edges = [len(inverse) * i // parts for i in range(parts + 1)]
