@@ -184,7 +184,7 @@ def test_wrong_options(advised, small_data, tmp_path):
         (["--out", "old.png"], "--out old.png exists"),
         (["--out", "x.foo"], "--out x.foo must be a .png, .pdf or .svg file in a folder that exists"),
         (["--out", "no/x.png"], "--out no/x.png must be"),
-        (["--memory", "lots"], "a size must be bytes, or a number and KiB, MiB, GiB or TiB, not 'lots'"),
+        (["--memory", "lots"], "a size must be a number of bytes, or a number with KiB, MiB, GiB or TiB, not 'lots'"),
         (["--cache-window", 33], "--cache-window must be in 0..32, not 33"),
         (["--batch-size", 10**6], "--batch-size 1000000 is larger than the"),
         (["--cache-rows", 5], "unrecognized arguments"),

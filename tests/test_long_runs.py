@@ -53,7 +53,7 @@ def test_no_ops_log(trained, small_data, tmp_path, capsys):  # noqa: F811
 @pytest.mark.parametrize(
     ("size", "message"),
     [
-        ("much", "--ops-log: a size must be bytes, or a number and KiB, MiB, GiB or TiB, not 'much'"),
+        ("much", "--ops-log: a size must be a number of bytes, or a number with KiB, MiB, GiB or TiB, not 'much'"),
         ("1KiB", "--ops-log must be at least 64.0 KiB, or 0 for none, not 1KiB"),
     ],
 )

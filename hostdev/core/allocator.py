@@ -5,7 +5,7 @@ import os
 import platform
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
-_SETTINGS = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES"}  # the user's
+_SETTINGS = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES"}  # set by the user
 
 
 def keep_freed_memory(*, one_arena: bool = False) -> None:
@@ -15,8 +15,8 @@ def keep_freed_memory(*, one_arena: bool = False) -> None:
     user's own settings are kept.
 
     Args:
-        one_arena: All threads allocate from one heap. Other threads' heaps hold 64 MiB; beyond that, they map fresh
-            pages.
+        one_arena: Let all threads allocate from one heap. The heaps that glibc gives to other threads hold 64 MiB each,
+            and larger needs are met with fresh pages.
     """
     if platform.libc_ver()[0] != "glibc" or _SETTINGS & os.environ.keys():
         return

@@ -11,7 +11,7 @@ from hostdev.core.errors import in_words
 
 
 def read_table(path: Path, columns: Sequence[str] | None = None) -> Any:
-    """Return a table of an Arrow IPC file, mapped into memory, with validated offsets, indices and strings.
+    """Return an Arrow IPC file's table, mapped into memory, after validating its offsets, indices and strings.
 
     Args:
         columns: Names of the columns to read; None: all.
@@ -27,7 +27,7 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> Any:
             schema = pa.ipc.open_file(source).schema
             places = [schema.get_field_index(name) for name in columns]
             if min(places) < 0:
-                raise ValueError(f"it has no column {columns[places.index(-1)]!r}")
+                raise ValueError(f"the file has no column {columns[places.index(-1)]!r}")
             options = pa.ipc.IpcReadOptions(included_fields=places)
         table = pa.ipc.open_file(source, options=options).read_all()
         table.validate(full=True)

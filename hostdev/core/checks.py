@@ -11,7 +11,10 @@ Rows = npt.NDArray[np.float32]
 
 
 def check_rows(what: str, array: Rows, shape: tuple[int, ...], table: str) -> None:
-    """Raise TypeError or ValueError unless an array is float32, of this shape and C-contiguous."""
+    """Raise TypeError or ValueError unless an array is float32, has this shape and is C-contiguous.
+
+    The messages call the array `what`, and name the table.
+    """
     if array.dtype != np.float32:
         raise TypeError(f"table {table!r}: {what} must be float32, not {array.dtype}")
     if array.shape != shape:
@@ -21,7 +24,13 @@ def check_rows(what: str, array: Rows, shape: tuple[int, ...], table: str) -> No
 
 
 def require_finite(table: str, ids: npt.NDArray[Any], *values: Rows) -> None:
-    """Raise ValueError with the first row unless all values [N, ...] for the rows ids [N] are finite."""
+    """Raise ValueError if a value is not finite; the message names the first such row.
+
+    Args:
+        table: The table's name.
+        ids: [N], the rows to which the values are to be written.
+        values: Arrays [N, ...].
+    """
     for array in values:
         if largest(array) < np.inf:
             continue
@@ -34,9 +43,14 @@ def require_finite(table: str, ids: npt.NDArray[Any], *values: Rows) -> None:
 
 
 def require_gradients(table: str, ids: npt.NDArray[Any], grads: Rows, limit: float, *, summed: bool) -> None:
-    """Raise ValueError with the first row unless the gradients [N, D] of rows ids [N] are finite and at most `limit`.
+    """Raise ValueError if a gradient is not finite or exceeds `limit`; the message names the first such row.
 
-    Unless they are `summed`, the sum over each id's gradients is checked, too.
+    Args:
+        table: The table's name.
+        ids: [N], the row of each gradient.
+        grads: float32 [N, D].
+        limit: Largest absolute value that the optimizer accepts.
+        summed: Whether each id occurs once; otherwise the sums of the gradients of each id are checked, too.
     """
     most = largest(grads)
     if most * (1 if summed else max(1, len(ids))) <= limit:

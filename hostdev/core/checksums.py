@@ -1,4 +1,4 @@
-"""Checksums of existing files, of files while they are written, and of JSON content."""
+"""Checksums of existing files, of new files while they are being written, and of JSON content."""
 
 import json
 import os
@@ -69,7 +69,7 @@ class HashedFile:
         return len(view)
 
     def finish(self, *, to_disk: bool = True) -> str:
-        """Flush the file to disk, close it, and return its checksum."""
+        """Close the file and return its checksum; with `to_disk`, flush it to disk first."""
         if to_disk:
             os.fsync(self._file.fileno())
         self._file.close()

@@ -21,7 +21,7 @@ _RANKS = {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK_ID"}  # set by launc
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
-_is_own = False  # whether the process runs nothing but a command
+_is_own = False  # whether the process runs only a command
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
             return ""
         given = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
         near = [found for word in given for found in get_close_matches(word, self._all_options(), n=1, cutoff=0.7)]
-        near = [found for found in near if found not in given]  # those belong to another command
+        near = [found for found in near if found not in given]  # given, but an option of another command
         return f"; did you mean {' '.join(near)}?" if near else ""
 
     def _all_options(self) -> list[str]:
@@ -58,16 +58,17 @@ def parser(prog: str, description: str) -> Parser:
 
 
 def add_debug(to: argparse.ArgumentParser) -> None:
-    """Add --debug."""
+    """Add the option --debug."""
     to.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 
 def run(prog: str, main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: its own or 0, 2 after an error, 130 after Ctrl-C.
+    """Run a command and return its exit code: what `main` returns or 0, or a code for an exception.
 
+    The codes are 2 for an error (or its `exit_code`), 130 for Ctrl-C and 141 if the reader of the output has exited.
     Exceptions other than HostdevError, OSError and MemoryError are bugs, and are raised. Without `argv`, the process
-    runs nothing else, and exits here after Ctrl-C: the interpreter's own exit takes seconds on a busy machine, and
-    running threads may abort it.
+    runs only this command, and exits in this function after Ctrl-C: the interpreter's own exit takes seconds on a busy
+    machine, and running threads may abort it.
     """
     if argv is not None:
         return _run(prog, main, list(argv), InterruptGuard())
@@ -88,7 +89,7 @@ def _run(
 ) -> int:
     try:
         code = main(arguments) or 0
-        if guard.is_interrupted:  # a library has swallowed it
+        if guard.is_interrupted:  # a library has swallowed the KeyboardInterrupt
             raise KeyboardInterrupt
         return code
     except BrokenPipeError:  # the reader has exited, as with `| head`
@@ -112,7 +113,7 @@ def _run(
 
 
 def run_module(name: str, prog: str) -> int:
-    """Import the module of a command line, which has a `main(argv, prog)`, and run that as in `run`."""
+    """Import the module of a command, which has a function `main(argv, prog)`, and run this function as `run` does."""
 
     def main(arguments: Sequence[str]) -> int | None:
         with importing(prog):
@@ -121,16 +122,16 @@ def run_module(name: str, prog: str) -> int:
         return code
 
     code = run(prog, main)
-    if _RANKS & os.environ.keys():  # remains of torch.distributed may abort the interpreter's own exit
+    if _RANKS & os.environ.keys():  # what torch.distributed leaves may abort the interpreter's own exit
         _leave(code)
     return code
 
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Collect no garbage while modules are imported: a sixth of torch's import. What they hold is not looked at later.
+    """Collect no garbage while the block imports modules, and never examine the objects that exist by its end.
 
-    Has no effect if the process runs more than the command.
+    This saves a sixth of the time to import torch. It has no effect if the process runs more than the command.
     """
     if not _is_own or not gc.isenabled():
         yield
@@ -147,7 +148,7 @@ def _without_garbage_collection() -> Iterator[None]:
 def importing(prog: str) -> Iterator[None]:
     """Let Ctrl-C end the command at once while the block imports modules, which may take seconds.
 
-    Has no effect if the process runs more than the command, such as a test.
+    It has no effect if the process runs more than the command, such as a test.
     """
     with leaving(lambda: _interrupted(prog)) if _is_own else contextlib.nullcontext(), _without_garbage_collection():
         import_module("numpy")  # before torch, which reports a broken numpy as missing

@@ -1,8 +1,8 @@
 """state_sha256: a digest of everything that training has learned. Equal digests mean equal models.
 
-It covers the tables in order of their names, each with a line that gives its number of steps, then its weights, then
-its slots by name; then the arrays of the dense side. A line with name, dtype and shape precedes each array. Arrays are
-row-major and little-endian.
+It covers the tables in order of their names, then the arrays of the dense part. A table contributes a line with its
+name and number of steps, its weights, and its slots in order of their names. A line with name, dtype and shape precedes
+each array. Arrays are row-major and little-endian.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +17,7 @@ PIECE_BYTES = 1 << 24
 
 
 class Column(NamedTuple):
-    """An array of a table: its name, its shape, and its rows in chunks, float32 and C-contiguous."""
+    """An array of a table: its name, its shape, and a function that yields its rows in float32, C-contiguous chunks."""
 
     name: str
     shape: tuple[int, int]
@@ -25,7 +25,7 @@ class Column(NamedTuple):
 
 
 class StateDigest:
-    """SHA-256 over the sequence that the module describes; the next chunk is fetched while one is hashed."""
+    """The SHA-256 that the module describes; a thread fetches the next chunk while one is hashed."""
 
     def __init__(self) -> None:
         self._digest = sha256()

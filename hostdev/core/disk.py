@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def is_text(path: Path | str) -> bool:
-    """Return whether a name or a shell's argument is text; POSIX allows other bytes, which become surrogates."""
+    """Return whether a file name is text; POSIX also allows undecodable bytes, which Python turns into surrogates."""
     return not any("\udc80" <= character <= "\udcff" for character in str(path))
 
 
@@ -29,7 +29,7 @@ def _sync(path: Path) -> None:
         os.fsync(number)
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.ENOTSUP) and path.is_dir():
-            return  # not supported by some file systems
+            return  # some file systems cannot flush folders
         error.filename = str(path)
         raise
     finally:

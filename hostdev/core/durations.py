@@ -1,4 +1,4 @@
-"""Durations of any number of calls in bounded memory: exact for the first 65,536, then a histogram."""
+"""Durations of any number of calls in bounded memory: exact for up to 65,536, then partly in a histogram."""
 
 from array import array
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ _BUCKETS = (63 - _BITS + 1) << _BITS
 
 
 class Durations:
-    """Nanoseconds of calls: 65,536 are kept exactly, and a histogram of 57 KiB takes further ones.
+    """Durations of calls in nanoseconds: up to 65,536 are kept exactly, older ones in a histogram of 57 KiB.
 
-    Count and sum are exact; percentiles over more calls are within 0.4%. Not thread-safe.
+    Count and sum are exact. Percentiles are exact for up to 65,536 calls, and within 0.4% for more. Not thread-safe.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Settings of the C libraries under torch for a training process; import it before torch, which reads them once.
+"""Settings of the C libraries under torch for a training process; import this before torch, which reads them once.
 
 Variables that the user has set are kept.
 """

@@ -11,14 +11,14 @@ from hostdev.core.printable import printable
 _SHORTAGES = {
     errno.EMFILE: "raise this process's limit, for example with ulimit -n",
     errno.ENFILE: "close files in other processes",
-    errno.ENOMEM: "end other processes, or use less",
+    errno.ENOMEM: "end other processes, or use less memory",
 }
 
 
 class HostdevError(Exception):
     """Base of hostdev's errors; commands print it as one line and exit with code 2.
 
-    The message may quote files and callers: it has at most 500 characters, and no control characters.
+    A message may quote files and callers, so it is cut to 500 characters and its control characters are escaped.
     """
 
     def __init__(self, *arguments: object) -> None:
@@ -26,7 +26,7 @@ class HostdevError(Exception):
 
 
 class UserError(HostdevError, ValueError):
-    """Wrong input or options."""
+    """The user's input or options are wrong."""
 
 
 class NonFiniteError(UserError):
@@ -46,20 +46,22 @@ class TransientError(HostdevError):
 
 
 class RankError(HostdevError):
-    """Another rank has failed, hangs or is gone."""
+    """Another rank has failed, hangs or has ended."""
 
 
 def raise_if_transient(error: BaseException) -> None:
-    """Raise TransientError if the system lacks memory or open files, which says nothing about a file's content."""
+    """Raise TransientError if `error` comes from a lack of memory or file descriptors, not from a file's content."""
     if isinstance(error, OSError) and error.errno in _SHORTAGES:
         raise TransientError(f"{in_words(error)}; {_SHORTAGES[error.errno]}") from None
     if isinstance(error, MemoryError):
-        raise TransientError(f"there is not enough memory ({in_words(error)})") from None
+        raise TransientError(
+            f"there is not enough memory ({in_words(error)}); end other processes, or use less memory"
+        ) from None
 
 
 @contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Add this file's name to an OSError that has none, such as that of a write to a full disk."""
+    """Add this file's name to an OSError of the block that has none, such as one from a write to a full disk."""
     try:
         yield
     except OSError as error:
@@ -69,7 +71,7 @@ def naming(path: Path | str) -> Iterator[None]:
 
 
 def in_words(error: BaseException) -> str:
-    """Return what failed, and where, as one printable line."""
+    """Return an error as one printable line, with the file that an OSError names."""
     text = printable(str(error)) or type(error).__name__
     if isinstance(error, OSError):
         text = error.strerror or text
@@ -79,5 +81,5 @@ def in_words(error: BaseException) -> str:
 
 
 def write_stderr(line: str) -> None:
-    """Write a line to standard error without its lock, for a thread that ends the process."""
+    """Write a line to standard error without taking the lock of sys.stderr, for a thread that ends the process."""
     os.write(2, f"{line}\n".encode(errors="backslashreplace"))

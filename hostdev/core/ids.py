@@ -13,7 +13,7 @@ _LARGEST = 2**63 - 1
 
 
 class BeyondInt64Error(ValueError):
-    """An integer is too large for int64, so it is outside every table."""
+    """An integer does not fit into int64, so it is outside every table."""
 
     def __init__(self, value: int, position: int) -> None:
         super().__init__(f"{value} at position {position} is beyond int64, and so outside every table")
@@ -23,11 +23,11 @@ class BeyondInt64Error(ValueError):
 def to_int64(given: Any, padding: int | None = None) -> npt.NDArray[Any]:
     """Convert uint64 arrays and lists of large integers to int64; return other arrays unchanged.
 
-    A `padding` beyond int64 keeps its 64 bits; see `wrap_padding`.
+    A `padding` id beyond int64 keeps its 64 bits; see `wrap_padding`.
 
     Raises:
-        BeyondInt64Error: An integer does not fit; the error names the first one.
-        ValueError: `given` is not an array.
+        BeyondInt64Error: An integer other than `padding` does not fit; the error names the first one.
+        ValueError: `given` cannot become an array, such as nested lists of different lengths.
     """
     array = np.asarray(given)
     if array.dtype.kind in "fO" and array.size and not hasattr(given, "dtype"):
@@ -57,7 +57,7 @@ def checked_ids(ids: npt.ArrayLike, rows: int, table: str) -> npt.NDArray[Any]:
     """Return ids [N] of a table with `rows` rows as a C-contiguous array.
 
     Raises:
-        TypeError, ValueError: A wrong dtype or shape.
+        TypeError, ValueError: The ids have a wrong dtype or shape.
         UserError: An id is outside the table.
     """
     try:
@@ -75,10 +75,10 @@ def checked_ids(ids: npt.ArrayLike, rows: int, table: str) -> npt.NDArray[Any]:
 
 
 def checked_positions(positions: Any, n: int, rows: int, table: str) -> npt.NDArray[Any] | None:
-    """Return n positions in an array of `rows` rows, C-contiguous; None for None.
+    """Return positions [n], indices into an array of `rows` rows, as a C-contiguous array; None for None.
 
     Raises:
-        TypeError, ValueError: A wrong dtype, shape or range.
+        TypeError, ValueError: The positions have a wrong dtype or shape, or one is outside the array.
     """
     if positions is None:
         return None
@@ -87,8 +87,8 @@ def checked_positions(positions: Any, n: int, rows: int, table: str) -> npt.NDAr
     except (TypeError, ValueError) as error:
         raise type(error)(f"table {table!r}: positions: {error}") from None
     if len(array) != n:
-        raise ValueError(f"table {table!r}: {len(array)} positions for {n} ids")
+        raise ValueError(f"table {table!r}: there are {len(array)} positions for {n} ids; give one per id")
     place = first_outside(array, rows)
     if place >= 0:
-        raise ValueError(f"table {table!r}: position {array[place]} at {place} is outside 0..{rows - 1}")
+        raise ValueError(f"table {table!r}: positions[{place}] is {array[place]}, which is outside 0..{rows - 1}")
     return array

@@ -29,9 +29,9 @@ class Normal:
     def fill(
         self, block: Rows, seed: int, name: str, slots: Rows, *, first_row: int = 0, ids: Ids | None = None
     ) -> None:
-        """Fill a block float32 [V, 1 + S, D] with weights, and with the slots' constants float32 [S].
+        """Fill a block, float32 [V, 1 + S, D], with the initial weights of V rows, and with constants for their slots.
 
-        The rows are `ids`, int64 [V], or first_row, first_row + 1, ...
+        `slots` has the constants, float32 [S]. The rows are `ids`, int64 [V]; without it, first_row, first_row + 1, ...
         """
         fill_normal(block, key64(seed, name), self.std, slots, first_row=first_row, ids=ids)
 
@@ -73,15 +73,15 @@ class Uniform:
 
 
 class Given:
-    """The rows of an array float32 [rows, dim], or of anything that numpy converts to one; do not change it afterwards.
+    """Given weights: a float32 array [rows, dim], or what numpy can convert to one; do not change it afterwards.
 
-    A rank that holds a part of a table also gets the whole array.
+    Pass the whole array on every rank, even where a rank holds only a part of the table.
     """
 
     def __init__(self, values: npt.ArrayLike) -> None:
         self._values = np.ascontiguousarray(values, np.float32)
         if self._values.ndim != 2:
-            raise ValueError(f"initial values must be an array [rows, dim], not {list(self._values.shape)}")
+            raise ValueError(f"initial values must be an array [rows, dim], not of shape {list(self._values.shape)}")
         if not largest(self._values) < np.inf:
             row = int(np.flatnonzero(~np.isfinite(self._values).all(1))[0])
             raise ValueError(f"initial values must be finite, and those of row {row} are not")
@@ -92,7 +92,7 @@ class Given:
         return f"Given({rows} x {dim}, CRC-32 {zlib.crc32(self._values.data):08x})"
 
     def require(self, rows: int, dim: int, table: str) -> None:
-        """Raise ValueError unless the array has this shape."""
+        """Raise ValueError unless the array has the table's shape, [rows, dim]."""
         if self._values.shape != (rows, dim):
             raise ValueError(
                 f"table {table!r} has {rows} rows of {dim} columns, but its initial values have the shape "
@@ -102,7 +102,7 @@ class Given:
     def fill(
         self, block: Rows, seed: int, name: str, slots: Rows, *, first_row: int = 0, ids: Ids | None = None
     ) -> None:
-        """Fill a block as `Normal.fill` does; seed and name are not used."""
+        """Fill a block as `Normal.fill` does, but with the given weights; `seed` and `name` are not used."""
         if ids is None:
             block[:, 0] = self._values[first_row : first_row + len(block)]
         else:
@@ -112,11 +112,11 @@ class Given:
 
 Initializer = Normal | Constant | Uniform | Given
 
-_LARGEST = 1e37  # standard deviation; ten of them are finite in float32
+_LARGEST = 1e37  # a standard deviation; ten times this is finite in float32
 
 
 def initializer(init: Any, rows: int, dim: int, table: str) -> Initializer:
-    """Return the initializer of a table [rows, dim] for the user's `init`: an initializer or an array."""
+    """Return the initializer of a table [rows, dim] for a user's `init`, which is an initializer or an array."""
     if isinstance(init, Normal | Constant | Uniform):
         return init
     if hasattr(init, "detach"):  # a torch tensor

@@ -1,7 +1,7 @@
 """Ctrl-C that cannot get lost: it ends imports at once, and is raised again if something swallows it.
 
 Python raises KeyboardInterrupt wherever the main thread happens to be, even where it cannot propagate: in a finalizer
-or callback, below a library's bare `except`, or in C code that clears errors or turns them into an ImportError.
+or callback, within a library's bare `except`, or in C code that clears errors or turns them into an ImportError.
 """
 
 import atexit
@@ -45,7 +45,7 @@ class InterruptGuard:
     """A context in which Ctrl-C raises KeyboardInterrupt repeatedly until `handled` is called.
 
     Args:
-        leave: Ends the process; the effect of Ctrl-C after the context, since the interpreter's own exit takes seconds.
+        leave: Called on Ctrl-C after the context; it should end the process, since Python's own exit takes seconds.
 
     Attributes:
         is_interrupted: Whether Ctrl-C was pressed.
@@ -92,16 +92,16 @@ class InterruptGuard:
     def _raise_again(self) -> None:
         """Raise the interrupt again soon: here, in a finalizer, it would get lost again."""
         if not self._is_handled and not sys.is_finalizing():
-            signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS)  # a thread could wait for a lock here
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS)  # not a thread: starting one may wait for a lock
 
 
 def _ignore() -> None:
-    """Ignore Ctrl-C from here on, the last code that Python runs at exit, instead of dying of the signal."""
+    """Ignore Ctrl-C during the rest of Python's exit; it would otherwise kill the process by the signal."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _resend(number: int, frame: FrameType | None) -> None:
-    os.kill(os.getpid(), signal.SIGINT)  # with its current handler
+    os.kill(os.getpid(), signal.SIGINT)  # runs its current handler
 
 
 def _is_main() -> bool:

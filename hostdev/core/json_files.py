@@ -23,7 +23,7 @@ def read(path: Path, most: int = MOST_BYTES) -> Any:
         OSError: The file cannot be read.
         ValueError: The file is not a regular file, larger than `most` bytes, or not JSON.
     """
-    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # do not wait for a pipe
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe must not wait
     with os.fdopen(number, "rb") as file:
         found = os.fstat(number)
         if stat.S_ISDIR(found.st_mode):
@@ -31,7 +31,7 @@ def read(path: Path, most: int = MOST_BYTES) -> Any:
         if not stat.S_ISREG(found.st_mode):
             raise ValueError("not a regular file")
         if found.st_size > most:
-            raise ValueError(f"{found.st_size:,} bytes, more than {most:,}")
+            raise ValueError(f"it has {found.st_size:,} bytes, more than the limit of {most:,}")
         content = file.read(most)
     try:
         return json.loads(content.decode())
@@ -42,13 +42,13 @@ def read(path: Path, most: int = MOST_BYTES) -> Any:
 
 
 def parse(kind: type[T], content: Any, where: str = "") -> T:
-    """Return a value of type `kind`, such as a dataclass, from JSON content; nothing is converted, only checked.
+    """Return a value of type `kind`, such as a dataclass, from JSON content; values are checked, not converted.
 
     Supported types: dataclasses (objects with their fields; those with defaults may be missing), lists, tuples of any
     length, dicts with string keys, unions, int, float, str, bool, None and Any.
 
     Raises:
-        ValueError: The content does not fit; the message says where.
+        ValueError: The content does not fit `kind`; the message says where.
     """
     found: T = _parse(kind, content, where)
     return found
@@ -83,7 +83,7 @@ def _parse(kind: Any, content: Any, where: str) -> Any:
     elif kind is dict:
         _require(isinstance(content, dict), content, "an object", where)
     else:
-        raise TypeError(f"no JSON value is a {kind}")
+        raise TypeError(f"JSON content cannot be parsed as {kind}; see the types that parse() supports")
     return content
 
 
@@ -92,7 +92,7 @@ def _dataclass(kind: Any, content: Any, where: str) -> Any:
     hints = _hints(kind)
     for key in content:
         if key not in hints:
-            raise ValueError(f"{_join(where, str(key)[:80])} is not known")
+            raise ValueError(f"{_join(where, str(key)[:80])} is not a known field")
     found = {}
     for field in fields(kind):
         if field.name in content:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hostdev.core.errors import UserError
 
-# Per launcher: its name, and its variables for rank, ranks, local rank and ranks of the host.
+# Per launcher: its name, and its variables for rank, number of ranks, local rank, and number of ranks on the host.
 LAUNCHERS = (
     (
         "Open MPI",
@@ -19,7 +19,7 @@ LAUNCHERS = (
     ("RANK and WORLD_SIZE", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")),
 )
 RANK_TABLE = ("RANK_TABLE_FILE", "RANK_ID")
-SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")  # not set in a batch script itself
+SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")  # set by srun, not in the batch script
 _alone = False
 
 
@@ -36,12 +36,12 @@ def alone() -> None:
 def started(environment: Mapping[str, str] | None = None) -> tuple[int, str]:
     """Return the number of processes that were started together, and its source; (1, "") for a single process.
 
-    A given `environment` replaces the process's; then torch.distributed is not checked.
+    A given `environment` replaces that of the process, and torch.distributed is not asked.
     """
     env = os.environ if environment is None else environment
     found = [(_number(env, names[1]), f"{names[1]} is {env[names[1]]}") for _, names in LAUNCHERS if names[1] in env]
     if RANK_TABLE[0] in env and RANK_TABLE[1] in env:
-        found.append((_count_ranks(Path(env[RANK_TABLE[0]])), f"so {RANK_TABLE[0]} says"))
+        found.append((_count_ranks(Path(env[RANK_TABLE[0]])), f"listed in {RANK_TABLE[0]}"))
     if not found and SLURM[0] in env and SLURM[1] in env:
         found.append((_number(env, SLURM[1]), f"{SLURM[1]} is {env[SLURM[1]]}"))
     if environment is None:
@@ -68,7 +68,7 @@ def _number(env: Mapping[str, str], name: str) -> int:
 
 
 def _count_ranks(path: Path) -> int:
-    """Return the number of devices in a rank table; 1 if it cannot be read, which `hostdev.join` reports."""
+    """Return the number of devices in a rank table; 1 if the table cannot be read, which `hostdev.join` reports."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return sum(len(server["device"]) for server in json.loads(path.read_text())["server_list"])
     return 1

@@ -1,4 +1,4 @@
-"""File locks between processes: on an open file, until it is closed or unlocked."""
+"""Locks between processes: a lock on an open file lasts until the file is closed or unlocked."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,10 @@ except ImportError:  # not POSIX: no locks
 
 
 def try_lock(file: IO[Any]) -> bool:
-    """Lock a file unless another process holds it or locks are unsupported; return whether it is locked."""
+    """Lock a file; return False if another process holds the lock or the file system has no locks.
+
+    On a system without POSIX locks, return True without a lock.
+    """
     if fcntl is not None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -21,7 +24,7 @@ def try_lock(file: IO[Any]) -> bool:
 
 
 def lock_state(number: int, *, wait: bool = False) -> str:
-    """Lock an open file or folder, waiting for another process if `wait`.
+    """Lock an open file or folder; with `wait`, first wait until no other process holds the lock.
 
     Returns:
         "locked", "held" (by another process), or "none" (locks are unsupported).
@@ -38,19 +41,19 @@ def lock_state(number: int, *, wait: bool = False) -> str:
 
 
 def await_lock(file: IO[Any]) -> None:
-    """Lock a file, once no other process holds it."""
+    """Lock a file, after waiting until no other process holds the lock."""
     if fcntl is not None:
         fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def unlock(file: IO[Any]) -> None:
-    """Unlock a file explicitly, since a forked process may have it open, too."""
+    """Unlock a file; closing it is not enough, since a forked process may also have it open."""
     if fcntl is not None:
         fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def is_same_file(path: Path, file: IO[Any]) -> bool:
-    """Return whether an open file is still the one at `path`, so neither it nor its folder was removed."""
+    """Return whether an open file is still the one at `path`: neither it nor its folder was removed or replaced."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except OSError:

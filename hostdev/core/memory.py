@@ -36,21 +36,21 @@ def parse_bytes(text: str) -> int:
     except ValueError:
         size = -1.0
     if not 0 <= size < float("inf"):
-        raise UserError(f"a size must be bytes, or a number and KiB, MiB, GiB or TiB, not {text!r}")
+        raise UserError(f"a size must be a number of bytes, or a number with KiB, MiB, GiB or TiB, not {text!r}")
     return int(size)
 
 
-_sharing = 1  # processes of one run on this host
+_sharing = 1  # processes of this run on the host
 
 
 def share_memory(processes: int) -> None:
-    """Make `available_bytes` this process's share among `processes`, which allocate at the same time."""
+    """Let `available_bytes` return an equal share for each of `processes` that allocate at the same time."""
     global _sharing
     _sharing = processes
 
 
 def available_bytes() -> int:
-    """Return the bytes that can be allocated without swapping, within the container's limit."""
+    """Return the bytes that this process may allocate without swapping, within the container's limit."""
     available = int(psutil.virtual_memory().available)
     for folder in _control_groups():
         for limit_name, used_name in (
@@ -100,7 +100,7 @@ def peak_rss_bytes() -> int:
 
 
 def table_bytes(rows: int, dim: int, slots: int, row_slots: int = 0, dtype: str = FP32) -> int:
-    """Return a table's bytes: rows x dim x (1 + slots) x 4 (2 for bf16 weights), and rows x 4 x row_slots."""
+    """Return a table's bytes: rows x (dim x (w + 4 x slots) + 4 x row_slots), where w is 4, or 2 for bf16 weights."""
     return rows * (dim * (weight_bytes(dtype) + 4 * slots) + 4 * row_slots)
 
 
@@ -112,14 +112,14 @@ class TableShape(NamedTuple):
     dtype: str = FP32  # of the weights in host memory
 
     def nbytes(self, rows: int) -> int:
-        """Return the bytes of this many rows with their slots."""
+        """Return the bytes of `rows` rows with their slots."""
         return table_bytes(rows, self.dim, len(self.optimizer.slots), len(self.optimizer.row_slots), self.dtype)
 
 
 def row_bytes(tables: Iterable[tuple[int, SparseOptimizer] | TableShape]) -> tuple[int, int]:
     """Return the float32 bytes in transit for one row of every table: the weights alone, and with the slots.
 
-    Tables are given as (dim, optimizer) or as shapes.
+    Each table is given as (dim, optimizer) or as a `TableShape`.
     """
     passing = whole = 0
     for dim, optimizer, *_ in tables:
@@ -129,12 +129,12 @@ def row_bytes(tables: Iterable[tuple[int, SparseOptimizer] | TableShape]) -> tup
 
 
 def copied_bytes(passing: int, changing: int, uses: int, row: int, whole: int) -> int:
-    """Return the host memory for the copies of a batch, with an accelerator.
+    """Return the bytes of host memory for the copies of a batch that is trained on an accelerator.
 
     Args:
-        passing: Rows sent and returned. Each way counts twice, for rows that conflict or are needed first.
-        changing: Rows that a cache admits or evicts, with their slots.
-        uses: Occurrences of rows, each with a position, a weight, etc.
+        passing: Number of rows sent and returned. Each direction counts twice, for extra copies of conflicting rows.
+        changing: Number of rows that a cache admits or evicts; their copies include the slots.
+        uses: Number of occurrences of rows; each takes 16 bytes for a position, a weight, etc.
         row: Bytes of one row of every table, weights only.
         whole: Bytes of one row of every table with its slots.
     """
@@ -142,14 +142,14 @@ def copied_bytes(passing: int, changing: int, uses: int, row: int, whole: int) -
 
 
 def pinned_size(nbytes: int) -> int:
-    """Return the size of a pinned buffer: a quarter more, rounded up to a power of two as torch would."""
+    """Return the size of a pinned buffer: `nbytes` and a quarter, rounded up to a power of two as torch would."""
     return 1 << max(12, (nbytes * 5 // 4 - 1).bit_length())
 
 
 def require_table(
     name: str, rows: int, dim: int, optimizer: SparseOptimizer, free: int, where: str, dtype: str = FP32
 ) -> int:
-    """Return the bytes of a table with this dtype of weights; UserError unless it fits into `free` bytes."""
+    """Return the bytes of a table; UserError unless it fits into the `free` bytes of `where`, such as "host"."""
     needed = TableShape(dim, optimizer, dtype).nbytes(rows)
     if needed > free:
         slots, row_slots = len(optimizer.slots), len(optimizer.row_slots)
@@ -165,10 +165,10 @@ def require_table(
 
 
 def cache_room(free: int, beside: int = 0) -> int:
-    """Return how many of an accelerator's `free` bytes a cache may take if `beside` bytes are yet to be allocated.
+    """Return how many of an accelerator's `free` bytes a cache may take if `beside` bytes are still to be allocated.
 
-    A tenth, and at least 256 MiB, is reserved for needs that are not known in advance: the libraries' workspaces,
-    fragmentation, an unknown model.
+    A tenth of `free`, and at least 256 MiB, is reserved for needs that are not known in advance: the workspaces of
+    libraries, fragmentation, the user's model.
     """
     return max(0, free - beside - max(free // 10, _LEAST_RESERVE))
 
@@ -176,8 +176,8 @@ def cache_room(free: int, beside: int = 0) -> int:
 def dense_bytes(batch_size: int, inputs: int, layers: Sequence[int]) -> int:
     """Estimate the float32 memory of dense layers in a step with Adam.
 
-    Each parameter counts with its gradient and two moments; each sample's input, before and after scaling, with its
-    gradient; each hidden layer's output and activation with their gradients.
+    It counts each parameter, its gradient and its two moments; per sample the inputs, before and after scaling, and
+    their gradient; and per sample each hidden layer's output and activation, and their gradients.
     """
     parameters = sum(a * b + b for a, b in itertools.pairwise([inputs, *layers, 1]))
     return 16 * parameters + 4 * batch_size * (3 * inputs + 4 * sum(layers))

@@ -1,16 +1,17 @@
-"""How a batch is split into micro-batches, and the order of sums over them; both depend on their number only.
+"""The split of a batch into micro-batches, and the order of sums over them; both depend on their number only.
 
-A sum over micro-batches is a binary tree: neighbours are added, then neighbours of these; a leftover node at the end of
-a level moves up unchanged. A node of M micro-batches is [start, start + size), cut off at M, where size is a power of
-two and start a multiple of it. Each rank adds the nodes that its neighbouring micro-batches complete, and the rest is
-added where nodes meet, so the result does not depend on which rank computed which micro-batch.
+A sum is a binary tree: pairs of neighbouring values are added, then pairs of these sums, and so on; a node without a
+partner at the end of a level moves up unchanged. A node covers the micro-batches [start, start + size), cut off at the
+last one, where size is a power of two and start a multiple of it. Each rank adds the nodes that lie within its own
+consecutive micro-batches, and the ranks' nodes are then added along the same tree. The result therefore does not depend
+on which rank computed which micro-batch.
 """
 
 from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
-EXCHANGES = ("tree", "all-reduce")  # how ranks sum gradients; the library chooses all-reduce's order
+EXCHANGES = ("tree", "all-reduce")  # how ranks sum gradients; the library chooses an all-reduce's order
 
 
 def cut(rows: int, parts: int) -> list[tuple[int, int]]:
@@ -19,7 +20,7 @@ def cut(rows: int, parts: int) -> list[tuple[int, int]]:
 
 
 class Node(NamedTuple, Generic[T]):
-    """The sum over some neighbouring micro-batches; None for nothing, which is not added."""
+    """The sum over `size` micro-batches from `start` on; None if none of them has a value."""
 
     start: int
     size: int
@@ -27,9 +28,10 @@ class Node(NamedTuple, Generic[T]):
 
 
 class TreeSum(Generic[T]):
-    """A sum in the tree's order of values that arrive in the order of the micro-batches.
+    """Adds up values, which arrive in the order of the micro-batches, in the order of the tree.
 
-    `add` returns the sum of two values, and may change the first.
+    Args:
+        add: Returns the sum of two values, and may change the first.
     """
 
     def __init__(self, add: Callable[[T, T], T]) -> None:
@@ -43,7 +45,7 @@ class TreeSum(Generic[T]):
         self.nodes.append(node)
 
     def total(self) -> T | None:
-        """Return the sum over all micro-batches, from the first on; None if every value was None."""
+        """Return the sum over all micro-batches, and remove all nodes; None if every value was None."""
         while len(self.nodes) > 1:
             right = self.nodes.pop()
             self.nodes.append(self._joined(self.nodes.pop(), right))
@@ -57,7 +59,7 @@ class TreeSum(Generic[T]):
 
 
 def get_nodes(start: int, stop: int) -> list[tuple[int, int]]:
-    """Return the nodes (start, size) that the micro-batches [start, stop) complete."""
+    """Return the largest nodes, as (start, size), that consist of micro-batches in [start, stop) only, in order."""
     tree: TreeSum[None] = TreeSum(lambda left, right: None)
     for number in range(start, stop):
         tree.put(Node(number, 1, None))

@@ -8,11 +8,11 @@ _LONGEST = 4096  # characters of a path
 
 
 def wrong_name(name: Any) -> str | None:
-    """Return what is wrong with a file name in a manifest, such as "a/b.arrow", or None."""
+    """Return what is wrong with a file name in a manifest, to follow the name in a message; None for a good name."""
     if not isinstance(name, str) or not name:
-        return "is not a name"
+        return "is empty or not a string"
     if len(name) > _LONGEST:
-        return f"has {len(name)} characters"
+        return f"has {len(name)} characters, more than 4096"
     if any(ord(character) < 32 or 127 <= ord(character) < 160 for character in name):
         return "has control characters"
     if name.startswith("/") or "\\" in name:
@@ -23,7 +23,7 @@ def wrong_name(name: Any) -> str | None:
 
 
 def require_name(name: Any) -> str:
-    """Return a file name; ValueError if a manifest may not contain it."""
+    """Return `name`; ValueError if it is no file name that a manifest may contain."""
     if wrong := wrong_name(name):
         raise ValueError(f"the name {str(name)[:80]!r} {wrong}")
     return str(name)
@@ -54,6 +54,6 @@ def inside(root: Path, name: str) -> Path:
             return path
         except (OSError, RuntimeError) as error:  # circular links
             raise ValueError(f"{path} cannot be found ({error})") from None
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a folder fails later
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a folder is refused when it is opened
         raise ValueError(f"{path} is not a regular file")
     return path

@@ -40,29 +40,29 @@ class SparseOptimizer(Protocol):
 
 
 class _Optimizer:
-    """Fields that are checked and then fixed, except lr, which is checked again when it is set."""
+    """Base of the optimizers: fields are checked and then fixed, except lr, which is checked again when it is set."""
 
     lr: float
 
     def __new__(cls, *args: Any, **given: Any) -> Self:
         if "weight_decay" in given:
             raise TypeError(
-                f"{cls.__name__} has no weight_decay: an update touches the rows of its batch only, so others would "
-                "keep their values; add the L2 of the batch's rows to the loss instead"
+                f"{cls.__name__} has no weight_decay: an update touches the rows of its batch only, so the weights "
+                "of other rows would not decay; add the L2 of the batch's rows to the loss instead"
             )
         return super().__new__(cls)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in {field.name for field in fields(self)}:  # type: ignore[arg-type]  # each of them is a dataclass
+        if name in {field.name for field in fields(self)}:  # type: ignore[arg-type]  # each subclass is a dataclass
             if name == "lr" and name in self.__dict__:
-                replace(self, lr=value)  # type: ignore[type-var]  # raises ValueError if it is wrong
+                replace(self, lr=value)  # type: ignore[type-var]  # raises ValueError for a wrong lr
             if name == "lr" or name not in self.__dict__:
                 object.__setattr__(self, name, value)
                 return
         raise FrozenInstanceError(f"{type(self).__name__}: only lr may be set, not {name}; create a new optimizer")
 
     def __delattr__(self, name: str) -> None:
-        raise FrozenInstanceError(f"{type(self).__name__}: {name} cannot be deleted")
+        raise FrozenInstanceError(f"{type(self).__name__}: {name} cannot be deleted; create a new optimizer")
 
     @property
     def row_slots(self) -> Mapping[str, float]:
@@ -73,8 +73,8 @@ class _Optimizer:
     def largest_gradient(self) -> float:
         """2^46, about 7e13: a sum of squares of such gradients cannot become infinite.
 
-        A finite float32 number plus 2^102, half of its largest step, stays finite; 2^92 leaves room for sums over
-        ranks. So optimizers need not check what they write.
+        A finite float32 number plus 2^102, a quarter of the largest gap between such numbers, stays finite. The square
+        of 2^46 leaves room for sums over ranks. Optimizers therefore need not check the values that they write.
         """
         return 2.0**46
 
@@ -88,7 +88,7 @@ _NEEDED: dict[str, Callable[[float], bool]] = {
 
 
 def _check(name: str, value: float, needed: str, why: str = "") -> None:
-    """Raise ValueError unless a value is finite and fulfils `needed`, also when rounded to float32."""
+    """Raise ValueError unless a value is finite and is as `needed` says, both in float64 and rounded to float32."""
     holds = _NEEDED[needed]
     if not (math.isfinite(value) and holds(value)):
         raise ValueError(f"{name} must be {needed}, not {value}{why}")
@@ -101,7 +101,7 @@ def _check(name: str, value: float, needed: str, why: str = "") -> None:
 
 
 def _check_lr(lr: float) -> None:
-    """Raise ValueError unless a learning rate is positive, or 0, which keeps the weights (start of a warm-up)."""
+    """Raise ValueError unless a learning rate is positive or 0; a warm-up may start at 0, which changes no weight."""
     _check("lr", lr, "at least 0")
     if lr:
         _check("lr", lr, "positive")
@@ -118,10 +118,10 @@ class LazyAdam(_Optimizer):
         v <- beta2 * v + (1 - beta2) * g^2
         w <- w - lr_t * m / (sqrt(v) + eps)
 
-    With `nesterov` the numerator's m is beta1 * m + (1 - beta1) * g with the new m.
+    With `nesterov`, beta1 * m + (1 - beta1) * g takes the place of m in the last line.
 
     Source: Kingma & Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015; the efficient ordering at the end of
-    its section 2, which adds eps to the uncorrected root. Deviations: lazy, and t is the table's.
+    its section 2, which adds eps to the uncorrected root. Deviations: it is lazy, and t is the table's.
     """
 
     lr: float = field(default=3.5e-4, hash=False)
@@ -143,12 +143,12 @@ class LazyAdam(_Optimizer):
 
     @property
     def slots(self) -> Mapping[str, float]:
-        """First and second moments, from 0."""
+        """The first and second moments, which start at 0."""
         return {"m": 0.0, "v": 0.0}
 
     @property
     def largest_gradient(self) -> float:
-        """2^58, about 2.9e17: moments are averages, so the square is finite, with room for sums over ranks."""
+        """2^58, about 2.9e17: its square, 2^116, bounds the moments, as averages, with room for sums over ranks."""
         return 2.0**58
 
     def scalars(self, step: int, dim: int) -> Scalars:
@@ -196,17 +196,17 @@ class FTRL(_Optimizer):
 
     @property
     def largest_gradient(self) -> float:
-        """That of `Adagrad`; less if the power of the sum would become infinite."""
+        """2^46, as for `Adagrad`; less if the power -lr_power of the sum of squares could become infinite."""
         return float(2.0 ** (46 / max(1.0, -self.lr_power)))
 
     def scalars(self, step: int, dim: int) -> Scalars:
-        """Return (lr, l1, 2 * l2, -lr_power) for `kernels.ftrl`; the same at every step."""
+        """Return (lr, l1, 2 * l2, -lr_power) for `kernels.ftrl`; they are the same at every step."""
         return (*map(np.float32, (self.lr, self.l1, 2 * self.l2)), float(-self.lr_power))
 
 
 @dataclass(kw_only=True, unsafe_hash=True)
 class SGD(_Optimizer):
-    """Stochastic gradient descent: w <- w - lr * g, with g the summed gradient of a row. No slots."""
+    """Stochastic gradient descent: w <- w - lr * g, with g the summed gradient of a row. It has no slots."""
 
     lr: float = field(default=1e-2, hash=False)
 
@@ -217,7 +217,7 @@ class SGD(_Optimizer):
 
     @property
     def largest_gradient(self) -> float:
-        """2^96 / max(lr, 1): nothing is squared, and a weight minus less than 2^102 stays finite."""
+        """2^96 / max(lr, 1): gradients are not squared, and a weight minus less than 2^102 stays finite."""
         return 2.0**96 / max(self.lr, 1.0)
 
     @property
@@ -313,7 +313,7 @@ OPTIMIZERS: Mapping[str, Callable[..., SparseOptimizer]] = {
 
 
 def build_optimizer(name: str, lr: float | None = None) -> SparseOptimizer:
-    """Return the optimizer of a name in OPTIMIZERS, with this learning rate or its default; UserError if wrong."""
+    """Return the optimizer that OPTIMIZERS lists under a name; UserError for a wrong name or learning rate."""
     if name not in OPTIMIZERS:
         raise UserError(f"there is no table optimizer {name!r}; choose one of {', '.join(OPTIMIZERS)}")
     try:
@@ -323,7 +323,7 @@ def build_optimizer(name: str, lr: float | None = None) -> SparseOptimizer:
 
 
 def require_optimizer(optimizer: object, table: str) -> None:
-    """Raise TypeError unless `optimizer` is an optimizer for tables, and not a name, a class or one of torch's."""
+    """Raise TypeError unless `optimizer` is an optimizer for tables; names, classes and torch's optimizers are not."""
     needed = ("primitive", "lr", "slots", "row_slots", "scalars")
     if not isinstance(optimizer, type) and all(hasattr(optimizer, name) for name in needed):
         return

@@ -1,4 +1,4 @@
-"""New files and folders that commands write: complete under their names or absent, each written by one process.
+"""New files and folders that commands write: each is complete or absent under its name, and written by one process.
 
 The content is written to a hidden sibling, on which the process holds a lock; leftovers of a killed process are
 removed. A name that another process creates meanwhile is never overwritten.
@@ -16,7 +16,7 @@ from pathlib import Path
 from hostdev.core import locks
 from hostdev.core.errors import UserError
 
-_LONGEST = 240  # bytes of a name, to which a number may be appended
+_LONGEST = 240  # bytes of a hidden name, to which random digits may be appended
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)  # errors of a rename to an existing name
 
 
@@ -25,11 +25,11 @@ def new_file(out: Path, option: str = "--out", *, wait: bool = False) -> Iterato
     """Yield the path of an empty file, which becomes `out` at the end of the block, and is removed if that raises.
 
     Args:
-        option: The option that gave the name, for messages.
-        wait: Wait for another process that writes `out` instead of raising.
+        option: The command-line option that named the file, for messages.
+        wait: If another process is writing `out`, wait for it instead of raising.
 
     Raises:
-        UserError: `out` exists, at the beginning or the end, or another process writes it.
+        UserError: `out` exists, at the beginning or the end of the block, or another process is writing it.
     """
     with _hidden(_beside(out, "partial"), f"{option} {out}", _make_file, wait) as partial:
         if os.path.lexists(out):
@@ -46,7 +46,7 @@ def new_folder(out: Path, option: str = "--out") -> Iterator[Path]:
     """Yield the path of an empty folder, which becomes `out` at the end of the block, and is removed if that raises.
 
     Raises:
-        UserError: As in `new_file`.
+        UserError: `out` exists, at the beginning or the end of the block, or another process is writing it.
     """
     with _hidden(_beside(out, "unfinished"), f"{option} {out}", _make_folder, False) as partial:
         if os.path.lexists(out):
@@ -74,20 +74,20 @@ def _file_exists_error(out: Path, option: str) -> UserError:
 
 
 def taken_folder(out: Path, option: str = "--out") -> UserError:
-    """Return the error for an existing folder."""
+    """Return the error that says that a new folder exists already."""
     return UserError(f"{out} exists already; remove it or choose another {option}")
 
 
 @contextmanager
 def _hidden(path: Path, what: str, make: Callable[[Path], int], wait: bool) -> Iterator[Path]:
-    """Create and lock `path`, or a similar one without locks; remove it at the end."""
+    """Create and lock `path`, or create a unique similar path if there are no locks; remove it after the block."""
     number, path = _claim(path, what, make, wait)
     try:
         yield path
     finally:
         with suppress(OSError):
             _remove(path)
-        os.close(number)  # last, as it releases the name
+        os.close(number)  # last, since it releases the lock
 
 
 def _claim(path: Path, what: str, make: Callable[[Path], int], wait: bool) -> tuple[int, Path]:
@@ -106,7 +106,7 @@ def _claim(path: Path, what: str, make: Callable[[Path], int], wait: bool) -> tu
                 raise UserError(f"{what}: {path} is in the way; remove it") from None
         try:
             state = locks.lock_state(number, wait=wait and not made)
-            if state == "none":  # no locks: use a unique name
+            if state == "none":  # the file system has no locks: use a unique name
                 if made:
                     return number, path
                 path = path.with_name(f"{path.name}-{os.urandom(4).hex()}")
@@ -117,7 +117,7 @@ def _claim(path: Path, what: str, make: Callable[[Path], int], wait: bool) -> tu
                     return number, path
                 if not (stat.S_ISREG(mode := os.fstat(number).st_mode) or stat.S_ISDIR(mode)):
                     raise UserError(f"{what}: {path} is in the way; remove it")
-                _remove(path)  # left by a killed process; not reused, as it may have other names
+                _remove(path)  # left by a killed process; not reused, as it may have hard links
         except BaseException:
             os.close(number)
             if made:
@@ -144,7 +144,7 @@ def _make_folder(path: Path) -> int:
 
 
 def _publish_file(partial: Path, out: Path) -> None:
-    """Give a file its final name; FileExistsError if it exists."""
+    """Give a file its final name; FileExistsError if a file of that name exists."""
     try:
         os.link(partial, out)
         return

@@ -17,7 +17,7 @@ def new_path(stem: str) -> Path:
 
 
 def require_new(out: Path) -> None:
-    """Raise UserError before the work unless --out is a new picture in a writable format and folder."""
+    """Raise UserError, before any work, unless --out is a new file of a known format in a writable folder."""
     if out.exists():
         raise UserError(f"--out {out} exists; choose another file")
     if out.suffix.lower() not in _SUFFIXES or not out.parent.is_dir():
@@ -35,7 +35,7 @@ def figure(width: float, height: float) -> Any:
     from matplotlib.figure import Figure
 
     made = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(made)  # not pyplot, whose state is the user's
+    FigureCanvasAgg(made)  # pyplot would change the user's global state
     return made
 
 

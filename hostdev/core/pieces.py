@@ -7,11 +7,11 @@ from torch import nn
 
 
 class Piece(NamedTuple):
-    """A segment of a network, which takes the output of the previous one.
+    """A segment of a network, which takes the output of the previous segment.
 
     Attributes:
         name: The name by which `--stage-cut` refers to it.
-        call: Takes tensors and returns one or a tuple; the first segment takes the network's inputs.
+        call: Takes tensors and returns a tensor or a tuple of tensors; the first segment takes the network's inputs.
         holds: The modules and parameters that it uses.
     """
 
@@ -21,7 +21,7 @@ class Piece(NamedTuple):
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Return its parameters, each once."""
+        """The segment's parameters, each once."""
         found: dict[int, nn.Parameter] = {}
         for one in self.holds:
             for parameter in [one] if isinstance(one, nn.Parameter) else one.parameters():
@@ -30,7 +30,7 @@ class Piece(NamedTuple):
 
 
 def run(pieces: Iterable[Piece], *values: Any) -> Any:
-    """Apply segments, one after the other."""
+    """Apply segments one after the other to the network's inputs; return the last output."""
     result: Any = values
     for piece in pieces:
         result = piece.call(*result) if isinstance(result, tuple) else piece.call(result)

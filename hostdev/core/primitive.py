@@ -1,6 +1,6 @@
-"""Timed ops with a name and a target: the source of the log and of the summary's table.
+"""Timed ops with a name and a target: the source of ops.log and of the summary's table of ops.
 
-An op runs where its table is; its `primitive_target` must say the same.
+An op runs where its table is, and its `primitive_target` must equal the table's.
 """
 
 import contextlib
@@ -22,20 +22,20 @@ _EVERY_SECONDS = 1.0
 
 
 class Clock(Protocol):
-    """Measures one call: `begin` before it, `end` after it, which reports nanoseconds then or later."""
+    """Measures a call: `begin` is called before it and `end` after it; the nanoseconds are reported then or later."""
 
     def begin(self) -> Any:
-        """Return a mark."""
+        """Return a mark of the call's begin, for `end`."""
 
     def end(self, mark: Any, report: Report) -> None:
         """Report the time since the mark."""
 
 
 class HostClock:
-    """A clock for work that is done when the call returns."""
+    """A clock for calls that return when their work is done."""
 
     def begin(self) -> int:
-        """Return the time."""
+        """Return the time in nanoseconds."""
         return time.perf_counter_ns()
 
     def end(self, mark: int, report: Report) -> None:
@@ -66,7 +66,7 @@ class OpTimes:
         self._adding = threading.Lock()
 
     def count(self, nbytes: int) -> None:
-        """Add to the bytes moved."""
+        """Add to the number of bytes moved."""
         with self._adding:
             self.bytes += nbytes
 
@@ -85,11 +85,11 @@ class OpTimes:
 class OpLog:
     """Collects the durations of all ops; a thread writes ops.log.
 
-    Lines are written once a second, so that the file can be followed. None is dropped: an op waits if 65,536 lines are
-    queued for a slow disk.
+    Lines are written once a second, so that the file can be followed. No line is dropped: an op waits while 65,536
+    lines are queued for a slow disk.
 
     Args:
-        clocks: Clocks by target; other targets use the host's clock.
+        clocks: The clock of each target; a target without one uses the host's.
     """
 
     def __init__(self, clocks: dict[str, Clock] | None = None) -> None:
@@ -105,7 +105,7 @@ class OpLog:
         self._failed: Exception | None = None
 
     def write_to(self, file: Lines) -> None:
-        """Write a line per call from now on, until `close`."""
+        """Write a line per call to `file` from now on, until `close`."""
         self._file = file
         self._thread = threading.Thread(target=self._write, name="hostdev-ops-log", daemon=True)
         self._thread.start()
@@ -115,7 +115,7 @@ class OpLog:
         return self._clocks.get(target) or HostClock()
 
     def register(self, target: str, scope: str, name: str) -> OpTimes:
-        """Return the durations of a new op; ops are numbered from 1."""
+        """Add an op, numbered from 1, and return the object that collects its durations."""
         where = "cpu" if target == "CPU" else "device"
         full = "/".join(part for part in ("Default", scope, name) if part)
         with self._registering:
@@ -137,7 +137,7 @@ class OpLog:
         return len(self._buffer) < _MOST_WAITING or self._file is None or self._failed is not None
 
     def _write(self) -> None:
-        """Write until the end, or until an error."""
+        """Write lines until `close` or an error."""
         while self._file is not None and self._failed is None:
             self._wake.wait(_EVERY_SECONDS)
             self._wake.clear()
@@ -145,12 +145,12 @@ class OpLog:
                 self.flush()
 
     def check(self) -> None:
-        """Raise the writer's error, such as an OSError."""
+        """Raise the error that stopped the writing, such as an OSError, if there was one."""
         if self._failed is not None:
             raise self._failed
 
     def flush(self) -> None:
-        """Write the lines collected since the last flush, in the caller's thread; raise its or the writer's error."""
+        """Write the queued lines in the caller's thread; raise the error of this or of an earlier write."""
         with self._writing:
             self.check()
             if self._file is None:
@@ -167,7 +167,7 @@ class OpLog:
                     self._written.notify_all()
 
     def close(self) -> None:
-        """Write the remaining lines, and from now on keep durations only; raises like `flush`."""
+        """Write the remaining lines, and only collect durations from now on; raise errors as `flush` does."""
         try:
             self.flush()
         finally:
@@ -179,7 +179,7 @@ class OpLog:
                 self._thread.join()
 
     def summary(self) -> dict[str, dict[str, Any]]:
-        """Return count, total, mean, median and 99th percentile by op name, in microseconds, and by scope within."""
+        """Return bytes and statistics of durations in microseconds per op name, and per scope if it has several."""
         by_name: dict[str, dict[str, list[OpTimes]]] = {}
         for op in self._ops:
             if len(op.durations()):
@@ -201,16 +201,16 @@ def _statistics(ops: list[OpTimes]) -> dict[str, Any]:
 
 
 class Primitive:
-    """An op with a name, attributes and timing; `run` is given, or defined by a subclass.
+    """An op with a name, attributes and timing; its `run` is an argument or defined by a subclass.
 
     The attribute "primitive_target" is "CPU" (the host) or "DEVICE", the default.
 
     Args:
         name: The op's name, such as "EmbeddingLookup".
         run: The implementation.
-        nbytes: Returns the bytes that a call with these arguments reads and writes; None: not counted.
-        scope: The part of the model it works for, such as "deep".
-        log: Collects its durations; None: a log of its own.
+        nbytes: Returns the bytes that a call with its arguments reads and writes; None: they are not counted.
+        scope: The part of the model that the op works for, such as "deep".
+        log: Collects the durations; None: a log of the op's own.
     """
 
     name: ClassVar[str] = "Primitive"
@@ -237,7 +237,7 @@ class Primitive:
             self.nbytes = nbytes  # type: ignore[method-assign]
 
     def add_prim_attr(self, key: str, value: object) -> "Primitive":
-        """Set an attribute and return self; ValueError for a wrong target."""
+        """Set an attribute and return self; ValueError for a wrong "primitive_target"."""
         if key == "primitive_target" and value not in TARGETS:
             raise ValueError(f"primitive_target must be one of {TARGETS}, not {value!r}")
         self.attrs[key] = value
@@ -246,12 +246,12 @@ class Primitive:
 
     @property
     def primitive_target(self) -> str:
-        """The place where it runs: "CPU" or "DEVICE"."""
+        """Where the op runs: "CPU" or "DEVICE"."""
         return str(self.attrs["primitive_target"])
 
     @property
     def times(self) -> OpTimes:
-        """The durations of its calls."""
+        """The durations of the op's calls."""
         if self._times is None:
             with self._registering:
                 if self._times is None:
@@ -283,17 +283,17 @@ class Primitive:
         return result
 
     def in_parts(self) -> "PartialCall":
-        """Return a call of this op on the host that is made in parts, and timed as one."""
+        """Return a call of this op on the host, which is made in parts and timed as one call."""
         return PartialCall(self)
 
 
 class PartialCall:
-    """A call of an op in parts, by any threads."""
+    """A call of an op that any threads make in parts, timed as one call."""
 
     def __init__(self, op: Primitive) -> None:
         self._op = op
         self._parts: list[int] = []  # nanoseconds
-        self._spans: list[list[tuple[int, int]]] = []  # per part, those of its tasks
+        self._spans: list[list[tuple[int, int]]] = []  # per part, the begins and ends of its tasks
         self._nbytes = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -305,7 +305,7 @@ class PartialCall:
         return result
 
     def tasks(self, *args: Any) -> list[Task]:
-        """Return the tasks of a part, which `run_tasks` can run together with other ops; timed from first to last."""
+        """Return a part's tasks for `run_tasks`; the part is timed from their first begin to their last end."""
         span: list[tuple[int, int]] = []
         self._spans.append(span)
         self._nbytes += self._op.nbytes(*args)
@@ -320,7 +320,7 @@ class PartialCall:
 
 
 class _TablePrimitive(Primitive):
-    """An op on a table, which must be on the op's target."""
+    """An op on a table, which must have the op's target."""
 
     # Any, below: tables and arrays of NumPy or torch, which this module does not import.
 
@@ -328,7 +328,7 @@ class _TablePrimitive(Primitive):
         if table.primitive_target != self.primitive_target:
             raise ValueError(
                 f"{self._name} has primitive_target {self.primitive_target!r}, "
-                f"but table {table.name!r} has {table.primitive_target!r}"
+                f"but table {table.name!r} has {table.primitive_target!r}; they must be equal"
             )
 
 
@@ -341,7 +341,7 @@ class EmbeddingLookup(_TablePrimitive):
     name = "EmbeddingLookup"
 
     def run(self, table: Any, ids: Any, *some: Any) -> Any:
-        """Look rows up."""
+        """Look up rows."""
         self._check(table)
         look_up = table.lookup_now if table.primitive_target == "DEVICE" else table.lookup
         return look_up(ids, *some)
@@ -396,12 +396,12 @@ class _Update(_TablePrimitive):
 
 
 class _WholeRows(_TablePrimitive):
-    """Rows of a host table with their slots: `(table, ids [N], block float32 [N, 1 + S, D], row_slots float32 [N, R])`.
+    """Copies whole rows of a host table: `(table, ids [N], block float32 [N, 1 + S, D], row_slots float32 [N, R])`.
 
-    They also take `positions`, as in `HostTable.read_rows`.
+    It also takes `positions`, as in `HostTable.read_rows`.
     """
 
-    method: ClassVar[str]  # the table's; `<method>_tasks` returns its tasks
+    method: ClassVar[str]  # of the table; `<method>_tasks` returns its tasks
 
     def run(self, table: Any, ids: Any, *some: Any) -> None:
         run_tasks(self.tasks(table, ids, *some))
@@ -421,13 +421,13 @@ class _WholeRows(_TablePrimitive):
 
 
 class CacheAdmit(_WholeRows):
-    """Reads rows that a cache admits from their host table."""
+    """Reads the rows that a cache admits from the host table."""
 
     name, method = "CacheAdmit", "read_rows"
 
 
 class CacheEvict(_WholeRows):
-    """Writes rows that a cache evicts to their host table."""
+    """Writes the rows that a cache evicts to the host table."""
 
     name, method = "CacheEvict", "write_rows"
 

@@ -1,4 +1,4 @@
-"""Untrusted text, such as other processes' messages and file headers, made safe to print."""
+"""Makes untrusted text, such as other processes' messages and file headers, safe to print."""
 
 MOST_CHARACTERS = 500
 _CUT = " ... "

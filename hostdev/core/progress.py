@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from hostdev.core.printable import printable
 
-_LOG_SECONDS, _MOST_LOG_SECONDS = 10.0, 60.0  # between lines; longer if little was done since the last
+_LOG_SECONDS, _MOST_LOG_SECONDS = 10.0, 60.0  # between lines; 60 if less than 1/50 of the work was done
 _LOG_PARTS = 50
 
 
@@ -22,10 +22,10 @@ class Progress(Protocol):
     def __exit__(self, *error: Any) -> None: ...
 
     def update(self, n: int = 1) -> Any:
-        """Count n more."""
+        """Count n more units of work."""
 
     def set_postfix_str(self, s: str = "", refresh: bool = True) -> None:
-        """Show a text next to the figures."""
+        """Show a text after the amounts and the speed."""
 
 
 def bar(
@@ -37,16 +37,16 @@ def bar(
     begin: int = 0,
     left: Callable[[], float | None] | None = None,
 ) -> Progress:
-    """Return a progress display, on standard error if it is a terminal, else in lines on standard output.
+    """Return a progress display: a bar on standard error if it is a terminal, else lines on standard output.
 
-    On a terminal, the bar disappears at the end in any case. Elsewhere there are no lines in the first ten seconds, and
-    a final one only after others.
+    A bar always disappears at the end. No lines are written in the first ten seconds, and a final line only if there
+    were others.
 
     Args:
         total: The amount of work, of which `begin` is done.
         unit: The unit of the amounts, such as "steps", or "B" for bytes.
         unit_scale: Write large amounts as 1.2k or 3.4M.
-        left: Returns the seconds to show as left, if this is a part of more work; None: unknown.
+        left: For a part of more work: returns the seconds left for all of it, or None if they are unknown.
     """
     if not sys.stderr.isatty():
         return _Lines(total, description, unit, unit_scale, begin, left)
@@ -71,7 +71,7 @@ def note(text: str) -> None:
 
 
 class _Bar(tqdm):  # type: ignore[misc]
-    """A bar such as: epoch 1/2 (00:18 left):  32%|███      | 29/91, 7.6 steps/s, loss 0.5."""
+    """A bar such as "epoch 1/2 (00:18 left):  32%|███      | 29/91, 7.6 steps/s, loss 0.5"."""
 
     left: Callable[[], float | None] | None = None
 
@@ -90,7 +90,7 @@ class _Bar(tqdm):  # type: ignore[misc]
 
 
 class _Lines:
-    """Whole lines for output that is not a terminal; standard error is only for errors."""
+    """Progress in lines on standard output, for a standard error that is not a terminal and gets errors only."""
 
     def __init__(
         self, total: int, description: str, unit: str, scale: bool, begin: int, left: Callable[[], float | None] | None
@@ -111,7 +111,7 @@ class _Lines:
             print(f"{self._description}: {amount} in {interval(time.monotonic() - self._start)}", flush=True)
 
     def update(self, n: int = 1) -> None:
-        """Count n more, and write a line if one is due."""
+        """Count n more units of work, and write a line if one is due."""
         self._done += n
         now = time.monotonic()
         part = (self._done - self._shown) * _LOG_PARTS >= self._total
@@ -133,9 +133,9 @@ class _Lines:
 
 
 class TimeLeft:
-    """An estimate of the time left for work of several kinds, from the time per step of each kind so far.
+    """An estimate of the time left for steps of several kinds, from the mean time of each kind's finished steps.
 
-    A kind without finished steps counts with the speed of the others.
+    A kind without finished steps counts with the mean time of all finished steps.
 
     Args:
         steps: The number of steps of each kind, by name.
@@ -171,12 +171,12 @@ class TimeLeft:
 
 
 def counted(n: int, what: str) -> str:
-    """Format a number of things: 1 step, 2,000 steps."""
+    """Format a number of things, such as "1 step" or "2,000 steps"."""
     return f"{n:,} {what}{'s' * (n != 1)}"
 
 
 def interval(seconds: float) -> str:
-    """Format a duration: 01:05, or 1:02:03."""
+    """Format a duration, such as "01:05" or "1:02:03"."""
     return str(tqdm.format_interval(seconds))
 
 
@@ -188,7 +188,7 @@ def _amount(n: int, unit: str, scale: bool, *, named: bool = True) -> str:
 
 
 def _speed(rate: float, unit: str, scale: bool) -> str:
-    """Format a rate per second, or below one, the seconds per unit."""
+    """Format a rate as units per second or, if it is below one, as seconds per unit."""
     if unit == "B":
         return f"{tqdm.format_sizeof(rate)}B/s"
     if 0 < rate < 1:

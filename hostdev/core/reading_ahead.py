@@ -1,7 +1,7 @@
 """A mark for the parts of a user's program that run ahead of the loop's body: the loader, `ids` and `send`.
 
-How many batches lie in between depends on the depth and on the cache, so a table's rows are not those of the batch
-being read. Tables therefore refuse reads and writes while the mark is set.
+How far ahead they run depends on the pipeline's depth and on the cache, and so would the rows that they read from a
+table. Tables therefore refuse reads and writes while the mark is set.
 """
 
 import threading
@@ -18,7 +18,7 @@ _mark = _Mark()
 
 @contextmanager
 def reading_ahead() -> Iterator[None]:
-    """Set the mark for the calling thread, while its code runs further ahead than at depth 0 without a cache."""
+    """Set the mark for this thread within a block that runs further ahead than at depth 0 without a cache."""
     before, _mark.is_set = _mark.is_set, True
     try:
         yield

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 LARGEST = 64 << 20  # bytes of one file
-_FEWEST = 4  # files, if the bound is small
+_FEWEST = 4  # files, if the limit is small
 
 
 class RotatedFile:
@@ -13,7 +13,7 @@ class RotatedFile:
 
     Args:
         path: The file.
-        limit: Maximum bytes of all files together, in files of 64 MiB, or of a quarter of a smaller limit.
+        limit: Maximum bytes of all files together; a file is full at 64 MiB or a quarter of that, whichever is less.
     """
 
     def __init__(self, path: Path, limit: int) -> None:
@@ -25,7 +25,7 @@ class RotatedFile:
         self._size = os.fstat(self._file.fileno()).st_size
 
     def fit(self) -> None:
-        """Apply the limit to existing files, of a run that may have had a higher one."""
+        """Apply the limit to the files of an earlier run, which may have had a higher limit."""
         if self._size > self._each:
             self._rotate()
         else:
@@ -51,7 +51,7 @@ class RotatedFile:
         self._size += len(data)
 
     def _rotate(self) -> None:
-        if not self.path.exists():  # it or its folder was removed
+        if not self.path.exists():  # the file or its folder was removed
             self._file.flush()
             self._file.truncate(0)
             self.dropped_bytes += self._size
@@ -65,7 +65,7 @@ class RotatedFile:
         self._size = 0
 
     def _remove_beyond(self) -> None:
-        """Remove the oldest files beyond the limits of number and size."""
+        """Remove the oldest files until neither their number nor their total size exceeds the limit."""
         numbers = (
             path.name.removeprefix(f"{self.path.name}.") for path in self.path.parent.glob(f"{self.path.name}.*")
         )

@@ -1,4 +1,4 @@
-"""Ctrl-C, kept away from work that must not be interrupted."""
+"""Protection from Ctrl-C for work that must not be interrupted."""
 
 import signal
 import threading
@@ -27,7 +27,7 @@ def deferred() -> Iterator[None]:
             signal.signal(number, hold)
         yield
     finally:
-        for number, handler in before.items():  # SIGINT last: it may interrupt this
+        for number, handler in before.items():  # SIGINT last: its handler may interrupt this loop
             signal.signal(number, handler)
         if len(held) == 1:
             number, frame = held[0]
@@ -35,7 +35,7 @@ def deferred() -> Iterator[None]:
 
 
 def uninterruptible(call: Callable[[], Any]) -> None:
-    """Repeat a call until it completes despite interrupts; then raise the interrupt."""
+    """Repeat an interrupted call until it completes; then raise the last interrupt, if there was one."""
     interrupted: BaseException | None = None
     while True:
         try:

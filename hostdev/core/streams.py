@@ -1,4 +1,4 @@
-"""Standard output and error in any state: closed, with a limited encoding, or with a lost terminal."""
+"""Safe printing to standard output and error that are closed, have a limited encoding, or have lost their terminal."""
 
 import codecs
 import io
@@ -12,7 +12,7 @@ def prepare() -> None:
     """Ensure that printing raises neither for its characters nor for a missing stream."""
     for number, name in ((0, ""), (1, "stdout"), (2, "stderr")):
         if _is_closed(number):
-            opened = os.open(os.devnull, os.O_RDWR)  # else the next opened file would get its number
+            opened = os.open(os.devnull, os.O_RDWR)  # else the next opened file would get this number
             if opened != number:
                 os.dup2(opened, number)
                 os.close(opened)
@@ -26,7 +26,7 @@ def prepare() -> None:
 
 
 def silence(numbers: list[int]) -> None:
-    """Discard what is written to these file descriptors, whose terminal is gone."""
+    """Discard whatever is written to these file descriptors from now on, since their terminal is gone."""
     with open(os.devnull, "wb") as nowhere:  # noqa: PTH123  (in a signal handler)
         for number in numbers:
             os.dup2(nowhere.fileno(), number)

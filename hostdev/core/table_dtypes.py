@@ -1,4 +1,4 @@
-"""Dtypes of stored weights, and the arguments of an update besides gradients."""
+"""Dtypes of stored weights, and the arguments of a table's update other than the gradients."""
 
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ _ALIASES = {"bfloat16": BF16}  # the public name; "bf16" is accepted for one rel
 
 
 class TableStep(NamedTuple):
-    """A step of a table, for its updates on the host and on the device.
+    """The arguments that a table's updates at one step have in common, on the host and on the device.
 
     Attributes:
         scalars: The optimizer's scalars.
@@ -28,5 +28,5 @@ def require_table_dtype(dtype: str, table: str) -> str:
 
 
 def weight_bytes(dtype: str) -> int:
-    """Return the bytes of a weight."""
+    """Return the bytes of one stored weight."""
     return 4 if dtype == FP32 else 2

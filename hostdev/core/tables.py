@@ -8,23 +8,23 @@ import numpy as np
 
 
 class Owner(Protocol):
-    """A loop that is open over a table, with unfinished steps, cached rows, and rows looked up ahead."""
+    """A loop that is open over a table; it may have unfinished steps, cached rows, and rows looked up ahead."""
 
     def before_read(self, table: Any) -> None:
         """Apply all steps so far to the table; ValueError if it cannot be read now."""
 
     def before_write(self, table: Any) -> None:
-        """Do the same before a write; ValueError if the table cannot be written now."""
+        """Apply all steps so far to the table; ValueError if it cannot be written now."""
 
     def after_write(self, table: Any, ids: Any) -> None:
-        """Refresh rows that were looked up ahead; ids int32 or int64 [N] are local rows, None for all."""
+        """Refresh rows that were looked up ahead: local rows `ids`, int32 or int64 [N], or all rows for None."""
 
 
 class Owned:
-    """A table's part in the loops that are open over it.
+    """Base of tables: notifies the loops that are open over the table when it is read or written.
 
     Public methods call `_before_read`, or `_before_write` and `_after_write`. A loop's own threads use other methods,
-    which do not.
+    which notify nobody.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Owned:
         self._step = int(step)
 
     def uncount_steps(self, steps: int) -> None:
-        """Take back counted steps whose updates failed."""
+        """Subtract steps that were counted but whose updates failed."""
         self._step = max(0, self._step - steps)
 
     def add_owner(self, owner: Owner) -> None:
@@ -68,7 +68,7 @@ class Owned:
 
     def _require_no_writing(self) -> None:
         if self._is_writing:
-            raise ValueError(f"table {self.name!r}: a writing() of it is open; end it first, or write through it")
+            raise ValueError(f"table {self.name!r}: its writing() block is open; end it first, or write through it")
 
     def _before_write(self) -> None:
         self._require_no_writing()
@@ -80,7 +80,7 @@ class Owned:
             owner.after_write(self, ids)
 
     def __getstate__(self) -> Mapping[str, Any]:
-        """Return the state of a copy of the table: all current rows, and no loop."""
+        """Return the state for a copy of the table, which has all current rows and belongs to no loop."""
         self._before_read()
         return self.__dict__ | {"_owners": (), "_is_writing": False}
 

@@ -20,7 +20,7 @@ PHASES = ("epoch", "evaluation", "checkpoint")  # around all stages, or between 
 _AFTER_STEP = 1 + STAGES.index("step")
 TRACKS = (*PHASES, *STAGES[:_AFTER_STEP], *STEP_PARTS, *STAGES[_AFTER_STEP:], *EXCHANGES)
 _NUMBERS = {stage: number for number, stage in enumerate(TRACKS, 1)}
-_NAMES = {"optimizer": "dense update"}  # as opposed to the tracks of row updates
+_NAMES = {"optimizer": "dense update"}  # distinguishes it from the tracks of row updates
 
 
 class Timeline:
@@ -40,7 +40,7 @@ class Timeline:
         self._zero = time.perf_counter_ns()
 
     def write_to(self, file: IO[str], *, rank: int | None = None) -> None:
-        """Write a trace to a text file from now on; `close` completes it. `rank` is this rank, if there are others."""
+        """Write a trace to a text file from now on; `close` completes it. `rank` is None for a single process."""
         self._pid, name = (1, "hostdev") if rank is None else (1 + rank, f"hostdev rank {rank}")
         events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": self._pid, "args": {"name": name}}]
         for stage, track in _NUMBERS.items():
@@ -63,13 +63,13 @@ class Timeline:
             self.wall_ns += time.perf_counter_ns() - start
 
     def span(self, stage: str, batch: int, *, flow: str = "t", **args: int) -> "Span":
-        """Time a stage's work on a batch; a context that yields the span's arguments, for additions.
+        """Return a context that times a stage's work on a batch; it yields a dict to which arguments may be added.
 
         Parts of a step and phases of an epoch appear in the trace only.
 
         Args:
             stage: One of STAGES, EXCHANGES, STEP_PARTS or PHASES.
-            batch: The batch's number, from 1; for a phase, the epoch's.
+            batch: The batch's number, from 1; for a phase, the number of the epoch or, for a checkpoint, the step.
             flow: "s" for a batch's first span, "f" for its last, "t" in between.
         """
         return Span(self, stage, batch, flow, args)
@@ -88,7 +88,7 @@ class Timeline:
         self.device_busy_ns += nanoseconds
 
     def summary(self) -> dict[str, Any]:
-        """Return microseconds by stage, and overlap_efficiency = max(host busy, device busy) / wall; None if empty."""
+        """Return microseconds by stage, and overlap_efficiency: max(host busy, device busy) / wall; None if empty."""
         most = max(self.host_busy_ns, self.device_busy_ns)
         return {
             "stall_us": {stage: ns // 1000 for stage, ns in self.stall_ns.items()},
@@ -100,7 +100,7 @@ class Timeline:
         }
 
     def close(self) -> None:
-        """Complete the trace."""
+        """Complete the trace, if there is one, and close its file."""
         with self._lock:
             file, self._file = self._file, None
         if file is not None:
@@ -159,7 +159,7 @@ class Timeline:
 
 
 class Span:
-    """A stage's work on a batch. A context as a class is three times as fast as a generator."""
+    """A context that times a stage's work on a batch; as a class, it is three times as fast as a generator."""
 
     __slots__ = ("_args", "_batch", "_flow", "_range", "_stage", "_start", "_timeline")
 
@@ -183,5 +183,5 @@ _profiler_range: Any = record_function  # untyped
 
 
 def _profiling() -> bool:
-    """Return whether torch.profiler is on; an idle range costs up to 0.1 ms with cold caches."""
+    """Return whether torch.profiler is on; without it, a range would still cost up to 0.1 ms with cold caches."""
     return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", True))

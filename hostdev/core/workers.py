@@ -1,4 +1,4 @@
-"""Background threads that also work while the interpreter exits, when an executor accepts no work."""
+"""Background threads that also work while the interpreter exits, when concurrent.futures accepts no more work."""
 
 import sys
 import threading
@@ -18,8 +18,8 @@ class Workers:
 
     Args:
         threads: The number of threads.
-        name: Their name.
-        begin: The first call of each thread.
+        name: The name of each thread.
+        begin: Called once in each thread before any submitted call.
     """
 
     def __init__(self, threads: int, name: str, begin: Callable[[], object] = lambda: None) -> None:
@@ -35,8 +35,8 @@ class Workers:
             except RuntimeError as error:  # the system's limit
                 self.__exit__()
                 raise TransientError(
-                    f"only {len(self._threads):,} of {len(wanted):,} threads could be started ({error}); ask for "
-                    "fewer, such as with --threads, or allow more, as with ulimit -u"
+                    f"only {len(self._threads):,} of {len(wanted):,} threads could be started ({error}); use fewer, "
+                    "for example with --threads, or allow more, for example with ulimit -u"
                 ) from None
             self._threads.append(thread)
         return self
@@ -58,7 +58,7 @@ class Workers:
 
     @contextmanager
     def drop_queued_on_error(self) -> Iterator[None]:
-        """Drop queued calls after an error within the block."""
+        """Drop all queued calls if the block raises."""
         try:
             yield
         except BaseException:

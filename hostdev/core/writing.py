@@ -5,7 +5,7 @@ from typing import Any
 
 
 class Slots(Mapping[str, Any]):
-    """The slots by name, copied at their first access; `slots[name] = values` writes to a copy."""
+    """Writable copies of the slots by name, each made at its first access; `slots[name] = values` overwrites one."""
 
     def __init__(self, copies: "Copies") -> None:
         self._copies = copies
@@ -26,7 +26,7 @@ class Slots(Mapping[str, Any]):
 
 
 class Copies:
-    """Copies of columns, made at their first access, until the end of a `with`.
+    """Writable copies of a table's columns, each made at its first access, until the `with` ends.
 
     Args:
         table: The table's name, for messages.
@@ -43,7 +43,7 @@ class Copies:
 
     @property
     def weights(self) -> Any:
-        """The writable weights, float32 [V, D] or [N, D]."""
+        """The writable weights, float32: [V, D] for all rows or [N, D] for N of them."""
         return self.column("weights")
 
     @weights.setter
@@ -52,13 +52,13 @@ class Copies:
 
     @property
     def slots(self) -> Slots:
-        """The writable slots by name, float32 [V, D], [N, D], or one column for one value per row."""
+        """The writable slots by name, shaped like the weights; a slot of one value per row has one column."""
         return Slots(self)
 
     def column(self, name: str) -> Any:
         """Return the copy of a column; ValueError after the end of the `with`."""
         if self._is_over:
-            raise ValueError(f"table {self._table!r}: this writing() is over; write within its `with`")
+            raise ValueError(f"table {self._table!r}: its writing() has ended; write within the `with` block")
         if name not in self._held:
             self._held[name] = self._copied(name)
         return self._held[name]

@@ -1,1 +1,1 @@
-"""CPU kernels: numba and numpy only, pure functions on arrays."""
+"""CPU kernels: functions that depend on nothing but numba, numpy and their arguments."""

@@ -1,4 +1,4 @@
-"""SGD and the Adagrad family on unique rows; recurrences in `core.optimizers`, arguments in `apply`."""
+"""SGD and the Adagrad family on unique rows; see `core.optimizers` for the recurrences, `apply` for the arguments."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from hostdev.kernels.jit import kernel, prefetch_update
 from hostdev.kernels.pool import Kernel
 from hostdev.kernels.rounding import get_slot, load_weights, make_scratch, prefetch_row, store_weights
 
-LANES = 16  # of RowWiseAdagrad's sum over a row; part of its definition: it sets the order of additions
+LANES = 16  # of RowWiseAdagrad's sum over a row; fixed, since it sets the order of additions
 
 
 @kernel
@@ -68,7 +68,7 @@ def _row_wise_adagrad(start, stop, ids, source, grads, block, row_slots, lr, eps
 
 
 def sgd(*scalars: Any) -> tuple[Kernel, tuple[Any, ...]]:
-    """Return the kernel and its scalar: lr."""
+    """Return the kernel and its scalar, lr."""
     return _sgd, scalars
 
 

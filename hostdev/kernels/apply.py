@@ -6,8 +6,8 @@ rows ids[start:stop] in place:
     ids: int32 or int64 [U], unique, each in [0, V).
     source: int32 [U], the row of `grads` with the summed gradient of each id.
     grads: float32 [any, D].
-    block: float32 [V, 1 + S, D], a row's weights and its slots side by side; or `rounding.Bfloat16Rows`.
-    row_slots: float32 [V, R], the slots of one value per row.
+    block: float32 [V, 1 + S, D], a row's weights and its S slots of D values each; or `rounding.Bfloat16Rows`.
+    row_slots: float32 [V, R], the R slots that have one value per row.
 """
 
 from collections.abc import Callable
@@ -64,11 +64,11 @@ def apply_rows(
     scalars: tuple[Any, ...],
     positions: npt.NDArray[np.int32] | None = None,
 ) -> None:
-    """Take one optimizer step on unique rows, in place; the module describes block, row_slots and ids.
+    """Take one optimizer step on unique rows, in place; see the module for block, row_slots and ids.
 
     Args:
         primitive: The optimizer's op, such as "FusedSparseFtrl".
-        grads: float32 [U, D], the summed gradient of each row; or [any, D] with `positions`.
+        grads: float32 [U, D], the summed gradient of each id; with `positions`, [any, D].
         scalars: The optimizer's scalars at this step.
         positions: int32 [U], the row of `grads` for each id.
     """
@@ -83,10 +83,10 @@ def apply_occurrences(
     grads: Rows,
     scalars: tuple[Any, ...],
 ) -> None:
-    """Sum the gradients of each id in order of occurrence, and call `apply_rows`.
+    """Sum the gradients of each id in order of occurrence, and update its row as `apply_rows` does.
 
     Args:
-        ids: int32 or int64 [N], each in [0, V), duplicates allowed.
+        ids: int32 or int64 [N], each in [0, V), possibly repeated.
         grads: float32 [N, D], one row per occurrence.
     """
     if len(ids) == 0:

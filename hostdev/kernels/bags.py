@@ -32,17 +32,17 @@ from hostdev.kernels.segment import (
 Rows = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int32]
 
-_ROWS_AHEAD, _SUMS_AHEAD = 16, 12  # occurrences
+_ROWS_AHEAD, _SUMS_AHEAD = 16, 12  # occurrences; prefetch distances
 
 
 class Feature(NamedTuple):
     """The occurrences of one feature.
 
     Attributes:
-        inverse: int32 [N], the unique row of each.
-        offsets: int32 [B + 1], where each bag begins; None if each occurrence is a bag.
-        weights: float32 [N]; None for 1.
-        mean: Divide a bag by the number of its occurrences.
+        inverse: int32 [N], the unique row of each occurrence.
+        offsets: int32 [B + 1]; bag b has the occurrences [offsets[b], offsets[b + 1]). None: each occurrence is a bag.
+        weights: float32 [N], the weight of each occurrence; None: all are 1.
+        mean: Divide each bag's sum by the number of its occurrences.
     """
 
     inverse: Positions
@@ -110,19 +110,19 @@ def pool_tasks(rows: Rows, feature: Feature, out: npt.NDArray[Any]) -> list[Task
 
 
 def pool(rows: Rows, feature: Feature, out: npt.NDArray[Any]) -> None:
-    """Write each bag's sum of rows times weights, in order of occurrence; 0 for an empty bag.
+    """Write each bag's sum (or mean) of rows times weights, added in order of occurrence; 0 for an empty bag.
 
     Args:
         rows: float32 [U, D].
-        feature: The occurrences, with offsets.
-        out: float32 [B, D], or uint16 [B, D] for bfloat16, rounded once at the end.
+        feature: The occurrences; its offsets must not be None.
+        out: The bags, written: float32 [B, D], or bfloat16 as uint16 [B, D], rounded once at the end.
     """
     run_tasks(pool_tasks(rows, feature, out))
 
 
 @kernel
 def _add_bags(start, stop, seen, grads, inverse, offsets, weights, mean, out):
-    """Add the bags [start, stop) as `segment.sum_part` adds occurrences; each bag's gradient is read once."""
+    """Add the gradients of the bags [start, stop) to rows as `segment.sum_part` does, reading each gradient once."""
     D, seen, one = grads.shape[1], np.uint64(seen), np.uint64(1)
     grad = np.empty(D, np.float32)
     last = np.uint64(offsets[stop])
@@ -184,29 +184,30 @@ def _fill_bags(start, stop, offsets, bags):
 
 
 class _Sorted(NamedTuple):
-    order: Positions  # [N], the occurrences
-    ends: npt.NDArray[np.int64]  # [U + 1], where each row's occurrences begin
+    order: Positions  # [N], the occurrences sorted by row
+    ends: npt.NDArray[np.int64]  # [U + 1]; row u has order[ends[u] : ends[u + 1]]
     bags: Positions | None  # [N], the bag of each occurrence
 
 
 class Uses:
-    """The occurrences of some rows in several features, prepared once for the sums of all tables.
+    """The occurrences of U rows in several features, prepared once for the sums of all tables that have these rows.
 
     Args:
         features: The features that share the rows.
-        rows: U.
-        in_order: The rows are numbered by first occurrence, feature by feature, and each occurs.
+        rows: U, the number of rows.
+        in_order: Whether the rows are numbered by first occurrence, feature by feature, and each row occurs.
     """
 
     def __init__(self, features: Sequence[Feature], rows: int, *, in_order: bool = True) -> None:
         self.features, self.rows, self.in_order = features, rows, in_order
 
     def sum(self, grads: Sequence[npt.NDArray[Any]], out: Rows) -> None:
-        """Write each row's sum over its occurrences, feature by feature, in order of occurrence.
+        """Sum the gradients of each row over its occurrences, feature by feature, in order of occurrence.
 
         Args:
-            grads: Gradients per feature, float32 or uint16 for bfloat16: [B, D], or [N, D] without bags.
-            out: float32 [U, D]; -0 for a row that does not occur.
+            grads: Per feature, the gradients of its bags, [B, D], or of its occurrences, [N, D], if it has no bags; as
+                float32 or, for bfloat16, uint16.
+            out: The sums, written, float32 [U, D]; -0 for a row that does not occur.
         """
         if streams() or not len(out):
             self.stream(grads, out)
@@ -228,7 +229,7 @@ class Uses:
         run_tasks([(sum_rows, start, stop, ()) for start, stop in row_ranges(ends)])
 
     def stream(self, grads: Sequence[npt.NDArray[Any]], out: Rows) -> None:
-        """Do `sum` in this thread alone, with the same additions."""
+        """Write the same sums as `sum` does, in this thread alone."""
         seen = prepare_sums(out, self.in_order)
         for feature, grad in zip(self.features, grads, strict=True):
             seen = _stream(feature, grad, seen, out)
@@ -250,7 +251,7 @@ class Uses:
 
 
 def sum_many(calls: Sequence[tuple[Uses, Sequence[npt.NDArray[Any]], Rows]]) -> None:
-    """Do `uses.sum(grads, out)` for several tables: a thread for each, if they are as many as threads."""
+    """Call `uses.sum(grads, out)` for several tables; with as many tables as threads, one thread sums each table."""
     if len(calls) < max(2, host_threads()):
         for uses, grads, out in calls:
             uses.sum(grads, out)
@@ -264,7 +265,7 @@ def sum_many(calls: Sequence[tuple[Uses, Sequence[npt.NDArray[Any]], Rows]]) -> 
 
 
 def _stream(feature: Feature, grads: npt.NDArray[Any], seen: Any, out: Rows) -> Any:
-    """Add a feature's occurrences to the sums; `seen` is that of `segment.sum_part`."""
+    """Add the gradients of a feature's occurrences to the sums; see `segment.sum_part` for `seen`."""
     inverse, offsets, weights, mean = feature
     if offsets is not None:
         add_bags = _add_scalar_bags if out.shape[1] == 1 else _add_bags
@@ -278,5 +279,5 @@ def _stream(feature: Feature, grads: npt.NDArray[Any], seen: Any, out: Rows) -> 
 def sum_uses(
     features: Sequence[Feature], grads: Sequence[npt.NDArray[Any]], out: Rows, *, in_order: bool = True
 ) -> None:
-    """Call `Uses.sum` once, without keeping the occurrences."""
+    """Sum gradients as `Uses.sum` does, for occurrences that are needed only once."""
     Uses(features, len(out), in_order=in_order).sum(grads, out)

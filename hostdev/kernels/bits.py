@@ -1,4 +1,4 @@
-"""Sets of rows as bitmaps, and copies of rows into columns.
+"""Sets of a table's rows as bitmaps, and copies of rows into arrays of columns.
 
 Shapes: V rows of the table, D its dimension, S its optimizer slots, N ids.
 """
@@ -43,18 +43,18 @@ def _mark(start, stop, ids, bits):
     for i in range(np.uint64(start), np.uint64(stop)):
         row = np.uint64(ids[i])
         bit = one << (row & low)
-        if not bits[row >> six] & bit:  # frequent rows are set after a few steps
+        if not bits[row >> six] & bit:  # most are set after a few steps, which saves the atomic operation
             fetch_or(address + np.int64(row >> six) * 8, bit)
 
 
 def mark(ids: npt.NDArray[Any], bits: Bits) -> None:
-    """Add the rows ids [N], int32 or int64, to a set, on all threads; other callers may add at the same time."""
+    """Add the rows `ids`, int32 or int64 [N], to a set, using all threads; several callers may add at the same time."""
     parallel_for(_mark, len(ids), ids, bits, grain=get_grain(LINE))
 
 
 @kernel
 def take(ids, bits, out):
-    """Move the ids [N] that are in a set out of it, to the beginning of out [N]; return their number."""
+    """Remove the ids [N] from a set; write those that it had to the beginning of out [N], and return their number."""
     six, low, one = np.uint64(6), np.uint64(63), np.uint64(1)
     count = np.uint64(0)
     for i in range(np.uint64(0), np.uint64(len(ids))):
@@ -70,7 +70,7 @@ def take(ids, bits, out):
 
 @kernel
 def rows_between(first, last, bits, out):
-    """Write the set's rows in [first, last), ascending, to the beginning of `out`; return their number."""
+    """Write a set's rows in [first, last), ascending, to the beginning of `out`; return their number."""
     six, low, one = np.uint64(6), np.uint64(63), np.uint64(1)
     count = np.uint64(0)
     row, end = np.uint64(first), np.uint64(last)
@@ -93,7 +93,7 @@ def copy_to_columns(start, stop, first, ids, block, out):
     Args:
         ids: int32 or int64 [N], or None.
         block: float32 or bfloat16 [V, S, D].
-        out: float32 [S, N, D].
+        out: float32 [S, N, D], written.
     """
     for i in range(np.uint64(start), np.uint64(stop)):
         if ids is None:
@@ -129,7 +129,7 @@ def place_in_columns(rows, ids, wanted, columns):
         rows: float32 [n, S, D].
         ids: int32 or int64 [n], ascending, each in `wanted`.
         wanted: int64 [N], ascending.
-        columns: float32 [S, N, D].
+        columns: float32 [S, N, D], written for the rows in `ids`.
     """
     k = np.uint64(0)
     for i in range(np.uint64(0), np.uint64(len(ids))):

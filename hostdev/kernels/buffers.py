@@ -1,4 +1,4 @@
-"""Memory for the kernels: aligned to cache lines, huge pages for large arrays, and scratch memory for reuse."""
+"""Memory for the kernels: arrays aligned to cache lines or, if large, huge pages; and reusable scratch memory."""
 
 import math
 import threading
@@ -27,7 +27,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> 
 
 
 def scratch(name: str, shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> npt.NDArray[Any]:
-    """Return an uninitialized array in this thread's scratch memory, aligned to a cache line.
+    """Return an uninitialized array in this thread's scratch memory, beginning on a cache line.
 
     The thread's next request for the same name reuses the memory. Fresh memory would cost a page fault per 4 KiB.
     """
@@ -42,9 +42,9 @@ _identity = np.arange(1 << 16, dtype=np.int32)
 
 
 def identity(n: int) -> npt.NDArray[np.int32]:
-    """Return 0, 1, ..., n - 1, shared by all callers, which must not write it.
+    """Return 0, 1, ..., n - 1, an array that all callers share and must not change.
 
-    It is not flagged read-only: numba would compile each kernel again for such an array.
+    It is not flagged read-only, since numba would compile each kernel again for a read-only array.
     """
     global _identity
     held = _identity

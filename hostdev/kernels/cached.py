@@ -1,8 +1,8 @@
-"""numba's cache of machine code on disk, with checksums, and with the sources of all helpers.
+"""numba's cache of machine code on disk, extended by checksums and by a hash of the sources of all helpers.
 
-numba trusts its files: a damaged index fails in every process until it is removed, and damaged code would run. Here the
-kernel of a file with a wrong checksum is compiled and written again. A kernel that cannot be written is compiled in
-every process.
+numba trusts its files: a damaged index fails in every process until it is removed, and damaged code would run. This
+module compiles and writes a kernel again if its file has a wrong checksum. A kernel that cannot be written to disk is
+compiled in every process.
 """
 
 import io
@@ -28,7 +28,7 @@ _reported: set[str] = set()
 
 
 def check_cache(dispatcher: Any) -> Any:
-    """Verify the checksums of a kernel's cached code, and that its sources are those of today; return the kernel."""
+    """Make the cache of a kernel reject code with a wrong checksum or from older sources; return the kernel."""
     cache = getattr(dispatcher, "_cache", None)
     file: Any = getattr(cache, "_cache_file", None)
     if _Base is not object and type(file) is _Base:
@@ -41,7 +41,7 @@ class _CheckedFile(_Base):  # type: ignore[misc]
     _function: Any  # the kernel in Python
 
     def _get_stamp(self) -> Any:
-        """Return what identifies the sources of the code; their names are complete at the first call of a kernel."""
+        """Return the stamp of the code's sources; call this only after the kernel's module has been imported."""
         return self._source_stamp, hash_sources(self._function)
 
     def save(self, key: Any, data: Any) -> None:
@@ -60,7 +60,7 @@ class _CheckedFile(_Base):  # type: ignore[misc]
             content = _checked(Path(self._index_path).read_bytes())
             version, rest = _unpickled(content)
             stamp, overloads = pickle.loads(rest) if version == self._version else (None, {})
-        except (OSError, _WrongError, AttributeError, ImportError):  # the last two: an old source's types
+        except (OSError, _WrongError, AttributeError, ImportError):  # the last two: types that older sources defined
             return {}
         return overloads if stamp == self._get_stamp() else {}
 

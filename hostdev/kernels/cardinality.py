@@ -1,7 +1,7 @@
-"""The number of distinct values and the sum of their weights, estimated in little memory.
+"""Estimates, in little memory, of the number of distinct keys and of the sum of their weights.
 
 Sources: HyperLogLog (Flajolet, Fusy, Gandouet & Meunier, 2007) and priority sampling (Duffield, Lund & Thorup, 2007).
-Summaries of several sets of values combine into the summary of their union.
+The summaries of several sets of keys can be combined into the summary of their union.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ Registers = npt.NDArray[np.uint8]
 
 _BITS = 14  # 16,384 registers: the estimate's standard error is 0.8%
 _SIZE = 1 << _BITS
-_SAMPLED = 4096  # keys: the standard error of their sum is 1.6%, for any weights
+_SAMPLED = 4096  # keys: the standard error of the estimated sum is 1.6%, for any weights
 
 
 @kernel
@@ -32,14 +32,14 @@ def _note(hashes, registers):
 
 
 def make_registers(keys: npt.NDArray[np.uint64]) -> Registers:
-    """Return the registers of keys [N], uint8 [16384]; the maximum of several combines their sets."""
+    """Return the registers, uint8 [16384], of keys [N]; the element-wise maximum of two stands for both sets."""
     registers = np.zeros(_SIZE, np.uint8)
     _note(mix64(keys), registers)
     return registers
 
 
 def estimate(registers: Registers) -> float:
-    """Estimate how many distinct keys the registers have seen, to 0.8%."""
+    """Estimate the number of distinct keys that registers were made from, with a standard error of 0.8%."""
     found = 0.7213 / (1 + 1.079 / _SIZE) * _SIZE**2 / float(np.sum(2.0 ** -registers.astype(np.float64)))
     empty = int(np.count_nonzero(registers == 0))
     if found <= 2.5 * _SIZE and empty:
@@ -48,7 +48,7 @@ def estimate(registers: Registers) -> float:
 
 
 class Sample(NamedTuple):
-    """The keys with the largest weight / u; u is uniform in (0, 1] and depends on the key alone.
+    """Up to 4097 keys, those with the largest weight / u; u is uniform in (0, 1] and depends on the key alone.
 
     Attributes:
         keys: uint64 [K], distinct.
@@ -60,7 +60,7 @@ class Sample(NamedTuple):
 
 
 def draw_sample(keys: npt.NDArray[np.uint64], weights: npt.NDArray[np.int64]) -> Sample:
-    """Return a sample of distinct keys [N] to estimate the sum of their weights [N]; weights of 0 add nothing."""
+    """Return a sample from distinct keys [N], to estimate the sum of their weights [N]; keys of weight 0 drop out."""
     there = weights > 0
     keys, weights = keys[there], weights[there]
     if len(keys) > _SAMPLED + 1:  # the smallest priority is only the threshold for the others
@@ -71,7 +71,7 @@ def draw_sample(keys: npt.NDArray[np.uint64], weights: npt.NDArray[np.int64]) ->
 
 
 def join(a: Sample, b: Sample) -> Sample:
-    """Return the sample of the union of two samples' keys; a key has the same weight in both."""
+    """Return the sample of the union of two samples' sets; a key in both must have the same weight in both."""
     if len(a.keys) > _SAMPLED:  # most of b's keys drop out, so few are left to sort
         there = _priorities(*b) >= _priorities(*a).min()
         b = Sample(b.keys[there], b.weights[there])
@@ -80,7 +80,7 @@ def join(a: Sample, b: Sample) -> Sample:
 
 
 def total(sample: Sample) -> float:
-    """Estimate the sum of all keys' weights: exact up to 4096 keys, to 1.6% beyond."""
+    """Estimate the sum of the weights of all keys; exact for up to 4096, with a standard error of 1.6% for more."""
     if len(sample.keys) <= _SAMPLED:
         return float(sample.weights.sum())
     priorities = _priorities(*sample)

@@ -1,7 +1,7 @@
 """Read-after-write hazards: the rows of a batch that an earlier, unfinished batch will still update.
 
-One byte per table row holds the tag of its last writer, small enough that lookups hit the CPU's cache. Batches are
-numbered 1, 2, 3, ...; tags repeat after 255 batches, and old ones are cleared before that.
+One byte per table row holds the tag of the last batch that claimed it, so that the CPU's cache can hold the tags.
+Batches are numbered 1, 2, 3, ...; tags repeat after 255 batches, and old ones are cleared before that.
 
 Shapes: U unique ids, V rows.
 """
@@ -25,7 +25,7 @@ _FILTER_BITS = 16
 
 
 class Late(NamedTuple):
-    """The conflicting rows of a batch: an unfinished batch will update them."""
+    """The conflicting rows of a batch: rows that an earlier, unfinished batch will update."""
 
     rows: Positions  # positions in the batch's unique ids, ascending
     owner: npt.NDArray[np.int32]  # per row, the batch whose update must precede the read
@@ -37,21 +37,21 @@ class Late(NamedTuple):
 
 
 class Claims:
-    """The last writer of each row.
+    """The last batch that writes each row.
 
     Attributes:
-        tags: uint8 [V], 0 for a row without a writer.
+        tags: uint8 [V], the tag of each row's last writer; 0 if there is none.
     """
 
     def __init__(self, rows: int) -> None:
         self.tags = np.zeros(rows, np.uint8)
         self._forgotten = 0  # the batch at which old tags were cleared last
-        self._made: deque[int] = deque()  # the batches that claimed rows since then, and the last one before
+        self._made: deque[int] = deque()  # the batches that claimed rows since then, and recent ones before
 
     def begin(self, number: int) -> None:
-        """Begin a batch; occasionally clear all tags but those of the `MOST_UNFINISHED` batches before this one.
+        """Begin a batch; once in a while, clear all tags but those of the `MOST_UNFINISHED` batches before this one.
 
-        Batches without claims, such as those of an evaluation, may lie in between.
+        Numbers may be skipped: batches of an evaluation claim no rows.
         """
         if number - self._forgotten >= MOST_UNFINISHED:
             while self._made and self._made[0] < number - MOST_UNFINISHED:
@@ -70,7 +70,7 @@ def _tag(number: int) -> int:
 
 @kernel
 def _claim(start, stop, ids, claims, tag, owner_of, late, owner, counts, piece):
-    """Write the conflicting rows from `start` on, and their number."""
+    """Claim the rows ids[start:stop]; write the conflicting ones to late[start:], and their number to counts[piece]."""
     count = np.uint64(start)
     for u in range(np.uint64(start), np.uint64(stop)):
         if u + np.uint64(_AHEAD) < np.uint64(stop):
@@ -94,14 +94,14 @@ def claim(ids: npt.NDArray[Any], claims: Claims, number: int, oldest: int, newes
 
     Args:
         ids: int32 or int64 [U], unique, each in [0, V).
-        claims: The table's last writers, updated.
-        number: Larger than in the previous call.
+        claims: The last writers of the table's rows, updated.
+        number: The batch's number, larger than in the previous call.
         oldest: The oldest unfinished batch, at most MOST_UNFINISHED before `number`.
-        newest: The newest batch to wait for; a row that a later batch will update waits for this one.
+        newest: The newest batch to wait for; the owner of a row that a later batch will update is set to it.
     """
     oldest = max(oldest, 1)
     if number - oldest > MOST_UNFINISHED:
-        raise ValueError(f"batch {number} cannot be claimed while {oldest} is unfinished")
+        raise ValueError(f"batch {number} cannot claim rows while batch {oldest}, over 100 earlier, is unfinished")
     claims.begin(number)
     owner_of = np.zeros(_TAGS + 1, np.int32)
     for earlier in range(oldest, number if newest >= oldest else oldest):
@@ -140,7 +140,7 @@ def intersect(ids: npt.NDArray[Any], others: npt.NDArray[Any], claims: Claims, n
         ids: int32 or int64 [U], unique, of the previous batch.
         others: Ids of batch `number` whose owner is the previous batch.
     """
-    maybe = np.zeros(1 << _FILTER_BITS, np.bool_)  # fits the cache, and avoids most reads of the claims
+    maybe = np.zeros(1 << _FILTER_BITS, np.bool_)  # fits the cache, and saves most reads of the tags
     out = np.empty(len(ids), np.int32)
     return out[: _intersect(ids, others, maybe, claims.tags, np.uint8(_tag(number)), out)]
 

@@ -1,4 +1,4 @@
-"""Columns of a row-major table, ids by hash, and float64 columns narrowed to float32."""
+"""Writing columns of a row-major array, hashing keys to ids, and narrowing float64 columns to float32."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def _copy(values, rows, column):
 
 
 def place_column(codes: npt.NDArray[Any], values: npt.NDArray[Any] | None, rows: npt.NDArray[Any], column: int) -> None:
-    """Write a column of rows [n, C]: values[codes] [n], or the codes themselves."""
+    """Write values[codes], or the codes [n] themselves if `values` is None, to a column of rows [n, C]."""
     if values is None:
         _copy(codes, rows, column)
     else:
@@ -33,7 +33,7 @@ def place_column(codes: npt.NDArray[Any], values: npt.NDArray[Any] | None, rows:
 
 @kernel
 def _narrow(numbers, short):
-    """Write numbers as float32; return how many are exact, up to the first that is not."""
+    """Write numbers as float32, up to the first that is not exact; return how many precede it."""
     for i in range(np.uint64(0), np.uint64(len(numbers))):
         number = numbers[i]
         short[i] = np.float32(number)
@@ -57,7 +57,7 @@ def _hash(keys, of_column, buckets, first, ids):
 def hash_keys(
     keys: npt.NDArray[np.int64], of_column: np.uint64, buckets: np.uint64, first: int
 ) -> npt.NDArray[np.int64]:
-    """Return first + `mix64`(key ^ of_column) mod buckets for each of keys [N], int64 [N]."""
+    """Return the id of each of the keys [N], int64 [N]: first + mix64(key ^ of_column) mod buckets."""
     ids = np.empty(len(keys), np.int64)
     _hash(keys, of_column, buckets, first, ids)
     return ids

@@ -11,11 +11,11 @@ from hostdev.kernels.jit import inline, kernel
 
 _GAMMA = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
-_DIGIT = 11  # bits: their counts fit the L1 cache, and a thousand numbers rarely share two digits
+_DIGIT = 11  # bits of a digit: the counts fit the L1 cache, and few numbers agree in two digits
 
 
 def mix64(x: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
-    """Scramble 64-bit counters of any shape (SplitMix64's finalizer: Steele, Lea & Flood, OOPSLA 2014)."""
+    """Scramble an array of 64-bit counters of any shape (SplitMix64's finalizer: Steele, Lea & Flood, OOPSLA 2014)."""
     z = np.asarray(x, np.uint64) + np.uint64(_GAMMA)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -23,7 +23,7 @@ def mix64(x: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
 
 
 def key64(seed: int, *names: str | int) -> int:
-    """Derive a 64-bit key from a seed and the names of its purpose; the same on every platform."""
+    """Derive a 64-bit key from a seed and names that say what it is for; it is the same on every platform."""
     text = "\0".join([str(seed), *map(str, names)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
@@ -36,7 +36,7 @@ def uniform(key: int, counters: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
 
 @inline
 def hashed(key, counter):
-    """Return `mix64` of one counter, for kernels."""
+    """Return mix64(key ^ counter) for one counter, for kernels."""
     x = uint64((uint64(key) ^ uint64(counter)) + uint64(_GAMMA))
     x = uint64((x ^ (x >> uint64(30))) * uint64(0xBF58476D1CE4E5B9))
     x = uint64((x ^ (x >> uint64(27))) * uint64(0x94D049BB133111EB))
@@ -87,7 +87,7 @@ def _sort_by_hash(key, half, order):
 
 
 def permutation(n: int, key: int) -> npt.NDArray[np.int64]:
-    """Return a random order of range(n), int64 [n]; needs 8 more bytes per number while it runs.
+    """Return a random order of range(n), int64 [n]; it takes another 8 bytes per number while it runs.
 
     Equals `np.argsort(mix64(np.arange(n, dtype=np.uint64) ^ np.uint64(key)))`; no two numbers share a hash.
     """

@@ -1,14 +1,14 @@
-"""Parser of Criteo's lines: a label, 13 integers and 26 values of 8 hexadecimal digits, tab separated."""
+"""Parser of Criteo's lines: tab-separated, a label, 13 integers and 26 values of 8 hexadecimal digits."""
 
 import numpy as np
 
 from hostdev.kernels.jit import kernel
 
-EMPTY = 1 << 32  # the key of an empty categorical, above every 32-bit value
+EMPTY = 1 << 32  # the key of an empty categorical field, above every 32-bit value
 
 _TAB, _LINE_END, _RETURN, _MINUS, _ZERO = 9, 10, 13, 45, 48
 _MOST_DIGITS = 18  # fit an int64
-HEX_DIGITS = np.full(256, 255, np.uint8)  # by character; 255 for other characters
+HEX_DIGITS = np.full(256, 255, np.uint8)  # the value of each character as a digit; 255 if it is none
 for _digits in (b"0123456789abcdef", b"0123456789ABCDEF"):
     HEX_DIGITS[np.frombuffer(_digits, np.uint8)] = np.arange(16)
 
@@ -18,15 +18,16 @@ def parse_lines(text, digits, label, numbers, keys, odd):
     """Parse the well-formed lines of a text, and locate the malformed ones.
 
     Args:
-        text: uint8 [N], complete lines; the last one may lack its line end.
-        digits: HEX_DIGITS.
-        label: uint8 [n], written; n is at least the number of lines.
-        numbers: float64 [n, D], written; NaN for empty fields.
-        keys: int64 [C, n], written; EMPTY for empty fields.
-        odd: int32 [M, 3], written: begin, end and number (from 0) of the first M malformed lines.
+        text: uint8 [N], the bytes of complete lines; only the last line may lack its line end.
+        digits: uint8 [256], HEX_DIGITS.
+        label: uint8 [n], written: the label of each well-formed line; n is at least the number of lines in the text.
+        numbers: float64 [n, D], written: the D integers of each well-formed line, NaN for an empty field.
+        keys: int64 [C, n], written: the C categorical values of each well-formed line, EMPTY for an empty field.
+        odd: int32 [M, 3], written: for each of the first M malformed lines, where it begins and where the next line
+            begins in the text, and its number from 0.
 
     Returns:
-        The numbers of well-formed lines, of all lines, and of malformed lines.
+        The number of well-formed lines, of all lines, and of malformed lines.
     """
     N, one, eight = np.uint64(len(text)), np.uint64(1), np.uint64(8)
     D, C = np.uint64(numbers.shape[1]), np.uint64(len(keys))

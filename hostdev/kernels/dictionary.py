@@ -1,7 +1,7 @@
-"""A dictionary of many keys: their numbers in order of first occurrence, and how often each occurred.
+"""A dictionary of many keys: it numbers them in order of first occurrence, and counts how often each occurs.
 
-It holds hundreds of millions of keys: 16 bytes for a key and its count, and slots of 4 bytes, at most three quarters of
-which are taken. Cache lines are prefetched some keys ahead, to overlap their latencies.
+It is made for hundreds of millions of keys: a key and its count take 16 bytes, and a slot of the hash table takes 4; at
+most three quarters of the slots are taken. Cache lines are prefetched some keys ahead, to overlap their latencies.
 """
 
 from typing import Any
@@ -14,17 +14,17 @@ from hostdev.kernels.unique import find_slot
 
 Keys = npt.NDArray[np.int64]
 
-BYTES_A_VALUE = 31  # at most: key and count with a fifth to spare, and slots of which 3/8 are taken
+BYTES_A_VALUE = 31  # at most: key and count, with a fifth unused, and slots, of which 3/8 are taken
 _EMPTY = -1
 _LEAST_BITS = 10
-_FULL, _OF = 3, 4  # slots that may be taken
+_FULL, _OF = 3, 4  # at most 3 of 4 slots are taken
 _AHEAD = 16  # keys
 _MOST_VALUES = 2**31 - 1
 
 
 @kernel
 def _add(keys, uses, start, slots, shift, known, counts, count):
-    """Count keys[start:]; stop early without room. Return (next key, number of keys)."""
+    """Count keys[start:]; stop early if a new key finds no room. Return (position of the next key, number of keys)."""
     mask, one, stop = np.uint64(len(slots) - 1), np.uint64(1), np.uint64(len(keys))
     for i in range(np.uint64(start), stop):
         ahead = i + np.uint64(_AHEAD)
@@ -81,7 +81,7 @@ def _rebuild(slots, shift, known, count):
 
 
 class Dictionary:
-    """A dictionary that grows with the distinct keys counted; several threads may call `find` at once."""
+    """A dictionary that grows with the number of distinct keys; several threads may call `find` at once."""
 
     def __init__(self) -> None:
         self._shift = 64 - _LEAST_BITS
@@ -105,7 +105,7 @@ class Dictionary:
         return self._uses[: self._count]
 
     def count(self, keys: Keys, uses: npt.NDArray[Any]) -> None:
-        """Add occurrences [N] of keys int64 [N]."""
+        """Count keys, int64 [N], each with the number of its occurrences in uses [N]."""
         done = 0
         while True:
             done, self._count = _add(keys, uses, done, self._slots, self._shift, self._keys, self._uses, self._count)
@@ -126,7 +126,7 @@ class Dictionary:
         if self._count == room:
             self._shift -= 1
             size = 2 * len(self._slots)
-            self._slots = np.empty(0, np.int32)  # free the old ones first
+            self._slots = np.empty(0, np.int32)  # free the old slots first
             self._slots = np.full(size, _EMPTY, np.int32)
             _rebuild(self._slots, self._shift, self._keys, self._count)
             room = min(size * _FULL // _OF, _MOST_VALUES)

@@ -1,4 +1,4 @@
-"""A 64-bit hash of every row of an array, to find the first differing row without keeping the rows."""
+"""64-bit hashes of an array's rows, to find the first row in which two runs differ without keeping the rows."""
 
 from typing import Any
 

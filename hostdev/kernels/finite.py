@@ -15,7 +15,7 @@ _INFINITE = np.uint32(0x7F800000)
 
 @kernel
 def _largest(start, stop, bits, found, piece):
-    """Write the largest bit pattern of the absolute values; bit patterns have the order of the values."""
+    """Write the largest bit pattern of the absolute values, which is that of the largest absolute value."""
     largest = uint32(0)
     for i in range(np.uint64(start), np.uint64(stop)):
         largest = max(largest, bits[i] & uint32(0x7FFFFFFF))
@@ -28,7 +28,7 @@ def largest(values: npt.NDArray[np.float32]) -> float:
 
 
 def largest_of_each(arrays: Sequence[npt.NDArray[np.float32]]) -> list[float]:
-    """Return `largest` of each array; the host's threads share the work."""
+    """Return `largest` for each array; the host's threads share the work."""
     tasks, parts = [], []
     for values in arrays:
         n, pieces = values.size, max(1, len(ranges(values.size, _GRAIN)))

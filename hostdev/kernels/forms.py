@@ -1,6 +1,6 @@
-"""The forms of texts: integers, decimals, truth values, dates, times, or any other text.
+"""Classification of texts by form: integers, decimals, truth values, dates, times, or any other text.
 
-N texts are their bytes end to end, uint8, and offsets int32 or int64 [N + 1] (Arrow's layout).
+N texts are given in Arrow's layout: their bytes end to end, uint8, and offsets, int32 or int64 [N + 1].
 """
 
 from typing import Any
@@ -11,16 +11,16 @@ import numpy.typing as npt
 from hostdev.kernels.jit import inline, kernel
 
 EMPTY = 0
-TEXT = 1  # none of the others
+TEXT = 1  # none of the other forms
 INTEGER = 2  # 12, -3
 NUMBER = 4  # another way to write a number: +1, .5, 1., 1e5, -0, 01.5
 LARGE_FLOAT = 5  # as Python writes floats of 2^53 and more: 9007199254740992.0, 1e+16, 1.5e+18
-TITLE, LOWER, UPPER = 6, 7, 8  # True, true, TRUE, and the same of false
+TITLE, LOWER, UPPER = 6, 7, 8  # True, true, TRUE; and False, false, FALSE
 DATE = 9  # 2024-12-31
 WHOLE = 10  # + digits after the point, 1 to 18, all 0: 1.0 is WHOLE + 1
 FRACTION = 30  # + digits after the point, 1 to 18, not all 0
 MOST_DIGITS = 18
-TIMESTAMP = 50  # + (SPACE or T, then 11 precisions, then 8 zones), see `timestamp_form`
+TIMESTAMP = 50  # + an index of separator, precision and zone, see `timestamp_form`
 PRECISIONS, ZONES = 11, 8
 TIME = TIMESTAMP + 2 * PRECISIONS * ZONES  # + precision; a time of day
 MISSING = TIME + PRECISIONS  # + an index into MISSING_WORDS, which mean a missing value among numbers
@@ -30,16 +30,17 @@ WIDEST = 20
 FORMS = PADDED + WIDEST + 1
 _WORDS = np.frombuffer(b"".join(MISSING_WORDS), np.uint8)
 _WORD_ENDS = np.cumsum([0, *map(len, MISSING_WORDS)])
-NAIVE, ZULU, UTC_COLON, UTC_PLAIN, UTC_HOUR, COLON, PLAIN, HOUR = range(ZONES)  # no zone, Z, +00:00, +0000, +00, others
+# Ways to write a time zone: none, Z, +00:00, +0000, +00, and other offsets such as +01:30, +0130, +01.
+NAIVE, ZULU, UTC_COLON, UTC_PLAIN, UTC_HOUR, COLON, PLAIN, HOUR = range(ZONES)
 
 
 def timestamp_form(is_t: bool, precision: int, zone: int) -> int:
-    """Return a timestamp's form.
+    """Return the form of a timestamp that is written in a given way.
 
     Args:
-        is_t: A T separates date and time, not a space.
-        precision: 0 for hours and minutes, 1 for seconds, 1 + n for n digits of a second.
-        zone: How the time zone is written.
+        is_t: Whether a T separates date and time, instead of a space.
+        precision: 0 for hours and minutes, 1 for seconds, 1 + n for n digits of a second's fraction.
+        zone: How the time zone is written: NAIVE, ZULU, ..., HOUR.
     """
     return TIMESTAMP + (int(is_t) * PRECISIONS + precision) * ZONES + zone
 
@@ -70,7 +71,7 @@ def _is(data, at, end, word):
 
 @kernel
 def _is_date(data, at):
-    """Return whether 10 bytes are a date."""
+    """Return whether the 10 bytes from `at` on are a date such as 2024-12-31."""
     if data[np.uint64(at + 4)] != 45 or data[np.uint64(at + 7)] != 45:
         return False
     if _two(data, at) < 0 or _two(data, at + 2) < 0:
@@ -81,7 +82,7 @@ def _is_date(data, at):
 
 @kernel
 def _time(data, at, end):
-    """Return the precision of the time of day that begins at a place, and its end; -1 if there is no time."""
+    """Return the precision of the time of day that begins at `at`, and its end; precision -1 if there is none."""
     if end - at < 5 or data[np.uint64(at + 2)] != 58:
         return -1, at
     hour, minute = _two(data, at), _two(data, at + 3)
@@ -110,7 +111,7 @@ def _time(data, at, end):
 
 @kernel
 def _zone(data, at, end):
-    """Return the zone that the rest of a text denotes, or -1."""
+    """Return how the rest of a text writes a time zone, NAIVE to HOUR; -1 if it is no time zone."""
     n = end - at
     if n == 0:
         return NAIVE
@@ -139,7 +140,7 @@ def _number(data, begin, end):
         negative = not plus
         at += 1
     first = at
-    value = np.int64(0)  # the digits before the point, bounded
+    value = np.int64(0)  # of the digits before the point, capped
     while at < end and _is_digit(data[np.uint64(at)]):
         if value < 1 << 56:
             value = value * 10 + np.int64(data[np.uint64(at)]) - 48
@@ -233,7 +234,7 @@ def _forms(offsets, data, out):
 
 
 def classify_texts(offsets: npt.NDArray[Any], data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint16]:
-    """Return the form of each text, uint16 [N], one of this module's numbers."""
+    """Return the form of each text, uint16 [N], as the constants of this module number them."""
     found = np.empty(len(offsets) - 1, np.uint16)
     _forms(offsets, data, found)
     return found

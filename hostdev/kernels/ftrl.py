@@ -1,4 +1,4 @@
-"""Sparse FTRL-Proximal on unique rows; recurrence in `core.optimizers.FTRL`, arguments in `apply`."""
+"""Sparse FTRL-Proximal on unique rows; see `core.optimizers.FTRL` for the recurrence, `apply` for the arguments."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from hostdev.kernels.rounding import get_slot, load_weights, make_scratch, prefe
 
 @kernel
 def _ftrl_sqrt(start, stop, ids, source, grads, block, row_slots, lr, l1, two_l2):
-    """Update for the usual lr_power = -0.5: n^-p is a correctly rounded square root."""
+    """Update with the usual lr_power p = -0.5: n^-p is a correctly rounded square root."""
     zero, scratch = np.float32(0), make_scratch(block)
     for i in range(np.uint64(start), np.uint64(stop)):
         prefetch_row(block, ids, i, stop)
@@ -25,7 +25,7 @@ def _ftrl_sqrt(start, stop, ids, source, grads, block, row_slots, lr, l1, two_l2
             z = linear[j] + (g - sigma * weights[j])
             sign_l1 = l1 if z > zero else -l1
             w = (sign_l1 - z) / (root / lr + two_l2)
-            weights[j] = zero if abs(z) <= l1 else w  # NaN stays visible
+            weights[j] = zero if abs(z) <= l1 else w  # if z is NaN, so is the weight
             accum[j] = n1
             linear[j] = z
         store_weights(block, row, scratch)
@@ -33,7 +33,7 @@ def _ftrl_sqrt(start, stop, ids, source, grads, block, row_slots, lr, l1, two_l2
 
 @kernel
 def _ftrl_power(start, stop, ids, source, grads, block, row_slots, lr, l1, two_l2, exponent):
-    """Update for any lr_power: the power is taken in float64 and rounded once, as math libraries differ in float32."""
+    """Update with any lr_power: powers are taken in float64 and rounded once, as math libraries differ in float32."""
     zero, scratch = np.float32(0), make_scratch(block)
     for i in range(np.uint64(start), np.uint64(stop)):
         row, grad = np.uint64(ids[i]), grads[np.uint64(source[i])]
@@ -53,7 +53,7 @@ def _ftrl_power(start, stop, ids, source, grads, block, row_slots, lr, l1, two_l
 
 
 def ftrl(lr: np.float32, l1: np.float32, two_l2: np.float32, exponent: float) -> tuple[Kernel, tuple[Any, ...]]:
-    """Return the kernel for these scalars, and the scalars it takes; two_l2 is 2 * l2, exponent is -lr_power."""
+    """Return the kernel for these scalars, and the scalars that it takes; two_l2 is 2 * l2, exponent is -lr_power."""
     if exponent == 0.5:
         return _ftrl_sqrt, (lr, l1, two_l2)
     return _ftrl_power, (lr, l1, two_l2, exponent)

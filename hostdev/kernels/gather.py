@@ -1,4 +1,4 @@
-"""The weighted row of each occurrence, on devices that share the host's memory.
+"""Gathering of each occurrence's weighted row, on devices that share the host's memory.
 
 Scaling and rounding to bfloat16 happen in the same pass; separate operations would each move all rows through memory.
 """
@@ -35,6 +35,6 @@ def gather_scaled(
         rows: float32 [U, D].
         inverse: int32 [N], each in [0, U).
         weights: float32 [N].
-        out: float32 [N, D], or uint16 [N, D] for bfloat16.
+        out: float32 [N, D], or bfloat16 as uint16 [N, D], written.
     """
     parallel_for(_scale, len(inverse), rows, inverse, weights, out, grain=_GRAIN)

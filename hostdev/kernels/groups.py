@@ -1,7 +1,7 @@
 """Checks and deduplication of a batch's ids, for all table groups at once.
 
-The ids of a group's features form one sequence, end to end. It is never built: kernels walk the features by address.
-One kernel call handles many small groups, since a call from Python takes longer than their ids.
+A group's ids are those of its features, end to end. This sequence is never built: kernels walk through the features by
+address. One kernel call handles many small groups, since a call from Python takes longer than the work on their ids.
 """
 
 import threading
@@ -26,9 +26,9 @@ Weights = npt.NDArray[np.float32]
 
 _LARGE = 1 << 16  # ids; larger groups are deduplicated in parts
 _GRAIN = 1 << 14  # ids; fewer are not worth a task
-_CHECKED, _FEW = 1 << 16, 4  # ids, features
+_CHECKED, _FEW = 1 << 16, 4  # ids, features; for more, one call checks all
 _PLACES = 1 << 18  # smaller ids are indices into an array that fits the L2 cache; larger ones are hashed
-_MOST = 2**31 - 1  # occurrences of a feature
+_MOST = 2**31 - 1  # ids of a feature in a batch
 _WIDTHS = {np.dtype(np.int32): 4, np.dtype(np.int64): 8}
 _own = threading.local()
 
@@ -38,7 +38,7 @@ class _Features(NamedTuple):
 
     addresses: npt.NDArray[np.int64]  # [F]
     widths: npt.NDArray[np.int64]  # [F], bytes of an id
-    ends: npt.NDArray[np.int64]  # [F + 1], where each feature's ids begin in the whole sequence
+    ends: npt.NDArray[np.int64]  # [F + 1], where each feature's ids begin in the ids of all features
 
 
 def _describe_features(features: Sequence[Ids]) -> _Features:
@@ -46,7 +46,7 @@ def _describe_features(features: Sequence[Ids]) -> _Features:
         if ids.dtype not in _WIDTHS:
             raise TypeError(f"ids must be int32 or int64, not {ids.dtype}")
         if ids.ndim != 1 or not ids.flags.c_contiguous:
-            raise ValueError(f"ids must be C-contiguous and have one dimension, not shape {ids.shape}")
+            raise ValueError(f"ids must be C-contiguous and have one dimension; these have the shape {ids.shape}")
     addresses = [address_of(ids) for ids in features]
     widths = [_WIDTHS[ids.dtype] for ids in features]
     ends = list(accumulate(map(len, features), initial=0))
@@ -55,7 +55,7 @@ def _describe_features(features: Sequence[Ids]) -> _Features:
 
 @kernel
 def _check(start, stop, addresses, widths, ends, limits, grain, wrong):
-    """Write to wrong[start // grain] whether one of the ids [start, stop) is outside [0, its feature's limit)."""
+    """Write to wrong[start // grain] whether any of the ids [start, stop) is outside [0, limit of its feature)."""
     f = np.searchsorted(ends, start, side="right") - 1
     outside = False
     while f < len(addresses) and ends[f] < stop:
@@ -72,10 +72,10 @@ def _check(start, stop, addresses, widths, ends, limits, grain, wrong):
 
 
 def check_groups(groups: Sequence[tuple[Sequence[Ids], int]]) -> tuple[int, int, int] | None:
-    """Return the first id outside [0, rows) of its group, as (group, feature, position), or None.
+    """Return where the first id outside its table is, as (group, feature, position); None if all are inside.
 
     Args:
-        groups: Per group, its features' ids, int32 or int64 [N_f], C-contiguous, and its number of rows.
+        groups: Per group, the ids of each feature, int32 or int64 [N_f], C-contiguous, and the number of rows.
     """
     features = [ids for group, _ in groups for ids in group]
     described = _describe_features(features)
@@ -92,7 +92,7 @@ def check_groups(groups: Sequence[tuple[Sequence[Ids], int]]) -> tuple[int, int,
 
 @kernel
 def _add_hashed(ids, slots, shift, keys, count, positions):
-    """Add ids as `IdMap.add` does; slots hold positions in `keys`, which is faster while both fit the cache."""
+    """Add ids as `IdMap.add` does; a slot holds only a position in `keys`, which is faster while both fit the cache."""
     mask, one = np.uint64(len(slots) - 1), np.uint64(1)
     for i in range(np.uint64(0), np.uint64(len(ids))):
         key = ids[i]
@@ -116,14 +116,14 @@ def _unique_small(start, stop, which, firsts, addresses, ends, keys, inverse, co
     """Deduplicate the groups which[start:stop], one after the other.
 
     Args:
-        firsts: [G + 1], each group's first feature.
-        addresses: [F], of the features.
-        ends: [F + 1], of the features.
-        keys: [N + G], written: group g's unique ids, starting g places after where its ids begin in the sequence.
-        inverse: int32 [N], written.
+        firsts: [G + 1], the number of each group's first feature.
+        addresses: [F], the address of each feature's ids.
+        ends: [F + 1], where each feature's ids begin in the ids of all features.
+        keys: [N + G], written: group g's unique ids, from item b + g on if its ids begin at item b of all ids.
+        inverse: int32 [N], written: the position of each id in its group's unique ids.
         counts: [G], written: the number of unique ids of each group.
-        places: int32, one per possible id, for groups of small ids; all -1 before and after.
-        slots: int32, for other groups; their number is a power of two and at least twice the group's ids.
+        places: int32, one item per possible id, for groups of small ids; all are -1 before and after the call.
+        slots: int32, the hash table of other groups: a power of two, and at least twice as many as a group's ids.
     """
     one = np.uint64(1)
     for w in range(np.uint64(start), np.uint64(stop)):
@@ -164,13 +164,14 @@ def _run_small(start: int, stop: int, which: npt.NDArray[np.int64], most: int, *
 
 
 def unique_groups(groups: Sequence[Sequence[Ids]]) -> list[tuple[Ids, Positions]]:
-    """Deduplicate the ids of each group: `unique` of its features' ids end to end, for all groups at once.
+    """Deduplicate the ids of each group, as `unique` does for its features' ids end to end, for all groups at once.
 
     Args:
-        groups: Per group, at least one feature: int32 or int64 [N_f], of one dtype, C-contiguous.
+        groups: Per group, the ids of at least one feature: int32 or int64 [N_f], all of one dtype, C-contiguous.
 
     Returns:
-        Per group, its unique ids [U] in order of first occurrence, and inverse int32 [N], a slice of one array.
+        Per group, its unique ids [U] in order of first occurrence, and the position in them of each id, int32 [N]. The
+        positions of all groups are slices of one array.
     """
     G, features = len(groups), [ids for group in groups for ids in group]
     described = _describe_features(features)
@@ -184,7 +185,7 @@ def unique_groups(groups: Sequence[Sequence[Ids]]) -> list[tuple[Ids, Positions]
     large: dict[int, Dedupe] = {}
     for g, (group, (begin, end)) in enumerate(zip(groups, pairwise(begins), strict=True)):
         if not group or any(ids.dtype != group[0].dtype for ids in group):
-            raise ValueError(f"group {g} must have at least one feature, and its ids one dtype")
+            raise ValueError(f"group {g} must have at least one feature, and all its ids must have one dtype")
         if end - begin < _LARGE:
             small.setdefault(group[0].dtype, []).append(g)
         else:
@@ -192,7 +193,7 @@ def unique_groups(groups: Sequence[Sequence[Ids]]) -> list[tuple[Ids, Positions]
     tasks = [task for work in large.values() for task in work.tasks()]  # longest first
     counts, keys = np.zeros(G, np.int64), {}
     for dtype, which in small.items():
-        keys[dtype] = scratch(f"unique ids {dtype.char}", (begins[-1] + G,), dtype)  # its name takes numpy 10 us
+        keys[dtype] = scratch(f"unique ids {dtype.char}", (begins[-1] + G,), dtype)  # dtype.name would take 10 us
         sizes = [begins[g + 1] - begins[g] for g in which]
         arguments = (np.array(which), max(sizes), firsts, addresses, ends, keys[dtype], inverse, counts)
         tasks += [(_run_small, start, stop, arguments) for start, stop in _shares(sizes)]
@@ -207,7 +208,7 @@ def unique_groups(groups: Sequence[Sequence[Ids]]) -> list[tuple[Ids, Positions]
 
 
 def _shares(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Return ranges of groups with about the same number of ids each, as many ranges as suit the threads."""
+    """Return ranges of groups, as many as suit the threads, that have about the same number of ids each."""
     ends = list(accumulate(sizes))
     edges = [0, *(bisect_left(ends, stop) + 1 for _, stop in ranges(ends[-1], _GRAIN)), len(sizes)]
     return [(start, stop) for start, stop in pairwise(edges) if start < stop]
@@ -220,7 +221,7 @@ def _merge(start: int, stop: int, works: Sequence[Dedupe]) -> None:
 
 @kernel
 def _offsets(lengths, offsets):
-    """Write the running sums of lengths; return the position of the first negative length, or -1, and the total."""
+    """Write where each bag begins; return the position of the first negative length, or -1, and the sum, capped."""
     total: Any = np.int64(0)
     negative: Any = np.int64(-1)
     for b in range(len(lengths)):
@@ -233,7 +234,7 @@ def _offsets(lengths, offsets):
 
 
 def offsets_of(lengths: npt.NDArray[Any]) -> Positions:
-    """Return where each bag begins, int32 [B + 1], from the bags' lengths, int32 or int64 [B].
+    """Return where each bag begins and the last one ends, int32 [B + 1], from the bags' lengths, int32 or int64 [B].
 
     Raises:
         UserError: A length is negative, or the lengths add up to more than 2**31 - 1.
@@ -241,9 +242,9 @@ def offsets_of(lengths: npt.NDArray[Any]) -> Positions:
     offsets = np.empty(len(lengths) + 1, np.int32)
     negative, total = _offsets(lengths, offsets)
     if negative >= 0:
-        raise UserError(f"the length of a bag is {lengths[negative]}, at position {negative}; it must not be negative")
+        raise UserError(f"the length of bag {negative} is {lengths[negative]}; it must be 0 or more")
     if total > _MOST:
-        raise UserError(f"the lengths of the bags add up to more than {_MOST} ids, the most that a batch may have")
+        raise UserError(f"the bag lengths add up to more than {_MOST}, the most ids per feature; use smaller batches")
     return offsets
 
 
@@ -270,22 +271,22 @@ def _copy_kept(start, stop, values, weights, offsets, padding, begins, kept_valu
 def drop_padding(
     values: Ids, lengths: Positions, padding: int, weights: Weights | None
 ) -> tuple[Ids, Positions, Weights | None]:
-    """Return values, lengths and weights without the padding id; the given arrays if it does not occur.
+    """Return values, lengths and weights without the padding id, or the given arrays if it does not occur.
 
     Args:
         values: int32 or int64 [N], the ids of all bags end to end.
-        lengths: int32 [B], ids per bag.
+        lengths: int32 [B], the number of ids of each bag.
         padding: The id to drop.
-        weights: float32 [N], or None.
+        weights: float32 [N], the weight of each id; or None.
 
     Raises:
-        UserError: As in `offsets_of`.
-        ValueError: The lengths do not add up to N.
+        UserError: A length is negative, or the lengths add up to more than 2**31 - 1.
+        ValueError: The lengths do not add up to N, or there are not N weights.
     """
     offsets = offsets_of(lengths)
     N, B = len(values), len(lengths)
     if offsets[-1] != N or (weights is not None and len(weights) != N):
-        raise ValueError(f"the lengths add up to {offsets[-1]}, but there are {N} values (and as many weights, if any)")
+        raise ValueError(f"the lengths add up to {offsets[-1]}; values ({N}) and weights, if any, must be as many")
     limits = np.iinfo(values.dtype)
     if not limits.min <= padding <= limits.max:
         return values, lengths, weights

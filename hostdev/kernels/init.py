@@ -1,7 +1,7 @@
-"""Initial rows: a weight is a pure function of (key, row, column), rounded identically on every IEEE machine.
+"""Initial rows: a weight is a pure function of (key, row, column), with equal bits on every IEEE machine.
 
-Normal numbers follow Box & Muller (1958), two per pair of columns, from 32-bit hashes. Logarithm, sine and cosine are
-the polynomials of Cephes (Moshier: logf.c, sinf.c) written out, independent of math libraries.
+Normal numbers follow Box & Muller (1958): two 32-bit hashes yield those of a pair of columns. Logarithm, sine and
+cosine are the polynomials of Cephes (Moshier: logf.c, sinf.c) written out, independent of math libraries.
 """
 
 import numpy as np
@@ -38,7 +38,7 @@ _L0, _L1, _L2, _L3, _L4, _L5, _L6, _L7, _L8 = _LOG
 _S0, _S1, _S2 = _f(-1.9515295891e-4), _f(8.3321608736e-3), _f(-1.6666654611e-1)
 _C0, _C1, _C2 = _f(2.443315711809948e-5), _f(-1.388731625493765e-3), _f(4.166664568298827e-2)
 _ROWS = 256
-_PAIRS = 640  # pairs of columns at a time; their numbers fit the L1 cache
+_PAIRS = 640  # pairs of columns at a time, whose numbers fit the L1 cache
 
 
 @inline
@@ -82,7 +82,7 @@ def _words(low, high, pair):
 
 @kernel
 def _fill_normal(start, stop, first_row, ids, key, std, block, slots):
-    """Fill several rows at a time, so that their pairs of columns fill SIMD vectors for any number of columns."""
+    """Fill several rows at a time, so that their pairs of columns fill SIMD vectors even if a row has few columns."""
     D, one = np.uint64(block.shape[2]), np.uint64(1)
     pairs = (D + one) // np.uint64(2)
     rows = max(one, np.uint64(_PAIRS) // pairs)
@@ -134,14 +134,14 @@ def fill_normal(
         key: 64 bits, from `counter.key64(seed, table name)`.
         std: The standard deviation.
         slots: float32 [S], the initial value of each slot.
-        first_row: The first row's number.
-        ids: int64 [V], the rows' numbers; None for first_row, first_row + 1, ...
+        first_row: The first row's id, if `ids` is None.
+        ids: int64 [V], the rows' ids in their table; None for first_row, first_row + 1, ...
     """
     args = (np.int64(first_row), ids, np.uint64(key), np.float32(std), block, slots)
     parallel_for(_fill_normal, len(block), *args, grain=_ROWS)
 
 
 def fill_constant(block: npt.NDArray[np.float32], weight: float, slots: npt.NDArray[np.float32]) -> None:
-    """Fill rows with one weight and constant slots; arrays are those of `fill_normal`."""
+    """Fill rows with one weight and constant slots; see `fill_normal` for the arrays."""
     values = np.concatenate([np.array([weight], np.float32), slots])
     parallel_for(_fill_constant, len(block), values, block, grain=_ROWS)

@@ -1,8 +1,8 @@
 """The numba policy: how kernels are compiled, and what their arithmetic guarantees.
 
-Every kernel is a pure function on arrays. If its first two arguments are `start, stop`, a half-open range of items,
-then different ranges never write the same memory, so any thread may run a range. A last argument `piece` is the number
-of the range.
+A kernel depends on nothing but its arguments. If the first two are `start, stop`, a half-open range of items, then
+different ranges never write the same memory, so any thread may run a range. A last argument `piece` is the number of
+the range.
 
 Indices are converted to `np.uint64` before use: numba adds wrap-around for negative signed indices, which prevents
 vectorization.
@@ -23,14 +23,15 @@ _OPTIONS: dict[str, Any] = {
     "nogil": True,  # the pool runs ranges of one kernel on several Python threads
     "fastmath": False,  # no reassociation and no contraction to FMA: each operation is rounded once
     "error_model": "numpy",  # Python's check for a zero divisor prevents vectorization
-    "boundscheck": False,  # ids are checked once, before a kernel gets them
+    "boundscheck": False,  # ids are checked once, before they are passed to a kernel
 }
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Compile `function` lazily per argument types; cached on disk next to the source or in the user's cache folder.
+    """Compile `function` when it is first called with some argument types, and cache the code on disk.
 
-    If neither folder is writable, it is compiled in every process.
+    The cache is in a folder next to the source or in the user's cache folder; if neither is writable, every process
+    compiles the function.
     """
     try:
         return check_cache(numba.njit(function, cache=True, **_OPTIONS))
@@ -44,7 +45,7 @@ def inline(function: Callable[..., Any]) -> Any:
 
 
 def _prefetch(to_write: int, locality: int) -> Any:
-    """Return an intrinsic that prefetches the line at an address; locality 3: L1 cache, 2: L2, 0: used once."""
+    """Return an intrinsic that prefetches the line at an address; locality is 3 for L1, 2 for L2, 0 for one use."""
 
     @intrinsic
     def ask(typing_context: Any, address: Any) -> Any:
@@ -83,7 +84,7 @@ def _fetch_or(typing_context: Any, address: Any, bits: Any) -> Any:
 
 
 def _load(typing_context: Any, address: Any) -> Any:
-    """Load the int64 at an address, which another thread may have written (volatile)."""
+    """Atomically load the int64 at an address, which other threads may change."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
@@ -103,7 +104,7 @@ _ask_to_read_once = _prefetch(0, 0)
 
 @inline
 def prefetch_to_write(array, row, nbytes):
-    """Prefetch the first `nbytes` of array[row] for writing; row need not be in range."""
+    """Prefetch the first `nbytes` of array[row] for writing; the row need not exist."""
     address = array.ctypes.data + np.int64(row) * np.int64(array.strides[0])
     for offset in range(0, nbytes, 64):
         _ask_to_write(address + offset)
@@ -111,7 +112,7 @@ def prefetch_to_write(array, row, nbytes):
 
 @inline
 def prefetch_to_read(array, row, nbytes):
-    """Prefetch the first `nbytes` of array[row] into the L2 cache; row need not be in range."""
+    """Prefetch the first `nbytes` of array[row] into the L2 cache; the row need not exist."""
     address = array.ctypes.data + np.int64(row) * np.int64(array.strides[0])
     for offset in range(0, nbytes, 64):
         _ask_to_read(address + offset)
@@ -139,7 +140,7 @@ _pointer: Any = intrinsic(_as_pointer)
 
 @kernel
 def address_of(array):
-    """Return the address of an array, in a fifth of numpy's time."""
+    """Return the address of an array, in a fifth of the time of numpy's `array.ctypes.data`."""
     return array.ctypes.data
 
 
@@ -151,9 +152,9 @@ def array_at(address, n, dtype):
 
 @inline
 def prefetch_update(block, ids, i, stop):
-    """Prefetch the row that the update of item i + 8 of [.., stop) will write.
+    """Prefetch the row block[ids[i + 8]], which an update loop that ends at `stop` will write, if i + 8 is below it.
 
-    It prefetches into the L2 cache for reading: more such requests can be in flight than prefetches for writing.
+    The prefetch is one for reading, into the L2 cache: more of these can be in flight than of those for writing.
     """
     ahead = i + np.uint64(8)
     if ahead < np.uint64(stop):

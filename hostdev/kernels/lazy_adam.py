@@ -1,4 +1,4 @@
-"""Lazy Adam on unique rows; recurrence in `core.optimizers.LazyAdam`, arguments in `apply`."""
+"""Lazy Adam on unique rows; see `core.optimizers.LazyAdam` for the recurrence, `apply` for the arguments."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Lookup and storage of a table's rows by id, and the range check of ids.
+"""Reading and overwriting a table's rows by id, and the range check of ids.
 
 Shapes: V rows of the table, D its dimension, S its optimizer slots, N ids.
 """
@@ -34,7 +34,7 @@ def _lookup_into(start, stop, ids, positions, block, out):
         ahead = i + np.uint64(_AHEAD)
         if ahead < np.uint64(stop):
             prefetch_to_read(block, ids[ahead], block.shape[2] * block.itemsize)
-            prefetch_to_write(out, positions[ahead], out.strides[0])  # hardware prefetches only sequential rows
+            prefetch_to_write(out, positions[ahead], out.strides[0])  # the hardware prefetches sequential rows only
         weights, row = block[np.uint64(ids[i]), 0], out[np.uint64(positions[i])]
         for j in range(len(row)):
             row[j] = as_stored(row, to_float32(weights[j]))
@@ -72,8 +72,8 @@ def lookup(
     Args:
         block: float32 [V, 1 + S, D], weights and slots side by side; or bfloat16 [V, 1, D].
         ids: int32 or int64 [N], each in [0, V) (see `first_outside`).
-        out: float32 [N, D], or [any, D].
-        positions: int32 [N], distinct rows of `out`.
+        out: float32 [N, D], written; with `positions`, [any, D].
+        positions: int32 [N], distinct: the row of `out` for each id.
     """
     run_tasks(lookup_tasks(block, ids, out, positions))
 
@@ -102,8 +102,8 @@ def store(
     Args:
         rows: float32 [V, width].
         ids: int32 or int64 [N], unique, each in [0, V).
-        values: float32 [N, width], or [any, width].
-        positions: int32 [N].
+        values: float32 [N, width]; with `positions`, [any, width].
+        positions: int32 [N], the row of `values` for each id.
     """
     run_tasks(store_tasks(rows, ids, values, positions))
 

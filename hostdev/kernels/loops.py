@@ -1,7 +1,7 @@
-"""Work that threads share: ranges of a kernel in native code, and Python calls.
+"""Work that threads share: a kernel's ranges, run by native code, and Python calls.
 
-A kernel is compiled into a loop that claims its next range by an atomic addition, so that a thread needs the
-interpreter's lock once for many ranges.
+A kernel is compiled into a loop that takes its next range by an atomic addition, so that a thread needs the
+interpreter's lock only once for many ranges.
 """
 
 import threading
@@ -30,7 +30,7 @@ def loop(begun, halt, most, n, grain, grains, pieces{args}):
     return done
 """
 _WORDS, _AT = 16, 8  # the word that all threads write has its own cache line
-_VISIT_NS = 5_000_000  # the main thread's time in native code: Ctrl-C waits for about two of these, or one range
+_VISIT_NS = 5_000_000  # the main thread's time in native code; Ctrl-C waits for about twice this, or one range
 
 
 def is_kernel(function: Any) -> bool:
@@ -41,13 +41,16 @@ def is_kernel(function: Any) -> bool:
 def make_loop(work: Any) -> Any:
     """Return the loop over a kernel's ranges: `loop(begun, halt, most, n, grain, grains, pieces, *args)`.
 
-    It returns how many ranges it ran; threads that call it with the same `begun` share them.
+    The loop returns the number of ranges that it ran. Threads that call it with the same `begun` share the ranges.
 
     Args of the loop:
-        begun: Address of an int64, initially 0, to which each range adds 1 when it begins.
-        halt: Address of an int64; if it is not 0, no range begins.
-        most: Maximum number of ranges to run.
-        n, grain, pieces: As in `edges`; `grains` is the number of grains.
+        begun: Address of an int64, initially 0, to which a thread adds 1 when it begins a range.
+        halt: Address of an int64; while it is not 0, no range begins.
+        most: Maximum number of ranges that this call runs.
+        n: The number of items.
+        grain: Ranges begin at multiples of this number of items.
+        grains: The number of grains in n items, rounded up.
+        pieces: The number of ranges.
         args: The kernel's arguments after start and stop, without `piece`, the range's number.
 
     The kernel is compiled into the loop, and the loop is cached in place of the kernel.
@@ -62,7 +65,7 @@ def make_loop(work: Any) -> Any:
         begin = "\n" * (code.co_firstlineno - 2)  # numba reads a function's source at its line to cache it
         text = begin + _LOOP.format(args=args, number=", at" if numbered else "")
         given = {"work": inline(function), "fetch_add": fetch_add, "load": load}
-        exec(compile(text, code.co_filename, "exec"), given)  # cached next to it
+        exec(compile(text, code.co_filename, "exec"), given)  # cached next to the kernel's file
         made: Any = given["loop"]
         made.__module__, made.__qualname__ = function.__module__, f"{function.__qualname__}.loop"
         loop = work.loop = kernel(made)
@@ -70,7 +73,7 @@ def make_loop(work: Any) -> Any:
 
 
 def edges(n: int, grain: int, pieces: int) -> list[int]:
-    """Return where ranges that cover range(n) begin, and where the last one ends: multiples of `grain`, and n."""
+    """Return where each of `pieces` ranges over n items begins, at multiples of `grain`, and where the last ends."""
     grains = -(-n // grain)
     return [min(n, grains * at // pieces * grain) for at in range(pieces + 1)]
 
@@ -90,7 +93,7 @@ class Loop:
     """A kernel's ranges, begun in order by any number of threads.
 
     Args:
-        times: Receives the begin and end, in nanoseconds, of each thread's run of ranges.
+        times: Receives the begin and end, in nanoseconds, of each run of ranges by a thread; None: not recorded.
     """
 
     def __init__(self, work: Any, n: int, grain: int, pieces: int, args: tuple[Any, ...], times: Times | None) -> None:
@@ -99,11 +102,11 @@ class Loop:
         self._begun = np.zeros(_WORDS, np.int64)
 
     def is_left(self) -> bool:
-        """Return whether ranges remain to begin."""
+        """Return whether there are ranges that have not begun."""
         return bool(self._begun[_AT] < self.pieces)
 
     def drop(self) -> None:
-        """Begin no more ranges."""
+        """Prevent further ranges from beginning."""
         self._begun[_AT] = self.pieces
 
     def work(self, halt: Flag) -> None:
@@ -136,11 +139,11 @@ class Calls:
         return len(self._calls)
 
     def is_left(self) -> bool:
-        """Return whether calls remain to begin."""
+        """Return whether there are calls that have not begun."""
         return bool(self._calls)
 
     def drop(self) -> None:
-        """Begin no more calls."""
+        """Prevent further calls from beginning."""
         self._calls.clear()
 
     def work(self, halt: Flag) -> None:

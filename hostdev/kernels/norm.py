@@ -1,8 +1,8 @@
 """The sum of squares of a table's weights, in an order that any number of threads and an accelerator can reproduce.
 
-Everything is computed in float64, in which the square of a float32 is exact. Rows are taken in parts of 4096; the last
-part is padded with zeros. Within a part, each column is folded in halves, x[i] + x[i + half] for half = 2048, 1024,
-..., 1, which leaves a sum per part and column, [P, D]. The total is numpy's sum over these in C order.
+Everything is computed in float64, in which the square of a float32 is exact. The rows are split into P parts of 4096;
+the last part is padded with zeros. Within a part, each column is folded in halves, x[i] + x[i + half] for half = 2048,
+1024, ..., 1, which leaves one sum per part and column, [P, D]. The total is numpy's sum over these in C order.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ def _square(block, row, j):
 
 @kernel
 def _fold(block, first, x, out):
-    """Fold the rows first .. first + 4095 into out [D]; x [512, D] is scratch."""
+    """Write the sums of squares of the rows first .. first + 4095 to out [D]; x [512, D] is scratch memory."""
     D = block.shape[2]
     first, eighth = np.uint64(first), np.uint64(_EIGHTH)
     for i in range(eighth):  # three folds at once
@@ -74,7 +74,7 @@ def partial_squares(block: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
 
 
 def total(sums: npt.NDArray[np.float64]) -> float:
-    """Return the sum of all parts' sums [P, D]: numpy's, over the array in C order on the host."""
+    """Return the sum of all parts' sums [P, D], as numpy adds up an array in C order on the host."""
     return float(np.ascontiguousarray(sums).sum())
 
 

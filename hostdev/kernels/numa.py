@@ -1,9 +1,9 @@
 """Interleaving of a large table's pages over the memory nodes of a NUMA machine.
 
-By default, a page lies on the node of the thread that writes it first. All threads read and update random rows, so each
-node's memory should serve its share. This module calls Linux's mbind by its number, without a library. It does nothing
-if this process's CPUs belong to one node, if a policy is already set (numactl), on other systems, or if the call is not
-permitted, as in some containers.
+By default, a page lies on the node of the thread that writes it first. All threads read and update random rows, so all
+nodes should share the load. This module calls Linux's mbind by its system-call number, without a library. It does
+nothing if this process's CPUs belong to one node, if a policy is already set (numactl), on other systems, or if the
+call is not permitted, as in some containers.
 
 The benefit has not been measured: no machine with several nodes was available.
 """
@@ -27,7 +27,7 @@ _layout = ""
 
 
 def interleave(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the array, with its pages interleaved over all nodes if it has 16 MiB or more; call before writing."""
+    """Interleave an array's pages over all nodes if it has 16 MiB or more; return it. Call this before any write."""
     global _layout
     found = nodes()
     if len(found) < 2 or array.nbytes < _LEAST_BYTES:
@@ -38,7 +38,7 @@ def interleave(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def in_words() -> str:
-    """Return text that says how the memory of large tables is placed; "" if no table was large or there is one node."""
+    """Describe on which nodes the memory of large tables is; "" if no table was large or there is only one node."""
     return _layout
 
 
@@ -58,7 +58,7 @@ def bind(array: npt.NDArray[Any], found: list[int]) -> str:
     """Interleave the whole pages of an array over these nodes; return why that failed, or ""."""
     numbers = _NUMBERS.get(platform.machine())
     if numbers is None:
-        return f"unknown system call on {platform.machine()}"
+        return f"mbind's system-call number is not known on {platform.machine()}"
     mbind, get_mempolicy = numbers
     mode = ctypes.c_int()
     error = _call(get_mempolicy, ctypes.byref(mode), None, 0, None, 0)
@@ -84,7 +84,7 @@ def _call(number: int, *args: Any) -> int:
 
 
 def _numbers(path: Path) -> set[int]:
-    """Return the numbers in a file with a list such as 0-3,8."""
+    """Return the numbers that a file lists in a form such as 0-3,8."""
     found: set[int] = set()
     for part in path.read_text().strip().split(","):
         if part:

@@ -1,6 +1,6 @@
-"""Gathering of rows and lists from chunked arrays, such as the record batches of files.
+"""Gathering of rows and lists from arrays in chunks, such as the record batches of files.
 
-A place encodes the number of a row's chunk and the row within it in one int64.
+A "place" is an int64 that says where a row is: the number of its chunk, and in the low 40 bits its number in the chunk.
 
 Shapes: P chunks with R rows in total, n places, D columns.
 """
@@ -17,20 +17,20 @@ from hostdev.kernels.pool import Task, get_grain, parallel_for, tasks_over
 Places = npt.NDArray[np.int64]
 Addresses = npt.NDArray[np.int64]
 
-_ROW_BITS = 40  # low bits of a place
+_ROW_BITS = 40  # low bits of a place, which hold the row
 _AHEAD = 8  # rows
 _GRAIN = 4096  # places per range
 
 
 def get_addresses(pieces: Sequence[npt.NDArray[Any]]) -> Addresses:
-    """Return the addresses of C-contiguous arrays, int64 [P]; the caller keeps them alive."""
+    """Return the addresses of P C-contiguous arrays, int64 [P]; the caller keeps the arrays alive."""
     assert all(piece.flags.c_contiguous for piece in pieces)
     return np.array([piece.ctypes.data for piece in pieces], np.int64)
 
 
 @inline
 def _at(addresses, place, nbytes):
-    """Return the address of the item at a place; each row has `nbytes`."""
+    """Return the address of the row at a place; rows have `nbytes` each."""
     piece, row = place >> np.int64(_ROW_BITS), place & np.int64((1 << _ROW_BITS) - 1)
     return addresses[np.uint64(piece)] + row * np.int64(nbytes)
 
@@ -50,7 +50,7 @@ def _locate(start, stop, rows, first, places):
 
 
 def places_of(rows: npt.NDArray[np.int64], first: npt.NDArray[np.int64]) -> Places:
-    """Return the places of rows, int64 [n]; may return `rows` itself.
+    """Return the places of rows, int64 [n]; with one chunk, `rows` itself.
 
     Args:
         rows: int64 [n], each in [0, R), counted over the concatenated chunks.
@@ -81,8 +81,8 @@ def take_tasks(places: Places, addresses: Addresses, out: npt.NDArray[Any]) -> l
 
     Args:
         places: int64 [n].
-        addresses: int64 [P], of chunks [any, D] with the dtype of `out`.
-        out: [n, D], C-contiguous.
+        addresses: int64 [P], the address of each chunk, [any, D] with the dtype of `out`.
+        out: [n, D], C-contiguous, written.
     """
     return tasks_over(_take, len(places), places, addresses, out, grain=get_grain(out.strides[0]))
 
@@ -107,11 +107,11 @@ def _take_lists(start, stop, places, offsets, values, begins, out):
 
 
 def length_tasks(places: Places, offsets: Addresses, lengths: npt.NDArray[np.int32]) -> list[Task]:
-    """Return tasks that write the lengths of lists.
+    """Return tasks that write the length of the list at each place.
 
     Args:
         places: int64 [n].
-        offsets: int64 [P], addresses of int64 [rows of the chunk + 1], where each list begins in its chunk's values.
+        offsets: int64 [P], per chunk the address of int64 [its rows + 1], where each list begins in the chunk's values.
         lengths: int32 [n], written.
     """
     return tasks_over(_measure, len(places), places, offsets, lengths, grain=_GRAIN)
@@ -120,13 +120,14 @@ def length_tasks(places: Places, offsets: Addresses, lengths: npt.NDArray[np.int
 def list_tasks(
     places: Places, offsets: Addresses, values: Addresses, begins: npt.NDArray[np.int64], out: npt.NDArray[Any]
 ) -> list[Task]:
-    """Return tasks that copy the i-th list to out[begins[i] : begins[i + 1]].
+    """Return tasks that copy the list at places[i] to out[begins[i] : begins[i + 1]].
 
     Args:
         places: int64 [n].
         offsets: As for `length_tasks`.
-        values: int64 [P], addresses of each chunk's values, with the dtype of `out`.
-        begins: int64 [n + 1], cumulative lengths.
+        values: int64 [P], the address of each chunk's values, which have the dtype of `out`.
+        begins: int64 [n + 1], the running sums of the lists' lengths.
+        out: The values of all lists, written.
     """
     n = len(places)
     mean = (int(begins[-1]) - int(begins[0])) * out.itemsize // max(1, n)

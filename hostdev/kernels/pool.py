@@ -1,8 +1,8 @@
 """The host's thread pool: runs a kernel over ranges of its items on Python threads.
 
-Kernels release the GIL, so plain threads suffice: no OpenMP runtime is needed and several threads may call at once. A
-caller never waits for a busy pool, since it works on its own ranges. The cost of a call does not grow with the number
-of threads: native code hands out the ranges, and each helper wakes the next ones while work remains.
+Kernels release the GIL, so plain threads suffice: no OpenMP runtime is needed, and several threads may use the pool at
+once. A caller never waits for a busy pool, since it works on its own ranges. The cost of a call does not grow with the
+number of threads: native code hands out the ranges, and each helper wakes further helpers while work remains.
 """
 
 import atexit
@@ -22,7 +22,7 @@ Kernel = Callable[..., Any]
 
 
 class KernelTask(NamedTuple):
-    """A kernel over range(n) in `pieces` ranges; arguments are those of `loops.Loop`."""
+    """A kernel to be run over n items in `pieces` ranges; see `loops.make_loop` for the fields."""
 
     kernel: Kernel
     n: int
@@ -34,12 +34,12 @@ class KernelTask(NamedTuple):
 
 Task = Call | KernelTask
 
-_RANGES_PER_THREAD = 4  # evens out threads that the operating system slows down
-_RANGE_BYTES, _LINE = 1 << 18, 64  # 20 to 30 microseconds; a scattered row costs at least a line
+_RANGES_PER_THREAD = 4  # compensates for threads that the operating system slows down
+_RANGE_BYTES, _LINE = 1 << 18, 64  # 20 to 30 microseconds; a scattered row costs at least a cache line
 _MOST_GRAINS = 16  # per range: urgent callers wait about half a millisecond at most
-_MAX_RANGE_BITS = 18  # bounds the wait of Ctrl-C
+_MAX_RANGE_BITS = 18  # log2 of the most items of a range; bounds the wait of Ctrl-C
 _WAKES = 2  # helpers that each participating thread wakes
-_LONGEST_JOIN = 1.0  # seconds to wait for helpers at work when the interpreter exits
+_LONGEST_JOIN = 1.0  # seconds to wait for busy helpers when the interpreter exits
 _NEVER = Flag()
 
 _queue: SimpleQueue["_Job | None"] = SimpleQueue()
@@ -57,7 +57,7 @@ _threads = _available_cpus()
 
 
 def set_host_threads(n: int) -> None:
-    """Set how many threads a host kernel uses, including the calling one. Results do not depend on it."""
+    """Set how many threads a host kernel uses, including the caller's. Results do not depend on the number."""
     global _threads
     if n < 1:
         raise ValueError(f"host threads must be at least 1, not {n}")
@@ -93,14 +93,14 @@ class _Job:
             part.drop()
 
     def wake(self) -> None:
-        """Wake the next helpers, each of which wakes more: no thread has to wake all, and none wakes without work."""
+        """Wake a few helpers, each of which wakes more: no thread has to wake all, and none is woken without work."""
         with self._changed:
             for _ in range(min(_WAKES, self._asleep)):
                 self._asleep -= 1
                 _queue.put(self)
 
     def help(self) -> None:
-        """Work in a helper's thread, unless the job has ended."""
+        """Work on the job in a helper's thread, unless the job has ended."""
         counted = False
 
         def done() -> None:
@@ -134,9 +134,9 @@ class _Job:
                     return
 
     def end(self) -> None:
-        """Drop tasks that have not begun; despite interrupts, wait for the helpers, which write the caller's memory.
+        """Drop tasks that have not begun; wait, even if interrupted, for the helpers, which write the caller's memory.
 
-        Then the job drops its arrays; otherwise a late helper would hold and free them.
+        The job then drops its arrays; otherwise a late helper would hold and free them.
         """
 
         def wait() -> None:
@@ -149,7 +149,7 @@ class _Job:
         uninterruptible(wait)
 
     def raise_error(self) -> None:
-        """Raise the error that ended the job; it is not kept, since its frames hold arrays."""
+        """Raise the error that ended the job, if any; the job does not keep it, since its frames hold arrays."""
         if self.error is not None:
             try:
                 raise self.error
@@ -158,10 +158,10 @@ class _Job:
 
 
 class _Urgent:
-    """The callers in an urgent section, and their job that others help with.
+    """The urgent sections that are open, and the job with which other threads help them.
 
     Attributes:
-        callers: The number of callers.
+        callers: The number of threads in an urgent section.
     """
 
     def __init__(self) -> None:
@@ -170,7 +170,7 @@ class _Urgent:
         self.changed = threading.Condition()
 
     def give_way(self) -> None:
-        """Work for urgent callers until there are none."""
+        """Help urgent callers until there are none."""
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: not self.callers or (self.job is not None and self.job.is_left()))
@@ -191,7 +191,7 @@ _this = threading.local()
 
 @contextmanager
 def urgent() -> Iterator[None]:
-    """Give this thread's kernels priority: other threads begin no task until the section ends."""
+    """Give this thread's kernels priority: until the block ends, other threads begin no tasks of their own."""
     counted = False
 
     def leave() -> None:
@@ -230,7 +230,7 @@ def _ensure_workers(n: int) -> None:
 
 @atexit.register
 def _end() -> None:
-    """End the helpers before the interpreter exits: freeing a tensor during exit aborts the process.
+    """End the helpers before the interpreter exits: a helper that frees a tensor during exit aborts the process.
 
     Later calls run without helpers.
     """
@@ -254,14 +254,14 @@ if hasattr(os, "register_at_fork"):
 
 
 def get_grain(nbytes: int) -> int:
-    """Return how many rows of `nbytes` make a range whose work outweighs the cost of handing it to a thread."""
+    """Return how many rows of `nbytes` each are enough work to outweigh the cost of handing a range to a thread."""
     return max(1, _RANGE_BYTES // max(nbytes, _LINE))
 
 
 def ranges(n: int, grain: int = 1) -> list[tuple[int, int]]:
     """Return half-open ranges that cover range(n), as many as suit the threads.
 
-    Ranges begin at multiples of `grain`; less than two grains stay in one range.
+    Ranges begin at multiples of `grain`, so n up to `grain` gives one range.
     """
     return list(itertools.pairwise(edges(n, grain, _pieces(n, grain)))) if n > 0 else []
 
@@ -273,10 +273,10 @@ def _pieces(n: int, grain: int) -> int:
 
 
 def run_tasks(tasks: Sequence[Task]) -> None:
-    """Call `kernel(start, stop, *args)` for each task (kernel, start, stop, args) and each KernelTask, and wait.
+    """Call `kernel(start, stop, *args)` for each task (kernel, start, stop, args) and each range of a KernelTask; wait.
 
     Tasks begin in the given order and may run at once, so they must write different memory. A task's exception, or the
-    caller's interruption, is raised when all tasks that have begun end: no task writes afterwards.
+    caller's interruption, is raised once all tasks that have begun have ended: no task writes afterwards.
     """
     parts: list[Loop | Calls] = []
     for task in tasks:
@@ -311,7 +311,7 @@ def tasks_over(kernel: Kernel, n: int, *args: Any, grain: int = 1) -> list[Task]
 
 
 def timed(task: Task, times: Times) -> Task:
-    """Return a task that adds its begin and end, in nanoseconds, to `times`; a kernel task adds several spans."""
+    """Return a task that also adds its (begin, end), in nanoseconds, to `times`; a KernelTask adds one pair per run."""
     if isinstance(task, KernelTask):
         return task._replace(times=times)
     kernel, start, stop, args = task
@@ -325,8 +325,8 @@ def _timed(start: int, stop: int, times: Times, kernel: Kernel, args: tuple[Any,
 
 
 def parallel_for(kernel: Kernel, n: int, *args: Any, grain: int = 1) -> None:
-    """Call `kernel(start, stop, *args)` over `ranges(n, grain)`, in any order, and wait.
+    """Call `kernel(start, stop, *args)` for each of `ranges(n, grain)`, in any order, and wait.
 
-    The kernel writes only memory of its own range.
+    Each call must write only memory that belongs to its range.
     """
     run_tasks(tasks_over(kernel, n, *args, grain=grain))

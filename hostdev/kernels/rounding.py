@@ -1,14 +1,14 @@
 """bfloat16 weights: stochastic rounding by counter-based random numbers, and access to rows for optimizers.
 
-A new weight between two bfloat16 numbers becomes the upper or the lower one, with probabilities that preserve the mean.
+A new weight between two bfloat16 numbers becomes the upper or the lower, with probabilities that preserve the mean.
 Steps far smaller than the gap are therefore not lost. bits(rounded) = (bits(x) + r) with the low 16 bits cleared, r in
 [0, 2^16). Exact values are unchanged, including infinities; NaN becomes the quiet NaN. Sources: Gupta et al., "Deep
 Learning with Limited Numerical Precision", ICML 2015; Zamirai et al., "Revisiting BFloat16 Training", 2020.
 
-r is a pure function of (key of the table's step, row id, column): half of a 32-bit hash per pair of columns. It does
-not depend on threads, order, rank or the row's address.
+r is a pure function of (key of the table's step, row id, column): a pair of columns shares a 32-bit hash, half each. It
+does not depend on threads, order, rank or the row's address.
 
-Shapes: V rows of the table, D its dimension, S its optimizer slots of D values, R of one value.
+Shapes: V rows of the table, D its dimension, S its optimizer slots of D values.
 """
 
 import functools
@@ -29,7 +29,7 @@ Ids = npt.NDArray[Any]
 Rows = npt.NDArray[np.float32]
 Bfloat16 = npt.NDArray[np.uint16]
 
-WEYL = 0x9E3779B9  # distance of the counters of adjacent pairs of columns
+WEYL = 0x9E3779B9  # difference between the counters of adjacent pairs of columns
 _AHEAD = 8  # rows
 
 
@@ -39,11 +39,11 @@ class Bfloat16Rows(NamedTuple):
     Attributes:
         weights: bfloat16 [V, D].
         slots: float32 [V, S, D].
-        steps: From `steps_of`.
-        key: 64 bits, of the table's step.
-        first: Position of the first row among all `total` rows, if ids are local rows of a rank.
-        inverse: As in `shards.id_at`; 0 if ids are the table's.
-        total: Rows of the whole table.
+        steps: The counters of the pairs of columns, from `steps_of`.
+        key: The key of the table's step, 64 bits.
+        first: The position (see `shards`) of the first row, if these are the rows of one rank; else 0.
+        inverse: From `shards.get_inverse`, to get ids from positions; 0 if row numbers are ids.
+        total: The number of rows of the whole table.
     """
 
     weights: Bfloat16
@@ -56,20 +56,20 @@ class Bfloat16Rows(NamedTuple):
 
     @classmethod
     def of(cls, weights: Bfloat16, slots: Rows, key: int, where: tuple[int, int, int]) -> "Bfloat16Rows":
-        """Return the rows of a table at a step; where = (first, inverse, total)."""
+        """Return a table's rows for the step of `key`; `where` is (first, inverse, total)."""
         first, inverse, total = map(np.uint64, where)
         return cls(weights, slots, steps_of(weights.shape[1]), np.uint64(key), first, inverse, total)
 
 
 @functools.cache
 def steps_of(dim: int) -> npt.NDArray[np.uint32]:
-    """Return the counter of each pair of columns, [ceil(D / 2)]."""
+    """Return the counter of each pair of columns, uint32 [ceil(D / 2)]."""
     return np.arange((dim + 1) // 2, dtype=np.uint32) * np.uint32(WEYL)
 
 
 @inline
 def _draw(key, row_id, steps, words):
-    """Fill words uint32 [ceil(D / 2)] with a row's random numbers; the low half is the even column's."""
+    """Fill words, uint32 [ceil(D / 2)], with a row's random numbers; the low 16 bits are for the even column."""
     word = hashed(key, row_id)
     low, high = uint32(word), uint32(word >> uint64(32))
     for pair in range(np.uint64(len(words))):
@@ -78,7 +78,7 @@ def _draw(key, row_id, steps, words):
 
 @inline
 def _rounded_bits(bits, r):
-    """Return the 16 bits to which r rounds the float32 with these bits."""
+    """Return the bfloat16 bits to which the random number r rounds the float32 with the given bits."""
     kept = uint32(uint32(bits + uint32(r)) >> uint32(16))
     return uint16(0x7FC0) if (bits & uint32(0x7FFFFFFF)) > uint32(0x7F800000) else uint16(kept)
 
@@ -110,20 +110,23 @@ def _round_into(start, stop, first_row, ids, key, steps, values, out):
 
 
 def round_rows(block: Rows, ids: Ids, row_ids: Ids, key: int) -> None:
-    """Round the weights of rows in place, in float32.
+    """Round the weights of rows to bfloat16 numbers in place; they remain float32.
 
     Args:
         block: float32 [any, 1 + S, D], C-contiguous.
-        ids: int32 or int64 [U], unique, rows of the block.
+        ids: int32 or int64 [U], unique: the block's rows to round.
         row_ids: int32 or int64 [U], the ids of these rows in their table.
-        key: 64 bits, of the table's step.
+        key: The key of the table's step, 64 bits.
     """
     args = ids, row_ids, np.uint64(key), steps_of(block.shape[2]), block
     parallel_for(_round_rows, len(ids), *args, grain=get_grain(block.strides[0]))
 
 
 def round_into(values: Rows, out: Bfloat16, key: int, *, first_row: int = 0, ids: Ids | None = None) -> None:
-    """Round weights float32 [N, 1, D] of the rows `ids`, int64 [N], or first_row, ... into bfloat16 [N, D]."""
+    """Round weights, float32 [N, 1, D], into out, bfloat16 [N, D].
+
+    The rows' ids are `ids`, int64 [N], or first_row, first_row + 1, ... if it is None.
+    """
     args = np.int64(first_row), ids, np.uint64(key), steps_of(out.shape[1]), values, out
     parallel_for(_round_into, len(values), *args, grain=get_grain(values.strides[0]))
 
@@ -150,27 +153,27 @@ def _are_bfloat16(block):
 
 
 def make_scratch(block: Any) -> Any:
-    """Return the scratch memory that `load_weights` needs for a range of rows, in a kernel."""
+    """Return, in a kernel, the scratch memory that `load_weights` needs for a range of rows."""
     raise NotImplementedError("compiled only")
 
 
 def load_weights(block: Any, row: Any, scratch: Any) -> Any:
-    """Return the weights of a row, float32 [D], to be changed: the row itself, or a copy for `store_weights`."""
+    """Return the weights of a row, float32 [D], for changes: the row itself, or a copy that `store_weights` stores."""
     raise NotImplementedError("compiled only")
 
 
 def get_slot(block: Any, row: Any, number: Any) -> Any:
-    """Return an optimizer slot of a row, float32 [D], to be changed in place."""
+    """Return an optimizer slot of a row, float32 [D], for changes in place."""
     raise NotImplementedError("compiled only")
 
 
 def store_weights(block: Any, row: Any, scratch: Any) -> None:
-    """Store the changed weights of a row."""
+    """Store the weights of a row that were changed in what `load_weights` returned."""
     raise NotImplementedError("compiled only")
 
 
 def prefetch_row(block: Any, ids: Any, i: Any, stop: Any) -> None:
-    """Prefetch the row that the update of item i + 8 of [.., stop) will write."""
+    """Prefetch the row ids[i + 8], which an update loop that ends at `stop` will write, if i + 8 is below it."""
     raise NotImplementedError("compiled only")
 
 
@@ -276,25 +279,25 @@ def _write(start, stop, ids, positions, weights, slots, values):
 def read_tasks(
     weights: Bfloat16, slots: Rows, ids: Ids, out: Rows, positions: npt.NDArray[np.int32] | None = None
 ) -> list[Task]:
-    """Return tasks that copy rows with their slots: out[i], or out[positions[i]], is the row ids[i].
+    """Return tasks that copy rows with their slots: out[i], or out[positions[i]], becomes the row ids[i].
 
     Args:
         weights: bfloat16 [V, D].
         slots: float32 [V, S, D].
         ids: int32 or int64 [N].
-        out: float32 [N, 1 + S, D], or [any, 1 + S, D].
-        positions: int32 [N].
+        out: float32 [N, 1 + S, D], written; with `positions`, [any, 1 + S, D].
+        positions: int32 [N], the row of `out` for each id.
     """
     return tasks_over(_read, len(ids), ids, positions, weights, slots, out, grain=get_grain(out.strides[0]))
 
 
 def read_here(weights: Bfloat16, slots: Rows, ids: Ids, out: Rows) -> None:
-    """Do the work of `read_tasks` in this thread."""
+    """Copy rows with their slots as the tasks of `read_tasks` do, in this thread."""
     _read(0, len(ids), ids, None, weights, slots, out)
 
 
 def write_tasks(
     weights: Bfloat16, slots: Rows, ids: Ids, values: Rows, positions: npt.NDArray[np.int32] | None = None
 ) -> list[Task]:
-    """Return tasks that overwrite rows with values that bfloat16 can represent: the reverse of `read_tasks`."""
+    """Return tasks that overwrite rows, the reverse of `read_tasks`; bfloat16 must hold the new weights exactly."""
     return tasks_over(_write, len(ids), ids, positions, weights, slots, values, grain=get_grain(values.strides[0]))

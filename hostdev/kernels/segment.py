@@ -1,8 +1,8 @@
 """Sums over the occurrences of each row, in order of occurrence for any number of threads.
 
-There are two ways, with the same additions. With few threads, one thread streams through the gradients in order and
-adds to the rows' sums: a core reads a stream at nearly the machine's bandwidth, and two slow each other down. With more
-threads, the occurrences are sorted by row, and the threads share the rows.
+There are two ways to sum, with the same additions. With few threads, one thread streams through the gradients in order
+and adds to the rows' sums: one core reads a stream at nearly the machine's bandwidth, and two would slow each other
+down. With more threads, the occurrences are sorted by row, and the threads share the rows.
 
 Shapes: N occurrences, U unique rows, D columns.
 """
@@ -17,20 +17,20 @@ from hostdev.kernels.jit import kernel, prefetch_to_read, prefetch_to_read_once,
 from hostdev.kernels.pool import host_threads
 
 _SORT_FROM_THREADS = 4
-_SUMS_AHEAD, _GRADS_AHEAD = 12, 24  # occurrences
+_SUMS_AHEAD, _GRADS_AHEAD = 12, 24  # occurrences; prefetch distances
 _PIECES_PER_THREAD = 4
-_NEVER = 1 << 62  # for `seen`: no row is at its first occurrence
+_NEVER = 1 << 62  # a value of `seen` for which no occurrence is a row's first
 
 
 @kernel
 def sum_part(start, stop, seen, grads, inverse, out):
-    """Add the occurrences [start, stop) to their rows' sums; earlier ones have been added.
+    """Add the gradients of the occurrences [start, stop) to their rows' sums; those before `start` have been added.
 
     Args:
-        seen: Number of rows seen before `start`; rows are numbered in order of first occurrence.
+        seen: Number of rows that occur before `start`; rows are numbered in order of first occurrence.
 
     Returns:
-        The number of rows seen before `stop`.
+        The number of rows that occur before `stop`.
     """
     D = grads.shape[1]
     uses, seen, one = np.uint64(stop), np.uint64(seen), np.uint64(1)
@@ -66,7 +66,7 @@ def sum_scalar_part(start, stop, seen, grads, inverse, out):
 
 @kernel
 def sum_scaled_part(start, stop, seen, grads, inverse, weights, out):
-    """Add occurrences as `sum_part` does, for float32 or bfloat16 gradients times weights (None for 1)."""
+    """Add float32 or bfloat16 gradients as `sum_part` does, each times its weight; weights of None are 1."""
     D = grads.shape[1]
     uses, seen, one = np.uint64(stop), np.uint64(seen), np.uint64(1)
     for i in range(np.uint64(start), uses):
@@ -92,20 +92,20 @@ def streams() -> bool:
 
 
 def prepare_sums(out: npt.NDArray[np.float32], in_order: bool) -> int:
-    """Prepare sums [U, D] of rows, numbered by first occurrence or in any order; return the initial `seen`."""
+    """Prepare sums [U, D] and return the initial `seen`; `in_order`: rows are numbered by first occurrence."""
     if in_order:
         return 0
-    out.fill(-0.0)  # x + -0 is x, for 0 too
+    out.fill(-0.0)  # x + -0 is x, even if x is 0
     return _NEVER
 
 
 @kernel
 def sort_uses(inverse, ends, order):
-    """Sort occurrences by row, stably (counting sort): those of row u become order[ends[u] : ends[u + 1]].
+    """Sort the occurrences by row, stably (counting sort): those of row u are order[ends[u] : ends[u + 1]].
 
     Args:
-        inverse: int32 [N].
-        ends: int64 [U + 2], written.
+        inverse: int32 [N], the row of each occurrence.
+        ends: int64 [U + 2], written; the last item serves the sort only.
         order: int32 [N], written.
     """
     ends[:] = 0
@@ -121,15 +121,16 @@ def sort_uses(inverse, ends, order):
 
 @kernel
 def sum_sorted(start, stop, grads, order, ends, source, weights, fresh, out):
-    """Sum over the occurrences of the unique rows [start, stop).
+    """Sum the gradients of the rows [start, stop) over their occurrences.
 
     Args:
-        grads: float32 or bfloat16.
+        grads: float32 [any, D], or bfloat16 as uint16.
         order: int32 [N], from `sort_uses`.
         ends: int64 [U + 1 or more], from `sort_uses`.
-        source: int32 [N], the gradient's row of each occurrence; None if occurrence i has row i.
-        weights: float32 [N], or None for 1.
-        fresh: Begin new sums, -0 for rows that do not occur; else add to `out`.
+        source: int32 [N], the row of `grads` for each occurrence; None if occurrence i has row i.
+        weights: float32 [N], the weight of each occurrence; None: all are 1.
+        fresh: Begin new sums, which are -0 for rows that do not occur; else add to the sums in `out`.
+        out: The sums, float32 [U, D].
     """
     D = grads.shape[1]
     last = np.uint64(ends[np.uint64(stop)])
@@ -154,7 +155,7 @@ def sum_sorted(start, stop, grads, order, ends, source, weights, fresh, out):
 
 
 def row_ranges(ends: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Return ranges of rows with about the same number of occurrences each, several per thread; ends is [U + 1]."""
+    """Return ranges of rows, several per thread, with about the same number of occurrences; `ends` is [U + 1]."""
     pieces = host_threads() * _PIECES_PER_THREAD
     edges = np.searchsorted(ends, np.arange(1, pieces) * (ends[-1] // pieces))
     edges = np.concatenate([[0], edges, [len(ends) - 1]])

@@ -1,4 +1,4 @@
-"""Distribution of a table's rows over ranks: a bijection from ids to positions, of which each rank holds a range.
+"""Distribution of a table's rows over ranks: ids map one-to-one to positions, and each rank holds a range of these.
 
 Position = id * multiplier mod V. The multiplier is coprime to V and near V times the golden ratio's fraction, so that
 neighbouring ids, such as the popular ones at a vocabulary's beginning, spread evenly over all ranges (three-distance
@@ -33,7 +33,7 @@ def get_multiplier(rows: int) -> int:
 
 
 def range_of(rows: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Return the range of positions that a rank holds."""
+    """Return the range of positions, [start, stop), of a table of V rows that a rank holds."""
     return rows * rank // ranks, rows * (rank + 1) // ranks
 
 
@@ -47,7 +47,7 @@ def get_ids_at(rows: int, start: int, stop: int) -> npt.NDArray[np.int64]:
 
 @kernel
 def _step(first, step, modulus, out):
-    """Write first, first + step, first + 2 step, ... modulo `modulus`; products could overflow."""
+    """Write first, first + step, first + 2 * step, ... modulo `modulus`; it adds, since products could overflow."""
     value = np.uint64(first)
     for i in range(len(out)):
         out[i] = value
@@ -69,7 +69,7 @@ def _locate(ids, multiplier, rows, ranks, owners, local, counts):
 
 @kernel
 def _sort(owners, local, ends, places, out):
-    """Sort by owner, stably (counting sort)."""
+    """Sort local row numbers by owner, stably (counting sort)."""
     for i in range(np.uint64(0), np.uint64(len(owners))):
         owner = np.uint64(owners[i])
         place = ends[owner]
@@ -93,7 +93,7 @@ def get_positions(ids: Ids, rows: int) -> npt.NDArray[np.int64]:
 
 @inline
 def id_at(position, inverse, rows):
-    """Return the id at a position of a table of V rows: position * inverse mod V, by doubling if that overflows."""
+    """Return the id at a position: position * inverse mod `rows`, by doubling if the product could overflow."""
     modulus, one = np.uint64(rows), np.uint64(1)
     left, value, total = np.uint64(position), np.uint64(inverse), np.uint64(0)
     if modulus <= np.uint64(1 << 32):
@@ -129,14 +129,14 @@ def partition(ids: Ids, rows: int, ranks: int) -> tuple[Ids, Places, npt.NDArray
 
     Args:
         ids: int32 or int64 [U], each in [0, V).
-        rows: V.
-        ranks: W.
+        rows: V, the number of the table's rows.
+        ranks: W, the number of ranks.
 
     Returns:
-        Each row's number within its rank, sorted by rank and then in the order of the ids, with the ids' dtype if that
-        suffices; places int32 [U], where each id went; counts int64 [W], the number of ids of each rank.
+        The number of each row within its rank, [U], sorted by rank and then in the order of the ids, in their dtype
+        or int64; the index of each id in this sorted array, int32 [U]; and the number of ids per rank, int64 [W].
     """
-    most = -(-rows // ranks) - 1  # the largest number within a rank
+    most = -(-rows // ranks) - 1  # the largest row number within a rank
     dtype = ids.dtype if most <= np.iinfo(ids.dtype).max else np.dtype(np.int64)
     owners, local, counts = np.empty(len(ids), np.int32), np.empty(len(ids), dtype), np.zeros(ranks, np.int64)
     _locate(ids, get_multiplier(rows), rows, ranks, owners, local, counts)

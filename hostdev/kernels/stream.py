@@ -1,9 +1,9 @@
 """A batch's deduplication, gradient sums and updates in one pipelined pass, for a few threads.
 
-One thread deduplicates the ids; another follows it through the gradients, part by part, and adds them to their rows'
-sums. The first thread then orders the rows by the part of their last occurrence, and updates each once its sum is
-complete; a row that occurs once takes its gradient from its source. At the end both threads update the remaining rows.
-The arithmetic equals that of separate passes.
+One thread deduplicates the ids, part by part; another follows it, and adds each part's gradients to their rows' sums.
+The first thread then orders the rows by the part of their last occurrence, and updates each row once its sum is
+complete; a row that occurs once is updated directly with its gradient. At the end both threads update the remaining
+rows. The arithmetic equals that of separate passes.
 
 Shapes: N occurrences, U unique rows, D columns.
 """
@@ -25,12 +25,12 @@ Rows = npt.NDArray[np.float32]
 
 _PART = 32768  # occurrences
 _PIECES = 2  # tasks for the rows that one part completes
-_ORDER_FROM_COLUMNS = 16  # with fewer columns, an update is too cheap to be worth the order
+_ORDER_FROM_COLUMNS = 16  # with fewer columns, updates are too cheap for ordering the rows to pay
 _GRAIN = 256
 
 
 class Progress:
-    """The number of finished parts of a task, which later tasks wait for."""
+    """The number of finished parts of a task; other tasks wait for it."""
 
     def __init__(self) -> None:
         self._done = 0
@@ -38,7 +38,7 @@ class Progress:
         self._changed = threading.Condition()
 
     def wait(self, parts: int) -> None:
-        """Wait until `parts` are done; if the task has failed, raise its exception here too."""
+        """Wait until `parts` parts are finished; if the task has failed, raise its exception."""
         if self._done < parts:
             with self._changed:
                 self._changed.wait_for(lambda: self._done >= parts or self._error)
@@ -52,7 +52,7 @@ class Progress:
 
 
 def _follow(start: int, stop: int, progress: Progress, work: Callable[[int], None]) -> None:
-    """Call `work(start)`, ..., `work(stop - 1)`, and report each."""
+    """Call `work(start)`, ..., `work(stop - 1)`, and report each call's end to `progress`."""
     for part in range(start, stop):
         try:
             work(part)
@@ -100,7 +100,7 @@ def apply_stream(update: Kernel, table: tuple[Any, ...], ids: npt.NDArray[Any], 
         rows_added = add_part(start, stop, rows_added, grads, inverse, sums)
 
     def update_complete(part: int, piece: int) -> None:
-        """Update a share of the rows whose sums are complete after this many parts; 0: rows that occur once."""
+        """Update a share of the rows whose sums are complete after `part` parts; 0 is for rows that occur once."""
         found.wait(parts + 1)
         added.wait(part)
         first, rows = ends[part], ends[part + 1] - ends[part]
@@ -121,11 +121,11 @@ def _mark(start, stop, seen, part, inverse, uses):
     """Record the occurrences [start, stop), all of one part, for their rows.
 
     Args:
-        seen: Number of rows seen before `start`.
-        uses: [N]; per row, its occurrence if it has one so far, else -1 - the part of its last occurrence.
+        seen: Number of rows that occur before `start`.
+        uses: [N], written: per row, its occurrence if there is one so far, else -1 - (the part of its last one).
 
     Returns:
-        The number of rows seen before `stop`.
+        The number of rows that occur before `stop`.
     """
     seen, one = np.uint64(seen), np.uint64(1)
     for i in range(np.uint64(start), np.uint64(stop)):
@@ -145,9 +145,10 @@ def _order(ids, uses, ends, chosen, source):
     Args:
         ids: [U].
         uses: [U or more], from `_mark`.
-        ends: [parts + 2]; rows that occur once become [ends[0], ends[1]), those of part p [ends[p + 1], ends[p + 2]).
-        chosen: The ids in that order, written.
-        source: The row of each gradient, written: the occurrence of a row that occurs once, else the row itself.
+        ends: [parts + 2], written: rows that occur once are at [ends[0], ends[1]) of `chosen`, and those whose last
+            occurrence is in part p at [ends[p + 1], ends[p + 2]).
+        chosen: [U or more], written: the sorted ids.
+        source: [U or more], written: for each of them, its occurrence if there is only one, else its row in the sums.
     """
     ends[:] = 0
     for row in range(np.uint64(0), np.uint64(len(ids))):

@@ -1,6 +1,6 @@
-"""Texts to numbers: their 64-bit hash, and their position in order of first occurrence.
+"""Conversion of texts to numbers: a 64-bit hash, or a position in order of first occurrence.
 
-N texts are their bytes end to end, uint8, and offsets int32 or int64 [N + 1] (Arrow's layout).
+N texts are given in Arrow's layout: their bytes end to end, uint8, and offsets, int32 or int64 [N + 1].
 """
 
 from typing import Any
@@ -15,8 +15,8 @@ Positions = npt.NDArray[np.int32]
 _EMPTY = -1
 _SPARE_BITS = 1  # the table is at most half full
 _MOST_TEXTS = 2**31 - 2
-# At most, in the map: hash and end with a quarter to spare, slots of which a quarter are taken, and 10 for a count. The
-# text's own bytes are extra, with a quarter to spare.
+# At most, in the map: hash and end with a quarter more for growth, slots, of which a quarter are taken, and 10 for a
+# count. The text's own bytes come on top, also with a quarter more.
 BYTES_A_TEXT = 46
 _FNV_BASIS, _FNV_PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)
 IN_QUOTES = 2  # a state of `scan_quotes`
@@ -42,7 +42,7 @@ def _same(a, start_a, b, start_b, length):
 
 @kernel
 def _look_for(data, begin, length, h, table, shift, known, ends, texts):
-    """Return the slot of a text with hash h, and its position there; -1 if the slot is empty."""
+    """Return the slot of a text with hash h, and the text's position; for a new text, an empty slot and -1."""
     mask, one = np.uint64(len(table) - 1), np.uint64(1)
     slot = (h * _PHI) >> np.uint64(shift)
     while True:
@@ -57,7 +57,7 @@ def _look_for(data, begin, length, h, table, shift, known, ends, texts):
 
 @kernel
 def _add(offsets, data, hashes, start, table, shift, known, ends, texts, count, positions):
-    """Insert texts [start:]; stop early without room. Return (next text to insert, number of texts)."""
+    """Insert texts from `start` on; stop early if one finds no room. Return (next text to insert, number of texts)."""
     for i in range(start, len(hashes)):
         h, begin = hashes[i], np.int64(offsets[i])
         length = np.int64(offsets[i + 1]) - begin
@@ -124,7 +124,7 @@ class TextMap:
         return self._count
 
     def add(self, offsets: npt.NDArray[Any], data: npt.NDArray[np.uint8]) -> Positions:
-        """Return each text's position, int32 [N]; a new text gets the next one."""
+        """Return each text's position, int32 [N]; a new text gets the next free position."""
         hashes = hash_texts(offsets, data)
         positions = np.empty(len(hashes), np.int32)
         done = 0
@@ -147,19 +147,19 @@ class TextMap:
             self._grow(int(offsets[done + 1] - offsets[done]))
 
     def find(self, offsets: npt.NDArray[Any], data: npt.NDArray[np.uint8]) -> Positions:
-        """Return each text's position, int32 [N]; -1 for an unknown text. Several threads may call."""
+        """Return each text's position, int32 [N]; -1 for an unknown text. Several threads may call it at once."""
         hashes = hash_texts(offsets, data)
         positions = np.empty(len(hashes), np.int32)
         _find(offsets, data, hashes, self._table, self._shift, self._known, self._ends, self._texts, positions)
         return positions
 
     def lengths(self, positions: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-        """Return the number of bytes of the texts at positions [N], int64 [N]."""
+        """Return the number of bytes of each text at positions [N], int64 [N]."""
         lengths: npt.NDArray[np.int64] = self._ends[positions + 1] - self._ends[positions]
         return lengths
 
     def take(self, positions: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
-        """Copy the texts at positions [N]; return offsets [N + 1] and bytes."""
+        """Return copies of the texts at positions [N], as offsets [N + 1] and bytes."""
         offsets = np.zeros(len(positions) + 1, np.int64)
         np.cumsum(self.lengths(positions), out=offsets[1:])
         texts = np.empty(int(offsets[-1]), np.uint8)
@@ -173,7 +173,7 @@ class TextMap:
             if self._count == len(self._table) >> _SPARE_BITS:
                 self._shift -= 1
                 size = 2 * len(self._table)
-                self._table = np.empty(0, np.int32)  # free the old one first
+                self._table = np.empty(0, np.int32)  # free the old table first
                 self._table = np.full(size, _EMPTY, np.int32)
                 _rehash(self._table, self._shift, self._known, self._count)
             room = min(len(self._table) >> _SPARE_BITS, self._count + self._count // 4 + 1024)
@@ -186,17 +186,18 @@ class TextMap:
 
 @kernel
 def scan_quotes(text, delimiter, state, lines, opened):
-    """Track the quotes of delimited text (RFC 4180) through its next bytes.
+    """Track the quotes of delimited text (RFC 4180), which arrives in chunks, through the next chunk.
 
     Args:
-        text: uint8 [N].
+        text: uint8 [N], the chunk.
         delimiter: The byte between fields.
         state: 0 at the start of a field, 1 in an unquoted field, 2 in quotes, 3 at a quote within quotes.
-        lines: Line ends so far.
-        opened: The line, from 1, on which the last quotes begin.
+        lines: Number of line ends so far.
+        opened: Number, from 1, of the line on which the last quoted field begins.
 
     Returns:
-        The new (state, lines, opened), initially (0, 0, 0), and the bytes up to the last line end outside quotes.
+        The new state, lines and opened (initially 0, 0, 0), and the number of the chunk's bytes up to its last line end
+        outside quotes.
     """
     end = 0
     for i in range(len(text)):

@@ -1,4 +1,4 @@
-"""Sums of gradients from several ranks, row by row, in the order of the tree in `core.micro_batches`.
+"""Sums of gradients from several ranks, row by row, in the order of the tree of `core.micro_batches`.
 
 Shapes: N gradients from all ranks, of U rows with D columns.
 """
@@ -47,7 +47,7 @@ def _sum_rows(start, stop, ends, order, source, node_ends, nodes, strides, own_r
         height = 0
         for k in range(begin, end):
             ahead = k + np.uint64(_AHEAD)
-            if ahead < last:  # its first node
+            if ahead < last:  # prefetch the gradient of the first node
                 use = np.uint64(order[ahead])
                 rank = np.uint64(source[use])
                 row = np.uint64(strides[np.uint64(node_ends[rank])]) + use * D
@@ -91,10 +91,10 @@ class Uses(NamedTuple):
     """The occurrences of U rows on several ranks, sorted by row.
 
     Attributes:
-        ends: int64 [U + 2], where each row's occurrences end.
-        order: int32 [N], the occurrences by row, and within a row by rank.
+        ends: int64 [U + 2]; the occurrences of row u are order[ends[u] : ends[u + 1]].
+        order: int32 [N], the occurrences sorted by row, and within a row by rank.
         source: int32 [N], the rank of each occurrence.
-        counts: Occurrences per rank.
+        counts: The number of occurrences on each rank.
     """
 
     ends: npt.NDArray[np.int64]
@@ -104,7 +104,7 @@ class Uses(NamedTuple):
 
 
 def uses_of(inverse: npt.NDArray[np.int32], counts: Sequence[int], rows: int) -> Uses:
-    """Return the occurrences of rows; inverse int32 [N] has the row of each, rank by rank."""
+    """Return the occurrences of rows, sorted by row; `inverse`, int32 [N], is the row of each, rank by rank."""
     ends, order = np.empty(rows + 2, np.int64), np.empty(len(inverse), np.int32)
     sort_uses(inverse, ends, order)
     return Uses(ends, order, np.repeat(np.arange(len(counts), dtype=np.int32), counts), counts)
@@ -126,11 +126,11 @@ def tree_sums(
         grads: float32, 1-dimensional: the received gradients.
         uses: The occurrences of the rows.
         nodes: Per rank, the first micro-batches of its nodes, ascending.
-        begins: Per rank and node, where its rows [occurrences of the rank, D] begin in `grads`.
-        out: float32 [U, D], written; 0 for rows that do not occur, never -0.
+        begins: Per rank and node, where its gradients, [occurrences of the rank, D], begin in `grads`, or in `own`.
+        out: float32 [U, D], written: the sums; 0 for rows that do not occur, and never -0.
         own_rank: The rank whose gradients are in `own`.
-        own: float32, 1-dimensional: the gradients of `own_rank`, in place of `grads`.
-        only: [U], the rows to write; None: all.
+        own: float32, 1-dimensional: the gradients of `own_rank`, which are not read from `grads`.
+        only: bool [U], whether to write each row; None: all rows are written.
     """
     firsts = np.cumsum(uses.counts) - uses.counts  # each rank's first occurrence
     D = out.shape[1]

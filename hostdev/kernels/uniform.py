@@ -1,4 +1,4 @@
-"""Uniform initial rows; each weight is a function of (key, row, column), as in `kernels.init`."""
+"""Uniform initial rows; a weight is a pure function of (key, row, column), as in `kernels.init`."""
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +40,7 @@ def fill_uniform(
 ) -> None:
     """Fill rows with weights low + k * (high - low) / 2^24, k uniform in [0, 2^24), and constant slots.
 
-    Computed in float64 and rounded to float32 once; arrays are those of `fill_normal`.
+    Weights are computed in float64 and rounded to float32 once. See `init.fill_normal` for the arrays.
     """
     width = (np.float64(high) - np.float64(low)) * 2.0**-24
     args = (np.int64(first_row), ids, np.uint64(key), np.float64(low), width, block, slots)

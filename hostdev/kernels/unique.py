@@ -1,8 +1,8 @@
 """Maps of ids to dense positions in order of first occurrence, to deduplicate a batch or count a vocabulary.
 
-If the largest id of a batch is not far above the number of ids, an array is indexed by id. Otherwise an open-addressing
-hash table with linear probing is used; its cost depends on the number of distinct ids, not on the embedding table's
-size. The order depends on the ids alone.
+If the largest id of a batch is less than twice the number of ids, an array is indexed by id. Otherwise an
+open-addressing hash table with linear probing is used; its cost depends on the number of distinct ids, not on the
+embedding table's size. The order depends on the ids alone.
 """
 
 import threading
@@ -23,18 +23,18 @@ Positions = npt.NDArray[np.int32]
 _EMPTY = -1
 _AHEAD = 32  # ids
 _SPARE_BITS = 1  # the table is at most half full
-_FEW = 32  # with more slots per key, emptying only the keys' slots is faster
+_FEW = 32  # slots per key; with more, emptying only the keys' slots is faster
 _MAX_DISTINCT = 2**31  # positions are int32
 _MOST_PARTS = 4  # of a batch, deduplicated in parallel; more parts add serial work
 _SMALLEST_PART = 1 << 15
-_COUNTED_PART = 1 << 17  # at least
-_DIRECT_UP_TO = 2  # with ids up to this many times their number, an array fits the cache
-_maps = threading.local()  # reused: batches have about as many distinct ids
+_COUNTED_PART = 1 << 17  # occurrences that a part has at least when they are counted
+_DIRECT_UP_TO = 2  # with ids below this many times their number, an array fits the cache
+_maps = threading.local()  # reused, since the next batch has about as many distinct ids
 
 
 @inline
 def find_slot(key, shift):
-    """Return where the search for an id begins, in a table of 2 ** (64 - shift) slots."""
+    """Return the slot at which the search for an id begins, in a hash table of 2 ** (64 - shift) slots."""
     # Fibonacci hashing (Knuth, TAOCP vol. 3, section 6.4): the high bits of a product are well spread.
     return (np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(shift)
 
@@ -101,7 +101,7 @@ def _forget(entries, shift, keys, count):
 
 
 def _entries(n: int, dtype: npt.DTypeLike) -> Ids:
-    """Return empty slots [n, 2]: an id and its position, side by side in a cache line; -1 if empty."""
+    """Return n empty slots, [n, 2]: an id and its position, side by side in a cache line; both -1 if empty."""
     entries: npt.NDArray[Any] = aligned_empty((n, 2), dtype)
     entries.fill(_EMPTY)
     return entries
@@ -140,11 +140,11 @@ class IdMap:
         self._count = 0
 
     def add(self, ids: Ids, positions: Positions | None = None) -> Positions:
-        """Return each id's position, int32 [N]; a new id gets the next one.
+        """Return each id's position, int32 [N]; a new id gets the next free position.
 
         Args:
             ids: [N].
-            positions: int32 [N] to write to; a new array if None.
+            positions: int32 [N], written and returned; None: a new array.
         """
         if positions is None:
             positions = np.empty(len(ids), np.int32)
@@ -174,7 +174,7 @@ class IdMap:
 
 @kernel
 def id_range(ids):
-    """Return the minimum and the maximum of ids [N] and 0."""
+    """Return the minimum and the maximum of the ids [N] and of 0."""
     low = high = ids.dtype.type(0)
     for i in range(np.uint64(0), np.uint64(len(ids))):
         low, high = min(low, ids[i]), max(high, ids[i])
@@ -183,7 +183,7 @@ def id_range(ids):
 
 @kernel
 def add_direct(ids, places, keys, count, positions):
-    """Insert ids without a branch per id, which would be hard to predict. Return the number of keys."""
+    """Insert ids as `IdMap.add` does, but without branches, which are hard to predict. Return the number of keys."""
     for i in range(np.uint64(0), np.uint64(len(ids))):
         key, next_key = np.uint64(ids[i]), np.uint64(count)
         place = places[key]
@@ -243,10 +243,11 @@ def unique(ids: npt.ArrayLike) -> tuple[Ids, Positions]:
         ids: int32 or int64 [N].
 
     Returns:
-        Unique ids [U] of the same dtype, in order of first occurrence; inverse int32 [N] with ids == unique[inverse].
+        Unique ids [U] of the same dtype in order of first occurrence, and inverse, int32 [N]: ids[i] is
+        unique[inverse[i]].
 
     Raises:
-        TypeError, ValueError: A wrong dtype or shape.
+        TypeError, ValueError: The ids have a wrong dtype or shape.
     """
     ids = np.ascontiguousarray(check_ids(ids))
     inverse = np.empty(len(ids), np.int32)
@@ -254,11 +255,11 @@ def unique(ids: npt.ArrayLike) -> tuple[Ids, Positions]:
 
 
 def unique_into(ids: Ids, inverse: Positions) -> npt.NDArray[Any]:
-    """Deduplicate as `unique` does, without new memory: write `inverse`; return a view until this thread's next call.
+    """Deduplicate as `unique` does, without new memory; return the unique ids, valid until this thread's next call.
 
     Args:
         ids: int32 or int64 [N], C-contiguous.
-        inverse: int32 [N], written.
+        inverse: int32 [N], written: the position of each id in the unique ids.
     """
     work = Dedupe([ids], inverse)
     run_tasks(work.tasks())
@@ -268,15 +269,16 @@ def unique_into(ids: Ids, inverse: Positions) -> npt.NDArray[Any]:
 
 
 class Dedupe:
-    """Deduplication of one sequence of ids, in tasks that run together with those of other sequences.
+    """Deduplication of a sequence of ids, in tasks that can run together with those of other sequences.
 
-    Parts are deduplicated in parallel (`tasks`); then the ids of each part join those of earlier parts, in order
-    (`merge`), which numbers them as one pass would (`renumber_tasks`).
+    Parts of it are deduplicated in parallel (`tasks`). Then the unique ids of each part are added to those of the
+    earlier parts, in order (`merge`), and their positions are renumbered to those that one pass would give
+    (`renumber_tasks`).
 
     Args:
-        features: The parts of the sequence, at least one: int32 or int64, of one dtype, C-contiguous.
-        inverse: int32 [N], written.
-        number: The sequence's number among those that this thread deduplicates at once; each reuses its own maps.
+        features: The ids, end to end, in at least one array: int32 or int64, of one dtype, C-contiguous.
+        inverse: int32 [N], written: the position of each id in the unique ids.
+        number: The sequence's number, from 0, among those that this thread deduplicates at once; each has its own maps.
     """
 
     def __init__(self, features: Sequence[npt.NDArray[Any]], inverse: Positions, number: int = 0) -> None:
@@ -299,7 +301,7 @@ class Dedupe:
         return [(self._add, a, b, (seen,)) for seen, (a, b) in zip(self._maps, pairwise(self._edges), strict=True)]
 
     def merge(self) -> None:
-        """Number all ids, after `tasks`."""
+        """Number the unique ids of all parts, after `tasks`."""
         self._numbers = [self._maps[0].add(seen.ids) for seen in self._maps[1:]]
 
     def renumber_tasks(self) -> list[Task]:
@@ -311,7 +313,7 @@ class Dedupe:
 
     @property
     def ids(self) -> Ids:
-        """The unique ids [U], at the end; a view until this thread's next sequence of the same number."""
+        """The unique ids [U], after `merge`; a view until this thread's next sequence of the same number."""
         ids: Ids = self._maps[0].ids
         return ids
 
@@ -326,7 +328,7 @@ class Dedupe:
 
 
 def id_map(ids: Ids) -> "IdMap | DirectMap":
-    """Return an empty map for ids int32 or int64 [N]; this thread's next call reuses its memory."""
+    """Return an empty map for `ids`, int32 or int64 [N]; this thread's next call reuses its memory."""
     low, high = map(int, id_range(ids))
     if low >= 0 and high < _DIRECT_UP_TO * len(ids):
         direct: DirectMap = _get_maps(DirectMap, ids.dtype, 1)[0]
@@ -338,7 +340,7 @@ def id_map(ids: Ids) -> "IdMap | DirectMap":
 
 
 def _get_maps(kind: Any, dtype: np.dtype[Any], n: int) -> list[Any]:
-    """Return this thread's maps, at least n."""
+    """Return this thread's maps of a kind and dtype, after adding new ones until there are n."""
     maps: list[Any] = _maps.__dict__.setdefault(f"{kind.__name__} {dtype.char}", [])
     while len(maps) < n:
         maps.append(kind(dtype))
@@ -364,7 +366,7 @@ def tally(positions, counts):
 
 
 def count_occurrences(inverse: Positions, unique: int) -> Positions:
-    """Return how often each unique id of a batch occurs, int32 [U], from the inverse int32 [N] of `unique`."""
+    """Return how often each unique id occurs, int32 [U]; `unique` is U, `inverse`, int32 [N], is from `unique()`."""
     parts = max(1, min(host_threads(), _MOST_PARTS, len(inverse) // _COUNTED_PART))
     counts = scratch("counts", (parts, unique), np.int32)
     edges = [len(inverse) * i // parts for i in range(parts + 1)]

@@ -57,7 +57,7 @@ def test_what_is_right():
         ({"parent": []}, "parent is a list, not an object"),
         ({"state": []}, "state is a list, not an object"),
         ({"flag": 1}, "flag is 1, not true or false"),
-        ({"other": 1}, "other is not known"),
+        ({"other": 1}, "other is not a known field"),
     ],
 )
 def test_what_is_wrong(change, message):

@@ -58,7 +58,7 @@ def test_a_rank_table(tmp_path):
     env = {"RANK_TABLE_FILE": str(path), "RANK_ID": "0"}
     assert started(env) == (1, "")  # there is no table, which `join` reports
     path.write_text(json.dumps({"server_list": [{"device": [{"rank_id": "0"}, {"rank_id": "1"}]}] * 2}))
-    assert started(env) == (4, "so RANK_TABLE_FILE says")
+    assert started(env) == (4, "listed in RANK_TABLE_FILE")
 
 
 @pytest.mark.parametrize("env", [TORCHRUN, OPEN_MPI, MPICH, SLURM], ids=lambda env: next(iter(env)))

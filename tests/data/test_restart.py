@@ -373,7 +373,7 @@ def test_more_threads_than_there_may_be(tmp_path, text, straight, monkeypatch):
             make(text, tmp_path / "out")
     with monkeypatch.context() as patched:
         fail_at(patched, threading.Thread, "start", 2, RuntimeError("can't start new thread"))
-        message = r"^only 2 of 7 threads could be started \(can't start new thread\); ask for fewer, such as"
+        message = r"^only 2 of 7 threads could be started \(can't start new thread\); use fewer, for example with"
         with pytest.raises(TransientError, match=message):
             make(text, tmp_path / "out", threads=7)
     assert (tmp_path / ".out.partial" / "pieces" / "000000.arrow").exists()

@@ -49,7 +49,7 @@ def test_old_claims_are_forgotten_before_their_tags_repeat(window, gap):
 
 
 def test_too_many_unfinished():
-    with pytest.raises(ValueError, match="batch 200 cannot be claimed while 99 is unfinished"):
+    with pytest.raises(ValueError, match="batch 200 cannot claim rows while batch 99, over 100 earlier, is unfinished"):
         claim(np.array([1]), Claims(4), 200, 99, 199)
 
 

@@ -84,7 +84,7 @@ def test_ids_of_another_kind_are_refused():
     good = np.zeros(3, np.int32)
     with pytest.raises(TypeError, match="int32 or int64, not float32"):
         unique_groups([[good], [good.astype(np.float32)]])
-    with pytest.raises(ValueError, match=r"one dimension, not shape \(3, 1\)"):
+    with pytest.raises(ValueError, match=r"one dimension; these have the shape \(3, 1\)"):
         unique_groups([[good[:, None]]])
     with pytest.raises(ValueError, match="C-contiguous"):
         check_groups([([good[::2]], 5)])
@@ -134,11 +134,11 @@ def test_offsets(lengths, dtype):
 
 
 def test_lengths_that_are_none():
-    with pytest.raises(UserError, match="length of a bag is -2, at position 1; it must not be negative"):
+    with pytest.raises(UserError, match="length of bag 1 is -2; it must be 0 or more"):
         offsets_of(np.array([3, -2, -1]))
     offsets_of(np.array([2**31 - 2, 1]))
     for lengths in ([2**31 - 1, 1], [2**62, 2**62, 2**62, 2**62], [2**31]):
-        with pytest.raises(UserError, match="add up to more than 2147483647 ids"):
+        with pytest.raises(UserError, match="bag lengths add up to more than 2147483647"):
             offsets_of(np.array(lengths))
 
 
@@ -185,5 +185,5 @@ def test_padding_of_many_bags(threads):
 def test_a_padding_beyond_the_dtype_is_of_no_use():
     values, lengths = np.array([-1, 0], np.int32), np.array([2], np.int32)
     assert drop_padding(values, lengths, 2**32 - 1, None)[0] is values
-    with pytest.raises(ValueError, match="lengths add up to 2, but there are 3 values"):
+    with pytest.raises(ValueError, match=r"lengths add up to 2; values \(3\) and weights, if any, must"):
         drop_padding(np.zeros(3, np.int32), lengths, -1, None)
