@@ -12,7 +12,8 @@ class Slots(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._copies.names[1:]:
-            raise KeyError(f"no slot {name!r}; there are {', '.join(self._copies.names[1:]) or 'none'}")
+            names = ", ".join(self._copies.names[1:]) or "none"
+            raise KeyError(f"table {self._copies.table!r}: no slot {name!r}; its slots are {names}")
         return self._copies.column(name)
 
     def __setitem__(self, name: str, values: Any) -> None:
@@ -34,7 +35,7 @@ class Copies:
     """
 
     def __init__(self, table: str, names: Iterable[str]) -> None:
-        self._table, self.names = table, list(names)
+        self.table, self.names = table, list(names)
         self._held: dict[str, Any] = {}
         self._is_over = False
 
@@ -58,7 +59,7 @@ class Copies:
     def column(self, name: str) -> Any:
         """Return the copy of a column; ValueError after the end of the `with`."""
         if self._is_over:
-            raise ValueError(f"table {self._table!r}: its writing() has ended; write within the `with` block")
+            raise ValueError(f"table {self.table!r}: its writing() has ended; write within the `with` block")
         if name not in self._held:
             self._held[name] = self._copied(name)
         return self._held[name]

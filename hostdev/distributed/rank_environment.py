@@ -83,12 +83,11 @@ def find_rank_environment(environment: Mapping[str, str] | None = None) -> RankE
         return ALONE
     first = found[0]
     for other in found[1:]:
-        for what, mine, theirs in (("rank", first.rank, other.rank), ("of", first.ranks, other.ranks)):
-            if mine != theirs:
-                raise UserError(
-                    f"{first.launcher} says rank {first.rank} of {first.ranks}, but {other.launcher} says rank "
-                    f"{other.rank} of {other.ranks}; unset the variables of one (the number after '{what}' differs)"
-                )
+        if (first.rank, first.ranks) != (other.rank, other.ranks):
+            raise UserError(
+                f"{first.launcher} says rank {first.rank} of {first.ranks}, but {other.launcher} says rank "
+                f"{other.rank} of {other.ranks}; unset the variables of one"
+            )
     return found[-1] if found[-1].launcher == _TABLE[0] else first
 
 
