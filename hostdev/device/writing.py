@@ -35,7 +35,7 @@ class Writing(Copies):
                 value = float(values[row][wrong[row]][0])
                 number = row if self._ids is None else int(self._ids[row])
                 raise ValueError(
-                    f"table {self._table!r}: {value} cannot be written to row {number}: values must be finite; "
+                    f"table {self.table!r}: {value} cannot be written to row {number}: values must be finite; "
                     "nothing was written"
                 )
 

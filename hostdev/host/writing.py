@@ -36,7 +36,7 @@ class Writing(Copies):
         needed, free = 4 * self._rows * column.shape[1], available_bytes()
         if needed > free:
             raise UserError(
-                f"table {self._table!r}: a copy of {name} for writing needs {format_bytes(needed)}, "
+                f"table {self.table!r}: a copy of {name} for writing needs {format_bytes(needed)}, "
                 f"but {format_bytes(free)} of host "
                 "memory is free; write fewer rows at a time, with writing(ids)"
             )
@@ -55,7 +55,7 @@ class Writing(Copies):
                 differs |= (np.ascontiguousarray(there).view(np.int32) != values[start:stop].view(np.int32)).any(1)
             rows = np.flatnonzero(differs) + start
             ids = rows if self._ids is None else self._ids[rows]
-            require_finite(self._table, ids, *(values[rows] for values in self._held.values()))
+            require_finite(self.table, ids, *(values[rows] for values in self._held.values()))
             found.append(rows)
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
