@@ -3,7 +3,7 @@
 A loop trains a table with Zipf ids; its dense step only waits, as for an accelerator. The same run writes blocks of 64
 MiB to the same disk, each with an fsync, and reads them again after dropping the page cache. A full checkpoint and,
 some steps later, an incremental one are saved while the loop continues. Then the benchmark measures a load, and the
-latency of a `Predictor` on the same table relative to its dense network alone.
+latency of a `Predictor` relative to its dense network alone: with a vocabulary, and with as many hashed ids as rows.
 
 Training stops during the call of `save`, and while rows that it is about to write are copied first. The benchmark also
 reports how much longer the steps take during the write than before: on few cores the threads that hash and write take
@@ -30,6 +30,9 @@ from hostdev.checkpoint import folder
 from hostdev.checkpoint.loading import load_tables, verify
 from hostdev.data import lookalike, manifest
 from hostdev.data.batch import Batch
+from hostdev.data.preprocess.build import build
+from hostdev.data.preprocess.options import Options
+from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.device import backend
 from hostdev.train import config
 from hostdev.train.build import model_of
@@ -141,14 +144,12 @@ def saving(path: Path, rows: int, settle: int, between: int) -> dict[str, float]
     return found | {"load: GB/s, checked": size / seconds / 1e9, "load: of the disk's": size / seconds / 1e9 / disk}
 
 
-def predicting(path: Path, rows: int, rounds: int) -> dict[str, float]:
+def predicting(path: Path, data: Path, rounds: int) -> dict[str, float]:
     """Measure the latency of Wide & Deep's predictions from ids, and from one row as a dict."""
-    data, _ = lookalike.ensure()
     found = manifest.read(data)
+    rows = found.schema.rows
     settings = config.TrainConfig(data=data, emb_dim=DIM).resolved()
     model = model_of(settings, found.schema)
-    for spec in model.tables.values():
-        object.__setattr__(spec, "rows", rows)
     device = backend.select("cpu")
     trainer = Trainer(model, host_device_mix=True, device=device, seed=1)
     with hostdev.checkpoint.manager.CheckpointManager(path / "p") as to:
@@ -210,7 +211,10 @@ def main() -> None:
     try:
         result = {"saving": saving(path, arguments.rows, arguments.steps, arguments.steps)}
         shutil.rmtree(path / "c")
-        result["predicting"] = predicting(path, arguments.rows, arguments.rounds)
+        result["predicting"] = predicting(path / "v", lookalike.ensure()[0], arguments.rounds)
+        hashed = Options(threshold=None, hash_buckets=arguments.rows, dense="log")
+        build(Synthetic(10_000, 0), path / "hashed", hashed)
+        result["predicting, hashed ids"] = predicting(path / "h", path / "hashed", arguments.rounds)
     finally:
         shutil.rmtree(path, ignore_errors=True)
     for part, figures in result.items():
@@ -221,7 +225,7 @@ def main() -> None:
     for what in ("whole", "adding"):
         _report(f"{what}: of the disk's rate", saved[f"{what}: of the disk's"], LIMITS["write rate"], least=True)
         _report(f"{what}: stall of the write", saved[f"{what}: stall of the write"], LIMITS["stall"])
-    for way in ("ids", "dict"):
-        over = result["predicting"][f"1, {way}: over the network"]
-        _report(f"a batch of 1, {way}: over the network", over, LIMITS["latency of a batch of 1"])
+    for part, way in itertools.product(list(result)[1:], ("ids", "dict")):
+        over = result[part][f"1, {way}: over the network"]
+        _report(f"{part}, a batch of 1, {way}: over the network", over, LIMITS["latency of a batch of 1"])
     record("checkpoint", result, arguments.out)
