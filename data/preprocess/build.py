@@ -1,7 +1,8 @@
 """Build a data set in two passes: learn from the training rows, then encode all rows into shards.
 
-The source is read once: the first pass parses it into pieces on disk, which the second reads. If the process ends,
-finished work is kept and the same command resumes there. The result depends on the rows and the options alone.
+The source is read once: the first pass parses it into pieces on disk, which the second reads. If the process is
+interrupted, finished work is kept, and the same command continues from it. The result depends on the rows and the
+options alone.
 """
 
 import json

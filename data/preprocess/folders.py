@@ -105,7 +105,7 @@ def _refuse_two_forms(files: Sequence[Path]) -> None:
 
 
 def _check_repeated(files: Sequence[Path]) -> None:
-    """Log files given twice, under one name or two; raise UserError for standard input given twice."""
+    """Report each file that is given twice, under one name or two; raise UserError if standard input is."""
     if files.count(STANDARD_INPUT) > 1:
         raise UserError("- is standard input, which can be read once only; name it once")
     seen: dict[tuple[int, int], Path] = {}

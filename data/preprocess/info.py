@@ -49,7 +49,7 @@ class Curve:
 
 @dataclass
 class Totals:
-    """Sums over the rows of a split with C dense columns and F columns with ids.
+    """Totals over the rows of a split, which is divided into PLACES parts, with C dense columns and F columns with ids.
 
     Attributes:
         positive: Number of rows with label 1 in each part of the split [PLACES].
@@ -60,7 +60,7 @@ class Totals:
         high: Maximum of each dense column's scaled numbers [C].
         uses: Number of id occurrences in each column [F].
         out: Number of out-of-vocabulary occurrences in each column [F].
-        seen: Number of occurrences in each column of ids that training rows use [F].
+        seen: For each column, the number of occurrences of ids that training rows use, too [F].
     """
 
     positive: Counts

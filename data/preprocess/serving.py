@@ -30,8 +30,8 @@ class WrongTypeError(Exception):
 def format_texts(values: pa.Array, written: Written, *, hashed: bool) -> Texts:
     """Return the texts that values [N] of any type may have had in training.
 
-    With `hashed`, each value needs exactly one text, because there is no vocabulary to try several.
-    Raises WrongTypeError for a type that does not match training's values, and WrongValueError for a value.
+    With `hashed`, each value needs exactly one text, because there is no vocabulary in which to look up several.
+    Raises WrongTypeError if the type cannot match training's values, and WrongValueError if a single value cannot.
     """
     kind = arrow.classify_type(values.type)
     if kind == "text":

@@ -300,7 +300,10 @@ class Table:
             self._check_type(name, file)
 
     def _check_type(self, name: str, file: TableFile) -> None:
-        """Raise UserError if the type differs from earlier files such that equal values would get different ids."""
+        """Raise UserError if a column's type would give equal values other ids than before.
+
+        The types before are those in earlier files, and those of columns that share the ids.
+        """
         found, options = file.get_type(name), self._options
         written = arrow.get_written_form(found)
         owner = self._owners.get(name, name)

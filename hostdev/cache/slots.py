@@ -123,7 +123,7 @@ class DeviceSlots:
         return (4 * self.block.shape[2] + 2 * self._row_bytes) * (len(at.hit_slots) + len(admitted))
 
     def passed(self, at: Places, grads: Tensor) -> Tensor:
-        """Return the gradients of bypassing rows, float32 [M, D], a view of all grads float32 [U, D]."""
+        """Return the gradients of bypassing rows, float32 [M, D]: a view of the end of `grads`, float32 [U, D]."""
         return grads[len(at.hit_slots) + len(at.admitted_slots) :]
 
     def exchange(self, at: Places, leaving: int, admitted: Tensor, admitted_row_slots: Tensor) -> tuple[Tensor, Tensor]:

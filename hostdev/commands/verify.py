@@ -125,6 +125,9 @@ def _meshes(arguments: argparse.Namespace) -> tuple[list[Mesh], int]:
     least = each * -(-max(mesh.data * mesh.pipe for mesh in meshes) // each)
     M = arguments.micro_batches or least
     if M % each or least > M:
-        who = f"{arguments.processes} processes" if not arguments.mesh else f"--mesh {' --mesh '.join(arguments.mesh)}"
-        raise UserError(f"--micro-batches {M} cannot be shared by {who}; give {least}, or a larger multiple of {each}")
+        given = [f"--processes {arguments.processes}"] if arguments.processes else []
+        given += [f"--mesh {mesh}" for mesh in arguments.mesh]
+        raise UserError(
+            f"--micro-batches {M} does not suit {' '.join(given)}: it must be at least {least} and a multiple of {each}"
+        )
     return meshes, M

@@ -53,7 +53,7 @@ def inside(root: Path, name: str) -> Path:
         except FileNotFoundError:
             return path
         except (OSError, RuntimeError) as error:  # circular links
-            raise ValueError(f"{path} cannot be found ({error})") from None
+            raise ValueError(f"{path} is a link that cannot be followed ({error})") from None
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a folder is refused when it is opened
         raise ValueError(f"{path} is not a regular file")
     return path

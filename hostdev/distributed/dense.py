@@ -191,7 +191,7 @@ class DenseGradients:
         if self._missing is not None:
             if self._counts[number] > 1:
                 raise ValueError(
-                    "a micro-batch had two backward passes, but the previous one had one; call backward() once for each"
+                    "the last micro-batch of a step had two backward passes; call backward() once per micro-batch"
                 )
             self._missing[self._bucket_of[number]].discard(number)
             while len(self._totals) < len(self._buckets) and not self._missing[len(self._totals)]:

@@ -220,7 +220,7 @@ def read_table(path: Path) -> RankTable:
     if content.get("status", "completed") != "completed":
         raise UserError(f"rank table {path} has the status {content['status']!r}, not 'completed'")
     if count != len(servers):
-        raise UserError(f"rank table {path} declares {count} servers but lists {len(servers)}")
+        raise UserError(f"rank table {path}: server_count is {count}, but server_list has {len(servers)} entries")
     if ranks != list(range(len(ranks))) or not ranks:
         raise UserError(
             f"rank table {path}: the rank_ids, in the order of the server_ids, are {ranks}, not 0, 1, 2, ..."

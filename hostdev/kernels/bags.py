@@ -115,7 +115,7 @@ def pool(rows: Rows, feature: Feature, out: npt.NDArray[Any]) -> None:
     Args:
         rows: float32 [U, D].
         feature: The occurrences; its offsets must not be None.
-        out: The bags, written: float32 [B, D], or bfloat16 as uint16 [B, D], rounded once at the end.
+        out: The output, float32 [B, D], or bfloat16 as uint16 [B, D], rounded once at the end.
     """
     run_tasks(pool_tasks(rows, feature, out))
 

@@ -78,8 +78,8 @@ def _begins(pieces: Sequence[Piece], layout: Layout, pipe: int, inputs: Callable
     stages = len(layout.begins) + 1
     if several and (stages % pipe or stages == pipe):
         raise UserError(
-            f"--stage-cut {','.join(layout.begins)} makes {stages} stages, but --schedule interleaved has two or more "
-            f"on each of {pipe} processes; give {2 * pipe - 1} names, or {3 * pipe - 1}, ..."
+            f"--stage-cut {','.join(layout.begins)} makes {stages} stages, but --schedule interleaved needs the same "
+            f"number on each of {pipe} processes, at least two; give {2 * pipe - 1} names, or {3 * pipe - 1}, ..."
         )
     if not several and stages != pipe:
         raise UserError(

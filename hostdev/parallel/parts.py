@@ -201,7 +201,7 @@ class Parts:
             self._tied.spread()
 
     def _by_stage(self) -> tuple[list[list[nn.Parameter]], list[list[nn.Parameter]]]:
-        """Return the parameters of each of this rank's stages: those that it alone uses, and those that it shares."""
+        """Return each stage's trained parameters in two lists: those that only it uses, and those of several stages."""
         own, tied = [], []
         for module in self._passes.modules:
             trained = [one for one in self.leaves.of(module.parameters()) if one.requires_grad]

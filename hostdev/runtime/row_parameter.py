@@ -133,7 +133,7 @@ class RowParameter:
 
 
 def _forward_grad(parameter: Tensor, order: RowOrder, rows: Tensor) -> None:
-    """Add the rows' gradient to that of a parameter in the order of the ids."""
+    """Move the rows' gradient to `parameter`, whose rows are in the order of the ids; add it to a gradient there."""
     if rows.grad is None:  # the backward pass has given only other tables gradients
         return
     grad, rows.grad = order.in_ids(rows.grad), None

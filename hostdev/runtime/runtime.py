@@ -247,6 +247,8 @@ class Runtime(FrameworkLoaders):
                 raise ValueError("reduce_early requires micro_batches=N")
             reader = Reader(self.bindings, self.group_specs, ids, send, accumulate)
             return TrainLoop(self, batches, reader, read_ahead=read_ahead, background=background)
+        if micro_batches is None and accumulate != 1:
+            raise ValueError(f"with other ranks, give micro_batches={accumulate} instead of accumulate={accumulate}")
         micro_batches = 1 if micro_batches is None else micro_batches
         if micro_batches < 1 or accumulate != 1:
             raise ValueError(

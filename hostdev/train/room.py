@@ -59,7 +59,10 @@ def estimate_host_memory(
 
 
 def make_host_budget(parts: dict[str, int]) -> HostBudget:
-    """Return the budget of `estimate_host_memory`'s parts before any table is made; UserError unless they fit."""
+    """Return the host memory budget for the parts of `estimate_host_memory`; UserError unless they fit.
+
+    Call it before a table is created.
+    """
     found = HostBudget(room.free_with_counts(parts), parts)
     room.require(parts, found.free)
     return found

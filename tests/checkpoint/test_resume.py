@@ -80,7 +80,7 @@ def test_bfloat16_weights_go_on_in_any_mode(device, trained, small_data, tmp_pat
     assert logs(tmp_path / "run") == logs(tmp_path / "plain")
     for command, told in (
         (["diff", "run/checkpoints", "plain/checkpoints"], "equal\n"),
-        (["verify", "run/checkpoints"], "whole"),
+        (["verify", "run/checkpoints"], ": intact"),
         (["info", "run/checkpoints"], "weights bf16"),
         (["compact", "run/checkpoints"], ""),
     ):

@@ -74,7 +74,7 @@ def test_files(tmp_path):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=message):
             json_files.read(path)
-    with pytest.raises(ValueError, match="more than 10"):
+    with pytest.raises(ValueError, match="more than .* 10$"):
         json_files.read(path.with_name("a.json") if path.write_text("[" + "1," * 99 + "1]") else path, most=10)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match="not a regular file"):

@@ -331,7 +331,7 @@ def test_a_broken_manifest(own_data, in_process):
     code, out, err = in_process(preprocess, "check", own_data)
     assert code == 1
     assert out.splitlines()[0].startswith(f"{own_data}/manifest.json is broken (")
-    assert "is not whole: 1 finding: " in err
+    assert "is damaged: 1 finding: " in err
 
 
 @pytest.mark.parametrize("name", [None, "sha256", "rejected_sha256"])

@@ -258,7 +258,7 @@ def test_a_rank_table_goes_with_a_launcher_that_agrees(written):
         (table({"server_id": "a"}), "is invalid: KeyError 'device'"),
         (table({"server_id": "a", "device": [{"device_id": "0"}]}), "is invalid: KeyError 'rank_id'"),
         (table({"server_id": "a", "device": [{"rank_id": "x"}]}), "is invalid: ValueError"),
-        (table(server("a", [0, 1]), server_count="2"), "declares 2 servers but lists 1"),
+        (table(server("a", [0, 1]), server_count="2"), "server_count is 2, but server_list has 1 "),
         (table(server("a", [0, 1]), status="initializing"), "has the status 'initializing', not 'completed'"),
         (
             table({"server_id": "a", "device": [{"device_id": "x", "rank_id": "0"}]}),

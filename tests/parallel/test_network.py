@@ -376,7 +376,7 @@ def test_wrong_arguments_are_named():
     ):
         with pytest.raises(UserError, match=says):
             Network(network, example, **how)
-    with pytest.raises(UserError, match=r"layer '0' \(SyncBatchNorm\) exchanges with other processes"):
+    with pytest.raises(UserError, match=r"layer '0' \(SyncBatchNorm\) exchanges statistics by itself"):
         Network(nn.Sequential(nn.SyncBatchNorm(4)), example)
     with pytest.raises(ValueError, match="a step needs at least one sample"):
         Network(network, example).step(0, lambda part: example, lambda output, part: output.sum())

@@ -68,7 +68,7 @@ def test_errors():
     runtime = make_runtime()
     with pytest.raises(ValueError, match="the loader ended after 16 batches, but an epoch has 17"):
         train(runtime, runtime.train_loader(loader(), ids=ids, length=17), 1)
-    with pytest.raises(ValueError, match="5 batches .*accumulate=2"):
+    with pytest.raises(ValueError, match="length=5 .* accumulate=2"):
         runtime.train_loader(iter(loader()), ids=ids, length=5, accumulate=2)
     for length in (0, 2.5, True):
         with pytest.raises(ValueError, match="length .* number of batches, 1 or more, not "):

@@ -208,13 +208,13 @@ def update(
 
     Args:
         primitive: The optimizer's op, such as "FusedSparseFtrl". `core.optimizers` gives its recurrence and source,
-            `hostdev.kernels` the order of operations.
-        block: The rows of the table or in the slots, [C, 1 + S, D].
+            and `hostdev.kernels` gives the order of operations.
+        block: The rows of a table or of a cache's slots, [C, 1 + S, D].
         row_slots: Their per-row state, [C, R].
         ids: The rows of the block to update, [H], unique, each in [0, C).
         grads: Their summed gradients, then those of the admitted rows, [at least H + A, D].
-        scalars: From the optimizer's `scalars`; `supports` must be true.
-        skip: [], on the device; if it is not 0, nothing is written; None means 0.
+        scalars: From the optimizer's `scalars`; `supports(primitive, scalars)` must be True.
+        skip: A scalar tensor on the device; if it is not 0, nothing is written. None means 0.
         admitted: The admitted rows, [A, 1 + S, D].
         admitted_row_slots: Their per-row state, [A, R].
     """

@@ -73,7 +73,7 @@ class Workers:
             thread.start()
 
     def _serve(self, stage: Any, out: deque[Any] | None, *arguments: Any) -> None:
-        """Repeat a thread's stage until the batches end; an exception becomes the last item of its queue."""
+        """Repeat a thread's stage until the batches end; an exception becomes the last item of `out`."""
         self._context.staging.enter_thread()
         try:
             self._repeat(stage, out, arguments)

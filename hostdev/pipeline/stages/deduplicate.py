@@ -9,7 +9,9 @@ from hostdev.pipeline.results import ReadBatch, UniqueBatch, UniqueGroup
 
 
 def deduplicate(context: Context, batch: ReadBatch, position: int, update: bool) -> UniqueBatch:
-    """Return the unique ids of every group, in order of first occurrence over its features.
+    """Find the unique ids of each group, in order of first occurrence over the group's features.
+
+    With other ranks, exchange them, and return those of this rank's rows that any rank requests.
 
     Args:
         context: The pipeline's context.
