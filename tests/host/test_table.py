@@ -412,7 +412,7 @@ def test_some_rows_are_written_as_arrays(table):
         assert list(w.slots) == ["m", "v"]
         w.weights[0] = 1
         w.slots["v"] = 3
-        with pytest.raises(KeyError, match="table 't': no slot 'accum'; .* m, v"):
+        with pytest.raises(KeyError, match="table 'deep': no slot 'accum'; .* m, v"):
             w.slots["accum"]
     assert (table.weights[7] == 1).all()
     assert (table.slots["v"][[2, 7]] == 3).all()
