@@ -217,10 +217,10 @@ def update(
         lanes = min(ROW_WISE_LANES, triton.next_power_of_2(D))
         rows: dict[str, Any] = {"ROWS": _ROW_WISE_ELEMENTS // lanes, "num_warps": 4}
         first = tiles(H, rows)
-        arguments = block, row_slots, ids, grads, skip, admitted, admitted_row_slots, H, A, first
-        numbers = lr, eps, columns, *(betas or [0.0] * 4)
-        kind: dict[str, Any] = {"ADAM": adam, "W": planes * D, "D": D, "LANES": lanes}
-        launch(_update_row_wise, first + tiles(A, rows), *arguments, *numbers, **kind, **rows)
+        rows |= {"ADAM": adam, "W": planes * D, "D": D, "LANES": lanes}
+        tables = block, row_slots, ids, grads, skip, admitted, admitted_row_slots
+        scalars = [lr, eps, columns, *(betas or [0.0] * 4)]
+        launch(_update_row_wise, first + tiles(A, rows), *tables, H, A, first, *scalars, **rows)
         return
     constants = shape(D)
     has_flag = primitive in ("FusedSparseLazyAdam", "FusedSparseMomentum")
