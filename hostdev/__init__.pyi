@@ -15,7 +15,9 @@ from .core.optimizers import FTRL as FTRL
 from .core.optimizers import SGD as SGD
 from .core.optimizers import Adagrad as Adagrad
 from .core.optimizers import LazyAdam as LazyAdam
+from .core.optimizers import Momentum as Momentum
 from .core.optimizers import RowWiseAdagrad as RowWiseAdagrad
+from .core.optimizers import RowWiseAdam as RowWiseAdam
 from .device.table import DeviceTable as DeviceTable
 from .distributed.session import join as join
 from .host.table import HostTable as HostTable

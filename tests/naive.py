@@ -117,11 +117,36 @@ def row_wise_adagrad(w, slots, rows, g, optimizer, step):
         w[row] = w[row] - f32(optimizer.lr) * gradient / (np.sqrt(slots["accum"][row]) + f32(optimizer.eps))
 
 
+def row_wise_adam(w, slots, rows, g, optimizer, step):
+    """Update the rows in place; the squares of a row are added as in `row_wise_adagrad`."""
+    lr_t = f32(optimizer.lr * np.sqrt(1 - optimizer.beta2**step) / (1 - optimizer.beta1**step))
+    b1, b2, eps = f32(optimizer.beta1), f32(optimizer.beta2), f32(optimizer.eps)
+    for row, gradient in zip(rows, g, strict=True):
+        lanes = [f32(0)] * 16
+        for j, value in enumerate(gradient):
+            lanes[j % 16] = lanes[j % 16] + value * value
+        total = f32(0)
+        for lane in lanes:
+            total = total + lane
+        slots["v"][row] = b2 * slots["v"][row] + (f32(1) - b2) * (total / f32(len(gradient)))
+        slots["m"][row] = b1 * slots["m"][row] + (f32(1) - b1) * gradient
+        w[row] = w[row] - lr_t * slots["m"][row] / (np.sqrt(slots["v"][row]) + eps)
+
+
+def momentum(w, slots, rows, g, optimizer, step):
+    """Update the rows in place."""
+    decay, buffer = f32(optimizer.momentum), slots["momentum"]
+    buffer[rows] = decay * buffer[rows] + g
+    w[rows] = w[rows] - f32(optimizer.lr) * (g + decay * buffer[rows] if optimizer.nesterov else buffer[rows])
+
+
 UPDATES = {
     "FusedSparseAdagrad": adagrad,
     "FusedSparseFtrl": ftrl,
     "FusedSparseLazyAdam": lazy_adam,
+    "FusedSparseMomentum": momentum,
     "FusedSparseRowWiseAdagrad": row_wise_adagrad,
+    "FusedSparseRowWiseAdam": row_wise_adam,
     "FusedSparseSGD": sgd,
 }
 

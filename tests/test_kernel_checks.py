@@ -35,7 +35,9 @@ CHECKS = {
         **dict.fromkeys(("_chance", "judge", "score", "worst", "divide", "exchange", "take"), (OWN,)),
     },
     "checkpoint.lookup": {"_copy": (IDS, STORED, COVERED)},
-    "kernels.adagrad": dict.fromkeys(("_sgd", "_adagrad", "_row_wise_adagrad"), (IDS, POSITIONS, REQUESTED)),
+    "kernels.adagrad": dict.fromkeys(
+        ("_sgd", "_momentum", "_adagrad", "_row_wise_adagrad"), (IDS, POSITIONS, REQUESTED)
+    ),
     "kernels.bags": dict.fromkeys(
         ("_pool", "_pool_scalars", "_add_bags", "_add_scalar_bags", "_divide", "_fill_bags"), (BAGS,)
     ),
@@ -61,7 +63,7 @@ CHECKS = {
         "_count_kept": (BAGS,),
         "_copy_kept": (BAGS,),
     },
-    "kernels.lazy_adam": {"_lazy_adam": (IDS, POSITIONS, REQUESTED)},
+    "kernels.lazy_adam": dict.fromkeys(("_lazy_adam", "_row_wise_adam"), (IDS, POSITIONS, REQUESTED)),
     "kernels.lookup": {"_lookup": (IDS, REQUESTED), "_lookup_into": (IDS, POSITIONS, REQUESTED)},
     "kernels.pieces": {"_take_lists": (SHARDS,)},
     "kernels.rounding": {

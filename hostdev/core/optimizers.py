@@ -50,6 +50,8 @@ class _Optimizer:
                 f"{cls.__name__} has no weight_decay: an update touches the rows of its batch only, so the weights "
                 "of other rows would not decay; add the L2 of the batch's rows to the loss instead"
             )
+        if "momentum" in given and "momentum" not in {field.name for field in fields(cls)}:  # type: ignore[arg-type]
+            raise TypeError(f"{cls.__name__} has no momentum; use hostdev.Momentum(lr=..., momentum=...)")
         return super().__new__(cls)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -133,13 +135,7 @@ class LazyAdam(_Optimizer):
     primitive: ClassVar[str] = "FusedSparseLazyAdam"
 
     def __post_init__(self) -> None:
-        _check_lr(self.lr)
-        _check("beta1", self.beta1, "in [0, 1)")
-        _check("beta2", self.beta2, "in [0, 1)")
-        _check("eps", self.eps, "positive")
-        if self.lr:
-            least = self.lr * math.sqrt(1 - self.beta2) / (1 - self.beta1)
-            _check("lr * sqrt(1 - beta2) / (1 - beta1)", least, "positive")
+        _check_adam(self.lr, self.beta1, self.beta2, self.eps)
 
     @property
     def slots(self) -> Mapping[str, float]:
@@ -153,9 +149,48 @@ class LazyAdam(_Optimizer):
 
     def scalars(self, step: int, dim: int) -> Scalars:
         """Return (lr_t, beta1, 1 - beta1, beta2, 1 - beta2, eps, nesterov) for `kernels.lazy_adam`."""
-        lr_t = np.float32(self.lr * math.sqrt(1 - self.beta2**step) / (1 - self.beta1**step))
-        one, beta1, beta2 = map(np.float32, (1, self.beta1, self.beta2))
-        return lr_t, beta1, one - beta1, beta2, one - beta2, np.float32(self.eps), bool(self.nesterov)
+        return *_adam_scalars(self.lr, self.beta1, self.beta2, self.eps, step), bool(self.nesterov)
+
+
+@dataclass(kw_only=True, unsafe_hash=True)
+class RowWiseAdam(_Optimizer):
+    """Adam with one second moment per row: 4 * D + 4 bytes of state per row instead of 8 * D.
+
+    With g the summed gradient of a row, D columns and t the table's number of steps::
+
+        lr_t = lr * sqrt(1 - beta2^t) / (1 - beta1^t)
+        m <- beta1 * m + (1 - beta1) * g
+        v <- beta2 * v + (1 - beta2) * (sum over the row of g^2) / D
+        w <- w - lr_t * m / (sqrt(v) + eps)
+
+    The sum is that of `RowWiseAdagrad`. As with `LazyAdam`, only the rows of a batch change.
+
+    Source: Kingma & Ba, 2015, as for `LazyAdam`; the mean square of a row as in FBGEMM's PARTIAL_ROWWISE_ADAM.
+    """
+
+    lr: float = field(default=3.5e-4, hash=False)
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+    primitive: ClassVar[str] = "FusedSparseRowWiseAdam"
+
+    def __post_init__(self) -> None:
+        _check_adam(self.lr, self.beta1, self.beta2, self.eps)
+
+    @property
+    def slots(self) -> Mapping[str, float]:
+        """The first moments, from 0."""
+        return {"m": 0.0}
+
+    @property
+    def row_slots(self) -> Mapping[str, float]:
+        """The second moment, one value per row, from 0."""
+        return {"v": 0.0}
+
+    def scalars(self, step: int, dim: int) -> Scalars:
+        """Return (lr_t, beta1, 1 - beta1, beta2, 1 - beta2, eps, D) for `kernels.lazy_adam.row_wise_adam`."""
+        return *_adam_scalars(self.lr, self.beta1, self.beta2, self.eps, step), np.float32(dim)
 
 
 @dataclass(kw_only=True, unsafe_hash=True)
@@ -231,6 +266,46 @@ class SGD(_Optimizer):
 
 
 @dataclass(kw_only=True, unsafe_hash=True)
+class Momentum(_Optimizer):
+    """Stochastic gradient descent with momentum; rows without a gradient neither move nor lose momentum.
+
+    With g the summed gradient of a row::
+
+        b <- momentum * b + g
+        w <- w - lr * b
+
+    With `nesterov` the step is lr * (g + momentum * b) with the new b.
+
+    Source: Sutskever et al., "On the importance of initialization and momentum in deep learning", ICML 2013, in the
+    form of torch.optim.SGD with dampening 0, where lr multiplies the whole step. Deviation: lazy.
+    """
+
+    lr: float = field(default=1e-2, hash=False)
+    momentum: float = 0.9
+    nesterov: bool = False
+
+    primitive: ClassVar[str] = "FusedSparseMomentum"
+
+    def __post_init__(self) -> None:
+        _check_lr(self.lr)
+        _check("momentum", self.momentum, "in [0, 1)")
+
+    @property
+    def largest_gradient(self) -> float:
+        """2^58 * (1 - momentum) / max(lr, 1): b stays below 2^58, with room for a larger lr later."""
+        return 2.0**58 * (1.0 - float(np.float32(self.momentum))) / max(self.lr, 1.0)
+
+    @property
+    def slots(self) -> Mapping[str, float]:
+        """The momentum buffer b, from 0."""
+        return {"momentum": 0.0}
+
+    def scalars(self, step: int, dim: int) -> Scalars:
+        """Return (lr, momentum, nesterov) for `kernels.adagrad.momentum`."""
+        return np.float32(self.lr), np.float32(self.momentum), bool(self.nesterov)
+
+
+@dataclass(kw_only=True, unsafe_hash=True)
 class Adagrad(_Optimizer):
     """Adagrad, per element: accum <- accum + g^2;  w <- w - lr * g / (sqrt(accum) + eps).
 
@@ -297,6 +372,22 @@ class RowWiseAdagrad(_Optimizer):
         return np.float32(self.lr), np.float32(self.eps), np.float32(dim)
 
 
+def _check_adam(lr: float, beta1: float, beta2: float, eps: float) -> None:
+    _check_lr(lr)
+    _check("beta1", beta1, "in [0, 1)")
+    _check("beta2", beta2, "in [0, 1)")
+    _check("eps", eps, "positive")
+    if lr:
+        _check("lr * sqrt(1 - beta2) / (1 - beta1)", lr * math.sqrt(1 - beta2) / (1 - beta1), "positive")
+
+
+def _adam_scalars(lr: float, beta1: float, beta2: float, eps: float, step: int) -> tuple[np.float32, ...]:
+    """Return lr_t, beta1, 1 - beta1, beta2, 1 - beta2 and eps."""
+    lr_t = np.float32(lr * math.sqrt(1 - beta2**step) / (1 - beta1**step))
+    one, first, second = map(np.float32, (1, beta1, beta2))
+    return lr_t, first, one - first, second, one - second, np.float32(eps)
+
+
 def _check_adagrad(lr: float, eps: float, initial_accum: float) -> None:
     _check_lr(lr)
     _check("eps", eps, "positive")
@@ -309,6 +400,8 @@ OPTIMIZERS: Mapping[str, Callable[..., SparseOptimizer]] = {
     "sgd": SGD,
     "adagrad": Adagrad,
     "row_wise_adagrad": RowWiseAdagrad,
+    "row_wise_adam": RowWiseAdam,
+    "momentum": Momentum,
 }
 
 

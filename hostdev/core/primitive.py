@@ -467,7 +467,27 @@ class FusedSparseRowWiseAdagrad(_Update):
     name = "FusedSparseRowWiseAdagrad"
 
 
+class FusedSparseRowWiseAdam(_Update):
+    """Row-wise Adam on unique rows: `(table, ids [U], grads float32 [U, D])`."""
+
+    name = "FusedSparseRowWiseAdam"
+
+
+class FusedSparseMomentum(_Update):
+    """SGD with momentum on unique rows: `(table, ids [U], grads float32 [U, D])`."""
+
+    name = "FusedSparseMomentum"
+
+
 UPDATES: dict[str, type[_Update]] = {
     op.name: op
-    for op in (FusedSparseAdagrad, FusedSparseFtrl, FusedSparseLazyAdam, FusedSparseRowWiseAdagrad, FusedSparseSGD)
+    for op in (
+        FusedSparseAdagrad,
+        FusedSparseFtrl,
+        FusedSparseLazyAdam,
+        FusedSparseMomentum,
+        FusedSparseRowWiseAdagrad,
+        FusedSparseRowWiseAdam,
+        FusedSparseSGD,
+    )
 }

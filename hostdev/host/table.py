@@ -52,7 +52,7 @@ class HostTable(Owned):
     Args:
         rows: Number of rows, at least 1.
         dim: Number of columns, at least 1.
-        optimizer: LazyAdam, FTRL, SGD, Adagrad or RowWiseAdagrad.
+        optimizer: LazyAdam, RowWiseAdam, FTRL, SGD, Momentum, Adagrad or RowWiseAdagrad.
         name: The table's name, for errors and as a part of the initial values' key.
         seed: Seed of the initial values. None: the seed given to `torch.manual_seed`, or 0.
         init: Normal(std), Uniform(low, high), Constant(value), or an array [rows, dim], which the table keeps for

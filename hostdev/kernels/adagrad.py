@@ -1,14 +1,14 @@
-"""SGD and the Adagrad family on unique rows; see `core.optimizers` for the recurrences, `apply` for the arguments."""
+"""SGD, momentum and the Adagrad family on unique rows; recurrences in `core.optimizers`, arguments in `apply`."""
 
 from typing import Any
 
 import numpy as np
 
-from hostdev.kernels.jit import kernel, prefetch_update
+from hostdev.kernels.jit import inline, kernel, prefetch_update
 from hostdev.kernels.pool import Kernel
 from hostdev.kernels.rounding import get_slot, load_weights, make_scratch, prefetch_row, store_weights
 
-LANES = 16  # of RowWiseAdagrad's sum over a row; fixed, since it sets the order of additions
+LANES = 16  # of the row-wise optimizers' sum over a row; fixed, since it sets the order of additions
 
 
 @kernel
@@ -20,6 +20,21 @@ def _sgd(start, stop, ids, source, grads, block, row_slots, lr):
         weights = load_weights(block, row, scratch)
         for j in range(len(grad)):
             weights[j] -= lr * grad[j]
+        store_weights(block, row, scratch)
+
+
+@kernel
+def _momentum(start, stop, ids, source, grads, block, row_slots, lr, decay, nesterov):
+    scratch = make_scratch(block)
+    for i in range(np.uint64(start), np.uint64(stop)):
+        prefetch_row(block, ids, i, stop)
+        row, grad = np.uint64(ids[i]), grads[np.uint64(source[i])]
+        weights, buffer = load_weights(block, row, scratch), get_slot(block, row, 0)
+        for j in range(len(grad)):
+            g = grad[j]
+            b = decay * buffer[j] + g
+            buffer[j] = b
+            weights[j] -= lr * (g + decay * b if nesterov else b)
         store_weights(block, row, scratch)
 
 
@@ -38,28 +53,33 @@ def _adagrad(start, stop, ids, source, grads, block, row_slots, lr, eps):
         store_weights(block, row, scratch)
 
 
+@inline
+def mean_square(grad, lanes, columns):
+    """Return the mean square of a row's gradient, added as `core.optimizers.RowWiseAdagrad` says; overwrites lanes."""
+    whole = np.uint64(len(grad) - len(grad) % LANES)
+    lanes[:] = np.float32(0)
+    for c in range(np.uint64(0), whole, np.uint64(LANES)):
+        part = grad[c : c + np.uint64(LANES)]
+        for k in range(LANES):
+            lanes[k] += part[k] * part[k]
+    rest = grad[whole:]
+    for k in range(len(rest)):
+        lanes[k] += rest[k] * rest[k]
+    total = np.float32(0)
+    for k in range(LANES):
+        total += lanes[k]
+    return total / columns
+
+
 @kernel
 def _row_wise_adagrad(start, stop, ids, source, grads, block, row_slots, lr, eps, columns):
     lanes, scratch = np.empty(LANES, np.float32), make_scratch(block)
-    D = grads.shape[1]
-    whole = np.uint64(D - D % LANES)
     for i in range(np.uint64(start), np.uint64(stop)):
         prefetch_row(block, ids, i, stop)
         prefetch_update(row_slots, ids, i, stop)
         row = np.uint64(ids[i])
         weights, grad = load_weights(block, row, scratch), grads[np.uint64(source[i])]
-        lanes[:] = np.float32(0)
-        for c in range(np.uint64(0), whole, np.uint64(LANES)):
-            part = grad[c : c + np.uint64(LANES)]
-            for k in range(LANES):
-                lanes[k] += part[k] * part[k]
-        rest = grad[whole:]
-        for k in range(len(rest)):
-            lanes[k] += rest[k] * rest[k]
-        total = np.float32(0)
-        for k in range(LANES):
-            total += lanes[k]
-        a = row_slots[row, 0] + total / columns
+        a = row_slots[row, 0] + mean_square(grad, lanes, columns)
         row_slots[row, 0] = a
         divisor = np.sqrt(a) + eps
         for j in range(len(grad)):
@@ -70,6 +90,11 @@ def _row_wise_adagrad(start, stop, ids, source, grads, block, row_slots, lr, eps
 def sgd(*scalars: Any) -> tuple[Kernel, tuple[Any, ...]]:
     """Return the kernel and its scalar, lr."""
     return _sgd, scalars
+
+
+def momentum(*scalars: Any) -> tuple[Kernel, tuple[Any, ...]]:
+    """Return the kernel and its scalars: lr, momentum, nesterov."""
+    return _momentum, scalars
 
 
 def adagrad(*scalars: Any) -> tuple[Kernel, tuple[Any, ...]]:

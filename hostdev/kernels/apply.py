@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.kernels.adagrad import adagrad, row_wise_adagrad, sgd
+from hostdev.kernels.adagrad import adagrad, momentum, row_wise_adagrad, sgd
 from hostdev.kernels.buffers import identity, scratch
 from hostdev.kernels.ftrl import ftrl
-from hostdev.kernels.lazy_adam import lazy_adam
+from hostdev.kernels.lazy_adam import lazy_adam, row_wise_adam
 from hostdev.kernels.pool import Kernel, Task, get_grain, run_tasks, tasks_over
 from hostdev.kernels.rounding import Bfloat16Rows
 from hostdev.kernels.segment import row_ranges, sort_uses, streams, sum_sorted
@@ -32,7 +32,9 @@ _KERNELS: dict[str, Callable[..., tuple[Kernel, tuple[Any, ...]]]] = {
     "FusedSparseAdagrad": adagrad,
     "FusedSparseFtrl": ftrl,
     "FusedSparseLazyAdam": lazy_adam,
+    "FusedSparseMomentum": momentum,
     "FusedSparseRowWiseAdagrad": row_wise_adagrad,
+    "FusedSparseRowWiseAdam": row_wise_adam,
     "FusedSparseSGD": sgd,
 }
 

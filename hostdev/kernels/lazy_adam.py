@@ -1,10 +1,11 @@
-"""Lazy Adam on unique rows; see `core.optimizers.LazyAdam` for the recurrence, `apply` for the arguments."""
+"""Lazy Adam, per element and by row, on unique rows; recurrences in `core.optimizers`, arguments in `apply`."""
 
 from typing import Any
 
 import numpy as np
 
-from hostdev.kernels.jit import kernel
+from hostdev.kernels.adagrad import LANES, mean_square
+from hostdev.kernels.jit import kernel, prefetch_update
 from hostdev.kernels.pool import Kernel
 from hostdev.kernels.rounding import get_slot, load_weights, make_scratch, prefetch_row, store_weights
 
@@ -40,6 +41,44 @@ def _lazy_adam(
             second[j] = v
             weights[j] -= lr_t * numerator / (np.sqrt(v) + eps)
         store_weights(block, row, scratch)
+
+
+@kernel
+def _row_wise_adam(
+    start,
+    stop,
+    ids,
+    source,
+    grads,
+    block,
+    row_slots,
+    lr_t,
+    beta1,
+    one_minus_beta1,
+    beta2,
+    one_minus_beta2,
+    eps,
+    columns,
+):
+    lanes, scratch = np.empty(LANES, np.float32), make_scratch(block)
+    for i in range(np.uint64(start), np.uint64(stop)):
+        prefetch_row(block, ids, i, stop)
+        prefetch_update(row_slots, ids, i, stop)
+        row, grad = np.uint64(ids[i]), grads[np.uint64(source[i])]
+        weights, first = load_weights(block, row, scratch), get_slot(block, row, 0)
+        v = beta2 * row_slots[row, 0] + one_minus_beta2 * mean_square(grad, lanes, columns)
+        row_slots[row, 0] = v
+        divisor = np.sqrt(v) + eps
+        for j in range(len(grad)):
+            m = beta1 * first[j] + one_minus_beta1 * grad[j]
+            first[j] = m
+            weights[j] -= lr_t * m / divisor
+        store_weights(block, row, scratch)
+
+
+def row_wise_adam(*scalars: Any) -> tuple[Kernel, tuple[Any, ...]]:
+    """Return the kernel and its scalars: lr_t, beta1, 1 - beta1, beta2, 1 - beta2, eps, and the number of columns."""
+    return _row_wise_adam, scalars
 
 
 def lazy_adam(*scalars: Any) -> tuple[Kernel, tuple[Any, ...]]:

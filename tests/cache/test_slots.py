@@ -4,7 +4,18 @@ import numpy as np
 import pytest
 import torch
 
-from hostdev import FTRL, SGD, Adagrad, EmbeddingCache, HostTable, LazyAdam, RowWiseAdagrad, UserError
+from hostdev import (
+    FTRL,
+    SGD,
+    Adagrad,
+    EmbeddingCache,
+    HostTable,
+    LazyAdam,
+    Momentum,
+    RowWiseAdagrad,
+    RowWiseAdam,
+    UserError,
+)
 from hostdev.cache import cache as cache_module
 from hostdev.cache.planner import renumber
 from hostdev.cache.slots import DeviceSlots, Places
@@ -21,7 +32,7 @@ ROWS = 300
 @pytest.mark.parametrize("dim", [1, 5, 80])
 @pytest.mark.parametrize(
     "optimizer",
-    [LazyAdam(), FTRL(), SGD(), Adagrad(), RowWiseAdagrad()],
+    [LazyAdam(), FTRL(), SGD(), Adagrad(), RowWiseAdagrad(), RowWiseAdam(), Momentum()],
     ids=lambda optimizer: type(optimizer).__name__,
 )
 @pytest.mark.parametrize("dtype", TABLE_DTYPES)

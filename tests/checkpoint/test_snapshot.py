@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from hostdev import FTRL, HostTable, LazyAdam, RowWiseAdagrad
+from hostdev import FTRL, HostTable, LazyAdam, RowWiseAdagrad, RowWiseAdam
 from hostdev.host.changes import Budget
 from hostdev.kernels import bits
 from hostdev.kernels.pool import set_host_threads
@@ -71,7 +71,7 @@ def read_all(snapshot, table, step, ids=True):
     return found
 
 
-@pytest.mark.parametrize("optimizer", [LazyAdam, FTRL, RowWiseAdagrad])
+@pytest.mark.parametrize("optimizer", [LazyAdam, FTRL, RowWiseAdagrad, RowWiseAdam])
 @pytest.mark.parametrize("limit", [1, 1 << 30])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_snapshot_is_of_its_moment(optimizer, limit, dtype):

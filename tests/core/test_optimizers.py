@@ -9,13 +9,23 @@ import pytest
 import torch
 
 from hostdev.core.errors import UserError
-from hostdev.core.optimizers import FTRL, OPTIMIZERS, SGD, Adagrad, LazyAdam, RowWiseAdagrad, build_optimizer
+from hostdev.core.optimizers import (
+    FTRL,
+    OPTIMIZERS,
+    SGD,
+    Adagrad,
+    LazyAdam,
+    Momentum,
+    RowWiseAdagrad,
+    RowWiseAdam,
+    build_optimizer,
+)
 from hostdev.device.table import DeviceTable
 from hostdev.host.table import HostTable
 from tests import naive
 
-ALL = [LazyAdam, FTRL, SGD, Adagrad, RowWiseAdagrad]
-FROM_ZERO = [LazyAdam, SGD, Adagrad, RowWiseAdagrad]  # all but FTRL, which divides by its learning rate
+ALL = [LazyAdam, FTRL, SGD, Adagrad, RowWiseAdagrad, RowWiseAdam, Momentum]
+FROM_ZERO = [one for one in ALL if one is not FTRL]  # all but FTRL, which divides by its learning rate
 
 
 @pytest.mark.parametrize("make", ALL)
@@ -97,13 +107,14 @@ def test_equality_hashes_and_copies(make):
 def test_weight_decay_is_refused_in_words(make, decay):
     with pytest.raises(TypeError, match=rf"{make.__name__} has no weight_decay: .* add the L2 of the batch's rows"):
         make(weight_decay=decay)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'momentum'"):
-        make(momentum=0.9)
+    if make is not Momentum:
+        with pytest.raises(TypeError, match=rf"{make.__name__} has no momentum; use hostdev.Momentum"):
+            make(momentum=0.9)
 
 
 def test_optimizers_by_name():
-    assert [type(build_optimizer(name)) for name in OPTIMIZERS] == [LazyAdam, FTRL, SGD, Adagrad, RowWiseAdagrad]
-    assert list(OPTIMIZERS) == ["lazy_adam", "ftrl", "sgd", "adagrad", "row_wise_adagrad"]
+    assert [type(build_optimizer(name)) for name in OPTIMIZERS] == ALL
+    assert list(OPTIMIZERS) == ["lazy_adam", "ftrl", "sgd", "adagrad", "row_wise_adagrad", "row_wise_adam", "momentum"]
     assert build_optimizer("adagrad", 0.5) == Adagrad(lr=0.5)
     assert build_optimizer("adagrad", 0) == Adagrad(lr=0)
     assert build_optimizer("sgd") is not build_optimizer("sgd")  # each has a learning rate of its own

@@ -4,7 +4,19 @@ import numpy as np
 import pytest
 import torch
 
-from hostdev import FTRL, SGD, Adagrad, EmbeddingCache, HostTable, LazyAdam, RowWiseAdagrad, Runtime, UserError
+from hostdev import (
+    FTRL,
+    SGD,
+    Adagrad,
+    EmbeddingCache,
+    HostTable,
+    LazyAdam,
+    Momentum,
+    RowWiseAdagrad,
+    RowWiseAdam,
+    Runtime,
+    UserError,
+)
 from hostdev.core.table_dtypes import TABLE_DTYPES
 from hostdev.device import backend
 from hostdev.device import table as table_module
@@ -24,6 +36,9 @@ OPTIMIZERS = [
     SGD(),
     Adagrad(),
     RowWiseAdagrad(),
+    RowWiseAdam(),
+    Momentum(),
+    Momentum(nesterov=True, lr=0.1),
 ]
 
 

@@ -12,13 +12,14 @@ from collections import Counter
 import pytest
 import torch
 
-from hostdev import FTRL, SGD, Adagrad, LazyAdam, RowWiseAdagrad
+from hostdev import FTRL, SGD, Adagrad, LazyAdam, Momentum, RowWiseAdagrad, RowWiseAdam
 from hostdev.device.triton import available, ops
 from tests.conftest import ROOT, environment
 
 pytestmark = pytest.mark.skipif(not available(), reason="Triton is not installed")
 
 OPTIMIZERS = [LazyAdam(), LazyAdam(nesterov=True), FTRL(), SGD(), Adagrad(), RowWiseAdagrad()]
+OPTIMIZERS += [RowWiseAdam(), Momentum(), Momentum(nesterov=True)]
 DIMS = [3, 80, *(pytest.param(dim, marks=pytest.mark.slow) for dim in (1, 128))]
 FLOAT_OPERATION = re.compile(r"\b((?:add|sub|mul|div|sqrt|fma|mad|rcp|rsqrt|ex2|lg2)\.[\w.]*f(?:32|64))\b")
 
@@ -88,7 +89,7 @@ def update(optimizer, dim, H=5, A=2, scalars=None, ids=torch.int32):
 def test_an_update_rounds_every_operation_once(compiled, optimizer, dim):
     update(optimizer, dim)
     [(_, kernel)] = compiled
-    roots = set() if isinstance(optimizer, SGD) else {"sqrt", "div"}
+    roots = set() if isinstance(optimizer, SGD | Momentum) else {"sqrt", "div"}
     assert operations(kernel) == {"mul", "sub"} | roots | (set() if isinstance(optimizer, SGD) else {"add"})
     ptx = kernel.asm["ptx"]
     assert ptx.index("st.global") > ptx.index("bar.sync")  # the loads of all warps lie before the stores

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from hostdev import FTRL, SGD, Adagrad, HostTable, LazyAdam, RowWiseAdagrad
+from hostdev import FTRL, SGD, Adagrad, HostTable, LazyAdam, Momentum, RowWiseAdagrad, RowWiseAdam
 from hostdev.device.triton import ops
 from hostdev.kernels.apply import apply_rows
 from hostdev.kernels.unique import unique
@@ -34,6 +34,10 @@ OPTIMIZERS = [
     Adagrad(),
     RowWiseAdagrad(),
     RowWiseAdagrad(lr=1.0),
+    RowWiseAdam(),
+    RowWiseAdam(lr=1.0, beta1=0.0, beta2=0.0, eps=1.0),
+    Momentum(),
+    Momentum(lr=1.0, nesterov=True),
 ]
 DIMS = [1, 3, 20, 80, 128]
 

@@ -93,7 +93,7 @@ def test_popular_ids_are_spread():
     assert np.abs(counts - 125).max() <= 12.5, counts
 
 
-@pytest.mark.parametrize("optimizer", [hostdev.LazyAdam(), hostdev.FTRL(), hostdev.RowWiseAdagrad(lr=0.1)])
+@pytest.mark.parametrize("optimizer", [hostdev.LazyAdam(), hostdev.FTRL(), hostdev.RowWiseAdam(lr=0.1)])
 @pytest.mark.parametrize(("rows", "ranks"), [(101, 3), (7, 2), (2, 5), (1, 2)])
 @pytest.mark.parametrize("init", [hostdev.Normal(0.3), hostdev.Constant(2.0)])
 def test_a_part_has_the_rows_of_the_whole_table(optimizer, rows, ranks, init):

@@ -15,7 +15,7 @@ from hostdev.checkpoint.manifest import FILE_NAME
 from hostdev.commands import checkpoint, preprocess, train
 from hostdev.core import cli
 from hostdev.core.checksums import json_checksum
-from hostdev.core.optimizers import FTRL, SGD, Adagrad, LazyAdam, RowWiseAdagrad
+from hostdev.core.optimizers import FTRL, SGD, Adagrad, LazyAdam, Momentum, RowWiseAdagrad, RowWiseAdam
 from hostdev.host.table import HostTable
 from tests.fuzz.datasets import TABLE, csv
 from tests.fuzz.mutations import change_bytes, change_json
@@ -29,7 +29,7 @@ COMMANDS = [
     ["export", "--out", "out"],
     ["export", "--out", "out", "--format", "npy", "--slots"],
 ]
-OPTIMIZERS = {each.__name__: each for each in (FTRL, SGD, Adagrad, LazyAdam, RowWiseAdagrad)}
+OPTIMIZERS = {each.__name__: each for each in (FTRL, SGD, Adagrad, LazyAdam, RowWiseAdagrad, RowWiseAdam, Momentum)}
 
 
 def make(base: Path) -> None:

@@ -1,14 +1,16 @@
 """Every optimizer through HostTable.apply: the NumPy twin to the bit, golden vectors, threads, convergence."""
 
+import dataclasses
 import functools
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hostdev.core.optimizers import FTRL, SGD, Adagrad, LazyAdam, RowWiseAdagrad
+from hostdev.core.optimizers import FTRL, SGD, Adagrad, LazyAdam, Momentum, RowWiseAdagrad, RowWiseAdam
 from hostdev.core.rounding import rounding_key
 from hostdev.core.table_dtypes import TABLE_DTYPES
 from hostdev.host.table import HostTable
@@ -27,6 +29,9 @@ OPTIMIZERS = {
     "sgd": SGD(),
     "adagrad": Adagrad(initial_accum=0.1),
     "row-wise-adagrad": RowWiseAdagrad(),
+    "row-wise-adam": RowWiseAdam(lr=0.01, beta1=0.8, beta2=0.99, eps=1e-6),
+    "momentum": Momentum(),
+    "momentum-nesterov": Momentum(lr=0.1, momentum=0.7, nesterov=True),
 }
 GOLDEN = sorted((Path(__file__).parent.parent / "golden").glob("*.npz"))
 
@@ -157,6 +162,44 @@ def test_there_are_golden_vectors():
     assert len(GOLDEN) == 8
 
 
+@pytest.mark.parametrize("lr", [0.1, 0.003])
+@pytest.mark.parametrize(
+    ("optimizer", "dense", "dim"),
+    [
+        (Momentum(momentum=0.8), functools.partial(torch.optim.SGD, momentum=0.8), 5),
+        (Momentum(nesterov=True), functools.partial(torch.optim.SGD, momentum=0.9, nesterov=True), 5),
+        (RowWiseAdam(eps=1e-12), functools.partial(torch.optim.Adam, eps=1e-12), 1),  # a row of one column
+        (LazyAdam(eps=1e-12), functools.partial(torch.optim.Adam, eps=1e-12), 5),
+    ],
+    ids=["momentum", "nesterov", "row-wise-adam", "adam"],
+)
+def test_if_each_row_has_a_gradient_it_is_torchs_dense_optimizer(optimizer, dense, dim, lr):
+    """Up to rounding; torch adds eps to the corrected root, so eps is small here."""
+    table = HostTable(30, dim, dataclasses.replace(optimizer, lr=lr), name="t")
+    weights = torch.from_numpy(table.weights.copy()).double().requires_grad_()
+    steps = dense([weights], lr=lr)
+    rng = np.random.default_rng(1)
+    for _ in range(40):
+        grads = rng.standard_normal((30, dim), dtype=np.float32)
+        table.apply(np.arange(30), grads)
+        weights.grad = torch.from_numpy(grads).double()
+        steps.step()
+    np.testing.assert_allclose(table.weights, weights.detach().numpy(), rtol=2e-5, atol=1e-4 * lr)
+
+
+def test_a_row_wise_second_moment_is_the_mean_of_the_columns():
+    """Columns with equal squares have the second moment of Adam: the updates are equal up to rounding."""
+    rng = np.random.default_rng(2)
+    tables = [HostTable(20, 24, make(lr=0.01), name="t") for make in (RowWiseAdam, LazyAdam)]
+    for _ in range(30):
+        sizes = rng.random((20, 1), dtype=np.float32)
+        grads = sizes * rng.choice(np.array([-1, 1], np.float32), (20, 24))
+        for table in tables:
+            table.apply(np.arange(20), grads)
+    np.testing.assert_allclose(tables[0].weights, tables[1].weights, rtol=1e-5, atol=1e-7)
+    assert tables[0].slots["v"].shape == (20, 1)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "steps"),
     [
@@ -165,6 +208,8 @@ def test_there_are_golden_vectors():
         (SGD(lr=0.1), 100),
         (Adagrad(lr=0.5), 400),
         (RowWiseAdagrad(lr=0.5), 400),
+        (RowWiseAdam(lr=0.05), 400),
+        (Momentum(lr=0.05), 400),
     ],
 )
 def test_converges_on_a_quadratic(optimizer, steps):
@@ -191,11 +236,13 @@ def test_converges_on_a_quadratic(optimizer, steps):
         lambda: Adagrad(lr=-1),
         lambda: Adagrad(eps=0),
         lambda: RowWiseAdagrad(initial_accum=-1),
+        lambda: RowWiseAdam(beta2=1),
+        lambda: Momentum(momentum=1),
     ],
 )
 def test_a_wrong_hyperparameter_is_named(make):
     with pytest.raises(
-        ValueError, match=r"^(lr|beta1|beta2|eps|l1|l2|lr_power|initial_accum) must be .*, not -?[\d.]+"
+        ValueError, match=r"^(lr|beta1|beta2|eps|l1|l2|lr_power|initial_accum|momentum) must be .*, not -?[\d.]+"
     ):
         make()
 
@@ -241,6 +288,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing(name, dtype):
         (SGD, {"lr": 1e-50}, "0.0"),
         (Adagrad, {"eps": 1e-46}, "0.0"),
         (RowWiseAdagrad, {"lr": 1e40}, "inf"),
+        (RowWiseAdam, {"beta2": 1 - 1e-8}, "1.0"),
+        (Momentum, {"momentum": 1 - 1e-9}, "1.0"),
     ],
 )
 def test_hyperparameters_that_float32_changes(optimizer, wrong, there):
@@ -249,7 +298,7 @@ def test_hyperparameters_that_float32_changes(optimizer, wrong, there):
         optimizer(**wrong)
 
 
-@pytest.mark.parametrize("optimizer", [LazyAdam, FTRL, SGD, Adagrad, RowWiseAdagrad])
+@pytest.mark.parametrize("optimizer", [LazyAdam, FTRL, SGD, Adagrad, RowWiseAdagrad, RowWiseAdam, Momentum])
 def test_an_infinite_learning_rate(optimizer):
     with pytest.raises(ValueError, match="lr must be (positive|at least 0), not inf"):
         optimizer(lr=float("inf"))

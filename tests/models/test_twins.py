@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hostdev.core.optimizers import FTRL, SGD, Adagrad, LazyAdam, RowWiseAdagrad
+from hostdev.core.optimizers import FTRL, SGD, Adagrad, LazyAdam, Momentum, RowWiseAdagrad, RowWiseAdam
 from hostdev.host.table import HostTable
 from tests.models.host_run import HostRun
 from tests.models.samples import SMALL, batch_of, schema_of
@@ -19,6 +19,8 @@ OPTIMIZERS = [
     SGD(lr=0.1),
     Adagrad(initial_accum=0.1),
     RowWiseAdagrad(initial_accum=0.1),
+    RowWiseAdam(lr=2e-3),
+    Momentum(lr=0.02, nesterov=True),
 ]
 
 

@@ -113,6 +113,10 @@ def initial_slots(optimizer, table):
         return {"n": torch.full(table.shape, start), "z": torch.zeros(table.shape)}
     if kind == "Adagrad":
         return {"n": torch.full(table.shape, start)}
+    if kind == "RowWiseAdam":
+        return {"m": torch.zeros(table.shape), "v": torch.zeros((len(table), 1))}
+    if kind == "Momentum":
+        return {"b": torch.zeros(table.shape)}
     if kind == "RowWiseAdagrad":
         return {"n": torch.full((len(table), 1), start)}
     return {}
@@ -152,15 +156,42 @@ def adagrad(o, step, table, slots, rows, g):
     table[rows] -= o.lr * g / (root(slots["n"][rows]) + o.eps)
 
 
-def row_wise_adagrad(o, step, table, slots, rows, g):
+def mean_square(g):
     lanes = [torch.zeros(len(g)) for _ in range(16)]
     for column in range(g.shape[1]):
         lanes[column % 16] = lanes[column % 16] + g[:, column] * g[:, column]
     total = torch.zeros(len(g))
     for lane in lanes:
         total = total + lane
-    slots["n"][rows] += (total / g.shape[1])[:, None]
+    return (total / g.shape[1])[:, None]
+
+
+def row_wise_adagrad(o, step, table, slots, rows, g):
+    slots["n"][rows] += mean_square(g)
     table[rows] -= o.lr * g / (root(slots["n"][rows]) + o.eps)
 
 
-UPDATES = {"LazyAdam": lazy_adam, "FTRL": ftrl, "SGD": sgd, "Adagrad": adagrad, "RowWiseAdagrad": row_wise_adagrad}
+def row_wise_adam(o, step, table, slots, rows, g):
+    m, v = slots["m"], slots["v"]
+    rest1, rest2 = (float(1 - torch.tensor(beta)) for beta in (o.beta1, o.beta2))
+    v[rows] = o.beta2 * v[rows] + rest2 * mean_square(g)
+    m[rows] = o.beta1 * m[rows] + rest1 * g
+    lr = o.lr * (1 - o.beta2**step) ** 0.5 / (1 - o.beta1**step)
+    table[rows] -= lr * m[rows] / (root(v[rows]) + o.eps)
+
+
+def momentum(o, step, table, slots, rows, g):
+    b = slots["b"]
+    b[rows] = o.momentum * b[rows] + g
+    table[rows] -= o.lr * (g + o.momentum * b[rows] if o.nesterov else b[rows])
+
+
+UPDATES = {
+    "LazyAdam": lazy_adam,
+    "FTRL": ftrl,
+    "SGD": sgd,
+    "Adagrad": adagrad,
+    "RowWiseAdagrad": row_wise_adagrad,
+    "RowWiseAdam": row_wise_adam,
+    "Momentum": momentum,
+}

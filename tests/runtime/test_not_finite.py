@@ -235,7 +235,7 @@ def test_losses_that_are_not_finite_and_change_nothing(device):
 
 @pytest.mark.parametrize(("depth", "cache"), [(0, None), (2, None), (2, "50%")])
 @pytest.mark.parametrize("where", ["host", "device"])
-@pytest.mark.parametrize("name", ["SGD", "LazyAdam", "FTRL", "Adagrad", "RowWiseAdagrad"])
+@pytest.mark.parametrize("name", ["SGD", "LazyAdam", "FTRL", "Adagrad", "RowWiseAdagrad", "RowWiseAdam", "Momentum"])
 def test_gradients_that_are_too_large(device, name, where, depth, cache):
     """The largest finite gradients that an optimizer can take change rows to finite values, larger ones nothing."""
     for share, fits in ((0.9, True), (2.1, False)):

@@ -95,7 +95,7 @@ def programs(draw):
         st.integers(1, 9),
         st.lists(st.sampled_from(BETWEEN), max_size=2).map(tuple),
     )
-    optimizer = st.sampled_from(["SGD", "LazyAdam", "FTRL", "RowWiseAdagrad"])
+    optimizer = st.sampled_from(["SGD", "LazyAdam", "FTRL", "RowWiseAdagrad", "RowWiseAdam", "Momentum"])
     return Program(draw(st.booleans()), draw(optimizer), draw(st.lists(loop, min_size=1, max_size=3).map(tuple)))
 
 

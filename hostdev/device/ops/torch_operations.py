@@ -182,13 +182,21 @@ def _sgd(rows: Tensor, per_row: Tensor, g: Tensor, lr: Any) -> None:
     rows[:, 0].sub_(g * float(lr))
 
 
+def _momentum(rows: Tensor, per_row: Tensor, g: Tensor, lr: Any, decay: Any, nesterov: bool) -> None:
+    w, b = rows.unbind(1)
+    b.mul_(float(decay)).add_(g)
+    step = (b * float(decay)).add_(g) if nesterov else b
+    w.sub_(step * float(lr))
+
+
 def _adagrad(rows: Tensor, per_row: Tensor, g: Tensor, lr: Any, eps: Any) -> None:
     w, accum = rows.unbind(1)
     accum.add_(g * g)
     w.sub_((g * float(lr)).div_(accum.sqrt().add_(float(eps))))
 
 
-def _row_wise_adagrad(rows: Tensor, per_row: Tensor, g: Tensor, lr: Any, eps: Any, columns: Any) -> None:
+def _mean_square(g: Tensor, columns: Any) -> Tensor:
+    """Return the mean square of each row, [U], added as `core.optimizers.RowWiseAdagrad` says."""
     parts = -(-g.shape[1] // LANES)
     squares = torch.nn.functional.pad(g * g, (0, parts * LANES - g.shape[1])).view(len(g), parts, LANES)
     lanes = squares[:, 0] + 0.0
@@ -197,16 +205,41 @@ def _row_wise_adagrad(rows: Tensor, per_row: Tensor, g: Tensor, lr: Any, eps: An
     total = lanes[:, 0] + 0.0
     for lane in range(1, LANES):
         total.add_(lanes[:, lane])
+    return total / torch.full((), float(columns), dtype=torch.float32, device=g.device)
+
+
+def _row_wise_adagrad(rows: Tensor, per_row: Tensor, g: Tensor, lr: Any, eps: Any, columns: Any) -> None:
     accum = per_row[:, 0]
-    accum.add_(total / torch.full((), float(columns), dtype=torch.float32, device=g.device))
+    accum.add_(_mean_square(g, columns))
     rows[:, 0].sub_((g * float(lr)) / (accum.sqrt() + float(eps)).unsqueeze(1))
+
+
+def _row_wise_adam(
+    rows: Tensor,
+    per_row: Tensor,
+    g: Tensor,
+    lr_t: Any,
+    beta1: Any,
+    rest1: Any,
+    beta2: Any,
+    rest2: Any,
+    eps: Any,
+    columns: Any,
+) -> None:
+    w, m = rows.unbind(1)
+    v = per_row[:, 0]
+    v.mul_(float(beta2)).add_(_mean_square(g, columns).mul_(float(rest2)))
+    m.mul_(float(beta1)).add_(g * float(rest1))
+    w.sub_((m * float(lr_t)) / (v.sqrt() + float(eps)).unsqueeze(1))
 
 
 _TWINS: dict[str, Callable[..., None]] = {
     "FusedSparseAdagrad": _adagrad,
     "FusedSparseFtrl": _ftrl,
     "FusedSparseLazyAdam": _lazy_adam,
+    "FusedSparseMomentum": _momentum,
     "FusedSparseRowWiseAdagrad": _row_wise_adagrad,
+    "FusedSparseRowWiseAdam": _row_wise_adam,
     "FusedSparseSGD": _sgd,
 }
 

@@ -45,6 +45,15 @@ def _adagrad(w, accum, g, lr, eps):
 
 
 @triton.jit
+def _momentum(w, buffer, g, lr, decay, NESTEROV: tl.constexpr):
+    buffer = decay * buffer + g
+    step = buffer
+    if NESTEROV:
+        step = g + decay * buffer
+    return w - lr * step, buffer
+
+
+@triton.jit
 def _rows(program, FIRST, H, A, skip):
     """Return a program's tile in the block or the admitted rows, and the rows there; no rows unless `skip` is 0."""
     rows = H
@@ -100,6 +109,8 @@ def _update(
     tl.debug_barrier()  # see `launch`
     if PRIMITIVE == "FusedSparseSGD":
         w = w - s0 * g
+    elif PRIMITIVE == "FusedSparseMomentum":
+        w, a = _momentum(w, a, g, s0, s1, NESTEROV)
     elif PRIMITIVE == "FusedSparseAdagrad":
         w, a = _adagrad(w, a, g, s0, s1)
     elif PRIMITIVE == "FusedSparseLazyAdam":
@@ -129,11 +140,17 @@ def _update_row_wise(
     lr,
     eps,
     columns,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    ADAM: tl.constexpr,
+    W: tl.constexpr,
     D: tl.constexpr,
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Update as `_update` does, LANES columns of a row at a time."""
+    """Update as `_update` does, LANES columns of a row at a time; without ADAM, it is Adagrad."""
     program, rows = _rows(tl.program_id(0), FIRST, H, A, skip)
     row = program * ROWS + tl.arange(0, ROWS)
     inside = row < rows
@@ -143,7 +160,7 @@ def _update_row_wise(
     else:
         table, accum, use = admitted, admitted_row_slots, H + row
         slot = row.to(tl.int64)
-    weights = table + (slot * D)[:, None]
+    weights = table + (slot * W)[:, None]
     accum += slot
     grad = grads + (use.to(tl.int64) * D)[:, None]
     lane = tl.arange(0, LANES)[None, :]
@@ -155,7 +172,12 @@ def _update_row_wise(
     total = tl.zeros((ROWS,), tl.float32)
     for k in tl.static_range(LANES):
         total += tl.sum(tl.where(lane == k, lanes, 0.0), axis=1)  # one lane and zeros: exact in any order
-    a = tl.load(accum, mask=inside, other=0.0) + tl.div_rn(total, columns)
+    mean = tl.div_rn(total, columns)
+    a = tl.load(accum, mask=inside, other=0.0)
+    if ADAM:
+        a = beta2 * a + rest2 * mean
+    else:
+        a = a + mean
     tl.debug_barrier()  # see `launch`
     tl.store(accum, a, mask=inside)
     divisor = (tl.sqrt_rn(a) + eps)[:, None]
@@ -163,8 +185,12 @@ def _update_row_wise(
         here = inside[:, None] & (c + lane < D)
         g = tl.load(grad + c + lane, mask=here, other=0.0)
         w = tl.load(weights + c + lane, mask=here, other=0.0)
+        if ADAM:
+            g = beta1 * tl.load(weights + D + c + lane, mask=here, other=0.0) + rest1 * g
         tl.debug_barrier()
         tl.store(weights + c + lane, w - tl.div_rn(lr * g, divisor), mask=here)
+        if ADAM:
+            tl.store(weights + D + c + lane, g, mask=here)
 
 
 def update(
@@ -185,16 +211,21 @@ def update(
     assert len(grads) >= H + A
     assert grads.shape[1] == D
     assert (admitted.shape[1:], len(admitted_row_slots)) == (block.shape[1:], A)
-    if primitive == "FusedSparseRowWiseAdagrad":
+    if primitive in ("FusedSparseRowWiseAdagrad", "FusedSparseRowWiseAdam"):
+        adam = primitive == "FusedSparseRowWiseAdam"
+        lr, *betas, eps, columns = scalars
         lanes = min(ROW_WISE_LANES, triton.next_power_of_2(D))
         rows: dict[str, Any] = {"ROWS": _ROW_WISE_ELEMENTS // lanes, "num_warps": 4}
         first = tiles(H, rows)
-        arguments = block, row_slots, ids, grads, skip, admitted, admitted_row_slots, H, A, first, *scalars
-        launch(_update_row_wise, first + tiles(A, rows), *arguments, D=D, LANES=lanes, **rows)
+        rows |= {"ADAM": adam, "W": planes * D, "D": D, "LANES": lanes}
+        tables = block, row_slots, ids, grads, skip, admitted, admitted_row_slots
+        scalars = [lr, eps, columns, *(betas or [0.0] * 4)]
+        launch(_update_row_wise, first + tiles(A, rows), *tables, H, A, first, *scalars, **rows)
         return
     constants = shape(D)
-    kind = {"PRIMITIVE": primitive, "NESTEROV": primitive == "FusedSparseLazyAdam" and bool(scalars[-1])}
-    numbers = (*scalars[:_SCALARS], *[0.0] * (_SCALARS - len(scalars)))
+    has_flag = primitive in ("FusedSparseLazyAdam", "FusedSparseMomentum")
+    kind = {"PRIMITIVE": primitive, "NESTEROV": has_flag and bool(scalars[-1])}
+    numbers = *scalars[:_SCALARS], *[0.0] * (_SCALARS - len(scalars))
     first = tiles(H, constants)
     arguments = block, ids, grads, skip, admitted, H, A, first, *numbers
     launch(_update, first + tiles(A, constants), *arguments, W=planes * D, **kind, **constants)
