@@ -35,9 +35,10 @@ CHECKS = {
         **dict.fromkeys(("_chance", "judge", "score", "worst", "divide", "exchange", "take"), (OWN,)),
     },
     "checkpoint.lookup": {"_copy": (IDS, STORED, COVERED)},
-    "kernels.adagrad": dict.fromkeys(
-        ("_sgd", "_momentum", "_adagrad", "_row_wise_adagrad"), (IDS, POSITIONS, REQUESTED)
-    ),
+    "kernels.adagrad": {
+        **dict.fromkeys(("_sgd", "_momentum", "_adagrad", "_row_wise_adagrad"), (IDS, POSITIONS, REQUESTED)),
+        "mean_square": (OWN,),
+    },
     "kernels.bags": dict.fromkeys(
         ("_pool", "_pool_scalars", "_add_bags", "_add_scalar_bags", "_divide", "_fill_bags"), (BAGS,)
     ),
