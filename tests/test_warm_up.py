@@ -67,6 +67,7 @@ import importlib, itertools, pkgutil
 import numpy as np
 import hostdev.kernels
 from hostdev.host.warm_up import warm_up_feature
+from hostdev.kernels.arrays import Strided
 from hostdev.kernels import bags, gather
 from hostdev.kernels.pool import set_host_threads
 
@@ -96,7 +97,7 @@ for threads, mean, in_order in itertools.product((2, 4), (False, True), (False, 
             bags.pool(rows, feature, out)
         elif weighted:
             gather.gather_scaled(rows, feature.inverse, weights, out)
-        bags.Uses([feature], 50, in_order=in_order).sum([out], rows)
+        bags.Uses([feature], 50, in_order=in_order).sum([Strided(out)], rows)
 print(*sorted(map(str, compiled() - before)), sep="\\n")
 """
 

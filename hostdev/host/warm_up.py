@@ -8,6 +8,7 @@ import numpy.typing as npt
 from hostdev.core.optimizers import FTRL, LazyAdam, SparseOptimizer
 from hostdev.core.table_dtypes import BF16, FP32
 from hostdev.host.table import HostTable
+from hostdev.kernels.arrays import Strided
 from hostdev.kernels.bags import Feature, Uses, pool
 from hostdev.kernels.claims import Claims, claim, intersect, others
 from hostdev.kernels.finite import largest
@@ -70,4 +71,4 @@ def warm_up_feature(dim: int, *, pooled: bool = False, weighted: bool = False, b
             pool(rows, feature, out)
         elif weights is not None:
             gather_scaled(rows, inverse, weights, out)
-        Uses([feature], 1).sum([out], rows)
+        Uses([feature], 1).sum([Strided(out)], rows)

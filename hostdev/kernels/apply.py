@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.kernels.adagrad import adagrad, momentum, row_wise_adagrad, sgd
+from hostdev.kernels.arrays import Strided
 from hostdev.kernels.buffers import identity, scratch
 from hostdev.kernels.ftrl import ftrl
 from hostdev.kernels.lazy_adam import lazy_adam, row_wise_adam
@@ -106,7 +107,7 @@ def apply_occurrences(
     arguments = (rows, identity(len(rows)), sums, *table)
 
     def sum_and_update(start: int, stop: int) -> None:
-        sum_sorted(start, stop, grads, order, ends, None, None, True, sums)
+        sum_sorted(start, stop, *Strided(grads), order, ends, None, None, True, sums)
         update(start, stop, *arguments)
 
     run_tasks([(sum_and_update, start, stop, ()) for start, stop in row_ranges(ends[:-1])])

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.kernels.arrays import Strided
 from hostdev.kernels.bfloat16 import as_stored, to_float32
 from hostdev.kernels.buffers import scratch
 from hostdev.kernels.jit import kernel, prefetch_to_read, prefetch_to_write
@@ -121,13 +122,14 @@ def pool(rows: Rows, feature: Feature, out: npt.NDArray[Any]) -> None:
 
 
 @kernel
-def _add_bags(start, stop, seen, grads, inverse, offsets, weights, mean, out):
+def _add_bags(start, stop, seen, grads, first, step, inverse, offsets, weights, mean, out):
     """Add the gradients of the bags [start, stop) to rows as `segment.sum_part` does, reading each gradient once."""
+    first, step = np.uint64(first), np.uint64(step)
     D, seen, one = grads.shape[1], np.uint64(seen), np.uint64(1)
     grad = np.empty(D, np.float32)
     last = np.uint64(offsets[stop])
     for b in range(np.uint64(start), np.uint64(stop)):
-        begin, end, stored = np.uint64(offsets[b]), np.uint64(offsets[b + one]), grads[b]
+        begin, end, stored = np.uint64(offsets[b]), np.uint64(offsets[b + one]), grads[first + b * step]
         for j in range(D):
             grad[j] = to_float32(stored[j])
         if mean and begin < end:
@@ -151,11 +153,16 @@ def _add_bags(start, stop, seen, grads, inverse, offsets, weights, mean, out):
 
 
 @kernel
-def _add_scalar_bags(start, stop, seen, grads, inverse, offsets, weights, mean, out):
+def _add_scalar_bags(start, stop, seen, grads, first, step, inverse, offsets, weights, mean, out):
     """`_add_bags` for D = 1."""
     seen, one, column = np.uint64(seen), np.uint64(1), np.uint64(0)
+    first, step = np.uint64(first), np.uint64(step)
     for b in range(np.uint64(start), np.uint64(stop)):
-        begin, end, grad = np.uint64(offsets[b]), np.uint64(offsets[b + one]), to_float32(grads[b, column])
+        begin, end, grad = (
+            np.uint64(offsets[b]),
+            np.uint64(offsets[b + one]),
+            to_float32(grads[first + b * step, column]),
+        )
         if mean and begin < end:
             grad /= np.float32(end - begin)
         for i in range(begin, end):
@@ -170,9 +177,10 @@ def _add_scalar_bags(start, stop, seen, grads, inverse, offsets, weights, mean, 
 
 
 @kernel
-def _divide(start, stop, grads, offsets, out):
+def _divide(start, stop, grads, first, step, offsets, out):
+    first, step = np.uint64(first), np.uint64(step)
     for b in range(np.uint64(start), np.uint64(stop)):
-        grad, to, n = grads[b], out[b], np.float32(max(1, offsets[b + np.uint64(1)] - offsets[b]))
+        grad, to, n = grads[first + b * step], out[b], np.float32(max(1, offsets[b + np.uint64(1)] - offsets[b]))
         for j in range(len(to)):
             to[j] = to_float32(grad[j]) / n
 
@@ -201,12 +209,12 @@ class Uses:
     def __init__(self, features: Sequence[Feature], rows: int, *, in_order: bool = True) -> None:
         self.features, self.rows, self.in_order = features, rows, in_order
 
-    def sum(self, grads: Sequence[npt.NDArray[Any]], out: Rows) -> None:
+    def sum(self, grads: Sequence[Strided], out: Rows) -> None:
         """Sum the gradients of each row over its occurrences, feature by feature, in order of occurrence.
 
         Args:
-            grads: Per feature, the gradients of its bags, [B, D], or of its occurrences, [N, D], if it has no bags; as
-                float32 or, for bfloat16, uint16.
+            grads: Per feature, the gradients of its B bags, or of its N occurrences if it has no bags: rows of an array
+                [any, D] of float32 or, for bfloat16, uint16.
             out: The sums, written, float32 [U, D]; -0 for a row that does not occur.
         """
         if streams() or not len(out):
@@ -216,10 +224,12 @@ class Uses:
         arguments = []
         for number, (feature, grad, by_row) in enumerate(zip(self.features, grads, found, strict=True)):
             if feature.mean and feature.offsets is not None:
-                divided = scratch(f"gradients of means {number}", grad.shape)
-                parallel_for(_divide, len(grad), grad, feature.offsets, divided, grain=get_grain(grad.strides[0]))
-                grad = divided
-            arguments.append((grad, by_row.order, by_row.ends, by_row.bags, feature.weights, number == 0, out))
+                bags = len(feature.offsets) - 1
+                divided = scratch(f"gradients of means {number}", (bags, out.shape[1]))
+                grain = get_grain(divided.strides[0])
+                parallel_for(_divide, bags, *grad, feature.offsets, divided, grain=grain)
+                grad = Strided(divided)
+            arguments.append((*grad, by_row.order, by_row.ends, by_row.bags, feature.weights, number == 0, out))
 
         def sum_rows(start: int, stop: int) -> None:
             for some in arguments:
@@ -228,7 +238,7 @@ class Uses:
         ends = found[0].ends if len(found) == 1 else np.sum([by_row.ends for by_row in found], 0)
         run_tasks([(sum_rows, start, stop, ()) for start, stop in row_ranges(ends)])
 
-    def stream(self, grads: Sequence[npt.NDArray[Any]], out: Rows) -> None:
+    def stream(self, grads: Sequence[Strided], out: Rows) -> None:
         """Write the same sums as `sum` does, in this thread alone."""
         seen = prepare_sums(out, self.in_order)
         for feature, grad in zip(self.features, grads, strict=True):
@@ -250,7 +260,7 @@ class Uses:
                 _fill_bags(0, len(feature.offsets) - 1, feature.offsets, by_row.bags)
 
 
-def sum_many(calls: Sequence[tuple[Uses, Sequence[npt.NDArray[Any]], Rows]]) -> None:
+def sum_many(calls: Sequence[tuple[Uses, Sequence[Strided], Rows]]) -> None:
     """Call `uses.sum(grads, out)` for several tables; with as many tables as threads, one thread sums each table."""
     if len(calls) < max(2, host_threads()):
         for uses, grads, out in calls:
@@ -264,20 +274,20 @@ def sum_many(calls: Sequence[tuple[Uses, Sequence[npt.NDArray[Any]], Rows]]) -> 
     run_tasks([(stream, number, number + 1, ()) for number in range(len(calls))])
 
 
-def _stream(feature: Feature, grads: npt.NDArray[Any], seen: Any, out: Rows) -> Any:
+def _stream(feature: Feature, grads: Strided, seen: Any, out: Rows) -> Any:
     """Add the gradients of a feature's occurrences to the sums; see `segment.sum_part` for `seen`."""
     inverse, offsets, weights, mean = feature
     if offsets is not None:
         add_bags = _add_scalar_bags if out.shape[1] == 1 else _add_bags
-        return add_bags(0, len(offsets) - 1, seen, grads, inverse, offsets, weights, mean, out)
-    if weights is not None or grads.dtype != np.float32:
-        return sum_scaled_part(0, len(inverse), seen, grads, inverse, weights, out)
+        return add_bags(0, len(offsets) - 1, seen, *grads, inverse, offsets, weights, mean, out)
+    if weights is not None or grads.values.dtype != np.float32:
+        return sum_scaled_part(0, len(inverse), seen, *grads, inverse, weights, out)
     part = sum_scalar_part if out.shape[1] == 1 else sum_part
-    return part(0, len(inverse), seen, grads, inverse, out)
+    return part(0, len(inverse), seen, *grads, inverse, out)
 
 
 def sum_uses(
     features: Sequence[Feature], grads: Sequence[npt.NDArray[Any]], out: Rows, *, in_order: bool = True
 ) -> None:
     """Sum gradients as `Uses.sum` does, for occurrences that are needed only once."""
-    Uses(features, len(out), in_order=in_order).sum(grads, out)
+    Uses(features, len(out), in_order=in_order).sum([Strided(grad) for grad in grads], out)

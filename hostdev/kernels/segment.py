@@ -23,8 +23,10 @@ _NEVER = 1 << 62  # a value of `seen` for which no occurrence is a row's first
 
 
 @kernel
-def sum_part(start, stop, seen, grads, inverse, out):
+def sum_part(start, stop, seen, grads, first, step, inverse, out):
     """Add the gradients of the occurrences [start, stop) to their rows' sums; those before `start` have been added.
+
+    The gradient of occurrence i is grads[first + i * step].
 
     Args:
         seen: Number of rows that occur before `start`; rows are numbered in order of first occurrence.
@@ -32,14 +34,15 @@ def sum_part(start, stop, seen, grads, inverse, out):
     Returns:
         The number of rows that occur before `stop`.
     """
+    first, step = np.uint64(first), np.uint64(step)
     D = grads.shape[1]
     uses, seen, one = np.uint64(stop), np.uint64(seen), np.uint64(1)
     for i in range(np.uint64(start), uses):
-        prefetch_to_read_once(grads, i + np.uint64(_GRADS_AHEAD), D * 4)
+        prefetch_to_read_once(grads, first + (i + np.uint64(_GRADS_AHEAD)) * step, D * 4)
         if i + np.uint64(_SUMS_AHEAD) < uses:
             prefetch_to_write(out, inverse[i + np.uint64(_SUMS_AHEAD)], D * 4)
         row = np.uint64(inverse[i])
-        total, grad = out[row], grads[i]
+        total, grad = out[row], grads[first + i * step]
         if row == seen:  # its first occurrence
             seen += one
             for j in range(D):
@@ -51,31 +54,33 @@ def sum_part(start, stop, seen, grads, inverse, out):
 
 
 @kernel
-def sum_scalar_part(start, stop, seen, grads, inverse, out):
+def sum_scalar_part(start, stop, seen, grads, first, step, inverse, out):
     """`sum_part` for D = 1."""
+    first, step = np.uint64(first), np.uint64(step)
     seen, one, column = np.uint64(seen), np.uint64(1), np.uint64(0)
     for i in range(np.uint64(start), np.uint64(stop)):
         row = np.uint64(inverse[i])
         if row == seen:
             seen += one
-            out[row, column] = grads[i, column]
+            out[row, column] = grads[first + i * step, column]
         else:
-            out[row, column] += grads[i, column]
+            out[row, column] += grads[first + i * step, column]
     return seen
 
 
 @kernel
-def sum_scaled_part(start, stop, seen, grads, inverse, weights, out):
+def sum_scaled_part(start, stop, seen, grads, first, step, inverse, weights, out):
     """Add float32 or bfloat16 gradients as `sum_part` does, each times its weight; weights of None are 1."""
+    first, step = np.uint64(first), np.uint64(step)
     D = grads.shape[1]
     uses, seen, one = np.uint64(stop), np.uint64(seen), np.uint64(1)
     for i in range(np.uint64(start), uses):
-        prefetch_to_read_once(grads, i + np.uint64(_GRADS_AHEAD), grads.strides[0])
+        prefetch_to_read_once(grads, first + (i + np.uint64(_GRADS_AHEAD)) * step, grads.strides[0])
         if i + np.uint64(_SUMS_AHEAD) < uses:
             prefetch_to_write(out, inverse[i + np.uint64(_SUMS_AHEAD)], D * 4)
         row = np.uint64(inverse[i])
         weight = np.float32(1) if weights is None else weights[i]
-        total, grad = out[row], grads[i]
+        total, grad = out[row], grads[first + i * step]
         if row == seen:
             seen += one
             for j in range(D):
@@ -120,18 +125,21 @@ def sort_uses(inverse, ends, order):
 
 
 @kernel
-def sum_sorted(start, stop, grads, order, ends, source, weights, fresh, out):
+def sum_sorted(start, stop, grads, first, step, order, ends, source, weights, fresh, out):
     """Sum the gradients of the rows [start, stop) over their occurrences.
 
     Args:
         grads: float32 [any, D], or bfloat16 as uint16.
+        first: The row of gradient 0 in `grads`; that of gradient i is first + i * step.
+        step: The distance between two gradients, in rows.
         order: int32 [N], from `sort_uses`.
         ends: int64 [U + 1 or more], from `sort_uses`.
-        source: int32 [N], the row of `grads` for each occurrence; None if occurrence i has row i.
+        source: int32 [N], the number of each occurrence's gradient; None if occurrence i has gradient i.
         weights: float32 [N], the weight of each occurrence; None: all are 1.
         fresh: Begin new sums, which are -0 for rows that do not occur; else add to the sums in `out`.
         out: The sums, float32 [U, D].
     """
+    first, step = np.uint64(first), np.uint64(step)
     D = grads.shape[1]
     last = np.uint64(ends[np.uint64(stop)])
     for u in range(np.uint64(start), np.uint64(stop)):
@@ -142,9 +150,10 @@ def sum_sorted(start, stop, grads, order, ends, source, weights, fresh, out):
         for k in range(begin, end):
             if k + np.uint64(_SUMS_AHEAD) < last:
                 ahead = np.uint64(order[k + np.uint64(_SUMS_AHEAD)])
-                prefetch_to_read(grads, ahead if source is None else np.uint64(source[ahead]), grads.strides[0])
+                at = ahead if source is None else np.uint64(source[ahead])
+                prefetch_to_read(grads, first + at * step, grads.strides[0])
             use = np.uint64(order[k])
-            grad = grads[use if source is None else np.uint64(source[use])]
+            grad = grads[first + (use if source is None else np.uint64(source[use])) * step]
             weight = np.float32(1) if weights is None else weights[use]
             if fresh and k == begin:
                 for j in range(D):

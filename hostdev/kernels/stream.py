@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.kernels.arrays import Strided
 from hostdev.kernels.buffers import identity, scratch
 from hostdev.kernels.jit import kernel
 from hostdev.kernels.pool import Kernel, Task, parallel_for, run_tasks
@@ -97,7 +98,7 @@ def apply_stream(update: Kernel, table: tuple[Any, ...], ids: npt.NDArray[Any], 
         nonlocal rows_added
         found.wait(part + 1)
         start, stop = edges[part : part + 2]
-        rows_added = add_part(start, stop, rows_added, grads, inverse, sums)
+        rows_added = add_part(start, stop, rows_added, *Strided(grads), inverse, sums)
 
     def update_complete(part: int, piece: int) -> None:
         """Update a share of the rows whose sums are complete after `part` parts; 0 is for rows that occur once."""

@@ -97,6 +97,16 @@ def random_grads(rng, outputs):
     return [torch.from_numpy(rng.standard_normal(out.shape, dtype=np.float32)).to(out.dtype) for out in outputs]
 
 
+def apart(grad):
+    """Return a gradient as torch.stack or torch.cat has it for some sizes: a part of each row of another tensor."""
+    if len(grad) % 3 == 0:
+        return grad
+    wide = torch.full((len(grad), 3 * grad.shape[1] + len(grad) % 2), 77, dtype=grad.dtype, device=grad.device)
+    part = wide[:, grad.shape[1] : 2 * grad.shape[1]]
+    part.copy_(grad)
+    return part
+
+
 def check(made, device, way, rng, present=None):
     rows = torch.from_numpy(made.rows).to(device).requires_grad_()
     outputs = pull_one(rows, made.uses)
@@ -106,7 +116,7 @@ def check(made, device, way, rng, present=None):
     grads = [
         grad if present is None or number in present else None for number, grad in enumerate(random_grads(rng, outputs))
     ]
-    pairs = [(out, grad.to(device)) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
+    pairs = [(out, apart(grad.to(device))) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
     torch.autograd.backward(*zip(*pairs, strict=True))
     expected = made.gradient(grads, way)
     if device.type == "cuda" and way is torch_operations and rows.shape[1] == 1:  # a fixed order, but torch's
@@ -252,3 +262,18 @@ def test_bags_are_those_of_torch(device, way, mode, weighted, padding):
     wanted = table.grad[found]
     np.testing.assert_allclose(rows.grad.cpu(), wanted, rtol=1e-5, atol=1e-5)
     assert not np.delete(table.grad.numpy(), found, 0).any()
+
+
+def test_gradients_at_equal_distances_are_read_in_place(monkeypatch):
+    """Those of torch.stack, torch.cat and sum()."""
+    copied = []
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda tensor: copied.append(tensor.shape) or tensor.clone())
+    wide, whole = torch.randn(5, 3, 4), torch.randn(5, 4)
+    for grad in (whole, wide[:, 0], wide[:, 2], wide.view(5, 12)[:, 4:8], whole[:1].expand(5, 4), whole[1:], whole[:0]):
+        values, first, step = host_kernels._strided(grad)
+        np.testing.assert_array_equal(values[first :: step or 1][: len(grad)] if step else values[[first] * 5], grad)
+    assert not copied
+    for grad in (wide.view(5, 12)[:, 3:7], torch.randn(4, 5).T, torch.ones(()).expand(5, 4)):
+        values, first, step = host_kernels._strided(grad)
+        np.testing.assert_array_equal(values[first::step], grad)
+    assert copied == [(5, 4)] * 3

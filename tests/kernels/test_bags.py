@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hostdev.kernels.arrays import Strided
 from hostdev.kernels.bags import Feature, Uses, pool, sum_uses
 from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.unique import unique
@@ -47,6 +48,13 @@ def numbers(rng, *shape):
     return values
 
 
+def among_others(rows):
+    """Return the rows as every third one of a larger array, from its row 2."""
+    values = np.full((2 + 3 * len(rows), rows.shape[1]), 77, rows.dtype)
+    values[2::3] = rows
+    return Strided(values, 2, 3)
+
+
 def check(features, ids, rng, dim):
     rows = numbers(rng, len(unique(ids)[0]), dim)
     for feature in features:
@@ -68,9 +76,9 @@ def check(features, ids, rng, dim):
     inverse = np.concatenate([feature.inverse for feature in features])
     expected = naive.segment_sum(np.concatenate(terms), inverse, len(rows))
     uses = Uses(features, len(rows))
-    for _ in range(2):  # the second time reuses the sorted occurrences
+    for place in (Strided, among_others):  # the second time reuses the sorted occurrences
         out = np.full_like(rows, np.nan)
-        uses.sum(grads, out)
+        uses.sum([place(grad) for grad in grads], out)
         same(out, expected)
     # Numbered in any order, and with rows that do not occur.
     number = rng.permutation(len(rows) + 3).astype(np.int32)

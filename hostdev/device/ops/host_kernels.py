@@ -10,6 +10,7 @@ from torch import Tensor
 from hostdev.device.ops.uses import FeatureUses, PoolCall
 from hostdev.kernels import bags, rounding
 from hostdev.kernels.apply import apply_rows
+from hostdev.kernels.arrays import Strided
 from hostdev.kernels.buffers import identity
 from hostdev.kernels.gather import gather_scaled
 from hostdev.kernels.lookup import lookup as look_up
@@ -71,7 +72,7 @@ def uses_of(features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> ba
 def sum_uses(grads: Sequence[Tensor], uses: bags.Uses) -> Tensor:
     """See `Ops`."""
     out = torch.empty((uses.rows, grads[0].shape[1]), dtype=torch.float32)
-    uses.sum([_bits(grad.contiguous()) for grad in grads], out.numpy())
+    uses.sum([_strided(grad) for grad in grads], out.numpy())
     return out
 
 
@@ -80,9 +81,20 @@ def sum_many(calls: Sequence[tuple[Sequence[Tensor], bags.Uses]]) -> list[Tensor
     outs, arguments = [], []
     for grads, uses in calls:
         outs.append(torch.empty((uses.rows, grads[0].shape[1]), dtype=torch.float32))
-        arguments.append((uses, [_bits(grad.contiguous()) for grad in grads], outs[-1].numpy()))
+        arguments.append((uses, [_strided(grad) for grad in grads], outs[-1].numpy()))
     bags.sum_many(arguments)
     return outs
+
+
+def _strided(rows: Tensor) -> Strided:
+    """Return rows [N, D] for a kernel, in place if they lie at equal distances, as `torch.stack` has its gradients."""
+    if rows.is_contiguous():
+        return Strided(_bits(rows))
+    D, apart, first = rows.shape[1], rows.stride(0), rows.storage_offset()
+    if (D > 1 and rows.stride(1) != 1) or apart % D or first % D:
+        return Strided(_bits(rows.contiguous()))
+    end = first // D + (len(rows) - 1) * (apart // D) + 1
+    return Strided(_bits(rows.as_strided((end, D), (D, 1), 0)), first // D, apart // D)
 
 
 def _feature(inverse: Tensor, offsets: Tensor | None, weights: Tensor | None, mean: bool) -> bags.Feature:
