@@ -191,7 +191,7 @@ def advise_mesh(settings: TrainConfig, processes: int) -> None:
 
 
 def get_max_dim(group: Group) -> int:
-    """Return the largest dim of a group's tables."""
+    """Return the largest number of columns of a group's tables."""
     return max(table.dim for table in group.tables)
 
 

@@ -168,7 +168,7 @@ def get_slot(block: Any, row: Any, number: Any) -> Any:
 
 
 def store_weights(block: Any, row: Any, scratch: Any) -> None:
-    """Store the weights of a row that were changed in what `load_weights` returned."""
+    """Round and store a row's new weights, which are in the array that `load_weights` returned."""
     raise NotImplementedError("compiled only")
 
 

@@ -9,7 +9,7 @@ from hostdev.parallel.plan import Sliced, sliced
 
 
 class LocalParameters:
-    """The local tensor of each parameter: itself, or this rank's slice of a DTensor, over the same memory.
+    """Each parameter's local tensor: the parameter itself, or this rank's slice of a DTensor, which shares its memory.
 
     Args:
         network: The network, with its layers sliced.

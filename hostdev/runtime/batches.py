@@ -144,7 +144,7 @@ class Loop(Generic[Item]):
             self._close_unwatched()
 
     def _close_unwatched(self) -> None:
-        """Close the loop where nobody can catch an error: Python prints it, and the runtime's next call raises it."""
+        """Close the loop from where nobody can catch an error: it is printed, and the runtime's next call raises it."""
         try:
             self.close()
         except BaseException as error:
