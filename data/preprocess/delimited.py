@@ -66,12 +66,12 @@ class DelimitedFile:
 
     @property
     def shown(self) -> str:
-        """The delimiter's description."""
+        """The delimiter, as messages name it."""
         return {"\t": "tabs", ",": "commas"}.get(self._delimiter.decode(), repr(self._delimiter.decode()))
 
     @property
     def other_delimiter(self) -> str | None:
-        """The likely value of --delimiter if the first line has a single value; else None."""
+        """A likely value of --delimiter if the first line has one value, with a usual delimiter in it; else None."""
         if len(self.names) > 1:
             return None
         return next((shown for text, shown in _USUAL.items() if text in self.names[0]), None)

@@ -18,7 +18,7 @@ class Scaling(Protocol):
     """A scaling of numbers: `observe` the training rows, then `transform` all. A missing number (NaN) becomes 0."""
 
     def observe(self, numbers: Numbers) -> None:
-        """Update the statistics with the numbers of training rows, float64 [n, columns]."""
+        """Update the statistics with the values of some training rows, float64 [n, columns]."""
 
     def transform(self, numbers: Numbers) -> npt.NDArray[np.float32]:
         """Return scaled numbers, float32 [n, columns]; computed in float64 and rounded once.

@@ -106,7 +106,7 @@ class Written:
 
     @cached_property
     def zone(self) -> str | None:
-        """The time zone of the column's type, or None."""
+        """The time zone of the columns' types; None if they have none, or several."""
         zones = {found.partition("tz=")[2].rstrip("]") for found in self.types if "tz=" in found}
         return zones.pop() if len(zones) == 1 else None
 

@@ -1,4 +1,4 @@
-"""Lookup from the values of a data set's vocabulary to their ids; the file is checked once."""
+"""Lookup of the ids of values in a data set's vocabulary, whose file is checked once, when it is loaded."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise

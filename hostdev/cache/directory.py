@@ -32,7 +32,7 @@ _MOST_LOAD = 0.75  # including tombstones
 
 
 class AllRows:
-    """Data of all V rows, each at its id: 32 bytes per row."""
+    """The planner's data of all V rows, by id: 32 bytes per row."""
 
     def __init__(self, rows: int, capacity: int) -> None:
         self._capacity = capacity

@@ -46,7 +46,7 @@ def likeliest(
 
 
 def chance_at(key: np.uint64) -> np.float32:
-    """Return the probability that is encoded in a key, if keys are not counts."""
+    """Return the probability that a key encodes; only for keys of probabilities, not of counts."""
     bits = key ^ np.uint64(1 << 63) if key >> np.uint64(63) else ~key
     return np.uint32(bits >> np.uint64(_CHANCE_BITS)).view(np.float32)
 

@@ -109,8 +109,8 @@ def pull(lookups: Sequence[Lookup]) -> list[tuple[Tensor, ...]]:
     """Return, for each table and feature, the bags of a pooled feature, otherwise each occurrence's weighted row.
 
     A bag is a sum or mean. The gradient of the rows is the sum over their occurrences, as `Ops.sum_uses` adds them;
-    weights get none. The single graph node survives a backward pass, so that several losses can be differentiated in
-    turn.
+    the occurrences' weights get no gradient. The single graph node survives a backward pass, so that several losses can
+    be differentiated in turn.
 
     Returns:
         For each table and each of its features, a tensor [B, D] or [N, D] of the feature's dtype; an empty bag is 0.

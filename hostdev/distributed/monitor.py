@@ -218,7 +218,7 @@ def _parse_calls(sign: bytes) -> tuple[Call, ...]:
 
 
 def _signed(token: str, text: str) -> str:
-    """Return a message with a signature by the run's token."""
+    """Return a message after its signature with the run's token."""
     return f"{hmac.new(token.encode(), text.encode(), hashlib.sha256).hexdigest()} {text}"
 
 

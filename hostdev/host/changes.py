@@ -158,7 +158,7 @@ class Snapshot:
         return out[: rows_between(first, last, self.wanted, out)].copy()
 
     def end(self) -> None:
-        """Stop copying, and drop all copies: all rows are read, or the snapshot is abandoned."""
+        """Stop copying, and drop all copies, because all rows have been read or the snapshot is abandoned."""
         self.ended.set()
         with self._lock:
             left = sum(len(kept[0]) for kept in self._aside)

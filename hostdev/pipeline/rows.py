@@ -182,11 +182,11 @@ class BatchRows:
         return [passed, *self._evicted[0]]
 
     def receive(self, tensors: Sequence[Tensor | None], mark: Any, first: Tensor | None = None) -> None:
-        """Take the tensors of `leave`, which are in host memory once the device has passed their events.
+        """Store the host's copies of the tensors that `leave` returned.
 
         Args:
-            tensors: The tensors of `leave`, on the host.
-            mark: The event of the evicted rows' copy.
+            tensors: The copies, in the order of `leave`.
+            mark: The event after which the evicted rows are on the host; None: they are.
             first: Gradients of the bypassing rows that are updated first.
         """
         self._received, self._first = list(tensors), first

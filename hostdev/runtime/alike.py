@@ -50,7 +50,7 @@ def get_settings(
 
 
 def get_parameters(parameters: Sequence[Tensor]) -> Mapping[str, Any]:
-    """Return a description of each parameter that ranks reduce, with a checksum: all must be equal at the start."""
+    """Describe the parameters whose gradients the ranks sum, with checksums; all ranks must have the same."""
     found: dict[str, Any] = {"the number of parameters": len(parameters)}
     for number, one in enumerate(parameters):
         values = one.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

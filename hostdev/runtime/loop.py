@@ -240,7 +240,7 @@ class TrainLoop(Loop[Item]):
         return any(rows.guarded is not None and rows.guarded[1].has_raised for rows in self._batch.rows)
 
     def _keep_pending(self, flight: StepBatch) -> None:
-        """Keep gradients without a step for the next step, as the dense parameters keep theirs in `.grad`."""
+        """Keep the rows' gradients for the next step if none was taken, as dense parameters keep theirs in `.grad`."""
         batch, watcher = self._batch, self.watcher
         steps, carried = watcher.steps, self._runtime.loops.carried
         if steps.stepped or batch.reduction is not None or not batch.has_gradients():

@@ -48,7 +48,7 @@ def _is_sent(leaf: Any) -> bool:
 
 
 def _to_tensor(leaf: Any) -> Any:
-    """Return an array of numbers as a tensor, copied only if torch cannot use its memory."""
+    """Return an array of numbers as a tensor, a copy only if torch cannot use its memory; others unchanged."""
     if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "biufc":
         return leaf
     native = leaf.astype(leaf.dtype.newbyteorder("="), copy=False)

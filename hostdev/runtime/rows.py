@@ -22,7 +22,7 @@ Read: TypeAlias = Callable[[list[npt.NDArray[Any]]], Any]  # turns arrays of any
 
 
 class FeatureRows:
-    """Rows by feature, with the methods of a read-only dict, while the batch is in the loop's body.
+    """Rows by feature, with the methods of a read-only dict; they raise ValueError once the batch is over.
 
     It is not a Mapping: frameworks that move or convert the tensors of a batch rebuild every Mapping in it from its
     items, which is impossible for rows. They leave other objects unchanged.

@@ -227,7 +227,7 @@ def _remove_if_idle() -> None:
 
 @functools.cache
 def _require_clips() -> None:
-    """Raise RuntimeError unless torch's clipping functions call the function by which they are watched."""
+    """Raise RuntimeError unless torch's clipping functions call the function through which they are watched."""
     users = {name for name in _CLIPS if _GROUPING in _names_in(getattr(clip_grad, name, None))}
     if "clip_grad_value_" not in users or len(users) < 2:
         raise RuntimeError(

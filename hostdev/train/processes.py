@@ -216,7 +216,7 @@ def join_processes(settings: TrainConfig, require: Callable[[TrainConfig], objec
 def require_shares(settings: TrainConfig, ranks: int) -> None:
     """Raise UserError unless this number of processes can share the work."""
     if not settings.host_device_mix:
-        raise UserError(f"{ranks} processes share the tables in host memory; give --host-device-mix")
+        raise UserError(f"{ranks} processes can share tables only in host memory; give --host-device-mix")
     if settings.mesh is None and settings.parallel == "auto":  # the chosen mesh will fit
         return
     mesh = Mesh(data=ranks) if settings.mesh is None else parse_mesh(settings.mesh)

@@ -91,7 +91,7 @@ def test_more_stages_than_micro_batches(refused, as_one_of):
 
 
 def test_tables_on_the_device(refused, as_one_of):
-    words = "2 processes share the tables in host memory; give --host-device-mix"
+    words = "2 processes can share tables only in host memory; give --host-device-mix"
     assert words in refused("--micro-batches", 2, "--spawn", 2)
     as_one_of(2)
     assert words in refused("--micro-batches", 2)

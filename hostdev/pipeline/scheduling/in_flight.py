@@ -145,7 +145,7 @@ class InFlightBatches:
             self.changed.notify_all()
 
     def gather(self, number: int, mark: Any) -> None:
-        """Record that a batch's step has taken its rows, before the event `mark` in the device's stream."""
+        """Record that a batch's step takes its rows; the device has done so once it passes the event `mark`."""
         with self.changed:
             self.gathered = number, mark
             self.changed.notify_all()

@@ -61,13 +61,13 @@ def look_up_conflicting(context: Context, number: int, rows: FetchedRows, subset
 
 
 def reload(context: Context, rows: FetchedRows, table: Any, ids: Ids | None, *, in_step: bool) -> None:
-    """Look up again those of a batch's rows in a table that were written since the batch looked them up.
+    """Look up a batch's rows of `table` again if they were written after the batch looked them up.
 
     Args:
         context: The pipeline's context.
         rows: The batch's rows.
         table: The table that was written.
-        ids: int32 or int64 [N]; None for all rows.
+        ids: The rows that were written, int32 or int64 [N]; None for all rows.
         in_step: Whether the batch is in the caller's step. Then only the rows that a cache admits are read again.
     """
     for one, all_rows in _pair(context, rows, RowSubset(rows.ids.ids, None)):
