@@ -15,6 +15,7 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
 
 from hostdev.kernels.cached import check_cache
@@ -34,9 +35,31 @@ def kernel(function: Callable[..., Any]) -> Any:
     compiles the function.
     """
     try:
-        return check_cache(numba.njit(function, cache=True, **_OPTIONS))
+        made = check_cache(numba.njit(function, cache=True, **_OPTIONS))
     except RuntimeError:  # numba: "cannot cache function ...: no locator available"
-        return numba.njit(function, **_OPTIONS)
+        made = numba.njit(function, **_OPTIONS)
+    return _unlock_after_errors(made)
+
+
+def _unlock_after_errors(dispatcher: Any) -> Any:
+    """Make a kernel release numba's lock if its compilation ends in an error; return the kernel.
+
+    Ctrl-C can arrive when the main thread has just acquired the lock and does not know it yet. The helpers of the pool
+    would then wait for the lock forever, and the main thread for the helpers.
+    """
+    compile_for = dispatcher._compile_for_args
+
+    def compile_and_unlock(*args: Any, **given: Any) -> Any:
+        if global_compiler_lock.is_locked():  # by this thread, which compiles another kernel that calls this one
+            return compile_for(*args, **given)
+        try:
+            return compile_for(*args, **given)
+        finally:
+            while global_compiler_lock.is_locked():
+                global_compiler_lock.release()
+
+    dispatcher._compile_for_args = compile_and_unlock
+    return dispatcher
 
 
 def inline(function: Callable[..., Any]) -> Any:

@@ -2,9 +2,11 @@
 
 import importlib.util
 import sys
+import threading
 
 import numba
 import pytest
+from numba.core.compiler_lock import _CompilerLock
 
 from hostdev.kernels import cached, sources
 
@@ -117,3 +119,22 @@ def test_a_full_disk_ends_nothing(tmp_path, run, monkeypatch, capsys):
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"hostdev: warning: compiled kernels cannot be cached in {tmp_path / 'numba'}")
     assert "(No space left on device)" in line and "each process compiles them" in line
+
+
+def test_an_interruption_while_numbas_lock_is_acquired(run, monkeypatch):
+    """Ctrl-C of `advise` once left it locked: a helper waited for it, and the main thread for the helper, forever."""
+    enter = _CompilerLock.__enter__
+
+    def interrupted(lock):
+        enter(lock)
+        raise KeyboardInterrupt  # before `with` has registered the lock's exit
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_CompilerLock, "__enter__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    found = []
+    helper = threading.Thread(target=lambda: found.append(run()[0]), daemon=True)
+    helper.start()
+    helper.join(60)
+    assert found == [42]
