@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from bench.record import make_parser
+from bench.record import make_parser, record
 from bench.wide_deep import make_trainer, read_fields
 from hostdev.core.primitive import OpLog, Primitive
 from hostdev.data import lookalike, manifest
@@ -41,11 +41,12 @@ def measure_timing() -> float:
 
 
 def main() -> None:
-    make_parser(__doc__, out=False).parse_args()
+    arguments = make_parser(__doc__).parse_args()
     folder, _ = lookalike.ensure()
     found = manifest.read(folder)
     per_call = statistics.median(measure_timing() for _ in range(5))
     print(f"one timed call: {per_call * 1e6:.2f} us")
+    shares = {}
     for batch_size, dim in [(1000, 80), (100, 8)]:
         log = OpLog()
         trainer = make_trainer(found.vocabulary_size, dim, device=torch.device("cpu"), log=log)
@@ -61,3 +62,5 @@ def main() -> None:
             f"batch {batch_size}, D = {dim}: step {step * 1e3:.2f} ms, {ops:.0f} ops, "
             f"timing {ops * per_call / step:.3%} of the step"
         )
+        shares[f"batch {batch_size}, D = {dim}"] = ops * per_call / step
+    record("timing", {"call_us": per_call * 1e6, "share_of_step": shares}, arguments.out)

@@ -15,7 +15,7 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core.compiler_lock import global_compiler_lock
+from numba.core.compiler_lock import global_compiler_lock as _numbas_lock
 from numba.extending import intrinsic
 
 from hostdev.kernels.cached import check_cache
@@ -41,6 +41,9 @@ def kernel(function: Callable[..., Any]) -> Any:
     return _unlock_after_errors(made)
 
 
+_lock: Any = _numbas_lock  # numba has no annotations
+
+
 def _unlock_after_errors(dispatcher: Any) -> Any:
     """Make a kernel release numba's lock if its compilation ends in an error; return the kernel.
 
@@ -50,13 +53,13 @@ def _unlock_after_errors(dispatcher: Any) -> Any:
     compile_for = dispatcher._compile_for_args
 
     def compile_and_unlock(*args: Any, **given: Any) -> Any:
-        if global_compiler_lock.is_locked():  # by this thread, which compiles another kernel that calls this one
+        if _lock.is_locked():  # by this thread, which compiles another kernel that calls this one
             return compile_for(*args, **given)
         try:
             return compile_for(*args, **given)
         finally:
-            while global_compiler_lock.is_locked():
-                global_compiler_lock.release()
+            while _lock.is_locked():
+                _lock.release()
 
     dispatcher._compile_for_args = compile_and_unlock
     return dispatcher
