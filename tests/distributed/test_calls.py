@@ -149,7 +149,8 @@ def test_one_rank_does_not_come(processes):
         ("freeze", "UnlikeError: step 4: which tables are frozen differs between ranks"),
         (
             "evaluate",
-            "UnlikeError: rank 0 is in runtime.save(), and rank 1 is in runtime.look_up(): all ranks must make the same calls",
+            "UnlikeError: rank 0 is in runtime.save(), and rank 1 is in runtime.look_up(): "
+            "all ranks must make the same calls",
         ),
     ],
 )
