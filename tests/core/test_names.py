@@ -58,7 +58,7 @@ def test_links(tmp_path):
         ("file", "a link to outside"),
         ("pipe", "not a regular"),
         ("dangling", "a link to outside"),
-        ("circle", "cannot be found|to outside"),
+        ("circle", "cannot be followed|to outside"),
     ):
         with pytest.raises(ValueError, match=message):
             inside(root, name)
