@@ -292,7 +292,7 @@ class Momentum(_Optimizer):
 
     @property
     def largest_gradient(self) -> float:
-        """2^58 * (1 - momentum) / max(lr, 1), rounded down to a power of 2: b stays below 2^58, also for a larger lr."""
+        """2^58 * (1 - momentum) / max(lr, 1), rounded down to a power of 2; b stays below 2^58."""
         return 2.0 ** math.floor(58 + math.log2((1.0 - float(np.float32(self.momentum))) / max(self.lr, 1.0)))
 
     @property
