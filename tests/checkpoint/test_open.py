@@ -11,6 +11,7 @@ import torch
 
 import hostdev
 from hostdev.checkpoint import folder
+from hostdev.checkpoint.lookup import MappedTable
 from hostdev.checkpoint.manifest import BrokenCheckpointError
 from hostdev.commands import checkpoint
 from hostdev.core import cli
@@ -157,3 +158,21 @@ def test_no_checkpoint(tmp_path):
         hostdev.open(tmp_path / "nowhere")
     with pytest.raises(hostdev.UserError, match="has no checkpoint"):
         hostdev.open(tmp_path)
+
+
+def test_a_chain_of_many(tmp_path):
+    """A row comes from the newest layer that has it."""
+    table = hostdev.HostTable(200_000, 3, hostdev.SGD(lr=1.0), name="t")
+    runtime = hostdev.Runtime({"t": table}, device="cpu")
+    rng = np.random.default_rng(1)
+    for step in range(6):
+        runtime.pipeline.steps = step
+        runtime.save(tmp_path)
+        ids = rng.choice(table.rows, 300, replace=False)
+        table.update(ids, rng.random((300, 3), np.float32))
+    runtime.pipeline.steps = 6
+    runtime.save(tmp_path)
+    chain = folder.read_chain(tmp_path / folder.names_in(tmp_path)[-1])
+    assert len(chain) == 7
+    ids = np.arange(table.rows)
+    np.testing.assert_array_equal(MappedTable(chain, "t").lookup(ids), table.block[:, 0])

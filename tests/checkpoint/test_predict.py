@@ -418,24 +418,6 @@ def test_mapped_tables_are_the_checkpoints(trained, number):
             mapped.lookup(np.array([table.rows]))
 
 
-def test_a_chain_of_many(tmp_path):
-    """A row comes from the newest layer that has it."""
-    table = hostdev.HostTable(200_000, 3, hostdev.SGD(lr=1.0), name="t")
-    runtime = hostdev.Runtime({"t": table}, device="cpu")
-    rng = np.random.default_rng(1)
-    for step in range(6):
-        runtime.pipeline.steps = step
-        runtime.save(tmp_path)
-        ids = rng.choice(table.rows, 300, replace=False)
-        table.update(ids, rng.random((300, 3), np.float32))
-    runtime.pipeline.steps = 6
-    runtime.save(tmp_path)
-    chain = folder.read_chain(tmp_path / folder.names_in(tmp_path)[-1])
-    assert len(chain) == 7
-    ids = np.arange(table.rows)
-    np.testing.assert_array_equal(MappedTable(chain, "t").lookup(ids), table.block[:, 0])
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
