@@ -32,7 +32,7 @@ class Bench(NamedTuple):
 
 
 BENCHES = {
-    "ops": Bench("bench_ops", regular=True, trial=("--rounds", "1", "--dtypes")),
+    "ops": Bench("bench_ops", regular=True, trial=("--rounds", "1")),
     "reader": Bench("bench_reader", regular=True, trial=("--rows", "200000", "--rounds", "1")),
     "timing": Bench("bench_timing", regular=True),
     "pool": Bench("bench_pool", regular=True, trial=("--rounds", "10")),

@@ -104,31 +104,30 @@ def adagrad(w, slots, rows, g, optimizer, step):
     w[rows] = w[rows] - f32(optimizer.lr) * g / (np.sqrt(slots["accum"][rows]) + f32(optimizer.eps))
 
 
+def mean_square(gradient):
+    """Return the mean square of a row: 16 lanes add every 16th square, then the lanes are added in order."""
+    lanes = [f32(0)] * 16
+    for j, value in enumerate(gradient):
+        lanes[j % 16] = lanes[j % 16] + value * value
+    total = f32(0)
+    for lane in lanes:
+        total = total + lane
+    return total / f32(len(gradient))
+
+
 def row_wise_adagrad(w, slots, rows, g, optimizer, step):
-    """Update the rows in place; 16 lanes add every 16th square, then the lanes are added in order."""
+    """Update the rows in place."""
     for row, gradient in zip(rows, g, strict=True):
-        lanes = [f32(0)] * 16
-        for j, value in enumerate(gradient):
-            lanes[j % 16] = lanes[j % 16] + value * value
-        total = f32(0)
-        for lane in lanes:
-            total = total + lane
-        slots["accum"][row] = slots["accum"][row] + total / f32(len(gradient))
+        slots["accum"][row] = slots["accum"][row] + mean_square(gradient)
         w[row] = w[row] - f32(optimizer.lr) * gradient / (np.sqrt(slots["accum"][row]) + f32(optimizer.eps))
 
 
 def row_wise_adam(w, slots, rows, g, optimizer, step):
-    """Update the rows in place; the squares of a row are added as in `row_wise_adagrad`."""
+    """Update the rows in place."""
     lr_t = f32(optimizer.lr * np.sqrt(1 - optimizer.beta2**step) / (1 - optimizer.beta1**step))
     b1, b2, eps = f32(optimizer.beta1), f32(optimizer.beta2), f32(optimizer.eps)
     for row, gradient in zip(rows, g, strict=True):
-        lanes = [f32(0)] * 16
-        for j, value in enumerate(gradient):
-            lanes[j % 16] = lanes[j % 16] + value * value
-        total = f32(0)
-        for lane in lanes:
-            total = total + lane
-        slots["v"][row] = b2 * slots["v"][row] + (f32(1) - b2) * (total / f32(len(gradient)))
+        slots["v"][row] = b2 * slots["v"][row] + (f32(1) - b2) * mean_square(gradient)
         slots["m"][row] = b1 * slots["m"][row] + (f32(1) - b1) * gradient
         w[row] = w[row] - lr_t * slots["m"][row] / (np.sqrt(slots["v"][row]) + eps)
 

@@ -14,7 +14,7 @@ from hostdev.data.preprocess import columns as arrow
 
 MOST_BYTES = 1 << 27  # maximum text in rows decoded together
 _LARGE = 1 << 13  # bytes; columns with smaller chunks do not limit the rows
-_BUFFER = 1 << 12  # bytes read ahead where only metadata or a dictionary is needed
+_BUFFER = 1 << 12  # bytes; without it, Arrow reads a column's whole chunk when only metadata is needed
 
 
 class GroupSize(NamedTuple):

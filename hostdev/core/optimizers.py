@@ -50,7 +50,7 @@ class _Optimizer:
                 f"{cls.__name__} has no weight_decay: an update touches the rows of its batch only, so the weights "
                 "of other rows would not decay; add the L2 of the batch's rows to the loss instead"
             )
-        if "momentum" in given and "momentum" not in {field.name for field in fields(cls)}:  # type: ignore[arg-type]
+        if "momentum" in given and not hasattr(cls, "momentum"):
             raise TypeError(f"{cls.__name__} has no momentum; use hostdev.Momentum(lr=..., momentum=...)")
         return super().__new__(cls)
 

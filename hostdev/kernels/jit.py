@@ -27,6 +27,8 @@ _OPTIONS: dict[str, Any] = {
     "boundscheck": False,  # ids are checked once, before they are passed to a kernel
 }
 
+_lock: Any = _numbas_lock  # numba has no annotations
+
 
 def kernel(function: Callable[..., Any]) -> Any:
     """Compile `function` when it is first called with some argument types, and cache the code on disk.
@@ -39,9 +41,6 @@ def kernel(function: Callable[..., Any]) -> Any:
     except RuntimeError:  # numba: "cannot cache function ...: no locator available"
         made = numba.njit(function, **_OPTIONS)
     return _unlock_after_errors(made)
-
-
-_lock: Any = _numbas_lock  # numba has no annotations
 
 
 def _unlock_after_errors(dispatcher: Any) -> Any:

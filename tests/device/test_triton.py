@@ -18,8 +18,17 @@ from tests.conftest import ROOT, environment
 
 pytestmark = pytest.mark.skipif(not available(), reason="Triton is not installed")
 
-OPTIMIZERS = [LazyAdam(), LazyAdam(nesterov=True), FTRL(), SGD(), Adagrad(), RowWiseAdagrad()]
-OPTIMIZERS += [RowWiseAdam(), Momentum(), Momentum(nesterov=True)]
+OPTIMIZERS = [
+    LazyAdam(),
+    LazyAdam(nesterov=True),
+    FTRL(),
+    SGD(),
+    Adagrad(),
+    RowWiseAdagrad(),
+    RowWiseAdam(),
+    Momentum(),
+    Momentum(nesterov=True),
+]
 DIMS = [3, 80, *(pytest.param(dim, marks=pytest.mark.slow) for dim in (1, 128))]
 FLOAT_OPERATION = re.compile(r"\b((?:add|sub|mul|div|sqrt|fma|mad|rcp|rsqrt|ex2|lg2)\.[\w.]*f(?:32|64))\b")
 

@@ -18,8 +18,15 @@ from hostdev.pipeline.hooks import PipelineHooks
 from tests.conftest import devices
 from tests.runtime.cases import ROWS, Case, batches_of, bits, differing, tables_state
 
-OPTIMIZERS = [hostdev.LazyAdam, hostdev.FTRL, hostdev.SGD, hostdev.Adagrad, hostdev.RowWiseAdagrad]
-OPTIMIZERS += [hostdev.RowWiseAdam, hostdev.Momentum]
+OPTIMIZERS = [
+    hostdev.LazyAdam,
+    hostdev.FTRL,
+    hostdev.SGD,
+    hostdev.Adagrad,
+    hostdev.RowWiseAdagrad,
+    hostdev.RowWiseAdam,
+    hostdev.Momentum,
+]
 STAGES = ["read", "unique", "plan", "lookup", "send", "step", "lookup late", "update"]
 
 
