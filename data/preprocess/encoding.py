@@ -3,6 +3,7 @@
 Nothing is learned: a value that was absent or too rare in training gets its vocabulary's out-of-vocabulary id.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +36,7 @@ from hostdev.kernels.strings import hash_texts
 Ids = npt.NDArray[np.int64]
 
 _LARGEST = 3e38  # about the largest float32
+_PLAIN_INTEGER = re.compile("0|-?[1-9][0-9]{0,17}", re.ASCII)
 
 
 class WrongRowError(UserError):
@@ -202,40 +204,69 @@ class Encoding:
 
         `rows` are columns of equal length: text and integers for ids, numbers and None.
         """
-        known, columns = self._known, self.schema.columns
-        if isinstance(known, HashBuckets) or self.schema.bags or any(name not in rows for name in self.columns()):
+        columns = self.schema.columns
+        if self.schema.bags or any(name not in rows for name in self.columns()):
             return None
         given = [rows[column.name] for column in columns]
-        n = len(given[0])
+        n = len(rows[self.columns()[0]])
+        if not n or any(len(rows[name]) != n for name in self.columns()):
+            return None
         texts = [
             self._get_text(column, value) for column, values in zip(columns, given, strict=True) for value in values
         ]
         numbers = [value for name in self.schema.dense for value in rows[name]]
-        if not n or any(len(rows[name]) != n for name in self.columns()):
-            return None
         if any(type(value) not in (int, float, type(None)) for value in numbers) or None in texts:
             return None
         if any(type(value) is int and abs(value) > _LARGEST for value in numbers):
             return None
-        if self.is_criteo:
-            texts = [text.lower() for text in texts if text is not None]
         dense = np.array(numbers, np.float64).reshape(len(self.schema.dense), n).T  # None: NaN
         if (np.abs(dense) > self._most).any():
             return None
-        spaces = [column.space for column in columns for _ in range(n)]
+        ids = self._find_few(texts, n)  # type: ignore[arg-type]  # no None in it
+        if ids is None:
+            return None
+        ids = np.ascontiguousarray(ids.T.astype(self._type))
+        return Batch(np.full(n, np.nan, np.float32), self._scaling.transform(dense), ids, {})
+
+    def _find_few(self, texts: list[str], n: int) -> Ids | None:
+        """Return the ids of n values of each column in turn, int64 [columns, n]; None if `encode` has to find them."""
+        known, columns = self._known, self.schema.columns
+        kinds = [self._written[column.space].kind for column in columns for _ in range(n)]
         try:
-            found = known.find_few(spaces, texts)  # type: ignore[arg-type]
+            if isinstance(known, HashBuckets):
+                return self._hash_few(known, texts, n)
+            texts = [text.lower() for text in texts] if self.is_criteo else texts
+            found = known.find_few([column.space for column in columns for _ in range(n)], texts)
         except UnicodeEncodeError:
             return None
-        if any(
-            self._written[space].kind not in ("text", "unknown") and number < 0
-            for space, text, number in zip(spaces, texts, found.tolist(), strict=True)
-        ):
+        if any(number < 0 and kind not in ("text", "unknown") for kind, number in zip(kinds, found, strict=True)):
             return None  # its form may differ from training's
-        oov = np.array([self._spaces[column.space].oov for column in columns])[:, None]
-        ids = found.reshape(len(columns), n)
-        ids = np.ascontiguousarray(np.where(ids < 0, oov, ids).T.astype(self._type))
-        return Batch(np.full(n, np.nan, np.float32), self._scaling.transform(dense), ids, {})
+        oov = np.array([self._spaces[column.space].oov for column in columns], np.int64)[:, None]
+        ids: Ids = found.reshape(len(columns), n)
+        return np.where(ids < 0, oov, ids)
+
+    def _hash_few(self, known: HashBuckets, texts: list[str], n: int) -> Ids | None:
+        """Return the ids of hashed values as `_find_few` does."""
+        columns = self.schema.columns
+        encoded = [text.encode() for text in texts]
+        if self.is_criteo:
+            keys, wrong = criteo.hex_values(pa.array(encoded, pa.binary()))
+            if wrong.any():
+                return None
+        elif any(self._may_be_reformatted(columns[i // n], text) for i, text in enumerate(texts)):
+            return None
+        else:
+            offsets = ragged.offsets_of(np.fromiter(map(len, encoded), np.int64, len(encoded)))
+            keys = hash_texts(offsets, np.frombuffer(b"".join(encoded), np.uint8)).view(np.int64)
+        keys = keys.reshape(len(columns), n)
+        return np.array([known.ids_of(each, i) for i, each in enumerate(keys)], np.int64).reshape(len(columns), n)
+
+    def _may_be_reformatted(self, column: Column, text: str) -> bool:
+        """Return whether training may have hashed another text for a value than this one."""
+        written = self._written[column.space]
+        if written.kind == "number" and written.has_plain_integers:
+            return _PLAIN_INTEGER.fullmatch(text) is None
+        return written.kind not in ("text", "unknown")
 
     def _get_text(self, column: Column, value: Any) -> str | None:
         """Return the text that a value had in training; None for a type that only `encode` supports."""
