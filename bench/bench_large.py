@@ -35,7 +35,7 @@ from hostdev.core.digest import StateDigest
 from hostdev.core.memory import TableShape, format_bytes
 from hostdev.core.primitive import OpLog
 from hostdev.kernels.pool import host_threads
-from hostdev.runtime.digest import columns_of
+from hostdev.runtime.digest import add_table
 from hostdev.runtime.room import GroupSize, in_words, kept
 
 DIM, FIELDS, BATCH = 8, 26, 8000
@@ -107,8 +107,7 @@ def make_batches(rows: int, n: int) -> Iterator[torch.Tensor]:
 def compute_digest(table: hostdev.HostTable) -> str:
     """Return the digest of a table's state."""
     digest = StateDigest()
-    weights, *slots = columns_of(table)
-    digest.table(table.name, table.step, weights, slots)
+    add_table(digest, table)
     return digest.hexdigest()
 
 

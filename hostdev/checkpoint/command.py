@@ -6,7 +6,7 @@ from pathlib import Path
 from hostdev.checkpoint import compact, diff, export, folder, reshard
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.loading import damaged, find_newest_valid
-from hostdev.checkpoint.manifest import BrokenCheckpointError
+from hostdev.checkpoint.manifest import VERSION, BrokenCheckpointError
 from hostdev.checkpoint.state import read_dense_tensors, state_digest
 from hostdev.core import cli
 from hostdev.core.errors import HostdevError
@@ -47,7 +47,8 @@ def _info(arguments: argparse.Namespace) -> int:
         about = f"{table.rows:,} x {table.dim}, {table.optimizer} (slots {slots}){weights}, step {table.step:,}"
         print(printable(f"table {table.name}: {about}"))
     digest = newest.manifest.state_sha256 or "not computed; verify computes it"
-    print(f"state_sha256 {printable(digest, 80)}")
+    old = f" (as version {newest.manifest.version} defines it)" if newest.manifest.version != VERSION else ""
+    print(f"state_sha256 {printable(digest, 80)}{old}")
     return code
 
 
@@ -64,13 +65,13 @@ def _verify(arguments: argparse.Namespace) -> int:
         for path, chain in chains.items():
             if owner in (checkpoint.path for checkpoint in chain):
                 wrong.setdefault(path, str(damage))
-    digest = ""
+    digests: list[str] = []
     newest = next((path for path in reversed(found) if path not in wrong), None)
     if newest is not None:
-        digest, noted = _digest(chains[newest]), chains[newest][-1].manifest.state_sha256
-        if noted not in (None, digest):
-            wrong[newest] = f"{newest}: state_sha256 is {digest}, but the manifest says {noted}"
-        digest += "" if noted is None else ", as the manifest says"
+        try:
+            digests = _digests(chains[newest])
+        except BrokenCheckpointError as error:
+            wrong[newest] = str(error)
     if len(found) == 1 and wrong:
         raise BrokenCheckpointError(wrong[found[0]])
     for path in dict.fromkeys([*(each.path for each in chains.get(found[0], [])), *found]):  # parents first
@@ -86,15 +87,31 @@ def _verify(arguments: argparse.Namespace) -> int:
             f"{len(wrong)} of {len(found)} checkpoints in {found[0].parent} {are} damaged: {names}: "
             f"{next(iter(wrong.values()))}"
         )
-    print(f"state_sha256 {digest}")
+    for line in digests:
+        print(line)
     return 0
 
 
-def _digest(chain: folder.Chain) -> str:
-    layers = Layers(chain)
-    state = chain[-1].manifest.state
+def _digests(chain: folder.Chain) -> list[str]:
+    """Return a line for a checkpoint's digest, and for an old one another with the digest of its format version.
+
+    Raises:
+        BrokenCheckpointError: The manifest has a different digest.
+    """
+    newest, layers = chain[-1], Layers(chain)
+    state, noted, version = newest.manifest.state, newest.manifest.state_sha256, newest.manifest.version
     names = [(name, key) for name, key in state.get("digest", [])] if isinstance(state, dict) else []
-    return state_digest(layers, names, read_dense_tensors(layers))
+    tensors = read_dense_tensors(layers)
+    found = state_digest(layers, names, tensors, version=version)
+    if noted not in (None, found):
+        raise BrokenCheckpointError(f"{newest.path}: state_sha256 is {found}, but the manifest says {noted}")
+    as_noted = f"{found}{'' if noted is None else ', as the manifest says'}"
+    if version == VERSION:
+        return [f"state_sha256 {as_noted}"]
+    return [
+        f"state_sha256 {state_digest(layers, names, tensors)}",
+        f"state_sha256 as version {version} defines it: {as_noted}",
+    ]
 
 
 def _newest(path: Path, prog: str) -> folder.Chain:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from hostdev.checkpoint import best, folder
 from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.layers import Layers
+from hostdev.checkpoint.manifest import VERSION
 from hostdev.checkpoint.state import read_dense_tensors
 from hostdev.checkpoint.writer import AsyncWriter, Content, Item
 from hostdev.core.errors import UserError
@@ -94,7 +95,8 @@ def write_anew(layers: Layers, items: Sequence[Item], path: Path) -> Path:
     }
     names = [(name, key) for name, key in newest.state.get("digest", [])]
     content = Content(newest.state, read_dense_tensors(layers), others, names)
-    return AsyncWriter(path, newest.step, items, content, None, state_sha256=newest.state_sha256).wait().path
+    digest = newest.state_sha256 if newest.version == VERSION else None
+    return AsyncWriter(path, newest.step, items, content, None, state_sha256=digest).wait().path
 
 
 def _size(path: Path) -> int:

@@ -27,6 +27,7 @@ def write_state(out: Path, layers: Layers) -> None:
         "step": found.step,
         "tables": {table.name: {name: getattr(table, name) for name in names} for table in found.tables},
         "state_sha256": found.state_sha256,
+        "state_sha256_version": found.version,
         "versions": found.versions,
         "created": found.created,
     }

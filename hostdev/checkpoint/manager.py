@@ -137,6 +137,7 @@ class CheckpointManager:
                 for table in tables:
                     if hasattr(table, "note_changes"):
                         table.changes.since = self._token(writer.checkpoint)
+                        table.changes.digests = writer.range_digests.get(table.name, table.changes.digests)
                 written = sum(item.source.count * _row_bytes(item.table) for item in items)
                 self._increments = 0 if parent is None else self._increments + written
                 self.last = writer.checkpoint

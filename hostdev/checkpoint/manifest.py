@@ -1,4 +1,4 @@
-"""checkpoint.json: a checkpoint's content, with checksums of its files. Format version 1."""
+"""checkpoint.json: a checkpoint's content, with checksums of its files. Format version 2; version 1 is read."""
 
 import json
 import re
@@ -13,7 +13,8 @@ from hostdev.core.names import require_name
 from hostdev.core.table_dtypes import FP32, TABLE_DTYPES
 
 FORMAT = "hostdev-checkpoint"
-VERSION = 1
+VERSION = 2
+_READABLE = (1, 2)  # they differ in `state_sha256`
 FILE_NAME = "checkpoint.json"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _ORDERS = ("ids", "spread")
@@ -84,9 +85,10 @@ class Manifest:
     tables: list[Table]
     others: list[File]  # dense tensors, the vocabulary, ...
     state: dict[str, Any]  # a tree of values, see `tree`
-    state_sha256: str | None  # as in summary.json; None if it was not computed
+    state_sha256: str | None  # as in summary.json, by the definition of `version`; None if it was not computed
     versions: dict[str, str]
     created: str  # UTC
+    version: int = VERSION
 
     @property
     def files(self) -> list[File]:
@@ -115,7 +117,7 @@ class Manifest:
         return json_checksum(self._content())
 
     def _content(self) -> dict[str, Any]:
-        content = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        content = {"format": FORMAT, **asdict(self)}
         for table in content["tables"]:
             for name, usual in (("order", "ids"), ("dtype", FP32), ("seed", None)):
                 if table[name] == usual:
@@ -151,7 +153,7 @@ def read(path: Path) -> Manifest:
     file = path / FILE_NAME
     try:
         content = json_files.read(file)
-        found = content.pop("format"), content.pop("version")
+        found = content.pop("format"), content["version"]
     except FileNotFoundError:
         raise BrokenCheckpointError(f"{path} is not a complete checkpoint: it has no {FILE_NAME}") from None
     except NotADirectoryError:
@@ -163,13 +165,13 @@ def read(path: Path) -> Manifest:
         raise BrokenCheckpointError(f"{file} is broken (its format is {found[0]!r})")
     checksum = content.pop("sha256", None)
     try:
-        is_whole = checksum == json_checksum({"format": found[0], "version": found[1], **content})
+        is_whole = checksum == json_checksum({"format": found[0], **content})
     except RecursionError:
         raise BrokenCheckpointError(f"{file} is broken (nested too deeply)") from None
     if not is_whole:
         raise BrokenCheckpointError(f"{file} is broken (its checksum is wrong)")
-    if found[1] != VERSION:
-        raise UserError(f"{file} has format version {found[1]}, but this hostdev reads version {VERSION}")
+    if found[1] not in _READABLE:
+        raise UserError(f"{file} has format version {found[1]}, but this hostdev reads versions 1 and {VERSION}")
     try:
         made = json_files.parse(Manifest, content)
         _check(made)

@@ -16,6 +16,7 @@ import pyarrow as pa
 from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.manifest import BrokenCheckpointError, File, RangeFile, Table
 from hostdev.core.checksums import HashedFile
+from hostdev.core.digest import Digests, range_digests, rows_per_range
 from hostdev.core.errors import raise_if_transient
 
 Rows = npt.NDArray[np.float32]
@@ -50,6 +51,17 @@ def rows_per_file(table: Table) -> int:
     """Return the number of a table's rows per file, a power of two."""
     row = 4 * (table.dim * (1 + len(table.slots)) + len(table.row_slots))
     return 1 << max(0, (FILE_BYTES // row).bit_length() - 1)
+
+
+def has_whole_ranges(table: Table) -> bool:
+    """Return whether a full checkpoint's files of a table hold whole ranges of `hostdev.core.digest`, in order."""
+    return table.order != SPREAD and rows_per_file(table) >= rows_per_range(table.dim)
+
+
+def column_digests(table: Table, rows: RowChunk) -> dict[str, Digests]:
+    """Return the SHA-256 of the ranges of a file's rows (`hostdev.core.digest`), by column."""
+    length = rows_per_range(table.dim)
+    return {name: range_digests(values, length) for name, values in {**rows.columns, **rows.row_columns}.items()}
 
 
 def make_schema(table: Table, *, full: bool) -> pa.Schema:

@@ -9,24 +9,42 @@ import torch
 from torch import Tensor
 
 from hostdev.checkpoint.layers import Layers
-from hostdev.checkpoint.manifest import BrokenCheckpointError
+from hostdev.checkpoint.manifest import VERSION, BrokenCheckpointError
 from hostdev.checkpoint.tree import Tree, from_tree, read_tensors
-from hostdev.core.digest import Column, StateDigest, pieces_of
+from hostdev.core.digest import Column, RangeDigests, StateDigest, pieces_of, ranges_in_order, rows_per_range
+from hostdev.core.digest_version1 import StateDigest1
 from hostdev.core.errors import in_words
 
 DENSE = "dense.safetensors"
 DigestNames = list[tuple[str, str]]  # for each dense array: its name in the digest, and in the file
 
 
-def state_digest(layers: Layers, names: DigestNames, tensors: Mapping[str, Tensor]) -> str:
-    """Return a checkpoint's `state_sha256`, equal to the digest that training prints at the same step."""
-    digest = StateDigest()
+def state_digest(
+    layers: Layers,
+    names: DigestNames,
+    tensors: Mapping[str, Tensor],
+    *,
+    version: int = VERSION,
+    known: Mapping[str, RangeDigests] | None = None,
+) -> str:
+    """Return a checkpoint's `state_sha256`, equal to the digest that training prints at the same step.
+
+    Args:
+        layers: The checkpoint's rows.
+        names: The dense arrays.
+        tensors: Their values, by name in the file.
+        version: The format version that defines the digest.
+        known: By table, digests of its rows that need not be computed.
+    """
+    digest = StateDigest1() if version == 1 else StateDigest()
     for table in sorted(layers.manifest.tables, key=lambda table: table.name):
+        length = rows_per_range(table.dim)
         columns = []
         for name in ("weights", *table.slots, *table.row_slots):
+            pieces = partial(layers.column, table.name, name)
             width = 1 if name in table.row_slots else table.dim
-            columns.append(Column(name, (table.rows, width), partial(layers.column, table.name, name)))
-        digest.table(table.name, table.step, columns[0], columns[1:])
+            columns.append(Column(name, (table.rows, width), partial(ranges_in_order, pieces, length)))
+        digest.table(table.name, table.step, columns, None if known is None else known[table.name])
     for name, key in names:
         if key not in tensors:
             raise BrokenCheckpointError(f"{layers.chain[-1].path} is broken (it has no tensor {key!r})")

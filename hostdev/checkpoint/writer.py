@@ -25,15 +25,25 @@ from hostdev.checkpoint.folder import Checkpoint
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import File, Manifest, Parent, RangeFile, Table
 from hostdev.checkpoint.manifest import read as read_manifest
-from hostdev.checkpoint.ranges import SPREAD, WEIGHTS, RowChunk, rows_per_file, write_range
+from hostdev.checkpoint.ranges import (
+    SPREAD,
+    WEIGHTS,
+    RowChunk,
+    column_digests,
+    has_whole_ranges,
+    rows_per_file,
+    write_range,
+)
 from hostdev.checkpoint.state import DENSE, DigestNames, state_digest
 from hostdev.checkpoint.tree import tensors_as_bytes
 from hostdev.core.checksums import HashedFile
+from hostdev.core.digest import Digests, RangeDigests
 from hostdev.core.errors import RankError, UserError, in_words
 from hostdev.core.table_dtypes import FP32
 from hostdev.core.workers import Workers
 
 Rows = npt.NDArray[np.float32]
+_Written = tuple[RangeFile, dict[str, Digests]]  # a file, and the digests of its ranges by column
 
 _PIECE = 1 << 22  # bytes
 _NICE = 19
@@ -102,6 +112,9 @@ class Content(NamedTuple):
 class AsyncWriter:
     """Writes a checkpoint in background threads. `Runtime.save` returns one.
 
+    Attributes:
+        range_digests: By table, digests of the saved rows, of a full checkpoint whose `state_sha256` was not known.
+
     Args:
         path: The folder of checkpoints.
         step: The step of the training.
@@ -134,6 +147,9 @@ class AsyncWriter:
         self._path, self._step, self._items, self._content = path, step, items, content
         self._parent, self._keep, self._state_sha256, self._on_end = parent, keep, state_sha256, on_end
         self._release, self._channel, self._best_steps = release, channel, best_steps
+        self._needs_digest = channel is None and parent is None and state_sha256 is None
+        self._hashes_rows = self._needs_digest and all(has_whole_ranges(item.table) for item in items)
+        self.range_digests: dict[str, RangeDigests] = {}
         self.checkpoint: Checkpoint | None = None
         self.error: BaseException | None = None
         self.is_reported = False  # the outcome was reported to a caller
@@ -262,14 +278,14 @@ class AsyncWriter:
             versions={"hostdev": hostdev.__version__, "torch": str(torch.__version__), "numpy": np.__version__},
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )
-        alone = self._channel is None
-        if alone and parent is None and content.state_sha256 is None:  # full: computed from the files
-            layers = Layers([Checkpoint(partial, content)])
-            content = replace(content, state_sha256=state_digest(layers, self._content.digest, self._content.tensors))
+        if self._needs_digest:  # from the files, unless the rows were hashed while they were written
+            layers, known = Layers([Checkpoint(partial, content)]), self.range_digests or None
+            digest = state_digest(layers, self._content.digest, self._content.tensors, known=known)
+            content = replace(content, state_sha256=digest)
         return content
 
     def _write_tables(self, partial: Path) -> list[Table]:
-        found: list[list[Future[RangeFile]]] = []
+        found: list[list[Future[_Written]]] = []
         buffers: SimpleQueue[Rows] = SimpleQueue()
         for _ in range(BUFFERS):
             buffers.put(np.empty(0, np.float32))
@@ -277,7 +293,7 @@ class AsyncWriter:
             for number, item in enumerate(self._items):
                 (partial / "tables" / str(number)).mkdir(parents=True, exist_ok=True)
                 first = item.first
-                written: list[Future[RangeFile]] = []
+                written: list[Future[_Written]] = []
                 found.append(written)
                 for start, stop, ids in _split_rows(item):
                     buffer = buffers.get()
@@ -305,18 +321,32 @@ class AsyncWriter:
                         stop: int = stop,
                         rows: RowChunk = rows,
                         buffer: Rows = buffer,
-                    ) -> RangeFile:
+                    ) -> _Written:
                         try:
-                            return write_range(partial, name, table, start, stop, rows)
+                            digests = column_digests(table, rows) if self._hashes_rows else {}
+                            return write_range(partial, name, table, start, stop, rows), digests
                         finally:
                             buffers.put(buffer)
 
                     written.append(pool.submit(write))
                 item.stop()
-            return [
-                replace(item.table, files=[file.result() for file in written])
-                for item, written in zip(self._items, found, strict=True)
-            ]
+            results = [[file.result() for file in written] for written in found]
+        tables = [
+            replace(item.table, files=[file for file, _ in written])
+            for item, written in zip(self._items, results, strict=True)
+        ]
+        if self._hashes_rows:
+            self.range_digests = {
+                table.name: _join_digests([digests for _, digests in written])
+                for table, written in zip(tables, results, strict=True)
+            }
+        return tables
+
+
+def _join_digests(files: list[dict[str, Digests]]) -> RangeDigests:
+    """Return the digests of a whole table's ranges from those of its files, in order."""
+    by_column = {name: np.concatenate([digests[name] for digests in files]) for name in files[0]}
+    return RangeDigests(by_column, np.ones(len(by_column[WEIGHTS]), np.bool_))
 
 
 def _agree(channel: Channel, work: Callable[[], Any] | None) -> list[Any]:
@@ -343,7 +373,7 @@ def _lower_priority() -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
-def _raise_first_error(written: list[Future[RangeFile]]) -> None:
+def _raise_first_error(written: list[Future[_Written]]) -> None:
     for file in written:
         if file.done():
             file.result()

@@ -1,71 +1,164 @@
 """state_sha256: a digest of everything that training has learned. Equal digests mean equal models.
 
-It covers the tables in order of their names, then the arrays of the dense part. A table contributes a line with its
-name and number of steps, its weights, and its slots in order of their names. A line with name, dtype and shape precedes
-each array. Arrays are row-major and little-endian.
+It is the SHA-256 of, in order: the line "hostdev state 2"; the tables in order of their names; the arrays of the dense
+part. A table contributes a line with its name and number of steps, then its columns: the weights, then the optimizer
+state in order of names. A column contributes a line with name, dtype and shape, and the 32-byte SHA-256 of each range
+of its rows. A range has a power of two of rows, the largest whose weights take at most 1 MiB, or one row. An array of
+the dense part contributes such a line and its bytes. Arrays are row-major and little-endian.
+
+Several threads hash the ranges. Ranges that are known not to have changed are not read again.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
 from hashlib import sha256
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
+from hostdev.core.cpus import available_cpus
 from hostdev.core.workers import Workers
 
-PIECE_BYTES = 1 << 24
+RANGE_BYTES = 1 << 20  # of weights
+_PIECE_BYTES = 1 << 24
+_QUEUED = 4  # ranges per thread
+
+Digests = npt.NDArray[np.uint8]  # [ranges, 32]
+Fetch = Callable[[], Any]  # returns rows, float32
 
 
 class Column(NamedTuple):
-    """An array of a table: its name, its shape, and a function that yields its rows in float32, C-contiguous chunks."""
+    """An array of a table: its name, its shape, and a function that yields the wanted ranges of its rows in order.
+
+    `ranges` takes the numbers of the ranges, ascending. A range is a function that returns its rows; another thread
+    calls it.
+    """
 
     name: str
     shape: tuple[int, int]
-    pieces: Callable[[], Iterable[Any]]
+    ranges: Callable[[Sequence[int]], Iterable[Fetch]]
+
+
+class RangeDigests(NamedTuple):
+    """The SHA-256 of ranges of a table's rows: by column uint8 [ranges, 32]; `known` [ranges] marks the valid ones."""
+
+    by_column: dict[str, Digests]
+    known: npt.NDArray[np.bool_]
+
+
+def rows_per_range(dim: int) -> int:
+    """Return the rows of a range of a table with rows of `dim` values, a power of two."""
+    return 1 << max(0, (RANGE_BYTES // (4 * dim)).bit_length() - 1)
+
+
+def range_digests(rows: Any, length: int) -> Digests:
+    """Return the SHA-256 of each range of `length` rows of an array [n, ...], whose last range may be shorter."""
+    found = [_sha256(rows[start : start + length]) for start in range(0, len(rows), length)]
+    return np.frombuffer(b"".join(found), np.uint8).reshape(len(found), 32)
 
 
 class StateDigest:
-    """The SHA-256 that the module describes; a thread fetches the next chunk while one is hashed."""
+    """The SHA-256 that the module describes.
 
-    def __init__(self) -> None:
-        self._digest = sha256()
+    Args:
+        threads: The threads that hash; None: one per processor.
+    """
 
-    def table(self, name: str, step: int, weights: Column, slots: Iterable[Column]) -> None:
-        """Add a table; tables are added in order of their names."""
+    def __init__(self, threads: int | None = None) -> None:
+        self._digest = sha256(b"hostdev state 2\n")
+        self._threads = threads or available_cpus()
+
+    def table(self, name: str, step: int, columns: Sequence[Column], known: RangeDigests | None = None) -> None:
+        """Add a table; tables are added in order of their names.
+
+        Args:
+            name: The table's name.
+            step: Its number of steps.
+            columns: The weights, then the optimizer state in any order.
+            known: Digests that need not be computed.
+        """
         self._digest.update(f"table {name} step {step}\n".encode())
+        weights, *slots = columns
+        length = rows_per_range(weights.shape[1])
         for column in (weights, *sorted(slots, key=lambda column: column.name)):
-            self.array(f"{name}/{column.name}", "float32", column.shape, column.pieces())
+            self._digest.update(f"{name}/{column.name} float32 {list(column.shape)}\n".encode())
+            self._digest.update(self._column(column, length, known).data)
 
     def array(self, name: str, dtype: str, shape: Iterable[int], pieces: Iterable[Any]) -> None:
-        """Add an array in chunks."""
+        """Add an array of the dense part, in chunks."""
         self._digest.update(f"{name} {dtype} {list(shape)}\n".encode())
-        for piece in _one_ahead(iter(pieces)):
+        for piece in pieces:
             self._digest.update(np.ascontiguousarray(piece).data)
 
     def hexdigest(self) -> str:
         """Return the digest so far."""
         return self._digest.hexdigest()
 
+    def _column(self, column: Column, length: int, known: RangeDigests | None) -> Digests:
+        """Return the digests of a column's ranges."""
+        count = -(-column.shape[0] // length)
+        if known is None:
+            digests, numbers = np.empty((count, 32), np.uint8), list(range(count))
+        else:
+            digests, numbers = known.by_column[column.name].copy(), np.flatnonzero(~known.known).tolist()
+        if numbers:
+            found = self._hash(column.ranges(numbers), len(numbers))
+            for number, digest in zip(numbers, found, strict=True):
+                digests[number] = np.frombuffer(digest, np.uint8)
+        return digests
+
+    def _hash(self, ranges: Iterable[Fetch], count: int) -> Iterator[bytes]:
+        """Yield the SHA-256 of each of `count` ranges."""
+        threads = min(self._threads, count)
+        if threads < 2:
+            yield from (_sha256(fetch()) for fetch in ranges)
+            return
+        with Workers(threads, "hostdev-digest") as pool, pool.drop_queued_on_error():
+            waiting: deque[Future[bytes]] = deque()
+            for fetch in ranges:
+                waiting.append(pool.submit(lambda fetch=fetch: _sha256(fetch())))  # type: ignore[misc]
+                if len(waiting) > _QUEUED * threads:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+
+
+def ranges_of(rows: Any, length: int, numbers: Sequence[int]) -> Iterator[Fetch]:
+    """Yield the numbered ranges of `length` rows of an array, or of anything that is read by slices."""
+    for number in numbers:
+        yield partial(rows.__getitem__, slice(number * length, (number + 1) * length))
+
+
+def ranges_in_order(pieces: Callable[[], Iterable[Any]], length: int, _: Sequence[int]) -> Iterator[Fetch]:
+    """Yield all ranges of `length` rows of an array that `pieces` yields in order, in chunks of any length."""
+    parts: list[Any] = []
+    have = 0
+    for piece in pieces():
+        start = 0
+        while start < len(piece):
+            part = piece[start : start + length - have]
+            parts.append(part)
+            start, have = start + len(part), have + len(part)
+            if have == length:
+                yield partial(_joined, parts)
+                parts, have = [], 0
+    if parts:
+        yield partial(_joined, parts)
+
 
 def pieces_of(rows: Any, fetch: Callable[[Any], Any]) -> Iterator[Any]:
     """Yield rows [n, ...] in non-empty chunks of a few MiB, each as `fetch` returns it."""
-    step = max(1, PIECE_BYTES // max(1, rows[:1].nbytes))
+    step = max(1, _PIECE_BYTES // max(1, rows[:1].nbytes))
     for start in range(0, len(rows), step):
         yield fetch(rows[start : start + step])
 
 
-def _one_ahead(pieces: Iterator[Any]) -> Iterator[Any]:
-    """Yield chunks while another thread fetches the next one."""
-    first = next(pieces, None)
-    if first is None:
-        return
-    second = next(pieces, None)
-    if second is None:
-        yield first
-        return
-    with Workers(1, "hostdev-digest") as pool:
-        yield first
-        while second is not None:
-            coming = pool.submit(lambda: next(pieces, None))
-            yield second
-            second = coming.result()
+def _joined(parts: list[Any]) -> Any:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _sha256(rows: Any) -> bytes:
+    return sha256(np.ascontiguousarray(rows).data).digest()

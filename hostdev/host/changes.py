@@ -13,8 +13,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.core.digest import RangeDigests, rows_per_range
 from hostdev.host.storage import Storage, taken
-from hostdev.kernels.bits import Bits, count_bits, empty_bits, full_bits, mark, place_in_columns, rows_between, take
+from hostdev.kernels.bits import (
+    Bits,
+    any_in_ranges,
+    count_bits,
+    empty_bits,
+    full_bits,
+    mark,
+    place_in_columns,
+    rows_between,
+    take,
+)
 from hostdev.kernels.buffers import scratch
 
 Rows = npt.NDArray[np.float32]
@@ -176,6 +187,7 @@ class Changes:
         self._touched = empty_bits(self._rows)  # since the last snapshot
         self._unsaved: list[Bits] = []  # rows of snapshots that were not saved
         self.since: Any = None  # the checkpoint since which changes are tracked; set by the checkpoint manager
+        self.digests: RangeDigests | None = None  # of the rows that were not written since
         self._snapshot: Snapshot | None = None
 
     @property
@@ -185,6 +197,14 @@ class Changes:
             self._touched |= bits
         self._unsaved = []
         return self._touched
+
+    def known_digests(self) -> RangeDigests | None:
+        """Return the digests of ranges of rows that hold for the rows as they are now; None if there are none."""
+        if self.digests is None:
+            return None
+        by_column, known = self.digests
+        length = rows_per_range(self._storage.shape[2])
+        return RangeDigests(by_column, known & ~any_in_ranges(self.touched, self._rows, length))
 
     def before_write(self, ids: Ids) -> None:
         """Record that the rows `ids` [N] are about to be written; only one thread at a time may call this."""
@@ -201,6 +221,7 @@ class Changes:
         if self._snapshot is not None:
             raise RuntimeError("the previous snapshot of this table is still being saved; wait until it ends")
         wanted = full_bits(self._rows) if everything else self.touched
+        self.digests = self.known_digests()
         self._unsaved = []
         self._snapshot = snapshot = Snapshot(self._storage, wanted, budget)
         self._touched = empty_bits(self._rows)

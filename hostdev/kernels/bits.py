@@ -36,6 +36,20 @@ def count_bits(bits: Bits) -> int:
     return int(np.bitwise_count(bits).sum(dtype=np.int64))
 
 
+def any_in_ranges(bits: Bits, rows: int, length: int) -> npt.NDArray[np.bool_]:
+    """Return whether a set of a table's `rows` has a row in each range of `length` rows, a power of two: bool [ranges].
+
+    The last range may be shorter.
+    """
+    ranges = -(-rows // length)
+    if length >= 64:
+        words = np.zeros(ranges * (length // 64), np.uint64)
+        words[: len(bits)] = bits
+        return np.asarray(words.reshape(ranges, -1).any(axis=1))
+    found = np.unpackbits(bits.astype("<u8").view(np.uint8), bitorder="little", count=rows)
+    return np.asarray(np.pad(found, (0, ranges * length - rows)).reshape(ranges, length).any(axis=1))
+
+
 @kernel
 def _mark(start, stop, ids, bits):
     six, low, one = np.uint64(6), np.uint64(63), np.uint64(1)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
+from hostdev.core.cpus import available_cpus
 from hostdev.core.signals import uninterruptible
 from hostdev.kernels.loops import Call, Calls, Flag, Loop, Times, edges, is_kernel
 
@@ -47,13 +48,7 @@ _workers: list[threading.Thread] = []
 _grow = threading.Lock()
 
 
-def _available_cpus() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-_threads = _available_cpus()
+_threads = available_cpus()
 
 
 def set_host_threads(n: int) -> None:

@@ -1,16 +1,26 @@
 """The digest (`core.digest`) of tables and torch modules, on the host or the device."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from hostdev.core.digest import Column, StateDigest, pieces_of
+from hostdev.core.digest import (
+    Column,
+    Fetch,
+    StateDigest,
+    pieces_of,
+    ranges_in_order,
+    ranges_of,
+    rows_per_range,
+)
 from hostdev.distributed.gather import gather_in_order
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.world import ALONE_WORLD
+from hostdev.kernels.pool import host_threads
 from hostdev.parallel.state import DenseState
 
 
@@ -28,19 +38,18 @@ def state_sha256(tables: Iterable[_Table], dense: DenseState, ranks: Ranks | Non
     """Return the SHA-256, in hexadecimal, of the tables and the dense state; all ranks must call it.
 
     The order is: tables by name, each with its number of steps, its weights, then its optimizer state by name; the
-    dense parameters by name, each followed by its optimizer state by name; the network's persistent buffers by name. A
-    line with name, dtype and shape precedes each array; arrays are row-major and little-endian. The device and the
-    memory layout of a table do not matter.
+    dense parameters by name, each followed by its optimizer state by name; the network's persistent buffers by name.
+    `hostdev.core.digest` has the exact definition. The device and the memory layout of a table do not matter. Ranges of
+    rows that were not written since the last full checkpoint are not read.
 
     Args:
         tables: The tables.
         dense: The dense parameters, their optimizer state and the buffers; only those of rank 0 count.
         ranks: The joined processes; None: this process is alone.
     """
-    digest = StateDigest()
+    digest = StateDigest(host_threads())
     for table in sorted(tables, key=lambda table: table.name):
-        weights, *slots = columns_of(table, ranks)
-        digest.table(table.name, table.step, weights, slots)
+        add_table(digest, table, ranks)
     for name, values, _ in dense_arrays(dense):
         rows = values if values.ndim else values.reshape(1)
         dtype = str(values.dtype).removeprefix("torch.")
@@ -48,16 +57,37 @@ def state_sha256(tables: Iterable[_Table], dense: DenseState, ranks: Ranks | Non
     return str((ranks or ALONE_WORLD).control.share(digest.hexdigest())[0])
 
 
-def columns_of(table: _Table, ranks: Ranks | None = None) -> list[Column]:
-    """Return a table's weights and optimizer state; with ranks, the rows of all ranks, gathered on rank 0."""
-    found = table.columns().items()
-    if ranks is not None:
-        total = table.total_rows
-        return [
-            Column(name, (total, rows.shape[1]), partial(gather_in_order, ranks.control, rows, total))
-            for name, rows in found
-        ]
-    return [Column(name, tuple(rows.shape), partial(pieces_of, rows, fetched)) for name, rows in found]
+def add_table(digest: StateDigest, table: _Table, ranks: Ranks | None = None) -> None:
+    """Add a table's weights and optimizer state; with ranks, the rows of all ranks, gathered on rank 0."""
+    found, total = table.columns(), table.total_rows
+    length = rows_per_range(found["weights"].shape[1])
+    if ranks is None:
+        changes = getattr(table, "changes", None)
+        known = None if changes is None else changes.known_digests()
+        columns = [Column(name, tuple(rows.shape), _ranges(rows, length)) for name, rows in found.items()]
+        digest.table(table.name, table.step, columns, known)
+        return
+    columns = []
+    for name, rows in found.items():
+        pieces = partial(gather_in_order, ranks.control, rows, total)
+        columns.append(Column(name, (total, rows.shape[1]), partial(ranges_in_order, pieces, length)))
+    if ranks.control.rank == 0:
+        digest.table(table.name, table.step, columns)
+        return
+    weights, *slots = columns
+    for column in (weights, *sorted(slots, key=lambda column: column.name)):  # in the order of rank 0
+        deque(column.ranges(()), maxlen=0)
+
+
+def _ranges(rows: Any, length: int) -> Callable[[Sequence[int]], Iterable[Fetch]]:
+    """Return the function that yields ranges of an array of the host, or of a tensor."""
+    return partial(_device_ranges if isinstance(rows, torch.Tensor) else ranges_of, rows, length)
+
+
+def _device_ranges(rows: torch.Tensor, length: int, numbers: Sequence[int]) -> Iterator[Fetch]:
+    """Yield ranges that are copied to the host by this thread."""
+    for number in numbers:
+        yield partial(np.asarray, fetched(rows[number * length : (number + 1) * length]))
 
 
 def dense_arrays(dense: DenseState) -> Iterator[tuple[str, torch.Tensor, str]]:
