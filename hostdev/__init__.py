@@ -13,7 +13,7 @@ import lazy_loader
 __version__ = "0.1.0"
 _load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
-_MOVED = {"Network": "parallel", "sliced": "parallel", "ranks": "distributed"}  # others moved to ops
+_MOVED = {"Network": "parallel", "sliced": "parallel", "ranks": "distributed"}  # the other moved names are in ops
 
 
 def __getattr__(name: str) -> Any:

@@ -69,7 +69,7 @@ def format_tables(curves: Curves, memory: int, chosen: tuple[str, Point] | None)
 
 
 def draw(curves: Curves, memory: int, chosen: tuple[str, Point] | None, path: Path) -> None:
-    """Plot bytes, host time and misses by cache size to `path`; UserError if the file cannot be written."""
+    """Plot bytes, host time and misses against the cache size, and save the picture; UserError if that fails."""
     figure = pictures.figure(15, 5.4)
     crossing, hosting, missing = figure.subplots(1, 3)
     for policy, points in curves.items():
@@ -111,7 +111,7 @@ def _percent_axis(axes: Any, shares: Sequence[float]) -> None:
 
     decimals = None
     if min(shares) > 0 and max(shares) > 3 * min(shares):
-        decimals = max(0, -math.floor(math.log10(100 * min(shares))))  # enough for the least share
+        decimals = max(0, -math.floor(math.log10(100 * min(shares))))  # enough to show the smallest share
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_minor_formatter(NullFormatter())
@@ -121,7 +121,7 @@ def _percent_axis(axes: Any, shares: Sequence[float]) -> None:
 
 
 def advise(settings: TrainConfig, memory: int | None, window: int, out: Path) -> tuple[str, Point] | None:
-    """Simulate one pass over the training rows, print and plot the results, and return the cache to use, if any."""
+    """Simulate one pass over the training samples, print and plot the results, and return the cache to use, if any."""
     pictures.require_new(out)
     data = settings.data or lookalike.ensure()[0]
     found = manifest.read(data)
@@ -165,13 +165,13 @@ def advise(settings: TrainConfig, memory: int | None, window: int, out: Path) ->
     if not on_accelerator:
         print(
             "a cache cannot help on this CPU: the device's memory is the host's, and planning is pure overhead; the "
-            "figures are those of an accelerator"
+            "figures assume an accelerator"
         )
     return chosen
 
 
 def _estimate_step_bytes(model: Model, batch: Batch, *, dense: bool) -> int:
-    """Estimate a step's device bytes without the cache: a batch's rows, both ways, and if `dense`, the dense layers."""
+    """Estimate a step's device bytes besides the cache: rows, their gradients and, if `dense`, the dense layers."""
     needed = inputs = 0
     for group in (Group.of(model, names) for names in groups_of(model)):
         ids = ids_of(model, batch, group.names[0])
@@ -191,7 +191,7 @@ def advise_mesh(settings: TrainConfig, processes: int) -> None:
 
 
 def get_max_dim(group: Group) -> int:
-    """Return the largest number of columns of a group's tables."""
+    """Return the largest dimension of a group's tables."""
     return max(table.dim for table in group.tables)
 
 

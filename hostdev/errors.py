@@ -1,4 +1,4 @@
-"""The errors that hostdev raises on purpose. `UserError`, for wrong input, is a ValueError."""
+"""The classes of hostdev's own errors. `UserError`, for wrong input, is a ValueError."""
 
 from hostdev.core.errors import HostdevError, NonFiniteError, RankError, TransientError, UserError
 

@@ -47,7 +47,7 @@ def find_server(table: RankTable, wanted: str | None, path: Path) -> dict[str, A
 def start(path: Path, table: RankTable, server: dict[str, Any], command: Sequence[str], folder: Path) -> int:
     """Start a server's processes, each with a log in its own folder; wait for them; return the exit code.
 
-    The output of rank 0 is also printed if it runs on this host.
+    If rank 0 runs on this host, its output is also printed.
     """
     from hostdev.distributed.start import die_with_parent, wait_for
 
@@ -137,7 +137,7 @@ def check() -> int:
     names = [each.tobytes().decode() for each in ranks.control.gather(name)]
     values = torch.zeros(_CHECKED_BYTES, dtype=torch.uint8)
     times = np.zeros(env.ranks)
-    for other in range(env.ranks):  # in round `other`, each rank sends to the rank `other` further on in the ring
+    for other in range(env.ranks):  # in round `other`, each rank sends to the one `other` places ahead in the ring
         give, take = [0] * env.ranks, [0] * env.ranks
         give[(env.rank + other) % env.ranks] = len(values)
         take[(env.rank - other) % env.ranks] = len(values)
@@ -146,7 +146,7 @@ def check() -> int:
         times[(env.rank + other) % env.ranks] = time.perf_counter() - begin
     all_times = ranks.control.gather(times)
     if env.rank == 0:
-        print(f"{env.ranks} processes met at {env.address}:{env.port}, and each reached all others")
+        print(f"{env.ranks} processes connected at {env.address}:{env.port}, and each reached all others")
         for rank, (who, each) in enumerate(zip(names, all_times, strict=True)):
             speeds = [_CHECKED_BYTES / seconds / 1e6 for other, seconds in enumerate(each) if other != rank]
             print(f"rank {rank}: {who}, {min(speeds):,.0f} to {max(speeds):,.0f} MB/s to the others")

@@ -104,7 +104,7 @@ def test_two_hosts_reach_each_other(processes, hosts):
     assert (first.code, second.code) == (0, 0), (first, second)
     started, met, *each = first.out.splitlines()
     assert started.startswith(f"1 of 2 ranks on this host ({hosts.addresses[0]}): 0; logs in")
-    assert met == f"2 processes met at {hosts.addresses[0]}:{PORT}, and each reached all others"
+    assert met == f"2 processes connected at {hosts.addresses[0]}:{PORT}, and each reached all others"
     assert [line.split(" pid")[0] for line in each] == ["rank 0: host0", "rank 1: host1"]
     assert second.out.startswith(f"1 of 2 ranks on this host ({hosts.addresses[1]}): 1; logs in")
 

@@ -65,7 +65,7 @@ def test_processes_that_reach_each_other(processes):
     assert (first.code, second.code, second.out) == (0, 0, ""), (first, second)
     assert "c10d" not in first.err + second.err  # torch's warnings where an address has no name
     met, *each = first.out.splitlines()
-    assert met.startswith("2 processes met at 127.0.0.1:")
+    assert met.startswith("2 processes connected at 127.0.0.1:")
     assert [line.split(":")[0] for line in each] == ["rank 0", "rank 1"]
     assert [f"pid {process.pid}," in line for process, line in zip(processes.started, each, strict=True)] == [True] * 2
 
@@ -74,7 +74,7 @@ def test_processes_that_reach_each_other(processes):
     ("flags", "words"),
     [
         ([], "give --rank-table FILE -- PROGRAM OPTIONS, or --check"),
-        (["--check", "--", "-m", "x"], "--check starts no program; leave out what follows after --"),
+        (["--check", "--", "-m", "x"], "--check starts no program; leave out -- and what follows"),
         (["--check"], "--check needs several processes"),
         (["--check", "--server", "a"], "--server has no effect without --rank-table; leave it out"),
         (["--log-dir", "x", "--check"], "--log-dir has no effect without --rank-table; leave it out"),
