@@ -58,7 +58,7 @@ class Mode(NamedTuple):
     host_device_mix: bool
     depth: int
     threads: int
-    cache: str | None = None  # share of the rows; "some": none for the first group, different shares for others
+    cache: str | None = None  # share of the rows; "some": none for the first group, different shares for the rest
     policy: str = "lookahead"
 
     def __str__(self) -> str:
@@ -116,7 +116,7 @@ def modes(threads: int, groups: int = 1) -> Iterator[Mode]:
 
 
 def caches(mode: Mode, model: Model, batches: Sequence[Batch]) -> dict[str, CacheSpec] | None:
-    """Return a mode's cache for each group; None without caches."""
+    """Return a mode's caches, each by the first table of its group; None for a mode without caches."""
     if mode.cache is None:
         return None
     specs = {}
@@ -141,7 +141,7 @@ def train(
     ranks: Ranks | None = None,
     layout: Layout | None = None,
 ) -> Record:
-    """Train on batches and record every step; with `ranks`, on this rank's parts of batches, recording its rows only.
+    """Train on batches and record every step; with `ranks`, they are this rank's parts, and only its rows are recorded.
 
     Args:
         faulty_group: Number of the group whose reads do not wait for updates by earlier batches (the injected fault);
@@ -199,7 +199,7 @@ def train(
 
 
 def _count(model: Model, batches: Sequence[Batch], table: str) -> npt.NDArray[np.int64]:
-    """Count the occurrences of each row of a table."""
+    """Count how often the batches use each row of a table."""
     counts = np.zeros(model.tables[table].rows, np.int64)
     for batch in batches:
         counts += np.bincount(ids_of(model, batch, table), minlength=len(counts))
@@ -371,7 +371,7 @@ def _compare_all(
     """Train in these modes, report the comparisons, and return the number of modes that differ."""
     different = 0
     for mode in ways:
-        gc.collect()  # torch's first steps leave frames that keep tables alive, in each of up to 16 modes
+        gc.collect()  # torch's first steps leave frames that keep the last mode's tables alive
         try:
             record = train(settings, mode, batches, schema, faulty_group)
         except CacheTooLargeError as error:

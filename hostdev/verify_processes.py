@@ -33,8 +33,8 @@ from hostdev.verify import Mode, Record, compare, get_batch_size, read_batches, 
 
 _MODULE = "hostdev.verify_processes"  # run by the processes
 _WAYS = ((0, None), (2, None), (2, "10%"))  # depth, cache
-_TOLERANCE = 1e-5  # relative; for losses with sliced layers, which add in another order
-_WEIGHTS = 1e-4  # tolerance relative to the norm of the dense layers' weights at the end
+_TOLERANCE = 1e-5  # relative tolerance for losses with sliced layers, whose sums have another order
+_WEIGHTS = 1e-4  # tolerance for the final dense weights, relative to their norm
 
 
 def compare_meshes(

@@ -1,7 +1,6 @@
 """Command lines: parsers and checks of options. These modules import little, so that --help is fast.
 
-A command's module has `PROG`, `parser(prog)` and `main(argv, prog)`, which checks the options before it imports the
-implementation.
+A command's module has `PROG`, `parser(prog)` and `main(argv, prog)`, which checks the options before slow imports.
 `hostdev NAME` is the same as `python -m` with the module in `COMMANDS`.
 """
 

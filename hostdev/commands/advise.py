@@ -56,7 +56,7 @@ def parser(prog: str = PROG) -> cli.Parser:
         type=int,
         metavar="N",
         help="instead of a cache, find the fastest way to distribute the model over N local processes: by samples, "
-        "slices of layers or stages",
+        "by slices of layers, or by stages",
     )
     return made
 

@@ -24,7 +24,7 @@ def parser(prog: str = PROG) -> cli.Parser:
             "path",
             type=Path,
             metavar="DIR",
-            help="a checkpoint; or a folder of them or a run directory, to use the newest",
+            help="a checkpoint, a folder of them, or a run directory; commands on one checkpoint use the newest",
         )
         return one
 

@@ -1,4 +1,4 @@
-"""The program `hostdev`: its commands by name."""
+"""The program `hostdev`, which runs commands by their names."""
 
 import sys
 from difflib import get_close_matches

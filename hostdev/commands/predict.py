@@ -18,7 +18,7 @@ def parser(prog: str = PROG) -> cli.Parser:
     made.add_argument("--model", metavar="package.module:Class", help="the class, if the model is your own")
     made.add_argument("--data", type=Path, required=True, metavar="FILE|DIR", help="raw rows, or a data set")
     made.add_argument("--split", choices=("train", "test"), help="rows of a data set (default test)")
-    made.add_argument("--out", type=Path, required=True, metavar="FILE", help="a new Parquet file, .parquet")
+    made.add_argument("--out", type=Path, required=True, metavar="FILE", help="a new Parquet file, NAME.parquet")
     made.add_argument("--device", default="cpu", metavar="NAME", help="where the dense layers run (default cpu)")
     return made
 

@@ -17,13 +17,13 @@ def parser(prog: str = PROG) -> cli.Parser:
     commands = made.add_subparsers(dest="command", required=True, metavar="table|criteo|synthetic|check|info")
     table = commands.add_parser("table", help="from CSV, TSV, Parquet or Arrow files", allow_abbrev=False)
     table.add_argument("files", nargs="+", type=Path, metavar="FILE",
-                       help="tables with the same columns, folders of them, - for standard input")  # fmt: skip
+                       help="tables with the same columns, folders of them, or - for standard input")  # fmt: skip
     table.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new data set's folder")
     flags.add_table(table)
     flags.add_split(table)
     criteo = commands.add_parser("criteo", help="from Criteo text", allow_abbrev=False)
     criteo.add_argument("files", nargs="+", type=Path, metavar="FILE",
-                        help="Criteo text (label, 13 integers, 26 hex values), folders of it, - for stdin")  # fmt: skip
+                        help="Criteo text (label, 13 integers, 26 hex values), folders of it, or - for stdin")  # fmt: skip
     criteo.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new data set's folder")
     synthetic = commands.add_parser("synthetic", help="from generated Criteo-like rows", allow_abbrev=False)
     synthetic.add_argument("--rows", type=int, required=True, metavar="N", help="number of rows")

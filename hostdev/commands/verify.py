@@ -40,7 +40,7 @@ def parser(prog: str = PROG) -> cli.Parser:
     made.add_argument(
         "--inject-fault",
         action="store_true",
-        help="test verify itself: let lookups overtake the updates that they need, and require that this is found",
+        help="test verify itself: let lookups overtake the updates that they need, and check that verify detects it",
     )
     made.add_argument("--processes", metavar="W,...", help="also compare these numbers of local processes, such as 2,4")
     made.add_argument(
@@ -88,12 +88,12 @@ def main(argv: Sequence[str], prog: str = PROG) -> int:
     )
     if arguments.inject_fault:
         if not all(different):
-            raise UserError("the injected fault was not caught: no two consecutive batches share a row; use more rows")
+            raise UserError("the injected fault was not caught: no consecutive batches share a row; use larger batches")
         print(f"\nthe injected fault was caught in {' and '.join(map(str, different))} modes")
     elif any(different):
         print(f"\n{different[0]} modes differ from the serial run")
     else:
-        near = "; sliced layers to rounding" * any(mesh.model > 1 for mesh in meshes)
+        near = "; with sliced layers, up to rounding" * any(mesh.model > 1 for mesh in meshes)
         print(f"\nall modes agree in every bit of every step{near}")
     return EXIT_DIFFERENT if any(different) else 0
 
