@@ -23,7 +23,7 @@ def parser(prog: str = PROG) -> cli.Parser:
     flags.add_split(table)
     criteo = commands.add_parser("criteo", help="from Criteo text", allow_abbrev=False)
     criteo.add_argument("files", nargs="+", type=Path, metavar="FILE",
-                        help="Criteo text (label, 13 integers, 26 hex values), folders of it, or - for stdin")  # fmt: skip
+                        help="Criteo text (label, 13 integers, 26 hex values), folders, or - for stdin")  # fmt: skip
     criteo.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new data set's folder")
     synthetic = commands.add_parser("synthetic", help="from generated Criteo-like rows", allow_abbrev=False)
     synthetic.add_argument("--rows", type=int, required=True, metavar="N", help="number of rows")

@@ -102,7 +102,7 @@ def _table(logits: Any, part: Part, schema: pa.Schema) -> pa.Table:
 
 
 class _Work(NamedTuple):
-    """The rows to predict: `total` of them in `unit`s, rows or bytes; `labelled`: whether they have labels."""
+    """The rows to predict: their amount `total` in `unit` ("row", or "B" for bytes), and if they are `labelled`."""
 
     total: int
     unit: str

@@ -19,15 +19,15 @@ from hostdev.data.preprocess.encoding import Encoding
 from hostdev.models import registry
 from hostdev.predict import WHICH
 
-_LONGEST = 480  # characters of a message about a file
+_LONGEST = 480  # maximum characters of a message about a file
 
 
 class Opened(NamedTuple):
     """The content of a checkpoint of the command `train`.
 
     Attributes:
-        why: The reason for the choice, such as "the best: AUC 0.8100 after epoch 4"; "" for a single checkpoint or a
-            run without --early-stop.
+        why: The reason for the choice, such as "the best: AUC 0.8100 after epoch 4"; "" for a single checkpoint, or for
+            the newest of a run without --early-stop.
     """
 
     found: Found

@@ -54,7 +54,7 @@ class Predictor:
         which: "best" or "newest", to override the default choice.
 
     Raises:
-        UserError: The checkpoint is damaged, or `python -m hostdev.train` did not write it.
+        UserError: The checkpoint is damaged, of another model, or not written by `python -m hostdev.train`.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Predictor:
         device: torch.device | str = "cpu",
         model: str | type[Any] | None = None,  # Any: the class's own instances
         which: str | None = None,
-        _encodes: bool = True,  # whether raw rows will be given, not only a data set's
+        _encodes: bool = True,  # whether raw rows may be given, not only those of a data set
     ) -> None:
         opened = open_checkpoint(Path(checkpoint), which)
         for line in opened.found.notes():
@@ -115,11 +115,11 @@ class Predictor:
 
         Args:
             rows: Columns by name, as in the data set: a dict of lists or arrays (or of single values for one row, where
-                a bag may have a list), a pandas DataFrame or Series (one row), a pyarrow Table or RecordBatch. None
-                and NaN are missing. Other columns, such as the label, are ignored.
+                a bag may have a list), a pandas DataFrame or Series (one row), or a pyarrow Table or RecordBatch. None
+                and NaN are missing values. Other columns, such as the label, are ignored.
 
         Raises:
-            UserError: A column is missing, its type does not match the training's, or a value is invalid.
+            UserError: A column is missing or of another type than in training, or a value or a result is invalid.
         """
         rows = as_mapping(rows)
         self.encoding.require(get_column_names(rows))
@@ -166,7 +166,7 @@ class Predictor:
         return found
 
     def _rows(self, batch: Batch) -> Iterator[tuple[str, Any]]:
-        """Yield each feature's name and rows, with the values that `Runtime.predict` passes to the model."""
+        """Yield each feature's name and its rows, equal to those that `Runtime.predict` passes to the model."""
         given = self.model.ids(batch)
         looked_up: dict[tuple[str, int], Tensor] = {}  # features may share ids
         for name, feature in self.model.features.items():
@@ -181,7 +181,7 @@ class Predictor:
             yield name, outputs[0] if feature.is_single else tuple(outputs)
 
     def _values(self, rows: Tensor, feature: Feature, ids: FeatureIds, dim: int) -> Tensor:
-        """Return weighted rows [N, D], or pooled ones if the feature is pooled, in the dense layers' precision."""
+        """Return a feature's rows as the model gets them: weighted or pooled if required, in the model's precision."""
         dtype = torch.bfloat16 if self._bf16 and dim > 1 else torch.float32
         if ids.offsets is None and ids.weights is None:
             found = rows.to(dtype)

@@ -22,8 +22,8 @@ def as_columns(
 ) -> dict[str, Any]:
     """Return the required columns, each with a value per row; single values mean one row.
 
-    A list of single values is one row's bag if all other columns have single values, or if there are only bags and no
-    separator splits their text.
+    A list of single values is one row's bag if all columns that are not bags have single values, or if there are only
+    bags and no separator splits their text.
 
     Args:
         rows: Columns by name.
@@ -105,7 +105,7 @@ def _names(schema: Schema) -> list[str]:
 
 
 def _array(name: str, values: Any, what: str) -> pa.Array:
-    """Return values as an array; None and NaN are missing."""
+    """Return values as an Arrow array; None and NaN become nulls."""
     if isinstance(values, pa.Array | pa.ChunkedArray):
         _require_valid(name, values)
         return _combine_chunks(values)
@@ -124,7 +124,7 @@ def _array(name: str, values: Any, what: str) -> pa.Array:
 
 
 def _protect_values(name: str, values: Sequence[Any]) -> Any:
-    """Protect values that Arrow would change: large integers become text, NumPy dates an array.
+    """Protect values that Arrow would change: large integers become text, and NumPy dates become an array.
 
     Raises:
         UserError: Dates are mixed with times, times with and without zones are mixed, or times are too fine for Arrow.

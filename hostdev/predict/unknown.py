@@ -1,4 +1,4 @@
-"""Warnings about columns with far more out-of-vocabulary values than in training, whose format may differ."""
+"""Warnings about columns with far more out-of-vocabulary values than in training, a sign of another format."""
 
 from collections.abc import Iterator
 
@@ -7,9 +7,9 @@ import numpy as np
 from hostdev.data.batch import Batch
 from hostdev.data.preprocess.encoding import Encoding
 
-_SOME = 20  # values; a share of fewer values is meaningless
-_MOST = 0.5  # a larger share of unknown values is reported if
-_TIMES = 2  # it is also more than this many times the share in training
+_SOME = 20  # fewest values whose share of unknown ones is meaningful
+_MOST = 0.5  # a share of unknown values above this is reported
+_TIMES = 2  # if it is also above this many times the share in training
 
 
 class UnknownValues:

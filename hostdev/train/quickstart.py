@@ -1,6 +1,6 @@
 """python -m hostdev.train.quickstart: from raw Criteo text, or synthetic text, to a trained model in one command."""
 
-if __name__ == "__main__":  # before the slow imports, so that Ctrl-C during them prints one line, too
+if __name__ == "__main__":  # before the slow imports, so that Ctrl-C during an import also prints one line
     from hostdev.core import cli
 
     raise SystemExit(cli.run_module("hostdev.commands.quickstart", "hostdev.train.quickstart"))
