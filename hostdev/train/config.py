@@ -33,7 +33,7 @@ def _flag(help: str, *, default: Any = None, kind: Any = None, **extra: Any) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The options of `hostdev train`. `resolved` fills in `epochs` and `batch_size`."""
+    """The options of `hostdev train`. `resolved` fills in the defaults that depend on other options."""
 
     data: Path | None = _flag(
         "data set written by hostdev preprocess (default: a small synthetic one)", kind=Path, metavar="DIR"
@@ -74,7 +74,7 @@ class TrainConfig:
         choices=("none", "batch", "table"),
     )
     precision: str = _flag(
-        "precision of the dense layers' arithmetic; weights, last layer, rows and losses are float32",
+        "precision of the dense layers' arithmetic; weights, the last layer and losses stay float32",
         default="fp32",
         kind=str,
         choices=("fp32", "bf16"),
@@ -95,7 +95,7 @@ class TrainConfig:
         metavar="M",
     )
     gradients: str | None = _flag(
-        "how micro-batches add up: the mean over the batch, or the sum of their means (default mean)",
+        "how the micro-batches' gradients add up: the mean over the batch, or the sum of their means (default mean)",
         kind=str,
         choices=("mean", "sum"),
     )
@@ -126,7 +126,7 @@ class TrainConfig:
         metavar="STRATEGIES",
     )
     torch_threads: int | None = _flag(
-        "CPU threads of the dense layers; some of their bits depend on it (default: all CPUs; 1 with --micro-batches)",
+        "CPU threads of the dense layers; their number affects some bits (default: all CPUs; 1 with --micro-batches)",
         kind=int,
         metavar="N",
     )
@@ -141,7 +141,7 @@ class TrainConfig:
     )
     dist_backend: str | None = _flag(
         "backend of torch.distributed for the dense layers' gradients (default: the device's, such as nccl, if each "
-        "process has its own device, otherwise gloo); gloo exchanges rows",
+        "process has its own device, otherwise gloo); rows are always exchanged by gloo",
         kind=str,
         choices=("gloo", "nccl", "xccl"),
     )
@@ -188,7 +188,7 @@ class TrainConfig:
     max_steps: int | None = _flag("stop after N steps", kind=int, metavar="N")
     run_dir: Path | None = _flag("a new folder for logs and summary (default runs/<time>)", kind=Path, metavar="DIR")
     ops_log: str = _flag(
-        "limit of ops.log, for example 100MiB; its oldest files are removed; 0 writes no ops.log",
+        "maximum size of ops.log, such as 100MiB; the oldest files above it are removed; 0 writes no ops.log",
         default="1GiB",
         kind=str,
         metavar="SIZE",
@@ -197,12 +197,12 @@ class TrainConfig:
     checkpoint_minutes: float | None = _flag(
         "save a checkpoint every M minutes and at the end", kind=float, metavar="M"
     )
-    keep_checkpoints: int | None = _flag("number of checkpoints to keep, the newest (default 3)", kind=int, metavar="K")
+    keep_checkpoints: int | None = _flag("number of newest checkpoints to keep (default 3)", kind=int, metavar="K")
     checkpoint_dir: Path | None = _flag(
         "folder of the checkpoints (default: checkpoints in the run directory)", kind=Path, metavar="DIR"
     )
     resume: str | None = _flag(
-        "resume from the newest complete checkpoint, or from DIR; without one, start a new run",
+        "resume from DIR or, without DIR, from the run's newest valid checkpoint; if it has none, start a new run",
         kind=str,
         metavar="DIR",
         nargs="?",

@@ -45,7 +45,7 @@ class Ending:
             self._exchanged = dict(zip(mine, np.sum(each, axis=0).tolist(), strict=True))
 
     def draw(self) -> str | None:
-        """Draw the run's picture; return None, or why it failed, which does not end the run; "" on ranks above 0."""
+        """Draw the run's picture; return None, or the error as text if that fails, or "" on ranks above 0."""
         run = self.run
         if run.world.rank:
             return ""
@@ -68,7 +68,7 @@ class Ending:
         return f"interrupted in the middle of a step; {self._describe_steps()}{none}"
 
     def interrupted(self, number: signal.Signals) -> Interrupted:
-        """Complete the logs after a signal, save a checkpoint if the run saves any, and return the exception."""
+        """After a signal, save a checkpoint if the run saves any, complete the logs, and return the exception."""
         run = self.run
         self.close_saver(save=True)
         self.finish("interrupted")
@@ -80,7 +80,7 @@ class Ending:
         return Interrupted(number, message, saved=True)
 
     def close_saver(self, digest: str | None = None, *, save: bool) -> None:
-        """Save a last checkpoint, and wait until it is written."""
+        """Save a last checkpoint if `save`; wait until checkpoints are written, and unlock their folder."""
         run = self.run
         if run.saver is None:
             return

@@ -31,7 +31,7 @@ DENSE_EPS = 1e-8
 Table: TypeAlias = HostTable | DeviceTable
 DEEP = "deep"  # the table that --l2 regularizes
 
-# Logits of a micro-batch; None: it has no samples, or another rank has them.
+# Logits and their micro-batch; logits are None if it has no samples or another rank has them.
 Scored: TypeAlias = Generator[tuple[npt.NDArray[Any] | None, Batch], None, None]
 
 
@@ -58,12 +58,12 @@ class Setup(NamedTuple):
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """The dtype of the dense layers' arithmetic, where it is not float32."""
+        """The dtype of the dense layers' arithmetic; None for float32."""
         return torch.bfloat16 if self.precision == "bf16" else None
 
 
 class Result:
-    """A batch's step; its losses may still be in transfer from the device."""
+    """The result of a step; its losses may still be on the way from the device."""
 
     def __init__(self, rows: int, outcome: Outcome) -> None:
         self.rows = rows
@@ -71,7 +71,7 @@ class Result:
 
     @property
     def value(self) -> Losses:
-        """The losses; waits for them, and raises NonFiniteLossError."""
+        """The losses; this waits for them, and raises NonFiniteLossError if the step is not finite."""
         losses: Losses = self._outcome.get()
         return losses
 
@@ -80,7 +80,7 @@ class Network:
     """A network's optimizer and the end of its step.
 
     Args:
-        setup: The training.
+        setup: The training run.
         parameters: Parameters of this rank's layers, on the device.
     """
 
@@ -101,7 +101,7 @@ class Network:
         self.adam.zero_grad()
 
     def finish(self, rows: Rows, batch: Batch, losses: Tensor, squares: Any = None) -> Outcome:
-        """Queue the check for non-finite gradients, and Adam; return the step's losses.
+        """Queue the check for non-finite losses and gradients, and Adam's step; return the outcome with the losses.
 
         Args:
             rows: Rows of the step's last micro-batch.
@@ -127,7 +127,7 @@ class WholeNetwork(Network):
     """All layers of a model, on this rank.
 
     Args:
-        setup: The training.
+        setup: The training run.
         reading: How loops read batches, for `Runtime.train` and `predict`.
     """
 
@@ -144,7 +144,7 @@ class WholeNetwork(Network):
         self._averages = Averages([setup.model] if divided else [], world.channel())
         self._forward = Primitive(
             "DenseForward", _objective, scope="network", log=setup.log
-        )  # a method would be a cycle
+        )  # a bound method would be a reference cycle
         self._backward = Primitive("DenseBackward", Tensor.backward, scope="network", log=setup.log)
         self._table_l2: Callable[[], Any] | None = None
         if setup.l2 == "table":
@@ -192,7 +192,7 @@ class WholeNetwork(Network):
     def objective(
         self, rows: Rows, dense: Tensor, label: Tensor, weight: float | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the wide loss, the deep loss, in which `weight` scales the wide loss, and the deep loss detached."""
+        """Return the detached wide loss, the deep loss (`weight` x wide loss + L2 term), and the deep loss detached."""
         wide = wide_loss(self._logits(dense, rows), label)
         objective = wide if weight is None else wide * weight
         if self.setup.l2 != "none":
@@ -206,7 +206,7 @@ class WholeNetwork(Network):
         return logits
 
     def score(self, parts: Iterable[Batch]) -> Scored:
-        """Yield each local micro-batch with its logits; None if it has no samples."""
+        """Yield the logits and the batch of each local micro-batch; no logits if it has no samples."""
         with closing(self.setup.runtime.predict(parts, **self._reading)) as loop:
             for (batch, dense, _), rows in loop:
                 outcome = None

@@ -84,14 +84,14 @@ def _cache_line(cache: EmbeddingCache) -> str:
 
 
 def evaluation_line(point: Point) -> str:
-    """Return the model's quality after an epoch."""
+    """Return a line with the model's quality after an epoch."""
     test, training = point.test, point.training
     auc, loss = [f" (training {x:.4f})" for x in (training.auc, training.logloss)] if training else ["", ""]
     return f"epoch {point.epoch}: AUC {test.auc:.4f}{auc}, log loss {test.logloss:.4f}{loss} on {test.rows:,} test rows"
 
 
 def early_stop_line(quality: Quality, patience: int | None) -> str:
-    """Return why a run stops before its last epoch."""
+    """Return a line that says why a run stops before its last epoch."""
     last, best = quality.points[-1].epoch, quality.best
     found = f"the best is {best.test.auc:.4f}, after epoch {best.epoch}" if best is not None else "no epoch has an AUC"
     epochs = "the last epoch" if patience == 1 else f"the last {patience} epochs"
@@ -112,7 +112,7 @@ def summary_lines(
     Args:
         summary: The content of summary.json.
         epochs: Planned epochs.
-        undrawn: Why there is no picture; "" if this process does not draw it.
+        undrawn: Why there is no picture; "" if this process draws none, None if there is one.
     """
     lines = ["", _quality(summary), *(_op_table(summary["ops"]) if summary["ops"] else [])]
     ops = [OPS_LOG] if has_ops_log else []

@@ -91,7 +91,7 @@ class StagedNetwork(Network):
         return self.finish(rows, batch, losses), batch.step_rows
 
     def score(self, parts: Iterable[Batch]) -> Scored:
-        """Yield each local micro-batch with its logits; None if it has no samples or another rank has the logits."""
+        """Yield the logits and the batch of each local micro-batch; no logits if empty or on another rank."""
         loop = self.setup.runtime.predict(parts, **self._reading, micro_batches=self.setup.micro_batches.here)
         with closing(loop):
             for step in loop:
@@ -102,7 +102,7 @@ class StagedNetwork(Network):
                     yield None if scores is None else scores.float().cpu().numpy(), batch
 
     def state(self) -> DenseState:
-        """Return the layers' and the optimizer's state; rank 0 returns all of it."""
+        """Return the whole network's and its optimizer's state on rank 0, and an empty state on other ranks."""
         return self._staged.state(self.adam)
 
     def load(self, model: Any, optimizer: Any) -> None:
