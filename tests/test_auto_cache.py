@@ -20,8 +20,8 @@ from hostdev.train.cache_advice.curves import Group
 from hostdev.train.config import TrainConfig
 
 LINE = re.compile(
-    r"^cache    auto: ([\d,]+) rows, (\w+), [\d.]+ \w+ of the [\d.]+ \w+ that (.*); by (\d+) batches [\d.]+ MiB a step "
-    r"instead of [\d.]+, [\d.]+ ms of the host instead of [\d.]+, [\d.]+% of lookups hit$",
+    r"^cache    auto: ([\d,]+) rows, (\w+), [\d.]+ \w+ of the [\d.]+ \w+ that (.*); over (\d+) batches, "
+    r"[\d.]+ MiB a step instead of [\d.]+, [\d.]+ ms of the host instead of [\d.]+, [\d.]+% of lookups hit$",
     re.M,
 )
 

@@ -119,7 +119,7 @@ def get_folder(settings: TrainConfig, run_dir: Path) -> Path:
 
 
 def find(settings: TrainConfig, data: Manifest, check: Callable[[Chain], None] = verify) -> tuple[Start | None, str]:
-    """Return the checkpoint that a run with --resume starts from, None for a new run, and a line about it.
+    """Return the checkpoint that a run with --resume starts from, or None for a new run; and text about the choice.
 
     Args:
         settings: The run's options.
@@ -127,7 +127,7 @@ def find(settings: TrainConfig, data: Manifest, check: Callable[[Chain], None] =
         check: Raises BrokenCheckpointError for a damaged checkpoint.
 
     Raises:
-        UserError: The checkpoint is of another model or other data, or all named checkpoints are damaged.
+        UserError: The checkpoint is missing, damaged, or of another model or data; or --run-dir holds another run.
     """
     path = _get_search_path(settings)
     if settings.resume:
@@ -214,7 +214,7 @@ def _require_same(settings: TrainConfig, data: Manifest, start: Start) -> None:
 
 
 def _find_difference(settings: TrainConfig, then: Mapping[str, Any], data: Manifest) -> str | None:
-    """Return the first of FIXED that differs in effect: an option may also state the model's default."""
+    """Return the first option of FIXED whose effect differs, if any; stating a model's default has no effect."""
     found = [name for name in FIXED if getattr(settings, name) != then[name]]
     if not found or not set(found) <= set(IN_EFFECT):
         return next((name for name in found if name not in IN_EFFECT), None)
@@ -280,7 +280,7 @@ class CheckpointSchedule:
         settings: The run's options: when to save, and how many checkpoints to keep.
         path: The folder of checkpoints.
         prepare: Writes all rows back to the tables. Its errors are not counted as failures to save.
-        save: Starts to save; called with the manager, the step, and a digest of the state where it is known.
+        save: Starts to save; called with the manager, the step, and a digest of the state if it is known.
         ranks: Processes that save together; all make the same calls.
     """
 
@@ -314,7 +314,7 @@ class CheckpointSchedule:
         )
 
     def start(self, chain: Chain | None, tables: Any) -> None:
-        """Lock the folder; a resumed run's checkpoints are increments of the one that it loaded."""
+        """Lock the folder; after a resume, track changes since the loaded checkpoint, for incremental ones."""
         try:
             self.manager.lock()
         except FolderInUseError:

@@ -37,7 +37,7 @@ class GracefulStop:
 
     Args:
         on_deadline: Completes what must not be lost, in the watcher thread, and returns a message for the user.
-        seconds: Time for the main thread. None: until a second signal.
+        seconds: Time that the main thread has after a signal. None: until a second signal.
     """
 
     def __init__(self, on_deadline: Callable[[], str], seconds: float | None = DEADLINE_SECONDS) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_AT_ONCE = 1 << 20  # values with intermediate results in memory
+_AT_ONCE = 1 << 20  # values that are processed at a time
 
 
 def auc(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.float32]) -> float:
@@ -48,7 +48,7 @@ def log_loss(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.float32]) -
 
 
 def losses(logits: npt.NDArray[np.float32], labels: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """Return each sample's negative log likelihood, float64 [N], NaN for an infinite logit; labels may be bool."""
+    """Return the samples' negative log likelihoods, float64 [N], not finite for infinite logits; labels may be bool."""
     found = np.empty(len(logits))
     for start, stop in pairwise([*range(0, len(logits), _AT_ONCE), len(logits)]):
         x = logits[start:stop].astype(np.float64)

@@ -1,4 +1,4 @@
-"""The micro-batches of this rank: their limits, their weights, and the seeds of layers such as dropout."""
+"""The micro-batches of this rank: their boundaries, their weights, and the seeds of layers such as dropout."""
 
 from collections.abc import Iterable, Iterator
 
@@ -18,7 +18,7 @@ class MicroBatches:
         gradients: "mean" weights a micro-batch by its samples; "sum" adds the micro-batches' means.
         seed: Seed of the training run.
         device: Device whose generators the layers use.
-        share: This rank's share, and the number of shares.
+        share: Number of this rank's share, from 0, and the number of shares.
     """
 
     def __init__(self, count: int, gradients: str, seed: int, device: torch.device, share: tuple[int, int]) -> None:
@@ -52,7 +52,7 @@ class MicroBatches:
             yield from batch.split([0, *(stop - begin for _, stop in mine)])
 
     def shares(self, batch: Batch) -> list[float]:
-        """Return each micro-batch's share of a step's samples, on all ranks."""
+        """Return the share of a step's samples that each micro-batch has, for the micro-batches of all ranks."""
         return [(stop - start) / batch.step_rows for start, stop in cut(batch.step_rows, self.count)]
 
     def weight(self, batch: Batch) -> float | None:

@@ -9,8 +9,8 @@ class Schedule(NamedTuple):
     Attributes:
         epochs: Passes over the training samples, unless a limit or a signal stops the run.
         epoch_steps: Steps of an epoch.
-        max_steps: Limit of all steps; None for no limit.
-        evaluation_steps: Batches of an evaluation.
+        max_steps: Maximum number of steps of the run; None for no limit.
+        evaluation_steps: Number of batches of an evaluation.
     """
 
     epochs: int

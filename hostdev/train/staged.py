@@ -28,7 +28,7 @@ class Staged:
         sample: A batch with the shapes of the model's inputs.
         extra: Computes an additional loss term, a scalar, from the model's rows; None for no such term.
         timeline: Records the micro-batches' forward and backward passes.
-        ops: Time the forward and the backward pass; each calls its first argument.
+        ops: Two functions that time the forward and the backward pass; each calls its first argument with the others.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Staged:
                 values that all ranks receive.
 
         Returns:
-            The values of all micro-batches, float32 [M, any].
+            The values of all micro-batches, float32 [M, ...].
         """
 
         def compute_loss(number: int, output: Any) -> tuple[Tensor, Tensor]:
@@ -96,7 +96,7 @@ class Staged:
         return found
 
     def predict(self, step: Step, given: Given) -> list[tuple[int, Tensor]]:
-        """Return number and logits of each micro-batch that has samples; only one rank gets them."""
+        """Return the number and the logits of each micro-batch that has samples; [] if another rank has the logits."""
         found = self._parts.predict(step.number, step.sizes, self._inputs(step, given))
         return [(number, each[0] if self._extra is not None else each) for number, each in found]
 

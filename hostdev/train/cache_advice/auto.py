@@ -83,7 +83,7 @@ def choose_cache(
 
 
 def _sample(model: Model, groups: Sequence[Group], reader: ShardReader, settings: TrainConfig) -> list[Sampled]:
-    """Return the first training batches for each group."""
+    """Return the ids of the first training batches for each group."""
     assert settings.batch_size is not None
     sampled: list[Sampled] = [[] for _ in groups]
     ids = 0
@@ -143,7 +143,7 @@ def _simulate(
     room: int,
     device: torch.device,
 ) -> Curves:
-    """Simulate the caches that fit on the sampled batches, one at a time, because a plan takes memory for all rows."""
+    """Simulate the caches that fit, over the sampled batches, one at a time: a plan takes memory for all rows."""
     policies = [settings.cache_policy] if settings.cache_policy is not None else [POLICIES[0], "static"]
     policies = [policy for policy in policies if policy != "static" or all(each is not None for each in counts)]
     window = WINDOW if settings.cache_window is None else settings.cache_window
@@ -192,5 +192,5 @@ def _line(chosen: tuple[str, Point] | None, room: int, device: torch.device, bat
     policy, point = chosen
     return (
         f"cache    auto: {point.rows:,} rows, {policy}, {format_bytes(point.nbytes)} of the {where}; "
-        f"by {batches} batches {gains(point)}"
+        f"over {batches} batches, {gains(point)}"
     )

@@ -27,7 +27,7 @@ from hostdev.train.cache_advice.rates import host_costs
 SHARES = ("0.1%", "0.5%", "1%", "2%", "5%", "10%", "20%", "50%", "100%")
 _WORTH = 1.05  # a smaller cache may take this many times the least time
 _UNKNOWN = Costs(0, 0, 0)
-_PLANS_PART, _MOST_BYTES = 4, 3 << 30  # plans take 1 / 4 of the free memory; plans and counts at most 3 GiB
+_PLANS_PART, _MOST_BYTES = 4, 3 << 30  # plans take at most 1/4 of the free memory; plans and counts, 3 GiB
 _RATED = 9  # batches to measure the host's work
 
 
@@ -154,7 +154,7 @@ class Point:
 
     @property
     def total(self) -> Statistics:
-        """Sums over the groups."""
+        """The statistics summed over the groups."""
         return add_up(self.parts)
 
     @property
@@ -173,7 +173,7 @@ def recommend(curves: Curves, memory: int) -> tuple[str, Point] | None:
     """Return the policy and size of the smallest cache that fits and is within 5% of the fastest.
 
     Returns:
-        Policy and caches; None if no cache is faster than having none.
+        Policy and caches; None if no cache fits, or if this one is not faster than having none.
     """
     options = [
         (point.seconds, point.rows, policy, point)
@@ -299,9 +299,9 @@ def simulate(
 def _passes(
     groups: Sequence[Group], sizes: Sequence[Sequence[int]], steps: int, window: int, room: int
 ) -> list[list[tuple[str, int, int]]]:
-    """Divide all policies, indices of sizes and indices of groups into passes whose plans take `room` bytes.
+    """Divide all combinations of policy, size index and group index into passes with plans of at most `room` bytes.
 
-    A larger plan gets its own pass; UserError if it does not fit in memory.
+    A larger plan gets a pass of its own; UserError if that plan does not fit in memory.
     """
     passes: list[list[tuple[str, int, int]]] = [[]]
     left = room

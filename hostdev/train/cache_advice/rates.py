@@ -23,7 +23,7 @@ _ROUNDS = 7
 def host_costs(
     rows: int, tables: Sequence[tuple[int, SparseOptimizer] | TableShape], batches: Sequence[npt.NDArray[Any]]
 ) -> Costs:
-    """Return the nanoseconds per row of all tables together, if it bypasses a cache, is admitted, or is evicted.
+    """Return the nanoseconds, over all tables, for a row that bypasses a cache, one that is admitted, and one evicted.
 
     A row that bypasses is looked up and updated; the others are read or written with their optimizer state.
 
