@@ -88,7 +88,7 @@ def require_layout(settings: TrainConfig, data: Path) -> None:
 
 
 def vector_tables(model: Model) -> dict[str, TableSpec]:
-    """Return the tables without those that have a single weight per row, unless all tables are such."""
+    """Return the tables of a dimension above 1, or all tables if there are none such."""
     found = {name: spec for name, spec in model.tables.items() if spec.dim > 1}
     return found or model.tables
 
@@ -120,7 +120,7 @@ def ids_of(model: Model, batch: Batch, table: str) -> npt.NDArray[Any]:
 
 
 def known_counts(model: Model, data: Path, found: Manifest, reader: ShardReader) -> npt.NDArray[np.int64] | None:
-    """Return the vocabulary's occurrence counts, int64 [V]; None unless all columns share one group of tables."""
+    """Return the vocabulary's counts, int64 [V]; None without a vocabulary, or unless all columns share one group."""
     groups = groups_of(model)
     if len(groups) > 1 or model.tables[groups[0][0]].rows != found.schema.rows or found.vocabulary is None:
         return None
@@ -181,7 +181,7 @@ def warm_up_kernels(model: Model, batch: Batch, id_type: str, *, bf16: bool, cac
     dtypes = {np.dtype(id_type)}
     if cached:
         warm_up_planner(np.dtype(id_type))
-        dtypes.add(np.dtype(np.int32))  # of slot numbers
+        dtypes.add(np.dtype(np.int32))  # the dtype of slot numbers
     for dtype in dtypes:
         for stored in {spec.dtype for spec in model.tables.values()}:
             warm_up(dtype, stored)

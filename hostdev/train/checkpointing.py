@@ -75,7 +75,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.steps = 0
-        self.seconds = 0.0  # of training
+        self.seconds = 0.0  # time spent in training
         self.wide, self.deep = array("d"), array("d")  # the losses of each step
         self.rows = array("q")  # samples in each step's batch
 
@@ -298,7 +298,7 @@ class CheckpointSchedule:
         self._prepare, self._save = prepare, save
         self.manager = CheckpointManager(path, keep=settings.keep_checkpoints or KEEP, hold=True, ranks=ranks)
         self._last_began = time.monotonic()
-        self._step = 0  # of the last attempt
+        self._step = 0  # the step of the last attempt
         self.saved_step: int | None = None
         self._loaded: Checkpoint | None = None  # the one that the run resumed from, if it is in the folder
         self._failing: str | None = None  # why the last attempt failed
@@ -310,7 +310,8 @@ class CheckpointSchedule:
         when = [f"{self._every:,} steps"] if self._every is not None else []
         when += [f"{self._seconds / 60:g} minutes"] if self._seconds is not None else []
         return (
-            f"a checkpoint every {' and every '.join(when)} to {self.manager.path}; the newest {self.manager.keep} stay"
+            f"a checkpoint every {' and every '.join(when)} to {self.manager.path}; "
+            f"the newest {self.manager.keep} are kept"
         )
 
     def start(self, chain: Chain | None, tables: Any) -> None:

@@ -38,7 +38,7 @@ def train(settings: TrainConfig) -> dict[str, Any]:
 
     Raises:
         UserError: The input or the options are wrong.
-        Interrupted: Ctrl-C or SIGTERM; the logs are complete.
+        Interrupted: Ctrl-C, SIGTERM or SIGHUP ended the run; the logs are complete.
     """
     with join_processes(settings, _require) as session:
         return _train(settings, session)

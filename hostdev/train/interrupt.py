@@ -18,7 +18,7 @@ class Interrupted(KeyboardInterrupt):
     """The work has ended after a signal; `exit_code` is 130 after Ctrl-C, 143 after SIGTERM.
 
     Args:
-        saved: Whether nothing was lost; then SIGTERM and SIGHUP count as success: `exit_code` is 0.
+        saved: Whether all steps are saved. SIGTERM and SIGHUP then count as success, and `exit_code` is 0.
     """
 
     def __init__(self, number: signal.Signals, message: str, *, saved: bool = False) -> None:

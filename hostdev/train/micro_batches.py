@@ -26,7 +26,7 @@ class MicroBatches:
         number, shares = share
         self.here = count // shares
         self._first = number * self.here
-        self._begun = 0  # on this rank, in all steps
+        self._begun = 0  # micro-batches that have begun on this rank, over all steps
 
     def begin(self, count: int = 1) -> None:
         """Count micro-batches that have begun."""

@@ -42,7 +42,7 @@ class _Output(io.TextIOBase):
     """A rank's standard output: buffered until its file is open, then written to it.
 
     Args:
-        shown: Stream that shows the output, too; None for ranks above 0.
+        shown: Stream to which the output is also written; None for ranks above 0.
     """
 
     def __init__(self, shown: TextIO | None) -> None:
@@ -116,7 +116,7 @@ class ProcessSession:
 
     def _fault(self, rank: int, why: str) -> None:
         """End this process because another rank has failed; runs in the monitor's thread."""
-        run_within(_LOG_SECONDS, self.on_fault)  # a thread with its locks may wait for a device forever
+        run_within(_LOG_SECONDS, self.on_fault)  # a thread that holds the locks may wait for a device forever
         if self._environment.rank == (0 if rank else 1):  # only one rank tells the user
             write_stderr(f"hostdev.train: error: rank {rank} of {self._environment.ranks}: {why}")
         else:
@@ -144,7 +144,7 @@ class ProcessSession:
 def get_shared_values(settings: TrainConfig, ranks: int) -> dict[str, Any]:
     """Return the values that must be equal on all ranks: the data set, and the options by their names.
 
-    Options of a single process may differ, and so may folders, because each host may have its own.
+    Options that concern one process may differ, and so may folders, because each host may have its own.
     """
     mesh = parse_mesh(settings.mesh) if settings.mesh is not None else Mesh(data=ranks)
     given = resolve_batch(settings, mesh.data).resolved()
@@ -260,7 +260,7 @@ def resolve_batch(settings: TrainConfig, shares: int) -> TrainConfig:
 
 
 def spawn(settings: TrainConfig) -> int:
-    """Start the processes of --spawn on this host, wait, and return the exit code of the first one that failed."""
+    """Start the processes of --spawn on this host, wait, and return the exit code of the first failed one, or 0."""
     assert settings.spawn is not None
     if not find_rank_environment().alone:
         raise UserError("--spawn has no effect in a process that a launcher started as one of several; leave it out")

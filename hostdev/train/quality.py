@@ -49,7 +49,7 @@ class Quality:
 
     @property
     def is_enough(self) -> bool:
-        """Whether none of the last `patience` epochs was better than an earlier one."""
+        """Whether none of the last `patience` epochs has improved the best AUC."""
         since = len(self.points) - (self.points.index(self.best) + 1 if self.best is not None else 0)
         return self._patience is not None and since >= self._patience
 
@@ -68,5 +68,5 @@ class Quality:
 
 
 def _finite(value: float | None) -> float | None:
-    """Return None for NaN, which JSON lacks; a single label, for example, has no AUC."""
+    """Return the value, or None for NaN, which JSON lacks; the AUC of a single label, for example, is NaN."""
     return value if value is not None and np.isfinite(value) else None

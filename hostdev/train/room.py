@@ -71,7 +71,7 @@ def make_host_budget(parts: dict[str, int]) -> HostBudget:
 def require_room(
     tables: Mapping[str, TableSpec], host_device_mix: bool, device: torch.device, part: tuple[int, int] | None
 ) -> int:
-    """Return the bytes that all tables, or this rank's part of them, will leave free; UserError unless they fit."""
+    """Return the bytes that the tables, or this rank's part, leave free (0: unknown); UserError unless they fit."""
     where = "host" if host_device_mix else "device"
     free = available_bytes() if host_device_mix else free_bytes(device)
     if free is None:

@@ -162,7 +162,7 @@ class Run:
         self._due = 0  # a checkpoint is saved after this step
         evaluations = self.schedule.evaluations - len(self.quality.points)
         self._left = TimeLeft(training=self.schedule.steps - self.steps, evaluation=evaluations * evaluation_steps)
-        self.lock = threading.Lock()  # for counters and logs, which the watcher of signals may finish
+        self.lock = threading.Lock()  # guards counters and logs, which the signal watcher may complete
 
     def _resume(self, start: checkpointing.Start) -> None:
         """Load progress, evaluations, rows and layers from a checkpoint."""
@@ -286,7 +286,7 @@ class Run:
         progress.update()
 
     def _evaluate(self, epoch: int, stop: GracefulStop) -> None:
-        """Evaluate the test samples and as many training samples, and print the result."""
+        """Evaluate the test samples and about as many training samples, and print the result."""
         with bar(
             self.schedule.evaluation_steps, f"epoch {epoch}/{self.epochs}, evaluation", "step", left=self._left.seconds
         ) as progress:
@@ -333,8 +333,8 @@ def _delay_by_one(
 ) -> Iterator[Result]:
     """Yield each step after the next one has been queued, so that reading its losses does not wait for the device.
 
-    All queued steps are yielded after a signal, before an error is raised, and if a checkpoint is due after a step;
-    steps count from 1.
+    After a signal, before an error is raised, and if a checkpoint is due, all queued steps are yielded. `is_due` gets
+    the number of steps taken.
     """
     held: list[Result] = []
     error: Exception | None = None
@@ -354,7 +354,7 @@ def _delay_by_one(
 
 
 def _get_trace_path(path: Path | None, world: World) -> Path | None:
-    """Return the file of a rank's trace: the given one for rank 0, NAME.rank<k> in its folder for rank k."""
+    """Return the file of a rank's trace: the given file for rank 0, NAME.rank<k>.SUFFIX beside it for rank k."""
     if path is None or not world.rank:
         return path
     return path.with_name(f"{path.stem}.rank{world.rank}{path.suffix}")

@@ -30,7 +30,7 @@ class RunDir:
         ops_log: Limit of ops.log in bytes, as in `RotatedFile`; 0 for no ops.log.
 
     Raises:
-        UserError: The logs cannot be created, or the folder holds another run.
+        UserError: The logs cannot be created, or the folder holds another run or is in use.
     """
 
     def __init__(self, path: Path | None, *, again: bool = False, ops_log: int = 1 << 30) -> None:

@@ -14,7 +14,7 @@ from hostdev.core.errors import naming
 from hostdev.train.metrics import losses, make_auc, twice_above
 
 BLOCK = 1 << 24  # samples
-_STRIDE = 1 << 12  # of a run's keys, every _STRIDE-th is kept in memory
+_STRIDE = 1 << 12  # every _STRIDE-th key of a run is kept in memory
 _FIRST, _END = -(1 << 31), 1 << 31  # range of the keys
 
 Keys = npt.NDArray[np.int32]
@@ -37,7 +37,7 @@ class Scores:
     sums, divided by the number of samples. Neither depends on how the samples are divided into calls of `add`.
 
     Args:
-        folder: Folder of an unnamed temporary file for more than a block, 4 bytes a sample. None: the system's folder.
+        folder: Folder of an unnamed temporary file for samples beyond a block, 4 bytes each. None: the system's folder.
         block: Samples in memory, at most 20 bytes each: 320 MiB by default.
     """
 
@@ -48,7 +48,7 @@ class Scores:
         self._held = self._not_finite = 0
         self._losses: list[float] = []  # sums of the spilled blocks
         self._file: IO[bytes] | None = None
-        self._runs: tuple[list[_Run], list[_Run]] = [], []  # of negatives, of positives
+        self._runs: tuple[list[_Run], list[_Run]] = [], []  # runs of negatives, and of positives
 
     def __enter__(self) -> Self:
         return self
@@ -97,7 +97,7 @@ class Scores:
 
     def _spill(self) -> None:
         """Write the samples in memory to the file."""
-        folder = self._folder if self._folder is not None and self._folder.is_dir() else None  # may be removed
+        folder = self._folder if self._folder is not None and self._folder.is_dir() else None  # may have been removed
         with naming(folder or tempfile.gettempdir()):
             if self._file is None:
                 self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  (closed by __exit__)

@@ -23,7 +23,7 @@ class Origin(NamedTuple):
     """The checkpoint that a new run starts from.
 
     Attributes:
-        notes: Lines about newer checkpoints that are damaged, and about values that could not be compared.
+        notes: Lines about newer checkpoints that are damaged, and about ids that could not be compared.
     """
 
     chain: Chain
@@ -75,7 +75,7 @@ def load(origin: Origin, trainer: Trainer) -> list[str]:
     Steps count from 0, learning rates are the run's own, and rows that the checkpoint lacks keep their initial values.
 
     Raises:
-        UserError: The checkpoint is of another model; nothing was changed.
+        UserError: The checkpoint is of another model; no table was changed.
     """
     chain = origin.chain
     fit = fit_tables(chain, trainer.tables)

@@ -31,7 +31,7 @@ def get_caches(caches: Sequence[EmbeddingCache], ops: Mapping[str, Any]) -> dict
 
 
 def get_host_costs(ops: Mapping[str, Mapping[str, Any]], tables: Sequence[Any]) -> Costs | None:
-    """Return the nanoseconds of a row that bypasses the cache, is admitted, or is evicted.
+    """Return the nanoseconds for a row that bypasses the cache, is admitted, or is evicted.
 
     Tables are processed in parallel, so the slowest one counts. If no row was admitted or evicted, that cost is
     estimated from the lookups' time per byte.
@@ -54,7 +54,7 @@ def get_host_costs(ops: Mapping[str, Mapping[str, Any]], tables: Sequence[Any]) 
 
 
 def _per_row(ops: Mapping[str, Mapping[str, Any]], op: Any, table: Any) -> float:
-    """Return the nanoseconds a row of an op on a table; 0 if the op moved no row."""
+    """Return the nanoseconds per row of an op on a table; 0 if the op moved no row."""
     times = ops.get(op.name, {})
     part = times.get("by_scope", {table.name: times}).get(table.name) or {}
     return float(1e3 * part["total_us"] / part["bytes"]) * op.row_bytes(table) if part.get("bytes") else 0.0

@@ -50,7 +50,7 @@ class Evaluation(NamedTuple):
 
 
 class Trainer:
-    """Train, evaluate and save a model with its tables.
+    """Trains, evaluates and saves a model with its tables.
 
     Args:
         model: Declares its tables and computes logits from dense columns and rows. It is moved to the device.
@@ -59,7 +59,7 @@ class Trainer:
         lr: Learning rate of the dense layers' Adam. None: the model's.
         most_uses: Maximum number of ids in a batch, for the memory estimate.
         saves: Whether checkpoints will be saved, for the memory estimate.
-        micro_batches: Parts of a batch. Their gradients are summed in an order that depends on this number alone.
+        micro_batches: Number of parts of a batch, whose gradients are summed in an order that depends on it alone.
         gradients: "mean" weights a micro-batch by its samples; "sum" adds the micro-batches' means.
         ranks: Processes that share the micro-batches and the tables' rows. None: this process alone.
         l2: Regularization of the table "deep": "none", "batch" or "table".
@@ -131,7 +131,7 @@ class Trainer:
         )
         rate = model.lr if lr is None else lr
         setup = Setup(model, self.runtime, self._micro_batches, ranks, l2, precision, rate, self.tables, log)
-        reading = {"ids": model.ids, "send": _get_tensors, "background": True}  # uses no random numbers
+        reading = {"ids": model.ids, "send": _get_tensors, "background": True}  # both draw no random numbers
         if layout is None:
             self._network: WholeNetwork | StagedNetwork = WholeNetwork(setup, reading)
         else:
@@ -160,7 +160,7 @@ class Trainer:
         return self.runtime.pipeline.steps
 
     def train(self, batches: Iterable[Batch]) -> Generator[Result, None, None]:
-        """Take a step per batch and yield its losses before the update; closing the iterator finishes queued steps.
+        """Take a step per batch and yield its result, whose losses precede the update; closing finishes queued steps.
 
         Raises:
             NonFiniteLossError: A loss or gradient is not finite. This step and later ones update nothing.
@@ -209,13 +209,13 @@ class Trainer:
         return state_sha256(self.tables.values(), self.dense_state(), self.ranks)
 
     def dense_state(self) -> DenseState:
-        """Return the dense state; with stages, rank 0 returns all of it."""
+        """Return the dense state; if the network is split over ranks, all of it on rank 0 and nothing on the others."""
         return self._network.state()
 
     def save(
         self, to: CheckpointManager, step: int, more: Any, files: Mapping[str, Path], *, state_sha256: str | None = None
     ) -> AsyncWriter:
-        """Start saving a checkpoint of everything after the last step; a loop may be between two steps.
+        """Start to save the state after the last step as a checkpoint; an open loop must be between two steps.
 
         Args:
             more: Further values to store in the checkpoint.
@@ -238,7 +238,7 @@ class Trainer:
         """Load a checkpoint and return its `more`; `check` verifies the row checksums, as in `load_tables`.
 
         Raises:
-            UserError: The checkpoint is of another model; nothing was changed.
+            UserError: The checkpoint is of another model, and no table was changed; or a file is damaged.
         """
         require_tables(chain, self.tables)
         values = values_of(chain)

@@ -42,7 +42,7 @@ from hostdev.train.cache_advice.curves import (
 from hostdev.train.config import TrainConfig
 from hostdev.train.room import estimate_host_memory, measure_free_after_step
 
-_LEAST_BATCHES, _MOST_BATCHES, _MOST_IDS = 48, 256, 1 << 24  # to simulate
+_LEAST_BATCHES, _MOST_BATCHES, _MOST_IDS = 48, 256, 1 << 24  # limits of the simulation
 _SAMPLE = 1000  # samples that show the shapes of the model's inputs
 
 Sampled = list[tuple[npt.NDArray[Any], npt.NDArray[np.int32]]]  # unique ids of each batch, and their occurrences

@@ -16,7 +16,7 @@ from hostdev.host.table import HostTable
 from hostdev.kernels.pool import Task, run_tasks
 from hostdev.kernels.unique import unique
 
-_MOST_BYTES = 1 << 29  # of the tables; many times a processor's cache
+_MOST_BYTES = 1 << 29  # most bytes of the tables; many times a processor's cache
 _ROUNDS = 7
 
 
