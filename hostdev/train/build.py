@@ -120,7 +120,7 @@ def ids_of(model: Model, batch: Batch, table: str) -> npt.NDArray[Any]:
 
 
 def known_counts(model: Model, data: Path, found: Manifest, reader: ShardReader) -> npt.NDArray[np.int64] | None:
-    """Return the vocabulary's counts, int64 [V]; None without a vocabulary, or unless all columns share one group."""
+    """Return the vocabulary's counts, int64 [V]; None unless there is one and all columns share one group."""
     groups = groups_of(model)
     if len(groups) > 1 or model.tables[groups[0][0]].rows != found.schema.rows or found.vocabulary is None:
         return None

@@ -188,7 +188,7 @@ class TrainConfig:
     max_steps: int | None = _flag("stop after N steps", kind=int, metavar="N")
     run_dir: Path | None = _flag("a new folder for logs and summary (default runs/<time>)", kind=Path, metavar="DIR")
     ops_log: str = _flag(
-        "maximum size of ops.log, such as 100MiB; the oldest files above it are removed; 0 writes no ops.log",
+        "maximum size of ops.log, such as 100MiB; beyond it, the oldest files are removed; 0 writes no ops.log",
         default="1GiB",
         kind=str,
         metavar="SIZE",

@@ -104,7 +104,7 @@ class ProcessSession:
 
     @contextmanager
     def printing(self) -> Iterator[None]:
-        """Copy what rank 0 prints to its file; the other ranks print to their files only, until they exit."""
+        """Write rank 0's output to its file as well; the other ranks print to their files only, until they exit."""
         if self._environment.rank:
             yield
             return
@@ -127,7 +127,7 @@ class ProcessSession:
     def folder(self, made: Path | None) -> Path:
         """Return the folder of this rank's files.
 
-        Rank 0's is the run directory `made`; its subfolder rank0 has links to the logs. Others use rank<k> in it.
+        Rank 0's is the run directory `made`, whose subfolder rank0 has links to the logs; rank k's is rank<k> in it.
         """
         self.root = root = Path(self.ranks.control.share(str(made))[0])
         mine = root / f"rank{self._environment.rank}"

@@ -75,7 +75,7 @@ class RunDir:
         return path.exists() and (name != LOSS_LOG or path.stat().st_size > 0 or (self.path / CONFIG).exists())
 
     def restart(self, losses: Iterable[tuple[int, int, float, float]], points: Iterable[Point]) -> None:
-        """Rewrite the logs as they were at a checkpoint, from each step's `write_losses` arguments and evaluations."""
+        """Rewrite loss.log and eval.log as at a checkpoint, from arguments of `write_losses` and evaluations."""
         with naming(self.path):
             for file in (self.loss, self.eval):
                 file.truncate(0)

@@ -37,7 +37,7 @@ class Scores:
     sums, divided by the number of samples. Neither depends on how the samples are divided into calls of `add`.
 
     Args:
-        folder: Folder of an unnamed temporary file for samples beyond a block, 4 bytes each. None: the system's folder.
+        folder: Folder of an unnamed temporary file for more than a block of samples, 4 bytes each. None: the system's.
         block: Samples in memory, at most 20 bytes each: 320 MiB by default.
     """
 

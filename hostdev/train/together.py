@@ -6,7 +6,7 @@ import numpy.typing as npt
 from hostdev.distributed.process_group import Ranks
 from hostdev.train.scores import Figures, Scores
 
-_AT_ONCE = 1 << 20  # samples over all ranks at which they are sent
+_AT_ONCE = 1 << 20  # number of samples over all ranks at which they are sent
 
 
 class Together:
