@@ -1,7 +1,7 @@
 """Running averages of BatchNorm layers: equal on all ranks, updated in the order of the micro-batches.
 
-A layer normalises a micro-batch by its own mean and variance, wherever it runs. All ranks with the layer exchange these
-statistics after a step, and update the averages by each in turn, as one process would: Ioffe & Szegedy, ICML 2015.
+A layer normalises each micro-batch by that micro-batch's mean and variance. After a step, all ranks with the layer
+exchange these statistics, and update the averages with each in turn, as one process would (Ioffe & Szegedy, ICML 2015).
 """
 
 import weakref
@@ -30,16 +30,16 @@ class Averages:
     def __init__(self, modules: Sequence[nn.Module], channel: LocalChannel | None = None) -> None:
         self._layers = list({id(layer): layer for module in modules for layer in averaging(module)}.values())
         self._channel = channel or LocalChannel()
-        self._number: int | None = None  # of the current micro-batch
-        self._kept: dict[int, _KeptBuffers] = {}  # by layer, during its forward pass
-        self._seen: list[list[tuple[int, Tensor, Tensor]]] = [[] for _ in self._layers]  # by layer
+        self._number: int | None = None  # number of the current micro-batch
+        self._kept: dict[int, _KeptBuffers] = {}  # by layer index, during the layer's forward pass
+        self._seen: list[list[tuple[int, Tensor, Tensor]]] = [[] for _ in self._layers]  # statistics by layer
         for at, layer in enumerate(self._layers):
             layer.register_forward_pre_hook(_Hook(self, Averages._before_forward, at))
             layer.register_forward_hook(_Hook(self, Averages._after_forward, at))
 
     @contextmanager
     def watching(self, number: int) -> Iterator[None]:
-        """A context in which training layers record a micro-batch's statistics, and keep their averages unchanged."""
+        """A context in which layers in training mode record a micro-batch's statistics and keep their averages."""
         self._number = number
         try:
             yield
@@ -49,7 +49,7 @@ class Averages:
                 self._restore(at)
 
     def _before_forward(self, at: int) -> None:
-        """Replace a layer's averages with zeros and momentum 1, so that they become the micro-batch's statistics."""
+        """Give a layer averages of 0 and a momentum of 1, so that its averages become the micro-batch's statistics."""
         layer = self._layers[at]
         if self._number is None or not layer.training:
             return
@@ -118,7 +118,7 @@ _NAMES = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class _Hook:
-    """Calls a method of an `Averages` for a layer while that object lives; in a copy of the layer, it does nothing."""
+    """Calls a method of an `Averages` for a layer while the `Averages` exists; a copied layer's hook does nothing."""
 
     def __init__(
         self, averages: Averages | None = None, method: Callable[[Averages, int], None] | None = None, at: int = 0

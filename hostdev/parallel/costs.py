@@ -17,7 +17,7 @@ from hostdev.parallel.plan import cut_layers, cuttable, resolve_strategies
 
 _REPEATS = 4  # timed runs of each piece
 _BLOCK = 1 << 22  # bytes exchanged to measure the bandwidth
-_ADDED = 1 << 20, 1 << 26  # least and most bytes added to measure memory; in between, the parameters' bytes
+_ADDED = 1 << 20, 1 << 26  # limits of the bytes that are added to measure memory: the parameters' bytes, clamped
 _ROW = 4  # calls that are timed together, since ranks do not begin at the same moment
 _PASSES = 7  # passes of Adam over the parameters: it reads four arrays and writes three
 
@@ -26,7 +26,7 @@ class PieceCost(NamedTuple):
     """The cost of a piece for one micro-batch."""
 
     name: str
-    seconds: float  # of its forward and backward passes
+    seconds: float  # duration of its forward and backward passes
     flops: int  # floating-point operations, forward
     parameters: int  # bytes of its parameters
     saved: int  # bytes saved for the backward pass
@@ -37,7 +37,7 @@ class LayerCost(NamedTuple):
     """The cost of a layer that can be sliced, for one micro-batch."""
 
     name: str
-    piece: int  # number of its piece
+    piece: int  # index of its piece
     share: float  # its share of the piece's operations
     parameters: int  # bytes of its parameters
     taken: int  # bytes of its input
@@ -45,10 +45,10 @@ class LayerCost(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """The cost of exchanges between ranks and of memory, on the slowest rank."""
+    """The speed of exchanges and of memory on the slowest rank, and the least free memory of a rank."""
 
     bandwidth: float  # bytes per second from one rank to others, while all exchange
-    latency: float  # seconds of an empty exchange
+    latency: float  # seconds of an exchange of almost no data
     memory: float  # bytes per second read and written by additions
     slicing: float  # extra seconds of a sliced layer per micro-batch, forward and backward, without its exchanges
     available: int  # bytes of free memory for each rank
@@ -190,7 +190,7 @@ def filled(values: Any, device: torch.device) -> Any:
 def _time_pieces(
     pieces: Sequence[Piece], given: Any, device: torch.device, autocast: torch.dtype | None, *, looking: bool = False
 ) -> tuple[list[float], list[tuple[int, int]]]:
-    """Return each piece's seconds (forward and backward), and its saved (0 unless `looking`) and returned bytes."""
+    """Return each piece's seconds, forward and backward, and the bytes it saves (0 unless `looking`) and returns."""
     seconds, about, values = [], [], given
     for piece in pieces:
         values = values if isinstance(values, tuple) else (values,)

@@ -1,4 +1,4 @@
-"""This rank's part of a network, its stages or slices, and training steps through it."""
+"""This rank's part of a network (its stages or slices), and training steps through it."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -26,7 +26,7 @@ from hostdev.parallel.tied import Tied
 
 
 class StepResult(NamedTuple):
-    """The result of a step on this rank, before sums over all ranks."""
+    """The result of a step on this rank, before gradients are summed over all ranks."""
 
     parameters: list[Tensor]  # this rank's parameters, in the order of each node's gradients
     nodes: list[Node[Grads]]  # sums of this rank's micro-batches' gradients: nodes of the tree
@@ -34,21 +34,21 @@ class StepResult(NamedTuple):
 
 
 class Parts:
-    """This rank's part of a network, which releases the parts of other ranks.
+    """This rank's part of a network; the memory of the other ranks' parts is freed.
 
     Args:
         network: The whole network.
         layout: The requested layout.
         ranks: The ranks of this run; None if there are no others.
-        inputs: Returns zeros in place of the network's inputs.
+        inputs: Returns zeros in place of the network's inputs, for a number of samples.
         device: Where the part runs.
         autocast: Dtype of autocast, or None.
-        aside: Whether the network gets one more last input, float32 [], which it returns unchanged with the output.
+        aside: Whether there is an additional last input, float32 [], which is returned unchanged with the output.
         timeline: Records the micro-batches' forward and backward passes.
         ops: Two functions that time forward and backward passes; each calls its first argument with the others.
 
     Raises:
-        UserError: The layout does not fit.
+        UserError: The layout does not fit the network or the devices.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Parts:
         if channel.device.type != self._device.type:
             raise UserError(
                 f"--mesh {self._mesh} sends values between devices along {axis}: each process needs its own "
-                "device, and torch a backend for it; use --device cpu, or data only"
+                "device, with a torch.distributed backend; use --device cpu, or only the axis data"
             )
 
     def _watching(self, number: int) -> AbstractContextManager[None]:
@@ -150,11 +150,11 @@ class Parts:
 
         Args:
             number: The step's number, for the trace.
-            sizes: Number of samples of each micro-batch on this rank; some may be empty.
+            sizes: Number of samples of each micro-batch on this rank; a number may be 0.
             inputs: Returns the network's arguments for a micro-batch.
             loss: Returns the scalar to differentiate and the values to report, from a micro-batch's number and the
                 network's output.
-            on_gradients: Called on the first stage with a micro-batch's number once its inputs have all gradients.
+            on_gradients: Called on the first stage with a micro-batch's number once its inputs have their gradients.
         """
         count = len(sizes)
         numbers = [number for number, size in enumerate(sizes) if size]
@@ -196,12 +196,12 @@ class Parts:
         return StepResult(parameters, nodes, values)
 
     def finish(self) -> None:
-        """Copy the sums of shared parameters to all stages, after `step`'s gradients were summed over all ranks."""
+        """Copy shared parameters' gradients to all their stages, after `step`'s gradients are summed over all ranks."""
         if self._tied is not None:
             self._tied.spread()
 
     def _by_stage(self) -> tuple[list[list[nn.Parameter]], list[list[nn.Parameter]]]:
-        """Return each stage's trained parameters in two lists: those that only it uses, and those of several stages."""
+        """Return each stage's trained parameters in two lists: those that only it uses, and those that several use."""
         own, tied = [], []
         for module in self._passes.modules:
             trained = [one for one in self.leaves.of(module.parameters()) if one.requires_grad]
@@ -213,7 +213,7 @@ class Parts:
     def predict(
         self, number: int, sizes: Sequence[int], inputs: Callable[[int], tuple[Any, ...]]
     ) -> list[tuple[int, Any]]:
-        """Return the outputs for the non-empty micro-batches, with their numbers; [] except on the last stage."""
+        """Return (number, output) of each non-empty micro-batch; [] unless this rank `speaks` for the last stage."""
         numbers = [number for number, size in enumerate(sizes) if size]
         found = self._passes.predict(number, [sizes[one] for one in numbers], lambda at: inputs(numbers[at]))
         return list(zip(numbers, found, strict=False)) if self.speaks else []
@@ -246,7 +246,7 @@ class Parts:
 
 
 def broadcast_parameters(network: nn.Module, ranks: World) -> None:
-    """Overwrite tensors with those of rank 0; slices made by hand, with those of the first rank that has that slice."""
+    """Overwrite tensors with rank 0's, and slices made by hand with those of the first rank that has the slice."""
     if ranks.size == 1:
         return  # avoids copies to and from the host
     along_data = ranks.channel("data")

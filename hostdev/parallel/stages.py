@@ -2,10 +2,10 @@
 
 GPipe (Huang et al., NeurIPS 2019): all forward passes, then all backward passes. 1F1B (Narayanan et al., SOSP 2019): a
 backward pass as soon as possible after each forward pass, so that a stage holds the activations of only as many
-micro-batches as there are stages from it on. Interleaved (Narayanan et al., SC 2021): several stages on each rank.
+micro-batches as there are stages from this one on. Interleaved (Narayanan et al., SC 2021): several stages per rank.
 
-Unlike torch's stages, these allow micro-batches of different sizes, pass the state of torch's generator along, so that
-dropout draws the same values as in one process, and know all shapes before the first step.
+Unlike torch's stages, these allow micro-batches of different sizes, and know all shapes before the first step. They
+also pass on the state of torch's generator, so that dropout draws the same values as in one process.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -125,8 +125,8 @@ class Stages:
             inputs: Returns the network's arguments for a micro-batch; called on the first stage.
             loss: Returns the scalar to differentiate, from a micro-batch's number and the network's output; called on
                 the last stage.
-            on_gradients: Called with the number of one of this rank's stages, and of a micro-batch whose gradients are
-                complete.
+            on_gradients: Called with the number of one of this rank's stages and the number of a micro-batch, once the
+                stage's gradients of that micro-batch are complete.
         """
         if not sizes:
             return
@@ -291,7 +291,7 @@ class _SizedStage(PipelineStage):
         """Prepare for micro-batches of these sizes."""
         self.has_backward = backward
         self.clear_runtime_states()
-        self.chunks = len(sizes)  # torch keeps the number of the first schedule
+        self.chunks = len(sizes)  # torch would keep the first schedule's number
         self._batch, self._sizes, self._inputs, self._on_gradients = batch, sizes, inputs, on_gradients
 
     def end(self) -> None:
@@ -343,7 +343,7 @@ class _SizedStage(PipelineStage):
         return output
 
     def _require_known(self, values: Sequence[Tensor], samples: int) -> None:
-        """Raise UserError for an output whose shape differs from the traced one, which the next stage would misread."""
+        """Raise UserError for an output of an untraced shape, dtype or layout, which the next stage would misread."""
         for value, shape in zip(values, self._gives, strict=True):
             if list(value.shape) != shape.of(samples) or value.dtype != shape.dtype or not value.is_contiguous():
                 raise UserError(
