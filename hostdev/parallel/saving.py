@@ -1,8 +1,8 @@
-"""A network's state in a folder: gathered in one file, or each rank's slices and stages; any mesh loads both.
+"""A network's state in a folder: gathered in one file, or in a file for each rank; any mesh can load either.
 
-    manifest.json            parameters, the optimizer's options, each tensor's parts, each file's SHA-256
+    manifest.json            steps, parameters, the optimizer's options, each tensor's parts, each file's SHA-256
     state.safetensors        everything, if integrated
-    rank<k>.safetensors      otherwise the part of rank k; the first rank writes parts that several have
+    rank<k>.safetensors      otherwise the part of rank k; the first of several ranks with the same part writes it
 
 The folder gets its final name in one rename, when it is complete.
 """
@@ -79,16 +79,19 @@ def save(folder: Path, name: str, own: Own, about: Mapping[str, Any], ranks: Wor
 
 
 def load(folder: Path, wants: Callable[[str], bool]) -> tuple[dict[str, Tensor | None], dict[str, Any]]:
-    """Return a folder's tensors by name, None for unwanted ones, and its manifest; UserError if it is incomplete."""
+    """Return a folder's tensors by name (None for unwanted ones) and its manifest; UserError for a damaged folder."""
     if not is_text(folder):
         raise UserError(f"{folder}: {_NO_TEXT}; rename the folder")
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError) as error:
-        raise UserError(f"{folder} has no saved network ({MANIFEST}: {error}); give a folder of Network.save") from None
+        raise UserError(
+            f"{folder} has no saved network ({MANIFEST}: {error}); give a folder that Network.save wrote"
+        ) from None
     if manifest.get("version") != VERSION:
         raise UserError(
-            f"{folder} has version {manifest.get('version')} (this hostdev reads {VERSION}); use the one that wrote it"
+            f"{folder} has version {manifest.get('version')} (this hostdev reads {VERSION}); load it with the hostdev "
+            "that wrote it"
         )
     try:
         tensors = {key: [Part(*one) for one in parts] for key, parts in manifest["tensors"].items()}

@@ -1,14 +1,14 @@
-"""The search for a layout: enumerates meshes, and orders them by a cost model; `trial` measures the best.
+"""The search for a layout, which enumerates meshes and orders them by a cost model; `trial` measures the best.
 
 A step of M micro-batches on a mesh of D x T x P (data, model, pipe), M / D of them on each rank, takes
 
-    (M / D + P - 1) * t        micro-batches through the stages, the slowest of which takes t for one
-    + additions of gradients, their exchange along data, the optimizer's step
+    (M / D + P - 1) * t        for the micro-batches, where t is the slowest rank's time for one
+    + the additions of gradients, their exchange along data, and the optimizer's step
 
-where t is the time of the stage's pieces, minus what slices save, plus the exchanges with other stages and between
-slices. Stages are cut so that t is least (Narayanan et al., SC 2021, have the same bubble); strategies of layers are
-the shortest path through them, as in Jia et al., "Beyond Data and Model Parallelism", MLSys 2019. `costs` measures all
-inputs of the model.
+Here t is the time of the rank's pieces, minus the time that slices save, plus the exchanges with other stages and
+between slices; P - 1 is halved if each rank has two stages (Narayanan et al., SC 2021, derive the same bubble). Stages
+are cut so that the slowest takes the least time. The layers' strategies are the shortest path through the layers, as in
+Jia et al., "Beyond Data and Model Parallelism", MLSys 2019. `costs` measures all inputs of the model.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,9 +30,9 @@ class SearchOptions(NamedTuple):
     """The constraints of a search."""
 
     ranks: int  # number of ranks
-    micro_batches: int  # per step, over all ranks
+    micro_batches: int  # number of micro-batches of a step over all ranks
     mesh: Mesh | None = None  # a fixed mesh; None searches for one
-    begins: Sequence[str] | None = None  # fixed first pieces of the stages; None searches for them
+    begins: Sequence[str] | None = None  # fixed first pieces of all stages but the first; None searches for them
     strategies: Mapping[str, str] = {}  # fixed strategies by layer name
     interleaved: bool = False  # whether each rank has two stages
     gpipe: bool = False  # whether to run all forward passes before all backward passes
@@ -57,7 +57,7 @@ class Candidate(NamedTuple):
     waiting: float  # seconds of waiting for other stages
     exchange: float  # seconds of exchanges
     update: float  # seconds of additions and of the optimizer
-    memory: int  # bytes on the fullest rank: parameters, gradients, optimizer state of two values, saved activations
+    memory: int  # bytes on the fullest rank: parameters, gradients, two optimizer states, saved activations
     measured: float | None = None  # measured seconds of a step; None if it was not measured
 
     @property
@@ -76,7 +76,7 @@ class _Sliced(NamedTuple):
 
 
 def candidates(profile: Profile, machine: Machine, layers: Layers, wanted: SearchOptions) -> list[Candidate]:
-    """Return a candidate for each possible mesh, first the fastest that fit into memory; UserError if there is none."""
+    """Return a candidate for each possible mesh, by time, with those that fit into memory first; UserError if none."""
     found = []
     for mesh in [wanted.mesh] if wanted.mesh is not None else meshes(wanted.ranks):
         stages = mesh.pipe * (1 + wanted.interleaved) if mesh.pipe > 1 else 1
@@ -220,7 +220,7 @@ def _strategies(
         return pieces[layer.piece].seconds * layer.share * away
 
     def held(layer: LayerCost) -> float:
-        """Return the seconds per micro-batch of work on a layer's parameters that other ranks do instead."""
+        """Return the seconds per micro-batch that slicing saves on additions and updates of a layer's parameters."""
         size = layer.parameters * away
         along_data = 0.0
         if mesh.data > 1:

@@ -1,4 +1,4 @@
-"""The whole dense state, which is gathered from the ranks' parts and divided among them."""
+"""The whole dense state: it is gathered from the ranks' parts to be saved, and divided among them when loaded."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ class DenseState(NamedTuple):
 
     model: Mapping[str, Any]
     optimizer: Mapping[str, Any]
-    names: Sequence[str]  # of parameters, each once, in the optimizer's order
+    names: Sequence[str]  # names of parameters, each once, in the optimizer's order
     buffers: Sequence[str]  # names of persistent buffers
 
 
@@ -44,7 +44,7 @@ class State:
 
     Args:
         network: The whole network.
-        stages: Its pieces by stage; empty without stages.
+        stages: The network's pieces by stage; empty without stages.
         ranks: The ranks with the parts.
     """
 
@@ -146,7 +146,7 @@ class State:
     def norm(self, leaves: LocalParameters) -> Tensor:
         """Return the 2-norm of all gradients, [], the same on all ranks; all ranks call it.
 
-        It combines the parameters' norms in the network's order, as torch.nn.utils.get_total_norm does, so that stages
+        The parameters' norms are combined in the network's order, as in torch.nn.utils.get_total_norm. Stages therefore
         do not change the result.
         """
         mine = {

@@ -1,7 +1,7 @@
 """Parameters that several stages share: their gradients are summed, and their copies stay equal.
 
 For each micro-batch, gradients of later stages are added first, as in the backward pass of one process. The result is
-therefore bit-identical to one process, unless a stage uses such a parameter twice.
+therefore bit-identical to that of one process, unless a stage uses such a parameter twice.
 """
 
 from collections.abc import Sequence
@@ -49,18 +49,18 @@ class Tied:
         return stage % self._channel.ranks
 
     def owned(self) -> list[Tensor]:
-        """Return the parameters whose gradients this rank sums, as it has the first stage that uses them."""
+        """Return the parameters whose gradients this rank sums because it has the first stage that uses them."""
         return [
             self._parameters[name] for name, users in self.users.items() if self._rank(users[0]) == self._channel.rank
         ]
 
     def put(self, stage: int, number: int, parameter: Tensor) -> None:
-        """Take a parameter's gradient of a micro-batch from one of this rank's stages."""
+        """Take a parameter's gradient for a micro-batch from one of this rank's stages."""
         self._gradients[self._ids[id(parameter)]][stage, number] = parameter.grad
         parameter.grad = None
 
     def gathered(self, count: int) -> list[list[Tensor | None]]:
-        """Return, by micro-batch, the gradient of each owned parameter; all ranks of the axis call it."""
+        """Return, for each owned parameter, its gradient of each micro-batch; all ranks of the axis call it."""
         found = []
         for name, users in self.users.items():
             owner, parameter = self._rank(users[0]), self._parameters[name]
@@ -100,7 +100,7 @@ class Tied:
         }
 
     def spread(self) -> None:
-        """Copy the owner's sums to all stages that use the parameters; all ranks of the axis call it."""
+        """Copy the owner's gradient sums to all stages that use the parameters; all ranks of the axis call it."""
         for name, users in self.users.items():
             owner, parameter = self._rank(users[0]), self._parameters[name]
             ranks = {self._rank(stage) for stage in users}
