@@ -21,7 +21,7 @@ from hostdev.parallel.trial import can_be_copied, time_steps
 _SHOWN = 8  # maximum number of candidates in the table
 _FINALISTS = 4  # maximum number of candidates that are measured
 _NEAR = 2.0  # a finalist's expected time is at most this multiple of the best one's
-_ALIKE = 1.05  # among those within this multiple of the least measured time, the expected time decides
+_ALIKE = 1.05  # among finalists within this multiple of the least measured time, the expected time decides
 
 
 class LayoutChoice(NamedTuple):
@@ -32,7 +32,7 @@ class LayoutChoice(NamedTuple):
         layout: The chosen layout.
         tried: All candidates, the chosen one first.
         profile: Costs of the network.
-        machine: Costs of exchanges.
+        machine: Costs of exchanges and of memory.
     """
 
     mesh: Mesh
@@ -74,7 +74,7 @@ def reason(tried: list[Candidate], machine: Machine) -> str:
     """Return text that says why the first candidate was chosen."""
     best, others = tried[0], [one for one in tried[1:] if one.memory <= machine.available]
     if best.memory > machine.available:
-        return f"which needs the least time, but no layout fits the {format_bytes(machine.available)} that are free"
+        return f"which needs the least time, but no layout fits into {format_bytes(machine.available)} of free memory"
     if not others:
         return "the only one that is possible" if len(tried) == 1 else "the only one that fits"
     other = others[0]
@@ -112,22 +112,22 @@ def choose(
     autocast: torch.dtype | None = None,
     looked_up: bool = False,
 ) -> LayoutChoice:
-    """Return the fastest layout for batches of `samples`; takes some seconds. All ranks call it.
+    """Measure for some seconds, and return the fastest layout for batches of `samples`; all ranks call it.
 
     Args:
-        network: The whole network, which is left unchanged.
+        network: The whole network; it moves to the device, and its values stay unchanged.
         inputs: Returns zeros in place of the network's inputs, for a number of samples.
         ranks: The ranks of this run.
         samples: Number of samples of a batch over all ranks.
         micro_batches: Number of micro-batches of a step over all ranks.
-        given: Fixed parts of the layout: the schedule, first pieces of stages, strategies.
+        given: Fixed parts of the layout: the schedule, and any first pieces of stages and strategies.
         mesh: A fixed mesh; None searches for one.
         device: Where the network will run.
         autocast: Dtype of autocast, or None.
         looked_up: Whether the network's inputs are rows that one rank sends to the ranks with the other slices.
 
     Raises:
-        UserError: No layout is possible.
+        UserError: No layout is possible, or `given` does not fit the network.
     """
     try:
         pieces, has_stages = get_pieces(network), True
@@ -197,7 +197,7 @@ def _order_measured(taken: list[Candidate]) -> list[Candidate]:
 
 
 def _pick_finalists(tried: list[Candidate], machine: Machine) -> list[Candidate]:
-    """Return the best candidates that fit into memory together, to be measured, since the model may be wrong."""
+    """Return the best candidates that fit into memory together; they are measured, since the model may be wrong."""
     found: list[Candidate] = []
     for one in tried[:_FINALISTS]:
         fits = one.memory + sum(each.memory for each in found) <= machine.available

@@ -103,7 +103,7 @@ def describe_layout(settled: ResolvedLayout, layout: Layout, mesh: Mesh) -> str:
 
 
 def like(example: Mapping[str, Any] | Sequence[Any]) -> Inputs:
-    """Return a function that creates zeros like an example of the network's inputs, tensors [B, ...], for any B."""
+    """Return a function that creates zeros for any number of samples, like an example of inputs, tensors [B, ...]."""
 
     def zeros(samples: int) -> tuple[Any, ...]:
         return torch.utils._pytree.tree_map_only(  # type: ignore[no-any-return]

@@ -45,17 +45,17 @@ class Network:
 
     Args:
         module: The whole network; the parts of other ranks are released.
-        example: Inputs for some samples: tensors [B, ...], or containers of such.
+        example: Inputs for some samples: tensors [B, ...], or containers of such tensors.
         ranks: Result of `join`; None for a single process, or after `hostdev.alone()`.
         micro_batches: Number of micro-batches of a batch.
-        gradients: "mean" for the loss of the whole batch, or "sum" for the sum of the micro-batches' losses.
+        gradients: "mean": those of the whole batch's mean loss. "sum": those of the sum of the micro-batches' losses.
         schedule: As --schedule of hostdev.train.
         stage_cut: As --stage-cut of hostdev.train.
         plan: As --plan of hostdev.train.
         device: Where the network runs.
         precision: "fp32", or "bf16" for bfloat16 arithmetic over float32 parameters.
-        seed: Seed of layers that draw random numbers, such as dropout; with several micro-batches their draws are a
-            function of the seed, the step and the micro-batch's number.
+        seed: With several micro-batches, the draws of layers such as dropout are a function of this seed, the step and
+            the micro-batch's number. A single micro-batch draws from torch's generators without it.
         auto: If given, search for the fastest mesh and layout for batches of this many samples; a given mesh,
             strategies and cuts stay fixed, and `choice` lists the candidates.
 
@@ -122,7 +122,8 @@ class Network:
         shares, stages = ranks.mesh.data, ranks.mesh.pipe
         if micro_batches < 1 or micro_batches % shares:
             raise UserError(
-                f"{micro_batches} micro-batches cannot be divided equally among {shares} ranks; give a multiple of it"
+                f"{micro_batches} micro-batches cannot be divided equally among {shares} ranks; give a multiple of "
+                f"{shares}"
             )
         if micro_batches < shares * stages:
             raise UserError(
@@ -251,10 +252,10 @@ class Network:
         Args:
             folder: The new folder.
             optimizer: The optimizer, with one parameter group.
-            integrated: Rank 0 gathers everything into one file; otherwise each rank writes its slices and stages.
+            integrated: Whether rank 0 gathers everything into one file; if not, each rank writes its slices and stages.
 
         Raises:
-            UserError: The folder exists, or cannot be written and does not exist afterwards; raised on all ranks.
+            UserError: The folder exists or cannot be written; raised on all ranks. No incomplete folder is left.
         """
         self._begin("save")
         self._parts.save(Path(folder), optimizer, self._steps, integrated=integrated)
@@ -268,7 +269,7 @@ class Network:
         self._steps = self._parts.restore(Path(folder), optimizer)
 
     def load(self, state: DenseState, optimizer: torch.optim.Optimizer) -> None:
-        """Load this rank's part of a whole state from any mesh; UserError if it belongs to another network."""
+        """Load this rank's part of a whole state from any mesh; all ranks call it. UserError for another network's."""
         self._parts.load(dict(state.model), optimizer, dict(state.optimizer))
 
     def _begin(self, name: str, text: str | None = None) -> None:

@@ -34,9 +34,9 @@ class Stage(nn.Module):
 
 
 def get_pieces(network: nn.Module) -> list[Piece]:
-    """Return the pieces of a network: from its method `pieces`, or the modules of an nn.Sequential.
+    """Return the pieces of a network: the result of its method `pieces`, or the modules of an nn.Sequential.
 
-    UserError for any other network, whose `forward` may compute anything between its modules.
+    UserError for any other network, because its `forward` may compute anything between its modules.
     """
     if callable(getattr(network, "pieces", None)):
         pieces = list(network.pieces())  # type: ignore[operator]
@@ -50,7 +50,7 @@ def get_pieces(network: nn.Module) -> list[Piece]:
     held = {id(parameter) for piece in pieces for parameter in piece.parameters}
     if not pieces or len({piece.name for piece in pieces}) < len(pieces):
         raise UserError(
-            f"pieces() of {type(network).__name__} returns {'none' if not pieces else 'two with one name'}; "
+            f"pieces() of {type(network).__name__} returns {'none' if not pieces else 'two with the same name'}; "
             "return one or more pieces with different names"
         )
     own = {id(parameter) for parameter in network.parameters()}
@@ -79,7 +79,7 @@ def _sequential(network: nn.Sequential, prefix: str = "") -> list[Piece]:
 
 
 def cut(pieces: Sequence[Piece], begins: Sequence[str]) -> list[list[Piece]]:
-    """Divide pieces into stages, which begin with the named pieces after the first stage; UserError for wrong names."""
+    """Divide pieces into stages: the named pieces begin all stages but the first. UserError for wrong names."""
     names = [piece.name for piece in pieces]
     at = [0]
     for name in begins:
@@ -145,7 +145,7 @@ def trace(
     device: str = "cpu",
     autocast: torch.dtype | None = None,
 ) -> list[Traced]:
-    """Return a description of the tensors that each stage passes on, by running all stages on fake tensors.
+    """Run all stages on fake tensors, and return a description of the tensors that each stage passes on.
 
     Args:
         stages: Pieces of each stage.
@@ -154,8 +154,8 @@ def trace(
         autocast: Dtype of autocast, or None.
 
     Raises:
-        UserError: A value cannot cross: it is not a tensor, is not contiguous, or its size is not a linear function of
-            the number of samples.
+        UserError: A value cannot cross: it is not a tensor, it is not contiguous, its number of dimensions varies, or
+            its size is not a linear function of the number of samples.
     """
     runs = [_run_fake(stages, inputs(samples), device, autocast) for samples in _SAMPLES]
     found = []
@@ -213,7 +213,7 @@ def count_flops(pieces: Sequence[Piece], inputs: tuple[Any, ...]) -> list[int]:
 
 
 def balanced(pieces: Sequence[Piece], costs: Sequence[float], count: int) -> list[str]:
-    """Return the names of the pieces that begin stages 1, 2, ..., for the least cost of the costliest stage.
+    """Return the names of the pieces that begin stages 1, 2, ...; the cost of the costliest stage is minimal.
 
     Among equal cuts, stages that begin with a piece with parameters are preferred. UserError for too few pieces.
     """
@@ -237,7 +237,7 @@ def best_cut(
     n, sums = len(costs), [0, *accumulate(costs)]
     ends = [0.0, *crossing[:-1], 0.0]
     bad = unwanted or [False] * n
-    # best[k][i]: the costliest part's cost, unwanted beginnings and last beginning of the first i elements in k parts
+    # best[k][i], for the first i elements in k parts: highest cost, number of unwanted beginnings, last beginning
     best: list[list[tuple[float, int, int]]] = [[(float("inf"), 0, 0)] * (n + 1) for _ in range(count + 1)]
     best[0][0] = (0, 0, 0)
     for k in range(1, count + 1):
@@ -268,7 +268,7 @@ def with_extra_value(pieces: Sequence[Piece]) -> list[Piece]:
 
 @contextmanager
 def fake_mode(held: Iterable[Any]) -> Iterator[Callable[[Any], Any]]:
-    """Run modules on fake tensors, which have shapes but no values; yields a function that creates such tensors.
+    """A context that runs modules on fake tensors, which have shapes but no values; yields a function that makes them.
 
     Args:
         held: Modules that are run; their buffers are left unchanged.

@@ -130,7 +130,7 @@ def _find_pairs(
     stages: Sequence[Sequence[Piece]],
     inputs: Callable[[], tuple[Any, ...]],
 ) -> set[tuple[str, str]]:
-    """Return pairs of a colwise layer and a rowwise layer that alone consumes its output, in the same stage.
+    """Return pairs of a colwise layer and the rowwise layer in the same stage that alone consumes its output.
 
     Only elementwise layers may lie between the two.
     """
@@ -210,8 +210,8 @@ class _UseCounter(TorchFunctionMode):
 def sliced(parameter: nn.Parameter, dim: int = 0) -> nn.Parameter:
     """Mark a parameter as this rank's slice of one that is cut along a dimension over the model axis.
 
-    Checkpoints save it as slices and gather it for one process; its gradient is summed over the ranks with the same
-    slice. The network itself must exchange what its computation needs.
+    Checkpoints save the slices as one parameter, and any mesh can load them; the gradient is summed over the ranks with
+    the same slice. The network itself must exchange the values that its computation needs.
 
     Args:
         parameter: This rank's slice.
@@ -290,7 +290,7 @@ def cuttable(module: nn.Module) -> bool:
 
 
 def divides(module: nn.Module, strategy: str, ranks: int) -> bool:
-    """Return whether a strategy can cut a layer, without parameters sliced by hand, into equal slices."""
+    """Return whether a strategy can cut a layer into equal slices; False if a parameter is sliced by hand."""
     values = [(getattr(module, name), dim) for name, dim in _CUTS[type(module)][strategy].items()]
     return all(value is None or dim is None or value.shape[dim] % ranks == 0 for value, dim in values) and not any(
         value is not None and get_slice_dim(value) is not None for value, _ in values
@@ -298,13 +298,13 @@ def divides(module: nn.Module, strategy: str, ranks: int) -> bool:
 
 
 def get_shared_layers(network: nn.Module) -> set[str]:
-    """Return the layers that share a parameter with another layer."""
+    """Return the names of the layers that share a parameter with another layer."""
     names = {id(module): name for name, module in network.named_modules()}
     return {names[id(module)] for users in _find_aliases(network) for module, _ in users}
 
 
 def pairable(network: nn.Module, inputs: Callable[[], tuple[Any, ...]]) -> set[tuple[str, str]]:
-    """Return pairs of Linear layers, the second the only consumer of the first, with elementwise layers in between."""
+    """Return pairs of Linear layers: the second alone consumes the first's output, through elementwise layers only."""
     names = [name for name, module in network.named_modules() if type(module) is nn.Linear]
     found: set[tuple[str, str]] = set()
     for first in range(2):

@@ -84,7 +84,7 @@ def test_a_parameter_of_nobody_and_pieces_of_one_name_are_named():
 
     with pytest.raises(UserError, match="piece 'x' of Wrong holds a parameter that the network does not have"):
         get_pieces(Wrong(Piece("x", abs, (nn.Linear(1, 1),))))
-    with pytest.raises(UserError, match=r"pieces\(\) of Wrong returns two with one name"):
+    with pytest.raises(UserError, match=r"pieces\(\) of Wrong returns two with the same name"):
         get_pieces(Wrong(Piece("x", abs), Piece("x", abs)))
     with pytest.raises(UserError, match=r"pieces\(\) of Wrong returns none"):
         get_pieces(Wrong())
