@@ -1,7 +1,7 @@
 """The mesh: how ranks divide a network's work by samples (data), stages (pipe) and slices of layers (model).
 
-Names and order are those of torch.distributed.device_mesh. Neighbours along `model` are neighbouring ranks, because
-they exchange most; stages are farthest apart.
+Ranks are numbered as in torch.distributed.device_mesh, with the last axis fastest. Neighbours along `model` are
+neighbouring ranks, because they exchange most; stages are farthest apart.
 """
 
 from typing import NamedTuple
@@ -36,7 +36,7 @@ class Mesh(NamedTuple):
         return (place.pipe * self.data + place.data) * self.model + place.model
 
     def groups(self, axis: str) -> list[list[int]]:
-        """Return the groups of ranks whose indices differ along one axis only, in order."""
+        """Return the groups of ranks whose indices differ along this axis only, in order."""
         found: dict[MeshPlace, list[int]] = {}
         for rank in range(self.size):
             found.setdefault(self.place(rank)._replace(**{axis: 0}), []).append(rank)
@@ -48,7 +48,7 @@ class Mesh(NamedTuple):
         return place.pipe == 0 and place.model == 0
 
     def nodes(self, micro_batches: int) -> list[list[tuple[int, int]]]:
-        """Return each rank's nodes (start, size) of row gradients, for `micro_batches` per index along data."""
+        """Return each rank's nodes (start, size) of row gradients; each index along data has `micro_batches`."""
         shares = [
             range(self.place(rank).data * micro_batches, (self.place(rank).data + 1) * micro_batches)
             for rank in range(self.size)

@@ -18,8 +18,8 @@ from hostdev.distributed.rendezvous import connect
 
 HUNG_SECONDS = 24.0  # without a heartbeat; a machine short of memory may stall a process for seconds
 LOST_SECONDS = 3.0  # without a heartbeat after a connection has broken
-_UNLIKE_SECONDS = 1.2  # of waiting in different calls until the ranks are ended
-_LEFT_SECONDS = 4.0  # the same after a rank has left a loop: wait for its error, which explains more
+_UNLIKE_SECONDS = 1.2  # time that ranks may wait in different calls before they are ended
+_LEFT_SECONDS = 4.0  # the same after a rank has left a loop, because its error would explain more
 _EVERY = 0.5  # seconds between heartbeats
 _ANSWER_SECONDS = 3.0
 _GONE = "stopped answering; was it killed?"
@@ -27,7 +27,7 @@ _HANGS = f"has sent no heartbeat for {HUNG_SECONDS:g} s; it hangs"
 
 
 class _Seen(NamedTuple):
-    """The last heartbeat of a rank, and the times at which its parts last changed."""
+    """The last heartbeat of a rank, its calls, and the times at which the two last changed."""
 
     sign: bytes
     since: float
@@ -95,9 +95,9 @@ class Monitor:
         run_within(1.0, lambda: self._store.set("answer", ""))
 
     def absent(self) -> str | None:
-        """Describe the ranks that have not reached this rank's call; None unless all others are known to be alive.
+        """Describe the ranks that have not reached this rank's call; None if none is late, or one may not be alive.
 
-        This takes several seconds.
+        This takes about two seconds, and at most ten.
         """
         found: list[str] = []
 
@@ -112,7 +112,9 @@ class Monitor:
             last = self._calls.last
             behind = [rank for rank in others if calls[rank] and calls[rank][-1].number < last.number]
             if behind:
-                which = ", which is alive in " if len(behind) == 1 else f"; they are alive, and rank {behind[0]} is in "
+                which = (
+                    ", which is alive and in " if len(behind) == 1 else f"; they are alive, and rank {behind[0]} is in "
+                )
                 found.append(f"waits in {last.text} for {format_ranks(behind)}{which}{calls[behind[0]][-1].text}")
 
         run_within(10.0, look)
@@ -218,7 +220,7 @@ def _parse_calls(sign: bytes) -> tuple[Call, ...]:
 
 
 def _signed(token: str, text: str) -> str:
-    """Return a message after its signature with the run's token."""
+    """Return a message preceded by its signature, which is made with the run's token."""
     return f"{hmac.new(token.encode(), text.encode(), hashlib.sha256).hexdigest()} {text}"
 
 

@@ -16,7 +16,7 @@ from hostdev.distributed.process_group import RENDEZVOUS_SECONDS, TIMEOUT, PeerL
 from hostdev.distributed.rank_environment import RankEnvironment, find_rank_environment
 from hostdev.kernels.pool import host_threads, set_host_threads
 
-_FAULT_SECONDS = 30.0  # until the monitor knows which rank is gone
+_FAULT_SECONDS = 30.0  # longer than the monitor takes to find the rank that is gone
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def join(
         if env.rank:
             raise SystemExit(2)  # rank 0 reports it
         raise UserError(
-            f"the mesh {mesh} needs {wanted.size} processes, and {there}; start them, for example by torchrun "
+            f"the mesh {mesh} needs {wanted.size} processes, but {there}; start them, for example by torchrun "
             f"--nproc-per-node {wanted.size}"
         )
     if env.alone:

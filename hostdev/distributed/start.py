@@ -1,4 +1,4 @@
-"""Processes of a command on this host: starts them as ranks, waits for them, and ends them together."""
+"""Starts a command's processes on this host as ranks, waits for them, and ends them together."""
 
 import itertools
 import os
@@ -14,7 +14,7 @@ from typing import Any
 from hostdev.core.launched import LAUNCHERS, RANK_TABLE
 from hostdev.distributed.rank_environment import LISTEN_VARIABLE, TOKEN_VARIABLE
 
-# Variables of a launcher of this process, which its children must not inherit.
+# Variables from the launcher of this process; the child processes must not inherit them.
 _LAUNCHER_VARIABLES = {
     *itertools.chain.from_iterable(names for _, names in LAUNCHERS),
     *RANK_TABLE,
@@ -22,7 +22,7 @@ _LAUNCHER_VARIABLES = {
     "TORCHELASTIC_RESTART_COUNT",
 }
 _BACKLOG = 2048
-_END_SECONDS = 8.0  # after a failure, for the others to end
+_END_SECONDS = 8.0  # time for the other processes to end after a failure
 
 
 def start_processes(ranks: int, command: Sequence[str], **how: Any) -> "list[subprocess.Popen[bytes]]":
@@ -86,7 +86,7 @@ def die_with_parent() -> None:
 def wait_for(processes: "list[subprocess.Popen[bytes]]") -> int:
     """Wait until all processes have ended, and return the first failure's exit code, or 0.
 
-    After a failure the others are killed unless they end within seconds. Stop signals are forwarded to all processes.
+    After a failure the others are killed unless they end within 8 s. Stop signals are forwarded to all processes.
     """
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # unless ignored, as under nohup

@@ -1,4 +1,4 @@
-"""The processes that train together: a world of one, whose collectives return their input; `process_group` has more."""
+"""A world of one process, whose collectives return their input; `process_group` has worlds of several processes."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -52,7 +52,7 @@ class World:
         return self.mesh.place(self.rank)
 
     def share(self) -> tuple[int, int]:
-        """Return the number of this rank's share of the samples, and the number of shares."""
+        """Return the index of this rank's share of the samples, and the number of shares."""
         return self.at.data, self.mesh.data
 
     @property
@@ -69,16 +69,16 @@ class World:
         """Return (rank, ranks) for `HostTable`; None for a world of one."""
         return None
 
-    def channel(self, axis: str | None = None) -> Any:  # Any: as `control`
+    def channel(self, axis: str | None = None) -> Any:  # Any: see `control`
         """Return a channel to the ranks along an axis of the mesh."""
         return self.control
 
-    def device_channel(self, device: Any, axis: str | None = None) -> Any:  # Any: torch's device; as `control`
+    def device_channel(self, device: Any, axis: str | None = None) -> Any:  # Any: a torch.device; see `control`
         """Return a channel for tensors on a device."""
         return self.control
 
-    def slices(self, device: Any, axis: str | None = None) -> tuple[Any, Any]:  # Any: torch's; as `control`
-        """Return a channel and a DeviceMesh; the DeviceMesh is None here, as one rank slices no layer."""
+    def slices(self, device: Any, axis: str | None = None) -> tuple[Any, Any]:  # Any: torch's types; see `control`
+        """Return a channel and a DeviceMesh; the DeviceMesh is None here, since a single rank slices no layer."""
         return self.control, None
 
     def begin(self, kind: str, text: str) -> None:

@@ -125,7 +125,7 @@ def test_one_rank_ends_in_the_body(processes, what, words):
 def test_one_rank_does_not_come(processes):
     """A rank that sleeps is alive, and is not reported as gone."""
     done, _ = run(processes, "sleep")
-    assert told(done).startswith(f"rank 0 of 2: waits in {NEXT} for rank 1, which is alive in ")
+    assert told(done).startswith(f"rank 0 of 2: waits in {NEXT} for rank 1, which is alive and in ")
 
 
 @pytest.mark.slow
