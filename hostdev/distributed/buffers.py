@@ -12,7 +12,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 def count_values(counts: Sequence[Sequence[int]], dims: Sequence[Sequence[int]]) -> list[int]:
-    """Return the number of values for each rank: counts[group][rank] rows of each table with a dim in dims[group]."""
+    """Return the number of values for each rank: counts[group][rank] rows of each table, whose dims are dims[group]."""
     widths = [sum(each) for each in dims]
     return [sum(n * width for n, width in zip(each, widths, strict=True)) for each in zip(*counts, strict=True)]
 
@@ -33,9 +33,9 @@ def make_views(flat: Rows, counts: Sequence[Sequence[int]], dims: Sequence[Seque
 
 
 def find_positions(counts: Sequence[int], mask: Mask | None) -> list[Any]:
-    """Return the positions of each rank's rows in a list sorted by rank, which has counts[rank] rows of each.
+    """Return the positions of each rank's rows in a list sorted by rank, which has counts[rank] rows of each rank.
 
-    They are a range, or with a mask an ascending int32 array of the positions that it selects.
+    A rank's positions are a range or, with a mask, an ascending int32 array of the positions that the mask selects.
     """
     edges = [0, *accumulate(counts)]
     if mask is None:

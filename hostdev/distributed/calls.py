@@ -1,7 +1,7 @@
-"""Numbers the calls of each rank, to detect ranks that wait in different collectives.
+"""The numbered calls of each rank, which reveal ranks that wait in different collectives.
 
 All ranks must call collectives in the same order. If one rank predicts while another trains, each waits for the other.
-So each rank numbers its calls, and its heartbeat carries their numbers and names.
+So each rank numbers its calls, and its heartbeat carries the calls' numbers and names.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ def parse_calls(text: str) -> tuple[Call, ...]:
 
 
 class Calls:
-    """The calls of a rank: its main thread begins them, the heartbeat's thread reads the latest."""
+    """The calls of a rank: its main thread begins them, and the heartbeat's thread reads the latest."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self._rank, self._ranks = rank, ranks
@@ -82,7 +82,7 @@ class Calls:
 def find_mismatch(mine: Sequence[Call], others: Sequence[Call]) -> tuple[Call, Call] | None:
     """Return the first calls of two ranks with the same number but different kinds; None if there are none.
 
-    The caller has checked that both ranks wait.
+    The caller must also check that both ranks have been waiting in these calls.
     """
     theirs = {call.number: call for call in others}
     for call in mine:

@@ -96,7 +96,7 @@ class TreeAllReduce:
         """Return memory for a sum."""
         if self._channel.device.type != "cpu":
             return torch.empty(self.n, device=self._channel.device)  # torch caches device memory
-        if sys.getrefcount(self._memory) > _FREE:  # in use; reuse saves the page faults of new memory
+        if sys.getrefcount(self._memory) > _FREE:  # still in use; otherwise reuse avoids page faults of new memory
             self._memory = np.empty(self.n, np.float32)
         return torch.from_numpy(self._memory)
 
@@ -164,7 +164,7 @@ class DenseGradients:
             parameter.register_post_accumulate_grad_hook(partial(_on_gradient, this, number))  # type: ignore[no-untyped-call]
             for number, parameter in enumerate(self.parameters)
         ]
-        self._may_lead = False  # in the previous micro-batch, no parameter got more than one gradient
+        self._may_lead = False  # whether no parameter got more than one gradient in the previous micro-batch
         self._counts = [0] * len(self.parameters)
         self._begin()
 
@@ -214,7 +214,7 @@ class DenseGradients:
         return [self._has[number] for number in range(len(self.parameters))]
 
     def put_nodes(self, nodes: Sequence[Node[Grads]]) -> list[bool]:
-        """Take all gradients of a step at once, instead of `put` for each micro-batch; return the last one's flags."""
+        """Take all gradients of a step at once instead of by `put`; return which parameters have any on this rank."""
         for bucket, numbers in enumerate(self._buckets):
             self._trees[bucket].nodes = [
                 Node(start, size, None if value is None else [value[number] for number in numbers])

@@ -27,11 +27,11 @@ Ids = npt.NDArray[Any]
 Rows = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int32]
 Places = npt.NDArray[np.int32]
-_END = -1  # replaces a number of ids: no further batch
+_END = -1  # sent in place of the number of ids if there is no further batch
 
 
 class Asked(NamedTuple):
-    """The rows of a group that this rank requests for a batch, and the rows that all ranks request from it."""
+    """The rows of a group that this rank requests for a batch, and those that all ranks request from this rank."""
 
     places: Positions  # int32 [U], position of each unique id's row among the rows sorted by owner
     counts: list[int]  # rows requested from each rank
@@ -206,7 +206,7 @@ class Exchange:
         return [np.flatnonzero(mask).astype(np.int32) for mask in received], out
 
     def _exchange_masks(self, asked: Sequence[Asked], wanted: Sequence[Mask]) -> list[Mask]:
-        """Announce which requested rows this rank sends early; return which of its own requests others send early."""
+        """Announce which requested rows this rank sends early; return which rows of its own requests arrive early."""
         W = self.ranks.size
         cut = [np.split(mask, np.cumsum(one.wanted)[:-1]) for mask, one in zip(wanted, asked, strict=True)]
         bits = [np.packbits(np.concatenate([parts[rank] for parts in cut])) for rank in range(W)]

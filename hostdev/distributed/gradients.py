@@ -38,11 +38,11 @@ def give_gradients(
     sums: Sequence[Sequence[Rows | None]],
     chosen: Sequence[SelectedRows] | None = None,
 ) -> int:
-    """Send gradients to the rows' owners, sum those of this rank's rows, and return the least bytes to send.
+    """Send gradients to the rows' owners, and sum those of this rank's rows.
 
     Args:
         channel: Carries the gradients.
-        asked: The requests of this rank and of others, by group (`exchange.Asked`).
+        asked: The requests of this rank and those to it, by group (`exchange.Asked`).
         grads: By group and table, gradients of this rank's nodes (`core.micro_batches`), float32 [U, D]; None if no
             rank has any.
         nodes: (start, size) of each rank's nodes; an empty list for a rank that requests nothing.
@@ -51,7 +51,7 @@ def give_gradients(
         chosen: The rows to exchange, by group; None means all rows.
 
     Returns:
-        The bytes for other ranks if one gradient of each row were sent, the lower bound.
+        The lower bound of the bytes sent: those of one gradient for each row that another rank owns.
     """
     mine = channel.rank
     dims = [[0 if out is None else out.shape[1] for out in each] for each in sums]

@@ -72,7 +72,7 @@ class Channel(LocalChannel):
     ) -> None:
         self.rank, self.ranks, self.group, self._lost = rank, ranks, group, lost
         self.backend, self.device = backend, torch.device("cpu") if device is None else device
-        self.sent_bytes = 0  # to other ranks
+        self.sent_bytes = 0  # bytes sent to other ranks
         self._end = weakref.finalize(self, _close, group)
         self._end.atexit = False  # at exit, the operating system closes the sockets
 
@@ -163,7 +163,7 @@ class Ranks(World):
         timeout: Seconds that a rank waits for another within a step.
         meeting: Seconds until the rendezvous must be complete.
         backend: Backend for buffers on devices: see `device_channel`.
-        mesh: How the ranks share the network; None means that each has all of it, and its part of the samples.
+        mesh: How the ranks share the network; None means that each has the whole network and its part of the samples.
         values: Further values, by name, that must be equal on all ranks; see `compare`.
 
     Raises:
@@ -224,7 +224,7 @@ class Ranks(World):
 
     @property
     def have_parted(self) -> bool:  # type: ignore[override]
-        """Return whether ranks no longer wait for each other: all have left, or one failed or makes another call."""
+        """Return whether ranks no longer wait for each other: all have left, or one failed or is in another call."""
         return self.failed or self.have_left or self.calls.wrong is not None
 
     def note_loop(self, loop: Closable) -> None:
@@ -263,7 +263,7 @@ class Ranks(World):
             raise UserError(f"--dist-backend {name}: {where}, {why}; leave it out, or use {HOST_BACKEND}")
         if own is None or not possible or HOST_BACKEND in wanted:
             return self.channel(axis)
-        # The monitor ends all ranks if one is gone, and names it; NCCL's own watchdog would abort this process first.
+        # If a rank is gone, the monitor ends all ranks and names it; NCCL's watchdog would abort this process earlier.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         channel = self._channel(own, device, axis)
         for rank, error in enumerate(self.control.share(channel.try_out())):
@@ -274,7 +274,7 @@ class Ranks(World):
         self._kept.append(channel)  # until `leave`: closing it may wait for other ranks
         return channel
 
-    def slices(self, device: torch.device, axis: str | None = None) -> tuple[Channel, Any]:  # Any: see below
+    def slices(self, device: torch.device, axis: str | None = None) -> tuple[Channel, Any]:  # Any: a DeviceMesh
         """Return a channel for tensors on a device, and its torch DeviceMesh; all ranks call it in the same order.
 
         Both are cached for each set of groups: DTensor treats two meshes of the same ranks as one, and uses the first.
