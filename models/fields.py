@@ -23,7 +23,7 @@ def bag_feature(column: str) -> str:
 
 
 def make_features(schema: Schema, tables: str | tuple[str, ...], *, more: int = 0) -> dict[str, Feature]:
-    """Return the features of a schema's columns of ids in `tables`; the model adds `more` ids a sample to FIELDS."""
+    """Return the features that look up a schema's ids in `tables`; the model adds `more` ids per sample to FIELDS."""
     if not schema.columns:
         raise UserError("the data has no column of ids, so no table is looked up; name one with --categorical or --bag")
     features = {FIELDS: Feature(tables)} if schema.ids or more else {}

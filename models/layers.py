@@ -13,7 +13,7 @@ from hostdev.core.pieces import Piece
 
 
 def perceptron(widths: Sequence[int], *, dropout: float = 0.0, linear: bool = True) -> nn.Sequential:
-    """Return layers of these widths, inputs first, each with a ReLU and dropout; the last has neither if `linear`."""
+    """Return layers from each width to the next, each with a ReLU and dropout; the last has neither if `linear`."""
     modules: list[nn.Module] = []
     for inputs, outputs in itertools.pairwise(widths):
         modules += [nn.Linear(inputs, outputs), nn.ReLU()]
@@ -36,14 +36,14 @@ def pass_through(layer: nn.Module, by: Tensor, value: Tensor) -> tuple[Tensor, T
 
 
 def in_float32(last: nn.Module, inputs: Tensor) -> Tensor:
-    """Apply a last layer, which has one output, in float32 also under autocast; return float32 [B]."""
+    """Apply a last layer, which has one output, in float32 even under autocast; return float32 [B]."""
     with torch.autocast(inputs.device.type, enabled=False):  # a bfloat16 logit would have 8 significant bits
         logits: Tensor = last(inputs.float()).squeeze(1)
     return logits
 
 
 def initialize(module: nn.Module, seed: int, init: Callable[[str, Tensor], Initializer]) -> None:
-    """Set every parameter to values that depend on the seed and its name; `init` returns its initializer."""
+    """Set each parameter to values that depend on the seed and the parameter's name; `init` returns its initializer."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             values = initial_array(tuple(parameter.shape), init(name, parameter), seed, f"dense/{name}")

@@ -95,7 +95,8 @@ def make(
     lr = getattr(model, "lr", None)
     if isinstance(lr, bool) or not isinstance(lr, int | float) or not (math.isfinite(lr) and lr >= 0):
         raise UserError(
-            f"model {name!r}: its attribute lr, the dense layers' learning rate, must be a number, not {lr!r}"
+            f"model {name!r}: its attribute lr, the dense layers' learning rate, must be finite and at least 0, "
+            f"not {lr!r}"
         )
     return model
 

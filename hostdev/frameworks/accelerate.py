@@ -30,7 +30,7 @@ class _Shown:
 
 
 class _Reports:
-    """Replaces the `GradientState` of a prepared loader while a loop reads it."""
+    """Stands in for the `GradientState` of a prepared loader while a loop reads the loader."""
 
     def __init__(self) -> None:
         self._active: list[Any] = []
@@ -81,7 +81,7 @@ class States:
         self._shown: _Shown | None = None
 
     def reading(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches and record the state of each, except for the first ones, whose states are already known."""
+        """Yield the batches, and record each one's state unless an earlier loop over the loader has recorded it."""
         known = len(self._noted)  # left over from an earlier loop
         while True:
             try:
@@ -119,7 +119,7 @@ def _gradient_state() -> Any:
 
 @contextmanager
 def _reporting_to(reports: _Reports) -> Iterator[None]:
-    """A context in which accelerate is patched: prepared loaders that this thread begins to read use `reports`."""
+    """A context in which prepared loaders that this thread begins to read use `reports`; it patches accelerate."""
     global _original
     mixin = sys.modules["accelerate.data_loader"].DataLoaderStateMixin
     with _lock:

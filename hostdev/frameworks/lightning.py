@@ -20,12 +20,12 @@ def checkpoint_io(runtime: Any) -> Any:
 
         trainer = lightning.Trainer(plugins=[hostdev.frameworks.lightning.checkpoint_io(runtime)])
 
-    The tables of `epoch=3.ckpt` are in the folder `epoch=3.ckpt.tables` next to it, as `Runtime.save` writes them, and
-    Lightning's checkpoint names the one that belongs to it. `Trainer.fit`, `validate` and `test` with `ckpt_path` load
-    both, and `ModelCheckpoint` removes both. Works with the packages `lightning` and `pytorch_lightning`.
+    `Runtime.save` writes the tables of `epoch=3.ckpt` to the folder `epoch=3.ckpt.tables` next to it, and Lightning's
+    checkpoint names the tables' checkpoint that belongs to it. `Trainer.fit`, `validate` and `test` with `ckpt_path`
+    load both, and `ModelCheckpoint` removes both. The packages `lightning` and `pytorch_lightning` are supported.
 
     Raises:
-        UserError: Neither package is installed; or, on loading, a checkpoint has no tables.
+        UserError: Neither package is installed. On loading, the plugin raises it for a checkpoint without tables.
     """
     runtime.saves_with_framework = True
     loaded = [plugins for package, plugins in _PACKAGES.items() if package in sys.modules]

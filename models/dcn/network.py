@@ -42,8 +42,8 @@ class DCN(Model):
         optimizer: The table's optimizer; None: Adagrad(lr=0.005).
         layers: Widths of the hidden layers.
         cross_layers: L, the number of cross layers.
-        rank: W_l = U_l V_l with U_l [n, rank] and V_l [rank, n] if that has fewer numbers (2 * rank < n), else W_l is
-            full. None: always full.
+        rank: W_l = U_l V_l with U_l [n, rank] and V_l [rank, n] if these have fewer numbers (2 * rank < n); otherwise
+            W_l is full. None: always full.
         structure: "stacked" or "parallel".
     """
 

@@ -1,7 +1,8 @@
 """DeepFM: the sum of a factorization machine and a ReLU network over the same vectors.
 
 Source: Guo et al., "DeepFM: A Factorization-Machine based Neural Network for CTR Prediction", IJCAI 2017. Its settings
-for Criteo: 10 columns, 400-400-400, ReLU, Adam (no learning rate given: Adam's default, 1e-3), dropout 0.5.
+for Criteo are 10 columns, layers 400-400-400, ReLU, Adam (the paper gives no learning rate: here Adam's default, 1e-3)
+and dropout 0.5.
 
 Deviation: no dropout by default; a subclass may pass `dropout`. Dropout draws from torch's generator on the device,
 which --seed seeds before the model is built, and whose state is in checkpoints.

@@ -1,12 +1,12 @@
-"""DLRM: a network on the dense columns, dot products of all pairs of vectors, and a network on these products.
+"""DLRM: a network on the dense columns, dot products of all pairs of vectors, and a network on both results.
 
 Source: Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation Systems",
-arXiv:1906.00091, 2019, with the sizes of MLPerf Training's DLRM benchmark (bottom 512-256-D, top 1024-1024-512-256-1, D
-= 128) and the initial values of the authors' code. Its tables use that code's row-wise Adagrad at its learning rate of
-0.01 (optim/rwsadagrad.py).
+arXiv:1906.00091, 2019, with the sizes of MLPerf Training's DLRM benchmark (bottom 512-256-D, top 1024-1024-512-256-1,
+D = 128) and the initial values of the authors' code. The table uses that code's row-wise Adagrad with its learning rate
+of 0.01 (optim/rwsadagrad.py).
 
 Deviations: the authors train the dense layers with SGD or Adagrad; here Adam is used, at its default of 1e-3. Their
-vectors start uniform within 1 / sqrt(rows of a column's table); here all columns share one table.
+vectors start uniform within 1 / sqrt(rows of a column's table); here they start normal, as all columns share one table.
 
 Shapes: B samples, F columns of ids (bags included), n = F + 1 vectors (F without dense columns) of D columns each.
 """
@@ -107,8 +107,8 @@ class DLRM(Model):
 class _Pick(torch.autograd.Function):
     """Gathers values[:, places] from values [B, N]; the backward pass is a gather, too.
 
-    torch's own backward pass adds to zeros by index: in any order, or, with deterministic algorithms, after a sort. The
-    places are distinct, so each gradient is a single value or 0.
+    torch's own backward pass adds gradients to zeros by index: in any order or, with deterministic algorithms, after a
+    sort. Here the places are distinct, so each gradient is a single value or 0.
 
     Args:
         places: int64 [P], distinct.

@@ -1,8 +1,8 @@
 """Wide & Deep: the sum of a linear model and a ReLU network over the same fields.
 
 Source: Cheng et al., "Wide & Deep Learning for Recommender Systems", DLRS 2016. Sizes, initial values and learning
-rates are those of MindSpore's published model for Criteo. Like that model, it also looks up a row per dense column and
-multiplies it by the column's value.
+rates are those of MindSpore's published model for Criteo. Like that model, this one also looks up a row for each dense
+column and multiplies the row by the column's value.
 
 Shapes: B samples, nd dense columns, F columns of ids, D the deep dimension.
 """
@@ -32,8 +32,8 @@ class WideDeep(Model):
     Args:
         schema: The data's schema; each dense column, column of ids and bag is a field.
         dim: D, columns of the deep table.
-        seed: Seed of the initial weights and biases, all N(0, 0.01^2), each a function of the seed and its name.
-        optimizer: The deep table's optimizer; the wide table always has FTRL.
+        seed: Seed of the initial values: N(0, 0.01^2) for all weights, biases and rows.
+        optimizer: The deep table's optimizer; None: LazyAdam(). The wide table always has FTRL.
         layers: Widths of the hidden layers.
     """
 

@@ -183,7 +183,7 @@ def test_what_is_not_found(mine, name, message):
         ("NoTables", "its attribute tables must be a .*dict of TableSpec by name, not None"),
         ("NoFeature", "its attribute features must be a .*dict of Feature by name, not {}"),
         ("WrongTable", "feature 'ids' uses table 'u', which is not one of .*tables: t"),
-        ("NoRate", "its attribute lr, the dense layers' learning rate, must be a number, not 'fast'"),
+        ("NoRate", "its attribute lr, the dense layers' learning rate, must be finite and at least 0, not 'fast'"),
     ],
 )
 def test_what_a_model_says_of_itself(mine, name, message):
