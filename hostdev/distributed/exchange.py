@@ -168,7 +168,7 @@ class Exchange:
                 follows.
             buffer: Allocates rows [U, D] of a table.
             before: The previous batch's requests, given on all ranks or on none.
-            shared: By group, which rows of `before` this rank sends late, so that their gradients go first.
+            shared: By group, which rows of `before` this rank now sends late; their gradients are exchanged first.
         """
         incoming = Incoming(
             [[buffer(one.size, dim) for dim in dims] for one, dims in zip(asked, self._dims, strict=True)]

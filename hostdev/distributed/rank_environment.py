@@ -181,7 +181,7 @@ def _starter() -> str:
 
 
 def _derive_port(job: str) -> int:
-    """Return a port derived from the job's id, below the ephemeral range: the same one in all its processes."""
+    """Return a port derived from the job's id, below the ephemeral range: the same port in all the job's processes."""
     import hashlib
 
     return 10_000 + int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "little") % 20_000
@@ -257,6 +257,6 @@ def _read_rank_table(env: Mapping[str, str]) -> RankEnvironment:
 
 def is_first_on_host() -> bool:
     """Return whether this process reports command-line errors, which all processes of a host detect."""
-    with contextlib.suppress(UserError):  # on a wrong environment, every process reports it
+    with contextlib.suppress(UserError):  # if the environment is wrong, every process reports that
         return find_rank_environment().local_rank == 0
     return True

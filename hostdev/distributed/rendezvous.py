@@ -21,8 +21,8 @@ from hostdev.distributed.agreement import Values, compare, format_ranks
 from hostdev.distributed.rank_environment import LISTEN_VARIABLE, RankEnvironment
 from hostdev.distributed.start import listen_at
 
-NOTICE_SECONDS = 0.5  # so that others can read the cause before the store ends with rank 0
-_GRACE_SECONDS = 2.0  # beyond torch's own timeout
+NOTICE_SECONDS = 0.5  # wait in which others can read the cause, before the store ends with rank 0
+_GRACE_SECONDS = 2.0  # wait beyond torch's own timeout
 
 
 def make_key_prefix(env: RankEnvironment) -> str:
@@ -185,7 +185,7 @@ def _values(text: bytes) -> Values:
 
 
 def _compare_together(store: Any, env: RankEnvironment, each: Sequence[Values]) -> None:
-    """Compare the ranks' values. If they differ, rank 0 keeps its store until all ranks have seen them."""
+    """Compare the ranks' values. If they differ, wait up to 5 s until all ranks have read them from rank 0's store."""
     store.set(f"seen/{env.rank}", "")
     if not all(each):  # a rank has announced no values
         return

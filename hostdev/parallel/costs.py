@@ -17,7 +17,7 @@ from hostdev.parallel.plan import cut_layers, cuttable, resolve_strategies
 
 _REPEATS = 4  # timed runs of each piece
 _BLOCK = 1 << 22  # bytes exchanged to measure the bandwidth
-_ADDED = 1 << 20, 1 << 26  # limits of the bytes that are added to measure memory: the parameters' bytes, clamped
+_ADDED = 1 << 20, 1 << 26  # the parameters' bytes are clamped to this range to measure additions
 _ROW = 4  # calls that are timed together, since ranks do not begin at the same moment
 _PASSES = 7  # passes of Adam over the parameters: it reads four arrays and writes three
 

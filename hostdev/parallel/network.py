@@ -55,7 +55,7 @@ class Network:
         device: Where the network runs.
         precision: "fp32", or "bf16" for bfloat16 arithmetic over float32 parameters.
         seed: With several micro-batches, the draws of layers such as dropout are a function of this seed, the step and
-            the micro-batch's number. A single micro-batch draws from torch's generators without it.
+            the micro-batch's number. A single micro-batch draws from torch's generators as they are.
         auto: If given, search for the fastest mesh and layout for batches of this many samples; a given mesh,
             strategies and cuts stay fixed, and `choice` lists the candidates.
 
