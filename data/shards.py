@@ -26,7 +26,7 @@ class ShardReader:
     def __init__(self, root: Path, manifest: Manifest, split: str, *, shuffle_window: int = 1) -> None:
         if shuffle_window < 1:
             raise ValueError(f"shuffle_window must be at least 1, not {shuffle_window}")
-        self._root = root
+        self._root, self._split = root, split
         self._shards = manifest.shards(split)
         self._window = shuffle_window
         self._files = ShardFiles(root, manifest)
@@ -36,9 +36,10 @@ class ShardReader:
     def require(self, batch_size: int) -> None:
         """Raise UserError unless a batch of this size can be filled."""
         if batch_size > self.rows:
+            kind = "training" if self._split == "train" else "test"
             smaller = max(1, min(1000, self.rows // 20))
             raise UserError(
-                f"--batch-size {batch_size} is larger than the {self.rows} training rows of {self._root}; use a "
+                f"--batch-size {batch_size} is larger than the {self.rows} {kind} rows of {self._root}; use a "
                 f"smaller one, such as --batch-size {smaller}"
             )
 

@@ -101,7 +101,8 @@ def start(path: Path, table: RankTable, server: dict[str, Any], command: Sequenc
         return 0
     failed = [rank for rank, process in zip(ranks, processes, strict=True) if process.returncode]
     each = ", ".join(f"rank {rank} ended with {processes[ranks.index(rank)].returncode}" for rank in failed)
-    print(f"training failed: {each}; see {folder}/rank{failed[0]}/output.log", file=sys.stderr)
+    what = "the check" if PROG in command else "training"
+    print(f"{what} failed: {each}; see {folder}/rank{failed[0]}/output.log", file=sys.stderr)
     return code
 
 

@@ -233,11 +233,13 @@ def _hash_dense(dense: DenseState) -> Step:
 def compare(reference: Record, other: Record) -> Difference | None:
     """Return the first step, tensor and row in which another run differs; None if the runs are equal."""
     for step, (ours, theirs) in enumerate(zip(reference.steps, other.steps, strict=True), 1):
-        for tensor in sorted(ours, key=_is_dense):  # tables before dense layers: a fault begins in rows
+        for tensor in sorted(ours | theirs, key=_is_dense):  # tables before dense layers: a fault begins in rows
+            if tensor not in ours or tensor not in theirs:
+                return Difference(step, tensor, None)
             (ids, hashes), (their_ids, their_hashes) = _sort_rows(ours[tensor]), _sort_rows(theirs[tensor])
             wrong = np.flatnonzero(hashes != their_hashes) if np.array_equal(ids, their_ids) else identity(1)
             if len(wrong):
-                return Difference(step, tensor, int(ids[wrong[0]]))
+                return Difference(step, tensor, int(ids[wrong[0]]) if len(ids) else None)
         if reference.losses[step - 1] != other.losses[step - 1]:
             return Difference(step, "losses", None)
     if reference.digest != other.digest:

@@ -85,15 +85,18 @@ class Averages:
                 count.add_(1)
                 by = layer.momentum if layer.momentum is not None else 1.0 / float(count)
                 torch._foreach_mul_([mean, variance], 1.0 - by)
-                torch._foreach_add_([mean, variance], [value.to(mean.device), other.to(mean.device)], alpha=by)
+                torch._foreach_add_([mean, variance], [value.to(mean), other.to(mean)], alpha=by)
 
     def _of_all(self, seen: list[list[tuple[int, Tensor, Tensor]]]) -> list[list[tuple[Tensor, Tensor]]]:
         """Return the statistics of all ranks' layers in the order of the micro-batches."""
         if self._channel.ranks == 1:
             return [[(mean, variance) for _, mean, variance in each] for each in seen]
-        flat = [value.cpu().numpy() for each in seen for _, *both in each for value in both]
+        dtype = torch.float32  # of all layers' statistics: the same on all ranks, and none is rounded
+        for layer in self._layers:
+            dtype = torch.promote_types(dtype, _mean_of(layer).dtype)
+        flat = [value.to("cpu", dtype).numpy() for each in seen for _, *both in each for value in both]
         counts = self._channel.gather(np.array([len(each) for each in seen], np.int64))
-        received = self._channel.gather(np.concatenate(flat) if flat else np.empty(0, np.float32))
+        received = self._channel.gather(np.concatenate(flat) if flat else torch.empty(0, dtype=dtype).numpy())
         found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self._layers]
         for values, calls in zip(map(torch.from_numpy, received), counts, strict=True):
             begin = 0
@@ -103,6 +106,12 @@ class Averages:
                 found[at] += [(mean, variance) for mean, variance in pairs]
                 begin = end
         return found
+
+
+def _mean_of(layer: nn.Module) -> Tensor:
+    """Return a layer's running mean."""
+    found: Tensor = layer._buffers[_NAMES[0]]  # type: ignore[assignment]  # layers without it are not averaged
+    return found
 
 
 class _KeptBuffers(NamedTuple):

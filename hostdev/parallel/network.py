@@ -270,6 +270,7 @@ class Network:
 
     def load(self, state: DenseState, optimizer: torch.optim.Optimizer) -> None:
         """Load this rank's part of a whole state from any mesh; all ranks call it. UserError for another network's."""
+        self._begin("load")
         self._parts.load(dict(state.model), optimizer, dict(state.optimizer))
 
     def _begin(self, name: str, text: str | None = None) -> None:

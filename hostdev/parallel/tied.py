@@ -85,7 +85,7 @@ class Tied:
         parts = [
             grad.reshape(-1).cpu() for number in range(count) if (grad := received.get((stage, number))) is not None
         ]
-        flat = torch.cat(parts) if mine == source and parts else torch.empty(0)
+        flat = torch.cat(parts) if mine == source and parts else parameter.detach().new_empty(0, device="cpu")
         size = sum(has_gradient) * n
         give = [size * (mine == source and rank == owner) for rank in range(self._channel.ranks)]
         take = [size * (mine == owner and rank == source) for rank in range(self._channel.ranks)]
@@ -109,7 +109,7 @@ class Tied:
             if not has:
                 continue
             others = ranks - {owner}
-            flat = torch.empty(0)
+            flat = parameter.detach().new_empty(0, device="cpu")
             if mine == owner:
                 assert parameter.grad is not None
                 flat = parameter.grad.detach().reshape(-1).cpu().repeat(len(others))

@@ -170,24 +170,24 @@ Curves = dict[str, list[Point]]  # by policy; a point for each size
 
 
 def recommend(curves: Curves, memory: int) -> tuple[str, Point] | None:
-    """Return the policy and size of the smallest cache that fits and is within 5% of the fastest.
+    """Return the policy and size of the smallest cache that is within 5% of the fastest one.
 
     Returns:
-        Policy and caches; None if no cache fits, or if this one is not faster than having none.
+        Policy and caches; None if no cache that fits is faster than having none.
     """
     options = [
         (point.seconds, point.rows, policy, point)
         for policy, points in curves.items()
         if policy != OPTIMUM
         for point in points
-        if point.nbytes <= memory
+        if point.nbytes <= memory and point.seconds < point.seconds_without
     ]
     if not options:
         return None
     least = min(option[0] for option in options)
     worth = [option for option in options if option[0] <= least * _WORTH]
-    seconds, _, policy, point = min(worth, key=lambda option: (option[1], option[0]))
-    return (policy, point) if seconds < point.seconds_without else None
+    _, _, policy, point = min(worth, key=lambda option: (option[1], option[0]))
+    return policy, point
 
 
 def flags(chosen: tuple[str, Point]) -> str:
