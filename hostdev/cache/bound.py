@@ -1,9 +1,9 @@
 """A lower bound on the cost of any cache on known batches: the Lagrangian dual of offline caching's linear program.
 
-Between two uses of a row, a cache either keeps it, which takes a slot in every batch in between, or evicts it and pays
-again; with C slots, it keeps at most C rows at a time. Once each slot of each batch has a price, every row is decided
-independently, by dynamic programming over its uses. The sum of the rows' costs minus the price of the C slots is a
-lower bound for every cache, and the largest such bound is the program's value.
+Between two uses of a row, a cache either keeps the row, which takes a slot in every batch in between, or evicts it and
+pays again; with C slots, it keeps at most C rows at a time. Once each slot of each batch has a price, every row is
+decided independently, by dynamic programming over its uses. The sum of the rows' costs minus the price of the C slots
+is a lower bound for every cache, and the largest such bound is the program's value.
 
 Rows may be cached before the first batch, at the cost of admission, or for free if earlier batches are not counted.
 Rows that are cached after the last batch are not written back.
@@ -28,7 +28,7 @@ _SEARCHED, _LEAST_STEPS, _MOST_STEPS = 16, 60, 300  # bisection steps; limits of
 VISITS = 4e8  # uses visited over all steps, which takes a few seconds
 _GRAIN = 1 << 13  # rows per task
 _SHRINK_AFTER = 12  # steps without a clearly better bound, after which `gap` is halved
-_DEFLECTION = 1.5  # of the modified gradient (Camerini et al.)
+_DEFLECTION = 1.5  # a parameter of the modified gradient (Camerini et al.)
 
 
 class Uses(NamedTuple):

@@ -33,7 +33,7 @@ class CacheTooLargeError(UserError):
 
 
 class EmbeddingCache:
-    """Keeps hot rows of host tables, weights and optimizer state, on the device.
+    """Keeps hot rows of host tables, with their optimizer state, on the device.
 
     A row has one owner: a device slot from the end of the step that admits it to the end of the step that evicts it,
     otherwise the host. An evicted row is written back. `write_back` updates the host, and rows stay cached. Results
@@ -102,7 +102,7 @@ class EmbeddingCache:
         self._recorded: list[tuple[Ids, Positions]] = []
         self._recording = record
         self._recorded_ids = self._visits = 0
-        self._at_first = Statistics()  # over the recorded batches
+        self._at_first = Statistics()  # of the recorded batches
 
     @property
     def capacity(self) -> int:
@@ -248,17 +248,17 @@ class EmbeddingCache:
 
     def summary(
         self, *, optimum: bool = True, host: Costs | None = None, progress: Callable[[], object] = lambda: None
-    ) -> dict[str, Any]:  # Any: numbers, text and lists, as JSON has them
+    ) -> dict[str, Any]:  # Any: numbers, text or None
         """Return the statistics, and the figures of the best possible caches on the recorded batches.
 
         The first `optimal_batches` batches were recorded. On these, this cache had `hit_rate_of_these`, moved
         `bytes_of_these` and saved `host_us_saved_of_these` (not counting planning). The optimum is the highest hit
-        rate, the fewest bytes in both directions, and the most time saved, each possibly by a different cache.
+        rate, the fewest bytes in both directions, and the most time saved; each may come from a different cache.
 
         Args:
             optimum: Add the optimum, which takes up to a minute; if that is not possible, `no_optimum` gives the
                 reason.
-            host: Host nanoseconds for a row that bypasses, is admitted, or is evicted; None leaves saved times null.
+            host: Host nanoseconds for a row that bypasses, is admitted or is evicted; if None, saved times are None.
             progress: Called during the search; its exceptions propagate.
         """
         total = self.planner.statistics

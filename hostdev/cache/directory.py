@@ -27,7 +27,7 @@ _LIVE, _USED, _HAND, _DEAD = range(4)  # state: rows, positions used, next posit
 _AGES = 512  # distinct ages, in batches
 _AHEAD, _NEAR = 32, 12  # prefetch distances in ids: the hash table entry, then the row
 _GRAIN = 1 << 14
-_LEAST_BITS, _LOAD = 10, 0.6  # of the hash table: log2 of its smallest size, and the load it is made for
+_LEAST_BITS, _LOAD = 10, 0.6  # log2 of the hash table's smallest size, and its largest load without tombstones
 _MOST_LOAD = 0.75  # including tombstones
 
 
@@ -196,7 +196,7 @@ class Directory:
     def _get_probabilities(
         self, ids: Ids, positions: Positions
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
-        """Return, for rows without a position, the probabilities by the counts, and membership in `Likeliest`."""
+        """Return the probabilities by the counts, and membership in `Likeliest`, of the rows without a position."""
         expected, chosen = scratch("expected", (len(ids),), np.float32), scratch("chosen", (len(ids),), np.bool_)
         if self._likeliest is None:
             expected.fill(0)
@@ -271,7 +271,7 @@ def _most(capacity: int, window: int, unique: int) -> int:
 
 
 def most_bytes(rows: int, capacity: int, window: int, least: int, unique: int) -> int:
-    """Return the maximum bytes of a directory, if at most `rows` different rows occur, and `unique` in a batch."""
+    """Return the maximum bytes of a directory if at most `rows` different rows occur in all and `unique` in a batch."""
     room = min(rows, max(least, _most(capacity, window, unique)))
     return room * ROW + (4 << _get_hash_bits(room))
 
@@ -351,7 +351,7 @@ def _insert(
 
 @kernel
 def _ages(start: Any, stop: Any, rows: Any, planned: Any, histograms: Any, piece: Any) -> None:
-    """Count rows at positions [start, stop) by age, the batches planned since their last use; pinned rows come last."""
+    """Count rows at positions [start, stop) by age, in batches planned since the last use; pinned rows have age 512."""
     for p in range(np.uint64(start), np.uint64(stop)):
         age = np.int64(_AGES) if _is_pinned(rows, p, planned) else min(planned - 1 - rows[p, LAST], _AGES - 1)
         histograms[piece, np.uint64(age)] += rows[p, ID] >= 0

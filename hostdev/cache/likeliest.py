@@ -72,13 +72,13 @@ def _nth(counts: npt.NDArray[Any], per_use: np.float32, key: np.uint64, n: int) 
 
 @inline
 def chance_by(count: Any, per_use: Any) -> Any:
-    """Return the probability that a batch uses a row; `per_use` is its uses divided by the sum of counts."""
+    """Return the probability that a batch uses a row; `per_use` is the batch's uses divided by the sum of counts."""
     return np.float32(1) - np.exp(np.float32(-per_use * np.float32(count)))
 
 
 @inline
 def _key_of(count: Any, per_use: Any) -> Any:
-    """Return a row's key: the bits of its probability or count, mapped so that they sort like it; 0 for NaN."""
+    """Return a row's key: the bits of its probability or count as an integer with the same order; 0 for NaN."""
     if per_use > 0:
         chance = chance_by(count, per_use) + np.float32(0)  # -0 as 0
         bits = np.uint64(np.float32(chance).view(np.uint32)) << np.uint64(_CHANCE_BITS)

@@ -33,8 +33,8 @@ def optimal(
 ) -> Statistics:
     """Return the offline optimum's statistics: Belady with bypass over all batches, weighted by uses.
 
-    After each batch it keeps, of the cached rows and the batch's, those with the highest density: the uses in the next
-    batch that uses the row, divided by the number of batches until then. Over 90 batches of Criteo and of Zipf ids, its
+    After each batch it keeps those cached rows and rows of the batch that have the highest density: a row's uses in the
+    next batch that uses it, divided by the number of batches until then. Over 90 batches of Criteo and of Zipf ids, its
     hit rate was within 0.001 of the linear program's dual bound (sources in `bound`).
 
     Args:

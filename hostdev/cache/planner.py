@@ -29,11 +29,11 @@ Positions = npt.NDArray[np.int32]
 BUDGET = 192 << 20  # bytes; if all rows fit in it, a directory would only cost time
 MOST_ROWS = 2**31 - 1  # positions and slots are int32
 _GRAIN = 1 << 14
-# Per batch, a newcomer must save this factor of what the C-th likeliest row saves, plus this amount, in units of half a
-# bypass. Both are lower without counts, since more rows are unexpected then.
+# Per batch, a newcomer must save more than the C-th likeliest row's saving times the first number, plus the second, in
+# units of half a bypass. Both are lower without counts, since more rows are unexpected then.
 _GATE, _OPEN_GATE = (0.7, 0.045), (0.5, 0.03)
 _SAMPLED, _SAMPLED_EVERY = 1024, 4  # rows sampled every 4 batches to estimate the C-th largest probability
-_DECAY = 2 ** (-1 / 15)  # per batch, of recent uses
+_DECAY = 2 ** (-1 / 15)  # by which recent uses are multiplied per batch
 _WATCHED, _WATCHED_OF_BATCH = 1024, 64  # rows on which the counts are judged, and how many of them a batch adds
 _JUDGED_OF = 4  # in each batch, one in four watched rows is judged
 _FORGOTTEN = 0.97  # decay of the scores per batch
@@ -157,11 +157,11 @@ class Planner:
         capacity: Number of slots, in 0..V.
         policy: "lookahead": the least cost, given the uses within the window and the probability of uses beyond; "lru";
             "lfu": by the uses so far, including those of uncached rows; "static": the rows with the largest `counts`.
-            With more than 8,192 slots, each batch searches a different part of them for evictions.
+            With more than 8,192 occupied slots, a batch may search only the next part of them for evictions.
         window: Number of batches announced in addition to the one that is planned, at most 32; only for lookahead.
-            It distinguishes only the first 16 batches, but all of them count for probabilities.
+            The key tells only the first 16 batches apart, but all of them count for probabilities.
         counts: How often each row is used, [V], in any unit: required by "static". Lookahead weighs counts against
-            recent uses by how well each predicts; other policies ignore them.
+            recent uses by how well each predicts; "lru" and "lfu" ignore counts.
         costs: Costs of a bypass, an admission and an eviction; only for lookahead.
         budget: Bytes for the data of all rows. If they do not suffice, the data of some rows is kept in half of the
             budget, or more if needed.
@@ -342,7 +342,7 @@ class Planner:
         self._gate = _get_gate(self._least, _GATE)
 
     def restore(self, slot_ids: Positions) -> None:
-        """Forget announced batches, and set the cached rows [C]; -1 for free slots, which come last.
+        """Forget announced batches, and set the row in each slot, [C]; -1 for free slots, which come last.
 
         Usage statistics of planned batches are kept.
         """

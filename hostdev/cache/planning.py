@@ -5,7 +5,7 @@ V rows, C slots, U unique ids of a batch. A row's data takes half a cache line:
     rows    int32 [V, 8]: word 0 is the last announced batch that uses the row; 1 has a bit for each of the 32 batches
             up to that one, bit k for the batch k before it; 2 is the row's slot or -1; 3 its uses in all announced
             batches (lookahead: the batches that use it; static: 1 if it is to be cached); 6 is 1 for the C likeliest
-            rows by count; 7 is the row's id in a directory
+            rows by count; 7 is, in a directory, the row's id
     values  float32 [V, 8], a view of `rows`: word 4 is the row's decayed number of uses as of the last one; 5 the
             probability that a batch uses it, by its count
 
@@ -39,9 +39,9 @@ _MOST_USES = 2**30
 class PlanContext(NamedTuple):
     """The context in which the rows of a planned batch are valued."""
 
-    number: int  # of the planned batch
-    latest: int  # of the last announced batch
-    kind: int  # of the policy
+    number: int  # the planned batch's number
+    latest: int  # the last announced batch's number
+    kind: int  # the policy's number
     bits: int  # number of announced batches that the index table distinguishes
     believed: np.float32  # weight of the counts, in recent uses
     per_batch: np.float32  # 1 / the decayed number of batches
@@ -308,7 +308,7 @@ def exchanges(newcomers: Any, residents: Any, margin: Any) -> Any:
 
 @kernel
 def worst(threshold: Any, ties: Any, keys: Any, out: Any) -> None:
-    """Write the positions of keys below the threshold, and of the first `ties` equal to it, to `out`, one longer."""
+    """Write the positions of keys below the threshold, and of the first `ties` at it, to `out`, which is one longer."""
     count, left = np.uint64(0), np.int64(ties)
     for p in range(np.uint64(0), np.uint64(len(keys))):
         out[count] = p

@@ -5,8 +5,8 @@ is worth a slot while the slot costs less per batch than caching the row saves. 
 index. Keeping the rows with the largest indices is optimal if "C rows at a time" is relaxed to "C rows on average". If
 the whole future is known, this is the linear program of offline caching.
 
-Let x(s) be the future cost without the row minus that with it, if a slot costs p per batch. The sequence s says which
-of the known batches use the row, the next batch first:
+Let x(s) be the future cost if the row is not cached minus the cost if it is, where a slot costs p per batch. The
+sequence s says which of the known batches use the row, the next batch first:
 
     x(used, s)     = p' + clip(x(s), -evicted, admitted - passed) + passed      p' = -p
     x(not used, s) = p' + max(x(s), -evicted)

@@ -1,4 +1,4 @@
-"""Simulated caches of every policy and size over one pass of batches: planners without rows."""
+"""Simulated caches of several policies and sizes over one pass of batches: only their planners run."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -38,7 +38,7 @@ class Simulation:
         counts: Uses of each row [V], for "static"; None leaves it out.
         window: Batches that lookahead knows in advance.
         costs: Costs of moving a row, which lookahead minimizes.
-        told: Also give the counts to lookahead.
+        told: Whether lookahead also gets the counts.
         policies: A subset of `POLICIES`.
         optimum: Also find the optimum: the most hits, and the lowest cost by each of `others`.
         others: Further costs, in bytes or nanoseconds for example, for the optimum.
