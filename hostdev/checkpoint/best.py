@@ -13,7 +13,7 @@ class Best(NamedTuple):
     """A run's best evaluation so far: the first with the highest test AUC.
 
     Attributes:
-        stops_early: The run has --early-stop, which keeps the checkpoint of this step.
+        stops_early: Whether the run has --early-stop, which keeps the checkpoint of this step.
     """
 
     step: int
@@ -23,7 +23,7 @@ class Best(NamedTuple):
 
 
 def of_run(newest: Checkpoint) -> Best | None:
-    """Return the best evaluation recorded in a checkpoint of the command `train`; None if there is none."""
+    """Return the best evaluation recorded in a checkpoint of the command `train`, or None."""
     state = newest.manifest.state
     more = state.get("more") if isinstance(state, dict) else None
     if not isinstance(more, dict) or not isinstance(more.get("quality"), list):
@@ -40,7 +40,7 @@ def of_run(newest: Checkpoint) -> Best | None:
 
 
 def names_of(path: Path, best: Best | None) -> list[str]:
-    """Return the names of a folder's checkpoints of the best step, newest first; [] without a best evaluation."""
+    """Return the names of a folder's checkpoints of the best step, newest first; [] if `best` is None."""
     if best is None:
         return []
     found = []

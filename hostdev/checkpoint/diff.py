@@ -53,7 +53,7 @@ def _compare_tables(a: Layers, b: Layers, mine: Table, theirs: Table) -> list[st
             count, begin = count + len(rows), begin + len(x)
         if count:
             lines.append(
-                f"table {mine.name}, {column}: {count:,} of {mine.rows:,} rows differ, first row {first}; "
+                f"table {mine.name}, {column}: {count:,} of {mine.rows:,} rows differ (first row {first}), "
                 f"by at most {most:.3g}"
             )
     return lines

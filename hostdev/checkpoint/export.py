@@ -32,7 +32,7 @@ IDS, DENSE = "ids.parquet", "dense.pt"
 
 
 class Options(NamedTuple):
-    """The options of `checkpoint export`; `slots`: also write the tables' optimizer state."""
+    """The options of `checkpoint export`; with `slots`, it also writes optimizer state, steps, settings and `extra`."""
 
     out: Path
     format: str
@@ -96,7 +96,7 @@ def _describe_left_out(layers: Layers, options: Options) -> Iterator[str]:
     if state.get("extra") is not None:
         yield "not exported: the `extra` of Runtime.save; hostdev.open(...).extra returns it"
     if "more" in state:
-        yield "not exported: the dense layers' optimizer, random generators and run's progress, which --resume needs"
+        yield "not exported: state that only --resume needs, such as the random generators and the run's progress"
     if options.dtype == "bfloat16":
         yield "not exported: the low 16 bits of each value, which is rounded to bfloat16"
 

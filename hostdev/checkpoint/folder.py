@@ -56,7 +56,7 @@ class Found(NamedTuple):
 
 
 def name_of(step: int, number: int = 1) -> str:
-    """Return the name of a checkpoint's folder, such as step-0000000300; that step's second is step-0000000300.2."""
+    """Return the name of a checkpoint's folder, such as step-0000000300; a second one of that step ends in .2."""
     return f"step-{step:010d}" + (f".{number}" if number > 1 else "")
 
 

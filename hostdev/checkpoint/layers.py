@@ -29,7 +29,7 @@ class Layers:
         return require_covered(self.chain, name)
 
     def rows(self, name: str, start: int, stop: int, columns: Sequence[str] | None = None) -> RowChunk:
-        """Return the rows [start, stop), one of `ranges`, in stored order, with all or the named columns."""
+        """Return the rows [start, stop), one of `ranges`, in stored order, with all columns or the named ones."""
         table = self.manifest.table(name)
         wanted = [WEIGHTS, *table.slots, *table.row_slots] if columns is None else list(columns)
         base = next(file for file in self.chain[0].manifest.table(name).files if file.start == start)

@@ -67,7 +67,7 @@ def find_newest_valid(path: Path, check: Callable[[Chain], None] = verify) -> Fo
         BrokenCheckpointError: The checkpoint at `path` is damaged, or all checkpoints are.
         UserError: There is no checkpoint, or one has another format version.
     """
-    broken: dict[str, Path | None] = {}  # damaged files by message, once: several checkpoints may share a parent
+    broken: dict[str, Path | None] = {}  # damaged files by message, each once, as checkpoints may share a parent
     found = candidates(path)
     for each in found:
         try:

@@ -25,8 +25,8 @@ class CheckpointManager:
     Args:
         path: The folder; created if it is missing.
         keep: Number of newest checkpoints to keep, together with their parents.
-        hold: Keep the folder locked until `close`; otherwise only while a checkpoint is written.
-        ranks: The ranks that save together, each its own rows; all must make the same calls. None: one process.
+        hold: Whether the folder stays locked until `close`, and not only while a checkpoint is written.
+        ranks: The ranks that save together, each its own rows; all must make the same calls. None for one process.
     """
 
     def __init__(self, path: Path, *, keep: int = 3, hold: bool = False, ranks: Any = None) -> None:
@@ -99,11 +99,11 @@ class CheckpointManager:
     ) -> AsyncWriter:
         """Start to write a checkpoint of the tables as they are now; training may continue once this returns.
 
-        This waits for the last checkpoint, and locks the folder. Device tables are copied; with one too large for that,
-        this also waits until the new checkpoint is written.
+        This waits for the last checkpoint, and locks the folder. Device tables are copied; if one is too large for
+        that, this also waits until the new checkpoint is written.
 
         Args:
-            tables: The tables. Nobody may write them until this returns, and cached rows must have been written back.
+            tables: The tables. They must not be written until this returns; cached rows must have been written back.
             step: The step of the training.
             content: Values besides the tables.
             state_sha256: Digest of the state, if it is known.

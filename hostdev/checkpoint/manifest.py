@@ -18,7 +18,7 @@ _READABLE = (1, 2)  # they differ in `state_sha256`
 FILE_NAME = "checkpoint.json"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _ORDERS = ("ids", "spread")
-_MOST_ROWS, _MOST_VALUES = 1 << 48, 1 << 56  # of a table
+_MOST_ROWS, _MOST_VALUES = 1 << 48, 1 << 56  # limits for a table
 
 
 class BrokenCheckpointError(UserError):
@@ -54,7 +54,7 @@ class Table:
     """A table's entry in the manifest."""
 
     name: str
-    rows: int  # of the table
+    rows: int  # number of rows of the whole table
     dim: int
     optimizer: str  # such as "LazyAdam"
     hyperparameters: dict[str, Any]
@@ -62,8 +62,8 @@ class Table:
     row_slots: list[str]  # optimizer state of one value per row
     step: int
     files: list[RangeFile] = field(default_factory=list)
-    order: str = "ids"  # of the rows; "spread": by position, as ranks divide them (`kernels.shards`)
-    dtype: str = FP32  # of the weights in training; files always have float32
+    order: str = "ids"  # order of the rows; "spread": by position, as ranks divide them (`kernels.shards`)
+    dtype: str = FP32  # dtype of the weights in training; files always have float32
     seed: int | None = None  # seed of the rounding, for weights that are not float32
 
 
@@ -80,7 +80,7 @@ class Manifest:
     """The content of checkpoint.json."""
 
     step: int
-    serial: int  # 1 more than that of the newest checkpoint in the folder
+    serial: int  # 1 more than the highest serial of the folder's earlier checkpoints
     parent: Parent | None  # None: full; otherwise the files have only rows written since the parent
     tables: list[Table]
     others: list[File]  # dense tensors, the vocabulary, ...

@@ -65,7 +65,7 @@ def column_digests(table: Table, rows: RowChunk) -> dict[str, Digests]:
 
 
 def make_schema(table: Table, *, full: bool) -> pa.Schema:
-    """Return the Arrow schema of a table's files; `full`: of files that have all rows of their ranges."""
+    """Return the Arrow schema of a table's files; `full` says that the files have all rows of their ranges."""
     vector = pa.list_(pa.float32(), table.dim)
     names = [(ID, pa.int64())] if not full else []
     names += [(name, vector) for name in (WEIGHTS, *table.slots)]
@@ -161,7 +161,7 @@ def check_file(path: Path, file: File, content: memoryview | None = None) -> Non
     Args:
         path: The file.
         file: The file's entry in the manifest.
-        content: Output, the file's content, `file.bytes` bytes; None: the file is only verified.
+        content: Output of `file.bytes` bytes for the file's content; if None, the file is only verified.
     """
     if wrong := _wrong(path, file, content):
         error = BrokenCheckpointError(f"{path} {wrong}")

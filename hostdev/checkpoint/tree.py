@@ -25,8 +25,8 @@ _MARKS = ("$tensor", "$array", "$tuple", "$dict")
 def to_tree(value: Any, tensors: dict[str, Tensor], path: str = "") -> Tree:
     """Return nested values as JSON values, and add copies of their tensors in host memory to `tensors`.
 
-    Supported types: dicts, lists, tuples, tensors, NumPy's arrays and numbers, strings, numbers, bools and None. Others
-    raise TypeError, which names the path of the value.
+    Supported types: dicts, lists, tuples, tensors, NumPy's arrays and numbers, strings, numbers, bools and None. Other
+    types raise a TypeError that names the path of the value.
     """
     if value is None or isinstance(value, bool | str):
         return value
@@ -54,7 +54,7 @@ def to_tree(value: Any, tensors: dict[str, Tensor], path: str = "") -> Tree:
 
 
 def from_tree(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the values that `to_tree` was given."""
+    """Return the values from which `to_tree` made this tree."""
     if isinstance(tree, list):
         return [from_tree(each, tensors) for each in tree]
     if not isinstance(tree, dict):

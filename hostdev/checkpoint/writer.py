@@ -86,7 +86,7 @@ class Item(NamedTuple):
     table: Table
     source: Source
     full: bool  # all rows
-    stop: Callable[[], None]  # called once all rows are read
+    stop: Callable[[], None]  # called when all rows have been read, and again at the end
     end: Callable[[bool], None]
     first: int = 0  # position of the part's first row among all rows
     rows: int | None = None  # rows of the part; None: all rows of the table
@@ -120,7 +120,7 @@ class AsyncWriter:
         step: The step of the training.
         items: The tables.
         content: Values besides the tables.
-        parent: The checkpoint that this one is an increment of; None for a full one.
+        parent: The parent of an incremental checkpoint; None for a full one.
         keep: Number of newest checkpoints to keep; 0 keeps all.
         best_steps: Steps, the preferred one first; the checkpoint of the first step that has one is also kept.
         state_sha256: Digest of the state, if it is known.
@@ -380,7 +380,7 @@ def _raise_first_error(written: list[Future[_Written]]) -> None:
 
 
 def _split_rows(item: Item) -> Iterator[tuple[int, int, npt.NDArray[np.int64] | None]]:
-    """Yield (start, stop, ids) for each file: its range of rows, and the rows in it to save; None: all of them."""
+    """Yield (start, stop, ids) for each file: its range of rows, and those of them to save (None: all)."""
     V, most = item.table.rows if item.rows is None else item.rows, rows_per_file(item.table)
     if item.full:
         edges = sorted({*range(0, V, most), *item.cuts, V})

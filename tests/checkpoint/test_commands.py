@@ -151,7 +151,7 @@ def test_diff(saved, capsys):
     for table in a.manifest.tables:
         x, y = (np.concatenate(list(layers.column(table.name, "weights"))) for layers in (a, b))
         rows = np.flatnonzero((x != y).any(1))
-        line = f"table {table.name}, weights: {len(rows):,} of {table.rows:,} rows differ, first row {rows[0]};"
+        line = f"table {table.name}, weights: {len(rows):,} of {table.rows:,} rows differ (first row {rows[0]}), by"
         assert line in out
 
 
