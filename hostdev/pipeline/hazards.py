@@ -28,7 +28,7 @@ def find_conflicts(
     Args:
         unfinished: The batch, and the batches that it may have to wait for.
         reads: The host rows that the batch reads.
-        written: The rows of which it becomes the last writer: first those that it reads, then others.
+        written: The rows whose last writer the batch becomes: first those that it reads, then others.
         last_writers: The last writer of each row; this batch is recorded in it.
         staleness: Number of batches before this one whose writes it does not wait for.
         ignored: Groups whose hazards are ignored, to test that the checks detect it.

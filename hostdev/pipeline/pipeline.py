@@ -66,7 +66,7 @@ class Pipeline:
             shapes = [each[0].total_rows for each in tables], [[table.dim for table in each] for each in tables]
             exchanges = {update: Exchange(ranks, *shapes) for update in (True, False)}
         self._context = Context(groups, staging, Claims(rows), self.timeline, log, exchanges, hooks or PipelineHooks())
-        self._number = 0  # of the last batch
+        self._number = 0  # number of the last batch
         self._open_passes: list[Pass] = []
         self.training: Pass | None = None
 

@@ -40,8 +40,8 @@ class Gradients(NamedTuple):
     grads: Sequence[Sequence[Tensor | None]]  # by group and table: float32 [U, D]; None: the table takes no step
     skip: Tensor | None = None  # float32 [] on the device; if it is not 0, no row may change
     check: Any = None  # an `Outcome`; reading it raises if the host rows must not change
-    parts: Sequence[Sequence[Sequence[Tensor] | None]] = ()  # replaces grads with other ranks: a sum per tree node
-    micro_batches: int = 1  # of the step, on this rank
+    parts: Sequence[Sequence[Sequence[Tensor] | None]] = ()  # with other ranks, in place of grads: a sum per tree node
+    micro_batches: int = 1  # the step's number of micro-batches on this rank
     in_two: bool = False  # sent in two parts, as all ranks know which rows the next batch waits for
 
 
@@ -53,7 +53,7 @@ class ReadBatch(NamedTuple):
 
 
 class UniqueGroup(NamedTuple):
-    """A group's unique ids; if there are other ranks, this rank's rows that any rank requests."""
+    """A group's unique ids; with other ranks, those of this rank's rows that any rank requests."""
 
     ids: Ids  # unique [U]
     inverse: Inverse  # [N], the unique row of each of the batch's own ids
@@ -96,8 +96,8 @@ class PlannedBatch(NamedTuple):
     request: Request
     groups: list[PlannedGroup]
     inverses: list[Inverse]  # by group, int32 [N]; in the plan's order of rows
-    reads: ConcatenatedIds  # of all groups on the host
-    writes: ConcatenatedIds
+    reads: ConcatenatedIds  # rows that are read on the host
+    writes: ConcatenatedIds  # rows that the update writes on the host
     conflicts: Conflicts | None
 
 
@@ -110,7 +110,7 @@ class EarlyRows(NamedTuple):
 
 
 class LookedUpBatch(NamedTuple):
-    """A batch whose rows that need not wait are in host memory."""
+    """A looked-up batch: those of its rows that need not wait are in host memory."""
 
     number: int
     position: int
@@ -204,7 +204,7 @@ class Outgoing(NamedTuple):
 
 
 class SteppedBatch(NamedTuple):
-    """A batch after its step: rows on the device are updated, gradients of others are being copied to the host."""
+    """A batch after its step: rows on the device are updated, and other rows' gradients are being copied to the host."""
 
     number: int
     groups: list[StepGroup]
@@ -216,5 +216,5 @@ class SteppedBatch(NamedTuple):
     received: Any  # an event: everything that the host receives has arrived
     received_first: tuple[SharedRows | None, Any]  # the rows received before the rest, and their event
     outgoing: Outgoing | None
-    clocks: tuple[Any, Any]  # the device's clock at the begin and end of the step
+    clocks: tuple[Any, Any]  # the device's clock at the beginning and at the end of the step
     in_flight: InFlight

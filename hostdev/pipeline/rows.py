@@ -29,7 +29,7 @@ class LateLookup(NamedTuple):
 class BatchRows:
     """A batch's unique rows of a host table: fetched in parts, sent to the device, updated in parts.
 
-    Rows that bypass the cache are looked up and updated on the host; without a cache all rows do. Admitted rows are
+    Rows that bypass the cache (all rows if there is none) are looked up and updated on the host. Admitted rows are
     read with their optimizer state, and evicted rows are written with theirs. Methods return the host's work as tasks,
     so that the tasks of all tables run at once.
 
@@ -186,7 +186,7 @@ class BatchRows:
 
         Args:
             tensors: The copies, in the order of `leave`.
-            mark: The event after which the evicted rows are on the host; None: they are.
+            mark: The event after which the evicted rows are on the host; None if they already are.
             first: Gradients of the bypassing rows that are updated first.
         """
         self._received, self._first = list(tensors), first
@@ -305,7 +305,7 @@ def receive_rows(
 
 
 def count_bytes(group: Group, unique: int, plan: Plan | None, uses: int) -> int:
-    """Estimate the bytes of host memory for a batch's copies."""
+    """Estimate the bytes of host memory for the copies of a group's rows in a batch."""
     passing, whole = row_bytes((part.table.dim, part.table.optimizer) for part in group.embeddings)
     if not group.on_host:
         return copied_bytes(0, 0, uses, passing, whole)
@@ -317,7 +317,7 @@ def count_bytes(group: Group, unique: int, plan: Plan | None, uses: int) -> int:
 def find_on_device(
     plan: Plan, slots: Sequence[DeviceSlots], rows: Sequence[BatchRows]
 ) -> Iterator[tuple[npt.NDArray[Any], list[tuple[Tensor, Tensor]]]]:
-    """Yield ids of rows on the device until `leave`; per table, memory [any, 1 + S, D] and their positions in it."""
+    """Yield ids of rows that are on the device before `leave`, and per table their memory and positions in it."""
     at = torch.from_numpy(plan.hit_slots)
     yield plan.ids[plan.hits], [(held.block, at) for held in slots]
     new = torch.arange(len(plan.admitted))

@@ -36,7 +36,7 @@ from hostdev.pipeline.stages.send import send
 from hostdev.pipeline.stages.step import begin_step, end_step
 from hostdev.pipeline.stages.update import await_step, receive_sums, release, update, update_first
 
-_POLL_SECONDS = 0.2  # between checks whether other ranks still run, while a thread waits for them
+_POLL_SECONDS = 0.2  # between checks that other ranks still run, while a thread waits for them
 LONGEST_JOIN = 0.8  # seconds to wait for a thread that may be inside the user's code or wait for a failed rank
 
 
@@ -57,7 +57,7 @@ class Workers:
         self._timeline = context.timeline
         self._most = options.depth + 2  # batches that are looked up but not updated
         self._most_read = options.depth + 2 + (options.window if options.update else 0)
-        self.number = options.number  # of the last batch that was read
+        self.number = options.number  # number of the last batch that was read
         batches = look_ahead(context, self._take_read, options)
         work: list[Any] = [
             ("fetcher", self._fetch_next, queues.fetched, batches),
@@ -249,7 +249,7 @@ class OverlappedPass:
 
     @property
     def number(self) -> int:
-        """The last batch that was read."""
+        """The number of the last batch that was read."""
         return self._workers.number
 
     def take(self) -> StepBatch | None:

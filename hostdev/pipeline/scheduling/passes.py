@@ -22,12 +22,12 @@ from hostdev.pipeline.stages.update import await_step, receive_sums, release, up
 class PassOptions(NamedTuple):
     """Where a pass begins, and how far it runs ahead."""
 
-    depth: int  # of the pipeline
+    depth: int  # the pipeline's depth
     window: int  # batches that the caches know in advance, in addition to those that are looked up ahead
     number: int  # number of the batch before the first
     position: int  # position of that batch in the caller's loop
-    update: bool  # steps update the tables
-    background: bool  # read in a background thread, not in the caller's
+    update: bool  # whether steps update the tables
+    background: bool  # whether a background thread reads the batches, and not the caller's
     ahead_of_step: int  # batches looked up ahead, at most `depth`, if they are read in the caller's thread
 
 
@@ -60,7 +60,7 @@ class Pass(Protocol):
         """End the pass: update stepped batches, and drop the others. Raise the updater's error unless `failed`.
 
         Args:
-            failed: Another error has ended the pass.
+            failed: Whether another error has ended the pass.
         """
 
 

@@ -42,7 +42,7 @@ def announce(context: Context, batches: Sequence[UniqueBatch], announced: list[i
     Args:
         context: The pipeline's context.
         batches: The batches that are not planned yet.
-        announced: For each group, how many of `batches` have been announced; incremented.
+        announced: For each group, how many of `batches` have been announced; incremented here.
     """
     run_tasks([(_announce, n, n + 1, (context, batches, announced)) for n in context.cached])
 
