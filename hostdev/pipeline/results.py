@@ -204,7 +204,7 @@ class Outgoing(NamedTuple):
 
 
 class SteppedBatch(NamedTuple):
-    """A batch after its step: rows on the device are updated, and other rows' gradients are being copied to the host."""
+    """A batch after its step: device rows are updated, and the other gradients are being copied to the host."""
 
     number: int
     groups: list[StepGroup]
