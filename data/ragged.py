@@ -24,7 +24,7 @@ def places_of(starts: npt.NDArray[np.int64], lengths: npt.NDArray[Any]) -> npt.N
 def take(
     values: npt.NDArray[Any], offsets: Offsets, rows: npt.NDArray[Any]
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
-    """Return the lists number `rows`: their concatenated values, and their lengths, int32 [len(rows)]."""
+    """Return the lists with the numbers `rows`: their concatenated values, and their lengths, int32 [len(rows)]."""
     starts = offsets[rows]
     lengths = (offsets[rows + 1] - starts).astype(np.int32)
     return values[places_of(starts, lengths)], lengths

@@ -4,7 +4,8 @@ An id space holds the values of a column, or of several columns that share ids. 
 ids: one for each dense column (used only by models that look up dense columns), one out-of-vocabulary id for each id
 space, then the values by id space, in order of first occurrence. All hashed id spaces share the same range of values.
 
-A data set that extends an earlier one appends its new values, again by id space, so each can have several segments.
+A data set that extends an earlier one appends its new values, again by id space. An id space can thus have several
+segments.
 """
 
 from dataclasses import asdict, dataclass, replace

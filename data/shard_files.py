@@ -36,7 +36,7 @@ class ShardFiles:
     def __init__(self, root: Path, manifest: Manifest) -> None:
         self._root = root
         self._manifest = manifest
-        self._intact: dict[str, tuple[int, ...]] = {}  # by verified file: its state when it was verified
+        self._intact: dict[str, tuple[int, ...]] = {}  # each verified file's state at its verification
 
     def open(self, shard: Shard, stop: Event) -> list[Piece]:
         """Return a shard's record batches, memory-mapped.

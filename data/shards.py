@@ -69,7 +69,7 @@ class ShardReader:
             passed -= windows[first].rows
             first += 1
         size, have = min(batch_size, left), 0
-        edges = size * part[0] // part[1], size * (part[0] + 1) // part[1]  # of this part in the batch
+        edges = size * part[0] // part[1], size * (part[0] + 1) // part[1]  # the part's edges in the batch
         ranges: list[Range] = []
         coming = opened(windows[first:], lambda number, stop: self._files.open(self._shards[number], stop))
         with closing(coming):

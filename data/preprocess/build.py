@@ -1,8 +1,8 @@
 """Build a data set in two passes: learn from the training rows, then encode all rows into shards.
 
 The source is read once: the first pass parses it into pieces on disk, which the second reads. If the process is
-interrupted, finished work is kept, and the same command continues from it. The result depends on the rows and the
-options alone.
+interrupted, finished work is kept, and the same command continues from it. The result depends only on the rows
+and the options.
 """
 
 import json
@@ -43,10 +43,10 @@ def build(
     """Write a data set into the new folder `out` and return its manifest.
 
     The folder appears under its name only when it is complete. An interruption or a TransientError keeps the finished
-    work next to it, for the next call with the same arguments; any other UserError leaves nothing.
+    work next to it, for the next call with the same arguments; a UserError leaves nothing.
 
     Args:
-        threads: None for as many as host kernels use.
+        threads: Number of threads; None for as many as host kernels use.
         earlier: A data set whose ids and scaling are kept; new values get ids after its own.
 
     Raises:
@@ -68,7 +68,7 @@ class _Build:
     def __init__(self, source: Source, work: Work, options: Options, threads: int, earlier: Earlier | None) -> None:
         self._source, self._work, self._options, self._threads = source, work, options, threads
         self._earlier = earlier
-        self._known_shares: dict[str, float] | None = None  # by id space: training occurrences with an earlier id
+        self._known_shares: dict[str, float] | None = None  # by id space: share of occurrences with an earlier id
         self._layout: Layout = source.layout
         buckets = options.hash_buckets
         self._hashed = None if buckets is None else HashBuckets(buckets, self._layout)

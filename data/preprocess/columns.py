@@ -308,7 +308,7 @@ def as_labels(array: pa.Array, positive: Positive | None) -> npt.NDArray[np.floa
         return _ORDERS[positive.op](numbers, float(positive.value)).astype(np.float32)  # type: ignore[no-any-return]
     array = decoded(array)
     if pa.types.is_floating(array.type):
-        array = array.cast(pa.string())  # unlike as_text, keeps fractions, which `_parse_labels` reports or compares
+        array = array.cast(pa.string())  # keeps fractions, unlike `as_text`: `_parse_labels` reports or compares them
     codes, values = as_text(array)
     texts = [text.strip() for text in values.to_pylist()]
     labels = _parse_labels(texts, positive)[codes]
@@ -318,7 +318,7 @@ def as_labels(array: pa.Array, positive: Positive | None) -> npt.NDArray[np.floa
             int(wrong[0]),
             "the value is missing"
             if text in MISSING_NUMBERS
-            else f"{text[:_SHOWN]!r} is not 0 or 1, true or false; say which labels are positive, "
+            else f"{text[:_SHOWN]!r} is not 0 or 1, true or false; give a rule for positive labels, "
             "such as --positive '>3' or --positive yes",
         )
     return labels

@@ -39,7 +39,7 @@ _MISSING = dict.fromkeys(LAYOUT.spaces, EMPTY)
 
 
 class CriteoText:
-    """Rows of text files in the given order: plain or compressed, train.txt in tar archives, all files of folders.
+    """Rows of text files in the given order: plain or compressed files, train.txt in tar archives, folders of files.
 
     The constructor and the reading methods raise UserError for unreadable files.
     """

@@ -32,7 +32,7 @@ class DelimitedFile:
     Args:
         columns: The column names; None to read them from the first row.
         delimiter: The separator, of one or more characters; with several, quotes are ordinary characters. None selects
-            by suffix: a tab for .tsv and .tab, a comma for .csv; else a tab if the first line has one, or a comma.
+            by suffix: a tab for .tsv and .tab, a comma for .csv; otherwise a tab if the first line has one, or a comma.
         quotes: Allow double-quoted values that contain delimiters and line ends (RFC 4180).
     """
 

@@ -31,7 +31,7 @@ class Scaling(Protocol):
 
 
 def make_scaling(mode: str, names: tuple[str, ...], *, signed: bool) -> Scaling:
-    """Return the scaling of a mode; `signed` scales numbers below 0 symmetrically to those above."""
+    """Return the scaling of a mode; with `signed`, numbers below 0 are scaled symmetrically to those above."""
     return Standard(names) if mode == "standard" else ByMaximum(mode, names, signed=signed)
 
 

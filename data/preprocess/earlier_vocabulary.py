@@ -58,7 +58,7 @@ class Earlier:
 
     @property
     def is_table(self) -> bool:
-        """Whether `preprocess table` made it, not `criteo` or `synthetic`."""
+        """Whether `preprocess table` made the data set, and not `criteo` or `synthetic`."""
         return bool(self.found.options.get("preset") == "table")
 
     def as_json(self) -> dict[str, Any]:
@@ -247,7 +247,7 @@ def recorded(found: Manifest) -> Mapping[str, Any] | None:
 
 
 def growth(found: Manifest) -> list[str]:
-    """Return lines of text on what a data set reuses from an earlier one; none if it reuses nothing."""
+    """Return lines of text on what a data set reuses from an earlier one; no lines if it reuses nothing."""
     earlier = recorded(found)
     if earlier is None:
         return []

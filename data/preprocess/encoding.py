@@ -40,7 +40,7 @@ _PLAIN_INTEGER = re.compile("0|-?[1-9][0-9]{0,17}", re.ASCII)
 
 
 class WrongRowError(UserError):
-    """A column has an invalid value; `row` is its index in the input, from 0, and `reason` has the column's name."""
+    """A column has an invalid value; `row` is the row's index in the input, from 0; `reason` names the column."""
 
     def __init__(self, row: int, column: str, reason: str) -> None:
         self.row, self.reason = row, f"column {column!r}: {reason}"
@@ -202,7 +202,7 @@ class Encoding:
     def encode_few(self, rows: Mapping[str, Sequence[Any]]) -> Batch | None:
         """Encode a few rows faster than `encode`; return None for rows that only `encode` supports.
 
-        `rows` are columns of equal length: text and integers for ids, numbers and None.
+        `rows` has columns of equal length: text, integers or None for ids, and numbers or None for numeric columns.
         """
         columns = self.schema.columns
         if self.schema.bags or any(name not in rows for name in self.columns()):

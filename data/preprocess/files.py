@@ -1,4 +1,4 @@
-"""Readers of tables in files, in parts of their rows: Parquet, Arrow (IPC files and streams, Feather) and text."""
+"""Readers of tables in files, some rows at a time: Parquet, Arrow (IPC files and streams, Feather) and text."""
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,7 +33,7 @@ class Part(NamedTuple):
 
     content: Any
     offset: int  # end position in the file, in the format's unit
-    taken: int  # approximate bytes of the file
+    taken: int  # approximate bytes that the rows take in the file
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Chunk:
     Attributes:
         batch: The requested columns.
         first: Number of the file's rows before these, malformed ones included.
-        size: Approximate bytes of the file.
+        size: Approximate bytes that the rows take in the file.
         skipped: Positions of the malformed rows (`rejected`) in the chunk, from 1, int64.
     """
 

@@ -58,7 +58,7 @@ class FirstPass:
         return self._work.pieces / f"{number:06d}.arrow"
 
     def resume(self, facts: list[Facts]) -> None:
-        """Resume after finished pieces; raise UserError if their values or shards would not fit into memory."""
+        """Resume after finished pieces; raise TransientError if their values or shards would not fit into memory."""
         self._shards.add_pieces(facts)
         for number, one in enumerate(facts):
             self._pass(one.end.input, one.lines, sum(one.rows), one.rejected)
@@ -72,7 +72,8 @@ class FirstPass:
         """Parse the remaining blocks.
 
         Raises:
-            UserError: Over 1% of the lines are malformed, values or shards exceed memory, or input is unreadable.
+            UserError: More than 1% of the lines are malformed, or the input is unreadable.
+            TransientError: Values or shards do not fit into memory, or a read fails.
         """
         place = self.facts[-1].end if self.facts else BEGINNING
         done = sum(one.size for one in self.facts)
@@ -132,7 +133,7 @@ class FirstPass:
         self._require_memory(survey)
 
     def _require_memory(self, survey: Survey | None) -> None:
-        """Add a survey; raise UserError if all surveyed values would not fit into memory."""
+        """Add a survey; raise TransientError if the surveyed values would not fit into memory."""
         if survey is None:
             return
         self._survey = survey if self._survey is None else self._survey.merge(survey)

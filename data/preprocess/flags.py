@@ -25,7 +25,7 @@ def add_table(to: argparse.ArgumentParser) -> None:
     add("--categorical", "NAMES", "columns of values that become ids, separated by commas")
     add("--bag", "NAME=SEP", "a column with any number of values: text split by SEP, or a list in Parquet and Arrow")
     add("--share", "NAME=OTHER", "give the values of column NAME the ids of column OTHER")
-    to.add_argument("--columns", metavar="NAMES", help="names of all columns, comma-separated, for text without header")
+    to.add_argument("--columns", metavar="NAMES", help="the columns' names, comma-separated, for text without a header")
     to.add_argument(
         "--delimiter", metavar="TEXT", help="separator of values in text; tab for a tab (default: detected)"
     )

@@ -47,7 +47,7 @@ def _inside(top: Path, is_taken: Callable[[Path, bytes], bool] | None) -> list[P
     if empty:
         note(f"skipped in {top} as empty: {_listed(empty, top)}")
     if others:
-        note(f"skipped in {top} as no table by name or content: {_listed(others, top)}; name files to read them")
+        note(f"skipped in {top} as not tables by name or content: {_listed(others, top)}; name files to read them")
     return taken
 
 
@@ -107,7 +107,7 @@ def _refuse_two_forms(files: Sequence[Path]) -> None:
 def _check_repeated(files: Sequence[Path]) -> None:
     """Report each file that is given twice, under one name or two; raise UserError if standard input is."""
     if files.count(STANDARD_INPUT) > 1:
-        raise UserError("- is standard input, which can be read once only; name it once")
+        raise UserError("- is standard input, which can be read only once; name it once")
     seen: dict[tuple[int, int], Path] = {}
     for file in files:
         if file == STANDARD_INPUT or not file.exists():  # opening reports a missing file

@@ -79,7 +79,7 @@ class Written:
 
     @cached_property
     def kind(self) -> str:
-        """Return "number", "bool", "timestamp" (dates, too), "time", "text" for others, or "unknown"."""
+        """The kind of the values: "number", "bool", "timestamp" (dates, too), "time", "unknown", or else "text"."""
         seen = self.forms - MISSING
         if not seen:
             return "unknown"
@@ -98,7 +98,7 @@ class Written:
 
     @cached_property
     def missing(self) -> str | None:
-        """Return the text of a missing value; None if there are several."""
+        """The text of a missing value; None if there are several."""
         words = self.forms & MISSING
         if kernel.EMPTY in words or not words or self.kind in ("text", "unknown"):
             return ""
@@ -132,7 +132,7 @@ class Written:
 class Texts(NamedTuple):
     """The texts that N values may have had in training.
 
-    `texts` holds for each form the values' text [N], null where impossible; a missing value is "" in the first.
+    `texts` holds for each form the values' text [N], null where impossible; the first also has missing values' text.
     `fallback` [N] is used where all are null; `doubtful` [N] marks values that may have had yet another form.
     """
 

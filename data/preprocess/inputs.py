@@ -1,6 +1,6 @@
 """Inputs as byte streams: plain or compressed files, files in tar archives, standard input.
 
-The first bytes of a file determine its format, not its name.
+A file's first bytes, and not its name, determine its format.
 """
 
 import gzip
@@ -168,7 +168,7 @@ class Input:
             return names[0]
         shown = ", ".join(names[:10]) or "no file"
         expected = "a train.txt" if self._wanted is not None else "a single file"
-        raise UserError(f"{self.path}: the archive must have {expected}, but has {shown}; unpack the file to use")
+        raise UserError(f"{self.path}: the archive must have {expected}, but has {shown}; unpack the file you need")
 
     @contextmanager
     def _reading(self) -> Iterator[None]:

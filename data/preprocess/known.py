@@ -27,6 +27,7 @@ class Vocabulary:
     Attributes:
         written: How the values of each id space are written.
         rates: By id space, the share of the training rows' values that is out of vocabulary.
+
     Raises:
         UserError: The file `path` does not match the data set's manifest.
     """

@@ -25,6 +25,7 @@ def difference(there: Manifest, theirs: Path, here: Manifest, root: Path) -> str
         theirs: Folder with the vocabulary of the checkpoint's data set.
         here: Manifest of the data set.
         root: Folder of the data set.
+
     Raises:
         UserError: A vocabulary is damaged.
     """
@@ -61,7 +62,7 @@ def _compare_ids(there: StoredVocabulary, here: StoredVocabulary) -> str | None:
 
 
 def with_known_ids(batch: Batch, schema: Schema, known: int) -> Batch:
-    """Replace each id from `known` on by the out-of-vocabulary id of its column.
+    """Replace each id from `known` on with the out-of-vocabulary id of its column.
 
     The batch's data set, which has `schema`, kept the first `known` ids of another data set.
     """

@@ -150,7 +150,7 @@ def write_piece(
 
 @dataclass(frozen=True)
 class Survey:
-    """Estimates of the number and length of the training rows' values, see kernels/cardinality.py.
+    """Estimates of the number and length of the training rows' values (see kernels/cardinality.py).
 
     `registers` is uint8 [id spaces, R], the estimator's registers.
     `texts` samples hashes and lengths of each id space's values to estimate their bytes; None for integers.
@@ -160,7 +160,7 @@ class Survey:
     texts: tuple[Sample, ...] | None
 
     def merge(self, other: "Survey") -> "Survey":
-        """Return the survey of the values of both."""
+        """Return the survey of the values of both surveys."""
         registers = np.maximum(self.registers, other.registers)
         if self.texts is None or other.texts is None:
             return Survey(registers, None)

@@ -44,7 +44,7 @@ class Layout:
 
 
 class WrongRowError(Exception):
-    """A row has a value that the options do not allow; `row` is its number within the block."""
+    """A row has a value that the options do not allow; `row` is the row's number within the block, from 1."""
 
     def __init__(self, file: str, row: int, reason: str) -> None:
         super().__init__(reason)

@@ -51,7 +51,7 @@ class RejectedLines:
         return RejectedLines(self.file, self.numbers + lines, self._look)
 
     def columns(self) -> dict[str, pa.Array]:
-        """Return the columns file (one value, or none without lines), line, reason and text."""
+        """Return the columns file (one value; none if there are no lines), line, reason and text."""
         parts: dict[str, list[pa.Array]] = {"reason": [], "text": []}
         for start in range(0, len(self), _AT_ONCE):
             lines = [self[i] for i in range(start, min(start + _AT_ONCE, len(self)))]

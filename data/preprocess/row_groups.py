@@ -1,4 +1,4 @@
-"""Sizes of a Parquet file's row groups, by which its rows are decoded a bounded amount at a time."""
+"""Sizes of a Parquet file's row groups, which limit how many rows are decoded at a time."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -51,7 +51,7 @@ class RowGroups:
     @classmethod
     @contextmanager
     def open(cls, path: Path, used: Sequence[str]) -> Iterator["RowGroups"]:
-        """Open a file. Its methods raise OSError or pyarrow's errors where it is damaged."""
+        """Open a file; the methods of the result raise OSError or pyarrow's errors if the file is damaged."""
         with open_parquet(path, buffer_size=_BUFFER) as file:
             yield cls(path, file, used)
 
@@ -92,7 +92,7 @@ class RowGroups:
             pass
         group = self._file.metadata.row_group(number)
         if group.num_columns != len(self._file.schema):
-            raise OSError(f"row group {number} has {group.num_columns} columns, the schema {len(self._file.schema)}")
+            raise OSError(f"row group {number} has {group.num_columns} columns, not {len(self._file.schema)}")
         found = [(name, group.column(i)) for i, name in self._columns.items()]
         if [name for name, _ in found] != [column.path_in_schema for _, column in found]:
             raise OSError(f"row group {number} has other columns than the schema")

@@ -38,7 +38,7 @@ def learn(
     vocabulary: Vocabulary | None,
     workers: Workers,
 ) -> None:
-    """Update scaling and vocabulary with all training rows, in order: a task for the scaling, one per id space."""
+    """Update scaling and vocabulary with all training rows, in order, in one task for scaling and one per id space."""
     kinds = 1 + (len(layout.spaces) if vocabulary is not None else 0)
     stop = Event()  # on Ctrl-C or an error in one id space, tasks end after their current piece
     with bar(len(paths) * kinds, "counting", "pieces") as progress:

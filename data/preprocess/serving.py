@@ -78,7 +78,7 @@ def require_type(found: pa.DataType, written: Written) -> None:
     if not right[kind]:
         raise WrongTypeError(
             f"is of type {found}, but its values were {written.shown} in training; give it as "
-            f"{'that' if written.is_typed else 'text, as written in training'}"
+            f"{'that type' if written.is_typed else 'text, as written in training'}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Readers of a data set's shards for `check` and `info`: mapped into memory, read in parts by several threads."""
+"""Readers of a data set's shards for `check` and `info`: several threads map the files and read them in parts."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -71,6 +71,7 @@ def read_parts(folder: Path, found: Manifest, shard: Shard, *, known: bool = Fal
 
     Args:
         known: Skip the checks of checksum and values, because the shard was read before.
+
     Raises:
         DamagedError: Checksum, schema, number of rows or lists are wrong, or values are missing.
     """

@@ -187,7 +187,7 @@ def _standard(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
 def write_text(source: Synthetic, path: Path, *, wait: bool = False) -> None:
     """Write rows as Criteo text, atomically; raise UserError if the file exists.
 
-    With `wait`, wait for another process that writes the same file; then the file exists.
+    With `wait`, wait for another process that writes the same file, and then raise that error.
     """
     if os.path.lexists(path):
         raise UserError(f"{path} exists already; remove it or choose another --tsv")

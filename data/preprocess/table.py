@@ -42,7 +42,7 @@ class TableOptions:
     test_column: tuple[str, str] | None = None  # a column, and its value in test rows
     test_after: tuple[str, str] | None = None  # a column; test rows have a larger or later value
     columns: tuple[str, ...] | None = None  # names for text without a header
-    delimiter: str | None = None  # in text files; None: a comma or a tab
+    delimiter: str | None = None  # the separator in text files; None: a comma or a tab
     quotes: bool = True  # text files may have values in double quotes
 
     def __post_init__(self) -> None:
@@ -327,7 +327,7 @@ class Table:
         if not isinstance(file, DelimitedFile) or self._options.columns is not None:
             return ""
         if other := file.other_delimiter:
-            return f" (one name, as no {file.shown} are in its first line; give --delimiter {other})"
+            return f" (one name, as its first line has no {file.shown}; give --delimiter {other})"
         return " (from its first line; if that is a row, give --columns)"
 
     def _against(self, name: str, found: pa.DataType) -> str | None:

@@ -26,7 +26,7 @@ class Part(NamedTuple):
     batch: Batch
     places: npt.NDArray[np.int64] | None  # the rows' line numbers in the part, from 0; None: all lines are rows
     lines: int
-    size: int  # approximate bytes of the file
+    size: int  # approximate bytes that the lines take in the file
 
 
 class Rows(Protocol):
@@ -63,7 +63,7 @@ def rows_in(path: Path, encoding: Encoding, options: Mapping[str, Any]) -> Rows:
 
 
 def _columns(source: AnyInput, options: Mapping[str, Any]) -> list[str] | None:
-    """Return column names for text without a header, without the label if the first line has one value less."""
+    """Return column names for text without a header, without the label if the first line has one value fewer."""
     names = options.get("columns")
     if names is None:
         return None

@@ -94,7 +94,7 @@ class Vocabulary:
     unseen value gets its id space's out-of-vocabulary id.
 
     Args:
-        threshold: None assigns no new ids.
+        threshold: Number of occurrences up to which a value gets no id; if None, no value gets a new id.
         format_keys: Returns the texts of integer values; None if values are texts.
         earlier: Schema of an earlier data set whose ids are kept. Count its values first, with 0 uses, in id order.
     """
@@ -110,7 +110,7 @@ class Vocabulary:
         self._begun = empty if earlier is None else earlier.spaces
 
     def count(self, space: int, keys: Any, uses: npt.NDArray[Any]) -> None:
-        """Add the occurrences `uses` [N] of distinct values [N] of an id space; threads may count different ones."""
+        """Add the occurrences `uses` [N] of distinct values [N] of an id space; threads may count different spaces."""
         self._values[space].count(keys, uses)
 
     def size(self, space: int) -> int:
@@ -118,7 +118,7 @@ class Vocabulary:
         return len(self._values[space].uses)
 
     def known_shares(self) -> dict[str, float]:
-        """Return the share of occurrences that the earlier values have, by id space with values in both data sets."""
+        """Return the share of occurrences that have earlier values, for each id space with values in both data sets."""
         shares = {}
         for space, values in zip(self._begun, self._values, strict=True):
             uses = int(values.uses.sum())

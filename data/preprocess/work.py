@@ -20,7 +20,7 @@ from hostdev.core.errors import TransientError, UserError, naming
 from hostdev.core.memory import format_bytes
 from hostdev.core.progress import note
 
-_VERSION = 3  # of the folder's format
+_VERSION = 3  # version of the folder's format
 _LOCK, _RECIPE, _JOURNAL, _PIECES, _RESULT = "lock", "recipe.json", "journal.jsonl", "pieces", "result"
 
 _LEFT_OVER = "{out} is complete; the leftovers in {folder} can be removed"
@@ -49,8 +49,8 @@ class Work:
         if not entries:
             if size := self.left():
                 note(
-                    f"unfinished work of another command, or on files that have changed, in {self.folder} "
-                    f"({format_bytes(size)}) is removed"
+                    f"unfinished work of another command, or on files that have since changed, is removed from "
+                    f"{self.folder} ({format_bytes(size)})"
                 )
             self.clear()
             path.write_text(content)
@@ -153,7 +153,7 @@ def claim(out: Path) -> Iterator[Work]:
             if size:
                 note(
                     f"the finished work ({format_bytes(size)}) is not kept: standard input and pipes "
-                    f"are read once only, and "
+                    f"can be read only once, and "
                     "the same command starts over; with a file it would resume"
                 )
             raise

@@ -361,7 +361,7 @@ def test_nothing_is_kept_of_what_is_read_once(tmp_path, text, monkeypatch, capsy
         make(Path("-"), tmp_path / "out")
     said = capsys.readouterr().err
     assert re.fullmatch(
-        r"the finished work \(.* MiB\) is not kept: standard input and pipes are read once only, .*\n", said
+        r"the finished work \(.* MiB\) is not kept: standard input and pipes can be read only once, .*\n", said
     )
     assert list(tmp_path.iterdir()) == []
 

@@ -160,7 +160,7 @@ def test_archives_and_formats_that_are_not_read(tmp_path, rows):
     (tmp_path / "nothing").mkdir()
     with pytest.raises(UserError, match=r"nothing: the folder has no readable file"):
         CriteoText([tmp_path / "nothing"])
-    with pytest.raises(UserError, match=r"- is standard input, which can be read once only"):
+    with pytest.raises(UserError, match=r"- is standard input, which can be read only once"):
         CriteoText([tmp_path.__class__("-")] * 2)
 
 
@@ -219,7 +219,7 @@ def test_what_a_folder_has_beside_tables(tmp_path, capsys):
     source = Table([tmp_path / "in"], COLUMNS)
     assert names_of(source, tmp_path / "in") == ["a.csv", "x", "x.pq"]
     assert capsys.readouterr().err == (
-        f"skipped in {tmp_path / 'in'} as no table by name or content: 5 files (book.xlsx, k.dat, part-0001 and 2 "
+        f"skipped in {tmp_path / 'in'} as not tables by name or content: 5 files (book.xlsx, k.dat, part-0001 and 2 "
         "more); name files to read them\n"
     )
     assert names_of(Table([tmp_path / "in" / "k.dat"], COLUMNS), tmp_path / "in") == ["k.dat"]

@@ -59,7 +59,7 @@ from tests.data.conftest import GOOD
         ),
         (
             ["--label", "x"],
-            "good.csv, row 3, column 'x': '2' is not 0 or 1, true or false; say which labels are positive,"
+            "good.csv, row 3, column 'x': '2' is not 0 or 1, true or false; give a rule for positive labels,"
             " such as --positive '>3'",
         ),
         (["--label", "g", "--positive", ">3"], "good.csv, row 1, column 'g': 'a|b' is not a number"),
@@ -274,7 +274,7 @@ def test_a_row_that_is_too_long(refused, tmp_path, monkeypatch):
 def test_another_delimiter(refused, tmp_path, delimiter, shown):
     (tmp_path / "t.csv").write_text(GOOD.replace("|", "+").replace(",", delimiter))
     line = refused("t.csv")
-    assert line.endswith(f"(one name, as no commas are in its first line; give --delimiter {shown})")
+    assert line.endswith(f"(one name, as its first line has no commas; give --delimiter {shown})")
 
 
 def test_names_that_are_none(refused, good):

@@ -73,7 +73,7 @@ TABLE = {"y": [0, 1, 1], "c": ["a", "b", "c"], "x": [1.0, 2.5, None]}
             "y",
             [0.0, 1.0, 0.5],
             [],
-            "row 3, column 'y': '0.5' is not 0 or 1, true or false; say which labels are positive",
+            "row 3, column 'y': '0.5' is not 0 or 1, true or false; give a rule for positive labels",
         ),
         ("y", [0, None, 1], [], "row 2, column 'y': the value is missing"),
         ("y", [0.0, float("nan"), 1.0], ["--positive", ">0.5"], "row 2, column 'y': the value is missing"),
