@@ -57,8 +57,8 @@ class EmbeddingCache:
         log: Receives the durations of planning.
 
     Raises:
-        CacheTooLargeError: The slots do not fit into the device's free memory. On an accelerator a tenth of it, and at
-            least 256 MiB, is reserved for the rest of the training.
+        CacheTooLargeError: The slots do not fit into the device's free memory. On an accelerator, a tenth of that
+            memory, and at least 256 MiB, is reserved for the rest of the training.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class EmbeddingCache:
         self._recorded: list[tuple[Ids, Positions]] = []
         self._recording = record
         self._recorded_ids = self._visits = 0
-        self._at_first = Statistics()  # of the recorded batches
+        self._at_first = Statistics()  # statistics of the recorded batches
 
     @property
     def capacity(self) -> int:

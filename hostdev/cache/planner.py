@@ -155,9 +155,9 @@ class Planner:
     Args:
         rows: V, at most 2^31 - 1.
         capacity: Number of slots, in 0..V.
-        policy: "lookahead": the least cost, given the uses within the window and the probability of uses beyond; "lru";
-            "lfu": by the uses so far, including those of uncached rows; "static": the rows with the largest `counts`.
-            With more than 8,192 occupied slots, a batch may search only the next part of them for evictions.
+        policy: "lookahead" minimizes the cost, given the uses within the window and the probability of later ones;
+            "lru" keeps the rows used last, "lfu" those used most so far, cached or not, and "static" those with the
+            largest `counts`. With more than 8,192 occupied slots, a batch may search only some for evictions.
         window: Number of batches announced in addition to the one that is planned, at most 32; only for lookahead.
             The key tells only the first 16 batches apart, but all of them count for probabilities.
         counts: How often each row is used, [V], in any unit: required by "static". Lookahead weighs counts against

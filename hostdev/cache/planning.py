@@ -25,7 +25,7 @@ LOOKAHEAD, LRU, LFU, STATIC = range(4)  # in the order of `options.POLICIES`
 
 KEYS = 1 << 12
 FINE_BITS = 4  # low bits of a lookahead key: bits of the probability, below the Whittle index
-_DROPPED_BITS = 17  # of float32's 23 mantissa bits; 6 are kept
+_DROPPED_BITS = 17  # low bits of float32's 23 mantissa bits; 6 are kept
 _LOWEST = (127 - 32) << 6  # 2 ** -32 has the key 0
 LAST, BEFORE, SLOT, COUNT, RECENT, CHANCE, MEMBER, ID = range(8)  # words of a row
 WORDS = 8  # per row

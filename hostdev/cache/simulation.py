@@ -35,13 +35,13 @@ class Simulation:
         rows: Rows of the tables.
         sizes: Sizes of the caches, in rows.
         steps: Batches to come; results cover the second half of them.
-        counts: Uses of each row [V], for "static"; None leaves it out.
+        counts: Uses of each row [V], for "static"; None leaves that policy out.
         window: Batches that lookahead knows in advance.
         costs: Costs of moving a row, which lookahead minimizes.
         told: Whether lookahead also gets the counts.
         policies: A subset of `POLICIES`.
         optimum: Also find the optimum: the most hits, and the lowest cost by each of `others`.
-        others: Further costs, in bytes or nanoseconds for example, for the optimum.
+        others: Further costs, for example in bytes or nanoseconds, whose minimum `optimum` finds.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ from hostdev.core.names import inside
 
 _NAME = re.compile(r"step-(\d{10,})(?:\.(\d+))?")
 _PARTIAL, _LOCK, _REMOVED = ".partial-", ".lock", ".removed-"
-FOLDER = "checkpoints"  # in a run directory
+FOLDER = "checkpoints"  # a run directory's folder of checkpoints
 
 
 class FolderInUseError(UserError):

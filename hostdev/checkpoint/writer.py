@@ -85,7 +85,7 @@ class Item(NamedTuple):
 
     table: Table
     source: Source
-    full: bool  # all rows
+    full: bool  # whether all rows are saved
     stop: Callable[[], None]  # called when all rows have been read, and again at the end
     end: Callable[[bool], None]
     first: int = 0  # position of the part's first row among all rows

@@ -42,7 +42,7 @@ class Gradients(NamedTuple):
     check: Any = None  # an `Outcome`; reading it raises if the host rows must not change
     parts: Sequence[Sequence[Sequence[Tensor] | None]] = ()  # with other ranks, in place of grads: a sum per tree node
     micro_batches: int = 1  # the step's number of micro-batches on this rank
-    in_two: bool = False  # sent in two parts, as all ranks know which rows the next batch waits for
+    in_two: bool = False  # sent in two parts; then all ranks know which rows the next batch waits for
 
 
 class ReadBatch(NamedTuple):
@@ -64,7 +64,7 @@ class UniqueBatch(NamedTuple):
     """A deduplicated batch."""
 
     number: int
-    position: int  # in its loop over batches, from 1
+    position: int  # the batch's position in its loop, from 1
     request: Request
     groups: list[UniqueGroup]
 
