@@ -1,4 +1,4 @@
-"""A data set's manifest: the content of its shards and how they were created. Writes format version 2, reads 1 and 2.
+"""A data set's manifest: the content and the origin of its shards. It is written in format version 2, read in 1 and 2.
 
 Version 1 has Criteo's columns only. It lists their names without id ranges, so every column gets the full range.
 """
@@ -45,7 +45,7 @@ def shard_schema(schema: Schema, id_type: str) -> pa.Schema:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One Arrow IPC file: its path below the data set's folder, its rows, and the SHA-256 of its bytes."""
+    """One Arrow IPC file: its path below the data set's folder, its number of rows, and the SHA-256 of its bytes."""
 
     file: str
     rows: int
@@ -70,7 +70,7 @@ class Manifest:
 
     @property
     def vocabulary_size(self) -> int:
-        """Rows of a table shared by all columns, fixed ids included."""
+        """Number of rows of a table that all columns share, fixed ids included."""
         return self.schema.rows
 
     def rows(self, split: str) -> int:

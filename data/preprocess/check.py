@@ -44,7 +44,7 @@ class DamagedDataError(UserError):
 
 @dataclass
 class Report:
-    """The output lines, one for each part of the data set and each finding, and the findings alone."""
+    """The report: `lines` has a line for each part of the data set and each finding, `wrong` only the findings."""
 
     lines: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)

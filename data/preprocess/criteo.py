@@ -1,4 +1,4 @@
-"""Criteo's text format: a tab-separated line for each row: label, 13 integers, 26 categoricals of 8 hex digits."""
+"""Criteo's text format, a tab-separated line for each row: label, 13 integers, 26 categoricals of 8 hex digits."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence

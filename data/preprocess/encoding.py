@@ -1,6 +1,6 @@
 """Encoding of new rows into ids and scaled numbers with a data set's manifest and vocabulary, for prediction.
 
-Nothing is learned: a value that was absent or too rare in training gets its vocabulary's out-of-vocabulary id.
+Nothing is learned: a value that was absent or too rare in training gets its id space's out-of-vocabulary id.
 """
 
 import re

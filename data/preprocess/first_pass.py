@@ -49,7 +49,7 @@ class FirstPass:
         self._source, self._work, self._shards = source, work, shards
         self._fraction, self._key, self._hashed = test_fraction, key64(seed, "test split"), hashed
         self.facts: list[Facts] = []  # one for each written piece
-        self._input = self._lines = self._rows = self._rejected = 0  # parsed so far; lines count within the input
+        self._input = self._lines = self._rows = self._rejected = 0  # parsed so far; `_lines` only in this input
         self._first: Rejected | None = None
         self._survey = survey
 

@@ -17,7 +17,7 @@ class Options:
     threshold: int | None = 100  # values seen at most this often in training rows are out of vocabulary; None: hashed
     hash_buckets: int | None = None  # number of hash buckets for ids, instead of a vocabulary
     dense: str = "max"  # scaling of the numeric columns: "max", "log" or "standard"
-    test_fraction: float | None = 0.1  # share of rows, drawn by seed and row number; None: the source decides
+    test_fraction: float | None = 0.1  # share of test rows, drawn by seed and row number; None: the source decides
     seed: int = 2020
     rows_per_shard: int = 1 << 18
 

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from hostdev.data.preprocess import columns as arrow
 
-MOST_BYTES = 1 << 27  # maximum text in rows decoded together
+MOST_BYTES = 1 << 27  # maximum bytes of text in rows that are decoded together
 _LARGE = 1 << 13  # bytes; columns with smaller chunks do not limit the rows
 _BUFFER = 1 << 12  # bytes; without it, Arrow reads a column's whole chunk when only metadata is needed
 

@@ -28,7 +28,7 @@ _AT_ONCE = 1 << 20  # values handled at a time
 _DIGITS = 20  # maximum number of an integer's digits
 _ID_BYTES = 8  # per value, once ids are assigned
 _WRITTEN_ROW = 64  # bytes per row during writing, plus two copies of its text
-_MARGIN = 1.03  # error margin of the estimates, see kernels/cardinality.py
+_MARGIN = 1.03  # error margin of the estimates (see kernels/cardinality.py)
 
 
 class _Integers:

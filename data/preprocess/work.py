@@ -113,7 +113,7 @@ class Work:
             self._journal = None
 
     def left(self) -> int:
-        """Return the bytes of finished work, 0 if the journal has no entries."""
+        """Return the bytes of finished work; 0 if the journal has no entries."""
         self._close()
         if not _read_journal(self.folder / _JOURNAL):
             return 0

@@ -65,7 +65,7 @@ class AllRows:
         return positions
 
     def expect(self, counts: npt.NDArray[Any], per_use: np.float32, *, above: float) -> np.float32:
-        """Store the probability that a batch uses each row, mark the C likeliest rows, and return the C-th probability.
+        """Store the probability that a batch uses each row, mark the C likeliest rows, and return the C-th largest.
 
         Args:
             counts: Uses of each row, [V].

@@ -80,7 +80,7 @@ def chance_by(count: Any, per_use: Any) -> Any:
 def _key_of(count: Any, per_use: Any) -> Any:
     """Return a row's key: the bits of its probability or count as an integer with the same order; 0 for NaN."""
     if per_use > 0:
-        chance = chance_by(count, per_use) + np.float32(0)  # -0 as 0
+        chance = chance_by(count, per_use) + np.float32(0)  # turns -0 into 0
         bits = np.uint64(np.float32(chance).view(np.uint32)) << np.uint64(_CHANCE_BITS)
         is_number = chance == chance
     else:

@@ -33,7 +33,7 @@ _GRAIN = 1 << 14
 # units of half a bypass. Both are lower without counts, since more rows are unexpected then.
 _GATE, _OPEN_GATE = (0.7, 0.045), (0.5, 0.03)
 _SAMPLED, _SAMPLED_EVERY = 1024, 4  # rows sampled every 4 batches to estimate the C-th largest probability
-_DECAY = 2 ** (-1 / 15)  # by which recent uses are multiplied per batch
+_DECAY = 2 ** (-1 / 15)  # factor by which recent uses decay per batch
 _WATCHED, _WATCHED_OF_BATCH = 1024, 64  # rows on which the counts are judged, and how many of them a batch adds
 _JUDGED_OF = 4  # in each batch, one in four watched rows is judged
 _FORGOTTEN = 0.97  # decay of the scores per batch
@@ -159,7 +159,7 @@ class Planner:
             "lru" keeps the rows used last, "lfu" those used most so far, cached or not, and "static" those with the
             largest `counts`. With more than 8,192 occupied slots, a batch may search only some for evictions.
         window: Number of batches announced in addition to the one that is planned, at most 32; only for lookahead.
-            The key tells only the first 16 batches apart, but all of them count for probabilities.
+            Only the first 16 batches are valued one by one, but all of them count for probabilities.
         counts: How often each row is used, [V], in any unit: required by "static". Lookahead weighs counts against
             recent uses by how well each predicts; "lru" and "lfu" ignore counts.
         costs: Costs of a bypass, an admission and an eviction; only for lookahead.

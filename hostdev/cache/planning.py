@@ -308,7 +308,7 @@ def exchanges(newcomers: Any, residents: Any, margin: Any) -> Any:
 
 @kernel
 def worst(threshold: Any, ties: Any, keys: Any, out: Any) -> None:
-    """Write the positions of keys below the threshold, and of the first `ties` at it, to `out`, which is one longer."""
+    """Write the positions of keys below the threshold, and of the first `ties` at it, to `out` (one element longer)."""
     count, left = np.uint64(0), np.int64(ties)
     for p in range(np.uint64(0), np.uint64(len(keys))):
         out[count] = p

@@ -29,7 +29,7 @@ class Simulated(NamedTuple):
 
 
 class Simulation:
-    """Caches of a group's tables, for every policy and several sizes, over the same batches.
+    """Caches of a group's tables, for several policies and sizes, over the same batches.
 
     Args:
         rows: Rows of the tables.

@@ -85,7 +85,7 @@ class MappedTable:
                 raise BrokenCheckpointError(
                     f"{checkpoint.path} is broken (table {name!r} differs in shape or row order from {chain[-1].path})"
                 )
-        self._held: list[Any] = []  # keeps alive the memory that `files` points into
+        self._held: list[Any] = []  # keeps alive the memory that `_files` points into
         found: list[list[int]] = []
         layers = [0]
         for checkpoint in reversed(chain):

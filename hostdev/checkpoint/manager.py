@@ -15,7 +15,7 @@ from hostdev.core.errors import UserError
 from hostdev.host.changes import Budget
 from hostdev.kernels.bits import count_bits
 
-COPIES_BYTES = 384 << 20  # limit on rows that are copied aside; less than 1 GiB with the buffers
+COPIES_BYTES = 384 << 20  # limit on the bytes of rows that are copied aside
 SAVING_BYTES = COPIES_BYTES + BUFFERS * FILE_BYTES  # the memory that saving takes in total
 
 

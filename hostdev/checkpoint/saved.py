@@ -135,7 +135,7 @@ def open(path: Path | str, *, tables: Sequence[str] | None = None, verify: bool 
 
     Files are mapped into memory: a table of any size opens instantly, only rows that are looked up are read, and
     processes on one host share one copy. The checkpoint's folder may be deleted while the model is open; only `extra`
-    is read later. Checkpoints that are incremental, of several ranks, or of bfloat16 tables work the same way.
+    is read later. Incremental checkpoints and those of several ranks or bfloat16 tables work the same way.
     Lookups return single rows; features and pooling are up to the caller.
 
     Args:

@@ -80,7 +80,7 @@ class Pipeline:
         self._context.steps = steps
 
     def exchanged_bytes(self) -> dict[str, int]:
-        """Return the bytes of ids, rows and gradients sent to other ranks in training, and a lower bound."""
+        """Return the bytes of ids, rows and gradients sent to other ranks in training, and a lower bound on them."""
         exchange = self._context.exchanges[True]
         return {"rows": exchange.sent_bytes, "least": exchange.least_bytes}
 
@@ -97,7 +97,7 @@ class Pipeline:
 
         Args:
             batches: The requests.
-            background: Read batches in a background thread, not in the caller's.
+            background: Whether batches are read in a background thread, and not in the caller's.
             read_ahead: Maximum number of batches to read beyond the one in its step; None: as many as depth and caches
                 need.
             position: Position, in the caller's loop, of the batch before the first one.

@@ -9,7 +9,7 @@ from hostdev.pipeline.rows import FetchedRows
 
 
 class InFlight:
-    """The state of an in-flight batch that threads share; changed under the condition of `InFlightBatches`.
+    """The shared state of an in-flight batch; threads change it under the condition of `InFlightBatches`.
 
     `writes`, `rows` and `first` are each set once, by the fetcher.
     """

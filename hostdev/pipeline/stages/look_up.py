@@ -29,7 +29,7 @@ def take_memory(context: Context, batch: PlannedBatch) -> PinnedBuffer:
 
 
 def look_up(context: Context, batch: PlannedBatch, memory: PinnedBuffer) -> LookedUpBatch:
-    """Look up the rows on the host; a few conflicting rows are looked up now and again later, many only later."""
+    """Look up the rows on the host. Conflicting rows are looked up later and, unless there are many, also now."""
     number, position, request, groups, inverses, reads, writes, conflicts = batch
     rows: list[list[BatchRows]] = [[] for _ in groups]
     if context.on_host:
