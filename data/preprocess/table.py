@@ -63,7 +63,9 @@ class TableOptions:
                         f"--share {name}={owner}: {one!r} is not a column of --categorical or --bag, which "
                         f"are {listed(with_ids)}"
                     )
-            if name == owner or owner in owners:
+            if name == owner:
+                raise UserError(f"--share {name}={owner}: a column cannot share its own ids; name another column")
+            if owner in owners:
                 raise UserError(f"--share {name}={owner}: {owner!r} shares another column's ids; name that column")
         if len(owners) < len(self.share):
             raise UserError("--share names a column twice; name it once")

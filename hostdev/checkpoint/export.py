@@ -93,8 +93,8 @@ def _describe_left_out(layers: Layers, options: Options) -> Iterator[str]:
         named = ", ".join(f"{name} ({', '.join(columns)})" for name, columns in slots.items() if columns)
         yield f"not exported: the optimizer slots of {named}; --slots writes them"
     state = newest.state if isinstance(newest.state, dict) else {}
-    if state.get("extra") is not None:
-        yield "not exported: the `extra` of Runtime.save; hostdev.open(...).extra returns it"
+    if state.get("extra") is not None and not options.slots:
+        yield "not exported: the `extra` of Runtime.save; --slots writes it, and hostdev.open(...).extra returns it"
     if "more" in state:
         yield "not exported: state that only --resume needs, such as the random generators and the run's progress"
     if options.dtype == "bfloat16":

@@ -35,7 +35,7 @@ from tests.data.conftest import GOOD
             ["--label", "y", "--bag", "g=|", "--share", "g=x"],
             "--share g=x: 'x' is not a column of --categorical or --bag",
         ),
-        (["--label", "y", "--bag", "g=|", "--share", "g=g"], "--share g=g: 'g' shares another column's ids"),
+        (["--label", "y", "--bag", "g=|", "--share", "g=g"], "--share g=g: a column cannot share its own ids"),
         (
             ["--label", "y", "--bag", "g=|", "--share", "g=c", "--share", "c=g"],
             "--share g=c: 'c' shares another column's ids",
