@@ -59,7 +59,7 @@ class Access:
             loop.wrote(table, ids)
 
     def _require_body(self, table: Any, thread: int) -> None:
-        """Raise ValueError unless this is called from the body of the loop."""
+        """Raise ValueError if the caller reads ahead, is a forked process, or is not in the loop's thread."""
         if is_reading_ahead():
             raise ValueError(
                 f"table {table.name!r}: the loader, `ids` or `send` used it, but these run ahead of the loop, before "

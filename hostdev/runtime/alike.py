@@ -29,8 +29,8 @@ def get_settings(
         device: The type of the device, such as "cuda".
         depth: Number of batches that are read ahead.
         dense_exchange: One of `EXCHANGES`: how the dense gradients are summed.
-        windows: For each group, the number of batches that its cache looks ahead; None without a cache. The size and
-            the policy of a cache may differ between ranks.
+        windows: For each group, the number of batches that its cache looks ahead; None without a cache. The size of
+            a cache may differ between ranks, and so may a policy other than "lookahead".
     """
     tables = [table for group in groups for table in group.tables]
     names = ", ".join(table.name for table in tables)
@@ -50,7 +50,7 @@ def get_settings(
 
 
 def get_parameters(parameters: Sequence[Tensor]) -> Mapping[str, Any]:
-    """Describe the parameters whose gradients the ranks sum, with checksums; all ranks must have the same."""
+    """Describe the parameters whose gradients the ranks sum, with checksums of their values, to compare the ranks."""
     found: dict[str, Any] = {"the number of parameters": len(parameters)}
     for number, one in enumerate(parameters):
         values = one.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -61,14 +61,14 @@ def get_parameters(parameters: Sequence[Tensor]) -> Mapping[str, Any]:
 
 
 def make_marks(tables: Sequence[Table], frozen: Sequence[bool]) -> list[int]:
-    """Return numbers whose maxima over the ranks show whether all have the same learning rates and frozen tables."""
+    """Return numbers whose maxima over the ranks show whether all ranks have equal learning rates and frozen tables."""
     rates = [float(table.optimizer.lr) for table in tables]
     marks = [zlib.crc32(np.array(values, np.float64).tobytes()) for values in (rates, frozen)]
     return [*marks, *(-mark for mark in marks)]
 
 
 def require_marks(largest: Sequence[int], step: int) -> None:
-    """Raise UnlikeError, on all ranks, unless `make_marks` is equal on all; `largest` has its maxima over the ranks."""
+    """Raise UnlikeError, on all ranks, if their `make_marks` differ; `largest` has the maxima over the ranks."""
     whats = "the learning rates of the tables differ", "which tables are frozen differs"
     for what, most, least in zip(whats, largest[: len(whats)], largest[len(whats) :], strict=True):
         if most != -least:
