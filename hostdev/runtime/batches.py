@@ -77,7 +77,7 @@ class Loop(Generic[Item]):
         self._how: dict[str, Any] = {"background": background, "read_ahead": steps_ahead}
         self._reading: Reading | None = None  # None before the first batch and after the last
         self._runtime, self._reader, self._batches = runtime, reader, batches
-        # Ranks that do not lead get the rows of their samples from other ranks.
+        # A rank that does not lead looks up no rows: another rank does so for the same samples.
         self._batch = BodyBatch(runtime, asks=runtime.world.leads, flags=flags, features=features)
         self._stack = ExitStack()  # its callbacks must not keep the loop alive: deleting a loop closes it
         self._pass: Any = None  # None before the first batch and after the last
@@ -100,7 +100,7 @@ class Loop(Generic[Item]):
         return Body(self)
 
     def left_body(self, *, raised: bool, abandoned: bool) -> None:
-        """Record how a `for` statement over the loop ended; for `Body`.
+        """Record how a `for` statement over the loop ended; `Body` calls this.
 
         Args:
             raised: Whether the statement's body raised an exception.
@@ -110,7 +110,7 @@ class Loop(Generic[Item]):
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether an exception propagated out of a `for` statement over the loop, which has not continued since."""
+        """Whether an exception left a `for` statement over the loop, which has neither continued nor ended since."""
         return self._body.abandoned and not self._ended
 
     @property
@@ -119,7 +119,7 @@ class Loop(Generic[Item]):
         return False
 
     def __enter__(self) -> "Loop[Item]":
-        """Return the loop; it is closed at the end of the `with`."""
+        """Return the loop; it is closed at the end of the `with` statement."""
         return self
 
     def __exit__(
@@ -130,7 +130,7 @@ class Loop(Generic[Item]):
         self.close()
 
     def __len__(self) -> int:
-        """Return the number of batches; TypeError if the loader has no length."""
+        """Return the number of batches, or steps; TypeError if the loader has no length."""
         if self._length is None:
             self._length = self._reader.length(self._batches) // (self._reader.together if self._by_step else 1)
         return self._length
@@ -144,7 +144,7 @@ class Loop(Generic[Item]):
             self._close_unwatched()
 
     def _close_unwatched(self) -> None:
-        """Close the loop from where nobody can catch an error: it is printed, and the runtime's next call raises it."""
+        """Close the loop where nobody can catch an error: Python prints it, and the runtime's next call raises it."""
         try:
             self.close()
         except BaseException as error:
@@ -152,7 +152,7 @@ class Loop(Generic[Item]):
             raise
 
     def close(self) -> None:
-        """End the loop early; the tables then have all finished steps. Raises the error of an outstanding update."""
+        """End the loop early, so that the tables have all finished steps; raise the error of an outstanding update."""
         self._ended = True
         ranks = self._runtime.ranks
         if ranks is not None and self._pass is not None:
@@ -213,7 +213,7 @@ class Loop(Generic[Item]):
         return None if self._reading is None else self._reading.place
 
     def __next__(self) -> Item:
-        """Finish the previous batch, and return the next batch with its rows, or the next step."""
+        """Finish the previous batch, or step; return the next batch with its rows, or the next `Step`."""
         if self._ended:
             raise StopIteration
         try:
@@ -323,7 +323,7 @@ class PredictLoop(Loop[Item]):
         **options: Any,  # of `Loop`
     ) -> None:
         super().__init__(runtime, batches, reader, **options)
-        self._counted = ExitStack()  # held while this is one of the runtime's open loops
+        self._counted = ExitStack()  # closing it unregisters this loop from the runtime
         self._next: list[StepBatch | BaseException | None] = []  # the pipeline's answer after the last batch
 
     def _open(self) -> Any:
@@ -340,7 +340,7 @@ class PredictLoop(Loop[Item]):
         return self._next == [None] and not self._ended
 
     def left_body(self, *, raised: bool, abandoned: bool) -> None:
-        """Record how a `for` statement over the loop ended; close the loop if that was after its last batch."""
+        """Record how a `for` statement over the loop ended; close the loop if its last batch was yielded."""
         super().left_body(raised=raised, abandoned=abandoned)
         if self.is_finished:
             self.close()

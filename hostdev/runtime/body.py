@@ -27,7 +27,7 @@ class BodyState:
     """How the last body of a loop ended, as far as known.
 
     Attributes:
-        raised: Whether the body ended by an exception; None: it has not ended.
+        raised: Whether an exception ended the body; None: the body has not ended.
         abandoned: Whether an exception propagated out of the `for` statement, and the loop has not continued since.
     """
 
@@ -43,7 +43,7 @@ class BodyState:
         self._handled = None if handled is None else id(handled)  # not itself: its frames hold the loop
 
     def has_raised(self) -> bool:
-        """Return whether the body ended by an exception."""
+        """Return whether an exception ended the body."""
         if self.raised is not None:
             return self.raised
         handled = sys.exception()

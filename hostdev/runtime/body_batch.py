@@ -29,10 +29,10 @@ class BodyBatch:
         flight: The pipeline's batch.
         micros: The loader's batches in it that have not been yielded yet.
         leaves: The unique rows, by group and by table.
-        inverses: For each group, int32 [N]: each id's row, for the loader's batches that were not yielded yet.
+        inverses: For each group, int32 [N]: the row of each id in the loader's batches that have not been yielded yet.
         rows: The `Rows` that the loop has yielded for the pipeline's batch.
-        reduction: Sums the gradients of its micro-batches.
-        losses: One for each `backward`, float32 []: 0 for a finite loss, else NaN.
+        reduction: Sums the gradients of the step's micro-batches; None if `Rows.reduce` has nothing to sum.
+        losses: For each loss of a `backward`, float32 []: 0 if the loss is finite, else NaN.
         shares_rows: Whether one of the loader's batches may use only some of the rows.
     """
 
@@ -56,7 +56,7 @@ class BodyBatch:
         self._sent: list[Tensor] = []
 
     def take(self, flight: StepBatch, trains: Callable[[Table], bool]) -> None:
-        """Replace the body's batch by the next one of the pipeline.
+        """Replace the body's batch with the pipeline's next one.
 
         Args:
             flight: The batch.

@@ -1,4 +1,4 @@
-"""Gradients of rows from a loop that ended before their step, which a runtime carries into the next step."""
+"""Carries the gradients of rows from a loop that ended before their step into the runtime's next step."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from hostdev.runtime.table_settings import TableSettings
 
 
 class CarriedGradients:
-    """The gradients, of at most one batch, that wait for a step.
+    """The gradients that wait for a step; at most one batch has such gradients.
 
     Args:
         groups: The groups of tables.
@@ -21,7 +21,7 @@ class CarriedGradients:
     def __init__(self, groups: Sequence[GroupSpec], pipeline: Pipeline, settings: TableSettings) -> None:
         self._groups, self._pipeline, self._settings = groups, pipeline, settings
         self._pending: Pending | None = None
-        self.is_training = False  # whether a loop over `train` is open, which takes the steps
+        self.is_training = False  # whether a loop over `train` is open; then the loop takes the steps
 
     def keep(self, pending: Pending) -> None:
         """Keep the gradients of a loop that ended before their step."""

@@ -18,7 +18,7 @@ from hostdev.runtime.torch_hooks import Function, Replacement, TorchHooks
 
 
 class Clipped(Protocol):
-    """A loop whose rows are clipped with the parameters."""
+    """A loop whose rows' gradients are clipped with those of the parameters."""
 
     @property
     def thread(self) -> int:
