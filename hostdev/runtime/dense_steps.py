@@ -15,7 +15,7 @@ class DenseSteps:
     """The record of optimizers' steps in the loop so far, and with its current batch.
 
     Attributes:
-        any: Whether an optimizer has stepped in the loop.
+        any: Whether an optimizer has stepped with an earlier batch of the loop.
         without: Number of batches with gradients but without a step.
         stepped: `id` of each optimizer that has stepped with the batch since its last micro-batch was yielded.
     """
@@ -28,7 +28,7 @@ class DenseSteps:
     def begin_batch(self) -> None:
         """Forget the steps of the previous batch."""
         self.stepped: set[int] = set()
-        self._early: set[int] = set()  # `id` of each that stepped before that micro-batch
+        self._early: set[int] = set()  # `id` of each optimizer that stepped before that
         self._parameters: list[ReferenceType[Tensor]] = []  # dense parameters that the batch's losses reach
         self._awaits: bool | None = None  # the result of `awaits`; None: unknown
 
@@ -61,7 +61,7 @@ class DenseSteps:
         return optimizers_of([found for held in self._parameters if (found := held()) is not None])
 
     def require_on_time(self) -> None:
-        """Raise ValueError if all optimizers that stepped with the last of a step's batches also stepped before it."""
+        """Raise ValueError if all optimizers that stepped with a step's last batch also stepped with an earlier one."""
         if self.stepped and self.stepped <= self._early:
             raise ValueError(
                 "an optimizer stepped too early, before the last of the batches whose gradients are summed for a step; "
@@ -69,7 +69,7 @@ class DenseSteps:
             )
 
     def count_step(self) -> None:
-        """Count the batch; ValueError if some batches of the loop have a dense step and others do not."""
+        """Count the batch; ValueError if only some batches of the loop have an optimizer step."""
         missing = self.without if self.stepped else int(self.any)
         if missing:
             batches = "1 batch" if missing == 1 else f"{missing} batches"

@@ -30,7 +30,7 @@ class EMA:
         for batch, rows in runtime.train(loader, ids=ids):
             ...
             optimizer.step()
-            average.update(batch.user)  # the step's ids; without ids, all rows are compared
+            average.update(batch.user)  # the step's ids; without them, `update` compares all rows
         with average.applied():
             for batch, rows in runtime.predict(test_loader, ids=ids):
                 ...
@@ -74,7 +74,7 @@ class EMA:
                 duplicates allowed. None: find these rows by comparing all rows.
 
         Raises:
-            UserError: An id is out of range; the average is unchanged. Other wrong ids raise as for `HostTable.lookup`.
+            UserError: An id is out of range; the average is unchanged. For other wrong ids see `HostTable.lookup`.
         """
         if ids is None:
             read = self._read(None)
@@ -117,8 +117,8 @@ class EMA:
     def applied(self) -> Iterator[None]:
         """A context in which the averages replace the table's weights; its end restores the weights bit for bit.
 
-        The optimizer state does not change. With dtype="bfloat16" the averages are rounded to nearest. A
-        checkpoint saved within the context has the averages; writes to the weights within it are lost.
+        The optimizer state does not change. With dtype="bfloat16" the averages are rounded to nearest. A checkpoint
+        saved within the context has the averages. Writes to the weights within the context are lost.
 
         Raises:
             ValueError: The table cannot be written, for example with other ranks in a loop at depth > 0.
@@ -154,7 +154,7 @@ class EMA:
             array[...] = state[name].cpu().numpy()
 
     def _at(self, rows: Ids, step: int) -> npt.NDArray[np.float64]:
-        """Return the averages of rows [N] after `step` updates, float64 [N, D]; no later update changed these rows."""
+        """Return the averages of rows [N] after `step` updates, float64 [N, D], if no later update changed them."""
         there = self._rows[rows].astype(np.float64)
         gone = np.power(self.decay, (step - self._last[rows]).astype(np.float64))[:, None]
         return there + gone * (self._average[rows].astype(np.float64) - there)
