@@ -22,7 +22,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class FeatureBinding(NamedTuple):
-    """A feature, and the indices and dtypes of its tables."""
+    """A feature, with the positions of its tables and the dtypes of their rows."""
 
     name: str
     feature: Feature
@@ -49,11 +49,11 @@ def resolve(features: Mapping[str, FeatureTables]) -> tuple[list[FeatureBinding]
         features: For each name, a table, a tuple of tables, or a `Feature` of these.
 
     Raises:
-        TypeError: A feature has something other than tables.
+        TypeError: A feature has something that is not a table.
         ValueError: There is no feature, a feature has a table twice, or two tables have the same name.
     """
     if not isinstance(features, Mapping) or not features:
-        raise ValueError("features must be a dict: a table, a tuple of tables or a hostdev.Feature for each name")
+        raise ValueError("features must be a dict with a table, a tuple of tables or a hostdev.Feature for each name")
     specs = {str(name): value if isinstance(value, Feature) else Feature(value) for name, value in features.items()}
     users: dict[int, list[int]] = {}  # the numbers of each table's features
     tables: dict[int, Table] = {}
@@ -86,7 +86,7 @@ def resolve(features: Mapping[str, FeatureTables]) -> tuple[list[FeatureBinding]
 
 
 def require_seeds(groups: Sequence[GroupSpec], ranks: World | None) -> None:
-    """Raise UserError, on all ranks, if parts of a table have different seeds, and so do not belong together."""
+    """Raise UserError, on all ranks, if the ranks' parts of a table have different seeds."""
     ranks = ranks or ALONE_WORLD
     seeds = {table.name: table.seed for group in groups for table in group.tables}
     for rank, others in enumerate(ranks.control.share(seeds)):
@@ -121,7 +121,7 @@ class FeatureIds(NamedTuple):
     """A batch's ids of one feature."""
 
     values: npt.NDArray[Any]  # int32 or int64 [N], C-contiguous, without padding
-    offsets: Tensor | None  # int32 [B + 1], where each bag begins; None: one row per id
+    offsets: Tensor | None  # int32 [B + 1], where each bag begins, and the end; None: one row per id
     weights: Tensor | None  # float32 [N]
     shape: tuple[int, ...] | None  # shape of the given ids; None if their rows are pooled
     samples: int
