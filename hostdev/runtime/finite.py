@@ -32,7 +32,7 @@ class Flags:
         Args:
             grads: The gradients of each table's rows, float32 [U, D]; one too large for its optimizer sets `stop`.
             tables: The table of each of `grads`.
-            losses: One for each `backward`, float32 []: 0 for a finite loss, else NaN.
+            losses: For each loss of a `backward`, float32 []: 0 if the loss is finite, else NaN.
         """
         if losses:
             torch._amp_foreach_non_finite_check_and_unscale_(list(losses), self.loss, _power(0, self.loss.device))

@@ -98,14 +98,14 @@ class _NumPy:
     """The generator behind the functions of `numpy.random`.
 
     NumPy takes 35 us to return its state as a dict, and as long to set it. This class copies the bit generator's
-    memory. It gets the dict only if that memory has changed since NumPy was last known to hold no normal value: NumPy
-    draws normal values in pairs, and holds the second one outside the bit generator.
+    memory. NumPy draws normal values in pairs and holds the second one outside that memory, so the class gets the dict,
+    too, unless the memory is the same as when NumPy last held no such value.
     """
 
     name = "NumPy"
 
     def __init__(self) -> None:
-        self._plain = b""  # the memory when NumPy last held no normal value
+        self._plain = b""  # the memory when NumPy last held no second normal value
 
     def state(self) -> _State:
         raw = _raw()
@@ -125,7 +125,7 @@ class _NumPy:
             np.random.set_state(state.values)
             return
         if self.state().full:
-            np.random.seed(0)  # makes NumPy forget the normal value that it holds
+            np.random.seed(0)  # makes NumPy forget the second normal value
         bits = _bits()
         with bits.lock:
             ctypes.memmove(bits.ctypes.state_address, state.raw, len(state.raw))
