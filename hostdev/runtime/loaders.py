@@ -70,7 +70,7 @@ class RowsLoader(Generic[B]):
         return len(self._loader) if self._length is None else self._length  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[tuple[B, Rows]]:
-        """Yield the (batch, rows) of an epoch. At the first one, the previous loop is closed, and a new one opens.
+        """Yield the (batch, rows) pairs of an epoch. The first request closes the previous loop and opens a new one.
 
         Raises:
             ValueError: The loader has fewer batches than an epoch.
@@ -111,7 +111,7 @@ class PredictLoader(RowsLoader[B]):
 
 
 class TrainLoader(RowsLoader[B]):
-    """A loader of batches with their rows, from which a framework trains; the result of `Runtime.train_loader`."""
+    """A loader of batches with their rows for a framework's training; the result of `Runtime.train_loader`."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class TrainLoader(RowsLoader[B]):
     def state_dict(self) -> dict[str, int]:
         """Return the position in the epoch and the tables' step, for a framework's checkpoint.
 
-        Warns if the program does not save the tables with it.
+        Warn once if the program does not save the tables.
         """
         if not self._runtime.is_saved and not self._has_warned:
             self._has_warned = True
@@ -206,8 +206,8 @@ class FrameworkLoaders:
             trainer.fit(module, runtime.train_loader(loader, ids=ids))  # training_step gets (batch, rows)
 
         The loader has a `len`, and opens a new loop over `train` for each epoch. The trainer's own clipping
-        (`gradient_clip_val`) clips the rows with the parameters. A resumed trainer continues after the batch at which
-        it saved.
+        (`gradient_clip_val`) clips the gradients of the rows with those of the parameters. A resumed trainer continues
+        after the batch at which it saved.
 
         Args:
             loader: As for `batches` of `train`.

@@ -57,10 +57,10 @@ class TrainLoop(Loop[Item]):
         self._flags = Flags(runtime.device)
         super().__init__(runtime, batches, reader, flags=self._flags, **reading)
         self._reduce_early = reduce_early
-        self._micro_batches = micro_batches  # per step; 0: gradients are not summed in a tree's order
+        self._micro_batches = micro_batches  # per step; 0: batches are not micro-batches
         self.watcher = TrainWatcher(self._batch, runtime.settings, self._flags, runtime.ranks)
         self._of_pass = ExitStack()
-        self._position = 0  # the batch's position in the loop, from 1
+        self._position = 0  # the position of the body's batch in the loop, from 1
         self._dense = DenseExchange(
             runtime.dense_channel, micro_batches, runtime.dense_exchange, runtime.other_channels
         )
@@ -213,7 +213,7 @@ class TrainLoop(Loop[Item]):
     def _end_batch(self, *, closing: bool = False) -> None:
         if any(leaf.grads() for leaf in self._late):
             raise ValueError(
-                "a batch got gradients after an evaluation or read of its tables had ended it; call backward() earlier"
+                "a batch got gradients after an evaluation or a read of its tables finished it; call backward() earlier"
             )
         self._late = []
         batch, runtime, watcher = self._batch, self._runtime, self.watcher
@@ -240,7 +240,7 @@ class TrainLoop(Loop[Item]):
         return any(rows.guarded is not None and rows.guarded[1].has_raised for rows in self._batch.rows)
 
     def _keep_pending(self, flight: StepBatch) -> None:
-        """Keep the rows' gradients for the next step if none was taken, as dense parameters keep theirs in `.grad`."""
+        """Keep the rows' gradients for the next step if the batch had no step, as `.grad` keeps the dense ones."""
         batch, watcher = self._batch, self.watcher
         steps, carried = watcher.steps, self._runtime.loops.carried
         if steps.stepped or batch.reduction is not None or not batch.has_gradients():
