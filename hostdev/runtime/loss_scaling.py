@@ -23,7 +23,7 @@ class LossScaling:
         self._origin: scaling.Origin | None = None  # None: no loss was scaled
         self._overflow: Tensor | None = None  # float32 []: not 0 if divided gradients are not finite
         self.is_unscaled = False
-        self._by_optimizer = False  # whether they were divided as `Runtime.optimizer`'s
+        self._by_optimizer = False  # whether a scaler divided them as those of `Runtime.optimizer`
 
     @property
     def has_scaled(self) -> bool:
@@ -37,7 +37,7 @@ class LossScaling:
         return None if scaled is None else scaled[0]
 
     def scaled(self, losses: object) -> None:
-        """Note that a scaler has multiplied these losses."""
+        """Record that a scaler has multiplied these losses."""
         if self._origin is None:
             self._origin = scaling.Origin(plain=bool(self._batch.gradients))
             for leaf in self._batch.all_leaves:
@@ -56,7 +56,7 @@ class LossScaling:
         self._by_optimizer = False
 
     def unscale(self, scaler: GradScaler) -> dict[torch.device, Tensor]:
-        """Divide the rows' gradients once; return, by device, whether some are not finite, float32 []."""
+        """Divide the rows' gradients once; return, by device, float32 []: not 0 if some gradients are not finite."""
         if self.is_unscaled or not self.is_scaled():
             return {}
         scaled = scaling.scaler_since(self._since)
@@ -72,12 +72,12 @@ class LossScaling:
         return {self._device: found}
 
     def require_scaled_alike(self) -> None:
-        """Raise ValueError if only some gradients are of scaled losses, or if ranks exchange them."""
+        """Raise ValueError if only some gradients are of scaled losses, or if ranks exchange such gradients."""
         if self.is_scaled():
             self._require_alone()
 
     def rows_unscaled(self, found: dict[torch.device, Tensor]) -> None:
-        """Record that a scaler has divided the gradients of `Runtime.optimizer`; complete its `found`."""
+        """Record that a scaler has divided the gradients of `Runtime.optimizer`; complete the scaler's `found`."""
         if not found:  # they were already divided, or there are none
             found[self._device] = self._scalar(0.0) if self._overflow is None else self._overflow.to(self._device)
         self.is_unscaled = self._by_optimizer = True

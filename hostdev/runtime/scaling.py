@@ -49,7 +49,7 @@ class Scaled(Protocol):
         """Return whether the gradients are of scaled losses; ValueError if only some are."""
 
     def unscale(self, scaler: GradScaler) -> dict[torch.device, Tensor]:
-        """Divide the gradients; return, by device, whether some are not finite, float32 []."""
+        """Divide the gradients; return, by device, float32 []: not 0 if some gradients are not finite."""
 
 
 class Waiting(Scaled, Protocol):
@@ -66,7 +66,7 @@ class LossRecord(Scaled, Protocol):
     """The scaled losses of a loop's batch."""
 
     def scaled(self, losses: object) -> None:
-        """Note that a scaler has multiplied these losses."""
+        """Record that a scaler has multiplied these losses."""
 
     def overflowed(self, found: Tensor) -> None:
         """Record a check of gradients of parameters or rows, float32 []: not 0 if some are not finite."""

@@ -26,7 +26,7 @@ class LossScaling(Protocol):
     is_unscaled: bool  # the gradients of its rows have been divided by the scale
 
     def require_scaled_alike(self) -> None:
-        """Raise ValueError if only some gradients are of scaled losses, or if ranks exchange them."""
+        """Raise ValueError if only some gradients are of scaled losses, or if ranks exchange such gradients."""
 
     def rows_unscaled(self, found: dict[torch.device, Tensor]) -> None:
         """Record that a scaler has divided the rows' gradients; complete the scaler's record, `found`."""
