@@ -1,4 +1,4 @@
-"""The program's own random generators: the same draws at any depth, or an error.
+"""Makes the program's own random generators draw the same numbers at any depth, or raises an error.
 
 A global generator has streams for reading (`random_streams`). A generator of the program, such as
 `numpy.random.default_rng(0)`, has the same order of draws at any depth if only reading (the loader, `ids`, `send`) or
@@ -22,9 +22,9 @@ import torch
 
 from hostdev.runtime.generators import set_torch_state, torch_state
 
-_MOST_OBJECTS = 2000  # objects to search at most
-_DEEPEST = 6  # levels of references, from the loader, `ids` or `send` on
-_LONGEST = 64  # items of a container that is searched
+_MOST_OBJECTS = 2000  # maximum number of objects to search
+_DEEPEST = 6  # levels of references to follow from the loader, `ids` and `send`
+_LONGEST = 64  # items; longer containers are not searched
 
 
 class Draw(NamedTuple):
@@ -49,7 +49,7 @@ class OwnGenerators:
             deque()
         )  # for each prefetched batch: the states, before its read, of the generators that it drew from
         self._is_first = True
-        self._read: set[int] = set()  # those that any read but the first, which is not ahead, drew from
+        self._read: set[int] = set()  # those that a read drew from; the first read, which is not ahead, does not count
         self._elsewhere: set[int] = set()  # those that other code drew from between two reads
 
     def before_read(self) -> None:
@@ -73,11 +73,11 @@ class OwnGenerators:
         self._require_own()
 
     def failed(self) -> None:
-        """Accept the draws of a read that raises an error: depth 0 would have made them, too."""
+        """Accept the draws of a read that raised an error: depth 0 would have made them, too."""
         self._changed()
 
     def give(self) -> None:
-        """Count a batch as yielded; ValueError if the body before it has drawn from a shared generator."""
+        """Count a batch as yielded; ValueError if the previous batch's body has drawn from a shared generator."""
         self.before_read()
         self._ahead.popleft()
 
@@ -97,7 +97,7 @@ class OwnGenerators:
         self._require_own()
 
     def _changed(self) -> dict[int, bytes]:
-        """Return the generators that were drawn from since the last call, each with its state at that time."""
+        """Return the generators that were drawn from since the last call, each with its state at the last call."""
         changed = {}
         for key, one in self._found.items():
             state = _state(one)
@@ -119,9 +119,9 @@ def repeat(draws: list[Draw]) -> None:
 
 
 _SHARED = (
-    "the loader, `ids` or `send` and {} both draw from one {}, and the loop reads ahead: the order of the draws would "
-    "depend on the depth. Give each its own generator, draw from the global ones, or use read_ahead=0, which reads "
-    "nothing ahead"
+    "the loader, `ids` or `send` draws from the same {1} as {0}, and the loop reads ahead: the order of the draws "
+    "would depend on the depth. Give each its own generator, draw from the global ones, or use read_ahead=0, with "
+    "which a loop that does not accumulate reads nothing ahead"
 )
 
 

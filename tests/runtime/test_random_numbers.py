@@ -227,7 +227,7 @@ def test_a_generator_of_the_programs_own_that_both_use():
 
     ids = drawn_ids(lambda: shared.integers(0, ROWS, SIZE))
     with pytest.raises(
-        ValueError, match=r"body both draw from one Generator, and the loop reads ahead: .* read_ahead=0"
+        ValueError, match=r"the same Generator as the loop's body, and the loop reads ahead: .* read_ahead=0"
     ):
         through(BATCHES, ids, shared.random)
     through(BATCHES, ids, shared.random, read_ahead=0)
@@ -313,9 +313,9 @@ def test_a_loop_that_is_left_after_a_draw_that_would_be_another(monkeypatch):
     monkeypatch.setattr(sys, "unraisablehook", lambda raised: printed.append(str(raised.exc_value)))
     through(runtime, BATCHES, drawn_ids(lambda: own.integers(0, ROWS, SIZE)), draw=own.random)
     assert len(printed) == 1
-    assert "body both draw from one Generator" in printed[0]
+    assert "the same Generator as the loop's body" in printed[0]
     with pytest.raises(
-        AbandonedLoopError, match="ValueError: .*the loop's body both draw from one Generator"
+        AbandonedLoopError, match="ValueError: .*draws from the same Generator as the loop's body"
     ) as caught:
         runtime.write_back()
     assert isinstance(caught.value.__cause__, ValueError)
@@ -324,7 +324,7 @@ def test_a_loop_that_is_left_after_a_draw_that_would_be_another(monkeypatch):
     iterator = ({"positive": batch, "negative": own.integers(0, ROWS, SIZE)} for batch in BATCHES)
     through(runtime, iterator, None, draw=lambda: None)
     own.random()
-    with pytest.raises(ValueError, match="between two loops both draw from one Generator"):
+    with pytest.raises(ValueError, match="the same Generator as the code between two loops"):
         through(runtime, iterator, None, draw=lambda: None)
 
 
@@ -352,7 +352,7 @@ def test_where_a_generator_may_be():
         return {"positive": batch, "negative": rng.integers(0, ROWS, SIZE)}
 
     for loader, ids in ((BATCHES, by_keyword), (Inheriting(own), None)):
-        with pytest.raises(ValueError, match="body both draw from one Generator"):
+        with pytest.raises(ValueError, match="the same Generator as the loop's body"):
             for _, rows in Program(2, None).runtime.train(loader, ids=ids):
                 (rows["negative"].sum() * own.random()).backward()
 
