@@ -19,7 +19,7 @@ from hostdev.runtime.watcher import TrainWatcher
 
 
 class AbandonedLoopError(RuntimeError):
-    """The end of a loop failed after the program had left it; `__cause__` is the error."""
+    """The end of a loop failed after the program had left the loop; `__cause__` is the error."""
 
 
 class Loops:
@@ -162,7 +162,7 @@ class Loops:
         self.iterators.clear()
 
     def _close_abandoned(self, *, but: AnyTrainLoop | None = None) -> None:
-        """Close loops that are finished, or whose body has raised: a notebook's traceback may keep them alive."""
+        """Close loops, except `but`, that are finished or left by an error: a notebook's traceback may hold them."""
         training = [trained_by(table) for table in self._tables.values()]
         for loop in [*training, *self._predict_loops]:
             if loop is not None and (loop.is_abandoned or loop.is_finished) and loop is not but:

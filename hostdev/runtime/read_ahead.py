@@ -69,8 +69,8 @@ class Iterators:
 
     def __init__(self) -> None:
         self._held: list[ReadAhead] = []
-        self._last: ReadAhead | None = None  # of the last loop over train
-        self._loaded: Place | None = None  # a loaded checkpoint's
+        self._last: ReadAhead | None = None  # that of the last loop over `train`
+        self._loaded: Place | None = None  # a loaded checkpoint's position
 
     def get(self, source: Iterator[Any], *, train: bool) -> ReadAhead:
         """Return an iterator's record, which has the batches that an earlier loop has read but not used."""

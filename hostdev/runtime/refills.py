@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 _DEEPEST = 4  # levels of containers and objects that are searched
-_LONGEST = 256  # items of a container that is searched
-_MOST_BYTES = 1 << 13  # compared per array: some suffice, since a refill changes all
+_LONGEST = 256  # items; longer containers are not searched
+_MOST_BYTES = 1 << 13  # to compare per array: a part suffices, since a refill changes all
 
 ArrayOrTensor = Tensor | npt.NDArray[Any]
 
