@@ -1,7 +1,7 @@
 """Gradients of rows that wait for a step, after a loop ended between `backward` and the optimizer's step.
 
 The dense parameters keep such gradients in `.grad`: they count in the next step, unless `zero_grad` is called first.
-The gradients of the rows count in the same step. The next loop adds their rows to its first batch, which is alone in
+The gradients of the rows count in the same step. The next loop adds these rows to its first batch, which is alone in
 the pipeline. When that batch's first gradients arrive, the loop checks whether the dense parameters still have the
 earlier ones.
 """
@@ -42,7 +42,7 @@ class _Held(NamedTuple):
     optimizer: Optimizer
     parameter: Tensor
     grad: Tensor
-    version: int  # torch's count of writes to `grad`; -1: it was all 0
+    version: int  # torch's count of writes to `grad`; -1: `grad` was all 0
 
     def is_gone(self) -> bool:
         """Return whether `zero_grad` has removed the gradient, or set it to 0 (with `set_to_none=False`)."""
@@ -52,11 +52,11 @@ class _Held(NamedTuple):
 
 
 class Pending:
-    """Gradients of rows from batches without a step.
+    """Gradients of rows from batches that had no step.
 
     Args:
         groups: The gradients by group of tables, in the runtime's order.
-        optimizers: The dense optimizers that have gradients of the same batches; empty if the loop has none.
+        optimizers: The dense optimizers that have gradients of the same batches; empty if there are none.
         apply: Takes a step with these gradients alone.
         scaler: The scaler that has multiplied the losses; it divides these gradients together with the dense ones.
     """
@@ -79,7 +79,7 @@ class Pending:
         self.thread = threading.get_ident()
 
     def is_kept(self) -> bool:
-        """Return whether the dense parameters still have their gradients from the same batches."""
+        """Return whether the gradients still count: they were not dropped, and the dense gradients still exist."""
         if any(one.is_gone() for one in self._held):
             self._dropped = True
         return not self._dropped
@@ -146,8 +146,8 @@ def gradients_left(
     Args:
         flight: The batch.
         leaves: The batch's rows, by group and by table.
-        uses: For each yielded batch of the loader, the occurrences by group; rows without any are left out.
-        more: For each group, positions of further rows with gradients.
+        uses: For each yielded batch of the loader, the occurrences by group; rows that do not occur are left out.
+        more: For each group, positions of further rows with gradients; None: there are none.
     """
     left = []
     for number, (part, group) in enumerate(zip(flight.groups, leaves, strict=True)):
@@ -200,12 +200,12 @@ class FirstBatch:
                 self.pending.add_to(leaves, self.places(inverses))
 
     def places(self, inverses: Sequence[Tensor]) -> list[Tensor]:
-        """Return, by group, the pending rows' positions among the batch's rows; their ids are the request's last."""
+        """Return, by group, the positions of the pending rows, whose ids end the request, among the batch's rows."""
         groups = self.pending.groups
         return [at[len(at) - len(rows.ids) :] for at, rows in zip(inverses, groups, strict=True)]
 
     def wrote(self, table: Any, ids: Ids | None) -> None:
-        """Let `end` restore what the program has written to a table: ids int32 or int64 [N], or None for all rows."""
+        """Make `end` restore the values just written to a table: ids int32 or int64 [N], or None for all rows."""
         for number, (one, own, _, _) in enumerate(self._before):
             if one is table and (ids is None or np.isin(own, ids).any()):
                 self._before[number] = (table, own, *_read(table, own))

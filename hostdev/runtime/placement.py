@@ -49,7 +49,7 @@ def cache_specs(
             raise UserError(f"a cache for table {name!r}, which is on the device, has no effect; leave it out")
         if specs[found[0]] is not None:
             raise ValueError(
-                f"table {name!r} shares its ids, and so its cache, with another table that is given one; leave one out"
+                f"table {name!r} shares its ids, and so its cache, with another table that `cache` names; leave one out"
             )
         if value is not None:
             specs[found[0]] = value if isinstance(value, CacheSpec) else CacheSpec(value)
@@ -83,7 +83,7 @@ def require_parts(groups: list[GroupSpec], ranks: Ranks | None) -> None:
 
 
 def require_room(groups: list[GroupSpec], specs: list[CacheSpec | None], depth: int, device: torch.device) -> None:
-    """Raise UserError if host memory is too small for a runtime and its tables."""
+    """Raise UserError if the free host memory is too small for what a runtime needs besides its tables."""
     sizes = [
         room.GroupSize(
             group.tables[0].rows,
