@@ -48,14 +48,14 @@ class Place(NamedTuple):
 
 
 class RandomStreams:
-    """Random streams for the batches of one loader, each with a number.
+    """The random streams of one loader's batches, which are numbered.
 
     Args:
         device: The runtime's device, whose generator counts as a global one.
         place: Where an earlier loop over the same batches ended, or a checkpoint's position; None: a new sequence.
         stride: Number of batches of a step, over all processes.
         each: Number of consecutive batches of a step that this process reads.
-        first: Number of batches of a step that other processes read before these.
+        first: Number of a step's batches that precede these and are read by other processes.
 
     Attributes:
         start: Number of batches that this process had yielded when the loop began.
@@ -107,7 +107,7 @@ class RandomStreams:
                 one.restore(state)
 
     def give(self, drew: Sequence[str]) -> None:
-        """Count a batch as yielded, for which reading drew from these generators.
+        """Count a batch as yielded; reading it drew from the generators of these names.
 
         At its first use a generator is advanced by one number, so that the next loop begins from another state.
         """
@@ -123,8 +123,8 @@ def make_streams(device: torch.device, ranks: Ranks | None, place: Place | None,
 
     Args:
         device: The runtime's device.
-        ranks: The other processes, each of which reads its share of a step's batches.
-        place: The position at which the batches continue; None: at their beginning.
+        ranks: The joined processes, each of which reads its share of a step's batches; None: this process is alone.
+        place: The position at which the batches continue; None: they begin.
         each: Number of batches of a step that this process reads.
     """
     share, shares = (ranks or ALONE_WORLD).share()

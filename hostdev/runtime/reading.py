@@ -1,4 +1,4 @@
-"""Reads a loop's loader so that the program's own code gives the same results at any depth, or raises an error.
+"""Reads a loop's loader: the program's own code gives the same results at any depth, or an error is raised.
 
 The loader, `ids` and `send` are the program's code. They run in the loop's thread, but ahead of the body. Each
 consequence has its module: random numbers (`random_streams`, `own_generators`), reused memory (`refills`), prefetched
