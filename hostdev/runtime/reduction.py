@@ -16,7 +16,7 @@ from hostdev.runtime.row_parameter import RowParameter
 
 
 class Reduction:
-    """The sums over the micro-batches of one step so far.
+    """The sums over those micro-batches of a step that are finished.
 
     Args:
         leaves: The unique rows of every table.
@@ -25,8 +25,8 @@ class Reduction:
         ranks: The processes that have the other micro-batches; None: this process has all.
         dense: Exchanges the gradients of parameters with other ranks.
         flight: The step's batch.
-        losses: One for each `backward`, float32 []: 0 for a finite loss, else NaN.
-        steps: The channel to other ranks for small values of each step.
+        losses: For each loss of a `backward`, float32 []: 0 if the loss is finite, else NaN.
+        steps: The channel to other ranks for small values of each step; None without other ranks.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class Reduction:
         self._rows: TreeSum[Grads] = TreeSum(add_lists)
         self._dense: TreeSum[Grads] = TreeSum(add_lists)
         self._first = 0 if ranks is None else ranks.share()[0] * count
-        self._rows_come: dict[int, Grads] = {}  # the rows' gradients by micro-batch, if these end out of order
+        self._rows_come: dict[int, Grads] = {}  # the rows' gradients by micro-batch, which may end out of order
         self._next = self._first
         self._parameters: list[Tensor] = []
         self._values: list[Tensor | None] = []
         self.in_two = False  # whether gradients are sent in two parts: all ranks know which go first
-        self.parts: list[list[Tensor] | None] = []  # with ranks, for each leaf: gradients by this rank's nodes, or None
+        self.parts: list[list[Tensor] | None] = []  # with ranks, for each leaf: gradients of this rank's nodes, or None
 
     @property
     def has_ranks(self) -> bool:
@@ -58,7 +58,7 @@ class Reduction:
         return self._ranks is not None
 
     def has_sums(self, *, reduced: bool) -> bool:
-        """Return whether the rows have the gradients of the whole step on this rank."""
+        """Return whether the rows have the gradients of the whole step; with other ranks, always False."""
         return self._ranks is None and reduced and self._next >= self.count
 
     def require_sums(self, *, reduced: bool) -> None:
@@ -69,7 +69,7 @@ class Reduction:
                 "clip model.parameters() alone"
             )
         if not self.has_sums(reduced=reduced):
-            raise ValueError("rows.parameters() has the step's sums: call it after the last reduce() of the step")
+            raise ValueError("rows.parameters() returns the step's sums: call it after the last reduce() of the step")
 
     @property
     def has_rows(self) -> bool:
@@ -205,7 +205,7 @@ def _taken(tensors: Sequence[Tensor]) -> Grads:
 
 
 def _stacked(values: Sequence[Tensor | None]) -> Tensor | None:
-    """Return all values, with 0 for a micro-batch without any; None if no micro-batch has any."""
+    """Return the values of all micro-batches, with 0 for missing ones; None if all are missing."""
     given = next((value for value in values if value is not None), None)
     if given is None:
         return None

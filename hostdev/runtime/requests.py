@@ -48,7 +48,7 @@ def _is_sent(leaf: Any) -> bool:
 
 
 def _to_tensor(leaf: Any) -> Any:
-    """Return an array of numbers as a tensor, a copy only if torch cannot use its memory; others unchanged."""
+    """Return an array of numbers as a tensor, copied only if torch cannot use its memory; return others unchanged."""
     if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "biufc":
         return leaf
     native = leaf.astype(leaf.dtype.newbyteorder("="), copy=False)
@@ -63,9 +63,9 @@ class Reader:
         groups: The groups of the runtime's tables.
         ids: Returns a batch's ids by feature; None if the batches are dicts that have them.
         send: Returns the parts of a batch that the loop needs, in any structure, whose tensors are sent to the device.
-        together: Number of batches that make one step.
+        together: Number of batches in a step.
         whole: Whether a step with fewer batches is an error, as with micro-batches.
-        asks: Whether to look the rows up; otherwise another rank does so for the same samples.
+        asks: Whether to look up the rows; otherwise another rank looks them up for the same samples.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Reader:
         ] = []  # pending checks of the request's batches
 
     def requests(self, reading: Reading) -> Iterator[Request]:
-        """Read the batches, and yield a request for each step, which has `together` of them."""
+        """Read the batches, and yield a request for each step of `together` batches."""
         number = 0
         while True:
             micros: list[MicroBatch] = []
@@ -142,7 +142,7 @@ class Reader:
         return MicroBatch([_to_tensor(leaf) for leaf in leaves], structure, ids)
 
     def _require_in_range(self, checks: list[tuple[int, list[FeatureIds], Mapping[str, FeatureInput]]]) -> None:
-        """Raise UserError for an id outside its table. It reads all ids, and so runs outside the loop's thread."""
+        """Raise UserError for an id outside its table. At depth > 0, the pipeline calls this in another thread."""
         while checks:  # popped, so that nothing keeps the loader's batches alive
             number, ids, given = checks.pop(0)
             try:
