@@ -78,7 +78,7 @@ def test_what_is_kept_for_rows_is_what_is_allocated(runtime):
     ]
     parts = kept(sizes, depth=2, slots_on_host=True, uses=100, copies=1 << 20)
     assert parts["tables"] == sum(table.storage.nbytes for table in tables)
-    assert parts["claims of rows"] == 1077
+    assert parts["last writers of rows"] == 1077
     assert parts["cached rows"] == cache.nbytes
     assert parts["the cache's plan"] == cache.planner.nbytes + 4 * 100  # of the slots, as yet empty
     changes = [table.note_changes() for table in tables]
@@ -124,7 +124,7 @@ def test_counts_that_are_there_need_no_more_memory(runtime, monkeypatch):
 
 def test_a_runtime_is_refused_before_it_allocates(runtime, monkeypatch):
     monkeypatch.setattr("hostdev.runtime.room.available_bytes", lambda: 1000)
-    with pytest.raises(UserError, match=r"the cache's plan .*, claims of rows .* bytes .*, but 1000 bytes"):
+    with pytest.raises(UserError, match=r"the cache's plan .*, last writers of rows .* bytes .*, but 1000 bytes"):
         Runtime({"both": runtime.tables["t3"]}, device="cpu", cache="10%")
 
 

@@ -14,9 +14,9 @@ from hostdev.core.errors import UserError
 from hostdev.core.memory import TableShape, available_bytes, format_bytes, row_bytes
 from hostdev.runtime.spec import CacheSpec
 
-_USE_BYTES = 24  # of an occurrence: its id, the unique id, and the position of the unique id
+_USE_BYTES = 24  # per occurrence: its id, the unique id, and the position of the unique id
 COUNTS = "counts of uses"  # allocated before everything else
-_MARKS = 3  # bitmaps of rows while a checkpoint is saved: to save, not yet read, written since
+_MARKS = 3  # bitmaps of rows while a checkpoint is saved: rows to save, not yet read, and written since
 
 
 class GroupSize(NamedTuple):
@@ -31,7 +31,7 @@ class GroupSize(NamedTuple):
 def kept(
     groups: Iterable[GroupSize], *, depth: int, slots_on_host: bool, uses: int = 0, copies: int = 0
 ) -> dict[str, int]:
-    """Return, by name, an upper bound of the bytes of each part of host memory; empty parts are left out.
+    """Return, by name, an upper bound on the bytes of each part of host memory, without empty parts.
 
     Args:
         groups: The tables.
@@ -43,7 +43,7 @@ def kept(
     Raises:
         UserError: A table has too many rows for a cache.
     """
-    names = "tables", "cached rows", "the cache's plan", COUNTS, "claims of rows", "batches in flight"
+    names = "tables", "cached rows", "the cache's plan", COUNTS, "last writers of rows", "batches in flight"
     parts = dict.fromkeys((*names, "marks of changes", "copies for checkpoints"), 0)
     window = passing = 0
     for group in groups:
@@ -52,7 +52,7 @@ def kept(
         row, whole = row_bytes(group.tables)
         parts["tables"] += sum(table.nbytes(group.rows) for table in group.tables)
         if depth:
-            parts["claims of rows"] += group.rows
+            parts["last writers of rows"] += group.rows
         if copies:
             parts["marks of changes"] += _MARKS * len(group.tables) * -(-group.rows // 8)
         if group.cache is not None:
