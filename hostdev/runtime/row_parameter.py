@@ -15,7 +15,7 @@ from hostdev.runtime.features import Table
 
 
 class RowOrder:
-    """The positions of the ids' rows, if a cache's plan orders the rows; sent to the device at their first use.
+    """The positions of the ids' rows, if a cache or other ranks reorder the rows; sent to the device at first use.
 
     Args:
         places: int32 [U], the position of each id's row.
@@ -50,12 +50,12 @@ class RowOrder:
 class RowParameter:
     """A batch's unique rows of one table, float32 [U, D] on the device, and their gradient.
 
-    With a cache, its plan orders the rows. Sums over rows, such as a norm, must be in the order of the ids, as without
-    a cache: `parameter` has the gradient in that order, and `take_grad` returns it in the order of the rows.
+    A cache or other ranks reorder the rows. Sums over rows, such as a norm, must still be in the order of the ids:
+    `parameter` has the gradient in that order, and `take_grad` returns it in the order of the rows.
 
     Args:
         table: The table.
-        values: The rows, float32 [U, D], in the order of the plan.
+        values: The rows, float32 [U, D], in the pipeline's order.
         order: The positions of the ids' rows; None if the rows are in the order of the ids.
         trained: Whether the rows get a gradient.
     """
@@ -101,7 +101,7 @@ class RowParameter:
             self._parameter.grad = None
 
     def parameter(self) -> Tensor:
-        """Return a tensor with the gradient in the order of the ids; its `grad` may be changed in place or replaced.
+        """Return a tensor whose `grad` is the gradient in the order of the ids; it may be changed in place or replaced.
 
         Later backward passes add to that gradient, too.
         """
@@ -116,14 +116,14 @@ class RowParameter:
         return self._parameter
 
     def in_ids(self) -> Tensor:
-        """Return the rows in the order of the ids, differentiable."""
+        """Return the rows in the order of the ids, as a differentiable tensor."""
         if self._order is None:
             return self.rows
         out: Tensor = _InOrderOfIds.apply(self.rows, self._order)  # type: ignore[no-untyped-call]
         return out
 
     def select(self, places: Tensor) -> Tensor:
-        """Return the rows at these positions, int64 [any], all different; differentiable."""
+        """Return the rows at positions int64 [P], all different, as a differentiable tensor."""
         out: Tensor = _Select.apply(self.rows, places)  # type: ignore[no-untyped-call]
         return out
 
@@ -134,7 +134,7 @@ class RowParameter:
 
 def _forward_grad(parameter: Tensor, order: RowOrder, rows: Tensor) -> None:
     """Move the rows' gradient to `parameter`, whose rows are in the order of the ids; add it to a gradient there."""
-    if rows.grad is None:  # the backward pass has given only other tables gradients
+    if rows.grad is None:  # the backward pass gave gradients only to other tables
         return
     grad, rows.grad = order.in_ids(rows.grad), None
     parameter.grad = grad if parameter.grad is None else parameter.grad + grad

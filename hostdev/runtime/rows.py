@@ -86,16 +86,16 @@ class FeatureRows:
         if self.over:
             raise ValueError(
                 "this batch is over: the loop has asked for the next one, or an evaluation has finished it; use "
-                "rows in the body of their own batch, before evaluations"
+                "rows only in the body of their own batch, before evaluations"
             )
 
 
 class Rows(FeatureRows):
     """A batch's rows by feature, on the device; their gradients update the tables.
 
-    It has the methods of a read-only dict. The rows of a feature with one id per sample are [B, D]; with k ids, [B, k,
-    D]; with bags, [B, D] if pooled, else [N, D]. A feature with several tables has a tuple of these, one for each
-    table. Loops create it.
+    It has the methods of a read-only dict. A feature's rows are [B, D] if pooled or with one id per sample, [B, k, D]
+    with k ids per sample, and [N, D] with bags. A feature with several tables has a tuple of these, one for each table.
+    Loops create it.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Rows(FeatureRows):
     ) -> None:
         super().__init__(values, hint)
         self._flight, self._staging, self._flags, self._due = flight, staging, flags, due
-        self._losses = losses  # for each `backward`: 0, or NaN for a loss that is not finite
+        self._losses = losses  # for each loss of a `backward`: 0, or NaN for a loss that is not finite
         self._reduction = reduction  # sums over a step's micro-batches
         self._has_others = shares_rows or reduction is not None  # whether other batches of the step may use some rows
         self.reduced = False
@@ -146,7 +146,7 @@ class Rows(FeatureRows):
         of all batches of the step, with the gradients so far.
 
         Returns:
-            For each table, float32 [U, D]: a row for each unique id of the batch, in order of first occurrence.
+            For each table that is not frozen, float32 [U, D]: a row for each unique id, in order of first occurrence.
 
         Raises:
             ValueError: The last `reduce` is missing, or there are other ranks, so that no rank has all gradients.
@@ -179,7 +179,7 @@ class Rows(FeatureRows):
             With the last micro-batch, the values of all micro-batches, float32 [M, ...], 0 for missing ones; else None.
 
         Raises:
-            ValueError: It was called twice, parameters or shapes are wrong, or ranks get a gradient not in float32.
+            ValueError: It was called twice, parameters or shapes are wrong, or, with ranks, a parameter is not float32.
         """
         self._require_open()
         if self._reduction is None:
@@ -190,7 +190,7 @@ class Rows(FeatureRows):
         return self._reduction.add(parameters, values)
 
     def unique(self, table: str) -> tuple[Tensor, Tensor]:
-        """Return a table's unique rows of the batch, and how often the batch uses each, for a term of the loss.
+        """Return the batch's unique rows of a table, and how often the batch uses each, for a term of the loss.
 
         Returns:
             The rows, float32 [U, D], differentiable, in order of first occurrence; and the counts, float32 [U]. If
@@ -228,13 +228,13 @@ class Rows(FeatureRows):
     ) -> Outcome:
         """Make a step that is not finite change nothing, on device and host, without a device sync.
 
-        Call it between `backward` and the optimizer's step. A pass over the gradients of the optimizer's parameters and
-        of the rows sets a flag on the device. While it is not 0, the optimizer and the updates of rows do nothing, in
-        this step and in those queued after it.
+        Call it between `backward` and the optimizer's step. If a gradient of the optimizer's parameters or of the
+        rows is not finite, a flag on the device is set. While it is not 0, the optimizer and the updates of rows do
+        nothing, in this step and in those queued after it.
 
         Args:
             optimizer: An optimizer that accepts torch's `found_inf`, such as Adam(fused=True).
-            look_at: Other tensors that must be finite: losses, float32.
+            look_at: Other float32 tensors that must be finite, such as losses.
             results: Small tensors for the host, which must not be changed in place afterwards.
             read: Returns the outcome's value for the results and the flag, float32 [1]. If the flag is not 0, it must
                 raise an error, which the loop raises before the host's rows change.
@@ -243,7 +243,7 @@ class Rows(FeatureRows):
         if self._flags is None:
             raise ValueError("guard() was called in a loop over `predict`, which takes no steps")
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
-            raise ValueError(f"{type(optimizer).__name__} does not take found_inf; use a torch optimizer, fused=True")
+            raise ValueError(f"{type(optimizer).__name__} ignores found_inf; use a torch optimizer with fused=True")
         dense = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         grads = [(grad, leaf.table) for leaf in self.leaves for grad in leaf.grads()]
         self._flags.check_others([*look_at, *dense, *self._losses])
@@ -271,7 +271,7 @@ class Rows(FeatureRows):
         return self._flight.position
 
     def let_go(self) -> None:
-        """Release the features' rows, whose gradients have arrived."""
+        """Release the features' rows, because their gradients have arrived."""
         self._values, self._unique = {}, {}
 
     def end(self) -> None:

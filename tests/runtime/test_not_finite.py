@@ -152,7 +152,7 @@ def test_a_guard_needs_an_optimizer_that_can_wait():
     case = Case()
     for label, rows in case.loop(batches_of(1)):
         loss_of(case.model, rows, label).backward()
-        with pytest.raises(ValueError, match="Adam does not take found_inf; use a torch optimizer, fused=True"):
+        with pytest.raises(ValueError, match="Adam ignores found_inf; use a torch optimizer with fused=True"):
             rows.guard(case.adam, [], [], list)
 
 
