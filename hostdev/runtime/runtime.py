@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class Runtime(FrameworkLoaders):
-    """Looks up the rows of a model's tables ahead of each batch, and updates them with their gradients.
+    """Looks up the rows of each batch ahead of its step, and updates the tables with the gradients of the rows.
 
     ::
 
@@ -70,10 +70,10 @@ class Runtime(FrameworkLoaders):
         features: For each name, a table, a tuple of tables that are looked up with the same ids, or a `Feature` of
             these. Several features may share a table.
         device: Where the rows go: "auto", "cpu", "cuda", ..., or a torch.device.
-            On the CPU, torch's idle threads spin for a shorter time from now on and glibc keeps freed memory, for the
-            whole process, unless GOMP_SPINCOUNT or OMP_WAIT_POLICY, or glibc's MALLOC_ variables, are set.
-        cache: Hot rows on the device: a number of rows or a share of each table such as "10%", or a `CacheSpec`; or a
-            dict of these by table name, for that table and those that are looked up with the same ids.
+            On the CPU, a Runtime changes the whole process: torch's idle threads spin for a shorter time, unless
+            GOMP_SPINCOUNT or OMP_WAIT_POLICY is set, and glibc keeps freed memory, unless its own variables are set.
+        cache: Size of the cache of hot rows on the device: a number of rows or a share of each table such as "10%", or
+            a `CacheSpec`; or a dict of these by table name. Tables that are looked up with the same ids share a cache.
         depth: Number of batches that are read and looked up ahead of the one in its step; 0 runs the stages serially.
         ranks: The joined processes (`hostdev.parallel`), each with a part of every table; all must create their
             runtimes in the same order. None: this process is alone, which it must confirm by `hostdev.alone()` if a
@@ -145,7 +145,7 @@ class Runtime(FrameworkLoaders):
         self.loops = Loops(self.group_specs, self.pipeline, self.settings, Access(self), self.loaders)
         self._saved: RuntimeCheckpoints | None = None
         self._closed = False
-        self.saves_with_framework = False  # whether the framework's checkpoints have the tables, too
+        self.saves_with_framework = False  # whether a framework's checkpoints also have the tables
 
     @property
     def tables(self) -> dict[str, Table]:
@@ -216,8 +216,8 @@ class Runtime(FrameworkLoaders):
         Args:
             batches: A DataLoader or another iterable. It is read ahead of the body, in the loop's thread, whenever the
                 loop asks for the next batch. Reading a batch must not change earlier ones.
-            ids: Returns a batch's ids by feature: integers [B] or [B, k], a `Bag`, or (values, lengths). Called when a
-                batch is read. None: the batches are dicts that have the ids under the features' names.
+            ids: Returns a batch's ids by feature: integers [B] or [B, k], a `Bag`, or (values, lengths[, weights]).
+                Called when a batch is read. None: the batches are dicts that have the ids under the features' names.
             send: Returns the parts of a batch that the loop needs, in any structure of tuples, lists and dicts, whose
                 tensors and arrays are copied to the device in the background. None: yield the batch itself.
             by_step: With other ranks, yield all micro-batches of a step together, as a `Step`, for pipeline stages.
@@ -225,13 +225,13 @@ class Runtime(FrameworkLoaders):
                 once.
             micro_batches: Like `accumulate`, with an order of summation that does not depend on which rank computes
                 which batch; call `Rows.reduce` for each. With other ranks, the number of a step's micro-batches on this
-                rank. None: batches are not micro-batches.
+                rank. None: 1 with other ranks, else batches are not micro-batches.
             reduce_early: With other ranks, exchange a parameter's gradient as soon as the last micro-batch's backward
                 pass has computed it, as DistributedDataParallel does, instead of in `reduce`. Until `reduce`, nothing
                 may change the gradient, and the loop must not be left.
             read_ahead: Maximum number of batches to read beyond the body's. None: `depth` steps, plus the window of a
-                cache that looks ahead; a step has `accumulate` or `micro_batches` batches. 0: read each batch when the
-                loop asks for it.
+                cache that looks ahead; a step has `accumulate` or `micro_batches` batches. 0: read the batches of a
+                step when the loop asks for the first one.
             background: Read batches in another thread. The loader, `ids` and `send` must not draw from global random
                 number generators, write to memory that they have returned, or share objects with the body.
 
@@ -308,7 +308,7 @@ class Runtime(FrameworkLoaders):
             background: As for `train`.
 
         Raises:
-            ValueError: The runtime lacks one of `features`, or `micro_batches` is given, too.
+            ValueError: The runtime lacks one of `features`, or `features` and `micro_batches` are both given.
         """
         self.require_open()
         require_read_ahead(read_ahead, background=background)
@@ -423,8 +423,8 @@ class Runtime(FrameworkLoaders):
 
         Args:
             path: A folder of checkpoints, or a checkpoint.
-            strict: False loads only the tables that checkpoint and runtime both have, with the checkpoint's steps,
-                rates and seeds. A table may have more rows than in the checkpoint; its other rows keep their values.
+            strict: False loads only the tables that both the checkpoint and the runtime have, with the checkpoint's
+                steps, rates and seeds. A table may have more rows than in the checkpoint; the others keep their values.
                 Warnings name everything that is not loaded. The next checkpoint has all rows.
 
         Raises:
@@ -439,7 +439,7 @@ class Runtime(FrameworkLoaders):
         return self._checkpoints.load(Path(path), strict=strict)
 
     def _begin_call(self, name: str) -> None:
-        """Begin a call that all ranks make together, and check that they do."""
+        """Begin a call that all ranks make together, and check that they make the same one."""
         self.world.agree(name, f"runtime.{name}()")
 
     @property

@@ -30,7 +30,7 @@ def _await_all() -> None:
 
 
 def _load_unverified(path: Path, tables: dict[str, Any]) -> Found:
-    """Load the newest valid checkpoint while verifying its rows; after an error, reset the tables."""
+    """Load the newest valid checkpoint, verifying its rows while they are loaded; after an error, reset the tables."""
 
     def load(chain: Chain) -> None:
         require_tables(chain, tables)

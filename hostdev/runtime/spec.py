@@ -1,4 +1,4 @@
-"""The specification of a model's tables, of features that look them up, and of a batch's ids."""
+"""The specification of a model's tables, of the features that look up their rows, and of a batch's ids."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
