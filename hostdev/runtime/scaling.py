@@ -1,15 +1,15 @@
-"""Watches what torch's own tools do to gradients: `GradScaler`, clipping, optimizers' steps.
+"""Watches what torch's own tools do to gradients: `GradScaler`, clipping and optimizers' steps.
 
 A scaler multiplies the loss and divides the gradients of its optimizers' parameters. Clipping affects the parameters
 that it is given. `runtime.optimizer` gives both the rows of the batch, but a program need not pass it to them.
-Therefore these calls are watched in a loop's thread while the loop is open or its gradients wait for a step; afterwards
-torch's own functions are restored:
+Therefore, while a loop is open or its gradients wait for a step, this module watches these calls in the loop's thread;
+afterwards it restores torch's own functions:
 
-- `GradScaler.scale`: the scale that multiplied the loss is recorded.
+- `GradScaler.scale`: the scale of the loss is recorded.
 - `GradScaler.unscale_`, and the check of fused optimizers: the gradients of the rows are divided, too, and the scaler
   skips the step if they are not finite.
 - The clipping functions of torch.nn.utils: the user is warned if the rows were left out.
-- `backward`: a loss that is not finite is found.
+- `backward`: a loss that is not finite is detected.
 - The steps of every optimizer: the runtime knows whether the batch was stepped.
 
 A scaler class that overrides these methods is not watched.
@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves
 from hostdev.runtime.table_optimizer import TableOptimizer
 from hostdev.runtime.torch_hooks import Function, Replacement, TorchHooks, call_after_steps, end_calls
 
-_MOST_SCALES = 64  # kept for each scaler; only those of the current batch matter
+_MOST_SCALES = 64  # values kept for each scaler; only those of the current batch matter
 _GROUPING = "_group_tensors_by_device_and_dtype"
 _CLIPS = {"clip_grad_norm_": "max_norm", "_clip_grads_with_norm_": "max_norm, total_norm", "clip_grad_value_": "value"}
 
@@ -91,7 +91,7 @@ class Watcher(Protocol):
         """Return a number that changes with the rows' gradients, 0 if there are none; None: no batch is open."""
 
     def backward(self, losses: list[Tensor], version: int | None) -> None:
-        """Record the end of a `backward` from losses, each []; `version` is `gradients_version` from before it."""
+        """Record the end of a `backward` from losses, each []; `version` is the `gradients_version` before that."""
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Prepare for an optimizer's step."""
@@ -299,7 +299,7 @@ def _watch_unscale(original: Function) -> Function:
 
 
 def _get_found(scaler: GradScaler, optimizer: Optimizer) -> dict[torch.device, Tensor]:
-    """Return a scaler's record, by device, of whether an optimizer's gradients are not finite, float32 []."""
+    """Return a scaler's record of an optimizer, by device, float32 []: not 0 if some gradients are not finite."""
     found: dict[torch.device, Tensor] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     return found
 

@@ -1,7 +1,7 @@
 """Finds out whether a dense optimizer has yet to step with a batch, which is unfinished until then.
 
-This search runs only in the first batch of a loop that has gradients, and only if that batch is left, or its tables are
-read, before any optimizer has stepped. For later batches it is known whether there is an optimizer.
+This search runs only for a loop's first batch with gradients, and only if the loop leaves that batch, or its tables are
+read, before any optimizer has stepped. For later batches it is known whether an optimizer steps.
 """
 
 import gc

@@ -43,7 +43,7 @@ class TrainWatcher:
         self.losses = LossScaling(batch, self._device, has_ranks=self._has_ranks)
         self.rates: list[float] | None = None
         self.first: FirstBatch | None = None
-        self._backward = -1  # torch's number of the backward pass with the last gradients
+        self._backward = -1  # torch's number of the last backward pass that gave gradients
 
     def begin_batch(self) -> None:
         """Watch the batch that the loop has taken."""
@@ -87,7 +87,7 @@ class TrainWatcher:
     def expect_backward(self, roots: Sequence[Any]) -> None:
         """See `scaling.Watcher`."""
         if self.first is not None:
-            self.first.pending.is_kept()  # now, or a `zero_grad` before this backward would be missed
+            self.first.pending.is_kept()  # checked now, to notice a `zero_grad` before this backward
         if self._batch.flight is not None and not self.steps.any and not self.steps.without:
             self.steps.expect_backward(roots, {id(leaf.rows) for leaf in self._batch.all_leaves})
 
@@ -143,6 +143,6 @@ class TrainWatcher:
 
 
 def _note_gradients(watcher: ReferenceType[TrainWatcher], rows: Tensor) -> None:
-    # torch calls the hooks of all tables of a node, also of those that a backward pass gives no gradient
+    # torch calls the hooks of all tables of a node, even of those that get no gradient in the backward pass
     if rows.grad is not None and (held := watcher()) is not None:
         held.note_gradients()
