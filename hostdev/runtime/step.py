@@ -35,7 +35,7 @@ class Step:
         self._made: list[MicroBatchRows] = []
 
     def micro_batch(self, number: int) -> MicroBatchRows:
-        """Return a micro-batch with its rows, which take device memory from now on.
+        """Return a micro-batch with its rows, which take device memory from the first call on.
 
         If the network's first part is on another rank, that rank has the rows, and this one has none.
         """
@@ -49,7 +49,7 @@ class Step:
         return self.micro_batch(len(self.sizes) - 1)[1]
 
     def came(self, number: int) -> None:
-        """Take the rows' gradients after a micro-batch's `backward`; call it in any order, for each with samples."""
+        """Take the rows' gradients after a micro-batch's `backward`; call it for each with samples, in any order."""
         assert self._reduction is not None
         self._reduction.rows_came(number)
         self._made[number][1].let_go()

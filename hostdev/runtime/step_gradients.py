@@ -47,7 +47,7 @@ def make_gradients(batch: BodyBatch, watcher: TrainWatcher, flags: Flags, stagin
 
 
 def _make_outcome(batch: BodyBatch, flight: StepBatch, flags: Flags, staging: Staging) -> Outcome:
-    """Return the outcome that raises an error on the host if the gradients are not finite."""
+    """Return the outcome that raises an error on the host if the flags stop the step."""
     step, names = flight.position, ", ".join(repr(leaf.table.name) for leaf in batch.all_leaves)
 
     def read(results: list[Any]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hostdev.runtime.features import Table
 
-# Settings of torch's optimizers, and the values that a group may have because they change nothing.
+# Settings of torch's optimizers, each with the values that a group may have because they change nothing.
 _SETTINGS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("weight_decay", "momentum", "dampening", "lr_decay"), (0,)),
     **dict.fromkeys(("maximize", "amsgrad", "centered"), (False,)),
@@ -23,7 +23,7 @@ _SETTINGS: dict[str, tuple[Any, ...]] = {
 class LossScaling(Protocol):
     """The record of what scalers have done to the batch in the body."""
 
-    is_unscaled: bool  # the gradients of its rows have been divided by the scale
+    is_unscaled: bool  # whether the gradients of its rows have been divided by the scale
 
     def require_scaled_alike(self) -> None:
         """Raise ValueError if only some gradients are of scaled losses, or if ranks exchange such gradients."""
@@ -93,7 +93,7 @@ class TableOptimizer(torch.optim.Optimizer):
     whose dense optimizer steps with each batch need not call `step`. A `GradScaler` may also get this optimizer:
     `unscale_` divides the gradients of the rows once, and an overflow in them or in dense gradients skips both steps.
 
-    A learning rate applies from the next step on: a batch is updated with the rates at the dense optimizer's step, or
+    A learning rate applies from the next step on: a batch is updated with the rates at the dense optimizer's step or,
     in a loop without one, at the last `backward` that gave gradients. The same is true of `table.optimizer.lr = 1e-4`.
     """
 
@@ -140,7 +140,7 @@ class TableOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the rates of the tables by name; ValueError for other names or a wrong rate."""
+        """Set the learning rates of the groups by name; ValueError for other names or a wrong rate."""
         groups = state_dict["param_groups"]
         by_name = {group.get("name"): group for group in groups}
         if len(groups) != len(by_name) or set(by_name) != set(self._names):
@@ -233,6 +233,6 @@ def _require_group(group: Mapping[str, Any], table: str) -> None:
     rate = group.get("lr")
     single = isinstance(rate, torch.Tensor) and rate.numel() == 1
     if isinstance(rate, bool) or not (isinstance(rate, Real) or single) or not math.isfinite(float(rate)):  # type: ignore[arg-type]
-        raise ValueError(f"table {table!r}: its learning rate in runtime.optimizer must be a number, not {rate!r}")
+        raise ValueError(f"table {table!r}: its rate in runtime.optimizer must be a finite number, not {rate!r}")
     if float(rate) < 0:  # type: ignore[arg-type]
-        raise ValueError(f"table {table!r}: its learning rate in runtime.optimizer must be at least 0, not {rate!r}")
+        raise ValueError(f"table {table!r}: its rate in runtime.optimizer must be at least 0, not {rate!r}")
