@@ -88,7 +88,7 @@ def test_what_is_kept_for_rows_is_what_is_allocated(runtime):
         for one, snapshot in zip(changes, snapshots, strict=True)
         for bits in (one.touched, snapshot.wanted, snapshot._pending)
     )
-    assert abs(marks - parts["marks of changes"]) <= 3 * 3 * 8  # whole words
+    assert abs(marks - parts["bitmaps of changed rows"]) <= 3 * 3 * 8  # whole words
     assert parts["batches in flight"] == 4 * 2 * 100 * 16 + 24 * 100 * (4 + 16)  # rows and gradients; ids
     assert parts["copies for checkpoints"] == 2 * parts["tables"]
     assert set(kept(sizes, depth=0, slots_on_host=False)) == {"tables", "the cache's plan"}

@@ -44,7 +44,7 @@ def kept(
         UserError: A table has too many rows for a cache.
     """
     names = "tables", "cached rows", "the cache's plan", COUNTS, "last writers of rows", "batches in flight"
-    parts = dict.fromkeys((*names, "marks of changes", "copies for checkpoints"), 0)
+    parts = dict.fromkeys((*names, "bitmaps of changed rows", "copies for checkpoints"), 0)
     window = passing = 0
     for group in groups:
         if not group.on_host:
@@ -54,7 +54,7 @@ def kept(
         if depth:
             parts["last writers of rows"] += group.rows
         if copies:
-            parts["marks of changes"] += _MARKS * len(group.tables) * -(-group.rows // 8)
+            parts["bitmaps of changed rows"] += _MARKS * len(group.tables) * -(-group.rows // 8)
         if group.cache is not None:
             if group.rows > MOST_ROWS:
                 raise UserError(
