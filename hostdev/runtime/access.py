@@ -63,7 +63,7 @@ class Access:
         if is_reading_ahead():
             raise ValueError(
                 f"table {table.name!r}: the loader, `ids` or `send` used it, but these run ahead of the loop, before "
-                "earlier batches' updates; use tables in the loop's body, or set depth=0 and no cache"
+                "earlier batches' updates; use tables in the loop's body, or depth=0 without a cache or accumulation"
             )
         if os.getpid() != self._process:
             raise ValueError(
