@@ -54,7 +54,7 @@ class Flags:
 
     def check_others(self, tensors: Sequence[Tensor]) -> None:
         """Set `stop` if a tensor is not finite."""
-        # GradScaler's check with a scale of 1: one pass, no device sync
+        # GradScaler's check with a factor of 1: one pass, no device sync
         torch._amp_foreach_non_finite_check_and_unscale_(list(tensors), self.stop, _power(0, self.stop.device))
 
     def now(self) -> Tensor:

@@ -16,7 +16,7 @@ S = TypeVar("S")  # the result of `send`
 
 
 class _First:
-    """The batches [skip, length) of a loader, which each iteration reads from its beginning."""
+    """The batches [skip, length) of a loader; each iteration restarts the loader."""
 
     def __init__(self, loader: Iterable[Any], length: int, skip: int) -> None:
         self._loader, self._length, self._skip = loader, length, skip
@@ -62,7 +62,7 @@ class RowsLoader(Generic[B]):
         if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
             raise ValueError(f"length must be a number of batches, 1 or more, not {length!r}")
         self._loop: Loop[tuple[B, Rows]] | None = None
-        self._given = 0  # batches of the epoch so far
+        self._given = 0  # batches of the epoch so far, with those that were skipped
         self._skip = 0  # batches that the next epoch skips
 
     def __len__(self) -> int:

@@ -85,14 +85,14 @@ class LossScaling:
             self.overflowed(wrong)
 
     def overflowed(self, found: Tensor) -> None:
-        """Record a check of gradients of rows or parameters, float32 []: not 0 if some are not finite."""
+        """Record the result of a check of gradients, float32 []: not 0 if some are not finite."""
         self._overflow = found if self._overflow is None else self._overflow + found.to(self._overflow.device)
 
     def skips_step(self, owner: object) -> bool:
         """Divide the gradients if no scaler has done so yet; return whether the step is skipped.
 
         Args:
-            owner: Stands for an optimizer in the scaler's record.
+            owner: An object that stands for an optimizer in the scaler's record.
         """
         scaled = scaling.scaler_since(self._since) if self.is_scaled() else None
         if scaled is not None:

@@ -57,7 +57,7 @@ class Loops:
 
     @property
     def place(self) -> Place | None:
-        """The position of the open loop over `train` in its batches; without one, of the last loop in its iterator."""
+        """The position of the open loop over `train` in its batches; else that of the last loop in its iterator."""
         loop = self.training
         return self.iterators.place if loop is None else loop.place
 

@@ -153,7 +153,7 @@ def _is_global(generator: Any) -> bool:
 
 
 def _referred(thing: Any) -> list[Any]:
-    """Return the objects that an object refers to and that may have a generator."""
+    """Return those objects that an object refers to and that may have a generator."""
     if thing is None or isinstance(thing, _LEAVES):
         return []
     if isinstance(thing, dict):

@@ -31,7 +31,7 @@ def require_place(groups: list[GroupSpec], device: torch.device) -> None:
 def cache_specs(
     cache: CacheSize | Mapping[str, CacheSize | None] | None, groups: list[GroupSpec]
 ) -> list[CacheSpec | None]:
-    """Return each group's `CacheSpec`, or None, from the argument `cache` of `Runtime`."""
+    """Return each group's `CacheSpec`, or None without a cache, from the argument `cache` of `Runtime`."""
     if cache is None:
         return [None] * len(groups)
     if not isinstance(cache, Mapping):

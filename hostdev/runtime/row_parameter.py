@@ -133,7 +133,7 @@ class RowParameter:
 
 
 def _forward_grad(parameter: Tensor, order: RowOrder, rows: Tensor) -> None:
-    """Move the rows' gradient to `parameter`, whose rows are in the order of the ids; add it to a gradient there."""
+    """Move the rows' gradient to `parameter`, whose rows are in the order of the ids; add to its gradient, if any."""
     if rows.grad is None:  # the backward pass gave gradients only to other tables
         return
     grad, rows.grad = order.in_ids(rows.grad), None

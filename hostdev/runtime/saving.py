@@ -75,7 +75,7 @@ class RuntimeCheckpoints:
         self._join()  # a table has one snapshot at a time
         manager = self._get_manager(path)
         manager.keep = keep
-        self._runtime.learning_rates()  # applies rates that a scheduler has set for the next batch
+        self._runtime.learning_rates()  # applies the rates that a scheduler has set for the next batch
         writer = manager.save(
             self._runtime.tables.values(), self._runtime.pipeline.steps, Content(state, tensors, {}, [])
         )

@@ -10,7 +10,7 @@ afterwards it restores torch's own functions:
   skips the step if they are not finite.
 - The clipping functions of torch.nn.utils: the user is warned if the rows were left out.
 - `backward`: a loss that is not finite is detected.
-- The steps of every optimizer: the runtime knows whether the batch was stepped.
+- `step` of every optimizer: the runtime learns whether an optimizer has stepped with the batch.
 
 A scaler class that overrides these methods is not watched.
 """
@@ -69,7 +69,7 @@ class LossRecord(Scaled, Protocol):
         """Record that a scaler has multiplied these losses."""
 
     def overflowed(self, found: Tensor) -> None:
-        """Record a check of gradients of parameters or rows, float32 []: not 0 if some are not finite."""
+        """Record the result of a check of gradients, float32 []: not 0 if some are not finite."""
 
 
 class Watcher(Protocol):

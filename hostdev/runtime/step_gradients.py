@@ -18,7 +18,7 @@ def make_gradients(batch: BodyBatch, watcher: TrainWatcher, flags: Flags, stagin
         watcher: The loop's watcher.
         flags: The flags that stop a step that is not finite.
         staging: Copies the flags to the host.
-        owner: Stands for an optimizer in a scaler's record.
+        owner: An object that stands for an optimizer in a scaler's record.
 
     Raises:
         ValueError: The dense side and the tables would take different steps.

@@ -55,7 +55,7 @@ class TorchHooks:
             found = [_get(one) for one in self._replacements]
             for (owner, name, wrap, _), now in zip(self._replacements, found, strict=True):
                 if (placed := self._placed.get((owner, name))) is not None and now is not placed[0]:
-                    continue  # our replacement, or another library's wrapper around it
+                    continue  # it is our replacement, or another library's wrapper around that
                 replacement = wrap(now)
                 self._placed[owner, name] = now, replacement
                 setattr(owner, name, replacement)

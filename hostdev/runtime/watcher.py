@@ -60,7 +60,7 @@ class TrainWatcher:
 
     def forget_gradients(self) -> None:
         """Drop the gradients of the batch's rows, unless an optimizer has stepped with them."""
-        if self.steps.stepped:  # `zero_grad` at a body's end does not undo a dense step, either
+        if self.steps.stepped:  # `zero_grad` at the end of a body does not undo a dense step, either
             return
         for leaf in self._batch.all_leaves:
             leaf.drop_grad()
