@@ -416,10 +416,10 @@ class Runtime(FrameworkLoaders):
     def load(self, path: Path | str, *, strict: bool = True) -> Any:  # Any: the `extra` of `save`
         """Load the newest complete checkpoint of a folder, or the one at `path`; return its `extra`.
 
-        All files are checked before a table changes. Host tables that have not been used yet are an exception: they are
-        checked while they are loaded, and reset to their initial values if no checkpoint is complete or Ctrl-C
-        interrupts; other tables may then have some of the checkpoint's rows. If the newest checkpoint is damaged, a
-        warning says so, and the previous one is loaded.
+        All files are checked before a table changes, unless `strict` is set, no table has been used, none is on the
+        device, and there are no other ranks: then files are checked while they are loaded, and an error or Ctrl-C
+        resets the tables to their initial values. Otherwise Ctrl-C may leave some of the checkpoint's rows in the
+        tables. If the newest checkpoint is damaged, a warning says so, and the previous one is loaded.
 
         Args:
             path: A folder of checkpoints, or a checkpoint.
