@@ -90,11 +90,9 @@ class Pending:
 
     def added_to(self, request: Request) -> Request:
         """Return the request, extended by the ids of these rows."""
-        ids = [
-            [*own, rows.ids.astype(own[0].dtype if own else rows.ids.dtype, copy=False)]
-            for own, rows in zip(request.ids, self.groups, strict=True)
-        ]
-        return request._replace(ids=ids)
+        return request._replace(
+            ids=[_joined(own, rows.ids) for own, rows in zip(request.ids, self.groups, strict=True)]
+        )
 
     def add_to(self, leaves: Sequence[Sequence[RowParameter]], places: Sequence[Tensor]) -> None:
         """Add the gradients to those of a batch whose request was extended by these rows.

@@ -51,6 +51,7 @@ class FeatureRows:
 
     def __len__(self) -> int:
         """Return the number of features."""
+        self._require_open()
         return len(self._values)
 
     def __contains__(self, feature: object) -> bool:

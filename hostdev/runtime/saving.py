@@ -132,7 +132,9 @@ class RuntimeCheckpoints:
     def _get_manager(self, path: Path) -> CheckpointManager:
         """Return the manager of a folder, by an absolute path: the program may change its working directory."""
         where = path.resolve()
-        return self._managers.setdefault(where, CheckpointManager(where, ranks=self._runtime.ranks))
+        if where not in self._managers:
+            self._managers[where] = CheckpointManager(where, ranks=self._runtime.ranks)
+        return self._managers[where]
 
     def _join(self) -> None:
         """Wait for running writers, and warn about failures that were not reported."""
