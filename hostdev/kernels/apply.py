@@ -67,7 +67,7 @@ def apply_rows(
     scalars: tuple[Any, ...],
     positions: npt.NDArray[np.int32] | None = None,
 ) -> None:
-    """Take one optimizer step on unique rows, in place; see the module for block, row_slots and ids.
+    """Take one optimizer step on unique rows, in place; the module's docstring describes block, row_slots and ids.
 
     Args:
         primitive: The optimizer's op, such as "FusedSparseFtrl".

@@ -11,7 +11,7 @@ from hostdev.kernels.jit import inline, kernel
 
 _GAMMA = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
-_DIGIT = 11  # bits of a digit: the counts fit the L1 cache, and few numbers agree in two digits
+_DIGIT = 11  # bits of a radix digit: the counts fit the L1 cache, and few hashes agree in two digits
 
 
 def mix64(x: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
@@ -23,7 +23,7 @@ def mix64(x: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
 
 
 def key64(seed: int, *names: str | int) -> int:
-    """Derive a 64-bit key from a seed and names that say what it is for; it is the same on every platform."""
+    """Derive a 64-bit key from a seed and names that describe its purpose; all platforms derive the same key."""
     text = "\0".join([str(seed), *map(str, names)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
@@ -53,7 +53,7 @@ def mix32(x):
 
 @kernel
 def _sort_by_hash(key, half, order):
-    """Sort 0, 1, ... by hash: two radix passes, least significant digit first, then insertion sort."""
+    """Sort 0, 1, ... by hash: two radix passes over its two highest digits, lower one first, then insertion sort."""
     n, one, mask = np.uint64(len(order)), np.uint64(1), np.uint64((1 << _DIGIT) - 1)
     first, second = np.uint64(64 - _DIGIT), np.uint64(64 - 2 * _DIGIT)
     ends = np.zeros((2, (1 << _DIGIT) + 1), np.int64)
@@ -87,7 +87,7 @@ def _sort_by_hash(key, half, order):
 
 
 def permutation(n: int, key: int) -> npt.NDArray[np.int64]:
-    """Return a random order of range(n), int64 [n]; it takes another 8 bytes per number while it runs.
+    """Return a random order of range(n), int64 [n]; the computation takes another 8 bytes per number.
 
     Equals `np.argsort(mix64(np.arange(n, dtype=np.uint64) ^ np.uint64(key)))`; no two numbers share a hash.
     """
