@@ -23,7 +23,7 @@ Kernel = Callable[..., Any]
 
 
 class KernelTask(NamedTuple):
-    """A kernel to be run over n items in `pieces` ranges; see `loops.make_loop` for the fields."""
+    """A kernel to be run over n items in `pieces` ranges; `loops.make_loop` and `loops.Loop` describe the fields."""
 
     kernel: Kernel
     n: int
@@ -38,7 +38,7 @@ Task = Call | KernelTask
 _RANGES_PER_THREAD = 4  # compensates for threads that the operating system slows down
 _RANGE_BYTES, _LINE = 1 << 18, 64  # 20 to 30 microseconds; a scattered row costs at least a cache line
 _MOST_GRAINS = 16  # per range: urgent callers wait about half a millisecond at most
-_MAX_RANGE_BITS = 18  # log2 of the most items of a range; bounds the wait of Ctrl-C
+_MAX_RANGE_BITS = 18  # a range has less than twice 2^18 items, which limits how long Ctrl-C waits
 _WAKES = 2  # helpers that each participating thread wakes
 _LONGEST_JOIN = 1.0  # seconds to wait for busy helpers when the interpreter exits
 _NEVER = Flag()
@@ -268,10 +268,10 @@ def _pieces(n: int, grain: int) -> int:
 
 
 def run_tasks(tasks: Sequence[Task]) -> None:
-    """Call `kernel(start, stop, *args)` for each task (kernel, start, stop, args) and each range of a KernelTask; wait.
+    """Call `kernel(start, stop, *args)` for each task (kernel, start, stop, args) and each range of a KernelTask.
 
-    Tasks begin in the given order and may run at once, so they must write different memory. A task's exception, or the
-    caller's interruption, is raised once all tasks that have begun have ended: no task writes afterwards.
+    Wait for all tasks. They begin in the given order and may run at once, so they must write different memory. A task's
+    exception, or the caller's interruption, is raised once all tasks that have begun have ended: none writes later.
     """
     parts: list[Loop | Calls] = []
     for task in tasks:
