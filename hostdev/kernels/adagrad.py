@@ -1,4 +1,4 @@
-"""SGD, momentum and the Adagrad family on unique rows; recurrences in `core.optimizers`, arguments in `apply`."""
+"""SGD, momentum and Adagrad on unique rows; see `core.optimizers` for the recurrences, `apply` for the arguments."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from hostdev.kernels.jit import inline, kernel, prefetch_update
 from hostdev.kernels.pool import Kernel
 from hostdev.kernels.rounding import get_slot, load_weights, make_scratch, prefetch_row, store_weights
 
-LANES = 16  # of the row-wise optimizers' sum over a row; fixed, since it sets the order of additions
+LANES = 16  # partial sums over a row in row-wise optimizers; fixed, since it sets the order of additions
 
 
 @kernel
@@ -55,7 +55,7 @@ def _adagrad(start, stop, ids, source, grads, block, row_slots, lr, eps):
 
 @inline
 def mean_square(grad, lanes, columns):
-    """Return the mean square of a row's gradient, added as `core.optimizers.RowWiseAdagrad` says; overwrites lanes."""
+    """Return the mean square of a row's gradient, added as in `core.optimizers.RowWiseAdagrad`; overwrites lanes."""
     whole = np.uint64(len(grad) - len(grad) % LANES)
     lanes[:] = np.float32(0)
     for c in range(np.uint64(0), whole, np.uint64(LANES)):

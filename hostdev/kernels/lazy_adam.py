@@ -1,4 +1,4 @@
-"""Lazy Adam, per element and by row, on unique rows; recurrences in `core.optimizers`, arguments in `apply`."""
+"""Lazy Adam and row-wise Adam on unique rows; see `core.optimizers` for the recurrences, `apply` for the arguments."""
 
 from typing import Any
 
@@ -77,7 +77,7 @@ def _row_wise_adam(
 
 
 def row_wise_adam(*scalars: Any) -> tuple[Kernel, tuple[Any, ...]]:
-    """Return the kernel and its scalars: lr_t, beta1, 1 - beta1, beta2, 1 - beta2, eps, and the number of columns."""
+    """Return the kernel and its scalars: lr_t, beta1, 1 - beta1, beta2, 1 - beta2, eps, and D in float32."""
     return _row_wise_adam, scalars
 
 
