@@ -1,4 +1,4 @@
-"""Parser of Criteo's lines: tab-separated, a label, 13 integers and 26 values of 8 hexadecimal digits."""
+"""A parser of Criteo's lines: a label, 13 integers and 26 values of 8 hexadecimal digits, separated by tabs."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ EMPTY = 1 << 32  # the key of an empty categorical field, above every 32-bit val
 
 _TAB, _LINE_END, _RETURN, _MINUS, _ZERO = 9, 10, 13, 45, 48
 _MOST_DIGITS = 18  # fit an int64
-HEX_DIGITS = np.full(256, 255, np.uint8)  # the value of each character as a digit; 255 if it is none
+HEX_DIGITS = np.full(256, 255, np.uint8)  # the value of each character as a digit; 255 for other characters
 for _digits in (b"0123456789abcdef", b"0123456789ABCDEF"):
     HEX_DIGITS[np.frombuffer(_digits, np.uint8)] = np.arange(16)
 
@@ -27,7 +27,7 @@ def parse_lines(text, digits, label, numbers, keys, odd):
             begins in the text, and its number from 0.
 
     Returns:
-        The number of well-formed lines, of all lines, and of malformed lines.
+        The numbers of well-formed lines, all lines, and malformed lines.
     """
     N, one, eight = np.uint64(len(text)), np.uint64(1), np.uint64(8)
     D, C = np.uint64(numbers.shape[1]), np.uint64(len(keys))
