@@ -33,7 +33,7 @@ from hostdev.kernels.segment import (
 Rows = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int32]
 
-_ROWS_AHEAD, _SUMS_AHEAD = 16, 12  # occurrences; prefetch distances
+_ROWS_AHEAD, _SUMS_AHEAD = 16, 12  # prefetch distances in occurrences
 
 
 class Feature(NamedTuple):
@@ -43,7 +43,7 @@ class Feature(NamedTuple):
         inverse: int32 [N], the unique row of each occurrence.
         offsets: int32 [B + 1]; bag b has the occurrences [offsets[b], offsets[b + 1]). None: each occurrence is a bag.
         weights: float32 [N], the weight of each occurrence; None: all are 1.
-        mean: Divide each bag's sum by the number of its occurrences.
+        mean: Whether each bag's sum is divided by the number of its occurrences.
     """
 
     inverse: Positions
@@ -261,7 +261,7 @@ class Uses:
 
 
 def sum_many(calls: Sequence[tuple[Uses, Sequence[Strided], Rows]]) -> None:
-    """Call `uses.sum(grads, out)` for several tables; with as many tables as threads, one thread sums each table."""
+    """Call `uses.sum(grads, out)` per table; with at least one table per thread, one thread sums each table."""
     if len(calls) < max(2, host_threads()):
         for uses, grads, out in calls:
             uses.sum(grads, out)

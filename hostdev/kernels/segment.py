@@ -17,7 +17,7 @@ from hostdev.kernels.jit import kernel, prefetch_to_read, prefetch_to_read_once,
 from hostdev.kernels.pool import host_threads
 
 _SORT_FROM_THREADS = 4
-_SUMS_AHEAD, _GRADS_AHEAD = 12, 24  # occurrences; prefetch distances
+_SUMS_AHEAD, _GRADS_AHEAD = 12, 24  # prefetch distances in occurrences
 _PIECES_PER_THREAD = 4
 _NEVER = 1 << 62  # a value of `seen` for which no occurrence is a row's first
 
@@ -136,7 +136,7 @@ def sum_sorted(start, stop, grads, first, step, order, ends, source, weights, fr
         ends: int64 [U + 1 or more], from `sort_uses`.
         source: int32 [N], the number of each occurrence's gradient; None if occurrence i has gradient i.
         weights: float32 [N], the weight of each occurrence; None: all are 1.
-        fresh: Begin new sums, which are -0 for rows that do not occur; else add to the sums in `out`.
+        fresh: Whether to begin new sums, which are -0 for rows that do not occur; otherwise add to the sums in `out`.
         out: The sums, float32 [U, D].
     """
     first, step = np.uint64(first), np.uint64(step)
