@@ -9,7 +9,7 @@ from numba.extending import overload
 
 def to_float32(value: Any) -> Any:
     """Return a stored number as float32."""
-    raise NotImplementedError("compiled only")
+    raise NotImplementedError("only compiled kernels can call this function")
 
 
 @overload(to_float32, inline="always")
@@ -29,7 +29,7 @@ def _overload_to_float32(value: Any) -> Any:
 
 def as_stored(to: Any, x: Any) -> Any:
     """Return x rounded to the type of the array `to`."""
-    raise NotImplementedError("compiled only")
+    raise NotImplementedError("only compiled kernels can call this function")
 
 
 @overload(as_stored, inline="always")

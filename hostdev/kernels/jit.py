@@ -31,7 +31,7 @@ _lock: Any = _numbas_lock  # numba has no annotations
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Compile `function` when it is first called with some argument types, and cache the code on disk.
+    """Compile `function` at its first call with each combination of argument types, and cache the code on disk.
 
     The cache is in a folder next to the source or in the user's cache folder; if neither is writable, every process
     compiles the function.
@@ -70,7 +70,7 @@ def inline(function: Callable[..., Any]) -> Any:
 
 
 def _prefetch(to_write: int, locality: int) -> Any:
-    """Return an intrinsic that prefetches the line at an address; locality is 3 for L1, 2 for L2, 0 for one use."""
+    """Return an intrinsic that prefetches the cache line at an address; locality: 3 for L1, 2 for L2, 0 for one use."""
 
     @intrinsic
     def ask(typing_context: Any, address: Any) -> Any:
@@ -177,9 +177,9 @@ def array_at(address, n, dtype):
 
 @inline
 def prefetch_update(block, ids, i, stop):
-    """Prefetch the row block[ids[i + 8]], which an update loop that ends at `stop` will write, if i + 8 is below it.
+    """Prefetch the row block[ids[i + 8]], which an update loop that ends at `stop` will write, if i + 8 < stop.
 
-    The prefetch is one for reading, into the L2 cache: more of these can be in flight than of those for writing.
+    It prefetches for reading, into the L2 cache: more such prefetches can be in flight than prefetches for writing.
     """
     ahead = i + np.uint64(8)
     if ahead < np.uint64(stop):

@@ -5,8 +5,8 @@ Steps far smaller than the gap are therefore not lost. bits(rounded) = (bits(x) 
 [0, 2^16). Exact values are unchanged, including infinities; NaN becomes the quiet NaN. Sources: Gupta et al., "Deep
 Learning with Limited Numerical Precision", ICML 2015; Zamirai et al., "Revisiting BFloat16 Training", 2020.
 
-r is a pure function of (key of the table's step, row id, column): a pair of columns shares a 32-bit hash, half each. It
-does not depend on threads, order, rank or the row's address.
+r is a pure function of (key of the table's step, row id, column): each column of a pair uses
+half of a 32-bit hash. r does not depend on threads, order, rank or the row's address.
 
 Shapes: V rows of the table, D its dimension, S its optimizer slots of D values.
 """
@@ -154,27 +154,27 @@ def _are_bfloat16(block):
 
 def make_scratch(block: Any) -> Any:
     """Return, in a kernel, the scratch memory that `load_weights` needs for a range of rows."""
-    raise NotImplementedError("compiled only")
+    raise NotImplementedError("only compiled kernels can call this function")
 
 
 def load_weights(block: Any, row: Any, scratch: Any) -> Any:
-    """Return the weights of a row, float32 [D], for changes: the row itself, or a copy that `store_weights` stores."""
-    raise NotImplementedError("compiled only")
+    """Return a row's weights, float32 [D], to be changed: the row itself, or a copy that `store_weights` stores."""
+    raise NotImplementedError("only compiled kernels can call this function")
 
 
 def get_slot(block: Any, row: Any, number: Any) -> Any:
-    """Return an optimizer slot of a row, float32 [D], for changes in place."""
-    raise NotImplementedError("compiled only")
+    """Return an optimizer slot of a row, float32 [D], to be changed in place."""
+    raise NotImplementedError("only compiled kernels can call this function")
 
 
 def store_weights(block: Any, row: Any, scratch: Any) -> None:
     """Round and store a row's new weights, which are in the array that `load_weights` returned."""
-    raise NotImplementedError("compiled only")
+    raise NotImplementedError("only compiled kernels can call this function")
 
 
 def prefetch_row(block: Any, ids: Any, i: Any, stop: Any) -> None:
-    """Prefetch the row ids[i + 8], which an update loop that ends at `stop` will write, if i + 8 is below it."""
-    raise NotImplementedError("compiled only")
+    """Prefetch the row ids[i + 8], which an update loop that ends at `stop` will write, if i + 8 < stop."""
+    raise NotImplementedError("only compiled kernels can call this function")
 
 
 @overload(make_scratch, inline="always")
