@@ -26,9 +26,9 @@ Weights = npt.NDArray[np.float32]
 
 _LARGE = 1 << 16  # ids; larger groups are deduplicated in parts
 _GRAIN = 1 << 14  # ids; fewer are not worth a task
-_CHECKED, _FEW = 1 << 16, 4  # ids, features; for more, one call checks all
+_CHECKED, _FEW = 1 << 16, 4  # ids, features; with more of either, one call checks all ids
 _PLACES = 1 << 18  # smaller ids are indices into an array that fits the L2 cache; larger ones are hashed
-_MOST = 2**31 - 1  # ids of a feature in a batch
+_MOST = 2**31 - 1  # the most ids of a feature in a batch
 _WIDTHS = {np.dtype(np.int32): 4, np.dtype(np.int64): 8}
 _own = threading.local()
 
@@ -75,7 +75,7 @@ def check_groups(groups: Sequence[tuple[Sequence[Ids], int]]) -> tuple[int, int,
     """Return where the first id outside its table is, as (group, feature, position); None if all are inside.
 
     Args:
-        groups: Per group, the ids of each feature, int32 or int64 [N_f], C-contiguous, and the number of rows.
+        groups: Per group, the ids of each feature, int32 or int64 [N_f], C-contiguous, and its tables' number of rows.
     """
     features = [ids for group, _ in groups for ids in group]
     described = _describe_features(features)
@@ -92,7 +92,7 @@ def check_groups(groups: Sequence[tuple[Sequence[Ids], int]]) -> tuple[int, int,
 
 @kernel
 def _add_hashed(ids, slots, shift, keys, count, positions):
-    """Add ids as `IdMap.add` does; a slot holds only a position in `keys`, which is faster while both fit the cache."""
+    """Add ids as `IdMap.add` does; slots hold only positions in `keys`, which is faster if both fit the cache."""
     mask, one = np.uint64(len(slots) - 1), np.uint64(1)
     for i in range(np.uint64(0), np.uint64(len(ids))):
         key = ids[i]
@@ -123,7 +123,7 @@ def _unique_small(start, stop, which, firsts, addresses, ends, keys, inverse, co
         inverse: int32 [N], written: the position of each id in its group's unique ids.
         counts: [G], written: the number of unique ids of each group.
         places: int32, one item per possible id, for groups of small ids; all are -1 before and after the call.
-        slots: int32, the hash table of other groups: a power of two, and at least twice as many as a group's ids.
+        slots: int32, the hash table for other groups; its size is a power of two, at least twice a group's ids.
     """
     one = np.uint64(1)
     for w in range(np.uint64(start), np.uint64(stop)):
@@ -221,7 +221,7 @@ def _merge(start: int, stop: int, works: Sequence[Dedupe]) -> None:
 
 @kernel
 def _offsets(lengths, offsets):
-    """Write where each bag begins; return the position of the first negative length, or -1, and the sum, capped."""
+    """Write where each bag begins; return the position of the first negative length (or -1) and the capped sum."""
     total: Any = np.int64(0)
     negative: Any = np.int64(-1)
     for b in range(len(lengths)):
@@ -286,7 +286,7 @@ def drop_padding(
     offsets = offsets_of(lengths)
     N, B = len(values), len(lengths)
     if offsets[-1] != N or (weights is not None and len(weights) != N):
-        raise ValueError(f"the lengths add up to {offsets[-1]}; values ({N}) and weights, if any, must be as many")
+        raise ValueError(f"lengths sum to {offsets[-1]}, which must be the number of values ({N}) and of any weights")
     limits = np.iinfo(values.dtype)
     if not limits.min <= padding <= limits.max:
         return values, lengths, weights
