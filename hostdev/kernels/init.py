@@ -1,6 +1,6 @@
 """Initial rows: a weight is a pure function of (key, row, column), with equal bits on every IEEE machine.
 
-Normal numbers follow Box & Muller (1958): two 32-bit hashes yield those of a pair of columns. Logarithm, sine and
+Normal numbers follow Box & Muller (1958): two 32-bit hashes yield numbers for a pair of columns. Logarithm, sine and
 cosine are the polynomials of Cephes (Moshier: logf.c, sinf.c) written out, independent of math libraries.
 """
 
@@ -38,7 +38,7 @@ _L0, _L1, _L2, _L3, _L4, _L5, _L6, _L7, _L8 = _LOG
 _S0, _S1, _S2 = _f(-1.9515295891e-4), _f(8.3321608736e-3), _f(-1.6666654611e-1)
 _C0, _C1, _C2 = _f(2.443315711809948e-5), _f(-1.388731625493765e-3), _f(4.166664568298827e-2)
 _ROWS = 256
-_PAIRS = 640  # pairs of columns at a time, whose numbers fit the L1 cache
+_PAIRS = 640  # pairs of columns at a time; their numbers fit the L1 cache
 
 
 @inline
@@ -63,7 +63,7 @@ def _normal_pair(a, b, std):
     y = y - _HALF * z
     log_u = (x + y) + e * _LN2_HIGH
     radius = np.sqrt(-_TWO * log_u) * std
-    # The angle: 23 bits within the quarter turn around 0; one bit selects the opposite quarter, one the adjacent.
+    # The angle: 23 bits within the quarter turn around 0; one bit selects the opposite quarter, another the adjacent.
     t = ((float32(int32((b >> uint32(7)) & uint32(0x7FFFFF))) + _HALF) * _TO_UNIT - _HALF) * _HALF_PI
     tt = t * t
     sin = ((_S0 * tt + _S1) * tt + _S2) * tt * t + t

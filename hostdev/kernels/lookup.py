@@ -14,7 +14,7 @@ from hostdev.kernels.jit import kernel, prefetch_to_read, prefetch_to_write
 from hostdev.kernels.pool import Task, get_grain, run_tasks, tasks_over
 from hostdev.kernels.unique import id_range
 
-_AHEAD = 8  # rows; memory latency / time per row
+_AHEAD = 8  # prefetch distance in rows: memory latency / time per row
 
 
 @kernel
@@ -70,7 +70,7 @@ def lookup(
     """Copy the weights of rows: out[i], or out[positions[i]], becomes block[ids[i], 0].
 
     Args:
-        block: float32 [V, 1 + S, D], weights and slots side by side; or bfloat16 [V, 1, D].
+        block: float32 [V, 1 + S, D], weights and slots side by side; or bfloat16 as uint16 [V, 1, D].
         ids: int32 or int64 [N], each in [0, V) (see `first_outside`).
         out: float32 [N, D], written; with `positions`, [any, D].
         positions: int32 [N], distinct: the row of `out` for each id.

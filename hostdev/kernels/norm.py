@@ -60,7 +60,7 @@ def partial_squares(block: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     """Return the sums of squares of a block's weights by part and column, float64 [P, D].
 
     Args:
-        block: float32 [V, 1 + S, D], or bfloat16 [V, 1, D].
+        block: float32 [V, 1 + S, D], or bfloat16 as uint16 [V, 1, D].
     """
     rows, _, D = block.shape
     sums = np.empty((-(-rows // PART), D))

@@ -16,7 +16,7 @@ from hostdev.kernels.segment import sort_uses
 _MOST_HEIGHT = 64
 _NONE = np.empty(0, np.bool_)
 _GRAIN = 256  # rows
-_AHEAD = 8  # occurrences; memory latency / time per row
+_AHEAD = 8  # prefetch distance in occurrences: memory latency / time per row
 
 
 @inline
