@@ -101,7 +101,7 @@ def apply_stream(update: Kernel, table: tuple[Any, ...], ids: npt.NDArray[Any], 
         rows_added = add_part(start, stop, rows_added, *Strided(grads), inverse, sums)
 
     def update_complete(part: int, piece: int) -> None:
-        """Update a share of the rows whose sums are complete after `part` parts; 0 is for rows that occur once."""
+        """Update a share of the rows whose sums are complete after `part` parts; 0 means rows that occur once."""
         found.wait(parts + 1)
         added.wait(part)
         first, rows = ends[part], ends[part + 1] - ends[part]
@@ -123,7 +123,7 @@ def _mark(start, stop, seen, part, inverse, uses):
 
     Args:
         seen: Number of rows that occur before `start`.
-        uses: [N], written: per row, its occurrence if there is one so far, else -1 - (the part of its last one).
+        uses: [N], written: per row, its only occurrence so far, or -1 - (the part of its last one) if it has several.
 
     Returns:
         The number of rows that occur before `stop`.
