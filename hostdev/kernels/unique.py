@@ -25,9 +25,9 @@ _AHEAD = 32  # ids
 _SPARE_BITS = 1  # the table is at most half full
 _FEW = 32  # slots per key; with more, emptying only the keys' slots is faster
 _MAX_DISTINCT = 2**31  # positions are int32
-_MOST_PARTS = 4  # of a batch, deduplicated in parallel; more parts add serial work
+_MOST_PARTS = 4  # parts of a batch that are deduplicated in parallel; more parts add serial work
 _SMALLEST_PART = 1 << 15
-_COUNTED_PART = 1 << 17  # occurrences that a part has at least when they are counted
+_COUNTED_PART = 1 << 17  # the fewest occurrences in a part when occurrences are counted in parallel
 _DIRECT_UP_TO = 2  # with ids below this many times their number, an array fits the cache
 _maps = threading.local()  # reused, since the next batch has about as many distinct ids
 
@@ -128,7 +128,7 @@ class IdMap:
 
     @property
     def ids(self) -> Ids:
-        """The distinct ids in order of first occurrence, [len(self)]; a view until the next `add`."""
+        """The distinct ids in order of first occurrence, [len(self)]; a view, valid until the next `add`."""
         return self._keys[: self._count]
 
     def clear(self) -> None:
@@ -205,7 +205,7 @@ class DirectMap:
 
     @property
     def ids(self) -> Ids:
-        """The distinct ids in order of first occurrence; a view until the next `add`."""
+        """The distinct ids in order of first occurrence; a view, valid until the next `add`."""
         return self._keys[: self._count]
 
     def clear(self, limit: int) -> None:
@@ -271,9 +271,9 @@ def unique_into(ids: Ids, inverse: Positions) -> npt.NDArray[Any]:
 class Dedupe:
     """Deduplication of a sequence of ids, in tasks that can run together with those of other sequences.
 
-    Parts of it are deduplicated in parallel (`tasks`). Then the unique ids of each part are added to those of the
-    earlier parts, in order (`merge`), and their positions are renumbered to those that one pass would give
-    (`renumber_tasks`).
+    Parts of the sequence are deduplicated in parallel (`tasks`). Then the unique ids of each part are
+    added to those of the earlier parts, in order (`merge`), and positions are renumbered to those that one pass would
+    give (`renumber_tasks`).
 
     Args:
         features: The ids, end to end, in at least one array: int32 or int64, of one dtype, C-contiguous.
@@ -313,7 +313,7 @@ class Dedupe:
 
     @property
     def ids(self) -> Ids:
-        """The unique ids [U], after `merge`; a view until this thread's next sequence of the same number."""
+        """The unique ids [U], after `merge`; a view, valid until this thread's next sequence of the same number."""
         ids: Ids = self._maps[0].ids
         return ids
 
@@ -366,7 +366,7 @@ def tally(positions, counts):
 
 
 def count_occurrences(inverse: Positions, unique: int) -> Positions:
-    """Return how often each unique id occurs, int32 [U]; `unique` is U, `inverse`, int32 [N], is from `unique()`."""
+    """Return how often each of U = `unique` ids occurs, int32 [U]; `inverse`, int32 [N], comes from `unique()`."""
     parts = max(1, min(host_threads(), _MOST_PARTS, len(inverse) // _COUNTED_PART))
     counts = scratch("counts", (parts, unique), np.int32)
     edges = [len(inverse) * i // parts for i in range(parts + 1)]
