@@ -1,6 +1,6 @@
 """Read-after-write hazards: the rows of a batch that an earlier, unfinished batch will still update.
 
-One byte per table row holds the tag of the last batch that claimed it, so that the CPU's cache can hold the tags.
+One byte per table row holds the tag of the last batch that claimed the row, so that the CPU's cache can hold the tags.
 Batches are numbered 1, 2, 3, ...; tags repeat after 255 batches, and old ones are cleared before that.
 
 Shapes: U unique ids, V rows.
@@ -49,7 +49,7 @@ class Claims:
         self._made: deque[int] = deque()  # the batches that claimed rows since then, and recent ones before
 
     def begin(self, number: int) -> None:
-        """Begin a batch; once in a while, clear all tags but those of the `MOST_UNFINISHED` batches before this one.
+        """Begin a batch; every `MOST_UNFINISHED` batches, clear all tags but those of as many batches before this one.
 
         Numbers may be skipped: batches of an evaluation claim no rows.
         """
