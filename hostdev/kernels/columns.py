@@ -33,7 +33,7 @@ def place_column(codes: npt.NDArray[Any], values: npt.NDArray[Any] | None, rows:
 
 @kernel
 def _narrow(numbers, short):
-    """Write numbers as float32, up to the first that is not exact; return how many precede it."""
+    """Write numbers as float32, up to the first that float32 cannot represent; return how many precede it."""
     for i in range(np.uint64(0), np.uint64(len(numbers))):
         number = numbers[i]
         short[i] = np.float32(number)
@@ -43,7 +43,7 @@ def _narrow(numbers, short):
 
 
 def narrowed(numbers: npt.NDArray[np.float64]) -> npt.NDArray[Any]:
-    """Return numbers [N] as float32 if all are exact in it (NaN included), else unchanged."""
+    """Return numbers [N] as float32 if it represents all of them exactly (or as NaN), else unchanged."""
     short = np.empty(len(numbers), np.float32)
     return short if _narrow(numbers, short) == len(numbers) else numbers
 

@@ -15,8 +15,8 @@ Positions = npt.NDArray[np.int32]
 _EMPTY = -1
 _SPARE_BITS = 1  # the table is at most half full
 _MOST_TEXTS = 2**31 - 2
-# At most, in the map: hash and end with a quarter more for growth, slots, of which a quarter are taken, and 10 for a
-# count. The text's own bytes come on top, also with a quarter more.
+# The most bytes per text in the map: 20 for its hash and end, with a quarter more for growth; 16 for slots, of which a
+# quarter are taken; 10 for a count. The text itself also takes a quarter more than its own bytes.
 BYTES_A_TEXT = 46
 _FNV_BASIS, _FNV_PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)
 IN_QUOTES = 2  # a state of `scan_quotes`
@@ -57,7 +57,7 @@ def _look_for(data, begin, length, h, table, shift, known, ends, texts):
 
 @kernel
 def _add(offsets, data, hashes, start, table, shift, known, ends, texts, count, positions):
-    """Insert texts from `start` on; stop early if one finds no room. Return (next text to insert, number of texts)."""
+    """Insert texts from `start` on; stop early if one does not fit. Return (next text to insert, number of texts)."""
     for i in range(start, len(hashes)):
         h, begin = hashes[i], np.int64(offsets[i])
         length = np.int64(offsets[i + 1]) - begin
