@@ -1,6 +1,6 @@
 """Sets of a table's rows as bitmaps, and copies of rows into arrays of columns.
 
-Shapes: V rows of the table, D its dimension, S its optimizer slots, N ids.
+Shapes: V rows of the table, D its dimension, S arrays per row (weights, optimizer slots), N ids.
 """
 
 from typing import Any
@@ -68,7 +68,7 @@ def mark(ids: npt.NDArray[Any], bits: Bits) -> None:
 
 @kernel
 def take(ids, bits, out):
-    """Remove the ids [N] from a set; write those that it had to the beginning of out [N], and return their number."""
+    """Remove the ids [N] from a set; write those that it contained to the start of out [N]; return their number."""
     six, low, one = np.uint64(6), np.uint64(63), np.uint64(1)
     count = np.uint64(0)
     for i in range(np.uint64(0), np.uint64(len(ids))):
@@ -106,7 +106,7 @@ def copy_to_columns(start, stop, first, ids, block, out):
 
     Args:
         ids: int32 or int64 [N], or None.
-        block: float32 or bfloat16 [V, S, D].
+        block: float32, or bfloat16 as uint16, [V, S, D].
         out: float32 [S, N, D], written.
     """
     for i in range(np.uint64(start), np.uint64(stop)):

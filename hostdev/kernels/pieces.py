@@ -1,6 +1,6 @@
 """Gathering of rows and lists from arrays in chunks, such as the record batches of files.
 
-A "place" is an int64 that says where a row is: the number of its chunk, and in the low 40 bits its number in the chunk.
+A "place" is an int64 that locates a row: the low 40 bits are its number within a chunk, the others the chunk's number.
 
 Shapes: P chunks with R rows in total, n places, D columns.
 """
