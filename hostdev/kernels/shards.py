@@ -2,7 +2,7 @@
 
 Position = id * multiplier mod V. The multiplier is coprime to V and near V times the golden ratio's fraction, so that
 neighbouring ids, such as the popular ones at a vocabulary's beginning, spread evenly over all ranges (three-distance
-theorem; Sos, 1958). It does not depend on the number of ranks. Rank r of W holds the positions from V * r // W on.
+theorem; Sos, 1958). Positions do not depend on W, the number of ranks. Rank r holds those from V * r // W on.
 """
 
 import functools
@@ -47,7 +47,7 @@ def get_ids_at(rows: int, start: int, stop: int) -> npt.NDArray[np.int64]:
 
 @kernel
 def _step(first, step, modulus, out):
-    """Write first, first + step, first + 2 * step, ... modulo `modulus`; it adds, since products could overflow."""
+    """Write first + i * step modulo `modulus` for each i, by additions, since products could overflow."""
     value = np.uint64(first)
     for i in range(len(out)):
         out[i] = value
