@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-LINE = 64  # bytes; a vector store that crosses a line costs two
+LINE = 64  # bytes; a vector store that crosses lines takes twice as long
 _HUGE_PAGE = 1 << 21
 _scratch = threading.local()
 
@@ -15,8 +15,8 @@ _scratch = threading.local()
 def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> Any:
     """Return an uninitialized C-contiguous array that begins on a cache line.
 
-    An array of many MiB begins on a huge page, which numpy requests (madvise) when it allocates. This reserves at most
-    2 MiB more than the array, and touches less than a page of the extra memory.
+    An array of 16 MiB or more begins on a huge page, which numpy requests (madvise) when it allocates. This reserves at
+    most 2 MiB more than the array, and touches less than a page of the extra memory.
     """
     dtype = np.dtype(dtype)
     size = math.prod(shape) * dtype.itemsize

@@ -32,7 +32,7 @@ def _note(hashes, registers):
 
 
 def make_registers(keys: npt.NDArray[np.uint64]) -> Registers:
-    """Return the registers, uint8 [16384], of keys [N]; the element-wise maximum of two stands for both sets."""
+    """Return the registers, uint8 [16384], of keys [N]; those of a union of sets are the element-wise maximum."""
     registers = np.zeros(_SIZE, np.uint8)
     _note(mix64(keys), registers)
     return registers
@@ -80,7 +80,7 @@ def join(a: Sample, b: Sample) -> Sample:
 
 
 def total(sample: Sample) -> float:
-    """Estimate the sum of the weights of all keys; exact for up to 4096, with a standard error of 1.6% for more."""
+    """Estimate the sum of the weights of all keys, exactly for up to 4096 keys, else with a standard error of 1.6%."""
     if len(sample.keys) <= _SAMPLED:
         return float(sample.weights.sum())
     priorities = _priorities(*sample)

@@ -14,7 +14,7 @@ from hostdev.kernels.unique import find_slot
 
 Keys = npt.NDArray[np.int64]
 
-BYTES_A_VALUE = 31  # at most: key and count, with a fifth unused, and slots, of which 3/8 are taken
+BYTES_A_VALUE = 31  # at most: 20 for key and count, with a fifth of it unused, and 11 for slots, of which 3/8 are taken
 _EMPTY = -1
 _LEAST_BITS = 10
 _FULL, _OF = 3, 4  # at most 3 of 4 slots are taken
@@ -96,12 +96,12 @@ class Dictionary:
 
     @property
     def keys(self) -> Keys:
-        """The distinct keys in order of first occurrence, int64 [len(self)]; a view until the next `count`."""
+        """The distinct keys in order of first occurrence, int64 [len(self)]; a view, valid until the next `count`."""
         return self._keys[: self._count]
 
     @property
     def uses(self) -> Keys:
-        """Occurrences of each key, int64 [len(self)]; a view until the next `count`."""
+        """Occurrences of each key, int64 [len(self)]; a view, valid until the next `count`."""
         return self._uses[: self._count]
 
     def count(self, keys: Keys, uses: npt.NDArray[Any]) -> None:
