@@ -13,7 +13,7 @@ from hostdev.kernels.jit import inline, kernel
 EMPTY = 0
 TEXT = 1  # none of the other forms
 INTEGER = 2  # 12, -3
-NUMBER = 4  # another way to write a number: +1, .5, 1., 1e5, -0, 01.5
+NUMBER = 4  # other ways to write a number: +1, .5, 1., 1e5, -0, 01.5
 LARGE_FLOAT = 5  # as Python writes floats of 2^53 and more: 9007199254740992.0, 1e+16, 1.5e+18
 TITLE, LOWER, UPPER = 6, 7, 8  # True, true, TRUE; and False, false, FALSE
 DATE = 9  # 2024-12-31
@@ -140,7 +140,7 @@ def _number(data, begin, end):
         negative = not plus
         at += 1
     first = at
-    value = np.int64(0)  # of the digits before the point, capped
+    value = np.int64(0)  # the number before the point, capped
     while at < end and _is_digit(data[np.uint64(at)]):
         if value < 1 << 56:
             value = value * 10 + np.int64(data[np.uint64(at)]) - 48
