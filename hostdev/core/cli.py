@@ -1,4 +1,4 @@
-"""Command-line basics: one line per error, exit codes, --debug."""
+"""The basics of every command: errors in one line, exit codes, and --debug."""
 
 import argparse
 import contextlib
@@ -122,7 +122,7 @@ def run_module(name: str, prog: str) -> int:
         return code
 
     code = run(prog, main)
-    if _RANKS & os.environ.keys():  # what torch.distributed leaves may abort the interpreter's own exit
+    if _RANKS & os.environ.keys():  # objects that torch.distributed leaves may abort the interpreter's own exit
         _leave(code)
     return code
 
@@ -131,7 +131,7 @@ def run_module(name: str, prog: str) -> int:
 def _without_garbage_collection() -> Iterator[None]:
     """Collect no garbage while the block imports modules, and never examine the objects that exist by its end.
 
-    This saves a sixth of the time to import torch. It has no effect if the process runs more than the command.
+    This saves a sixth of the time to import torch, but is skipped if the process runs more than the command.
     """
     if not _is_own or not gc.isenabled():
         yield
@@ -148,7 +148,7 @@ def _without_garbage_collection() -> Iterator[None]:
 def importing(prog: str) -> Iterator[None]:
     """Let Ctrl-C end the command at once while the block imports modules, which may take seconds.
 
-    It has no effect if the process runs more than the command, such as a test.
+    Ctrl-C is left alone if the process runs more than the command, as a test does.
     """
     with leaving(lambda: _interrupted(prog)) if _is_own else contextlib.nullcontext(), _without_garbage_collection():
         import_module("numpy")  # before torch, which reports a broken numpy as missing

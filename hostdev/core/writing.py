@@ -27,7 +27,7 @@ class Slots(Mapping[str, Any]):
 
 
 class Copies:
-    """Writable copies of a table's columns, each made at its first access, until the `with` ends.
+    """Writable copies of a table's columns, each made at its first access; they can be used until the `with` ends.
 
     Args:
         table: The table's name, for messages.
