@@ -1,4 +1,4 @@
-"""Ids from users: dtype, shape and range."""
+"""Checks of users' ids: dtype, shape and range."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def to_int64(given: Any, padding: int | None = None) -> npt.NDArray[Any]:
 
     Raises:
         BeyondInt64Error: An integer other than `padding` does not fit; the error names the first one.
-        ValueError: `given` cannot become an array, such as nested lists of different lengths.
+        ValueError: `given` cannot be converted to an array; nested lists of different lengths are an example.
     """
     array = np.asarray(given)
     if array.dtype.kind in "fO" and array.size and not hasattr(given, "dtype"):

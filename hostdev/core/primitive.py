@@ -50,7 +50,7 @@ class Lines(Protocol):
         """Append lines."""
 
     def flush(self) -> Any:
-        """Flush to the system."""
+        """Flush the lines to the operating system."""
 
 
 class OpTimes:
@@ -179,7 +179,7 @@ class OpLog:
                 self._thread.join()
 
     def summary(self) -> dict[str, dict[str, Any]]:
-        """Return bytes and statistics of durations in microseconds per op name, and per scope if it has several."""
+        """Return bytes and statistics of durations in microseconds per op name, and per scope if a name has several."""
         by_name: dict[str, dict[str, list[OpTimes]]] = {}
         for op in self._ops:
             if len(op.durations()):
@@ -208,7 +208,7 @@ class Primitive:
     Args:
         name: The op's name, such as "EmbeddingLookup".
         run: The implementation.
-        nbytes: Returns the bytes that a call with its arguments reads and writes; None: they are not counted.
+        nbytes: Returns the bytes that a call with its arguments reads and writes; None: the method of the class.
         scope: The part of the model that the op works for, such as "deep".
         log: Collects the durations; None: a log of the op's own.
     """
@@ -386,7 +386,7 @@ class _Update(_TablePrimitive):
             )
 
     def nbytes(self, table: Any, ids: Any, grads: Any, *some: Any) -> int:
-        """Return the bytes of each row: its gradient is read, its weights and slots are read and written."""
+        """Return the bytes read and written: gradients are read, weights and slots are read and written."""
         return len(ids) * self.row_bytes(table)
 
     @staticmethod
@@ -401,7 +401,7 @@ class _WholeRows(_TablePrimitive):
     It also takes `positions`, as in `HostTable.read_rows`.
     """
 
-    method: ClassVar[str]  # of the table; `<method>_tasks` returns its tasks
+    method: ClassVar[str]  # a method of the table; `<method>_tasks` returns its tasks
 
     def run(self, table: Any, ids: Any, *some: Any) -> None:
         run_tasks(self.tasks(table, ids, *some))
