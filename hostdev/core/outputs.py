@@ -22,7 +22,7 @@ _TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)  # errors of a rename to
 
 @contextmanager
 def new_file(out: Path, option: str = "--out", *, wait: bool = False) -> Iterator[Path]:
-    """Yield the path of an empty file, which becomes `out` at the end of the block, and is removed if that raises.
+    """Yield the path of an empty file that becomes `out` at the end of the block, or is removed if the block raises.
 
     Args:
         option: The command-line option that named the file, for messages.
@@ -43,7 +43,7 @@ def new_file(out: Path, option: str = "--out", *, wait: bool = False) -> Iterato
 
 @contextmanager
 def new_folder(out: Path, option: str = "--out") -> Iterator[Path]:
-    """Yield the path of an empty folder, which becomes `out` at the end of the block, and is removed if that raises.
+    """Yield the path of an empty folder that becomes `out` at the end of the block, or is removed if the block raises.
 
     Raises:
         UserError: `out` exists, at the beginning or the end of the block, or another process is writing it.
@@ -74,7 +74,7 @@ def _file_exists_error(out: Path, option: str) -> UserError:
 
 
 def taken_folder(out: Path, option: str = "--out") -> UserError:
-    """Return the error that says that a new folder exists already."""
+    """Return the error for a new folder whose name is taken."""
     return UserError(f"{out} exists already; remove it or choose another {option}")
 
 
