@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from hostdev.core.printable import printable
 
-_LOG_SECONDS, _MOST_LOG_SECONDS = 10.0, 60.0  # between lines; 60 if less than 1/50 of the work was done
+_LOG_SECONDS, _MOST_LOG_SECONDS = 10.0, 60.0  # between two lines; 60 if less than 1/50 of the work was done in between
 _LOG_PARTS = 50
 
 
@@ -46,7 +46,7 @@ def bar(
         total: The amount of work, of which `begin` is done.
         unit: The unit of the amounts, such as "steps", or "B" for bytes.
         unit_scale: Write large amounts as 1.2k or 3.4M.
-        left: For a part of more work: returns the seconds left for all of it, or None if they are unknown.
+        left: For a part of a larger task: returns the seconds left for the whole task, or None if unknown.
     """
     if not sys.stderr.isatty():
         return _Lines(total, description, unit, unit_scale, begin, left)
@@ -66,7 +66,7 @@ def bar(
 
 
 def note(text: str) -> None:
-    """Write a line to standard error, above a bar."""
+    """Write lines to standard error, above the bar if there is one."""
     tqdm.write("\n".join(printable(line) for line in text.splitlines()), file=sys.stderr)
 
 
@@ -135,7 +135,7 @@ class _Lines:
 class TimeLeft:
     """An estimate of the time left for steps of several kinds, from the mean time of each kind's finished steps.
 
-    A kind without finished steps counts with the mean time of all finished steps.
+    The mean time of all finished steps stands for a kind that has none.
 
     Args:
         steps: The number of steps of each kind, by name.
