@@ -88,7 +88,7 @@ class Owned:
 def initial_seed(seed: int | None) -> int:
     """Return the seed of a table: the given one, else that of `torch.manual_seed`, else 0.
 
-    It is also 0 if torch is not imported, or if the program has not seeded it: torch's own seed is random.
+    Without a given seed, 0 applies if torch is not imported or was not seeded: torch's own seed is random.
     """
     if seed is not None:
         return seed
