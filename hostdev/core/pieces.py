@@ -12,7 +12,7 @@ class Piece(NamedTuple):
     Attributes:
         name: The name by which `--stage-cut` refers to it.
         call: Takes tensors and returns a tensor or a tuple of tensors; the first segment takes the network's inputs.
-        holds: The modules and parameters that it uses.
+        holds: The modules and parameters that the segment uses.
     """
 
     name: str

@@ -13,7 +13,7 @@ class RotatedFile:
 
     Args:
         path: The file.
-        limit: Maximum bytes of all files together; a file is full at 64 MiB or a quarter of that, whichever is less.
+        limit: Maximum bytes of all files together; a file is full at 64 MiB or a quarter of the limit.
     """
 
     def __init__(self, path: Path, limit: int) -> None:
@@ -81,7 +81,7 @@ class RotatedFile:
         return self.path.with_name(f"{self.path.name}.{number}") if number else self.path
 
     def flush(self) -> None:
-        """Flush to the system."""
+        """Flush the lines to the operating system."""
         self._file.flush()
 
     def close(self) -> None:
