@@ -123,7 +123,7 @@ class LazyAdam(_Optimizer):
     With `nesterov`, beta1 * m + (1 - beta1) * g takes the place of m in the last line.
 
     Source: Kingma & Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015; the efficient ordering at the end of
-    its section 2, which adds eps to the uncorrected root. Deviations: it is lazy, and t is the table's.
+    its section 2, which adds eps to the uncorrected root. Deviations: only a batch's rows change; t is the table's.
     """
 
     lr: float = field(default=3.5e-4, hash=False)
@@ -144,7 +144,7 @@ class LazyAdam(_Optimizer):
 
     @property
     def largest_gradient(self) -> float:
-        """2^58, about 2.9e17: its square, 2^116, bounds the moments, as averages, with room for sums over ranks."""
+        """2^58, about 2.9e17: moments are averages, so they stay below its square, 2^116; ranks' sums have room."""
         return 2.0**58
 
     def scalars(self, step: int, dim: int) -> Scalars:
@@ -180,12 +180,12 @@ class RowWiseAdam(_Optimizer):
 
     @property
     def slots(self) -> Mapping[str, float]:
-        """The first moments, from 0."""
+        """The first moments, which start at 0."""
         return {"m": 0.0}
 
     @property
     def row_slots(self) -> Mapping[str, float]:
-        """The second moment, one value per row, from 0."""
+        """The second moment, one value per row, which starts at 0."""
         return {"v": 0.0}
 
     def scalars(self, step: int, dim: int) -> Scalars:
@@ -217,7 +217,7 @@ class FTRL(_Optimizer):
     primitive: ClassVar[str] = "FusedSparseFtrl"
 
     def __post_init__(self) -> None:
-        _check("lr", self.lr, "positive", "; FTRL divides by it, so it cannot start at 0 either")
+        _check("lr", self.lr, "positive", "; FTRL divides by lr, so a warm-up cannot start at 0")
         _check("l1", self.l1, "at least 0")
         _check("l2", self.l2, "at least 0")
         _check("lr_power", self.lr_power, "at most 0")
@@ -252,7 +252,7 @@ class SGD(_Optimizer):
 
     @property
     def largest_gradient(self) -> float:
-        """2^96 / max(lr, 1): gradients are not squared, and a weight minus less than 2^102 stays finite."""
+        """2^96 / max(lr, 1): gradients are not squared, and a weight changed by less than 2^102 stays finite."""
         return 2.0**96 / max(self.lr, 1.0)
 
     @property
@@ -277,7 +277,7 @@ class Momentum(_Optimizer):
     With `nesterov` the step is lr * (g + momentum * b) with the new b.
 
     Source: Sutskever et al., "On the importance of initialization and momentum in deep learning", ICML 2013, in the
-    form of torch.optim.SGD with dampening 0, where lr multiplies the whole step. Deviation: lazy.
+    form of torch.optim.SGD with dampening 0, where lr multiplies the whole step. Deviation: only a batch's rows change.
     """
 
     lr: float = field(default=1e-2, hash=False)
@@ -297,7 +297,7 @@ class Momentum(_Optimizer):
 
     @property
     def slots(self) -> Mapping[str, float]:
-        """The momentum buffer b, from 0."""
+        """The momentum buffer b, which starts at 0."""
         return {"momentum": 0.0}
 
     def scalars(self, step: int, dim: int) -> Scalars:

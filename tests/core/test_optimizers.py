@@ -65,7 +65,7 @@ def test_a_warm_up_from_zero_leaves_the_weights_and_feeds_the_slots(make):
 def test_ftrl_says_why_it_cannot_start_at_zero():
     optimizer = FTRL()
     for wrong in (lambda: FTRL(lr=0), lambda: setattr(optimizer, "lr", 0.0)):
-        with pytest.raises(ValueError, match=r"lr must be positive, not 0(\.0)?; FTRL divides by it"):
+        with pytest.raises(ValueError, match=r"lr must be positive, not 0(\.0)?; FTRL divides by lr"):
             wrong()
     assert optimizer == FTRL()
 
@@ -123,7 +123,7 @@ def test_optimizers_by_name():
     assert build_optimizer("sgd") is not build_optimizer("sgd")  # each has a learning rate of its own
     with pytest.raises(UserError, match="no table optimizer 'adam'; choose one of lazy_adam, ftrl, sgd, adagrad, row_"):
         build_optimizer("adam")
-    with pytest.raises(UserError, match="ftrl: lr must be positive, not 0; FTRL divides by it"):
+    with pytest.raises(UserError, match="ftrl: lr must be positive, not 0; FTRL divides by lr"):
         build_optimizer("ftrl", 0)
 
 
