@@ -127,7 +127,7 @@ class Storage(Protocol):
         """Copy rows to columns [1 + S, N, D], as `kernels.bits.copy_to_columns` does."""
 
     def taken(self, ids: Ids) -> Rows:
-        """Return copies of rows, [N, 1 + S, D]; releases the GIL."""
+        """Return copies of rows, [N, 1 + S, D], without holding the GIL."""
 
 
 class Float32:
@@ -217,7 +217,7 @@ class Float32:
 
 
 class Bfloat16:
-    """Weights uint16 [V, D], the bits of bfloat16 numbers, apart from optimizer state float32 [V, S, D].
+    """Weights uint16 [V, D], the bits of bfloat16 numbers, stored apart from the state float32 [V, S, D].
 
     `kernels.rounding` rounds new weights. The rounding depends on the row's id over all ranks.
     """
@@ -357,7 +357,7 @@ def _write_row_slots(held: Rows, ids: Ids, values: Rows, positions: Positions | 
 
 
 def taken(values: Rows, ids: Ids) -> Rows:
-    """Return values[ids] of float32 values [any, ...]; releases the GIL."""
+    """Return values[ids] of float32 values [any, ...], without holding the GIL."""
     out = np.empty((len(ids), *values.shape[1:]), np.float32)
     if out.size:
         width = out.size // len(ids)

@@ -21,7 +21,7 @@ class Writing(Copies):
 
     Args:
         table: The table's name, for errors.
-        columns: Its weights and optimizer state by name, read by slices and row ids.
+        columns: Its weights and optimizer state by name, which slices and row ids can index.
         ids: int32 or int64 [N], all different; None for all rows.
         rows: V.
     """
@@ -60,7 +60,7 @@ class Writing(Copies):
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def require_exact(self, changed: npt.NDArray[np.int64], check: Callable[[Rows], None]) -> None:
-        """Call `check`, which is `Storage.require_exact`, on the changed rows of the copies."""
+        """Call `check`, which is `Storage.require_exact`, on the changed rows of the weights' copy, if there is one."""
         if "weights" in self._held:
             step = max(1, _PART_BYTES // self._held["weights"][:1].nbytes)
             for start in range(0, len(changed), step):

@@ -125,7 +125,7 @@ def copy_to_columns(start, stop, first, ids, block, out):
 
 @kernel
 def gather_rows(rows, order, out):
-    """Copy rows: out[i] = rows[order[i]], float32 [any, width]; releases the GIL."""
+    """Copy rows: out[i] = rows[order[i]], float32 [any, width], without holding the GIL."""
     for i in range(np.uint64(0), np.uint64(len(order))):
         ahead = i + np.uint64(_AHEAD)
         if ahead < np.uint64(len(order)):
