@@ -2,7 +2,7 @@
 
 A `Snapshot` holds a table's rows at one moment. The checkpoint writer reads them in order. If training is about to
 overwrite a row that the writer has not read, the old row is copied aside, and the writer reads the copy. One lock
-guards both, for a few rows at a time.
+guards the rows and their copies, and is held for a few rows at a time.
 """
 
 import threading
@@ -109,7 +109,7 @@ class Snapshot:
         self._budget.seconds += time.perf_counter() - begin
 
     def read(self, first: int, last: int, ids: Ids | None, columns: Rows, row_columns: Rows) -> None:
-        """Copy rows in [first, last), as they were, to columns. One thread calls this, with ascending ranges.
+        """Copy rows in [first, last), as of the snapshot, to columns. One thread calls this, with ascending ranges.
 
         Args:
             first: The first row of the range.
@@ -213,7 +213,7 @@ class Changes:
         mark(ids, self._touched)
 
     def begin(self, budget: Budget, *, everything: bool) -> Snapshot:
-        """Return a snapshot of the rows written since the last one, or of all; no thread may write during this call.
+        """Return a snapshot of the rows written since the last saved one, or of all; no thread may write meanwhile.
 
         Raises:
             RuntimeError: The last snapshot has not ended.
