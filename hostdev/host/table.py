@@ -40,7 +40,7 @@ class HostTable(Owned):
     and reads return float32. Each update rounds new weights stochastically to one of the two nearest bfloat16 values,
     by a random number that depends only on (seed, name, step of the table, row, column).
 
-    Several threads may look rows up at once. The caller must not let an update overlap with other access to its rows.
+    Several threads may look rows up at once. The caller keeps updates apart from other access to the same rows.
 
     While a `Runtime.train` loop is open, the loop's body may read and write the table. A read sees all steps so far. A
     read after the step of the body's batch ends that batch: its rows accept no more gradients. A write takes effect
@@ -56,7 +56,7 @@ class HostTable(Owned):
         name: The table's name, for errors and as a part of the initial values' key.
         seed: Seed of the initial values. None: the seed given to `torch.manual_seed`, or 0.
         init: Normal(std), Uniform(low, high), Constant(value), or an array [rows, dim], which the table keeps for
-            `erase` and which must not change. With dtype="bfloat16" it is rounded as updates are.
+            `erase` and `reset`, and which must not change. With dtype="bfloat16" it is rounded as updates are.
         part: (rank, ranks): hold only that rank's rows, at its positions (`kernels.shards`); ids are then local row
             numbers. `init` still covers all rows. None: hold all rows.
         dtype: How weights are stored: "fp32" or "bfloat16". Optimizer state is float32.
@@ -227,7 +227,7 @@ class HostTable(Owned):
             run_tasks(self.write_rows_tasks(ids, block, row_slots))
 
     def erase(self, ids: npt.ArrayLike) -> None:
-        """Reset weights and optimizer state of rows to their initial values; the table's step stays.
+        """Reset weights and optimizer state of rows to their initial values; the table's step does not change.
 
         Args:
             ids: int32 or int64 [N], each in [0, V), duplicates allowed.
@@ -287,8 +287,8 @@ class HostTable(Owned):
         Raises:
             UserError: An id is outside the table, or this is one of several processes, and the table is not shared
                 between them (see `hostdev.alone`).
-            TypeError, ValueError: A dtype or shape is wrong, or a gradient is not finite or above
-                `optimizer.largest_gradient`, so that its square overflows; nothing is written then.
+            TypeError, ValueError: A dtype or shape is wrong, or a gradient or an id's sum of gradients is not finite or
+                above `optimizer.largest_gradient`; nothing is written then.
         """
         self._require_alone()
         ids = self._checked(ids)
@@ -363,7 +363,7 @@ class HostTable(Owned):
         return self.storage.read_tasks(ids, block, row_slots, positions)
 
     def write_rows(self, ids: npt.ArrayLike, block: Rows, row_slots: Rows, positions: Positions | None = None) -> None:
-        """Overwrite rows and their optimizer state; arguments as for `read_rows`; ids must be unique (not checked).
+        """Overwrite rows and their optimizer state with arrays shaped as in `read_rows`; ids are unique (not checked).
 
         Raises:
             UserError, TypeError: As for `lookup`.
@@ -383,14 +383,14 @@ class HostTable(Owned):
     def write_rows_tasks(
         self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None = None
     ) -> list[Task]:
-        """Return the tasks of `write_rows`; trusts that the table's dtype can represent the weights."""
+        """Return the tasks of `write_rows`; the table's dtype must be able to represent the weights (not checked)."""
         self._check_whole(ids, block, row_slots, positions)
         tasks = self.storage.write_tasks(ids, block, row_slots, positions)
         self._note_write(ids)
         return tasks
 
     def columns(self) -> dict[str, Any]:  # Any: arrays, or columns that are widened as they are read
-        """Return weights and optimizer state by name, to be read by slices and row ids as float32; for digests."""
+        """Return weights and optimizer state by name, for digests; slices and row ids of them are read as float32."""
         self._before_read()
         return self._columns()
 
