@@ -29,7 +29,7 @@ class EventClock:
             self.drain()
 
     def drain(self, *, wait: bool = False) -> None:
-        """Report the durations of finished work, in order; with `wait`, finish and report all work."""
+        """Report the durations of finished work, in order; with `wait`, first wait for all work."""
         if wait:
             torch.accelerator.synchronize(self._device)
         with self._draining:

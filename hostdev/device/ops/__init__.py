@@ -57,7 +57,7 @@ class Ops(Protocol):
             inverse: The row of each occurrence, int32 [N].
             offsets: The first occurrence of each bag, int32 [B + 1].
             weights: The weight of each occurrence, float32 [N]; None for 1.
-            mean: Divide the sum by the number of occurrences.
+            mean: Whether to divide the sum by the number of occurrences.
             dtype: torch.float32 or torch.bfloat16; rounded once, at the end.
 
         Returns:
@@ -143,7 +143,7 @@ class Ops(Protocol):
             block: The rows in the cache's C slots, float32 [C, 1 + S, D].
             row_slots: Their per-row state, float32 [C, R].
             slots: The slots of the admitted rows, int32 [A]; the last E hold rows that are evicted.
-            leaving: E.
+            leaving: E, the number of evicted rows.
             admitted: The admitted rows, float32 [A, 1 + S, D]; may be overwritten.
             admitted_row_slots: Their per-row state, float32 [A, R]; may be overwritten.
         """

@@ -132,7 +132,7 @@ def pool(
         inverse: The row of each occurrence, [N].
         offsets: The first occurrence of each bag, int32 [B + 1].
         weights: The weight of each occurrence, [N]; None for 1.
-        mean: Divide the sum by the bag's size.
+        mean: Whether to divide the sum by the bag's size.
         dtype: torch.float32 or torch.bfloat16; rounded once, at the end.
 
     Returns:
