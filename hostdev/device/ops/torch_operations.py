@@ -75,8 +75,8 @@ def uses_of(features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> Us
 def sum_uses(grads: Sequence[Tensor], uses: Uses) -> Tensor:
     """See `Ops`.
 
-    On CUDA the order is fixed, without atomics. For D = 1 and rows with 32 or more occurrences it is torch's order, not
-    the order of occurrence. Host and device tables get the same sums, since both use this function.
+    On CUDA the order is fixed, without atomics. For D = 1 and rows with 32 or more occurrences, torch sets the order;
+    otherwise it is the order of occurrence. Host and device tables get the same sums, since both use this function.
     """
     terms = []
     for grad, (sizes, bags, weights) in zip(grads, uses.features, strict=True):
@@ -196,7 +196,7 @@ def _adagrad(rows: Tensor, per_row: Tensor, g: Tensor, lr: Any, eps: Any) -> Non
 
 
 def _mean_square(g: Tensor, columns: Any) -> Tensor:
-    """Return the mean square of each row, [U], added as `core.optimizers.RowWiseAdagrad` says."""
+    """Return the mean square of each row, [U], added as in `core.optimizers.RowWiseAdagrad`."""
     parts = -(-g.shape[1] // LANES)
     squares = torch.nn.functional.pad(g * g, (0, parts * LANES - g.shape[1])).view(len(g), parts, LANES)
     lanes = squares[:, 0] + 0.0
