@@ -1,1 +1,1 @@
-"""The device side, over torch: clock, tables, rows and optimizers. It may call kernels/, never host/."""
+"""The device's clock, tables, rows and optimizers, built on torch. It may call kernels/, but never host/."""

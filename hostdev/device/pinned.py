@@ -20,7 +20,7 @@ class PinnedBuffers:
     """The buffers for one device's copies.
 
     Args:
-        pin: Pin the buffers' memory.
+        pin: Whether to pin the buffers' memory.
         batches: Maximum number of batches that hold a buffer at once; 0 gives every batch new memory.
     """
 
@@ -28,7 +28,7 @@ class PinnedBuffers:
         self.pin, self.batches = pin, batches
         self._free: list[Tensor] = []
         self._made: list[weakref.ref[Tensor]] = []  # weak: a buffer lost by an error is replaced
-        self._bytes = 0  # of each buffer
+        self._bytes = 0  # size of each buffer
         self._lock = threading.Lock()
 
     def take(self, nbytes: int = 0) -> "PinnedBuffer":
