@@ -11,7 +11,7 @@ _TF32_CAPABILITY = (8, 0)  # Ampere
 
 
 def select(name: str, option: str = "--device ") -> torch.device:
-    """Return the device of this name; "auto" is the accelerator if there is one, else the CPU.
+    """Return the device of this name; "auto" is the accelerator if there is one with streams, else the CPU.
 
     An accelerator becomes the current device. A name without an index means the current accelerator.
 
@@ -136,8 +136,8 @@ def free_bytes(device: torch.device) -> int | None:
 def get_cache_room(device: torch.device, beside: int = 0) -> int | None:
     """Return the bytes that an embedding cache may take; None if torch does not know.
 
-    On the CPU that is all free memory. On an accelerator `memory.cache_room` reserves a part, and subtracts `beside`
-    bytes that are yet to be allocated.
+    On the CPU, a cache may take all free memory. On an accelerator, `memory.cache_room` reserves a part, and subtracts
+    `beside` bytes that are yet to be allocated.
     """
     free = free_bytes(device)
     return cache_room(free, beside) if free is not None and is_accelerator(device) else free
@@ -153,7 +153,7 @@ def describe(device: torch.device) -> str:
 
 
 def seed_generators(device: torch.device, seed: int) -> None:
-    """Seed the torch generators that layers on a device draw from; on the CPU, faster than torch.manual_seed."""
+    """Seed the torch generators that layers on a device draw from; on the CPU this is faster than torch.manual_seed."""
     if device.type == "cpu":
         torch.default_generator.manual_seed(seed)
     else:

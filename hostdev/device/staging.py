@@ -63,7 +63,7 @@ class Staging:
             ), self._record_event()
 
     def patch(self, rows: Tensor, positions: npt.NDArray[np.int32], late: Tensor, memory: PinnedBuffer) -> Any:
-        """Write conflicting rows `late` [L, ...] to positions [L] of `rows`, sent before; return an event."""
+        """Write conflicting rows `late` [L, ...] to positions [L] of the sent `rows`; return an event."""
         with self._streams.stream(self._down):
             host = [self._stage(torch.from_numpy(positions), memory), self._stage(late, memory)]
             at, values = self._copy_down(host, self.device)
