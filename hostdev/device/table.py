@@ -254,8 +254,8 @@ class DeviceTable(Owned):
             row_slots: float32 [N, R]: per-row state.
 
         Raises:
-            UserError, TypeError: An id is outside the table, or ids have a wrong dtype or shape.
-            ValueError: Values are not finite or not representable in the table's dtype; nothing is written then.
+            UserError, TypeError: An id is outside the table, or the ids have a wrong dtype.
+            ValueError: The ids' shape is wrong, or a value is not finite or not representable; nothing is written then.
         """
         ids = checked_ids(ids, self.rows, self.name)
         if self.dtype == BF16:
