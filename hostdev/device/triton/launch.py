@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Otherwise LLVM or ptxas (--fmad=false) fuses a multiplication and the addition after it into one FMA.
+# Otherwise LLVM, or ptxas without --fmad=false, fuses a multiplication and the addition after it into one FMA.
 OPTIONS = {"enable_fp_fusion": False}
 _ELEMENTS = 1024  # per tile: 8 for each of 128 threads
 

@@ -55,7 +55,7 @@ def _momentum(w, buffer, g, lr, decay, NESTEROV: tl.constexpr):
 
 @triton.jit
 def _rows(program, FIRST, H, A, skip):
-    """Return a program's tile in the block or the admitted rows, and the rows there; no rows unless `skip` is 0."""
+    """Return a program's tile in the block or the admitted rows, and the number of rows there; 0 if it is to skip."""
     rows = H
     if program >= FIRST:
         program -= FIRST
@@ -150,7 +150,7 @@ def _update_row_wise(
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Update as `_update` does, LANES columns of a row at a time; without ADAM, it is Adagrad."""
+    """Update as `_update` does, LANES columns of a row at a time, with row-wise Adam if ADAM, else Adagrad."""
     program, rows = _rows(tl.program_id(0), FIRST, H, A, skip)
     row = program * ROWS + tl.arange(0, ROWS)
     inside = row < rows
