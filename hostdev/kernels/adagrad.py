@@ -1,4 +1,4 @@
-"""SGD, momentum and Adagrad on unique rows; see `core.optimizers` for the recurrences, `apply` for the arguments."""
+"""SGD, momentum and (row-wise) Adagrad on unique rows; see `core.optimizers` for recurrences, `apply` for arguments."""
 
 from typing import Any
 

@@ -27,7 +27,7 @@ _layout = ""
 
 
 def interleave(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Interleave an array's pages over all nodes if it has 16 MiB or more; return it. Call this before any write."""
+    """Interleave an array's pages over all nodes if they take 16 MiB; return the array. Call this before any write."""
     global _layout
     found = nodes()
     if len(found) < 2 or array.nbytes < _LEAST_BYTES:
