@@ -27,7 +27,7 @@ def to_int64(given: Any, padding: int | None = None) -> npt.NDArray[Any]:
 
     Raises:
         BeyondInt64Error: An integer other than `padding` does not fit; the error names the first one.
-        ValueError: `given` cannot be converted to an array; nested lists of different lengths are an example.
+        ValueError: `given` cannot be converted to an array, as is the case for nested lists of different lengths.
     """
     array = np.asarray(given)
     if array.dtype.kind in "fO" and array.size and not hasattr(given, "dtype"):

@@ -31,7 +31,7 @@ class Normal:
     ) -> None:
         """Fill a block, float32 [V, 1 + S, D], with the initial weights of V rows, and with constants for their slots.
 
-        `slots` has the constants, float32 [S]. The rows are `ids`, int64 [V], or if None, first_row, first_row + 1, ...
+        `slots` has the constants, float32 [S]. The rows are `ids`, int64 [V]; None means first_row, first_row + 1, ...
         """
         fill_normal(block, key64(seed, name), self.std, slots, first_row=first_row, ids=ids)
 

@@ -144,7 +144,7 @@ class LazyAdam(_Optimizer):
 
     @property
     def largest_gradient(self) -> float:
-        """2^58, about 2.9e17: moments are averages, so they stay below its square, 2^116; ranks' sums have room."""
+        """2^58, about 2.9e17: its square, 2^116, bounds the moments, which are averages; sums over ranks have room."""
         return 2.0**58
 
     def scalars(self, step: int, dim: int) -> Scalars:

@@ -13,7 +13,7 @@ class RotatedFile:
 
     Args:
         path: The file.
-        limit: Maximum bytes of all files together; a file is full at 64 MiB or a quarter of the limit.
+        limit: Maximum bytes of all files together; a file is full at a quarter of it, at most 64 MiB.
     """
 
     def __init__(self, path: Path, limit: int) -> None:

@@ -15,7 +15,7 @@ from hostdev.core.errors import naming
 HOST_STAGES = ("read", "unique", "plan", "lookup", "send", "update first", "lookup late", "update")
 STAGES = ("read", "unique", "plan", "lookup", "send", "step", "update first", "lookup late", "update")
 EXCHANGES = ("exchange ids", "exchange rows", "exchange late rows", "exchange gradients")  # with other ranks
-STEP_PARTS = ("forward", "backward", "optimizer")  # within the step; the time to queue them on an accelerator
+STEP_PARTS = ("forward", "backward", "optimizer")  # within the step; on an accelerator, the time to queue them
 PHASES = ("epoch", "evaluation", "checkpoint")  # around all stages, or between them
 _AFTER_STEP = 1 + STAGES.index("step")
 TRACKS = (*PHASES, *STAGES[:_AFTER_STEP], *STEP_PARTS, *STAGES[_AFTER_STEP:], *EXCHANGES)
@@ -88,7 +88,7 @@ class Timeline:
         self.device_busy_ns += nanoseconds
 
     def summary(self) -> dict[str, Any]:
-        """Return microseconds by stage, and overlap_efficiency: max(host busy, device busy) / wall; None if empty."""
+        """Return microseconds by stage, and overlap_efficiency: max(host, device busy) / wall, None if wall is 0."""
         most = max(self.host_busy_ns, self.device_busy_ns)
         return {
             "stall_us": {stage: ns // 1000 for stage, ns in self.stall_ns.items()},
