@@ -363,7 +363,7 @@ class HostTable(Owned):
         return self.storage.read_tasks(ids, block, row_slots, positions)
 
     def write_rows(self, ids: npt.ArrayLike, block: Rows, row_slots: Rows, positions: Positions | None = None) -> None:
-        """Overwrite rows and their optimizer state with arrays shaped as in `read_rows`; ids are unique (not checked).
+        """Overwrite rows and their state with arrays shaped as in `read_rows`; the ids must be unique (not checked).
 
         Raises:
             UserError, TypeError: As for `lookup`.
@@ -390,7 +390,7 @@ class HostTable(Owned):
         return tasks
 
     def columns(self) -> dict[str, Any]:  # Any: arrays, or columns that are widened as they are read
-        """Return weights and optimizer state by name, for digests; slices and row ids of them are read as float32."""
+        """Return weights and optimizer state by name, for digests; indexing by slices or row ids yields float32."""
         self._before_read()
         return self._columns()
 

@@ -66,7 +66,7 @@ def _sum_segments(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum first segments of rows into `out` (programs below FIRST), and others, one per window, into `partial`."""
+    """Sum each row's first segment into `out` (programs below FIRST), and others, one per window, into `partial`."""
     program = tl.program_id(0)
     if program < FIRST:
         target, column, inside = tile(D, ROWS, BLOCK, program)
