@@ -23,6 +23,12 @@ def check_rows(what: str, array: Rows, shape: tuple[int, ...], table: str) -> No
         raise ValueError(f"table {table!r}: {what} must be C-contiguous")
 
 
+def require_size(rows: int, dim: int, table: str) -> None:
+    """Raise ValueError unless a table has at least one row and one column."""
+    if rows < 1 or dim < 1:
+        raise ValueError(f"table {table!r} needs at least one row and one column, not {rows} x {dim}")
+
+
 def require_finite(table: str, ids: npt.NDArray[Any], *values: Rows) -> None:
     """Raise ValueError if a value is not finite; the message names the first such row.
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hostdev.core.checks import require_finite
+from hostdev.core.checks import check_rows, require_finite, require_size
 from hostdev.core.ids import checked_ids
 from hostdev.core.initializers import Initializer, Normal, initializer
 from hostdev.core.memory import require_table
@@ -27,6 +27,7 @@ from hostdev.kernels.rounding import require_bfloat16, round_rows
 
 Rows = npt.NDArray[np.float32]
 
+_ERASED = 1 << 16  # rows erased at a time
 _FILL_BYTES = 1 << 26  # bytes of rows filled at a time
 _FOLD_BYTES = 1 << 28  # bytes of squares at a time
 
@@ -58,6 +59,7 @@ class DeviceTable(Owned):
         init: Initializer | npt.ArrayLike = Normal(0.01),
         dtype: str = FP32,
     ) -> None:
+        require_size(rows, dim, name)
         require_optimizer(optimizer, name)
         self.dtype = require_table_dtype(dtype, name)
         free = free_bytes(device)
@@ -236,14 +238,16 @@ class DeviceTable(Owned):
         array = checked_ids(ids.cpu().numpy() if isinstance(ids, Tensor) else ids, self.rows, self.name)
         array = np.unique(array).astype(np.int64)
         _, planes, D = self._block.shape
-        block = np.empty((len(array), planes, D), np.float32)
         slots = np.array(list(self.optimizer.slots.values()), np.float32)
-        self._init.fill(block, self.seed, self.name, slots, ids=array)
-        if self.dtype == BF16:
-            round_rows(block, identity(len(array)), array, rounding_key(self.seed, self.name, 0))
-        row_slots = np.empty((len(array), self._row_slots.shape[1]), np.float32)
-        row_slots[:] = list(self.optimizer.row_slots.values())
-        self.write_rows(array, block, row_slots)
+        for start in range(0, len(array), _ERASED):
+            part = array[start : start + _ERASED]
+            block = np.empty((len(part), planes, D), np.float32)
+            self._init.fill(block, self.seed, self.name, slots, ids=part)
+            if self.dtype == BF16:
+                round_rows(block, identity(len(part)), part, rounding_key(self.seed, self.name, 0))
+            row_slots = np.empty((len(part), self._row_slots.shape[1]), np.float32)
+            row_slots[:] = list(self.optimizer.row_slots.values())
+            self.write_rows(part, block, row_slots)
 
     def write_rows(self, ids: npt.ArrayLike, block: Rows, row_slots: Rows) -> None:
         """Overwrite rows and their optimizer state from host memory.
@@ -254,10 +258,13 @@ class DeviceTable(Owned):
             row_slots: float32 [N, R]: per-row state.
 
         Raises:
-            UserError, TypeError: An id is outside the table, or the ids have a wrong dtype.
-            ValueError: The ids' shape is wrong, or a value is not finite or not representable; nothing is written then.
+            UserError, TypeError: An id is outside the table, or an array has a wrong dtype.
+            ValueError: A shape is wrong, or a value is not finite or not representable; nothing is written then.
         """
         ids = checked_ids(ids, self.rows, self.name)
+        _, planes, D = self._block.shape
+        check_rows("block", block, (len(ids), planes, D), self.name)
+        check_rows("row_slots", row_slots, (len(ids), self._row_slots.shape[1]), self.name)
         if self.dtype == BF16:
             require_bfloat16(block, self.name)
         require_finite(self.name, ids, block, row_slots)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.core.checks import check_rows, require_finite, require_gradients
+from hostdev.core.checks import check_rows, require_finite, require_gradients, require_size
 from hostdev.core.errors import UserError
 from hostdev.core.ids import checked_ids, checked_positions
 from hostdev.core.initializers import Initializer, Normal, initializer
@@ -80,8 +80,7 @@ class HostTable(Owned):
         part: tuple[int, int] | None = None,
         dtype: str = FP32,
     ) -> None:
-        if rows < 1 or dim < 1:
-            raise ValueError(f"table {name!r} needs at least one row and one column, not {rows} x {dim}")
+        require_size(rows, dim, name)
         require_optimizer(optimizer, name)
         if part is not None and not 0 <= part[0] < part[1]:
             raise ValueError(f"table {name!r}: part must be (rank, ranks) with a rank in 0..ranks - 1, not {part}")

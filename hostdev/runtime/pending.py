@@ -91,7 +91,7 @@ class Pending:
     def added_to(self, request: Request) -> Request:
         """Return the request, extended by the ids of these rows."""
         return request._replace(
-            ids=[_joined(own, rows.ids) for own, rows in zip(request.ids, self.groups, strict=True)]
+            ids=[join_ids(own, rows.ids) for own, rows in zip(request.ids, self.groups, strict=True)]
         )
 
     def add_to(self, leaves: Sequence[Sequence[RowParameter]], places: Sequence[Tensor]) -> None:
@@ -131,6 +131,16 @@ class Pending:
             factor = torch.full_like(wrong, scaling.inverse(scaler.get_scale()))
             torch._amp_foreach_non_finite_check_and_unscale_([grad], wrong, factor)
         return found
+
+
+def join_ids(own: Sequence[Ids], pending: Ids) -> list[Ids]:
+    """Return a batch's ids of a group and those that wait, all of one dtype that holds both."""
+    if not own:
+        return [pending]
+    dtype = own[0].dtype
+    if pending.max(initial=0) > np.iinfo(dtype).max:
+        dtype = pending.dtype
+    return [ids.astype(dtype, copy=False) for ids in (*own, pending)]
 
 
 def gradients_left(

@@ -235,3 +235,15 @@ def test_rows_are_written_by_ids_of_either_dtype_in_the_table(device):
     with pytest.raises(UserError, match=r"'t'.* 10 .*position 1 .*0\.\.9"):
         table.write_rows(np.array([1, 10]), 2 * block, none)
     assert torch.equal(table.block.cpu(), before)
+    for wrong in ((block[:1], none), (block[:, :2], none), (block, np.zeros((2, 1), np.float32))):
+        with pytest.raises(ValueError, match="'t': (block|row_slots) must have shape"):
+            table.write_rows(np.array([1, 2]), *wrong)
+    with pytest.raises(TypeError, match="'t': block must be float32, not float64"):
+        table.write_rows(np.array([1, 2]), block.astype(np.float64), none)
+    assert torch.equal(table.block.cpu(), before)
+
+
+@pytest.mark.parametrize(("rows", "dim"), [(0, 4), (4, 0)])
+def test_an_empty_device_table_is_refused(device, rows, dim):
+    with pytest.raises(ValueError, match=f"'t' needs at least one row and one column, not {rows} x {dim}"):
+        DeviceTable(rows, dim, LazyAdam(), device, name="t")

@@ -11,12 +11,14 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import hostdev
 from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.runtime.loop import NonFiniteError
+from hostdev.runtime.pending import join_ids
 from tests.conftest import ROOT
 from tests.runtime.cases import (
     BodyError,
@@ -397,3 +399,11 @@ def test_a_program_that_ends_within_a_loop():
 
 def test_the_file_is_where_it_says():
     assert Path(hostdev.__file__).resolve().parent.parent == ROOT
+
+
+@pytest.mark.parametrize(("last", "dtype"), [(2**31 - 1, np.int32), (2**31, np.int64)])
+def test_ids_that_wait_keep_their_values(last, dtype):
+    """Rows of a loop with int64 ids wait for a loop whose batches have int32 ids."""
+    found = join_ids([np.array([1], np.int32), np.array([2], np.int32)], np.array([last], np.int64))
+    assert [ids.tolist() for ids in found] == [[1], [2], [last]]
+    assert {ids.dtype for ids in found} == {np.dtype(dtype)}
