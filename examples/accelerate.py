@@ -18,21 +18,22 @@ from torch.utils.data import DataLoader
 
 import hostdev
 
-sys.path[:] = [one for one in sys.path if Path(one).resolve() != Path(__file__).resolve().parent]  # this is no package
+# Remove this folder from the path: this file would hide the package accelerate.
+sys.path[:] = [one for one in sys.path if Path(one).resolve() != Path(__file__).resolve().parent]
 from accelerate import Accelerator  # noqa: E402
 
 DIM, BATCH, ACCUMULATE = 16, 256, 3
 
 
 class Liking(nn.Module):
-    """What a user makes of a film."""
+    """Predicts whether a user likes a film."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(3 * DIM, 32), nn.ReLU(), nn.Linear(32, 1))
 
     def forward(self, user: torch.Tensor, film: torch.Tensor, genre: torch.Tensor) -> torch.Tensor:
-        """Logits [B] of rows, each [B, DIM]."""
+        """Return logits [B] for rows, each [B, DIM]."""
         return (user * (film + genre)).sum(1) + self.layers(torch.cat([user, film, genre], 1)).squeeze(1)
 
 
@@ -42,13 +43,13 @@ def ids(batch) -> dict[str, torch.Tensor]:
 
 
 def make_runtime(data: films.Films) -> hostdev.Runtime:
-    """Make the tables."""
+    """Return a runtime with the tables."""
     tables = {k: hostdev.HostTable(n, DIM, hostdev.LazyAdam(lr=5e-3), name=k, seed=1) for k, n in data.sizes.items()}
     return hostdev.Runtime(tables)
 
 
 def main(folder: str | None = None, epochs: int = 4, resume: str | None = None, **size: int) -> list[float]:
-    """Train for so many epochs, from `resume` if that is given, save the state, and return the losses."""
+    """Train for some epochs, from the state `resume` if it is given; save the state, and return the losses."""
     accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATE)
     torch.manual_seed(0)
     data = films.make(**size)

@@ -1,8 +1,8 @@
 """Predict who likes which film while users join: each day has more users, and their table grows.
 
-Each day's checkpoint is loaded into the next day's larger tables, with the optimizer's state. A warning gives the
-number of new rows, which have their initial values. The result equals, to the bit,
-that of a table with the last day's size from the start. The same program in plain torch and on hostdev.
+Each day's checkpoint is loaded into the next day's larger tables, with the optimizer's state. A warning gives both
+numbers of rows; the new rows have their initial values. The result equals, to the bit, that of a table with the last
+day's size from the start. The file has the same program in plain torch and on hostdev.
 
 python examples/growing.py [--small]
 """
@@ -21,7 +21,7 @@ Batches = list[list[torch.Tensor]]
 
 
 def day(data: films.Films, number: int) -> tuple[int, Batches]:
-    """Return how many users there are on a day, and the day's batches: user, film and liked."""
+    """Return the number of users on a day, and the day's batches: user, film and liked."""
     users, events = (number + 1) * len(data.film) // DAYS, data.film.shape[1] - 2
     at = slice(number * events // DAYS, (number + 1) * events // DAYS)
     user = np.arange(users).repeat(at.stop - at.start)
@@ -36,12 +36,12 @@ def make_table(name: str, rows: int) -> hostdev.HostTable:
 
 
 def score(user: torch.Tensor, film: torch.Tensor) -> torch.Tensor:
-    """Logits [B] of rows, each [B, DIM]; the last column is a bias."""
+    """Return logits [B] for rows, each [B, DIM]; the last column is a bias."""
     return (user[:, :-1] * film[:, :-1]).sum(1) + user[:, -1] + film[:, -1]
 
 
 def train_hostdev(data: films.Films, epochs: int, *, whole: bool = False, **options) -> tuple[float, np.ndarray]:
-    """Train on hostdev; return the AUC and the users' rows. With `whole` the table has all users from the first day."""
+    """Train on hostdev; return the AUC and the users' rows. `whole`: the table has all users from the first day."""
     folder = tempfile.mkdtemp()
     for number in range(DAYS):
         users, batches = day(data, number)
@@ -50,7 +50,7 @@ def train_hostdev(data: films.Films, epochs: int, *, whole: bool = False, **opti
             "film": make_table("film", len(data.genre)),
         }
         runtime = hostdev.Runtime(tables, device="cpu", **options)
-        if number:  # the rows of the day before, with their optimizer's state, into the first rows of these tables
+        if number:  # load the previous day's rows and optimizer state into the first rows of these tables
             runtime.load(folder, strict=False)
         for _ in range(epochs):
             for batch, rows in runtime.train(batches, ids=lambda batch: {"user": batch[0], "film": batch[1]}):
@@ -94,7 +94,7 @@ def train_torch(data: films.Films, epochs: int) -> float:
 
 
 def main(epochs: int = 3, **size: int) -> tuple[float, float]:
-    """Train both, and return their AUC."""
+    """Train both programs, and return their AUCs."""
     data = films.make(**size)
     found = train_torch(data, epochs), train_hostdev(data, epochs)[0]
     print(f"AUC {found[1]:.4f}; plain torch {found[0]:.4f}")

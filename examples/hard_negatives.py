@@ -1,8 +1,9 @@
 """Predict which film a user watches next, with negatives that the model itself ranks high.
 
 Every 20 steps the negatives are mined again: the unseen films of each user that the current tables rank first. A loop
-prefetches batches, so negatives mined in its body would apply some batches later. Between two loops they apply at
-once, and the tables have all steps so far. The same program in plain torch and on hostdev.
+prefetches batches, so negatives that its body mines would be used some batches later. Negatives that are mined between
+two loops are used at once, and the tables have all steps so far. The file has the same program in plain torch and on
+hostdev.
 
 python examples/hard_negatives.py [--small]
 """
@@ -19,7 +20,7 @@ Batches = list[dict[str, torch.Tensor]]
 
 
 def mine(data: films.Films, user: np.ndarray, film: np.ndarray, random: torch.Generator) -> torch.Tensor:
-    """Return a negative for each training event, int64 [U, T]: one of each user's hardest, from the tables' weights."""
+    """Return a negative for each training event, int64 [U, T]: one of the user's hardest by the tables' weights."""
     seen = torch.from_numpy(data.film[:, :-2])
     scores = torch.from_numpy(user @ film.T)
     hardest = scores.scatter(1, seen, -torch.inf).topk(HARDEST).indices
@@ -27,14 +28,14 @@ def mine(data: films.Films, user: np.ndarray, film: np.ndarray, random: torch.Ge
 
 
 def steps(data: films.Films, negative: torch.Tensor, order: torch.Tensor) -> Batches:
-    """Return the batches of some events."""
+    """Return the batches of the events in `order`."""
     user = torch.arange(len(data.film))[:, None].expand_as(negative).flatten()
     film, negative = torch.from_numpy(data.film[:, :-2]).flatten(), negative.flatten()
     return [{"user": user[at], "film": film[at], "negative": negative[at]} for at in order.split(BATCH)]
 
 
 def loss_of(user: torch.Tensor, film: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
-    """The film that was watched before the one that was not; rows, each [B, DIM]."""
+    """Return the loss of ranking the watched film above the negative; all arguments are rows [B, DIM]."""
     return -nn.functional.logsigmoid((user * (film - negative)).sum(1)).mean()
 
 
@@ -49,16 +50,19 @@ def make_tables(data: films.Films) -> tuple[hostdev.HostTable, hostdev.HostTable
 
 
 def recall(data: films.Films, user: np.ndarray, film: np.ndarray) -> float:
-    """Return recall@20 of each user's second last film."""
+    """Return recall@20 of each user's second-to-last film."""
     scores = torch.from_numpy(user @ film.T)
     return films.recall(scores, torch.from_numpy(data.film[:, -2]), torch.from_numpy(data.film[:, :-2]))
 
 
 def train(data: films.Films, epochs: int, weights, learn) -> float:
-    """Mine and learn in turn, and return recall@20.
+    """Mine negatives and train in turn, and return recall@20.
 
-    weights  returns the current weights of users and films
-    learn    trains on some batches
+    Args:
+        data: The users and films.
+        epochs: Passes over the training events.
+        weights: Returns the current weights of users and films.
+        learn: Trains on some batches.
     """
     random = torch.Generator().manual_seed(0)
     for _ in range(epochs):
@@ -95,7 +99,7 @@ def train_hostdev(data: films.Films, epochs: int, **options) -> float:
 
 
 def main(epochs: int = 6, **size: int) -> tuple[float, float]:
-    """Train both, and return their recall@20."""
+    """Train both programs, and return their recall@20."""
     data = films.make(**size)
     found = train_torch(data, epochs), train_hostdev(data, epochs)
     print(f"recall@20 {found[1]:.4f}; plain torch {found[0]:.4f}")

@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader
 import hostdev
 from hostdev.frameworks.lightning import checkpoint_io
 
-sys.path[:] = [one for one in sys.path if Path(one).resolve() != Path(__file__).resolve().parent]  # this is no package
+# Remove this folder from the path: this file would hide the package lightning.
+sys.path[:] = [one for one in sys.path if Path(one).resolve() != Path(__file__).resolve().parent]
 import lightning  # noqa: E402
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint  # noqa: E402
 
@@ -26,7 +27,7 @@ DIM, BATCH, ACCUMULATE = 16, 256, 2
 
 
 class Liking(lightning.LightningModule):
-    """What a user makes of a film; the tables are the runtime's, and no part of the module's state."""
+    """Predicts whether a user likes a film; the tables belong to the runtime, not to the module's state."""
 
     def __init__(self, runtime: hostdev.Runtime) -> None:
         super().__init__()
@@ -36,7 +37,7 @@ class Liking(lightning.LightningModule):
         self.labels: list[torch.Tensor] = []
 
     def forward(self, rows) -> torch.Tensor:
-        """Logits [B]."""
+        """Return logits [B]."""
         user, film, genre = rows["user"], rows["film"], rows["genre"]
         return (user * (film + genre)).sum(1) + self.layers(torch.cat([user, film, genre], 1)).squeeze(1)
 
@@ -68,13 +69,13 @@ def ids(batch) -> dict[str, torch.Tensor]:
 
 
 def make_runtime(data: films.Films) -> hostdev.Runtime:
-    """Make the tables."""
+    """Return a runtime with the tables."""
     tables = {k: hostdev.HostTable(n, DIM, hostdev.LazyAdam(lr=5e-3), name=k, seed=1) for k, n in data.sizes.items()}
     return hostdev.Runtime(tables)
 
 
 def main(folder: str | None = None, epochs: int = 4, resume: str | None = None, **size: int) -> Liking:
-    """Train, keep the best checkpoint with its tables, and go on from `resume` if that is given."""
+    """Train, from the checkpoint `resume` if it is given; keep the best checkpoint with its tables."""
     lightning.seed_everything(0)
     data = films.make(**size)
     runtime = make_runtime(data)

@@ -15,7 +15,7 @@ DIM, BATCH = 16, 512
 
 
 class Batch(NamedTuple):
-    """Users [B], films [B], genres [N] of all films end to end, offsets [B] of each film's, labels [B]."""
+    """Users [B], films [B], the films' genres [N] end to end, where each film's begin [B], and labels [B]."""
 
     user: torch.Tensor
     film: torch.Tensor
@@ -25,20 +25,20 @@ class Batch(NamedTuple):
 
 
 class Top(nn.Module):
-    """What a user makes of a film."""
+    """Predicts whether a user likes a film."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(3 * DIM, 64), nn.ReLU(), nn.Linear(64, 1))
 
     def forward(self, user: torch.Tensor, film: torch.Tensor, genres: torch.Tensor) -> torch.Tensor:
-        """Logits [B] of the vectors of a user, a film and its genres, each [B, DIM]."""
+        """Return logits [B] for the vectors of users, films and genres, each [B, DIM]."""
         both = (user * (film + genres)).sum(1)
         return both + self.layers(torch.cat([user, film, genres], 1)).squeeze(1)
 
 
 def batches(steps: int, seed: int = 0):
-    """Yield batches of a world with tastes of its own."""
+    """Yield batches drawn from a fixed model of tastes and styles."""
     rng, world = np.random.default_rng(seed), np.random.default_rng(42)
     users, films, genres = SIZES.values()
     taste, style = world.standard_normal((users, 4)), world.standard_normal((films, 4))

@@ -1,7 +1,7 @@
-"""Predict who likes which film, in a loop on one process or several; only the lines that end in # N differ.
+"""Predict who likes which film, in a loop on one process or several; only several need the lines marked # 1 to # 5.
 
-A batch is cut into 4 micro-batches, which the processes divide among them, as they do the tables' rows. The number of
-processes, which divides 4, changes no bit of the result.
+The processes share the tables' rows and the 4 micro-batches of each batch. The number of processes must divide 4, and
+changes no bit of the result.
 
 python examples/processes.py [--small]
 torchrun --nproc-per-node 2 examples/processes.py [--small]
@@ -18,14 +18,14 @@ DIM, BATCH, MICRO_BATCHES, LR = 16, 256, 4, 5e-3
 
 
 class Liking(nn.Module):
-    """What a user makes of a film."""
+    """Predicts whether a user likes a film."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(3 * DIM, 32), nn.ReLU(), nn.Linear(32, 1))
 
     def forward(self, rows) -> torch.Tensor:
-        """Logits [B]."""
+        """Return logits [B]."""
         user, film, genre = rows["user"], rows["film"], rows["genre"]
         return (user * (film + genre)).sum(1) + self.layers(torch.cat([user, film, genre], 1)).squeeze(1)
 
@@ -36,7 +36,7 @@ def ids(batch) -> dict[str, torch.Tensor]:
 
 
 def micro_batches(events, epoch: int) -> list:
-    """Return the micro-batches of an epoch, in whole steps, in the same order on all processes."""
+    """Return an epoch's micro-batches, enough for whole steps, in the same order on all processes."""
     random = torch.Generator().manual_seed(epoch)
     made = list(DataLoader(events, BATCH // MICRO_BATCHES, shuffle=True, drop_last=True, generator=random))
     return made[: len(made) // MICRO_BATCHES * MICRO_BATCHES]
@@ -44,8 +44,8 @@ def micro_batches(events, epoch: int) -> list:
 
 def train(data: films.Films, epochs: int) -> float:
     """Train, and return the AUC."""
-    torch.set_num_threads(1)  # on which some bits depend
-    with hostdev.join() as ranks:  # 1: None where this process is alone
+    torch.set_num_threads(1)  # some bits depend on this number
+    with hostdev.join() as ranks:  # 1: None if this process is alone
         rank, processes = (0, 1) if ranks is None else ranks.part()
         tables = {
             name: hostdev.HostTable(
@@ -74,7 +74,7 @@ def train(data: films.Films, epochs: int) -> float:
                 if rows.is_due:
                     optimizer.step()
                     optimizer.zero_grad()
-        every = [data.events("test").tensors]  # small enough for each process to score all
+        every = [data.events("test").tensors]  # few enough for each process to score all of them
         with torch.no_grad():
             [scores] = [model(rows) for _, rows in runtime.predict(every, ids=ids)]
         found = films.auc(scores.numpy(), every[0][3].numpy())
@@ -87,7 +87,7 @@ def train(data: films.Films, epochs: int) -> float:
 
 
 def train_torch(data: films.Films, epochs: int) -> float:
-    """Train the same in plain torch on one process, without micro-batches, and return the AUC."""
+    """Train the same model in plain torch on one process, without micro-batches, and return the AUC."""
     made = {
         k: hostdev.HostTable(n, DIM, hostdev.LazyAdam(lr=LR), name=k, init=hostdev.Normal(0.1), seed=1)
         for k, n in data.sizes.items()

@@ -10,7 +10,7 @@ import hostdev
 
 
 def batches(first, last):
-    """Yield the batches of these steps, the same ones each time."""
+    """Yield the batches of steps [first, last); a step has the same batch each time."""
     for number in range(first, last):
         random = torch.Generator().manual_seed(number)
         user, film = (torch.randint(n, (256,), generator=random) for n in (1000, 500))
@@ -18,8 +18,8 @@ def batches(first, last):
 
 
 def main(steps):
-    """Train so many steps in all, those before included."""
-    torch.manual_seed(0)  # from which the tables begin, too
+    """Train up to step `steps`, counting the steps of earlier runs."""
+    torch.manual_seed(0)  # also seeds the tables' initial values
     users = hostdev.HostTable(1000, 8, hostdev.LazyAdam(lr=0.01), name="users")
     films = hostdev.HostTable(500, 8, hostdev.LazyAdam(lr=0.01), name="films")
     runtime = hostdev.Runtime({"user": users, "film": films}, device="cpu")
@@ -27,11 +27,11 @@ def main(steps):
     adam = torch.optim.Adam(model.parameters(), lr=0.01)
     done = 0
     if any(Path("saved").glob("step-*")):
-        extra = runtime.load("saved")  # the newest; tables, slots and steps are loaded, and what was given is returned
+        extra = runtime.load("saved")  # loads the newest tables with their optimizer state, and returns extra
         model.load_state_dict(extra["model"])
         adam.load_state_dict(extra["adam"])
         done = extra["done"]
-        print(f"goes on after step {done}")
+        print(f"resumes after step {done}")
     ids = lambda batch: {"user": batch["user"], "film": batch["film"]}  # noqa: E731
     for batch, rows in runtime.train(batches(done, steps), ids=ids):
         logits = model(torch.cat([rows["user"], rows["film"]], 1)).squeeze(1)
@@ -42,7 +42,7 @@ def main(steps):
         done += 1
         if done % 50 == 0:
             extra = {"model": model.state_dict(), "adam": adam.state_dict(), "done": done}
-            runtime.save("saved", extra=extra, wait=False)  # training goes on while it is written
+            runtime.save("saved", extra=extra, wait=False)  # training continues while it is written
     print(f"step {done}: loss {loss.item():.7f}, sum of the users' vectors {users.weights.sum():.5f}")
 
 

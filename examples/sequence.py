@@ -1,7 +1,7 @@
 """Predict the next film of a history, by self-attention over the unpooled rows of its films (SASRec).
 
-The same program in plain torch and on hostdev, from the same initial rows. The loader draws negatives for each batch
-from its own generator.
+The file has the same program in plain torch and on hostdev, starting from the same rows. The loader draws negatives for
+each batch from its own generator.
 
 python examples/sequence.py [--small]
 """
@@ -17,7 +17,7 @@ DIM, BATCH, LR = 32, 64, 5e-3
 
 
 class Attention(nn.Module):
-    """A vector for each place in a history, of what was watched up to there."""
+    """Computes a vector for each position in a history, from the films up to that position."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -26,13 +26,13 @@ class Attention(nn.Module):
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length))
 
     def forward(self, history: torch.Tensor) -> torch.Tensor:
-        """Return [B, L, DIM] of the rows of films, [B, L, DIM]."""
+        """Return the vectors [B, L, DIM] for the rows of films [B, L, DIM]."""
         length = history.shape[1]
         return self.layer(history + self.place[:length], src_mask=self.mask[:length, :length], is_causal=True)
 
 
 def loss_of(hidden: torch.Tensor, following: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
-    """Tell each next film from one that was not watched there; all [B, L, DIM]."""
+    """Return the loss of telling each next film from a random one; all arguments are [B, L, DIM]."""
     logits = torch.stack([(hidden * following).sum(2), (hidden * negative).sum(2)])
     wanted = torch.zeros_like(logits)
     wanted[0] = 1
@@ -61,7 +61,7 @@ def make_table(data: films.Films) -> hostdev.HostTable:
 
 
 def recall(data: films.Films, hidden: torch.Tensor, film: torch.Tensor) -> float:
-    """Return recall@20 of each user's last film, from what the model makes of those before."""
+    """Return recall@20 of each user's last film, from the vectors [U, L, DIM] of the films before it."""
     history = torch.from_numpy(data.film[:, 1:-1])
     return films.recall(hidden[:, -1] @ film.T, torch.from_numpy(data.film[:, -1]), history)
 
@@ -105,7 +105,7 @@ def train_hostdev(data: films.Films, epochs: int, **options) -> float:
 
 
 def main(epochs: int = 12, **size: int) -> tuple[float, float]:
-    """Train both, and return their recall@20."""
+    """Train both programs, and return their recall@20."""
     data = films.make(**size)
     found = train_torch(data, epochs), train_hostdev(data, epochs)
     print(f"recall@20 {found[1]:.4f}; plain torch {found[0]:.4f}")

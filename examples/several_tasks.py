@@ -1,6 +1,6 @@
 """Predict whether a user likes a film and watches it to its end: two tasks over shared experts (MMoE).
 
-The same program in plain torch and on hostdev, from the same initial rows.
+The file has the same program in plain torch and on hostdev, starting from the same rows.
 
 python examples/several_tasks.py [--small]
 """
@@ -21,7 +21,7 @@ def layers(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class Mixture(nn.Module):
-    """Experts that all tasks share, which each task weighs by a gate of its own."""
+    """Experts that all tasks share; each task weights them with a gate of its own."""
 
     def __init__(self, experts: int = 3, tasks: int = 2) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Mixture(nn.Module):
         self.heads = nn.ModuleList(nn.Linear(DIM, 1) for _ in range(tasks))
 
     def forward(self, user: torch.Tensor, film: torch.Tensor, genre: torch.Tensor) -> torch.Tensor:
-        """Logits [tasks, B] of rows, each [B, DIM]."""
+        """Return logits [tasks, B] for rows, each [B, DIM]."""
         inputs = torch.cat([user, film, genre, user * (film + genre)], 1)
         experts = torch.stack([expert(inputs) for expert in self.experts], 1)  # [B, experts, DIM]
         mixed = [(gate(inputs).softmax(1)[:, :, None] * experts).sum(1) for gate in self.gates]
@@ -38,12 +38,12 @@ class Mixture(nn.Module):
 
 
 def loss_of(logits: torch.Tensor, liked: torch.Tensor, finished: torch.Tensor) -> torch.Tensor:
-    """The sum of the tasks' losses."""
+    """Return the sum of the tasks' losses."""
     return 2 * nn.functional.binary_cross_entropy_with_logits(logits, torch.stack([liked, finished]))
 
 
 def loader(data: films.Films) -> DataLoader:
-    """Return batches of events, in another order in each epoch."""
+    """Return a loader of the training events, in a new order in each epoch."""
     return DataLoader(data.events("train"), BATCH, shuffle=True, generator=torch.Generator().manual_seed(0))
 
 
@@ -56,7 +56,7 @@ def make_tables(data: films.Films) -> dict[str, hostdev.HostTable]:
 
 
 def aucs(scores: list[torch.Tensor], data: films.Films) -> list[float]:
-    """Return the AUC of each task, from logits [2, B] of all batches of the test events."""
+    """Return the AUC of each task, from the logits [2, B] of each batch of test events."""
     *_, liked, finished = data.events("test").tensors
     found = torch.cat(scores, 1).numpy()
     return [films.auc(one, label.numpy()) for one, label in zip(found, (liked, finished), strict=True)]
@@ -105,7 +105,7 @@ def train_hostdev(data: films.Films, epochs: int, **options) -> list[float]:
 
 
 def main(epochs: int = 4, **size: int) -> tuple[list[float], list[float]]:
-    """Train both, and return their AUC of each task."""
+    """Train both programs, and return the AUCs of their tasks."""
     data = films.make(**size)
     plain, found = train_torch(data, epochs), train_hostdev(data, epochs)
     for task, one, other in zip(("liked", "finished"), found, plain, strict=True):

@@ -1,6 +1,6 @@
 """Predict which film a user watches next: two towers, negatives from the batch, the exact top 20 of all films.
 
-The same program in plain torch and on hostdev, from the same initial rows.
+The file has the same program in plain torch and on hostdev, starting from the same rows.
 
 python examples/two_tower.py [--small]
 """
@@ -17,7 +17,7 @@ DIM, BATCH, LR = 16, 256, 1e-2
 
 
 class Towers(nn.Module):
-    """A vector for a user, and one for a film."""
+    """Networks that turn the rows of users and of films into vectors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,28 +25,28 @@ class Towers(nn.Module):
         self.of_film = nn.Linear(2 * DIM, DIM)
 
     def users(self, user: torch.Tensor) -> torch.Tensor:
-        """Vectors [B, DIM] of users' rows."""
+        """Return the users' vectors [B, DIM]."""
         return user + self.of_user(user)
 
     def films(self, film: torch.Tensor, genre: torch.Tensor) -> torch.Tensor:
-        """Vectors [B, DIM] of the rows of films and of their genres."""
+        """Return the films' vectors [B, DIM]."""
         return film + self.of_film(torch.cat([film, genre], 1))
 
 
 def loss_of(user: torch.Tensor, film: torch.Tensor, ids: torch.Tensor, log_count: torch.Tensor) -> torch.Tensor:
-    """Softmax over the films of the batch, each less as likely a negative as it is frequent; the same film is none."""
+    """Return the softmax loss over the batch's films, corrected for their frequency; equal films are no negatives."""
     logits = user @ film.T - log_count[ids]
     same = (ids[:, None] == ids) & ~torch.eye(len(ids), dtype=torch.bool)
     return nn.functional.cross_entropy(logits.masked_fill(same, -torch.inf), torch.arange(len(ids)))
 
 
 def loader(data: films.Films) -> DataLoader:
-    """Return batches of events, in another order in each epoch."""
+    """Return a loader of the training events, in a new order in each epoch."""
     return DataLoader(data.events("train"), BATCH, shuffle=True, generator=torch.Generator().manual_seed(0))
 
 
 def log_counts(data: films.Films) -> torch.Tensor:
-    """Return the logarithm of how often each film was watched, [F]."""
+    """Return log(1 + count) of each film's training events, float32 [F]."""
     return torch.from_numpy(np.log(1 + np.bincount(data.film[:, :-2].ravel(), minlength=len(data.genre)))).float()
 
 
@@ -59,7 +59,7 @@ def make_tables(data: films.Films) -> dict[str, hostdev.HostTable]:
 
 
 def recall(data: films.Films, user: torch.Tensor, film: torch.Tensor) -> float:
-    """Return recall@20 of each user's second last film, from the vectors of all users and films."""
+    """Return recall@20 of each user's second-to-last film, from the vectors of all users and films."""
     return films.recall(user @ film.T, torch.from_numpy(data.film[:, -2]), torch.from_numpy(data.film[:, :-2]))
 
 
@@ -106,7 +106,7 @@ def train_hostdev(data: films.Films, epochs: int, **options) -> float:
 
 
 def main(epochs: int = 4, **size: int) -> tuple[float, float]:
-    """Train both, and return their recall@20."""
+    """Train both programs, and return their recall@20."""
     data = films.make(**size)
     found = train_torch(data, epochs), train_hostdev(data, epochs)
     print(f"recall@20 {found[1]:.4f}; plain torch {found[0]:.4f}")

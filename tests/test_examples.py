@@ -55,7 +55,7 @@ def test_what_was_saved_goes_on(tmp_path, monkeypatch, capsys):
     main(120)
     first, then, gone_on, plain = capsys.readouterr().out.splitlines()
     assert first.startswith("step 60: loss 0.")
-    assert then == "goes on after step 50"
+    assert then == "resumes after step 50"
     assert gone_on == plain
     shown = (ROOT / "docs/guides/checkpoints.md").read_text()
     assert file.read_text().partition("def main(steps):")[2].partition("\n\n\nif")[0] in shown

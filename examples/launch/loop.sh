@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Two processes on this host by a plain loop.
+# Start two processes on this host in a plain loop. Options of hostdev.train follow.
 set -euo pipefail
 export WORLD_SIZE="${PROCESSES:-2}" MASTER_ADDR=127.0.0.1 MASTER_PORT="${MASTER_PORT:-29500}"
 pids=()

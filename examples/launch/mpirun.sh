@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Two processes on this host by mpirun. Open MPI binds each to one CPU unless told otherwise.
+# Start two processes on this host by mpirun. Without --bind-to none, Open MPI binds each to one CPU.
 set -euo pipefail
 exec mpirun ${MPIRUN_OPTIONS:-} -n "${PROCESSES:-2}" --bind-to none \
     python -m hostdev.train --host-device-mix --micro-batches 4 "$@"
