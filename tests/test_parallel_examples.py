@@ -96,15 +96,15 @@ class TestCifar10:
 
     def test_errors(self, cifar, tmp_path):
         folder, _, _ = cifar
-        with pytest.raises(UserError, match=r"none: no such folder; give the one that has data_batch_1.bin, ... "):
+        with pytest.raises(UserError, match=r"none: no such folder; give the folder of data_batch_1.bin, ... "):
             cifar10.read(tmp_path / "none", "train")
         file = folder / "data_batch_2.bin"
         whole = file.read_bytes()
         file.write_bytes(whole[:-1])
-        with pytest.raises(UserError, match=r"data_batch_2.bin: 9,218 bytes are no multiple of 3,073: it is truncated"):
+        with pytest.raises(UserError, match=r"data_batch_2.bin is truncated: 9,218 bytes are not a multiple of 3,073"):
             cifar10.read(folder, "train")
         file.write_bytes(b"")
-        with pytest.raises(UserError, match=r"data_batch_2.bin: the file is empty; fetch it anew"):
+        with pytest.raises(UserError, match=r"data_batch_2.bin: the file is empty; download it again"):
             cifar10.read(folder, "train")
         file.write_bytes(whole[:3073] + bytes([10]) + whole[3074:])
         with pytest.raises(UserError, match=r"data_batch_2.bin: record 2 of 3 has the label 10, not one of 0 to 9; is"):
@@ -113,7 +113,7 @@ class TestCifar10:
     def test_files_may_be_absent_at_the_end_only(self, cifar):
         folder, _, _ = cifar
         (folder / "data_batch_2.bin").rename(folder / "data_batch_4.bin")
-        with pytest.raises(UserError, match=r"data_batch_2.bin: no such file; fetch CIFAR-10's binary version, or gen"):
+        with pytest.raises(UserError, match=r"data_batch_2.bin: no such file; download CIFAR-10's binary files, or"):
             cifar10.read(folder, "train")
         (folder / "data_batch_4.bin").unlink()
         assert len(cifar10.read(folder, "train")[0]) == 4
@@ -212,14 +212,14 @@ class TestMnist:
     @pytest.mark.parametrize(
         ("number", "damage", "words"),
         [
-            (0, lambda raw: raw[:3], r"train-images-idx3-ubyte: 3 bytes, and the header alone has 16: it is truncated"),
-            (0, lambda raw: b"", r"images-idx3-ubyte: 0 bytes, and the header alone has 16: it is truncated; fetch"),
-            (0, lambda raw: raw[:-1], r"3,935 bytes, and 3,936 with the header's 5 x 28 x 28 values: it is truncated"),
-            (1, lambda raw: raw + b"\0", r"labels-idx1-ubyte: 14 bytes, and 13 with the header's 5 values: it goes on"),
-            (1, lambda raw: b"\0\0\x08\x03" + raw[4:], r"begins with 2051, not 2049: it is no idx file of labels"),
-            (0, lambda raw: b"\0\0\x08\x01" + raw[4:], r"begins with 2049, not 2051: it is no idx file of images"),
-            (0, lambda raw: raw[:4] + bytes(4) + raw[8:16], r"has no values, its sizes are 0 x 28 x 28; fetch it anew"),
-            (1, lambda raw: raw[:10] + bytes([10]) + raw[11:], r"ubyte: label 3 of 5 is 10, not one of 0 to 9; fetch"),
+            (0, lambda raw: raw[:3], r"train-images-idx3-ubyte is truncated: 3 bytes, but the header has 16; download"),
+            (0, lambda raw: b"", r"images-idx3-ubyte is truncated: 0 bytes, but the header has 16; download it again"),
+            (0, lambda raw: raw[:-1], r"is truncated: 3,935 bytes instead of 3,936 for the header's 5 x 28 x 28"),
+            (1, lambda raw: raw + b"\0", r"idx1-ubyte is too long: 14 bytes instead of 13 for the header's 5 values"),
+            (1, lambda raw: b"\0\0\x08\x03" + raw[4:], r"is not an idx file of labels: it begins with 2051, not 2049"),
+            (0, lambda raw: b"\0\0\x08\x01" + raw[4:], r"is not an idx file of images: it begins with 2049, not 2051"),
+            (0, lambda raw: raw[:4] + bytes(4) + raw[8:16], r"has no values: its sizes are 0 x 28 x 28; download"),
+            (1, lambda raw: raw[:10] + bytes([10]) + raw[11:], r"ubyte: label 3 of 5 is 10, not one of 0 to 9; down"),
             (1, lambda raw: raw[:7] + bytes([4]) + raw[8:-1], r"labels-idx1-ubyte: 4 labels, but 5 images in train-im"),
         ],
     )
@@ -234,15 +234,15 @@ class TestMnist:
         file = idx[0] / mnist.FILES["train"][0]
         file.with_name(file.name + ".gz").write_bytes(damage(gzip.compress(file.read_bytes())))
         file.unlink()
-        with pytest.raises(UserError, match=r"idx3-ubyte.gz: is damaged, or no gzip file \(.*\); fetch it anew"):
+        with pytest.raises(UserError, match=r"idx3-ubyte.gz is damaged or not a gzip file \(.*\); download it again"):
             mnist.read(idx[0], "train")
 
     def test_absent_files(self, idx):
         folder, _, _ = idx
-        with pytest.raises(UserError, match=r"none: no such folder; give the one that has train-images-idx3-ubyte and"):
+        with pytest.raises(UserError, match=r"none: no such folder; give the folder of train-images-idx3-ubyte and"):
             mnist.read(folder / "none", "train")
         (folder / "t10k-labels-idx1-ubyte").unlink()
-        with pytest.raises(UserError, match=r"t10k-labels-idx1-ubyte: no such file, nor with .gz; fetch MNIST's four"):
+        with pytest.raises(UserError, match=r"t10k-labels-idx1-ubyte: no such file, with or without .gz; download"):
             mnist.read(folder, "test")
 
     def test_transform(self):
@@ -313,7 +313,7 @@ class TestGenerate:
         (tmp_path / name).write_text("mine")
         code, out, err = run(kind, tmp_path)
         assert (code, out) == (2, "")
-        assert err == f"generate: error: {tmp_path / name}: is there already; give another folder, or remove it\n"
+        assert err == f"generate: error: {tmp_path / name}: the file exists; give another folder, or remove it\n"
         assert content(tmp_path) == {name: b"mine"}
 
     def test_errors(self, run, tmp_path, monkeypatch):

@@ -1,7 +1,8 @@
-"""CIFAR-10's binary files (https://www.cs.toronto.edu/~kriz/cifar.html): read, written and made network inputs.
+"""CIFAR-10's binary files (https://www.cs.toronto.edu/~kriz/cifar.html): read, write and convert them to inputs.
 
-A record is 3,073 bytes: the label, 0 to 9, then the red, green and blue values of 32 x 32 pixels, row by row.
-N images of a split, n of a batch.
+A record has 3,073 bytes: the label, 0 to 9, then the red, green and blue values of 32 x 32 pixels, row by row.
+
+Shapes: N images of a split, n images of a batch.
 """
 
 from pathlib import Path
@@ -30,10 +31,13 @@ Numbers = npt.NDArray[np.int64]
 def read(folder: Path, split: Literal["train", "test"]) -> tuple[Images, Numbers]:
     """Return the images uint8 [N, 3, 32, 32] and labels int64 [N] of a split.
 
-    folder  has the files, or the folder cifar-10-batches-bin that has them; of the five for training the last ones may
-            be absent
+    Args:
+        folder: Has the files, or a folder cifar-10-batches-bin with them. The last few of the five training files may
+            be missing.
+        split: "train" or "test".
 
-    UserError where a file is absent, empty, truncated or has a wrong label.
+    Raises:
+        UserError: A file is missing, empty or truncated, or has an invalid label.
     """
     files = _files(folder, split)
     counts = [_records(file) for file in files]
@@ -63,14 +67,17 @@ def write(path: Path, images: Images, labels: Numbers) -> None:
 
 
 def transform(images: Images, numbers: Numbers, *, seed: int, epoch: int, train: bool, size: int = SIDE) -> Tensor:
-    """Return the network's input float32 [n, 3, size, size]: scaled to 0..1, then with mean 0 and deviation 1.
+    """Return the network's input float32 [n, 3, size, size]: scaled to 0..1, then normalized by `MEAN` and `STD`.
 
-    images   uint8 [n, 3, 32, 32]
-    numbers  int64 [n], the images' places in their split
-    train    first cut 32 x 32 out of the image with 4 zeros around it, and mirror every other one, at random
-    size     to which they are then enlarged, bilinearly
+    The result for an image depends only on the image, its number, the seed and the epoch, not on the batch.
 
-    Each image's bits are a function of it, the seed, the epoch and its number: not of the batch, nor of the order.
+    Args:
+        images: uint8 [n, 3, 32, 32].
+        numbers: int64 [n], the images' numbers in their split.
+        seed: Seed of the random crops.
+        epoch: The epoch; each has other crops.
+        train: Crop 32 x 32 at random from the image with a border of 4 zeros, and mirror about half of the crops.
+        size: The size to which the images are then enlarged bilinearly.
     """
     if train:
         images = _cut_out(images, *drawn(numbers, seed, epoch))
@@ -82,14 +89,14 @@ def transform(images: Images, numbers: Numbers, *, seed: int, epoch: int, train:
 
 
 def drawn(numbers: Numbers, seed: int, epoch: int) -> tuple[Numbers, Numbers, npt.NDArray[np.bool_]]:
-    """Return where images begin in the padded ones, row and column int64 [n] in 0..8, and which are mirrored [n]."""
+    """Return the first row and column of each crop, int64 [n] in 0..8, and which crops are mirrored, bool [n]."""
     places = 2 * PADDING + 1
     choice = (uniform(key64(seed, "cifar10", epoch), numbers) * (2 * places * places)).astype(np.int64)
     return choice // (2 * places), choice // 2 % places, choice % 2 == 1
 
 
 def _cut_out(images: Images, top: Numbers, left: Numbers, mirrored: npt.NDArray[np.bool_]) -> Images:
-    """Return images [n, 3, 32, 32] that begin at a row and column of the padded ones."""
+    """Return crops [n, 3, 32, 32] of the padded images, each from its first row and column on."""
     around = (PADDING, PADDING)
     padded = np.pad(images, ((0, 0), (0, 0), around, around))
     ascending = np.arange(SIDE)
@@ -101,9 +108,9 @@ def _cut_out(images: Images, top: Numbers, left: Numbers, mirrored: npt.NDArray[
 
 
 def _rows(values: Tensor, size: int) -> Tensor:
-    """Return [n, 3, size, width] of [n, 3, height, width], interpolated linearly between the centres of pixels.
+    """Resize the height of [n, 3, height, width] to `size`, by linear interpolation between the centres of pixels.
 
-    As torch.nn.functional.interpolate does, whose bits depend on how many threads share out how large a batch.
+    The bits of torch.nn.functional.interpolate would depend on the number of threads and on the batch size.
     """
     height = values.shape[2]
     place = ((torch.arange(size) + 0.5) * (height / size) - 0.5).clamp(min=0)
@@ -115,13 +122,15 @@ def _rows(values: Tensor, size: int) -> Tensor:
 
 def _files(folder: Path, split: Literal["train", "test"]) -> list[Path]:
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; give the one that has {TRAIN[0]}, ... and {TEST}")
+        raise UserError(f"{folder}: no such folder; give the folder of {TRAIN[0]}, ... and {TEST}")
     if (folder / INSIDE).is_dir():
         folder = folder / INSIDE
     files = [folder / name for name in (TRAIN if split == "train" else (TEST,))]
     there = [file.is_file() for file in files]
-    if not all(there[: max(1, sum(there))]):  # the last ones may be left out, but a gap is no choice
-        raise UserError(f"{files[there.index(False)]}: no such file; fetch CIFAR-10's binary version, or generate one")
+    if not all(there[: max(1, sum(there))]):  # the last files may be missing, but none before them
+        raise UserError(
+            f"{files[there.index(False)]}: no such file; download CIFAR-10's binary files, or generate some"
+        )
     return files[: sum(there)]
 
 
@@ -129,7 +138,7 @@ def _records(file: Path) -> int:
     """Return the number of a file's records."""
     size = file.stat().st_size
     if size == 0:
-        raise UserError(f"{file}: the file is empty; fetch it anew")
+        raise UserError(f"{file}: the file is empty; download it again")
     if size % RECORD:
-        raise UserError(f"{file}: {size:,} bytes are no multiple of {RECORD:,}: it is truncated; fetch it anew")
+        raise UserError(f"{file} is truncated: {size:,} bytes are not a multiple of {RECORD:,}; download it again")
     return size // RECORD

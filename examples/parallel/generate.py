@@ -4,7 +4,9 @@ python examples/parallel/generate.py cifar10 DIR [--train 2000 --test 500 --seed
 python examples/parallel/generate.py mnist DIR [--train 2000 --test 500 --seed 1]
 python examples/parallel/generate.py digits DIR
 
-Every draw is an integer function of the seed, the split and the image's number. n images.
+Every random value is a function of the seed, the split and the image's number.
+
+Shapes: n images.
 """
 
 import argparse
@@ -21,15 +23,15 @@ from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.kernels.counter import key64, permutation, uniform
 
-CHUNK = 500  # images at a time: their noise takes 8 bytes a value, several times
+CHUNK = 500  # images at a time, because their noise takes several times 8 bytes per value
 DIGITS_TRAIN = 1437
 
-# Class c has the waves of TEXTURES[c % 5], across and down the image, none being another's mirror image, and the
-# colour COLOURS[c // 5], by which they go up and down in red, green and blue.
+# Class c has the waves TEXTURES[c % 5], in cycles across and down the image (none is another's mirror image), and the
+# colour COLOURS[c // 5], the waves' amplitudes in red, green and blue.
 TEXTURES = ((3, 0), (0, 3), (3, 3), (6, 0), (0, 6))
 COLOURS = ((4, 1, -2), (-2, 1, 4))
 
-# Seven segments of a digit (x, y, width, height), and those that are lit in 0 to 9.
+# The seven segments (x, y, width, height), and the segments that are lit in each of the digits 0 to 9.
 SEGMENTS = (
     (9, 5, 10, 3),
     (9, 5, 3, 10),
@@ -43,11 +45,11 @@ LIT = ("012456", "25", "02346", "02356", "1235", "01356", "013456", "025", "0123
 
 Images = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.int64]
-Pick = Callable[..., Numbers]  # of a name, a limit and a shape: whole numbers [n, *shape] in range(limit)
+Pick = Callable[..., Numbers]  # (name, limit, *shape) -> whole numbers [n, *shape] in range(limit)
 
 
 def made(draw: Callable[[Numbers, Pick], Images], count: int, seed: int, split: str) -> tuple[Images, Numbers]:
-    """Return so many images, drawn of their labels and `Pick`, and labels int64, equally often but for a remainder."""
+    """Return `count` images, drawn from their labels, and the labels int64, equally frequent but for a remainder."""
     labels = permutation(count, key64(seed, split, "labels")) % 10
 
     def chunk(first: int) -> Images:
@@ -64,7 +66,7 @@ def made(draw: Callable[[Numbers, Pick], Images], count: int, seed: int, split: 
 
 
 def waves(labels: Numbers, pick: Pick) -> Images:
-    """Return images uint8 [n, 3, 32, 32]: coloured waves, anywhere, of any contrast and brightness, under noise."""
+    """Return images uint8 [n, 3, 32, 32]: coloured waves with random shifts, contrasts, brightness and noise."""
     row, column = np.mgrid[:32, :32]
     texture = np.array([np.rint(64 * np.cos(2 * np.pi / 32 * (x * column + y * row))) for x, y in TEXTURES], np.int64)
     y = (row + pick("down", 32)[:, None, None]) % 32
@@ -79,7 +81,7 @@ def waves(labels: Numbers, pick: Pick) -> Images:
 
 
 def segments(labels: Numbers, pick: Pick) -> Images:
-    """Return images uint8 [n, 28, 28]: digits of seven segments, shifted, leaning, of any ink, under noise."""
+    """Return images uint8 [n, 28, 28]: seven-segment digits with random shifts, slants, ink and noise."""
     glyphs = np.zeros((10, 28, 28), np.int64)
     for digit, lit in enumerate(LIT):
         for x, y, width, height in (SEGMENTS[int(one)] for one in lit):
@@ -95,7 +97,7 @@ def segments(labels: Numbers, pick: Pick) -> Images:
 
 
 def write_cifar10(folder: Path, train: int, test: int, seed: int) -> str:
-    """Write waves as CIFAR-10's files, those for training in up to five; return what they are, in words."""
+    """Write waves as CIFAR-10's files, up to five of them for training; return a description as text."""
     _new(folder, [*cifar10.TRAIN, cifar10.TEST])
     images, labels = made(waves, train, seed, "train")
     parts = np.array_split(np.arange(train), min(train, len(cifar10.TRAIN)))
@@ -106,7 +108,7 @@ def write_cifar10(folder: Path, train: int, test: int, seed: int) -> str:
 
 
 def write_mnist(folder: Path, train: int, test: int, seed: int) -> str:
-    """Write digits of seven segments as MNIST's files; return what they are, in words."""
+    """Write seven-segment digits as MNIST's files; return a description as text."""
     _new(folder, sum(mnist.FILES.values(), ()))
     mnist.write(folder, "train", *made(segments, train, seed, "train"))
     mnist.write(folder, "test", *made(segments, test, seed, "test"))
@@ -114,7 +116,7 @@ def write_mnist(folder: Path, train: int, test: int, seed: int) -> str:
 
 
 def write_digits(folder: Path) -> tuple[int, int]:
-    """Write scikit-learn's 1,797 handwritten digits, 8 x 8 enlarged to 28 x 28, as MNIST's files; return how many."""
+    """Write scikit-learn's 1,797 digits, enlarged from 8 x 8 to 28 x 28, as MNIST's files; return the splits' sizes."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -135,21 +137,21 @@ def main(argv: Sequence[str]) -> None:
     commands = parser.add_subparsers(dest="command", required=True, metavar="cifar10|mnist|digits")
     for name, what in (
         ("cifar10", "coloured waves, as CIFAR-10's files"),
-        ("mnist", "digits of seven segments, as MNIST's files"),
+        ("mnist", "seven-segment digits, as MNIST's files"),
         ("digits", "scikit-learn's handwritten digits, as MNIST's files"),
     ):
         command = commands.add_parser(name, help=what, allow_abbrev=False)
-        command.add_argument("folder", type=Path, metavar="DIR", help="where the files go; made if absent")
+        command.add_argument("folder", type=Path, metavar="DIR", help="folder of the files; created if missing")
         if name != "digits":
-            command.add_argument("--train", type=int, default=2000, metavar="N", help="images (default 2000)")
-            command.add_argument("--test", type=int, default=500, metavar="N", help="images (default 500)")
-            command.add_argument("--seed", type=int, default=1, metavar="N", help="of all that is drawn (default 1)")
+            command.add_argument("--train", type=int, default=2000, metavar="N", help="training images (default 2000)")
+            command.add_argument("--test", type=int, default=500, metavar="N", help="test images (default 500)")
+            command.add_argument("--seed", type=int, default=1, metavar="N", help="seed of the images (default 1)")
         cli.add_debug(command)
     print(written(parser.parse_args(argv)))
 
 
 def written(arguments: argparse.Namespace) -> str:
-    """Write what parsed flags say; return it in a line."""
+    """Write the files that parsed flags ask for; return a line that describes them."""
     folder = arguments.folder
     if arguments.command == "digits":
         train, test = write_digits(folder)
@@ -165,10 +167,10 @@ def written(arguments: argparse.Namespace) -> str:
 
 
 def _new(folder: Path, names: Iterable[str]) -> None:
-    """Make a folder in which files are to be written. UserError where one of them is there."""
+    """Create the folder of new files; UserError if one of them exists."""
     for name in names:
         if (folder / name).exists():
-            raise UserError(f"{folder / name}: is there already; give another folder, or remove it")
+            raise UserError(f"{folder / name}: the file exists; give another folder, or remove it")
     folder.mkdir(parents=True, exist_ok=True)
 
 

@@ -1,7 +1,8 @@
 """MNIST's idx files (LeCun, Cortes & Burges): read, write and convert them to a network's input.
 
 A file is a magic number, the sizes of its dimensions (each 4 bytes, the highest first), then a byte for each value.
-N images of a split, n of a batch.
+
+Shapes: N images of a split, n images of a batch.
 """
 
 import gzip
@@ -32,24 +33,25 @@ Split = Literal["train", "test"]
 
 
 def read(folder: Path, split: Split) -> tuple[Images, Numbers]:
-    """Return the images uint8 [N, rows, columns] and labels int64 [N] of a split, of files as they are or with .gz.
+    """Return the images uint8 [N, rows, columns] and labels int64 [N] of a split, from plain or .gz files.
 
-    UserError where one is absent, damaged, too short or too long, has a wrong label, or they do not belong together.
+    Raises:
+        UserError: A file is missing or damaged, or has an invalid label; or the numbers of images and labels differ.
     """
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; give the one that has {FILES['train'][0]} and so on")
+        raise UserError(f"{folder}: no such folder; give the folder of {FILES['train'][0]} and the others")
     images_file, labels_file = (_find(folder / name) for name in FILES[split])
     images, labels = _array(images_file, IMAGES), _array(labels_file, LABELS)
     if len(images) != len(labels):
         raise UserError(
             f"{labels_file}: {len(labels):,} labels, but {len(images):,} images in {images_file.name}; "
-            "fetch both from one place"
+            "download both from one source"
         )
     wrong = np.flatnonzero(labels >= CLASSES)
     if len(wrong):
         raise UserError(
             f"{labels_file}: label {wrong[0] + 1} of {len(labels)} is {labels[wrong[0]]}, not one of 0 to 9; "
-            "fetch the file anew"
+            "download the file again"
         )
     return images, labels.astype(np.int64)
 
@@ -62,7 +64,7 @@ def write(folder: Path, split: Split, images: Images, labels: Numbers) -> None:
 
 
 def transform(images: Images) -> Tensor:
-    """Return the network's input float32 [n, 1, rows, columns] of images uint8: scaled to 0..1, then normalised."""
+    """Return the network's input float32 [n, 1, rows, columns]: images uint8 scaled to 0..1, then normalized."""
     return (torch.from_numpy(images.astype(np.float32)).unsqueeze(1) / 255 - MEAN) / STD
 
 
@@ -70,7 +72,7 @@ def _find(file: Path) -> Path:
     for one in (file, file.with_name(file.name + ".gz")):
         if one.is_file():
             return one
-    raise UserError(f"{file}: no such file, nor with .gz; fetch MNIST's four files, or generate some")
+    raise UserError(f"{file}: no such file, with or without .gz; download MNIST's four files, or generate some")
 
 
 def _array(file: Path, magic: int) -> Images:
@@ -78,21 +80,21 @@ def _array(file: Path, magic: int) -> Images:
     raw = _content(file)
     header = 4 * (1 + magic % 256)
     if len(raw) < header:
-        raise UserError(f"{file}: {len(raw)} bytes, and the header alone has {header}: it is truncated; fetch it anew")
+        raise UserError(f"{file} is truncated: {len(raw)} bytes, but the header has {header}; download it again")
     found, *shape = struct.unpack(f">{header // 4}I", raw[:header])
     if found != magic:
         kind = "images" if magic == IMAGES else "labels"
-        raise UserError(f"{file}: begins with {found}, not {magic}: it is no idx file of {kind}; fetch it anew")
+        raise UserError(f"{file} is not an idx file of {kind}: it begins with {found}, not {magic}; download it again")
     if not all(shape):
-        raise UserError(f"{file}: has no values, its sizes are {_product(shape)}; fetch it anew")
+        raise UserError(f"{file} has no values: its sizes are {_product(shape)}; download it again")
     expected = header + math.prod(shape)
     if len(raw) != expected:
-        what = "is truncated" if len(raw) < expected else "goes on after its end"
+        what = "is truncated" if len(raw) < expected else "is too long"
         raise UserError(
-            f"{file}: {len(raw):,} bytes, and {expected:,} with the header's {_product(shape)} values: it {what}; "
-            "fetch it anew"
+            f"{file} {what}: {len(raw):,} bytes instead of {expected:,} for the header's {_product(shape)} values; "
+            "download it again"
         )
-    return np.frombuffer(raw, np.uint8, offset=header).reshape(shape).copy()  # which may be written to
+    return np.frombuffer(raw, np.uint8, offset=header).reshape(shape).copy()  # writable
 
 
 def _product(shape: list[int]) -> str:
@@ -106,4 +108,4 @@ def _content(file: Path) -> bytes:
     try:
         return gzip.decompress(raw)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{file}: is damaged, or no gzip file ({error}); fetch it anew") from None
+        raise UserError(f"{file} is damaged or not a gzip file ({error}); download it again") from None

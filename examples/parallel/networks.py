@@ -1,6 +1,8 @@
-"""ResNet-50 and a small net for MNIST as nn.Sequential of named parts, which may be cut between any two.
+"""ResNet-50 and a small network for MNIST as nn.Sequential of named parts; stages may be cut between any two parts.
 
-torch's generator draws the weights: seed it first. B images, C channels, H x W pixels.
+Seed torch's generator first: it draws the weights.
+
+Shapes: B images, H x W pixels.
 """
 
 from collections import OrderedDict
@@ -13,11 +15,12 @@ EXPANSION = 4
 
 
 class Bottleneck(nn.Module):
-    """relu(x + f(x)), f being 1 x 1, 3 x 3 and 1 x 1 convolutions, each with BatchNorm, a ReLU between them.
+    """relu(x + f(x)), where f is a 1 x 1, a 3 x 3 and a 1 x 1 convolution with BatchNorm, and ReLUs in between.
 
-    channels  that come in
-    width     of the 3 x 3 convolution; 4 * width channels go out
-    stride    of the 3 x 3 convolution, as in all that is called v1.5; in the paper the first 1 x 1 has it
+    Args:
+        channels: Number of input channels.
+        width: Channels of the 3 x 3 convolution; the output has 4 * width channels.
+        stride: Stride of the 3 x 3 convolution, as in ResNet v1.5; in the paper the first convolution has it.
     """
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
@@ -33,7 +36,7 @@ class Bottleneck(nn.Module):
             self.shortcut = nn.Sequential(_conv(channels, out, 1, stride), nn.BatchNorm2d(out))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [B, 4 * width, H / stride, W / stride] of [B, channels, H, W]."""
+        """Return [B, 4 * width, H / stride, W / stride] for x [B, channels, H, W]."""
         found = self.relu(self.bn1(self.conv1(x)))
         found = self.relu(self.bn2(self.conv2(found)))
         both: Tensor = self.relu(self.bn3(self.conv3(found)) + self.shortcut(x))
@@ -43,16 +46,19 @@ class Bottleneck(nn.Module):
 def resnet50(
     width: int = 64, classes: int = 10, blocks: Sequence[int] = (3, 4, 6, 3), *, small_images: bool = False
 ) -> nn.Sequential:
-    """Return ResNet-50: [B, 3, H, W] to logits [B, classes].
+    """Return ResNet-50, a network from images [B, 3, H, W] to logits [B, classes].
 
-    Source: He et al., "Deep Residual Learning for Image Recognition", CVPR 2016; initial values as of He et al., ICCV
-    2015, by what goes out of a convolution, and 0 for each block's last scale, so that a block begins as its shortcut
-    (Goyal et al., "Accurate, Large Minibatch SGD", 2017). Its parts are head.conv, head.bn, head.relu, head.pool,
-    layer1.0 and so on, a block each, pool, flatten and fc.
+    Source: He et al., "Deep Residual Learning for Image Recognition", CVPR 2016. Initial values are those of He et al.,
+    ICCV 2015, by fan-out; each block's last scale begins at 0, so that a block begins as its shortcut (Goyal et al.,
+    "Accurate, Large Minibatch SGD", 2017). The parts are head.conv, head.bn, head.relu, head.pool, a part for each
+    block (layer1.0, layer1.1, ...), pool, flatten and fc.
 
-    width         channels of the head, and of the first blocks' 3 x 3 convolutions; each layer doubles it
-    blocks        of each layer
-    small_images  such as 32 x 32: the head is 3 x 3 with stride 1 and no pooling, instead of 7 x 7 with 2 and pooling
+    Args:
+        width: Channels of the head, and of the 3 x 3 convolutions of the first layer; each layer doubles it.
+        classes: Number of classes.
+        blocks: Number of blocks of each layer.
+        small_images: For images such as 32 x 32: a head of 3 x 3 with stride 1 and without pooling, instead of 7 x 7
+            with stride 2 and pooling.
     """
     head: OrderedDict[str, nn.Module] = OrderedDict(
         conv=_conv(3, width, 3) if small_images else _conv(3, width, 7, 2), bn=nn.BatchNorm2d(width), relu=nn.ReLU()
@@ -73,14 +79,17 @@ def resnet50(
 
 
 def mnist_net(hidden: Sequence[int] = (), pixels: int = 784, *, bias: float = 0.0) -> nn.Sequential:
-    """Return a net from images [B, 1, H, W] of so many pixels to logits [B, 10], which are not negative.
+    """Return a network from images [B, 1, H, W] to logits [B, 10], which are not negative.
 
-    Its parts are flatten, dense1, relu1 and so on: the last layer has a ReLU, too. Its weights begin with N(0, 0.01^2);
-    those before with He's, as a signal would fade through several of 0.01.
+    The parts are flatten, dense1, relu1 and so on; the last layer has a ReLU, too. The last layer's initial weights are
+    N(0, 0.01^2). The other layers' are He's, because a signal would fade through several layers of N(0, 0.01^2).
 
-    hidden  widths of the layers before the last
-    bias    the last layer's initial one, those before have 0. Softmax does not see it; but a class whose logit is below
-            0 for all images learns nothing ever more: with 0 that befalls some on small data, with 3 none has been seen
+    Args:
+        hidden: Widths of the layers before the last.
+        pixels: H * W.
+        bias: Initial bias of the last layer, which softmax ignores; that of the other layers is 0. A class whose logit
+            is below 0 for all images never learns again: on small data this happens to some classes with a bias of 0,
+            and has not been seen with 3.
     """
     parts: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten())
     for number, (width, out) in enumerate(pairwise([pixels, *hidden, 10]), 1):

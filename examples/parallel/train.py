@@ -1,4 +1,4 @@
-"""Train the networks of the parallel examples: in one process, or in the processes that a launcher started.
+"""Train the networks of the parallel examples, in one process or in the processes that a launcher started.
 
     python examples/parallel/train.py mnist DIR
     torchrun --nproc-per-node 2 examples/parallel/train.py resnet50 DIR --width 8 --parallel semi --plan fc=colwise
@@ -33,16 +33,16 @@ Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Task(NamedTuple):
-    """A network and the images that it learns to tell apart."""
+    """A network, and functions that read and transform its images."""
 
     network: nn.Module
-    last: str  # its last layer: what is sliced by hand
+    last: str  # name of the last layer, which --parallel hybrid slices
     read: Any
     transform: Any  # images [n, ...], numbers, epoch, train -> float32 [n, ...]
 
 
 def task_of(options: Any) -> Task:
-    """Return what the options name."""
+    """Return the network that the options name, and its images."""
     torch.manual_seed(options.seed)
     if options.network == "mnist":
         network = mnist_net(options.hidden, bias=options.bias)
@@ -65,21 +65,23 @@ def batches(count: int, size: int, seed: int, epoch: int) -> Iterator[Numbers]:
 
 
 def parse_mesh(options: Any, world: int) -> str | None:
-    """Return the mesh that the options mean; UserError where they contradict one another."""
+    """Set `options.parallel` and return the mesh; UserError if options contradict each other."""
     parallel = options.parallel or ("none" if world == 1 else "semi" if options.mesh or options.plan else "data")
     axis = {"none": None, "data": "data", "hybrid": "model", "semi": "model", "auto": None}[parallel]
     if parallel == "none" and (world > 1 or options.mesh):
         raise hostdev.UserError(f"--parallel none is for one process, and {world} were started")
     if parallel == "data" and (options.plan or (options.mesh and ("model" in options.mesh or "pipe" in options.mesh))):
-        raise hostdev.UserError("--parallel data is along data alone; leave --mesh and --plan out, or use semi")
+        raise hostdev.UserError(
+            "--parallel data splits only samples; omit --plan and other axes of --mesh, or use semi"
+        )
     if parallel == "hybrid" and options.plan:
-        raise hostdev.UserError("--parallel hybrid is sliced by hand; leave --plan out, or use semi")
+        raise hostdev.UserError("--parallel hybrid slices by hand; omit --plan, or use semi")
     options.parallel = parallel
     return options.mesh or (f"{axis}={world}" if axis and world > 1 else None)
 
 
 def train(options: Any) -> None:
-    """Train, and print the losses, the accuracy and the digest of what was learned."""
+    """Train, and print the losses, the accuracy and the digest of the final state."""
     from hostdev.distributed.rank_environment import find_rank_environment
 
     with hostdev.join(parse_mesh(options, find_rank_environment().ranks), timeout=options.timeout) as ranks:
@@ -132,7 +134,7 @@ def train(options: Any) -> None:
 
 
 def accuracy(network: hostdev.parallel.Network, task: Task, images: Any, labels: Numbers, options: Any) -> float:
-    """Return the share of images whose label is the network's most likely one."""
+    """Return the share of images for which the network's most likely class is the label."""
     right, size = 0.0, max(options.batch_size, 8 * options.micro_batches)
     for start in range(0, len(labels), size):
         numbers = np.arange(start, min(start + size, len(labels)))
@@ -152,28 +154,32 @@ def main(arguments: Sequence[str]) -> None:
     """Run the command."""
     parser = cli.parser("train.py", "train the networks of the parallel examples")
     parser.add_argument("network", choices=("resnet50", "mnist"))
-    parser.add_argument("folder", type=Path, help="with CIFAR-10's binary files, or MNIST's")
-    parser.add_argument("--parallel", choices=PARALLEL, help="how processes share out the network (data, if several)")
-    parser.add_argument("--mesh", help="such as data=2,pipe=2")
+    parser.add_argument("folder", type=Path, help="folder of CIFAR-10's binary files, or of MNIST's")
+    parser.add_argument(
+        "--parallel",
+        choices=PARALLEL,
+        help="how processes split the work (default: data, or semi with --mesh or --plan)",
+    )
+    parser.add_argument("--mesh", help="ranks along each axis, such as data=2,pipe=2")
     parser.add_argument("--plan", help="strategies of layers, such as fc=colwise")
     parser.add_argument("--schedule", choices=SCHEDULES)
-    parser.add_argument("--stage-cut", help="pieces with which the second and later stages begin, such as layer3.0")
+    parser.add_argument("--stage-cut", help="first pieces of the second and later stages, such as layer3.0")
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--gradients", choices=("mean", "sum"), default="mean")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--max-steps", type=int)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--lr", type=float, default=0.01)
-    parser.add_argument("--momentum", type=float, help="(0.9 for resnet50, 0 for mnist)")
+    parser.add_argument("--momentum", type=float, help="default: 0.9 for resnet50, 0 for mnist")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--print-every", type=int, default=10, help="steps")
-    parser.add_argument("--threads", type=int, default=1, help="of torch, on which some bits depend")
+    parser.add_argument("--print-every", type=int, default=10, help="steps between printed losses")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch; some bits depend on their number")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that one process waits for another")
-    parser.add_argument("--width", type=int, default=64, help="of ResNet-50's first blocks")
-    parser.add_argument("--blocks", type=int, nargs=4, default=(3, 4, 6, 3), help="of ResNet-50's four layers")
-    parser.add_argument("--image-size", type=int, default=32, help="to which ResNet-50's images are enlarged")
+    parser.add_argument("--width", type=int, default=64, help="width of ResNet-50's first blocks")
+    parser.add_argument("--blocks", type=int, nargs=4, default=(3, 4, 6, 3), help="blocks of ResNet-50's four layers")
+    parser.add_argument("--image-size", type=int, default=32, help="size to which ResNet-50's images are enlarged")
     parser.add_argument("--hidden", type=int, nargs="*", default=(), help="widths of the MNIST net's hidden layers")
-    parser.add_argument("--bias", type=float, default=3.0, help="initial, of the MNIST net's last layer")
+    parser.add_argument("--bias", type=float, default=3.0, help="initial bias of the MNIST net's last layer")
     options = parser.parse_args(arguments)
     if options.momentum is None:
         options.momentum = 0.9 if options.network == "resnet50" else 0.0
