@@ -45,7 +45,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description="Run a benchmark; without a name, list them.")
     parser.add_argument("name", nargs="?", metavar="NAME", help="a benchmark; its own options follow")
     parser.add_argument("--all", action="store_true", help="run the benchmarks of `make bench`")
-    parser.add_argument("--criteo", help="with --all: Criteo text for `preprocess`")
+    parser.add_argument("--criteo", help="with --all: Criteo text for the benchmark `preprocess`")
     given = parser.parse_args()
     if given.name is not None:
         near = get_close_matches(given.name, BENCHES, 1)

@@ -1,13 +1,14 @@
 """Claim: with `lookahead` a cache moves at most 1.05 times the fewest bytes, 1.10 times above 10% of the rows.
 
 It also moves no more than lru, lfu and static do. Planning a batch of 624,000 ids takes at most 3 ms on two cores, and
-at most a quarter of the host's time that the cache saves.
+at most a quarter of the host time that the cache saves.
 
-Rows moved, those that pass by twice, those that enter or leave with two slots: over the linear program's bound, with
-Zipf ids, Zipf ids of which 0.5% of the rows have another popularity in each batch, and data sets given by --data.
-Planning: counting uses, announcing and planning, with other memory read in between, as a step does; Zipf(1.1) ids, over
-the second half of the batches. What it saves: the host's time for rows of Wide & Deep's tables, 80 columns with
-LazyAdam and one with FTRL, as their kernels take on up to 512 MiB of them.
+The rows moved are compared with the linear program's bound. A bypassing row counts twice; an admitted or evicted row
+counts three times, because it has two slots of optimizer state. Ids are Zipf ids, Zipf ids for which 0.5% of the rows
+change their popularity in each batch, and the data sets of --data. The time of planning includes counting uses and
+announcing. As in a step, other memory is read in between. Ids are Zipf(1.1), and the second half of the batches counts.
+The time saved is that of the host kernels of Wide & Deep's tables (80 columns with LazyAdam, one with FTRL), measured
+on up to 512 MiB of them.
 """
 
 import itertools
@@ -37,7 +38,7 @@ Batches = list[tuple[np.ndarray, np.ndarray]]
 
 
 def zipf(rows: int, count: int, size: int, exponent: float, changed: int = 0) -> Batches:
-    """Return batches of `size` Zipf ids over `rows` rows; `changed` rows swap their popularity before each batch."""
+    """Return batches of `size` Zipf ids over `rows` rows; `changed` of them swap their popularity before each batch."""
     rng = np.random.default_rng(0)
     edges = np.cumsum(1 / np.arange(1, rows + 1) ** exponent)
     scattered, batches = rng.permutation(rows).astype(np.int32), []
@@ -49,7 +50,7 @@ def zipf(rows: int, count: int, size: int, exponent: float, changed: int = 0) ->
 
 
 def counted(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return unique ids and their numbers of uses."""
+    """Return the unique ids and how often each occurs."""
     found, inverse = hostdev.ops.unique(ids)
     return found, count_occurrences(inverse, len(found))
 
@@ -88,7 +89,7 @@ def moved(name: str, batches: Batches, rows: int) -> list[dict]:
         capacity = rows_of(share, rows)
         least = least_cost(known, capacity, Costs())
         ratios = {policy: run(batches, Planner(rows, capacity, policy, counts=counts)) / least for policy in POLICIES}
-        ratios["no counts"] = run(batches, Planner(rows, capacity)) / least  # lookahead, by what it measures alone
+        ratios["no counts"] = run(batches, Planner(rows, capacity)) / least  # lookahead without counts
         print(f"{share:>8}{least:>14,.0f}" + "".join(f"{ratio:>11.4f}" for ratio in ratios.values()), flush=True)
         rounded = {policy: round(ratio, 5) for policy, ratio in ratios.items()}
         results.append({"ids": name, "rows": rows, "cache": share, "least": round(least), **rounded})
@@ -118,8 +119,8 @@ def planning(rows: int, share: str, steps: int) -> dict:
     saved = saved / total.batches / 1e6
     print(
         f"V = {rows:>9,}, cache {share:>4}: {median:6.2f} ms for {IDS:,} ids, {unique:,.0f} of them unique; "
-        f"{total.hit_rate:.1%} of uses hit; saves the host {saved:.1f} ms but for the plan, which is "
-        f"{median / saved:.1%} of it",
+        f"{total.hit_rate:.1%} of uses hit; saves the host {saved:.1f} ms without planning, which takes "
+        f"{median / saved:.1%} of that",
         flush=True,
     )
     return {

@@ -42,7 +42,7 @@ from hostdev.train.trainer import Trainer
 
 DIM, UNIQUE_IDS = 80, 200_000
 BLOCK = 1 << 26
-STEP_SECONDS = 0.05  # of the dense side, which only waits
+STEP_SECONDS = 0.05  # duration of the dense side, which only waits
 LIMITS = {"write rate": 0.7, "stall": 0.1, "latency of a batch of 1": 2.0}
 
 
@@ -55,7 +55,7 @@ def drop_page_cache(paths: list[Path]) -> None:
 
 
 def disk_rates(path: Path, size: int) -> tuple[float, float]:
-    """Return the GB/s of writing and reading blocks, each a file with an fsync."""
+    """Return the GB/s of writing and of reading blocks; each block is a file, written with an fsync."""
     block = np.random.default_rng(0).integers(0, 255, BLOCK, np.uint8).tobytes()
     files = [path / f"block-{i}" for i in range(max(1, size // BLOCK))]
     start = time.perf_counter()
@@ -85,7 +85,7 @@ def run_steps(runtime: hostdev.Runtime, rows: int) -> Iterator[None]:
 
 
 def timed(steps: Iterator[None], until: Callable[[int], bool]) -> list[float]:
-    """Return the seconds of each step."""
+    """Return the seconds of each step; `until` gets the number of steps and returns whether to stop."""
     times: list[float] = []
     while not until(len(times)):
         start = time.perf_counter()
@@ -95,7 +95,7 @@ def timed(steps: Iterator[None], until: Callable[[int], bool]) -> list[float]:
 
 
 def saving(path: Path, rows: int, settle: int, between: int) -> dict[str, float]:
-    """Measure a full checkpoint and an incremental one during training."""
+    """Measure a full checkpoint and an incremental one during training, and a load."""
     table = hostdev.HostTable(rows, DIM, hostdev.LazyAdam(), name="t")
     runtime = hostdev.Runtime({"t": table}, device="cpu", depth=2)
     steps = run_steps(runtime, rows)
@@ -203,9 +203,9 @@ def _report(what: str, value: float, limit: float, *, least: bool = False) -> No
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, default=5_000_000, help="rows of the table (D = 80)")
-    parser.add_argument("--steps", type=int, default=30, help="steps before, between and after the checkpoints")
+    parser.add_argument("--steps", type=int, default=30, help="steps before the first checkpoint and after each")
     parser.add_argument("--rounds", type=int, default=500, help="number of predictions")
-    parser.add_argument("--dir", type=Path, help="a folder on the measured disk")
+    parser.add_argument("--dir", type=Path, help="a folder on the disk to measure")
     arguments = parser.parse_args()
     path = Path(tempfile.mkdtemp(prefix="bench-checkpoint-", dir=arguments.dir))
     try:

@@ -32,14 +32,14 @@ SIZES = [(184_965, 80), (5_000_000, 80), (184_965, 1), (5_000_000, 1)]
 TRIAL_SIZES = [(3000, 80), (3000, 1)]
 BATCH, TRIAL_BATCH = 16_000, 100
 WARM_UP = 5
-# Of the sum of a row's absolute terms: n float32 additions in any order stay within about sqrt(n) x 6e-8 of it.
+# Relative to the sum of a row's absolute terms: n float32 additions in any order differ by about sqrt(n) x 6e-8 of it.
 TOLERANCE = 1e-5
-# torch's own order on CUDA for D = 1: not that of occurrence from 32 uses on (`torch_operations.sum_uses`).
+# For D = 1 on CUDA, torch adds 32 or more uses in another order than that of occurrence (`torch_operations.sum_uses`).
 EXACT_USES = {1: 31}
 
 
 class Clock:
-    """Measure calls on a device."""
+    """Measures calls on a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -64,7 +64,7 @@ class Clock:
                 device.append((time.perf_counter() - start) * 1e6)
                 continue
             begin, end = (self._module.Event(enable_timing=True) for _ in range(2))
-            for _ in range(2):  # about half a millisecond
+            for _ in range(2):  # takes the device about half a millisecond
                 self._flushed.zero_()
             begin.record()
             start = time.perf_counter()
@@ -100,7 +100,7 @@ def same_bits(one: Tensor, other: Tensor) -> Tensor:
 
 
 def compare(case: Case, batch: Batch, one: list[Tensor], other: list[Tensor]) -> str:
-    """Return in words how two results differ; "equal" means to the bit."""
+    """Return as text how two results differ; "equal" means to the bit, and upper case a difference that is an error."""
     if not one:
         return ""
     if any(got.shape != wanted.shape for got, wanted in zip(one, other, strict=True)):
@@ -157,13 +157,13 @@ def measure_size(
     title = f"V = {rows:,}, D = {dim}, batch {size:,}"
     needed, free = 4 * rows * dim * PLANES * 4 + (4 << 30), backend.free_bytes(device)
     if backend.is_accelerator(device) and free is not None and needed > free:
-        print(f"\n{title}: skipped, it needs {format_bytes(needed)}, and {format_bytes(free)} are free")
+        print(f"\n{title}: skipped: it needs {format_bytes(needed)}, but {format_bytes(free)} are free")
         return []
     batch = Batch(rows, dim, size, device)
     ways = get_implementations(device)
     print(
         f"\n{title}: {batch.N:,} uses of {batch.U:,} rows, {int(batch.uses.max()):,} at most of one; "
-        f"{batch.H:,} hits, {batch.A:,} admitted and evicted, {batch.M:,} pass by\n"
+        f"{batch.H:,} hits, {batch.A:,} admitted and evicted, {batch.M:,} bypassing\n"
     )
     print(" " * 28 + "".join(f"{name:>29}" for name in ways))
     print(f"  {'op':<26}" + f"{'us':>12}{'host us':>9}{'of copy':>8}" * len(ways) + f"{'faster':>10}{'MB':>10}  bits")
@@ -178,7 +178,7 @@ def main() -> int:
     arguments = parser.parse_args()
     device = backend.select(arguments.device)
     if not backend.is_accelerator(device) and arguments.device == "auto":
-        print("bench device: no accelerator that torch sees; operations on one were not measured")
+        print("bench device: torch sees no accelerator; nothing was measured")
         return 0
     trial = not backend.is_accelerator(device)
     backend.make_deterministic(device)
@@ -197,7 +197,7 @@ def main() -> int:
         for row in rows
         if row["bits"].upper() == row["bits"] != ""
     ]
-    print("\n" + ("\n".join(different) or "all ways agree as stated"))
+    print("\n" + ("\n".join(different) or "all implementations agree as stated"))
     versions = get_versions("torch")
     content = {
         "device": backend.describe(device),

@@ -1,7 +1,7 @@
 """Claim: timing every op, log lines included, costs under 1% of a step.
 
-The benchmark multiplies the cost of timing an empty op by the number of ops in a step, relative to a step of the same
-run.
+The benchmark multiplies the cost of timing an empty op by the number of ops in a step, and divides by the time of a
+step in the same run.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""The rates of a machine that benchmarks are compared with, measured in the same run."""
+"""The machine's rates, with which benchmarks compare their results in the same run."""
 
 import mmap
 import time
@@ -10,9 +10,9 @@ import numpy as np
 from hostdev.kernels.jit import kernel, prefetch_to_read, prefetch_update
 from hostdev.kernels.pool import parallel_for
 
-_GRAIN = 1 << 22  # numbers, which a thread copies at once
-_ROWS = 1 << 10  # which a thread reaches at once
-_AHEAD = 8  # rows
+_GRAIN = 1 << 22  # numbers that a thread copies at a time
+_ROWS = 1 << 10  # rows that a thread visits at a time
+_AHEAD = 8  # prefetch distance in rows
 
 
 def mapped(n: int) -> np.ndarray:
@@ -39,9 +39,9 @@ def copy_rate() -> float:
 
 
 def fill_rate(nbytes: int) -> float:
-    """Return the GB/s of writing newly allocated memory by all threads, page faults included.
+    """Return the GB/s at which all threads write newly allocated memory, page faults included.
 
-    Where it is new to a virtual machine, too, its host brings it first; a second time tells what the machine takes.
+    In a virtual machine the first call may be slower, because the host provides memory at its first use; call it twice.
     """
     target = mapped(nbytes // 4)
 
@@ -87,10 +87,11 @@ def _rewrite(start: Any, stop: Any, ids: Any, block: Any, one: Any) -> None:
 def reach(block: np.ndarray, ids: np.ndarray) -> float:
     """Return the seconds in which all threads read the weights of rows by id, then read and write whole rows.
 
-    That much the memory takes for a lookup and an update of them: nothing is computed, and nothing changes.
+    This is the memory's part of a lookup and an update of the rows: nothing is computed, and no value changes.
 
-    block  float32 [V, 1 + S, D]
-    ids    int32 or int64 [U], unique
+    Args:
+        block: float32 [V, 1 + S, D].
+        ids: int32 or int64 [U], unique.
     """
     sums = np.empty(len(ids), np.float32)
     start = time.perf_counter()

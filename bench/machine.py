@@ -1,6 +1,6 @@
 """The machine of a device report: device, driver, memory, bandwidths, versions and processor.
 
-Prints one JSON object. Bandwidths are medians of copies of 256 MiB of pinned memory, as events time them.
+Prints one JSON object. Bandwidths are medians of copies of 256 MiB, on an accelerator of pinned memory.
 """
 
 import json
@@ -22,7 +22,7 @@ COPIED, ROUNDS = 1 << 28, 10
 
 
 def query(field: str, device: torch.device) -> str | None:
-    """Return a field of nvidia-smi for a device; None without nvidia-smi."""
+    """Return a field of nvidia-smi for a device; None if nvidia-smi is missing or fails."""
     number = device.index or 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     name = visible[number].strip() if number < len(visible) and visible[number].strip() else str(number)
@@ -35,7 +35,7 @@ def query(field: str, device: torch.device) -> str | None:
 
 
 def bandwidths(device: torch.device) -> dict[str, Any]:
-    """Return the GB/s of copies to the device and back, with pinned memory for an accelerator."""
+    """Return the GB/s of copies to the device and back, and whether they use pinned memory."""
     found = bus.measure(device, COPIED, ROUNDS)
     return {
         "pinned": backend.is_accelerator(device),

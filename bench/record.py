@@ -1,4 +1,4 @@
-"""What all benchmarks share: options, and results with their command, commit, versions and hardware."""
+"""Shared by all benchmarks: their options, and results with the command, the commit, versions and the hardware."""
 
 import argparse
 import json
@@ -17,11 +17,11 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def make_parser(doc: str | None, *, out: bool = True) -> argparse.ArgumentParser:
-    """Return a parser for a benchmark's options, with a module's docstring as its description, and with --out."""
+    """Return a parser for a benchmark's options, described by the module's docstring `doc`; `out` adds --out."""
     how = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog=f"python {sys.argv[0]}", description=doc, formatter_class=how)
     if out:
-        parser.add_argument("--out", type=Path, help="file for the result, instead of one in bench/results/")
+        parser.add_argument("--out", type=Path, help="file for the result (default: a new one in bench/results/)")
     return parser
 
 
@@ -40,12 +40,12 @@ def processor() -> str:
 
 
 def make_header() -> dict[str, Any]:
-    """Return the command, the date, the commit, Python's version and the hardware of this run."""
+    """Return this run's command, date, commit, Python version and hardware."""
     command = ["git", "describe", "--always", "--dirty"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=RESULTS.parent)
         commit = found.stdout.strip()
-    except OSError:  # no git here
+    except OSError:  # git is not installed
         commit = ""
     return {
         "command": " ".join(["python", *map(_without_folder, sys.argv)]),
@@ -59,12 +59,12 @@ def make_header() -> dict[str, Any]:
 
 
 def _without_folder(argument: str) -> str:
-    """Return the name of an absolute path: its folders on this machine say nothing to others."""
+    """Return only the name of an absolute path, because its folders mean nothing on other machines."""
     return Path(argument).name if Path(argument).is_absolute() else argument
 
 
 def record(name: str, content: dict[str, Any], path: Path | None = None) -> Path:
-    """Write a result as JSON, print and return its path: by default DATE-NAME.json in bench/results/."""
+    """Write a result as JSON, and print and return its path, by default DATE-NAME.json in bench/results/."""
     header = make_header()
     if path is None:
         RESULTS.mkdir(exist_ok=True)

@@ -13,9 +13,9 @@ class Bench(NamedTuple):
     Attributes:
         module: Its module in bench/.
         regular: `make bench` runs it.
-        options: Options with which `make bench` runs it.
+        options: The options that `make bench` passes.
         takes_criteo: It has an option `--criteo`.
-        trial: Options with which it only shows, in a minute, that it still runs.
+        trial: Options for a short run that only shows that it still works.
     """
 
     module: str

@@ -1,4 +1,4 @@
-"""Simulated devices: a step that waits and, on demand, takes as much of the host's time as a real device's step."""
+"""Simulated devices: a step waits, and may also take as much of the host's time as a real device's step."""
 
 import time
 from collections.abc import Sequence
@@ -16,24 +16,24 @@ LAUNCH_US = 5
 
 
 class Load:
-    """What a device takes from the host in a step: launches, and copies of the batch's rows.
+    """The host's work for a real device in a step: launches, and copies of the batch's rows.
 
-    A launch is Python that holds the interpreter's lock; an operation on one element ends it, which lets go of the lock
-    for a moment, as every launch does. A copy goes through memory in one thread without the lock. That is more than
-    a real one takes, which reads or writes the host's memory once, and needs no core.
+    A launch is Python code that holds the GIL; an operation on one element releases the GIL for a moment, as every
+    launch does. A copy runs in one thread without the GIL, and reads and writes host memory. A real copy takes less: it
+    reads or writes host memory once, and needs no core.
     """
 
     def __init__(self, values: int) -> None:
-        self.sent: list[torch.Tensor] = []  # to the device, for this step
-        self.seconds = 0.0  # of all steps so far
+        self.sent: list[torch.Tensor] = []  # tensors sent to the device for this step
+        self.seconds = 0.0  # total of all steps
         self._there, self._back = np.zeros(values, np.float32), np.zeros(values, np.float32)
         self._one = torch.zeros(1)
 
     def take(self) -> float:
-        """Launch and copy, and return how long it took.
+        """Launch and copy; return the seconds that it took.
 
-        As many rows come back as were sent: gradients for the rows that passed by, and in the steady state of a cache
-        an evicted row for each that was admitted.
+        As many rows are copied back as were sent: a gradient for each bypassing row, and in the steady state of a cache
+        an evicted row for each admitted one.
         """
         start = time.perf_counter()
         for _ in range(LAUNCHES):
@@ -52,11 +52,11 @@ class Load:
 
 
 class Simulated:
-    """A device whose step waits `seconds` and whose gradients are there already; with a load these seconds have it in
-    them, and are at least what it takes.
+    """A device whose step takes `seconds`, or as long as the load takes if that is longer; its gradients are constant.
 
-    rows  unique rows of a batch in a group, at most
-    dims  columns of its tables; all groups have the same
+    Args:
+        rows: Maximum number of unique rows of a batch in a group.
+        dims: Number of columns of each table of a group; all groups have the same.
     """
 
     def __init__(self, rows: int, dims: Sequence[int]) -> None:
@@ -65,10 +65,10 @@ class Simulated:
         self._grads = [torch.full((rows, columns), 1e-3) for columns in dims]
 
     def step(self, rows: list[torch.Tensor]) -> None:
-        """Take as long as a step with these rows of all tables takes."""
+        """Take a step with these rows of all tables."""
         rest = self.seconds
         if self.load is not None:
-            self.load.sent = self.load.sent or rows  # without a cache all of them
+            self.load.sent = self.load.sent or rows  # without a cache all rows are sent
             rest -= self.load.take()
         if rest > 0:
             time.sleep(rest)
@@ -78,13 +78,13 @@ class Simulated:
         return [grads[:rows] for grads in self._grads]
 
     def step_of(self, flight: StepBatch) -> Gradients:
-        """Take a step with a batch in flight."""
+        """Take a step with an in-flight batch, and return its gradients."""
         self.step([values for part in flight.groups for values in part.values])
         return Gradients([self.gradients(part.size) for part in flight.groups])
 
 
 class FreeSlots:
-    """A cache's slots on the simulated device, whose work is in the step's time: nothing is computed here."""
+    """A cache's slots on the simulated device; nothing is computed, because the step's time includes their work."""
 
     def __init__(self, like: DeviceSlots, unique: int, model: Simulated) -> None:
         self.block, self.row_slots = like.block[:1], like.row_slots[:1]

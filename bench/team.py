@@ -1,4 +1,4 @@
-"""Processes that a benchmark asks for one thing at a time: a line of JSON each way."""
+"""Processes that answer a benchmark's calls, one at a time; calls and answers are lines of JSON."""
 
 import json
 import sys
@@ -7,12 +7,12 @@ from typing import Any
 
 
 class Team:
-    """Processes that do the same thing at the same time.
+    """Processes that all answer the same call at the same time.
 
     Args:
-        name: the benchmark's, for the error if a process ends.
-        processes: Started with pipes for standard input and output as text. Each first says "ready".
-        ranks: of one training; several trainings may run at once.
+        name: Name of the benchmark, for the error if a process ends.
+        processes: Processes with text pipes for standard input and output. Each first prints "ready".
+        ranks: Number of ranks of one training; several trainings may run at once.
     """
 
     def __init__(self, name: str, processes: Sequence[Any], ranks: int) -> None:
@@ -20,7 +20,7 @@ class Team:
         self._ready = False
 
     def ask(self, call: str, *, first: bool = False, **arguments: Any) -> list[Any]:
-        """Have all processes, or only the first, do something; return each one's answer."""
+        """Send a call to all processes, or only to the first; return the answer of each."""
         if not self._ready:
             self._ready = bool(self._read(self._processes))
         asked = self._processes[: 1 if first else None]
@@ -30,7 +30,7 @@ class Team:
         return self._read(asked)
 
     def most(self, call: str, **arguments: Any) -> float:
-        """Have all processes do something; return the largest number of their answers."""
+        """Send a call to all processes; return the largest of their answers, which are numbers."""
         return float(max(self.ask(call, **arguments)))
 
     def _read(self, asked: Sequence[Any]) -> list[Any]:
@@ -48,7 +48,7 @@ class Team:
 
 
 def serve(worker: Any) -> None:
-    """Answer a team's questions by the worker's methods, until standard input ends; then close the worker."""
+    """Answer a team's calls with the worker's methods until standard input ends; then close the worker."""
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         asked = json.loads(line)

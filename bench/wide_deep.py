@@ -1,4 +1,4 @@
-"""Wide & Deep for benchmarks, on ids and weights that they draw: tables of any size, no data set."""
+"""Wide & Deep for benchmarks, with tables of any size, on ids and weights that the benchmarks draw."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class FieldsBatch:
 
     @property
     def dense(self) -> np.ndarray:
-        """No dense columns of their own: they are fields."""
+        """The dense columns: none, because all columns are fields."""
         return np.empty((len(self.label), 0), np.float32)
 
     def __len__(self) -> int:
@@ -34,12 +34,12 @@ class FieldsBatch:
 
     @property
     def step_rows(self) -> int:
-        """Samples of the whole step: one process reads them all."""
+        """The number of samples of the step, all of which one process reads."""
         return len(self.label)
 
 
 def read_fields(reader: ShardReader, size: int, **which: Any) -> Iterator[FieldsBatch]:
-    """Yield a reader's batches with all columns as fields; `which` as `reader.batches` takes it."""
+    """Yield a reader's batches with all columns as fields; `which` is passed to `reader.batches`."""
     model = WideDeep(reader.schema, 1, seed=0, layers=())
     for batch in reader.batches(size, **which):
         fields = model.ids(batch)["fields"]
@@ -63,7 +63,7 @@ def make_trainer(
     layers: Sequence[int] = LAYERS,
     **options: Any,
 ) -> Trainer:
-    """Return a trainer with a wide and a deep table of `rows` rows, both behind the same 39 fields."""
+    """Return a trainer with a wide and a deep table of `rows` rows, which the same 39 fields look up."""
     columns = tuple(Column(f"c{i}", "id", "values") for i in range(FIELDS))
     schema = Schema("label", (), columns, (Space("values", 0, 1, rows - 1),), rows)
     model = FieldsModel(schema, dim, seed=1, layers=layers)

@@ -2,21 +2,21 @@
 
 import numpy as np
 
-IDS = 624_000  # a batch of 16,000 rows of 39 fields
+IDS = 624_000  # ids of a batch of 16,000 samples with 39 fields
 DIM = 80
 ZIPF = 1.1
 BAG_DIM, BAG, BAGS = 64, 10, 16_000
 
 
 def draw_ids(rows: int, n: int = IDS, seed: int = 0) -> np.ndarray:
-    """Return Zipf-distributed ids int64 [n], scattered over `rows` rows."""
+    """Return Zipf-distributed ids int64 [n], scattered over a table of `rows` rows."""
     drawn = np.random.default_rng(seed).zipf(ZIPF, n * 3)
     drawn = drawn[drawn < rows][:n]
     return (drawn * 2654435761) % rows
 
 
 def training_ids(rows: int, batch: int) -> np.ndarray:
-    """Return ids int32 [batch, 39] like Criteo's: 13 of dense columns, the same in every sample, and 26 Zipf ids."""
+    """Return ids int32 [batch, 39] like Criteo's: 13 ids of dense columns, equal in all samples, and 26 Zipf ids."""
     dense = np.broadcast_to(np.arange(rows - 13, rows, dtype=np.int32), (batch, 13))
     return np.hstack([dense, draw_ids(rows - 13, batch * 26).astype(np.int32).reshape(batch, 26)])
 
