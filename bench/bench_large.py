@@ -1,14 +1,14 @@
-"""Claim: a table that fills the host's memory needs what its formula says, and runs at half its limits' rates or more.
+"""Claim: a table that fills host memory takes the announced memory, and its ops reach half their limits' rates.
 
 The limits are measured in the same run: memory, the disk, and for the digest one stream of SHA-256. Ops on rows by id,
-in training and prediction, are compared with copies of memory. The cost of a unique row is compared with the time that
+in training and prediction, are compared with copies in memory. The cost of a unique row is compared with the time that
 the memory alone needs for it.
 
-A HostTable of --rows x 8 with LazyAdam: initial values, --steps steps at depth 2 with a cache of 1%, predictions,
-digest, a whole checkpoint, one that adds to it, and loading by a new table, as a program that goes on does. Zipf ids,
-26 a sample, other ones in each batch; the dense side is one layer. Then what a unique row costs (lookup and LazyAdam)
-for tables of half a million rows up to --rows. Memory: the process's own (not the page cache's), sampled, beside what
-is announced before the table is allocated.
+The benchmark takes a HostTable of --rows x 8 with LazyAdam through its initial values, --steps steps at depth 2 with a
+cache of 1%, predictions, a digest, a full and an incremental checkpoint, and the load into a new table, as on resume.
+Ids are Zipf ids, 26 a sample and different in each batch; the dense side is one layer. Then it measures the cost of a
+unique row (lookup and LazyAdam) for tables of half a million rows up to --rows. It samples the process's own memory
+(without the page cache), and compares the peak with the memory that is announced before the table is allocated.
 """
 
 import gc
@@ -40,18 +40,18 @@ from hostdev.runtime.room import GroupSize, in_words, kept
 
 DIM, FIELDS, BATCH = 8, 26, 8000
 SMALLEST = 500_000  # rows
-WARMING, PREDICTED, ADDED = 3, 100, 20  # batches
+WARMING, PREDICTED, ADDED = 3, 100, 20  # batches to warm up, to predict, and between the checkpoints
 
 
 class Memory:
-    """The process's peak memory, sampled."""
+    """Samples the process's peak memory."""
 
     def __init__(self) -> None:
         self.most = 0
         threading.Thread(target=self._watch, daemon=True).start()
 
     def now(self) -> int:
-        """Bytes, without what is mapped from files."""
+        """Return the process's bytes, without memory mapped from files."""
         with Path("/proc/self/status").open() as status:
             return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon"))
 
@@ -62,21 +62,21 @@ class Memory:
 
 
 class Phases:
-    """Measure phases, and print each one's rate beside its limit."""
+    """Measures phases, and prints the rate of each with its limit."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory, self.found = memory, {}
 
     @contextmanager
     def phase(self, name: str, nbytes: int = 0, limit: float | None = None) -> Iterator[None]:
-        """Time what is within; it moves so many bytes, at most `limit` GB/s."""
+        """Time the block, which moves `nbytes` bytes; `limit` is its limit in GB/s."""
         self._memory.most = 0
         start = time.perf_counter()
         yield
         self._add(name, time.perf_counter() - start, nbytes, limit)
 
     def ops(self, log: OpLog, limit: float, before: dict[str, Any]) -> dict[str, Any]:
-        """Take down the ops that moved bytes since the log was as `before`, beside the limit; return what it has."""
+        """Add the ops that moved bytes since the summary `before`, with the limit; return the log's new summary."""
         found = log.summary()
         for name, op in found.items():
             earlier = before.get(name, {"bytes": 0, "total_us": 0.0})
@@ -99,7 +99,7 @@ class Phases:
 
 
 def make_batches(rows: int, n: int) -> Iterator[torch.Tensor]:
-    """Return the ids int32 [B, F] of n batches."""
+    """Return an iterator of the ids int32 [B, F] of n batches."""
     made = [draw_ids(rows, BATCH * FIELDS, seed).astype(np.int32).reshape(BATCH, FIELDS) for seed in range(n)]
     return map(torch.from_numpy, made)
 
@@ -112,9 +112,9 @@ def compute_digest(table: hostdev.HostTable) -> str:
 
 
 def row_cost(table: hostdev.HostTable) -> tuple[float, float]:
-    """Nanoseconds of a unique row's lookup and update, over batches in turn: a step's rows are seldom those before.
+    """Return the nanoseconds of a unique row's lookup and update, and the memory's part of them.
 
-    returns  them, and what the memory takes for it
+    Batches alternate, because a step's rows are seldom those of the step before.
     """
     batches = [hostdev.ops.unique(draw_ids(table.rows, seed=seed).astype(np.int32))[0] for seed in range(8)]
     most = max(map(len, batches))
@@ -125,14 +125,14 @@ def row_cost(table: hostdev.HostTable) -> tuple[float, float]:
         table.lookup(rows, out=out[: len(rows)])
         table.update(rows, grads[: len(rows)])
         own = time.perf_counter() - start
-        others = batches[(n + 4) % len(batches)]  # as seldom those before
+        others = batches[(n + 4) % len(batches)]  # again, seldom the rows of the call before
         costs.append((own / len(rows) * 1e9, reach(table.storage.block, others) / len(others) * 1e9))
     own, least = np.median(costs[len(batches) :], axis=0)
     return float(own), float(least)
 
 
 def train(runtime: hostdev.Runtime, layer: torch.nn.Module, batches: Iterator[torch.Tensor], steps: int) -> list[float]:
-    """Take steps; return the seconds of each."""
+    """Take steps; return the seconds of each step."""
     times, one = [], torch.optim.SGD(layer.parameters(), lr=1e-3)
     last = time.perf_counter()
     for _, found in runtime.train(itertools.islice(batches, steps), ids=lambda ids: {"t": ids}):
@@ -149,7 +149,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, default=200_000_000)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--dir", type=Path, default=None, help="a folder on the measured disk (default: the system's)")
+    parser.add_argument("--dir", type=Path, default=None, help="a folder on the disk to measure (default: system's)")
     arguments = parser.parse_args()
     rows, memory = arguments.rows, Memory()
     shape = GroupSize(rows, [TableShape(DIM, hostdev.LazyAdam())], True, hostdev.CacheSpec("1%"))
@@ -160,10 +160,10 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(dir=arguments.dir))
     written, read = disk_rates(folder, 1 << 32)
     copied, hashed = copy_rate(), hash_rate()
-    brought, filled = fill_rate(size), fill_rate(size)  # at last: what is free for seconds may go back to a host
+    brought, filled = fill_rate(size), fill_rate(size)  # last: free memory may return to a host
     print(
-        f"{rows:,} rows; copies {copied:.1f} GB/s, new memory {filled:.1f} ({brought:.1f} before); "
-        f"disk {written:.2f} and {read:.2f}; SHA-256 {hashed:.2f}"
+        f"{rows:,} rows; GB/s: copies {copied:.1f}, new memory {filled:.1f} (first {brought:.1f}), disk writes "
+        f"{written:.2f}, disk reads {read:.2f}, SHA-256 {hashed:.2f}"
     )
     print(f"announced: {format_bytes(sum(announced.values()))}: {in_words(announced)}")
     phases = Phases(memory)
@@ -174,7 +174,7 @@ def main() -> None:
         log = OpLog()
         runtime = hostdev.Runtime({"t": table}, device="cpu", depth=2, cache="1%", log=log)
         layer = torch.nn.Linear(FIELDS * DIM, 1)
-        train(runtime, layer, batches, WARMING)  # which compiles what is not
+        train(runtime, layer, batches, WARMING)  # compiles the kernels
         ops = log.summary()
         with phases.phase("train"):
             times = train(runtime, layer, batches, arguments.steps)
@@ -197,18 +197,18 @@ def main() -> None:
         print(f"{'save, added':>16}: {seconds:7.1f} s, {format_bytes(added)}")
         after = compute_digest(table)
         del table, runtime
-        gc.collect()  # before there is another one
+        gc.collect()  # frees the table before another one is made
         table = hostdev.HostTable(rows, DIM, hostdev.LazyAdam(), name="t")
         drop_page_cache([file for file in folder.rglob("*") if file.is_file()])
         with phases.phase("load", size + added, read):
             hostdev.Runtime({"t": table}, device="cpu", depth=2, cache="1%").load(folder / "c")
         same = compute_digest(table) == after != digest
-        print(f"the state that was saved is the one that was loaded: {same}")
+        print(f"the loaded state equals the saved one: {same}")
         sizes = sorted({SMALLEST, rows // 20} - set(range(SMALLEST)))
         tables = [hostdev.HostTable(n, DIM, hostdev.LazyAdam(), name=f"{n} rows") for n in sizes]
-        for one in tables:  # as of the large one, whose checkpoints there are
+        for one in tables:  # as in the large table, which has checkpoints
             one.note_changes()
-        for _ in range(3):  # in turn, as the memory is others', too
+        for _ in range(3):  # in turn, because other programs share the memory
             for one in (*tables, table):
                 costs.setdefault(one.rows, []).append(row_cost(one))
     finally:
@@ -216,13 +216,13 @@ def main() -> None:
     each = {n: np.median(costs[n], axis=0) for n in sorted(costs)}
     for n, (own, least) in each.items():
         print(
-            f"a unique row costs {own:.0f} ns at {n:,} rows, of which the memory takes {least:.0f}: {own / least:.2f}x"
+            f"a unique row costs {own:.0f} ns at {n:,} rows, {own / least:.2f}x the {least:.0f} ns of the memory alone"
         )
     own, least = each[rows] / each[min(each)]
-    print(f"{own:.2f}x the smallest table's cost; {least:.2f}x for the memory alone")
+    print(f"the largest table has {own:.2f}x the smallest one's cost; the memory alone {least:.2f}x")
     most = max(found["memory"] for found in phases.found.values())
     print(
-        f"memory {format_bytes(most)}, of which {format_bytes(at_first)} before the table; announced "
+        f"peak memory {format_bytes(most)}, {format_bytes(at_first)} before the table was made; announced "
         f"{format_bytes(sum(announced.values()))}"
     )
     content: dict[str, Any] = {

@@ -1,9 +1,9 @@
-"""Claim: rows cost a step few launches, nobody waits for the device, and no memory is pinned once it runs.
+"""Claim: rows cost a step few launches, its thread never waits for the device, and running steps pin no memory.
 
 The benchmark uses the tests' simulated accelerator: its times mean nothing, but its counts are those of any device. It
 counts per step, in the step's thread, for both tables and a cache of 10% of the rows: operations that gather,
-assemble, update and exchange rows (no views, no allocations), with torch's operations and with Triton's kernels; the
-thread's waits; and pinned allocations after the tenth step.
+assemble, update and exchange rows (without views and allocations), with torch's operations and with Triton's kernels;
+the thread's waits; and pinned allocations after the tenth step.
 """
 
 import functools
@@ -41,7 +41,7 @@ _LAUNCHES = {"empty": 0, "empty_like": 0, "empty_strided": 0, "new_empty": 0, "s
 
 
 class Counting(TorchDispatchMode):
-    """Count operations that launch a kernel."""
+    """Counts operations that launch a kernel."""
 
     def __init__(self, count: Counter[str], part: str) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def batches(count: int) -> list[FieldsBatch]:
 
 
 def measure(name: str, way: Any, depth: int = 2) -> dict[str, Any]:
-    """Train, and return the counts of a step."""
+    """Train with an implementation, and return the counts of a step."""
     device = backend.select("standin")
     backend.make_deterministic(device)
     trainer = make_trainer(ROWS, DIM, device=device, depth=depth, cache="10%")
@@ -104,13 +104,13 @@ def measure(name: str, way: Any, depth: int = 2) -> dict[str, Any]:
             if number > SETTLED:
                 waits += standin.counters.waits_of(me) - before
             if last is not None:
-                assert np.isfinite(last.value.wide)  # there when the next step has been queued
+                assert np.isfinite(last.value.wide)  # available once the next step has been queued
             last = result
             if number == SETTLED:
                 standin.counters.reset()
                 count.clear()
         pinned = standin.counters.pinned_allocations
-        operations = count.copy()  # the rows of a step are updated when the next one is asked for: of as many steps
+        operations = count.copy()  # covers as many steps: a step's rows are updated when the next step is requested
         results.close()
     steps = STEPS - SETTLED
     parts = {part: round(operations[part] / steps, 1) for part in dict.fromkeys(PARTS.values()) if operations[part]}
@@ -142,8 +142,8 @@ def main() -> None:
         print(f"{name}, a step at depth {found['depth']}, both tables, cache 10%")
         for part, operations in found["operations"].items():
             print(f"    {part:<14}{operations:>8.1f}")
-        print(f"    {'total':<14}{found['total']:>8.1f}  (at most {LIMITS[name]}; late rows come on another stream)")
+        print(f"    {'total':<14}{found['total']:>8.1f}  (at most {LIMITS[name]}, without late rows)")
         print(f"    the step's thread waited for: {found['waits'] or 'nothing'}")
-        print(f"    memory was pinned after step {SETTLED}: {found['pinned_allocations']} times\n")
+        print(f"    pinned allocations after step {SETTLED}: {found['pinned_allocations']}\n")
     versions = get_versions("torch")
     record("launches", {"versions": versions, "steps": results}, arguments.out)

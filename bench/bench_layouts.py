@@ -1,8 +1,9 @@
 """Claim: the layout that `--parallel auto` takes on two processes is within 10% of the best layout.
 
 The benchmark tries every mesh of two processes for four networks: samples; stages with every cut; slices with every
-combination of strategies for up to three layers, and for more layers each alone and in pairs. Candidates are timed in
-turn, so that disturbances affect all of them; the best are timed longer. Each process has one thread.
+combination of strategies for up to three layers, or, for more layers, each layer alone and all in pairs. The candidates
+are timed one after the other; the best ones are then timed longer, in turn, so that disturbances affect all of them.
+Each process has one thread.
 """
 
 import argparse
@@ -25,9 +26,9 @@ from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.start import start_processes, wait_for
 from hostdev.parallel.plan import cuttable, divides
 
-MOST = 1.10  # of the best one's time
+MOST = 1.10  # times the best layout's time
 RANKS = 2
-_SLICED = 3  # layers of which all combinations of strategies are tried
+_SLICED = 3  # up to this many layers, all combinations of strategies are tried
 _LAST = 6  # candidates that are timed again
 NETWORKS = Path(__file__).resolve().parents[1] / "examples" / "parallel"
 
@@ -36,7 +37,7 @@ class Case(NamedTuple):
     """A network, its batch size and its number of micro-batches."""
 
     name: str
-    layers: list[int]  # widths; of none a narrow ResNet
+    layers: list[int]  # widths; empty for a narrow ResNet
     batch: int
     micro_batches: int = 8
 
@@ -64,7 +65,7 @@ def make_network(case: Case) -> tuple[nn.Sequential, torch.Tensor]:
 
 
 class Tried(NamedTuple):
-    """A layout."""
+    """A layout to try: a mesh, the first piece of the second stage, and the strategies of layers."""
 
     mesh: Mesh
     begins: str | None
@@ -125,7 +126,7 @@ class Timed:
         self._ranks, self._mesh = ranks, tried.mesh
 
     def step(self) -> float:
-        """Take a step; return its seconds, those of the slowest rank."""
+        """Take a step; return the seconds of the slowest rank."""
         self._ranks.mesh = self._mesh
         self._ranks.control.barrier()
         begin = time.perf_counter()
@@ -182,7 +183,7 @@ def measure(case: Case, ranks: Ranks, rounds: int) -> dict[str, Any]:
 
 
 def be_a_rank(rounds: int, number: int) -> None:
-    """Measure a case as one of the processes."""
+    """Measure a case, as one of the two processes."""
     torch.set_num_threads(1)
     with hostdev.join() as ranks:
         assert ranks is not None

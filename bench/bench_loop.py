@@ -1,15 +1,15 @@
-"""Claim: one for loop over host tables, 2x nn.EmbeddingBag with SparseAdam; bags as fast as FBGEMM's; groups for free.
+"""Claim: a loop over host tables is 2x as fast as nn.EmbeddingBag; bags match FBGEMM's; ten groups cost at most 10%.
 
-(a) The same model and loop, 26 tables of 100,000 rows, bags of 10, D = 64, on the CPU: `hostdev.Runtime` against
-    `nn.EmbeddingBag(sparse=True)` and `torch.optim.SparseAdam`: samples a second, at least 2x.
-(b) Lookup, pooling and update of bags against FBGEMM's CPU kernels with row-wise Adagrad, on the same ids in one table;
-    a process each, asked in turn: at least 1x.
-(c) Ten groups of tables against one with the same uses in all, batch 16,000: host time, at most 10% more, without
-    caches and with one of 10% of each. The rows are the same: the one table has those of the ten end to end.
-(d) Ten groups on a simulated device whose step only waits, as long as the host's: at most 1.15 x max(host, device) at
-    depth 2, with a cache of 10% of each, whose work on the device counts as the device's, and without.
+(a) The same model and loop on the CPU, with 26 tables of 100,000 rows, bags of 10 and D = 64: `hostdev.Runtime` has at
+    least 2x the samples per second of `nn.EmbeddingBag(sparse=True)` with `torch.optim.SparseAdam`.
+(b) Lookup, pooling and update of bags have at least 1x the rate of FBGEMM's CPU kernels with row-wise Adagrad, on the
+    same ids in one table. Each system has a process, and they take turns.
+(c) Ten groups of tables take at most 10% more host time than one group, at batch size 16,000, without caches and with
+    caches of 10%. The one table has the rows of the ten tables end to end, and the same uses.
+(d) Ten groups on a simulated device, whose step only waits, as long as the host works: a step at depth 2 takes at most
+    1.15 x max(host, device), with caches of 10% and without. The caches' device work counts as the device's time.
 
-Everything in turn, round after round; medians, of the ratios too.
+The parts of a comparison take turns; the results are medians, of the ratios too.
 """
 
 import argparse
@@ -34,9 +34,9 @@ from hostdev.runtime.reading import Reading
 from hostdev.runtime.requests import Reader
 
 TABLES, ROWS, BAG, DIM = 26, 100_000, 10, 64
-GROUPS, GROUP_ROWS, USES = 10, 2_000_000, 40  # rows of all groups' tables, and uses of a sample, in all
+GROUPS, GROUP_ROWS, USES = 10, 2_000_000, 40  # groups, rows of all their tables, and ids per sample over all groups
 LARGE = 16_000  # samples of a batch
-BATCHES = 12  # the run cycles through them
+BATCHES = 12  # number of batches, through which a run cycles
 CACHED_ROWS, CACHED_BATCHES = 5_000_000, 100
 SETTLE = 4
 CACHE = "10%"
@@ -44,12 +44,12 @@ LIMITS = {"embedding_bag": 2.0, "fbgemm": 1.0, "groups": 1.10, "simulated": 1.15
 
 
 def zipf(rng: np.random.Generator, rows: int, n: int) -> np.ndarray:
-    """Return Zipf ids, scattered over the table."""
+    """Return Zipf ids int64 [n], scattered over a table of `rows` rows."""
     return (rng.zipf(1.1, n) % rows * 2_654_435_761 % rows).astype(np.int64)
 
 
 def bags(tables: int, rows: int, size: int, bag: int) -> list[list[torch.Tensor]]:
-    """Return for each batch the ids [size, bag] of each table."""
+    """Return the ids [size, bag] of each table, for each batch."""
     rng = np.random.default_rng(0)
     return [
         [torch.from_numpy(zipf(rng, rows, size * bag).reshape(size, bag)) for _ in range(tables)]
@@ -108,7 +108,7 @@ def hostdev_steps(batches: list[list[torch.Tensor]], labels: torch.Tensor, depth
 
 
 def seconds(steps: Iterator[None], count: int) -> float:
-    """Return the seconds of a step."""
+    """Return the seconds of a step, over `count` steps."""
     start = time.perf_counter()
     for _ in range(count):
         next(steps)
@@ -116,7 +116,7 @@ def seconds(steps: Iterator[None], count: int) -> float:
 
 
 def in_turn(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Call all functions in turn, for some rounds."""
+    """Call all functions in turn, for some rounds; return their results by name."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
@@ -149,7 +149,7 @@ def against_fbgemm(rows: int, rounds: int) -> dict[str, float]:
     peers = {"hostdev": Peer("hostdev", "hostdev_bags.py", rows), "FBGEMM": Peer("torch", "fbgemm_bags.py", rows)}
     times: dict[str, list[float]] = {}
     try:
-        for turn in range(rounds + 2):  # two to warm up
+        for turn in range(rounds + 2):  # the first two warm up
             for name, peer in peers.items():
                 for op in peer.ops:
                     ms = peer.run(op)
@@ -165,19 +165,19 @@ def against_fbgemm(rows: int, rounds: int) -> dict[str, float]:
 
 
 def group_ids(groups: int, rows: int, size: int, uses: int) -> list[list[np.ndarray]]:
-    """Return for each batch the ids [size, uses / groups] of each group's table, of rows / groups rows."""
+    """Return the ids [size, uses / groups] of each group, for each batch; a group's table has rows / groups rows."""
     rng = np.random.default_rng(0)
     each, most = uses // groups, rows // groups
     return [[zipf(rng, most, size * each).reshape(size, each) for _ in range(groups)] for _ in range(BATCHES)]
 
 
 def as_one_group(batches: list[list[np.ndarray]], rows: int) -> list[list[np.ndarray]]:
-    """Return the same uses of the same rows, with the tables of so many rows in all end to end in one."""
+    """Return the same uses of the same rows for one table, which has the groups' tables end to end."""
     return [[np.hstack([ids + rows // len(batch) * g for g, ids in enumerate(batch)])] for batch in batches]
 
 
 class Endless:
-    """Batches that come again and again."""
+    """A loader that repeats some batches forever."""
 
     def __init__(self, batches: list[dict[str, torch.Tensor]]) -> None:
         self._batches = batches
@@ -189,9 +189,11 @@ class Endless:
 class Waiting:
     """The pipeline of a runtime, from reading ids to updating rows, with a device whose step only waits.
 
-    batches  the ids of each group's table, [size, any]
-    rows     of all tables together
-    cache    of each group, with what is done in its slots in the device's time; None for none
+    Args:
+        batches: For each batch, the ids [size, any] of each group's table.
+        rows: Number of rows of all tables together.
+        depth: Depth of the pipeline.
+        cache: Size of each group's cache; its device work counts as the device's time. None: no caches.
     """
 
     def __init__(self, batches: list[list[np.ndarray]], rows: int, depth: int, cache: str | None = None) -> None:

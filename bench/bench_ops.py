@@ -2,7 +2,7 @@
 
 The benchmark times every op at several table sizes: milliseconds, ns per row, GB/s, and the share of the copy
 bandwidth of the same run. It compares lookups and updates of random rows with bfloat16 and float32 weights. Ops take
-turns, and the results are medians. Writes JSON and two plots to bench/results/.
+turns, and the results are medians. The benchmark writes JSON and a picture of two plots to bench/results/.
 """
 
 import statistics
@@ -36,7 +36,7 @@ UPDATES = {
     "SGD": hostdev.SGD(),
 }
 DTYPE_ROWS, DTYPE_USED = 2_000_000, 100_000
-Op = tuple[Callable[[], object], int, int]  # what to call, items, bytes
+Op = tuple[Callable[[], object], int, int]  # the function, the number of items, the bytes moved
 
 
 def make_ops(rows: int, dim: int) -> dict[str, Op]:
@@ -107,7 +107,7 @@ def weights_as(dtype: str, dim: int) -> dict[str, Op]:
 
 
 def compare_dtypes(rounds: int) -> dict[str, list[dict]]:
-    """Measure bfloat16 and float32 weights in turn; print their rows a second."""
+    """Measure bfloat16 and float32 weights in turn; print and return the results."""
     results = {}
     for dim in (16, 80):
         title = f"V = {DTYPE_ROWS:,} D = {dim}"
@@ -121,7 +121,7 @@ def compare_dtypes(rounds: int) -> dict[str, list[dict]]:
 
 
 def copy_op() -> Op:
-    """Return the reference: a copy of 200 MB by all threads."""
+    """Return the reference, a copy of 200 MB by all threads."""
     source, target = aligned_empty((50_000_000,)), aligned_empty((50_000_000,))
     source[:] = target[:] = 1
 

@@ -1,19 +1,19 @@
-"""Claims: stages reach 0.85 of what a pipeline can, take at most 1.05x torch's bare schedule, and 1F1B's memory stays.
+"""Claims: stages reach 0.85 of the ideal speed and 1.05x torch's bare time; 1F1B's memory does not grow with M.
 
-Each rank has one thread for torch and is bound to one CPU. There are P = 2 stages and M = 8 micro-batches of two
-networks: equal layers, and a narrow ResNet-50, cut where the measured costs of its pieces balance.
+Each rank has one thread for torch and is bound to one CPU. Two networks run in P = 2 stages with M = 8 micro-batches:
+equal layers, and a narrow ResNet-50, which is cut where the measured costs of its pieces balance.
 
-(a) Samples per second of `hostdev.parallel.Network` on two ranks over one: at least 0.85 x M / (M + P - 1) x P. One
-    rank is measured with the other CPU idle, and with a second copy running there: two busy cores share the memory's
-    bandwidth, and often the processor's clock.
+(a) Samples per second of `hostdev.parallel.Network` on two ranks, relative to one: at least 0.85 x M / (M + P - 1) x P.
+    One rank is measured with the other CPU idle, and with a second copy running there, because two busy cores share the
+    memory's bandwidth, and often the processor's clock.
 (b) Step time relative to torch's schedule for the same network, cut, micro-batches, loss and optimizer, written with
     torch.distributed.pipelining alone: at most 1.05x. The same processes run both in turn.
 (c) Peak bytes that autograd keeps for the backward pass on stage 0: with 1F1B proportional to the number of stages,
     independent of M. The benchmark also prints all bytes that a step allocates, with gradients and received tensors,
     but without memory that persists between steps, such as torch's own receive buffers.
 
-A step is forward, backward and update, from a barrier to the last rank's end. One rank, one of two copies, and two
-ranks with each schedule take turns; the results are medians, of the ratios too.
+A step has a forward pass, a backward pass and an update, and is timed from a barrier to the last rank's end. One rank,
+two copies of one rank, and two ranks with each schedule take turns; the results are medians, of the ratios too.
 """
 
 import itertools
@@ -33,11 +33,11 @@ from hostdev.parallel.pieces import balanced, get_pieces
 
 RANKS, MICRO_BATCHES = 2, 8
 EFFICIENCY, MOST_OVER_TORCH = 0.85, 1.05
-CLAIMED = SCHEDULES[:2]  # the third is there for information
-CLOSE = 1e-4  # of the loss: torch adds gradients in another order
-MEMORY_STAGES, MEMORY_COUNTS = (RANKS, 4), (2, 4, 8, 16)  # of micro-batches
-MEMORY_LAYERS, MEMORY_WIDTH, MEMORY_SAMPLES = 4, 128, 256  # of a stage, of each layer, of a micro-batch
-Times = dict[str, dict[str, list[float]]]  # seconds of steps, by schedule and by whose they are
+CLAIMED = SCHEDULES[:2]  # the third is measured for information
+CLOSE = 1e-4  # allowed difference of the losses: torch adds them in another order
+MEMORY_STAGES, MEMORY_COUNTS = (RANKS, 4), (2, 4, 8, 16)  # numbers of stages, numbers of micro-batches
+MEMORY_LAYERS, MEMORY_WIDTH, MEMORY_SAMPLES = 4, 128, 256  # layers of a stage, their width, samples of a micro-batch
+Times = dict[str, dict[str, list[float]]]  # seconds of steps, by schedule and by implementation
 
 
 class Case(NamedTuple):
@@ -60,7 +60,7 @@ QUICK_CASES = [
 
 
 def start(ranks: int, copies: int = 1) -> Team:
-    """Start the ranks of stages, or copies of one rank that know nothing of each other."""
+    """Start the ranks of a pipeline, or independent copies of one rank."""
     how: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     processes: list[Any] = []
     for copy in range(copies):
@@ -81,7 +81,7 @@ def choose_stages(case: Case, costs: Sequence[tuple[str, float]], count: int) ->
 
 
 def speed(one: Team, two: Team, case: Case, steps: int, rounds: int, *, quick: bool) -> dict[str, Any]:
-    """Measure a network's steps, (a) and (b) above; print and return the result."""
+    """Measure a network's steps, (a) and (b) of the claims; print and return the result."""
     each: dict[str, Any] = {"samples": case.batch // MICRO_BATCHES, "repeats": 1 if quick else 5}
     [costs] = one.ask("costs", network=case.network, first=True, **each)
     what: dict[str, Any] = {"network": case.network, "batch": case.batch, "micro_batches": MICRO_BATCHES}
@@ -101,7 +101,7 @@ def speed(one: Team, two: Team, case: Case, steps: int, rounds: int, *, quick: b
         [alone] = one.ask("take", key="", steps=steps, first=True)
         turns["alone"].append(statistics.median(alone[OURS]))
         beside = [statistics.median(found[OURS]) for found in one.ask("take", key="", steps=steps)]
-        turns["beside"].append(statistics.harmonic_mean(beside))  # of the mean of both rates
+        turns["beside"].append(statistics.harmonic_mean(beside))  # corresponds to the mean of both rates
         for schedule in case.schedules:
             come = two.ask("take", key=schedule, steps=steps)
             for who, so_far in taken[schedule].items():
@@ -162,10 +162,10 @@ def report_speed(
 
 
 def memory(teams: dict[int, Team], counts: Sequence[int]) -> list[dict[str, Any]]:
-    """Count the bytes of a step, (c) above; print and return a row per number of stages and of micro-batches."""
+    """Count a step's bytes, (c) of the claims; print and return a row per number of stages and of micro-batches."""
     print(
-        f"\nbytes at their peak; {MEMORY_LAYERS} x Linear({MEMORY_WIDTH}), ReLU a stage, micro-batches of "
-        f"{MEMORY_SAMPLES}, {MEMORY_LAYERS * (MEMORY_WIDTH + 1) * MEMORY_WIDTH * 4:,} of parameters"
+        f"\npeak bytes; {MEMORY_LAYERS} x Linear({MEMORY_WIDTH}), ReLU a stage, micro-batches of "
+        f"{MEMORY_SAMPLES} samples, {MEMORY_LAYERS * (MEMORY_WIDTH + 1) * MEMORY_WIDTH * 4:,} bytes of parameters"
     )
     print(
         f"{'':<8}{'stages':>7}{'M':>4}{'micro-batches':>14}{'kept on 0':>14}{'torch':>10}{'all on 0':>17}"
@@ -185,7 +185,7 @@ def memory(teams: dict[int, Team], counts: Sequence[int]) -> list[dict[str, Any]
                     schedule=schedule,
                     begins=begins,
                 )
-                assert not any(found[f"{who} left"] for found in come for who in (OURS, TORCH)), "autograd still keeps"
+                assert not any(found[f"{who} left"] for found in come for who in (OURS, TORCH)), "not all was freed"
                 [first, *_, last] = come
                 units = first[f"{OURS} saved"] / first["micro-batch"]
                 columns = ((first, "saved", 10), (first, "all", 13), (last, "all", 13))
@@ -227,8 +227,8 @@ def _report(met: bool, what: str) -> None:
 def main() -> None:
     """Measure, print and record."""
     parser = make_parser(__doc__)
-    parser.add_argument("--steps", type=int, help="steps of a round (default 2)")
-    parser.add_argument("--rounds", type=int, help="rounds (default 5)")
+    parser.add_argument("--steps", type=int, help="steps per round (default 2)")
+    parser.add_argument("--rounds", type=int, help="number of rounds (default 5)")
     parser.add_argument("--only", choices=("speed", "memory"), help="one part instead of both")
     parser.add_argument("--quick", action="store_true", help="a trial with tiny networks, without claims")
     arguments = parser.parse_args()

@@ -1,7 +1,7 @@
-"""Claim: the host side of a step, and a whole step on the CPU, against MindSpore, torch and FBGEMM on the same work.
+"""Compare the host side of a step, and a whole step on the CPU, with MindSpore, torch and FBGEMM on the same work.
 
-Every system runs in its own process. The ops take turns, and medians are compared, because the machine's bandwidth
-drifts. The first run builds the peers' environments in .peers/ (4 GB).
+Every system runs in a process of its own. The ops take turns, and medians are compared, because the machine's bandwidth
+drifts. The first run installs the peers' environments in .peers/ (4 GB).
 """
 
 import argparse
@@ -25,7 +25,7 @@ COMPUTE_ROWS = 184_965
 
 
 def find_python(name: str) -> str:
-    """Return the Python of a peer's environment; make the environment if it does not exist."""
+    """Return the Python of a peer's environment, which is installed if it does not exist."""
     if name == "hostdev":
         return sys.executable
     folder = ENVIRONMENTS / name
@@ -56,7 +56,7 @@ class Peer:
         self.ops, self.versions = hello["ops"], hello["versions"]
 
     def run(self, op: str) -> float:
-        """Return the milliseconds of one call."""
+        """Call an op once; return its milliseconds."""
         assert self._process.stdin is not None
         self._process.stdin.write(op + "\n")
         self._process.stdin.flush()
@@ -73,7 +73,7 @@ class Peer:
         for line in self._process.stdout:
             if line.startswith("{"):
                 return json.loads(line)
-        raise SystemExit(f"{self._process.args} ended")
+        raise SystemExit(f"{self._process.args} ended without an answer")
 
 
 def medians(scripts: dict[str, str], rows: int, rounds: int) -> tuple[dict[str, float], dict[str, str]]:
@@ -81,7 +81,7 @@ def medians(scripts: dict[str, str], rows: int, rounds: int) -> tuple[dict[str, 
     peers = {name: Peer(name, script, rows) for name, script in scripts.items()}
     times: dict[str, list[float]] = {}
     try:
-        for turn in range(rounds + 2):  # two to warm up
+        for turn in range(rounds + 2):  # the first two warm up
             for name, peer in peers.items():
                 for op in peer.ops:
                     ms = peer.run(op)
@@ -95,7 +95,7 @@ def medians(scripts: dict[str, str], rows: int, rounds: int) -> tuple[dict[str, 
 
 
 def kernel_ratios(ms: dict[str, float], unique: int) -> list[tuple[str, float, str]]:
-    """Return name, figure and unit of every comparison of kernels."""
+    """Return the name, value and unit of every comparison of kernels."""
     reference = sum(ms[f"mindspore: {op}"] for op in ("lookup deep", "lookup wide", "ftrl", "lazy adam"))
     copy = 0.4 / ms["hostdev: copy 400 MB"]  # GB per ms, read and written
     adam = unique * 80 * 4 * 7 / 1e9 / ms["hostdev: lazy adam unique"]
@@ -116,7 +116,7 @@ def kernel_ratios(ms: dict[str, float], unique: int) -> list[tuple[str, float, s
 
 
 def step_ratios(ms: dict[str, float]) -> list[tuple[str, float, str]]:
-    """Return name, figure and unit of every comparison of whole steps on the CPU."""
+    """Return the name, value and unit of every comparison of whole steps on the CPU."""
     rows = []
     for batch in (4000, 16000):
         for precision in ("fp32", "bf16"):
@@ -149,7 +149,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, nargs="*", default=[184_965, 5_000_000], help="table sizes for the kernels")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", action=argparse.BooleanOptionalAction, default=True, help="time whole steps, too")
+    parser.add_argument("--steps", action=argparse.BooleanOptionalAction, default=True, help="also time whole steps")
     arguments = parser.parse_args()
     results = {}
     kinds = {"kernels": arguments.rows, "steps": [COMPUTE_ROWS] if arguments.steps else []}

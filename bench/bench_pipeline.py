@@ -1,4 +1,4 @@
-"""Claim: with a cache of 10% a step costs at most 1.1 x max(host, device), and at depth 0 the pipeline itself under 3%.
+"""Claim: with a cache of 10% a step takes at most 1.1 x max(host, device); at depth 0 the pipeline adds under 3%.
 
 The accelerator is simulated: a dense step only waits, so that the host is as free as with a real one. The wait is 0.5,
 1 and 2 times the host's time, which is measured serially in the same round. Ids are uniform, or Zipf without and with
@@ -34,11 +34,11 @@ from hostdev.pipeline.results import Request
 from hostdev.train.trainer import Trainer
 
 FACTORS = (0.5, 1.0, 2.0)
-BATCHES = 100  # the run cycles through them
-SETTLE = 6  # steps
-LIMIT = 1.10  # with a cache, at the default depth
+BATCHES = 100  # number of batches, through which a run cycles
+SETTLE = 6  # steps before a measurement
+LIMIT = 1.10  # times the longer of host and device, with a cache, at the default depth
 DEPTH = 2  # the default
-MOST_PLANES = 3  # a row's weights and its optimizer's slots
+MOST_PLANES = 3  # weights, and two slots of optimizer state
 
 
 def make_batches(kind: str, rows: int, size: int, count: int) -> list[np.ndarray]:
@@ -75,7 +75,7 @@ class Running:
 
     def __init__(self, pipeline: Pipeline, batches: list[np.ndarray], device: Simulated) -> None:
         self.pipeline, self._device = pipeline, device
-        self.stalled = 0.0  # seconds of a step, in the last ones that were measured
+        self.stalled = 0.0  # seconds per step in the last measurement
         requests = [Request(None, len(ids), [[ids.ravel()]]) for ids in batches]
         self._open = ExitStack()
         self._pass = self._open.enter_context(pipeline.train(itertools.cycle(requests)))
@@ -86,7 +86,7 @@ class Running:
         self._pass.finish(flight, self._device.step_of(flight))
 
     def per_step(self, steps: int) -> float:
-        """Return the seconds of a step, when the ones before have settled."""
+        """Return the seconds of a step in the steady state."""
         for _ in range(SETTLE):
             self.step()
         stalls = self.pipeline.timeline.stall_ns
@@ -111,7 +111,7 @@ def simulated(
 ) -> list[dict]:
     """Measure one kind of ids; print and return a row per setting.
 
-    loaded  on the second simulation, too
+    `loaded` also runs the second simulation.
     """
     batches = make_batches(kind, rows, size, BATCHES)
     unique = [len(hostdev.ops.unique(ids.ravel())[0]) for ids in batches]
@@ -128,12 +128,12 @@ def simulated(
 
     runs = {depth: run(depth) for depth in (0, *depths)}
     conflicts = statistics.mean(len(np.intersect1d(first, second)) for first, second in itertools.pairwise(batches[:5]))
-    for made in runs.values():  # caches fill
+    for made in runs.values():  # fills the caches
         made.per_step(BATCHES)
     mean = statistics.mean(unique)
     print(
         f"\n{kind} ids, V = {rows:,}, batch {size:,}, cache {cache_rows}: {mean:,.0f} rows a step, of which "
-        f"{conflicts / mean:.1%} are the next one's too"
+        f"the next step uses {conflicts / mean:.1%}"
     )
     what = {"ids": kind, "cache": cache_rows}
     if cache_rows == "0":
@@ -211,7 +211,7 @@ def format_line(factor: float, depth: int, found: dict[str, float]) -> str:
 def measure_overhead(
     run: Running, tables: list[HostTable], device: Simulated, batches: list[np.ndarray], count: int
 ) -> dict:
-    """Measure the pipeline's own cost in a serial run, in turn with a plain loop, step by step."""
+    """Measure the pipeline's own cost at depth 0; it and a plain loop take turns, step by step."""
     turns = itertools.islice(itertools.cycle(batches), count)
     plain = [Embedding(table) for table in tables]
     pairs = [(run.one_step(), plain_loop(plain, device, ids)) for ids in turns]
@@ -221,7 +221,7 @@ def measure_overhead(
 
 
 def planning_cost(cached: Running, uncached: Running, steps: int, rounds: int) -> dict:
-    """Measure the host time that the cache saves in a serial run, and the share that its planning takes."""
+    """Measure the host time that the cache saves at depth 0, and the share of it that planning takes."""
     rates = []
     for _ in range(rounds):
         ours, planning = cached.per_step(steps), planning_seconds(cached, steps)
@@ -234,7 +234,7 @@ def planning_cost(cached: Running, uncached: Running, steps: int, rounds: int) -
         f"host {ours * 1e3:.2f} ms a step with the cache, {theirs * 1e3:.2f} without; {hits.hit_rate:.1%} of uses "
         f"and {hits.unique_hit_rate:.1%} of rows hit"
     )
-    print(f"planning {planning * 1e3:.2f} ms, {share:.0%} of what it saves\n")
+    print(f"planning {planning * 1e3:.2f} ms, {share:.0%} of what the cache saves\n")
     return {
         "host_ms": round(ours * 1e3, 3),
         "host_without_ms": round(theirs * 1e3, 3),
@@ -244,7 +244,7 @@ def planning_cost(cached: Running, uncached: Running, steps: int, rounds: int) -
 
 
 def planning_seconds(run: Running, steps: int) -> float:
-    """Return the seconds of planning per step in the last steps: count uses, announce, plan."""
+    """Return the seconds of planning per step in the last steps: counting uses, announcing and planning."""
     cache = run.pipeline.groups[0].cache
     times = [list(op.times.durations().latest)[-steps:] for op in (cache.counting, cache.announcing, cache.planning)]
     return sum(map(sum, times)) / 1e9 / steps
@@ -257,7 +257,7 @@ class Training:
         self._results = trainer.train(itertools.cycle(batches))
 
     def per_step(self, steps: int) -> float:
-        """Return the seconds of a step, when the ones before have settled."""
+        """Return the seconds of a step in the steady state."""
         for _ in range(SETTLE):
             next(self._results)
         start = time.perf_counter()
@@ -315,7 +315,7 @@ def main() -> None:
         "--loaded",
         choices=("none", "cached", "all"),
         default="cached",
-        help="ids for which the second simulation runs, too, which doubles their time",
+        help="runs that are repeated in the second simulation, which doubles their time",
     )
     parser.add_argument("--only", choices=("simulated", "accelerator"), help="one part instead of both")
     parser.add_argument("--device", default="auto", help="the accelerator; cpu: a small trial")
@@ -323,7 +323,7 @@ def main() -> None:
     device = backend.select(arguments.device)
     trial = arguments.device == "cpu"
     if arguments.only == "accelerator" and not (backend.is_accelerator(device) or trial):
-        sys.exit("bench pipeline: --only accelerator needs a device that torch sees; with --device cpu it is tried")
+        sys.exit("bench pipeline: --only accelerator needs an accelerator that torch sees; --device cpu is a trial")
     results: list[dict] = []
     if arguments.only != "accelerator":
         small, large = arguments.batch_sizes
@@ -335,7 +335,7 @@ def main() -> None:
     if arguments.only != "simulated" and (backend.is_accelerator(device) or trial):
         real = on_accelerator(device, arguments.depths, arguments.steps)
     elif arguments.only is None:
-        print("\nno accelerator: whole training steps on one were not measured")
+        print("\ntorch sees no accelerator: whole training steps were not measured")
     versions = get_versions("numba", "torch")
     content = {
         "threads": host_threads(),

@@ -1,8 +1,8 @@
 """Claim: the cost of handing a call to the threads does not grow with their number.
 
-The benchmark calls an empty kernel over four ranges per thread, so that only the hand-over is left: in native code, as
-for kernels, and through Python, as for other tasks, one range at a time under the interpreter's lock. Beyond the
-number of cores the result says nothing about a machine with that many: there, threads wake during the call; here, most
+The benchmark calls an empty kernel over four ranges per thread, so that only the hand-over is measured: in native code,
+as for kernels, and through Python, as for other tasks, one range at a time while holding the GIL. A result for more
+threads than cores does not apply to a machine with that many cores: there, the threads wake during the call; here, most
 of them find it finished.
 """
 
@@ -21,7 +21,7 @@ from hostdev.kernels.pool import KernelTask, Task, ranges, run_tasks, set_host_t
 
 THREADS = (1, 2, 4, 16, 64, 128)
 PER_THREAD = 4
-LIMIT = 3.0  # of most threads' time to two threads'
+LIMIT = 3.0  # the time with the most threads over the time with two
 
 
 @kernel
@@ -41,7 +41,7 @@ def microseconds(call: Callable[[], object]) -> float:
 
 
 def measure(threads: int, rounds: int) -> dict[str, Any]:
-    """Return the times of both ways, measured in turn."""
+    """Return the times through native code and through Python, measured in turn."""
     set_host_threads(threads)
     n = threads * PER_THREAD
     out = np.zeros(n, np.int64)

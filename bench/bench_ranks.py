@@ -4,12 +4,12 @@ Each rank has one thread for kernels and one for torch, and is bound to one CPU.
 the same micro-batches; the results are medians, of the ratios too. They train Wide & Deep, in full size and smaller,
 on ids like Criteo's. The benchmark prints the exchanged bytes relative to the least possible.
 
-The tree's exchange is compared with a backward pass under torch.nn.parallel.DistributedDataParallel, which exchanges
-the same gradients of the same parameters, and with plain all-reduces of the same number of bytes.
+The exchange of dense gradients along the summation tree is compared with a backward pass under torch's
+DistributedDataParallel, which exchanges the same gradients, and with plain all-reduces of the same number of bytes.
 
 With a simulated device, which waits and then exchanges its gradients, the benchmark compares a step at depth 2 with
-the longer of host and device, each with its exchange: at most 1.15x. Both exchanges are work of a rank's one core
-here, so it also prints the ratio to the longer of the device and that core's work.
+the longer of host and device, each with its exchange: at most 1.15x. Here a rank's one core does both exchanges, so the
+benchmark also prints the ratio to the longer of the device's time and that core's.
 """
 
 import itertools
@@ -27,19 +27,21 @@ from bench.team import Team
 from bench.wide_deep import FIELDS
 from hostdev.train.processes import start_processes
 
-SIZES = ((80, None), (16, [256, 128]))  # D and the dense layers; None: the full ones
+SIZES = ((80, None), (16, [256, 128]))  # D and the widths of the dense layers; None: full size
 FULL_LAYERS = [1024, 512, 256, 128]
-FACTORS = (0.5, 1.0, 2.0)  # of the device's time to the host's
+FACTORS = (0.5, 1.0, 2.0)  # the device's time over the host's
 DEPTH, MICRO_BATCHES = 2, 4
-FORMULA_ROWS = 1_000_000  # at most: steps do not overlap there, so that rows may be shared
+FORMULA_ROWS = 1_000_000  # at most; steps do not overlap there, so batches may share rows
 LEAST_SPEEDUP, MOST_OVER_LARGER, MOST_OVER_DDP, MOST_OFF = 1.6, 1.15, 1.2, 0.2
 
 
 def start(ranks: int, copies: int = 1, *, with_itself: bool = False) -> Team:
-    """Start the ranks of a training, or copies that know nothing of each other.
+    """Start the ranks of a training, or independent copies of it.
 
     Args:
-        with_itself: whether a rank that is alone exchanges with itself.
+        ranks: Number of ranks of a training.
+        copies: Number of trainings.
+        with_itself: Whether a single rank exchanges with itself.
     """
     command = [sys.executable, "-m", "bench.ranks_worker"]
     how: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -105,7 +107,7 @@ def overlap(two: Team, rows: int, batches: list[int], steps: int, rounds: int) -
     """Measure steps on a simulated device; print and return a row per setting."""
     dim = SIZES[0][0]
     print(
-        f"\n{'simulated device':<26}{'device/host':>12}{'host':>11}{'device':>11}{'of it core':>12}{'step':>11}"
+        f"\n{'simulated device':<26}{'device/host':>12}{'host':>11}{'device':>11}{'core part':>12}{'step':>11}"
         f"{'over the larger':>17}{'over the core':>15}"
     )
     found = []
@@ -175,15 +177,15 @@ def trees(two: Team, rounds: int) -> list[dict[str, Any]]:
             )
     most = max(row["over_ddp"] for row in found if row["micro_batches"] == 2)
     met = "met" if most <= MOST_OVER_DDP else "not met"
-    print(f"one micro-batch a rank, as DDP has it: {most:.2f} times DDP, at most {MOST_OVER_DDP}: {met}")
+    print(f"one micro-batch per rank, as in DDP: {most:.2f} times DDP's time, at most {MOST_OVER_DDP}: {met}")
     return found
 
 
 def formula(two: Team, rows: int, batches: list[int], steps: int, rounds: int) -> dict[str, Any]:
-    """Fit the formula's constants to single ranks, and compare it with two ranks; print and return both.
+    """Fit the formula's constants to single ranks, and compare the formula with two ranks; print and return both.
 
-    Those that are alone run two at a time, as the ranks of a host do: they share its memory and its cores' parts.
-    The host's part is that of a step at depth 0 without a device, the dense one an exchange.
+    Two single ranks run at a time, because the ranks of a host share its memory. The host's part is a step at depth 0
+    without a device; the dense part is an exchange of dense gradients.
     """
     link, copied = two.ask("links", rounds=4 * rounds)[0], two.most("copying", rounds=rounds)
 
@@ -206,7 +208,7 @@ def formula(two: Team, rows: int, batches: list[int], steps: int, rounds: int) -
     alone = [(*point, measured(with_itself, *case, [128])[1]) for point, case in zip(alone, cases, strict=True)]
     with_itself.close()
     machine = fitted(alone, copied, 1 / link["bytes_per_s"], link["seconds"])
-    print(f"\n{'formula':<32}{'host ms':>9}{'says':>9}{'off':>7}{'dense exchange ms':>20}{'says':>9}{'off':>7}")
+    print(f"\n{'formula':<32}{'host ms':>9}{'formula':>9}{'off':>7}{'dense exchange ms':>20}{'formula':>9}{'off':>7}")
     found = []
     for kind, batch, dim in cases:
         for scale, layers in ((1, FULL_LAYERS),):

@@ -5,9 +5,9 @@ passes over it in batches of 16,000, in a seeded order: a reader's first pass, w
 and passes with windows of 16 shards. Each is timed with a warm and a cold page cache; before a cold pass the files are
 dropped from it (fadvise).
 
-It prints samples a second, and bytes a second relative to a copy by all threads and to a sequential read of the same
-files, both measured in the same run. It also prints CPU seconds per million samples, which are more reliable on a
-shared machine. The disk may have its own cache.
+It prints samples per second, and bytes per second relative to a copy by all threads and to a sequential read of the
+same files, both measured in the same run. It also prints CPU seconds per million samples, which are more reliable on a
+shared machine. A cold pass may still read from a cache of the disk.
 """
 
 import os
@@ -29,7 +29,7 @@ from hostdev.data.shards import ShardReader
 from hostdev.kernels.buffers import aligned_empty
 from hostdev.kernels.pool import host_threads, parallel_for
 
-DENSE, IDS, VALUES = 13, 26, 1_000_000  # of each column
+DENSE, IDS, VALUES = 13, 26, 1_000_000  # numeric columns, columns of ids, and ids of each column
 BATCH, SHARD, WINDOW = 16_000, 262_144, 16
 ROW_BYTES = 4 * (1 + DENSE + IDS)
 LIMIT = 5e6  # samples a second
@@ -121,7 +121,7 @@ def measure(root: Path, found: Manifest, rounds: int) -> dict[str, dict[str, flo
         mixing = ShardReader(root, found, "train", shuffle_window=WINDOW)
         note("first pass", reader, 1)
         note("later pass", reader, 2)
-        one_pass(mixing, 1)  # its checksums
+        one_pass(mixing, 1)  # computes the checksums
         note(f"window of {WINDOW}", mixing, 2)
         note("later pass", reader, 3, cold=True)
         note(f"window of {WINDOW}", mixing, 3, cold=True)
@@ -140,9 +140,9 @@ def measure(root: Path, found: Manifest, rounds: int) -> dict[str, dict[str, flo
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--rows", type=int, default=8_000_000, help="rows, of 160 bytes on the disk and in memory")
+    parser.add_argument("--rows", type=int, default=8_000_000, help="rows of 160 bytes")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--dir", type=Path, help="a folder on the measured disk")
+    parser.add_argument("--dir", type=Path, help="a folder on the disk to measure")
     arguments = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="bench-reader-", dir=arguments.dir))
     try:

@@ -1,7 +1,8 @@
 """The operations that the benchmark `device` times: those of hostdev.device.ops, on the tensors of a training step.
 
-V slots of a table, D columns. N occurrences of U unique rows: H are in the cache, A are admitted, M bypass it. As many
-rows are evicted as are admitted. L rows conflict with the previous batch.
+Shapes: V rows of a table on the device, D columns, N occurrences of U unique rows. H of the unique rows are in the
+cache, A are admitted, and M bypass the cache. As many rows are evicted as admitted. L rows conflict with the previous
+batch.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,10 +18,10 @@ from hostdev.core.optimizers import FTRL, LazyAdam
 from hostdev.device.ops import Ops
 from hostdev.device.ops.uses import FeatureUses
 
-# Of a batch's unique rows with a cache of 10%; about what real Criteo rows have (README, "The embedding cache").
+# Shares of a batch's unique rows that hit a cache of 10% and that are admitted, roughly as for real Criteo rows.
 HITS, ADMITTED = 0.5, 0.1
-LATE = 0.25  # of the rows that pass by are the batch's before it, too
-PLANES = 3  # both optimizers have two slots
+LATE = 0.25  # share of the bypassing rows that the previous batch also uses
+PLANES = 3  # weights and the two slots of either optimizer
 OPTIMIZERS = {"LazyAdam": LazyAdam(), "FTRL": FTRL()}
 
 
@@ -29,19 +30,20 @@ class Case(NamedTuple):
 
     name: str
     moved: int  # bytes, each value read or written once
-    start: Callable[[], tuple[Any, ...]]  # makes what the operation changes
-    run: Callable[..., Any]  # does it once, given the way and what `start` made
-    results: Callable[..., list[Tensor]]  # given what `start` made and what `run` returned
-    scale: Callable[[], Tensor] | None = None  # of the sums that may be added in another order: their absolute terms'
+    start: Callable[[], tuple[Any, ...]]  # makes the tensors that the operation changes
+    run: Callable[..., Any]  # runs the operation once, with an implementation and the tensors of `start`
+    results: Callable[..., list[Tensor]]  # returns the results, from the tensors of `start` and the result of `run`
+    scale: Callable[[], Tensor] | None = None  # sums of the absolute terms, if the order of addition may differ
 
 
 class Batch:
     """A batch's rows on the device, random and the same in every run.
 
-    rows    V
-    dim     D
-    size    samples
-    device  of the tensors
+    Args:
+        rows: V.
+        dim: D.
+        size: Number of samples.
+        device: Device of the tensors.
     """
 
     def __init__(self, rows: int, dim: int, size: int, device: torch.device) -> None:
@@ -71,12 +73,12 @@ class Batch:
         self.none = torch.zeros((), device=device)
         self.block = torch.empty((rows, PLANES, dim), device=device)
         step = max(1, (1 << 26) // (PLANES * dim))
-        for first in range(0, rows, step):  # sums of squares are not negative
+        for first in range(0, rows, step):  # optimizer state such as sums of squares is not negative
             part = self.block[first : first + step]
             part.copy_(values(1, 1, PLANES * dim).abs_().view(1, PLANES, dim).expand_as(part))
 
     def per_row(self, rows: int) -> Tensor:
-        """The optimizer's slots of one value a row: these have none."""
+        """Return the optimizer state of one value per row, which these optimizers do not have."""
         return self.block.new_empty((rows, 0))
 
     def cases(self) -> Iterator[Case]:

@@ -1,9 +1,9 @@
 """Claim: on this device all tests pass, all modes give the same bits, and host tables keep up with device tables.
 
-The report runs the tests and benchmarks that need an accelerator, each in a process with a time limit. It writes one
-file, device-report.json, and a summary in Markdown beside it. For a failed part it has the end of its output, and
-continues with the others. Exit code: 0; 1 if anything failed (a missed speed target is no failure); 2 without a
-device.
+The report runs the tests and benchmarks that need an accelerator, each in a process with a time limit. It writes
+device-report.json, and a summary in Markdown beside it. If a part fails, the report stores the end of its output and
+continues with the other parts. The exit code is 0; 1 if anything failed (a missed speed target is not a failure); 2
+without a device.
 """
 
 import json
@@ -26,13 +26,13 @@ from hostdev.core.errors import UserError
 from hostdev.device import backend
 
 ROOT = Path(__file__).resolve().parent.parent
-TARGET = 0.9  # of the samples/s of device tables, for host tables with a cache
-TAIL = 4000  # characters
+TARGET = 0.9  # samples/s of host tables with a cache over those of device tables
+TAIL = 4000  # characters of a failed part's output
 CACHED, HOST, ON_DEVICE = "host tables, cache 10%", "host tables", "device tables"
 
 
 def run(part: Part, log: Path) -> dict[str, Any]:
-    """Run a part, and return its result."""
+    """Run a part; return its result for the report."""
     start = time.perf_counter()
     code, problem, found = None, "", {}
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1", "COLUMNS": "160"}
@@ -52,14 +52,14 @@ def run(part: Part, log: Path) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             problem = f"not done after {part.limit} s"
         finally:
-            if process.poll() is None:  # and what it has started
+            if process.poll() is None:  # ends the process and all that it has started
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     output = log.read_text(errors="replace")
     try:
         found, wrong = part.read(output)
         problem = problem or wrong
-    except Exception as error:  # whatever a process that failed may have left behind
+    except Exception as error:  # a failed process may have left any content
         problem = problem or f"its result could not be read: {type(error).__name__}: {error}"
     if code not in (0, None):
         problem = f"exit code {code}" + f"; {problem}" * bool(problem)
@@ -76,7 +76,7 @@ def run(part: Part, log: Path) -> dict[str, Any]:
 
 
 def compare_trainings(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Compare the trainings: their digests must be equal, and their rates have a target."""
+    """Check the trainings: their digests must be equal, and their rates have a target."""
     found = {part["name"]: part.get("found", {}) for part in parts}
     checks = []
     for precision in PRECISIONS:
@@ -135,7 +135,7 @@ def write(report: dict[str, Any], out: Path) -> str:
 
 
 def find_device(name: str) -> str | None:
-    """Return the device's name for the parts; None without an accelerator. UserError for one that is not there."""
+    """Return the device's name for the parts; None without an accelerator; UserError if torch has no such device."""
     device = backend.select(name)
     return str(device) if backend.is_accelerator(device) or name == "cpu" else None
 
@@ -144,10 +144,10 @@ def main() -> int:
     """Run all parts, and write the report after each of them."""
     parser = make_parser(__doc__)
     parser.set_defaults(out=Path("device-report.json"))
-    parser.add_argument("--device", default="auto", help="cuda, ...; cpu: a small trial of the report itself")
-    parser.add_argument("--quick", action="store_true", help="minutes instead of up to an hour: fewer steps")
+    parser.add_argument("--device", default="auto", help="the accelerator; cpu: a small trial of the report itself")
+    parser.add_argument("--quick", action="store_true", help="fewer steps: minutes instead of up to an hour")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as Ctrl-C: the part that runs is ended, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as for Ctrl-C, the running part is ended, too
     try:
         device = find_device(arguments.device)
     except UserError as error:

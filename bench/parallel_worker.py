@@ -1,4 +1,4 @@
-"""One of the processes that the benchmark `parallel` measures. It has one thread for torch, on one CPU."""
+"""One of the processes that the benchmark `parallel` measures; it has one thread for torch, on one CPU."""
 
 import os
 import statistics
@@ -67,10 +67,10 @@ class Ours:
         )
         self.parameters = self._network.parameters
         self._optimizer = torch.optim.SGD(self.parameters, lr=0.01)
-        self.on_part: Callable[[], object] = lambda: None  # called when a micro-batch begins, where the network does
+        self.on_part: Callable[[], object] = lambda: None  # called when a micro-batch begins, on the first stage
 
     def step(self) -> float | None:
-        """Take a step; return the loss, where it is known."""
+        """Take a step; return the loss, or None on ranks that do not know it."""
         loss = self._pass()
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -124,7 +124,7 @@ class Torchs(Ours):
 
 
 class Saved:
-    """Count the bytes that autograd keeps for backward passes: each storage once, and only new ones."""
+    """Counts the bytes that autograd keeps for backward passes: each storage once, and only new storages."""
 
     def __init__(self, before: Sequence[Tensor]) -> None:
         self._before = {one.untyped_storage().data_ptr() for one in before}
@@ -146,7 +146,7 @@ class Saved:
 
 
 class _Kept:
-    """A tensor that autograd keeps as long as it keeps this object."""
+    """A tensor that autograd keeps; the tensor is counted as long as this object lives."""
 
     def __init__(self, saved: Saved, tensor: Tensor) -> None:
         self._saved, self.tensor = saved, tensor
@@ -157,7 +157,7 @@ class _Kept:
 
 
 class Alive(TorchDispatchMode):
-    """Count the bytes that torch's operations allocate in this thread and have not freed."""
+    """Counts the bytes that torch's operations in this thread have allocated and that are not freed yet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class Alive(TorchDispatchMode):
         self.now = self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._see((args, kwargs), new=False)  # existed before
+        self._see((args, kwargs), new=False)  # the arguments existed before
         result = func(*args, **(kwargs or {}))
         self._see(result, new=True)
         self.peak = max(self.peak, self.now)
@@ -187,14 +187,14 @@ class Alive(TorchDispatchMode):
 
 
 class Worker:
-    """The calls that a process answers. Each method is one call, and returns a JSON value."""
+    """Answers the benchmark's calls: each method is one call, and returns a JSON value."""
 
     def __init__(self, ranks: Ranks | None) -> None:
         self._ranks = ranks
         self._runs: dict[str, dict[str, Ours]] = {}
 
     def costs(self, network: dict[str, Any], samples: int, repeats: int) -> list[tuple[str, float]]:
-        """Return a network's pieces, each with its seconds for a micro-batch, forward and backward."""
+        """Return the names of a network's pieces, and each one's seconds for a micro-batch, forward and backward."""
         whole = make_network(**network)
         pieces, inputs = get_pieces(whole), like(make_batch(network, 1)[:1])
         found = [
@@ -208,17 +208,17 @@ class Worker:
         return [(piece.name, seconds) for piece, seconds in zip(pieces, each, strict=True)]
 
     def make(self, key: str, begins: list[str], **what: Any) -> dict[str, float | None]:
-        """Make a network for hostdev and torch; return the loss of the first step by each."""
+        """Make a network for hostdev and for torch; return the loss of each one's first step."""
         self._runs[key] = {OURS: Ours(begins=begins, ranks=self._ranks, **what)}
         if self._ranks is not None:
             self._runs[key][TORCH] = Torchs(begins=begins, ranks=self._ranks, **what)
         first = {who: run.step() for who, run in self._runs[key].items()}
-        for run in self._runs[key].values():  # once more, to warm up
+        for run in self._runs[key].values():  # another step, to warm up
             run.step()
         return first
 
     def take(self, key: str, steps: int) -> dict[str, list[float]]:
-        """Return the seconds of steps by hostdev and torch, in alternating order."""
+        """Return the seconds of steps of hostdev and of torch, which take turns."""
         found: dict[str, list[float]] = {who: [] for who in self._runs[key]}
         for number in range(steps):
             for who in sorted(found, reverse=number % 2 == 1):
@@ -231,13 +231,13 @@ class Worker:
         return found
 
     def memory(self, **what: Any) -> dict[str, int]:
-        """Return a step's peak bytes on this rank: saved by autograd, for one micro-batch, and all."""
+        """Return a step's peak bytes on this rank: kept by autograd, in all and for one micro-batch, and allocated."""
         assert self._ranks is not None
         found: dict[str, int] = {}
         for who, run in ((OURS, Ours(ranks=self._ranks, **what)), (TORCH, Torchs(ranks=self._ranks, **what))):
             run.step()
             saved = Saved([*run.parameters, run.inputs, run.labels])
-            first: list[int] = []  # what is kept when each micro-batch begins
+            first: list[int] = []  # bytes kept when each micro-batch begins
             if who == OURS:
                 run.on_part = lambda first=first, saved=saved: first.append(saved.now)  # type: ignore[misc]
             with torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda kept: kept.tensor):

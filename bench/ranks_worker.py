@@ -1,6 +1,6 @@
-"""One of the processes that the benchmark `ranks` measures: runs the calls that it reads, a JSON object a line.
+"""One of the processes that the benchmark `ranks` measures: answers calls that it reads as lines of JSON.
 
-Every process has one thread for kernels and one for torch, and is bound to one CPU: a rank is a machine of one core.
+Every process has one thread for kernels and one for torch, and is bound to one CPU, like a machine with one core.
 """
 
 import gc
@@ -38,21 +38,21 @@ from hostdev.pipeline.results import Gradients, Request, StepBatch
 from hostdev.train.trainer import Trainer
 
 ALONE_WITH_RANKS = "BENCH_RANKS_PORT"  # a port for a rank that exchanges with itself
-FIRST_CPU = "BENCH_RANKS_CPU"  # the number, among those that there are, of the first rank's
-BATCHES = 20  # the run cycles through them
-SETTLE = 4  # steps
+FIRST_CPU = "BENCH_RANKS_CPU"  # the first rank's CPU, as an index into the available CPUs
+BATCHES = 20  # number of batches, through which a run cycles
+SETTLE = 4  # steps before a measurement
 EXCHANGED = ("ids", "rows", "late rows", "gradients")
 
 
 def dense_side(dim: int, layers: list[int]) -> list[nn.Parameter]:
-    """Return parameters of the sizes of Wide & Deep's dense side."""
+    """Return parameters with the shapes of Wide & Deep's dense side."""
     sizes = [FIELDS * dim, *layers, 1]
     shapes = [shape for first, second in itertools.pairwise(sizes) for shape in ((first, second), (second,))]
     return [nn.Parameter(torch.zeros(shape)) for shape in shapes]
 
 
 class Sum(nn.Module):
-    """Parameters whose gradients take no time to compute, so that only their exchange does."""
+    """Parameters whose gradients take hardly any time to compute, so that only their exchange is timed."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         super().__init__()
@@ -63,27 +63,27 @@ class Sum(nn.Module):
 
 
 class Worker:
-    """The calls that a process answers. Each method is one call, and returns a JSON value."""
+    """Answers the benchmark's calls: each method is one call, and returns a JSON value."""
 
     def __init__(self, ranks: Ranks | None) -> None:
         self.ranks = ranks
         self.rank, self.size = (0, 1) if ranks is None else ranks.part()
         self._open = ExitStack()
-        self.not_ready, self.in_two = True, False  # whether it is known on all ranks whose gradients go first
+        self.not_ready, self.in_two = True, False  # whether the first gradients are unknown here, known to all
         self._runs: dict[int, _Run] = {}
-        self._steps: Any = None  # an iterator that takes a step
-        self._sent: Any = None  # returns bytes sent for rows, and the least that could have been
+        self._steps: Any = None  # an iterator over training steps
+        self._sent: Any = None  # returns the bytes sent so far, and the least possible
 
     def close(self) -> None:
         """End the current run."""
         self._open.close()
         self._open, self._steps, self._sent, self._runs = ExitStack(), None, None, {}
-        gc.collect()  # tables in reference cycles would stay in memory with the next ones
+        gc.collect()  # tables in reference cycles would stay in memory beside the next ones
 
     def training(
         self, rows: int, dim: int, batch: int, layers: list[int] | None, micro_batches: int, depth: int
     ) -> None:
-        """Begin to train Wide & Deep, whose tables the ranks share."""
+        """Start to train Wide & Deep, whose tables the ranks share."""
         columns = tuple(Column(f"c{i}", "id", "values") for i in range(FIELDS))
         schema = Schema("label", (), columns, (Space("values", 0, 1, rows - 1),), rows)
         model = WideDeep(schema, dim, seed=1, layers=LAYERS if layers is None else layers)
@@ -109,7 +109,7 @@ class Worker:
         self._sent = trainer.runtime.exchanged_bytes if self.ranks is not None else None
 
     def pipeline(self, rows: int, dim: int, batch: int, kind: str, depths: list[int], layers: list[int]) -> None:
-        """Begin passes on a simulated device, which waits and then exchanges gradients of a dense side with others."""
+        """Start passes on a simulated device, which waits and then exchanges dense gradients with the other ranks."""
         batches = [ids[slice(*cut(batch, self.size)[self.rank])] for ids in make_batches(kind, rows, batch, BATCHES)]
         self._runs = {depth: _Run(self, batches, rows, dim, depth) for depth in depths}
         for run in self._runs.values():
@@ -122,7 +122,7 @@ class Worker:
             self._open.callback(self._dense.close)
 
     def shape(self) -> dict[str, float]:
-        """Return the mean ids and unique ids of this rank's batches, and the unique rows requested from it."""
+        """Return a batch's mean numbers of ids and unique ids of this rank, and of unique rows requested from it."""
         run = next(iter(self._runs.values()))
         return {
             "ids": float(np.mean([ids.size for ids in run.batches])),
@@ -160,13 +160,13 @@ class Worker:
         return _timed(lambda: next(self._steps), steps)
 
     def sent(self) -> dict[str, int] | None:
-        """Return the bytes sent to others so far."""
+        """Return the bytes sent to other ranks so far; None for a single rank."""
         return None if self._sent is None else dict(self._sent())
 
     def trees(self, dim: int, layers: list[int], micro_batches: int, rounds: int) -> dict[str, float]:
-        """Return the seconds of exchanging a dense side's gradients: ours, DDP's, and bare all-reduces of its buckets.
+        """Return the seconds of exchanging a dense side's gradients: ours, DDP's, and all-reduces of buckets alone.
 
-        Of both the whole backward pass of a sum over all parameters, whose own time is `backward`.
+        Ours and DDP's include the backward pass of a sum over all parameters, whose own time is `backward`.
         """
         assert self.ranks is not None
         each = micro_batches // self.size
@@ -219,10 +219,10 @@ class Worker:
         return float(np.median([_timed(lambda: np.copyto(there, values), 2) for _ in range(rounds)])) / values.nbytes
 
     def links(self, rounds: int) -> dict[str, float]:
-        """Return what it takes to give others something: seconds of nothing, and bytes a second of 16 MiB.
+        """Return the seconds of an empty all-to-all, and the bytes per second of one that sends 16 MiB to each rank.
 
-        Nothing is given after a millisecond's work, as in a step: then who waits is asleep, and one comes last. The
-        mean, as some wait for the scheduler's next tick.
+        An empty all-to-all follows some work, as in a step, so that waiting ranks are asleep and one rank arrives last.
+        Means of 20 are used, because some calls wait for the scheduler's next tick.
         """
         assert self.ranks is not None
         channel, count = self.ranks.control, 4 << 20
@@ -250,7 +250,7 @@ class Worker:
 
 
 class _Run:
-    """A pipeline of depth d on the simulated device."""
+    """A pipeline of some depth on the simulated device."""
 
     def __init__(self, worker: Worker, batches: list[np.ndarray], rows: int, dim: int, depth: int) -> None:
         ranks = worker.ranks
@@ -286,11 +286,11 @@ class _Run:
 
     @property
     def owned(self) -> float:
-        """The mean number of unique rows requested from this rank."""
+        """The mean number of unique rows that a batch requests from this rank."""
         return float(np.mean(self._sizes))
 
     def per_step(self, steps: int) -> float:
-        """Return the seconds of a step, when the ones before have settled."""
+        """Return the seconds of a step in the steady state."""
         for _ in range(SETTLE):
             self.step()
         return _timed(self.step, steps)

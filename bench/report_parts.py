@@ -20,25 +20,25 @@ class Part(NamedTuple):
     name: str
     command: list[str]
     limit: int  # seconds
-    read: Callable[[str], tuple[Findings, str]]  # of the output: what was found, and what is wrong with it or ""
+    read: Callable[[str], tuple[Findings, str]]  # from the output: the findings, and the problem or ""
 
 
 class Size(NamedTuple):
     """The extent of a report."""
 
-    data: list[str]  # arguments of the preprocessing; none: the built-in look-alike
+    data: list[str]  # options of the preprocessing; empty: the small synthetic data set
     train: list[str]
     verify: list[str]
     device: list[str]
     pipeline: list[str]
     marked: list[str]
     tests: list[str]
-    triton: str  # which of the tests of Triton's operations
+    triton: str  # selects tests of Triton's operations
 
 
 _TESTS = (["-m", "device and not slow"], ["tests/device"], "cuda")
 SIZES = {
-    # The built-in look-alike's 54 steps are over before a rate settles: the same generator makes more rows.
+    # The small synthetic data set has too few steps for a steady rate, so the same generator makes more rows.
     "full": Size(
         ["--rows", "1000000", "--threshold", "5", "--dense", "log", "--test-fraction", "0.02"],
         ["--epochs", "10", "--batch-size", "16000"],
@@ -71,7 +71,7 @@ MODES = {
 
 
 def make_parts(device: str, size: Size, folder: Path) -> list[Part]:
-    """Return the parts of a report on a device, in order; they write their files to a folder."""
+    """Return the parts of a report on a device, in order; they write their files to `folder`."""
     python, where = [sys.executable], ["--device", device]
 
     def bench(name: str, script: str, *arguments: str, limit: int) -> Part:
@@ -113,7 +113,7 @@ def _tests(name: str, selected: list[str], xml: Path, limit: int) -> Part:
 
 
 def _tested(xml: Path) -> tuple[Findings, str]:
-    """Return counts of tests, names of failed ones, and the reasons for skips."""
+    """Return the counts of tests, the names of failed tests and the reasons for skips, and the problem."""
     failed, skipped, count = [], Counter[str](), 0
     for case in ET.parse(xml).iter("testcase"):
         count += 1
@@ -133,7 +133,7 @@ def _tested(xml: Path) -> tuple[Findings, str]:
 
 
 def _verified(output: str) -> tuple[Findings, str]:
-    """Return every mode's digest, and the modes that differ from the first or were not run."""
+    """Return every mode's digest and the modes that differ from the first or were not run, and the problem."""
     digests, different, not_run = {}, [], []
     for line in output.splitlines():
         if match := _VERIFIED.match(line):

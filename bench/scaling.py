@@ -1,12 +1,13 @@
-"""The time of a step of several ranks by a formula (docs/scaling.md), with constants that `ranks` measured.
+"""Predict the time of a step of several ranks by a formula, with constants that the benchmark `ranks` measured.
 
     step = max(dense, host) if a rank has spare cores for both; dense + host if it has one core
 
-    dense = t_sample B / W + 4 P (k + 1) (W - 1) / W / bandwidth + calls latency
-    host  = a + t_id n + t_row(D) o + t_asked(D) u + t_copy copies + bytes (W - 1) / W / bandwidth + calls latency
+    dense = t_sample B / W + 4 P (k + 1) (t_copy + (W - 1) / W / bandwidth) + calls t_call
+    host  = a + t_id n + t_row(D) o + t_asked(D) u + t_copy copies + bytes (W - 1) / W / bandwidth + calls t_call
 
-B samples a batch, W ranks, n ids of a rank, u of them unique, o unique rows of a rank's part that all ranks request, D
-columns of all tables, P dense parameters, k nodes of the summation tree that a rank's micro-batches fill.
+A batch has B samples. Each of W ranks has n ids, u of them unique, and owns o unique rows that all ranks request. D is
+the number of columns of all tables, P of dense parameters, and k of summation tree nodes that a rank's micro-batches
+fill. docs/scaling.md explains the formula.
 """
 
 import json
@@ -23,17 +24,17 @@ BUCKET_BYTES = 4 << 20
 
 
 class Machine(NamedTuple):
-    """The speed of a rank's share of a machine, in seconds."""
+    """The constants of a rank's share of a machine, in seconds."""
 
-    per_step: float  # of the host's work, whatever its size
+    per_step: float  # host time that does not depend on the batch
     per_id: float
-    per_row: float  # and unique row: finding it
-    per_value: float  # and unique row and column: lookup and update
-    per_asked: float  # and unique row that is asked for: finding its owner, finding it among what others ask for
-    per_asked_value: float  # and column of it: bringing it from its place to where it is asked for
+    per_row: float  # per unique row: find it
+    per_value: float  # per unique row and column: look it up and update it
+    per_asked: float  # per requested unique row: find its owner, and find it among the requests of other ranks
+    per_asked_value: float  # per requested row and column: move it from the owner to the requesting rank
     per_copied_byte: float
     per_sent_byte: float
-    per_call: float  # a collective of nothing
+    per_call: float  # per empty collective
 
 
 class Work(NamedTuple):
@@ -49,9 +50,13 @@ class Work(NamedTuple):
 
 
 def fitted(points: Sequence[tuple[Work, float, float]], copied: float, sent: float, call: float) -> Machine:
-    """Return the constants of steps of one rank, without a dense side.
+    """Return the constants, fitted to steps of one rank without a dense side.
 
-    points  each with the seconds that it took, and those with an exchange of the rank with itself
+    Args:
+        points: The work of each step, its seconds, and its seconds with an exchange of the rank with itself.
+        copied: Seconds per copied byte.
+        sent: Seconds per sent byte.
+        call: Seconds of an empty collective.
     """
     rows = np.array([[1.0, work.ids, work.owned, work.owned * work.columns] for work, _, _ in points])
     more = np.array([[work.asked, work.asked * work.columns] for work, _, _ in points])
@@ -63,7 +68,7 @@ def fitted(points: Sequence[tuple[Work, float, float]], copied: float, sent: flo
 
 
 def _non_negative(a: np.ndarray, b: np.ndarray) -> list[float]:
-    """Return the least-squares solution; terms that would be negative are left out."""
+    """Return the least-squares solution; terms that would be negative are 0."""
     used = list(range(a.shape[1]))
     while True:
         found, *_ = np.linalg.lstsq(a[:, used], b, rcond=None)
@@ -75,7 +80,7 @@ def _non_negative(a: np.ndarray, b: np.ndarray) -> list[float]:
 
 
 def host_seconds(work: Work, machine: Machine) -> float:
-    """Return the seconds of a rank's host for a step, with its exchange."""
+    """Return the seconds of a rank's host work in a step, with the exchange of rows."""
     m, w = machine, work
     taken = m.per_step + m.per_id * w.ids + (m.per_row + m.per_value * w.columns) * w.owned
     if w.ranks == 1:
@@ -90,7 +95,7 @@ def host_seconds(work: Work, machine: Machine) -> float:
 
 
 def dense_seconds(work: Work, machine: Machine, alone: float) -> float:
-    """Return the seconds of a rank's dense side for a step, with its exchange; `alone` is without."""
+    """Return the seconds of a rank's dense side in a step, with its exchange; `alone` are those without."""
     if work.ranks == 1:
         return alone
     size = 4 * work.parameters
@@ -100,8 +105,8 @@ def dense_seconds(work: Work, machine: Machine, alone: float) -> float:
     return alone + machine.per_sent_byte * sent + machine.per_call * calls
 
 
-# What the table below assumes of a host, where nothing could be measured: 32 cores, of which as many as a kernel can
-# use, 100 Gb/s, an accelerator that takes 25 ms for 16,000 samples of Wide & Deep.
+# Assumptions of the printed table, which could not be measured: kernels on 8 cores per rank, 10 GB/s between hosts, 20
+# us per other rank in a collective, an accelerator that takes 25 ms for 16,000 samples of Wide & Deep.
 CORES, SENT_BYTES_PER_S, PER_PEER, DENSE_SECONDS, DENSE_SAMPLES = 8, 10e9, 20e-6, 25e-3, 16_000
 ROWS, FIELDS, DIM, PARAMETERS, EXPONENT = 5_000_000, 39, 80, 3_885_057, 1.1
 
@@ -114,7 +119,7 @@ def expect_unique(ids: float) -> float:
 
 
 def scaled(machine: Machine, ranks: int) -> Machine:
-    """Return the constants of an assumed host, from those of one core."""
+    """Return the constants of the assumed host, derived from those of one core."""
     cores = 1 / CORES
     return machine._replace(
         per_id=machine.per_id * cores,
@@ -129,9 +134,9 @@ def scaled(machine: Machine, ranks: int) -> Machine:
 
 
 def main() -> None:
-    """Print the formula's values for many hosts."""
+    """Print the formula's predictions for up to 512 ranks."""
     parser = make_parser(__doc__, out=False)
-    parser.add_argument("result", type=Path, help="file of the benchmark `ranks`, with the constants of one core")
+    parser.add_argument("result", type=Path, help="result of the benchmark `ranks`, with the constants of one core")
     machine = Machine(**json.loads(parser.parse_args().result.read_text())["formula"]["machine"])
     print(
         f"{'ranks':>5}{'samples a batch':>17}{'host ms':>9}{'dense ms':>10}{'step ms':>9}{'samples/s':>13}"

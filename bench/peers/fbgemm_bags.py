@@ -1,4 +1,4 @@
-"""FBGEMM's CPU kernels on the same bags: forward, backward, exact row-wise Adagrad."""
+"""A batch of bags with FBGEMM's CPU kernels: forward and backward passes with exact row-wise Adagrad."""
 
 import sys
 from importlib.metadata import version

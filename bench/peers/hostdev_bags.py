@@ -1,4 +1,4 @@
-"""A batch of bags with hostdev on the CPU: dedupe, lookup, pooling, gradients, row-wise Adagrad."""
+"""A batch of bags with hostdev on the CPU: deduplication, lookup, pooling, gradients, row-wise Adagrad."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""hostdev's training step on the CPU, and its dense part alone: the same network on a ready input."""
+"""hostdev's training step on the CPU, and its dense part alone: the same network on a given input."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""MindSpore's CPU kernels of a step's host side; FusedSparseLazyAdam and FusedSparseFtrl dedupe inside."""
+"""MindSpore's CPU kernels of a step's host side; FusedSparseLazyAdam and FusedSparseFtrl deduplicate ids."""
 
 import sys
 from importlib.metadata import version

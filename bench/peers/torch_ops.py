@@ -1,4 +1,4 @@
-"""Torch's operations on the CPU: index_select into a buffer, SparseAdam; and FBGEMM's embedding if installed."""
+"""Torch's operations on the CPU: index_select into a buffer and SparseAdam; FBGEMM's embedding if installed."""
 
 import sys
 
@@ -23,7 +23,7 @@ def sparse_adam():
 ops = {"index_select": lambda: torch.index_select(w.data, 0, ids, out=out), "sparse adam": sparse_adam}
 try:
     if rows > 1_000_000:
-        raise ImportError("two tables more than the machine's memory holds beside the other systems'")
+        raise ImportError("two more tables do not fit in memory beside those of the other systems")
     from importlib.metadata import version
 
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import (

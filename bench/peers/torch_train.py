@@ -1,4 +1,4 @@
-"""A training step with `nn.Embedding(sparse=True)` and SparseAdam, and of the dense part alone, in plain torch."""
+"""A training step in plain torch, with `nn.Embedding(sparse=True)` and SparseAdam; Adam for the dense part."""
 
 import sys
 from itertools import pairwise
