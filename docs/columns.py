@@ -1,6 +1,6 @@
-"""An extension of griffe that makes Markdown lists of old docstrings' "name  text" lines.
+"""A griffe extension that turns the "name  text" lines of old docstrings into Markdown lists.
 
-Google-style sections pass through. Remove this file, and `extensions` in mkdocs.yml, when no such list is left.
+Google-style sections are left unchanged. Remove this file, and `extensions` in mkdocs.yml, when no such list is left.
 """
 
 import re
@@ -12,7 +12,7 @@ _NAMED = re.compile(r"(\w[\w.]*(?:, \w[\w.]*)*) {2,}(\S.*)")
 
 
 def as_lists(text: str) -> str:
-    """Return a docstring with each paragraph of names and explanations as a list."""
+    """Return a docstring in which each paragraph of names and explanations is a list."""
     return "\n\n".join(_list(part) if _is_list(part) else part for part in re.split(r"\n\s*\n", text))
 
 

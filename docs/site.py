@@ -1,4 +1,4 @@
-"""A hook of mkdocs.yml: fill in the commands' help and the public names from the sources."""
+"""A hook of MkDocs that fills in the commands' help and the public names from the sources."""
 
 import os
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ def _directives(module: str, names: Sequence[str]) -> str:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace the marks in a page; see the documentation of hooks in MkDocs."""
+    """Replace the placeholders in a page; see the documentation of hooks in MkDocs."""
     for mark, make in (("<!-- commands -->", commands), ("<!-- names -->", names)):
         if mark in markdown:
             markdown = markdown.replace(mark, make())
