@@ -13,6 +13,7 @@ from hostdev.kernels.groups import unique_groups
 from hostdev.pipeline.groups import Group
 from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.pipeline.row_ids import RowOffsets
+from hostdev.pipeline.scheduling.spare_cores import SpareCores
 
 
 class Context:
@@ -49,5 +50,7 @@ class Context:
         self.on_host = any(group.on_host for group in groups)
         self.cached = [number for number, group in enumerate(groups) if group.cache is not None]
         self.row_bytes = sum(group.row_bytes for group in groups if group.on_host)
+        on_cpu = staging.device.type == "cpu"
+        self.spare_cores = SpareCores(shares=on_cpu and not exchanges and hooks == PipelineHooks())
         self.steps = 0  # steps whose updates are finished
         self.asked_before: tuple[int, list[Asked]] = 0, []  # last training batch, and its `Asked` by group

@@ -9,6 +9,9 @@ Threads: a fetcher (deduplicate, plan, look up, send), the caller's thread (read
 reader, if batches may be read in the background. They share their state under one condition variable. A batch carries
 its own results, and an exception takes the path of its batch.
 
+On a CPU, a step that keeps all processors busy runs alone (`spare_cores`): the fetcher then works only while the caller
+waits for a batch.
+
 Reading calls the user's code. In the caller's thread it never runs at the same time as the loop's body, so both may use
 the same objects. How far it runs ahead depends only on the depth and the caches' windows, not on timing.
 """
@@ -124,6 +127,7 @@ class Workers:
     def _take_read(self) -> ReadBatch | End:
         with self._timeline.stall("unique"):
             item: ReadBatch | End = self._queues.take(self._queues.read)
+            self._queues.await_turn(lambda: not self._queues.fetched)
         return item
 
     def _fetch_next(self, batches: Iterator[UniqueBatch | End]) -> bool:
@@ -133,6 +137,7 @@ class Workers:
             number = held[0].number
             with self._timeline.stall("lookup"):
                 queues.wait(lambda: number - next(iter(queues.in_flight.by_number)) < self._most)
+                queues.await_turn(lambda: next(iter(queues.in_flight.by_number)) == number)
             held.append(self._fetch(held.pop()))
         queues.put(queues.fetched, held)
         return more
@@ -261,8 +266,7 @@ class OverlappedPass:
         self._taken += 1
         self._read_ahead()
         with self._timeline.stall("step"):
-            queues.wait(lambda: queues.fetched or queues.update_error)
-        item = queues.fetched.popleft() if queues.update_error is None else End(None)
+            item = queues.take_fetched() or End(None)
         if isinstance(item, SentBatch):
             in_flight = queues.in_flight.by_number[item.number]
             self._await_rows(in_flight)
@@ -278,6 +282,9 @@ class OverlappedPass:
         if self._context.on_host and self._context.staging.copies:
             queues.in_flight.gather(item.number, self._context.staging.mark())
         self._given = item.number
+        spare = self._context.spare_cores
+        spare.begin_step()
+        queues.alone = spare.alone
         return batch
 
     def _read_ahead(self) -> None:
@@ -306,6 +313,7 @@ class OverlappedPass:
 
     def finish(self, batch: StepBatch, gradients: Gradients | None) -> None:
         """See `Pass`."""
+        self._context.spare_cores.end_step()
         held = [end_step(self._context, batch, gradients)]
         if self._update:
             self._queues.finished = batch.number

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 from hostdev.pipeline.results import ReadBatch, SentBatch, SteppedBatch
 from hostdev.pipeline.scheduling.in_flight import InFlightBatches
 
+_LONGEST_PAUSE = 2.0  # seconds that a stage waits for the end of a step that runs alone
+
 
 class End(NamedTuple):
     """The last item of a queue, with the error that ended the stage, if any."""
@@ -38,6 +40,8 @@ class PipelineQueues:
         self.closing = False  # threads continue until they would have to wait, which is the same point on all ranks
         self.read_all = False  # the reader has ended
         self.update_error: BaseException | None = None
+        self.alone = False  # the caller's step runs alone: the fetcher works only while the caller waits for it
+        self._caller_waits = False
         self._lookups = 0  # threads that are looking rows up
         self._looking_up_again = False  # the caller repeats the lookup of rows that may have changed
 
@@ -96,6 +100,28 @@ class PipelineQueues:
             self.changed.wait_for(lambda: ready() or self.stopping or (self.closing and not at_close))
             if (self.stopping and not finish) or not ready():
                 raise Stopped
+
+    def take_fetched(self) -> SentBatch | End | None:
+        """Wait for the next batch in the caller's thread, and return it; None after an error of the updater."""
+        with self.changed:
+            self._caller_waits = True
+            self.changed.notify_all()
+            try:
+                self.wait(lambda: self.fetched or self.update_error)
+                return self.fetched.popleft() if self.update_error is None else None
+            finally:
+                self._caller_waits = False
+
+    def await_turn(self, ready: Callable[[], Any]) -> None:
+        """If the caller's step runs alone, wait until the caller waits for a batch and `ready()`, but not for long.
+
+        The caller's code may itself wait for something in the background, which must go on then.
+        """
+        with self.changed:
+            self.changed.wait_for(
+                lambda: not self.alone or (self._caller_waits and ready()) or self.stopping or self.closing,
+                _LONGEST_PAUSE,
+            )
 
     def end_reading(self) -> None:
         """Record that the reader has ended."""
