@@ -6,12 +6,17 @@ compiled in every process.
 """
 
 import io
+import os
 import pickle
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import sha256
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+from hostdev.core.locks import lock_state
 from hostdev.kernels.sources import hash_sources
 
 _Base: Any = object
@@ -44,9 +49,22 @@ class _CheckedFile(_Base):  # type: ignore[misc]
         """Return the stamp of the code's sources; call this only after the kernel's module has been imported."""
         return self._source_stamp, hash_sources(self._function)
 
+    def load(self, key: Any) -> Any:
+        name = self._load_index().get(key)
+        try:
+            found = None if name is None else self._load_data(name)
+        except OSError:  # the file was removed, or is damaged
+            return None
+        return found[1] if found is not None and found[0] == (key, self._get_stamp()) else None
+
     def save(self, key: Any, data: Any) -> None:
         try:
-            super().save(key, data)
+            with _locked(self._cache_path):
+                overloads = self._load_index()
+                free = (name for name in map(self._data_name, count(1)) if name not in overloads.values())
+                name = overloads.setdefault(key, next(free))
+                self._save_data(name, ((key, self._get_stamp()), data))
+                self._save_index(overloads)
         except OSError as error:
             folder = str(Path(self._index_path).parent)
             if folder not in _reported:
@@ -80,6 +98,24 @@ class _CheckedFile(_Base):  # type: ignore[misc]
     def _write(self, path: str, content: bytes) -> None:
         with self._open_for_write(path) as file:
             file.write(content + _MARK + sha256(content).digest())
+
+
+@contextmanager
+def _locked(folder: str) -> Iterator[None]:
+    """A context in which no other process writes to a folder of compiled kernels.
+
+    Without it, processes that compile a kernel for different types at the same time would overwrite each other's index,
+    and one type's code could run for another. `load` compares the type for file systems without locks.
+    """
+    if os.name != "posix":  # a folder cannot be opened
+        yield
+        return
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        lock_state(number, wait=True)
+        yield
+    finally:
+        os.close(number)
 
 
 class _WrongError(Exception):

@@ -1,14 +1,18 @@
 """Compiled kernels on disk: a damaged file is compiled again, and a full disk is reported with the folder's name."""
 
 import importlib.util
+import os
+import subprocess
 import sys
 import threading
+import time
 
 import numba
 import pytest
 from numba.core.compiler_lock import _CompilerLock
 
 from hostdev.kernels import cached, sources
+from tests.conftest import ROOT
 
 MODULE = """
 from hostdev.kernels.jit import kernel
@@ -21,17 +25,17 @@ def twice(x):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Call a kernel like a new process; return its result, and the number of cache hits."""
+    """Call a kernel with some values like a new process; return the results, and the number of cache hits."""
     (tmp_path / "mine.py").write_text(MODULE)
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "numba"))
     monkeypatch.setattr(cached, "_reported", set())
 
-    def call():
+    def call(*values):
         spec = importlib.util.spec_from_file_location("mine", tmp_path / "mine.py")
         mine = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, "mine", mine)
         spec.loader.exec_module(mine)
-        return mine.twice(21), mine.twice(0.5), sum(mine.twice.stats.cache_hits.values())
+        return *map(mine.twice, values or (21, 0.5)), sum(mine.twice.stats.cache_hits.values())
 
     return call
 
@@ -51,6 +55,45 @@ def test_a_damaged_file_is_compiled_again(tmp_path, run, kind, how):
         path.write_bytes({"flipped": bytes(content), "cut": half, "empty": b""}.get(how, b"cos\nsystem\n(S'x'\ntR."))
     assert run() == (42, 1.0, 0)
     assert run() == (42, 1.0, 2)
+
+
+def test_code_of_other_types_does_not_run(tmp_path, run):
+    """Two processes that compiled a kernel for different types at once could leave an index that names wrong code."""
+    run(21)
+    [index] = (tmp_path / "numba").rglob("*twice*.nbi")
+    of_integers = index.read_bytes()
+    index.unlink()
+    run(0.5)  # another process, which did not see the index
+    index.write_bytes(of_integers)
+    assert run(21) == (42, 0)
+    assert run(21) == (42, 1)
+
+
+COMPILING = """
+import sys, time
+import mine
+until = float(sys.argv[1])
+time.sleep(max(0, until - time.time()))
+for value in map(eval, sys.argv[2:]):
+    mine.twice(value)
+print(sum(mine.twice.stats.cache_hits.values()))
+"""
+
+
+def test_processes_that_compile_at_once_lose_nothing(tmp_path):
+    (tmp_path / "mine.py").write_text(MODULE)
+    env = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "numba"), "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    values = ["1", "0.5", "True", "1j"]
+
+    def started(*given):
+        command = [sys.executable, "-c", COMPILING, str(time.time() + 3), *given]
+        return subprocess.Popen(command, env=env, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+
+    def hits(processes):
+        return [int(process.communicate(timeout=120)[0]) for process in processes]
+
+    assert hits([started(value) for value in values]) == [0] * len(values)
+    assert hits([started(*values)]) == [len(values)]
 
 
 HELPERS = """
