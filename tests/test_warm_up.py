@@ -1,10 +1,17 @@
 """After the warm-up no step of a training waits for a kernel to be compiled, or loaded from numba's cache."""
 
+import re
 import subprocess
 import sys
-from pathlib import Path
 
+import numba
 import pytest
+
+from hostdev import warm_up as command
+from hostdev.core.errors import UserError
+from hostdev.host.warm_up import warm_up_feature
+from hostdev.kernels.jit import address_of
+from tests.conftest import ROOT
 
 CODE = """
 import importlib, pkgutil, sys
@@ -56,8 +63,8 @@ print(*sorted(map(str, compiled() - before)), sep="\\n")
     ],
 )
 def test_nothing_is_compiled_in_training(dtype, depth, cache, stored):
-    command = [sys.executable, "-c", CODE, dtype, str(depth), cache, stored]
-    ran = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, check=False)
+    given = [sys.executable, "-c", CODE, dtype, str(depth), cache, stored]
+    ran = subprocess.run(given, capture_output=True, text=True, cwd=ROOT, check=False)
     assert ran.returncode == 0, ran.stderr
     assert not ran.stdout.strip()
 
@@ -103,7 +110,79 @@ print(*sorted(map(str, compiled() - before)), sep="\\n")
 
 
 def test_a_feature_that_was_warmed_up_compiles_nothing():
-    command = [sys.executable, "-c", FEATURES]
-    ran = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, check=False)
+    ran = subprocess.run([sys.executable, "-c", FEATURES], capture_output=True, text=True, cwd=ROOT, check=False)
     assert ran.returncode == 0, ran.stderr
     assert not ran.stdout.strip()
+
+
+TABLES = """
+import importlib, pkgutil, sys
+import numpy as np
+import hostdev, hostdev.kernels
+from hostdev.core.optimizers import OPTIMIZERS, build_optimizer
+from hostdev.host.warm_up import warm_up_ids, warm_up_table
+from hostdev.kernels.pool import set_host_threads
+
+names = [name for _, name, _ in pkgutil.iter_modules(hostdev.kernels.__path__, "hostdev.kernels.")]
+modules = [*map(importlib.import_module, names)]
+
+def compiled():
+    return {(one.__qualname__, signature) for module in modules for kernel in vars(module).values()
+            for one in (kernel, getattr(kernel, "loop", None)) for signature in getattr(one, "signatures", ())
+            if one.targetoptions.get("inline", "never") == "never"}
+
+set_host_threads(2)
+warm_up_ids("int64")
+for name in OPTIMIZERS:
+    for stored in ("fp32", "bf16"):
+        warm_up_table("int64", stored, build_optimizer(name), 8)
+before = compiled()
+assert before
+for name in OPTIMIZERS:
+    for stored in ("fp32", "bf16"):
+        table = hostdev.HostTable(50_000, 8, build_optimizer(name), name="t", dtype=stored)
+        table.note_changes()
+        ids = np.arange(0, 50_000, 3)
+        grads = np.full((len(ids), 8), 0.5, np.float32)
+        table.lookup(ids)
+        table.update(ids, grads)
+        table.apply(ids % 1000, grads)
+print(*sorted(map(str, compiled() - before)), sep="\\n")
+"""
+
+
+def test_the_tables_of_every_optimizer_compile_nothing():
+    ran = subprocess.run([sys.executable, "-c", TABLES], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert not ran.stdout.strip()
+
+
+def test_the_command_compiles_what_was_not_compiled(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(command, "_tasks", lambda: [(warm_up_feature, (1,)), (warm_up_feature, (8,))])
+    command.run(2)
+    assert re.match(r"[1-9]\d* kernels compiled in \d+ s by 2 processes: ", capsys.readouterr().out)
+    command.run(1)
+    assert capsys.readouterr().out.startswith("all kernels were compiled before: ")
+
+
+def compile_always():
+    """Compile a function that numba does not keep, as on a full disk."""
+    numba.njit(lambda x: x + 1)(1)
+
+
+def test_kernels_that_are_not_kept_are_an_error(monkeypatch):
+    monkeypatch.setattr(command, "_tasks", lambda: [(compile_always, ())])
+    with pytest.raises(UserError, match=r"1 kernel could not be kept in .*NUMBA_CACHE_DIR to a writable folder"):
+        command.run(1)
+    monkeypatch.delattr(address_of, "_cache")
+    with pytest.raises(UserError, match="compiled kernels cannot be kept: .* set NUMBA_CACHE_DIR"):
+        command.run(1)
+
+
+@pytest.mark.slow
+def test_everything_is_compiled_at_once(capsys):
+    command.run(2)
+    capsys.readouterr()
+    command.run(1)
+    assert capsys.readouterr().out.startswith("all kernels were compiled before: ")

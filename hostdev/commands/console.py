@@ -30,7 +30,7 @@ def main() -> int:
         return cli.run(PROG, lambda argv: _run_other(name))
     prog = f"{PROG} {name}"
     sys.argv = [prog, *sys.argv[2:]]
-    return cli.run_module(f"hostdev.commands.{name}", prog)
+    return cli.run_module(f"hostdev.commands.{name.replace('-', '_')}", prog)
 
 
 def _run_other(name: str | None) -> int:

@@ -1,6 +1,7 @@
 """Warm-up: compile a training run's kernels, or load them from numba's cache, before the first step is timed."""
 
 import itertools
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -17,31 +18,54 @@ from hostdev.kernels.groups import check_groups, drop_padding, offsets_of, uniqu
 from hostdev.kernels.rounding import round_rows
 from hostdev.kernels.unique import unique
 
+Optimizers = Iterable[tuple[SparseOptimizer, int]]  # optimizers of tables, with the tables' dimension
+_USUAL = ((FTRL(), 1), (LazyAdam(), 32))
 
-def warm_up(id_dtype: npt.DTypeLike, table_dtype: str = FP32) -> None:
-    """Call every kernel once with ids of this dtype, on tables of a few bytes.
 
-    For bfloat16 tables, the float32 kernels are called as well: they update rows in a cache.
+def warm_up(
+    id_dtype: npt.DTypeLike, table_dtype: str = FP32, optimizers: Optimizers = _USUAL, *, squares: bool = True
+) -> None:
+    """Call every kernel once with ids of this dtype, on tables of a few bytes with these optimizers.
+
+    For bfloat16 tables, the float32 kernels are called as well: they update rows in a cache. `squares` includes the
+    kernels that sum the squares of a table's weights.
     """
-    ids, position = np.zeros(2, id_dtype), np.zeros(1, np.int32)
-    optimizers: list[tuple[SparseOptimizer, int]] = [(FTRL(), 1), (LazyAdam(), 32)]
     for (optimizer, dim), stored in itertools.product(optimizers, sorted({FP32, table_dtype})):
-        table = HostTable(1, dim, optimizer, name="warm-up", dtype=stored)
-        table.may_train = True  # so that it may be updated in one of several processes
-        table.note_changes()
-        grads = np.zeros((2, dim), np.float32)
-        table.lookup(ids)
-        table.apply(ids, grads)
-        row = np.zeros((1, 1 + len(optimizer.slots), dim), np.float32), np.empty((1, 0), np.float32)
-        for positions in (None, position):
-            table.lookup(ids[:1], grads[:1], positions)
-            table.update(ids[:1], grads[:1], None, positions)
-            table.read_rows(ids[:1], *row, positions)
-            table.write_rows(ids[:1], *row, positions)
+        warm_up_table(id_dtype, stored, optimizer, dim, squares=squares)
+    warm_up_ids(id_dtype)
+    warm_up_feature(1)
+    for bfloat16 in (False, True):
+        warm_up_feature(32, weighted=True, bfloat16=bfloat16)
+
+
+def warm_up_table(
+    id_dtype: npt.DTypeLike, table_dtype: str, optimizer: SparseOptimizer, dim: int, *, squares: bool = True
+) -> None:
+    """Call the kernels of one kind of table once."""
+    ids, position = np.zeros(2, id_dtype), np.zeros(1, np.int32)
+    table = HostTable(1, dim, optimizer, name="warm-up", dtype=table_dtype)
+    table.may_train = True  # so that it may be updated in one of several processes
+    table.note_changes()
+    grads = np.zeros((2, dim), np.float32)
+    table.lookup(ids)
+    table.apply(ids, grads)
+    row = np.zeros((1, 1 + len(optimizer.slots), dim), np.float32), np.empty((1, len(optimizer.row_slots)), np.float32)
+    row[1][:] = 0
+    for positions in (None, position):
+        table.lookup(ids[:1], grads[:1], positions)
+        table.update(ids[:1], grads[:1], None, positions)
+        table.read_rows(ids[:1], *row, positions)
+        table.write_rows(ids[:1], *row, positions)
+    if squares:
         table.sum_of_squares()
-        if table.dtype == BF16:  # as a table or cache on the CPU device does
-            for numbers in (ids[:1], position):
-                round_rows(row[0], numbers, ids[:1], 0)
+    if table.dtype == BF16:  # as a table or cache on the CPU device does
+        for numbers in (ids[:1], position):
+            round_rows(row[0], numbers, ids[:1], 0)
+
+
+def warm_up_ids(id_dtype: npt.DTypeLike) -> None:
+    """Call the kernels of ids, such as deduplication, once."""
+    ids = np.zeros(2, id_dtype)
     far = np.arange(1 << 16, dtype=id_dtype) << 8  # widely spaced ids are hashed, and many ids are split
     unique(far)
     unique_groups([[ids], [far[:999]], [far]])
@@ -55,9 +79,6 @@ def warm_up(id_dtype: npt.DTypeLike, table_dtype: str = FP32) -> None:
     for number in (1, 2):
         claim(ids[:1], claims, number, 1, number - 1)
     others(1, intersect(ids[:1], ids[:1], claims, 2))
-    warm_up_feature(1)
-    for bfloat16 in (False, True):
-        warm_up_feature(32, weighted=True, bfloat16=bfloat16)
 
 
 def warm_up_feature(dim: int, *, pooled: bool = False, weighted: bool = False, bfloat16: bool = False) -> None:

@@ -176,15 +176,26 @@ def estimate_uses(model: Model, batch: Batch, batch_size: int) -> int:
     return int(np.ceil(uses * batch_size / max(1, len(batch))))
 
 
-def warm_up_kernels(model: Model, batch: Batch, id_type: str, *, bf16: bool, cached: bool) -> None:
-    """Compile or load the kernels before the first step is timed; the batch shows which features have weights."""
+def warm_up_kernels(model: Model, batch: Batch, id_type: str, *, bf16: bool, cached: bool, squares: bool) -> None:
+    """Compile or load a run's kernels before the first step is timed.
+
+    Args:
+        model: The model.
+        batch: A batch; it shows which features have weights.
+        id_type: The dtype of ids.
+        bf16: Whether the dense layers compute in bfloat16.
+        cached: Whether there is a cache.
+        squares: Whether the loss has the sum of squares of a table's weights.
+    """
     dtypes = {np.dtype(id_type)}
     if cached:
         warm_up_planner(np.dtype(id_type))
         dtypes.add(np.dtype(np.int32))  # the dtype of slot numbers
+    specs = model.tables.values()
+    kinds = {(type(spec.optimizer), spec.dim == 1): (spec.optimizer, spec.dim) for spec in specs}
     for dtype in dtypes:
-        for stored in {spec.dtype for spec in model.tables.values()}:
-            warm_up(dtype, stored)
+        for stored in {spec.dtype for spec in specs}:
+            warm_up(dtype, stored, kinds.values(), squares=squares)
     given = model.ids(batch)
     for name, feature in model.features.items():
         ids = given[name]

@@ -112,7 +112,8 @@ class Run:
             seed_torch(settings.seed)
             model = model_of(settings, found.schema)
             cache = make_cache_specs(settings, model, data, found, self.train_rows)
-            warm_up_kernels(model, sample, found.id_type, bf16=settings.precision == "bf16", cached=cache is not None)
+            bf16, squares = settings.precision == "bf16", settings.l2 == "table"
+            warm_up_kernels(model, sample, found.id_type, bf16=bf16, cached=cache is not None, squares=squares)
             self.trainer = Trainer(
                 model,
                 host_device_mix=settings.host_device_mix,

@@ -1,0 +1,155 @@
+"""python -m hostdev.warm_up: compile all kernels, in several processes, so that no command has to wait for them."""
+
+if __name__ == "__main__":  # before the slow imports, so that Ctrl-C during an import also prints one line
+    from hostdev.core import cli
+
+    raise SystemExit(cli.run_module("hostdev.commands.warm_up", "hostdev.warm_up"))
+
+import contextlib
+import io
+import itertools
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numba.core import event
+
+from hostdev.cache import planner
+from hostdev.core.errors import UserError
+from hostdev.core.optimizers import OPTIMIZERS, SparseOptimizer, build_optimizer
+from hostdev.core.progress import bar, counted
+from hostdev.core.table_dtypes import TABLE_DTYPES
+from hostdev.host.table import HostTable
+from hostdev.host.warm_up import warm_up_feature, warm_up_ids, warm_up_table
+from hostdev.kernels.jit import address_of
+from hostdev.kernels.pool import set_host_threads
+
+_ID_DTYPES = ("int32", "int64")
+_THREADS = 2  # kernels with several threads are called, too
+
+Task = tuple[Callable[..., object], tuple[Any, ...]]
+
+
+def run(processes: int) -> None:
+    """Compile all kernels in this many processes, and print how many they are and where.
+
+    Raises:
+        UserError: Compiled kernels cannot be kept on this machine.
+    """
+    folder = _require_folder()
+    start = time.perf_counter()
+    tasks = _tasks()
+    compiled = 0
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_begin)
+    try:
+        with bar(len(tasks), "compiling", "parts") as progress:
+            for done in as_completed([pool.submit(_run, *task) for task in tasks]):
+                compiled += done.result()
+                progress.update()
+        left = sum(pool.submit(_run, *task).result() for task in tasks) if compiled else 0
+    except BaseException:
+        for process in (pool._processes or {}).values():  # a kernel takes seconds, for which Ctrl-C does not wait
+            process.kill()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+    if left:
+        raise UserError(
+            f"{counted(left, 'kernel')} could not be kept in {folder}; free disk space there, or set NUMBA_CACHE_DIR "
+            "to a writable folder"
+        )
+    seconds = time.perf_counter() - start
+    if compiled:
+        by = f"{processes} process{'es' * (processes > 1)}"
+        print(f"{counted(compiled, 'kernel')} compiled in {seconds:.0f} s by {by}: {folder}")
+    else:
+        print(f"all kernels were compiled before: {folder}")
+
+
+def _tasks() -> list[Task]:
+    """Return calls that together compile all kernels, the slowest first."""
+    optimizers = [build_optimizer(name) for name in OPTIMIZERS]
+    tables = itertools.product(_ID_DTYPES, TABLE_DTYPES, optimizers)
+    features = itertools.product((1, 32), (False, True), (False, True), (False, True))
+    return [
+        (_prepare, ()),
+        *((planner.warm_up, (dtype,)) for dtype in _ID_DTYPES),
+        *((warm_up_ids, (dtype,)) for dtype in _ID_DTYPES),
+        *((_warm_up_table, (ids, stored, optimizer, 32)) for ids, stored, optimizer in tables),
+        *((_warm_up_feature, kind) for kind in features),
+    ]
+
+
+def _warm_up_table(id_dtype: str, table_dtype: str, optimizer: SparseOptimizer, dim: int) -> None:
+    warm_up_table(id_dtype, table_dtype, optimizer, dim)
+    HostTable(1, dim, optimizer, name="warm-up", dtype=table_dtype).erase(np.zeros(1, id_dtype))
+
+
+def _warm_up_feature(dim: int, pooled: bool, weighted: bool, bfloat16: bool) -> None:
+    warm_up_feature(dim, pooled=pooled, weighted=weighted, bfloat16=bfloat16)
+
+
+def _prepare() -> None:
+    """Prepare two small data sets, read one, and encode a row: the kernels of `hostdev.data`."""
+    from hostdev.commands import preprocess
+
+    with tempfile.TemporaryDirectory(prefix="hostdev-warm-up-") as name:
+        folder = Path(name)
+        rows = [f"{i % 2},u{i % 7},{i % 5},{i / 3},a|b" for i in range(200)]
+        (folder / "t.csv").write_text("\n".join(["label,user,item,price,tags", *rows]) + "\n")
+        table = ["table", str(folder / "t.csv"), "--label", "label", "--categorical", "user,item", "--numeric", "price"]
+        for number, options in enumerate(
+            (
+                [*table, "--bag", "tags=|", "--threshold", "0"],
+                [*table, "--bag", "tags=|", "--hash-buckets", "50"],
+                ["synthetic", "--rows", "500"],
+            )
+        ):
+            with contextlib.redirect_stdout(io.StringIO()):
+                preprocess.main([*options, "--out", str(folder / str(number))])
+
+
+def _require_folder() -> Path:
+    """Return the folder where numba keeps compiled kernels; UserError if there is none."""
+    cache = getattr(address_of, "_cache", None)
+    path = getattr(cache, "cache_path", None)
+    if path is None:
+        raise UserError(
+            "compiled kernels cannot be kept: neither the package's folder nor the user's cache folder is writable; "
+            "set NUMBA_CACHE_DIR to a folder that is"
+        )
+    return Path(path).parent
+
+
+def _begin() -> None:
+    """Prepare a process of the pool: it ends with its parent, which alone gets Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    set_host_threads(_THREADS)
+
+
+def _run(call: Callable[..., object], arguments: tuple[Any, ...]) -> int:
+    """Run a task; return the number of kernels that were compiled."""
+    compiled = _Compiled()
+    with event.install_listener("numba:compile", compiled):
+        call(*arguments)
+    return compiled.count
+
+
+class _Compiled(event.Listener):
+    """Counts the kernels that numba compiles and does not load."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_start(self, event: Any) -> None:
+        """Count a kernel."""
+        self.count += 1
+
+    def on_end(self, event: Any) -> None:
+        """Do nothing."""
