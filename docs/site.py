@@ -24,7 +24,7 @@ def commands() -> str:
 
 
 def _parser(name: str) -> Any:
-    return import_module(f"hostdev.commands.{name}").parser(f"hostdev {name}")
+    return import_module(f"hostdev.commands.{name.replace('-', '_')}").parser(f"hostdev {name}")
 
 
 def _help(parser: Any) -> str:

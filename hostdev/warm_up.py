@@ -5,8 +5,6 @@ if __name__ == "__main__":  # before the slow imports, so that Ctrl-C during an 
 
     raise SystemExit(cli.run_module("hostdev.commands.warm_up", "hostdev.warm_up"))
 
-import contextlib
-import io
 import itertools
 import signal
 import tempfile
@@ -25,6 +23,13 @@ from hostdev.core.errors import UserError
 from hostdev.core.optimizers import OPTIMIZERS, SparseOptimizer, build_optimizer
 from hostdev.core.progress import bar, counted
 from hostdev.core.table_dtypes import TABLE_DTYPES
+from hostdev.data.preprocess.build import build
+from hostdev.data.preprocess.criteo import CriteoText
+from hostdev.data.preprocess.options import Options
+from hostdev.data.preprocess.raw import Source
+from hostdev.data.preprocess.synthetic import Synthetic, write_text
+from hostdev.data.preprocess.table import Table, TableOptions
+from hostdev.data.shards import ShardReader
 from hostdev.host.table import HostTable
 from hostdev.host.warm_up import warm_up_feature, warm_up_ids, warm_up_table
 from hostdev.kernels.jit import address_of
@@ -96,23 +101,23 @@ def _warm_up_feature(dim: int, pooled: bool, weighted: bool, bfloat16: bool) -> 
 
 
 def _prepare() -> None:
-    """Prepare two small data sets, read one, and encode a row: the kernels of `hostdev.data`."""
-    from hostdev.commands import preprocess
-
+    """Prepare small data sets, and read one: the kernels of `hostdev.data`."""
+    roles = TableOptions(label="label", numeric=("price",), categorical=("user", "item"), bags=(("tags", "|"),))
     with tempfile.TemporaryDirectory(prefix="hostdev-warm-up-") as name:
         folder = Path(name)
         rows = [f"{i % 2},u{i % 7},{i % 5},{i / 3},a|b" for i in range(200)]
         (folder / "t.csv").write_text("\n".join(["label,user,item,price,tags", *rows]) + "\n")
-        table = ["table", str(folder / "t.csv"), "--label", "label", "--categorical", "user,item", "--numeric", "price"]
-        for number, options in enumerate(
-            (
-                [*table, "--bag", "tags=|", "--threshold", "0"],
-                [*table, "--bag", "tags=|", "--hash-buckets", "50"],
-                ["synthetic", "--rows", "500"],
-            )
-        ):
-            with contextlib.redirect_stdout(io.StringIO()):
-                preprocess.main([*options, "--out", str(folder / str(number))])
+        write_text(Synthetic(200, 0), folder / "criteo.txt")
+        sources: list[Source] = [
+            Table([folder / "t.csv"], roles),
+            CriteoText([folder / "criteo.txt"]),
+            Synthetic(200, 0),
+        ]
+        ways = [Options(threshold=0), Options(threshold=None, hash_buckets=50)]
+        for number, (source, way) in enumerate(itertools.product(sources, ways)):
+            found = build(source, folder / str(number), way)
+            for _ in ShardReader(folder / str(number), found, "train").batches(50, seed=0):
+                pass
 
 
 def _require_folder() -> Path:

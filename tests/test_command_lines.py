@@ -25,6 +25,7 @@ WRONG = {
         "nope is not a data set: it has no manifest.json; create one with python -m hostdev.data.preprocess",
     ),
     "verify": (["--steps", 1], "--steps must be at least 2, not 1"),
+    "warm-up": (["--jobs", 0], "--jobs must be in 1..256, not 0"),
     "launch": ([], "give --rank-table FILE -- PROGRAM OPTIONS, or --check"),
 }
 HEAVY = ("torch", "numba", "pyarrow", "matplotlib")

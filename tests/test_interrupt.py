@@ -134,7 +134,8 @@ def test_another_signal_of_the_process_is_none_of_ours():
 
 
 @pytest.mark.parametrize(
-    "module", ["train", "train.quickstart", "verify", "advise", "predict", "checkpoint", "data.preprocess", "launch"]
+    "module",
+    ["train", "train.quickstart", "verify", "advise", "predict", "checkpoint", "data.preprocess", "warm_up", "launch"],
 )
 def test_ctrl_c_during_the_imports_is_one_line(tmp_path, module):
     # Short sleeps: a signal between a check of the interpreter's and a call that blocks is seen after that call.

@@ -21,7 +21,7 @@ PLACES = {"hostdev": "hostdev", "models": "hostdev.models", "data": "hostdev.dat
 # Rooms and modules in one entry are one room. An entry need not exist. Other modules beside the rooms are above all.
 ROOMS = [
     ("commands", "__main__"),
-    ("verify", "verify_processes", "advise"),
+    ("verify", "verify_processes", "advise", "warm_up"),
     ("launch",),
     ("predict",),
     ("train",),
@@ -41,7 +41,7 @@ ROOMS = [
 ]
 # Imports against this order. models/ and data/ stand on what all rooms share, and a model says what it asks of tables.
 AGAINST = {
-    "kernels": {"hostdev.core.errors", "hostdev.core.signals"},
+    "kernels": {"hostdev.core.cpus", "hostdev.core.errors", "hostdev.core.locks", "hostdev.core.signals"},
     "models": {"hostdev.core", "hostdev.runtime.spec"},
     "data": {"hostdev.core", "hostdev.kernels"},
 }

@@ -17,7 +17,7 @@ def parser(prog: str = PROG) -> cli.Parser:
         "fresh installations.",
     )
     made.add_argument(
-        "--processes",
+        "--jobs",
         type=int,
         metavar="N",
         help="processes that compile at the same time (default: one per processor, at most 8)",
@@ -28,9 +28,9 @@ def parser(prog: str = PROG) -> cli.Parser:
 def main(argv: Sequence[str], prog: str = PROG) -> None:
     """Parse the command line and compile the kernels."""
     arguments = parser(prog).parse_args(argv)
-    processes = arguments.processes if arguments.processes is not None else min(8, available_cpus())
+    processes = arguments.jobs if arguments.jobs is not None else min(8, available_cpus())
     if not 1 <= processes <= 256:
-        raise UserError(f"--processes must be in 1..256, not {processes}")
+        raise UserError(f"--jobs must be in 1..256, not {processes}")
     with cli.importing(prog):
         from hostdev.warm_up import run
     run(processes)
