@@ -10,7 +10,7 @@ from typing import Any
 
 import lazy_loader
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 _load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 _MOVED = {"Network": "parallel", "sliced": "parallel", "ranks": "distributed"}  # the other moved names are in ops

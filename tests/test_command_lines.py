@@ -80,7 +80,7 @@ def test_the_program_itself(tmp_path):
     assert run(tmp_path, "--help").stdout == console.text() + "\n"
     assert all(f"  {name} " in console.text() for name in COMMANDS)
     assert run(tmp_path).returncode == 2
-    assert run(tmp_path, "--version").stdout == "hostdev 0.1.0\n"
+    assert run(tmp_path, "--version").stdout == "hostdev 0.2.0.dev0\n"
     done = run(tmp_path, "trian")
     assert (done.returncode, done.stderr) == (2, "hostdev: error: there is no command 'trian'; did you mean train?\n")
     assert "; the commands are train, quickstart, " in run(tmp_path, "xyz").stderr
