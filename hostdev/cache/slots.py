@@ -110,6 +110,8 @@ class DeviceSlots:
             step: The table's step.
             skip: float32 []; if it is not 0, nothing changes; None means 0.
         """
+        if step.clip is not None:
+            grads = self._ops.clip_rows(grads, step.clip)
         where = (self.optimizer.primitive, self.block, self.row_slots, at.hit_slots)
         self._ops.update(*where, grads, step.scalars, skip, admitted, admitted_row_slots)
         if step.rounding is not None:

@@ -1,13 +1,13 @@
 """Partial loading of a checkpoint whose tables differ from the program's, or have fewer rows."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.loading import load_rows
 from hostdev.core.errors import UserError
+from hostdev.core.optimizers import hyperparameters
 
 
 class Fit(NamedTuple):
@@ -58,7 +58,7 @@ def fit_tables(chain: Chain, tables: Mapping[str, Any]) -> Fit:
     taken = {}
     for name in sorted(held.keys() & tables.keys()):
         there, table = held[name], tables[name]
-        mine = type(table.optimizer).__name__, {**asdict(table.optimizer), "lr": None}
+        mine = type(table.optimizer).__name__, {**hyperparameters(table.optimizer), "lr": None}
         theirs = there.optimizer, {**there.hyperparameters, "lr": None}
         if there.dim != table.dim:
             raise UserError(f"{newest.path}: table {name!r} has {there.dim} columns, but {table.dim} in the program")

@@ -5,7 +5,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from hostdev.checkpoint.manifest import BrokenCheckpointError, File, RangeFile, 
 from hostdev.checkpoint.ranges import SPREAD, WEIGHTS, check_file, mapped, parse_range
 from hostdev.checkpoint.state import read_values
 from hostdev.core.errors import UserError
+from hostdev.core.optimizers import hyperparameters
 from hostdev.core.progress import bar
 from hostdev.kernels.shards import get_positions, ids_of
 
@@ -95,7 +95,7 @@ def require_tables(chain: Chain, tables: Mapping[str, Any]) -> None:
         )
     for name, table in tables.items():
         there, here = newest.manifest.table(name), table.optimizer
-        mine = (table.total_rows, table.dim), type(here).__name__, {**asdict(here), "lr": None}
+        mine = (table.total_rows, table.dim), type(here).__name__, {**hyperparameters(here), "lr": None}
         theirs = (there.rows, there.dim), there.optimizer, {**there.hyperparameters, "lr": None}
         for what, a, b in zip(("shape", "optimizer", "optimizer"), theirs, mine, strict=True):
             if a != b:

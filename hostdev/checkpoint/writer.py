@@ -39,6 +39,7 @@ from hostdev.checkpoint.tree import tensors_as_bytes
 from hostdev.core.checksums import HashedFile
 from hostdev.core.digest import Digests, RangeDigests
 from hostdev.core.errors import RankError, UserError, in_words
+from hostdev.core.optimizers import hyperparameters
 from hostdev.core.table_dtypes import FP32
 from hostdev.core.workers import Workers
 
@@ -430,7 +431,7 @@ def describe_table(table: Any) -> Table:
         rows=table.total_rows,
         dim=table.dim,
         optimizer=type(optimizer).__name__,
-        hyperparameters=asdict(optimizer),
+        hyperparameters=hyperparameters(optimizer),
         slots=list(optimizer.slots),
         row_slots=list(optimizer.row_slots),
         step=table.step,

@@ -8,13 +8,16 @@ to 1 in float32, or a moment of constant gradients drifts (1e-5 for beta2 = 0.99
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
+from dataclasses import FrozenInstanceError, asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 
 from hostdev.core.errors import UserError
 from hostdev.kernels.arrays import Scalars
+
+_LEAST_NORM = 1e-12
+_SQUARED = 2.0**46  # the largest gradient of which sums of squares are finite
 
 
 class SparseOptimizer(Protocol):
@@ -35,14 +38,29 @@ class SparseOptimizer(Protocol):
     def largest_gradient(self) -> float:
         """Largest absolute value of a row's summed gradient."""
 
+    def clip_limit(self, dim: int) -> np.float32 | None:
+        """Return the mean square above which the gradient of a row of `dim` columns is clipped; None: it never is."""
+
     def scalars(self, step: int, dim: int) -> Scalars:
         """Return the kernel's scalars at the table's step 1, 2, 3, ... for rows of `dim` columns."""
 
 
+@dataclass(kw_only=True, unsafe_hash=True, repr=False)
 class _Optimizer:
-    """Base of the optimizers: fields are checked and then fixed, except lr, which is checked again when it is set."""
+    """Base of the optimizers: fields are checked and then fixed, except lr, which is checked again when it is set.
 
-    lr: float
+    Each optimizer takes `clip_norm`, a number c: before an update, a row's summed gradient g whose norm is above c is
+    multiplied by c / norm(g)::
+
+        q = (sum over the row of g^2) / D,   added as in `RowWiseAdagrad`
+        g <- g * sqrt((c^2 / D) / q)         if q > c^2 / D
+
+    Source: Pascanu, Mikolov & Bengio, "On the difficulty of training recurrent neural networks", ICML 2013, algorithm
+    1, applied to each row.
+    """
+
+    lr: float = field(hash=False)
+    clip_norm: float | None = None
 
     def __new__(cls, *args: Any, **given: Any) -> Self:
         if "weight_decay" in given:
@@ -52,12 +70,19 @@ class _Optimizer:
             )
         if "momentum" in given and not hasattr(cls, "momentum"):
             raise TypeError(f"{cls.__name__} has no momentum; use hostdev.Momentum(lr=..., momentum=...)")
+        if (norm := given.get("clip_norm")) is not None and not _LEAST_NORM <= norm <= 1 / _LEAST_NORM:
+            raise ValueError(f"clip_norm must be in {_LEAST_NORM:g}..{1 / _LEAST_NORM:g}, or None, not {norm}")
         return super().__new__(cls)
 
+    def __repr__(self) -> str:
+        given = [(one.name, getattr(self, one.name)) for one in fields(self)]
+        shown = (f"{name}={value!r}" for name, value in given if name != "clip_norm" or value is not None)
+        return f"{type(self).__name__}({', '.join(shown)})"
+
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in {field.name for field in fields(self)}:  # type: ignore[arg-type]  # each subclass is a dataclass
+        if name in {field.name for field in fields(self)}:
             if name == "lr" and name in self.__dict__:
-                replace(self, lr=value)  # type: ignore[type-var]  # raises ValueError for a wrong lr
+                replace(self, lr=value)  # raises ValueError for a wrong lr
             if name == "lr" or name not in self.__dict__:
                 object.__setattr__(self, name, value)
                 return
@@ -78,7 +103,23 @@ class _Optimizer:
         A finite float32 number plus 2^102, a quarter of the largest gap between such numbers, stays finite. The square
         of 2^46 leaves room for sums over ranks. Optimizers therefore need not check the values that they write.
         """
-        return 2.0**46
+        return _SQUARED
+
+    def _within(self, largest: float) -> float:
+        """Return the largest gradient of an optimizer that need not square it, unless it is clipped."""
+        return largest if self.clip_norm is None else min(largest, _SQUARED)
+
+    def clip_limit(self, dim: int) -> np.float32 | None:
+        """Return c^2 / D, the mean square above which a row's gradient is clipped; None: it never is."""
+        return None if self.clip_norm is None else np.float32(self.clip_norm * self.clip_norm / dim)
+
+
+def hyperparameters(optimizer: Any) -> dict[str, Any]:  # Any: one of the dataclasses below
+    """Return an optimizer's hyperparameters by name, without those that do nothing."""
+    found = asdict(optimizer)
+    if found.get("clip_norm") is None:
+        found.pop("clip_norm", None)
+    return found
 
 
 _NEEDED: dict[str, Callable[[float], bool]] = {
@@ -109,7 +150,7 @@ def _check_lr(lr: float) -> None:
         _check("lr", lr, "positive")
 
 
-@dataclass(kw_only=True, unsafe_hash=True)
+@dataclass(kw_only=True, unsafe_hash=True, repr=False)
 class LazyAdam(_Optimizer):
     """Adam on the rows of a batch only; the moments of other rows do not decay.
 
@@ -145,14 +186,14 @@ class LazyAdam(_Optimizer):
     @property
     def largest_gradient(self) -> float:
         """2^58, about 2.9e17: its square, 2^116, bounds the moments, which are averages; sums over ranks have room."""
-        return 2.0**58
+        return self._within(2.0**58)
 
     def scalars(self, step: int, dim: int) -> Scalars:
         """Return (lr_t, beta1, 1 - beta1, beta2, 1 - beta2, eps, nesterov) for `kernels.lazy_adam`."""
         return *_adam_scalars(self.lr, self.beta1, self.beta2, self.eps, step), bool(self.nesterov)
 
 
-@dataclass(kw_only=True, unsafe_hash=True)
+@dataclass(kw_only=True, unsafe_hash=True, repr=False)
 class RowWiseAdam(_Optimizer):
     """Adam with one second moment per row: 4 * D + 4 bytes of state per row instead of 8 * D.
 
@@ -193,7 +234,7 @@ class RowWiseAdam(_Optimizer):
         return *_adam_scalars(self.lr, self.beta1, self.beta2, self.eps, step), np.float32(dim)
 
 
-@dataclass(kw_only=True, unsafe_hash=True)
+@dataclass(kw_only=True, unsafe_hash=True, repr=False)
 class FTRL(_Optimizer):
     """Follow the regularized leader, proximal, per coordinate.
 
@@ -239,7 +280,7 @@ class FTRL(_Optimizer):
         return (*map(np.float32, (self.lr, self.l1, 2 * self.l2)), float(-self.lr_power))
 
 
-@dataclass(kw_only=True, unsafe_hash=True)
+@dataclass(kw_only=True, unsafe_hash=True, repr=False)
 class SGD(_Optimizer):
     """Stochastic gradient descent: w <- w - lr * g, with g the summed gradient of a row. It has no slots."""
 
@@ -253,7 +294,7 @@ class SGD(_Optimizer):
     @property
     def largest_gradient(self) -> float:
         """2^96 / max(lr, 1): gradients are not squared, and a weight changed by less than 2^102 stays finite."""
-        return 2.0**96 / max(self.lr, 1.0)
+        return self._within(2.0**96 / max(self.lr, 1.0))
 
     @property
     def slots(self) -> Mapping[str, float]:
@@ -265,7 +306,7 @@ class SGD(_Optimizer):
         return (np.float32(self.lr),)
 
 
-@dataclass(kw_only=True, unsafe_hash=True)
+@dataclass(kw_only=True, unsafe_hash=True, repr=False)
 class Momentum(_Optimizer):
     """Stochastic gradient descent with momentum; rows without a gradient neither move nor lose momentum.
 
@@ -293,7 +334,8 @@ class Momentum(_Optimizer):
     @property
     def largest_gradient(self) -> float:
         """2^58 * (1 - momentum) / max(lr, 1), rounded down to a power of 2; b stays below 2^58."""
-        return 2.0 ** math.floor(58 + math.log2((1.0 - float(np.float32(self.momentum))) / max(self.lr, 1.0)))
+        room = (1.0 - float(np.float32(self.momentum))) / max(self.lr, 1.0)
+        return self._within(2.0 ** math.floor(58 + math.log2(room)))
 
     @property
     def slots(self) -> Mapping[str, float]:
@@ -305,7 +347,7 @@ class Momentum(_Optimizer):
         return np.float32(self.lr), np.float32(self.momentum), bool(self.nesterov)
 
 
-@dataclass(kw_only=True, unsafe_hash=True)
+@dataclass(kw_only=True, unsafe_hash=True, repr=False)
 class Adagrad(_Optimizer):
     """Adagrad, per element: accum <- accum + g^2;  w <- w - lr * g / (sqrt(accum) + eps).
 
@@ -332,7 +374,7 @@ class Adagrad(_Optimizer):
         return np.float32(self.lr), np.float32(self.eps)
 
 
-@dataclass(kw_only=True, unsafe_hash=True)
+@dataclass(kw_only=True, unsafe_hash=True, repr=False)
 class RowWiseAdagrad(_Optimizer):
     """Adagrad with one accumulator per row, as in DLRM: 4 bytes of state per row instead of 4 * D.
 
@@ -417,7 +459,7 @@ def build_optimizer(name: str, lr: float | None = None) -> SparseOptimizer:
 
 def require_optimizer(optimizer: object, table: str) -> None:
     """Raise TypeError unless `optimizer` is an optimizer for tables; names, classes and torch's optimizers are not."""
-    needed = ("primitive", "lr", "slots", "row_slots", "scalars")
+    needed = ("primitive", "lr", "slots", "row_slots", "scalars", "clip_limit")
     if not isinstance(optimizer, type) and all(hasattr(optimizer, name) for name in needed):
         return
     classes = ", ".join(f"{made.__name__}()" for made in OPTIMIZERS.values() if isinstance(made, type))

@@ -13,10 +13,12 @@ class TableStep(NamedTuple):
     Attributes:
         scalars: The optimizer's scalars.
         rounding: 64-bit key of the random numbers that round new weights to bfloat16; None: no rounding.
+        clip: float32, the mean square above which a row's gradient is clipped; None: it never is.
     """
 
     scalars: tuple[Any, ...]
     rounding: int | None = None
+    clip: Any = None
 
 
 def require_table_dtype(dtype: str, table: str) -> str:

@@ -194,6 +194,8 @@ class DeviceTable(Owned):
     def update_now(self, ids: Tensor, grads: Tensor, skip: Tensor | None = None) -> None:
         """Update as `update` does, for the loop itself, which has checked the gradients."""
         step = self.begin_step()
+        if step.clip is not None:
+            grads = self._ops.clip_rows(grads, step.clip)
         self._ops.update(self.optimizer.primitive, self._block, self._row_slots, ids, grads, step.scalars, skip)
         if step.rounding is not None:  # rounding does not change skipped rows
             self._ops.round_rows(self._block, ids, ids, step.rounding)
@@ -203,7 +205,7 @@ class DeviceTable(Owned):
         self._require_no_writing()
         self._step += 1
         key = rounding_key(self.seed, self.name, self._step) if self.dtype == BF16 else None
-        return TableStep(self.optimizer.scalars(self._step, self.dim), key)
+        return TableStep(self.optimizer.scalars(self._step, self.dim), key, self.optimizer.clip_limit(self.dim))
 
     @contextmanager
     def writing(self, ids: Tensor | npt.ArrayLike | None = None) -> Iterator[Writing]:

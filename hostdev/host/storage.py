@@ -197,11 +197,12 @@ class Float32:
     def update_tasks(self, ids: Ids, grads: Rows, step: TableStep, positions: Positions | None) -> list[Task]:
         """See `Storage`."""
         primitive = self._optimizer.primitive
-        return apply_tasks(primitive, self.block, self.row_slots, ids, grads, step.scalars, positions)
+        return apply_tasks(primitive, self.block, self.row_slots, ids, grads, step.scalars, positions, step.clip)
 
     def apply(self, ids: Ids, grads: Rows, step: TableStep) -> None:
         """See `Storage`."""
-        apply_occurrences(self._optimizer.primitive, self.block, self.row_slots, ids, grads, step.scalars)
+        table = self._optimizer.primitive, self.block, self.row_slots
+        apply_occurrences(*table, ids, grads, step.scalars, step.clip)
 
     def partial_squares(self) -> npt.NDArray[np.float64]:
         """See `Storage`."""
@@ -301,11 +302,12 @@ class Bfloat16:
     def update_tasks(self, ids: Ids, grads: Rows, step: TableStep, positions: Positions | None) -> list[Task]:
         """See `Storage`."""
         primitive, rows = self._optimizer.primitive, self._rows_at(step)
-        return apply_tasks(primitive, rows, self.row_slots, ids, grads, step.scalars, positions)
+        return apply_tasks(primitive, rows, self.row_slots, ids, grads, step.scalars, positions, step.clip)
 
     def apply(self, ids: Ids, grads: Rows, step: TableStep) -> None:
         """See `Storage`."""
-        apply_occurrences(self._optimizer.primitive, self._rows_at(step), self.row_slots, ids, grads, step.scalars)
+        table = self._optimizer.primitive, self._rows_at(step), self.row_slots
+        apply_occurrences(*table, ids, grads, step.scalars, step.clip)
 
     def _rows_at(self, step: TableStep) -> Bfloat16Rows:
         assert step.rounding is not None

@@ -304,7 +304,7 @@ class HostTable(Owned):
         self._require_no_writing()
         self._step += 1
         key = rounding_key(self.seed, self.name, self._step) if self.dtype == BF16 else None
-        return TableStep(self.optimizer.scalars(self._step, self.dim), key)
+        return TableStep(self.optimizer.scalars(self._step, self.dim), key, self.optimizer.clip_limit(self.dim))
 
     def update(
         self, ids: npt.ArrayLike, grads: Rows, step: TableStep | None = None, positions: Positions | None = None

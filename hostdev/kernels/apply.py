@@ -11,6 +11,7 @@ rows ids[start:stop] in place:
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import numpy.typing as npt
 from hostdev.kernels.adagrad import adagrad, momentum, row_wise_adagrad, sgd
 from hostdev.kernels.arrays import Strided
 from hostdev.kernels.buffers import identity, scratch
+from hostdev.kernels.clip import clip_rows
 from hostdev.kernels.ftrl import ftrl
 from hostdev.kernels.lazy_adam import lazy_adam, row_wise_adam
 from hostdev.kernels.pool import Kernel, Task, get_grain, run_tasks, tasks_over
@@ -28,6 +30,8 @@ from hostdev.kernels.stream import apply_stream
 from hostdev.kernels.unique import unique_into
 
 Rows = npt.NDArray[np.float32]
+
+_CLIPPED_BYTES = 1 << 18  # of rows that a thread updates at a time
 
 _KERNELS: dict[str, Callable[..., tuple[Kernel, tuple[Any, ...]]]] = {
     "FusedSparseAdagrad": adagrad,
@@ -48,14 +52,25 @@ def apply_tasks(
     grads: Rows,
     scalars: tuple[Any, ...],
     positions: npt.NDArray[np.int32] | None = None,
+    clip: np.float32 | None = None,
 ) -> list[Task]:
     """Return the tasks of `apply_rows`, which `run_tasks` can run together with other tasks."""
     update, scalars = _KERNELS[primitive](*scalars)
     if positions is None:
         positions = identity(len(ids))
-    arguments = (ids, positions, grads, block, row_slots, *scalars)
     row = block.strides[0] if isinstance(block, np.ndarray) else block.weights.strides[0] + block.slots[:1].nbytes
-    return tasks_over(update, len(ids), *arguments, grain=get_grain(row))
+    if clip is None:
+        arguments = (ids, positions, grads, block, row_slots, *scalars)
+        return tasks_over(update, len(ids), *arguments, grain=get_grain(row))
+
+    def clip_and_update(start: int, stop: int) -> None:
+        n = stop - start
+        clipped = scratch("clipped gradients", (n, grads.shape[1]))
+        clip_rows(start, stop, positions, grads, clip, clipped)
+        update(0, n, ids[start:stop], identity(n), clipped, block, row_slots, *scalars)
+
+    edges = [*range(0, len(ids), max(1, _CLIPPED_BYTES // row)), len(ids)]
+    return [(clip_and_update, start, stop, ()) for start, stop in pairwise(edges)]
 
 
 def apply_rows(
@@ -66,6 +81,7 @@ def apply_rows(
     grads: Rows,
     scalars: tuple[Any, ...],
     positions: npt.NDArray[np.int32] | None = None,
+    clip: np.float32 | None = None,
 ) -> None:
     """Take one optimizer step on unique rows, in place; the module's docstring describes block, row_slots and ids.
 
@@ -74,8 +90,9 @@ def apply_rows(
         grads: float32 [U, D], the summed gradient of each id; with `positions`, [any, D].
         scalars: The optimizer's scalars at this step.
         positions: int32 [U], the row of `grads` for each id.
+        clip: The mean square above which a row's gradient is clipped; None: it never is.
     """
-    run_tasks(apply_tasks(primitive, block, row_slots, ids, grads, scalars, positions))
+    run_tasks(apply_tasks(primitive, block, row_slots, ids, grads, scalars, positions, clip))
 
 
 def apply_occurrences(
@@ -85,6 +102,7 @@ def apply_occurrences(
     ids: npt.NDArray[Any],
     grads: Rows,
     scalars: tuple[Any, ...],
+    clip: np.float32 | None = None,
 ) -> None:
     """Sum the gradients of each id in order of occurrence, and update its row as `apply_rows` does.
 
@@ -96,7 +114,7 @@ def apply_occurrences(
         return
     update, scalars = _KERNELS[primitive](*scalars)
     table = (block, row_slots, *scalars)
-    if streams():
+    if clip is None and streams():
         apply_stream(update, table, ids, grads)
         return
     inverse = scratch("inverse", (len(ids),), np.int32)
@@ -108,6 +126,8 @@ def apply_occurrences(
 
     def sum_and_update(start: int, stop: int) -> None:
         sum_sorted(start, stop, *Strided(grads), order, ends, None, None, True, sums)
+        if clip is not None:
+            clip_rows(start, stop, arguments[1], sums, clip, sums[start:stop])
         update(start, stop, *arguments)
 
     run_tasks([(sum_and_update, start, stop, ()) for start, stop in row_ranges(ends[:-1])])

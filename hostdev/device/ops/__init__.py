@@ -27,6 +27,12 @@ class Ops(Protocol):
     def lookup(self, block: Tensor, ids: Tensor) -> Tensor:
         """Return a copy of the weights of rows: ids int32 or int64 [U] -> float32 [U, D]."""
 
+    def clip_rows(self, grads: Tensor, limit: Any) -> Tensor:
+        """Return gradients float32 [U, D] of which rows with a mean square above `limit` (float32) are clipped.
+
+        The arithmetic is that of `kernels.clip`.
+        """
+
     def assemble(self, block: Tensor, hit_slots: Tensor, admitted: Tensor, passed: Tensor) -> Tensor:
         """Return the weights of a batch's rows in a new tensor, float32 [H + A + M, D].
 

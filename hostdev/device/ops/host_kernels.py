@@ -1,6 +1,7 @@
 """Row operations on the CPU device, whose memory is the host's: they call the host's kernels."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hostdev.device.ops.uses import FeatureUses, PoolCall
-from hostdev.kernels import bags, rounding
+from hostdev.kernels import bags, clip, rounding
 from hostdev.kernels.apply import apply_rows
 from hostdev.kernels.arrays import Strided
 from hostdev.kernels.buffers import identity
@@ -17,11 +18,31 @@ from hostdev.kernels.lookup import lookup as look_up
 from hostdev.kernels.lookup import store
 from hostdev.kernels.pool import run_tasks
 
+_CLIPPED = 1 << 12  # rows whose gradients a thread clips at a time
+
 
 def lookup(block: Tensor, ids: Tensor) -> Tensor:
     """See `Ops`."""
     out = torch.empty((len(ids), block.shape[2]), dtype=torch.float32)
     look_up(block.numpy(), ids.numpy(), out.numpy())
+    return out
+
+
+def clip_rows(grads: Tensor, limit: Any) -> Tensor:
+    """See `Ops`."""
+    out = torch.empty_like(grads)
+    n = len(grads)
+    run_tasks(
+        [
+            (
+                clip.clip_rows,
+                start,
+                stop,
+                (identity(n), grads.contiguous().numpy(), np.float32(limit), out[start:stop].numpy()),
+            )
+            for start, stop in pairwise([*range(0, n, _CLIPPED), n])
+        ]
+    )
     return out
 
 

@@ -17,6 +17,7 @@ from hostdev.kernels.adagrad import LANES
 from hostdev.kernels.rounding import WEYL
 
 _LOW32 = 0xFFFFFFFF
+_ROUNDED = {"cuda", "xpu"}  # device types on which torch rounds square roots once
 
 
 def lookup(block: Tensor, ids: Tensor) -> Tensor:
@@ -157,7 +158,7 @@ def _lazy_adam(
     m.mul_(float(beta1)).add_(g1)
     v.mul_(float(beta2)).add_((g * g).mul_(float(rest2)))
     numerator = (m * float(beta1)).add_(g1) if nesterov else m
-    w.sub_((numerator * float(lr_t)).div_(v.sqrt().add_(float(eps))))
+    w.sub_((numerator * float(lr_t)).div_(square_root(v).add_(float(eps))))
 
 
 def _ftrl(rows: Tensor, per_row: Tensor, g: Tensor, lr: Any, l1: Any, two_l2: Any, exponent: float) -> None:
@@ -175,7 +176,7 @@ def _ftrl(rows: Tensor, per_row: Tensor, g: Tensor, lr: Any, l1: Any, two_l2: An
 
 
 def _power(x: Tensor, exponent: float) -> Tensor:
-    return x.sqrt() if exponent == 0.5 else x.double().pow(exponent).float()
+    return square_root(x) if exponent == 0.5 else x.double().pow(exponent).float()
 
 
 def _sgd(rows: Tensor, per_row: Tensor, g: Tensor, lr: Any) -> None:
@@ -192,7 +193,15 @@ def _momentum(rows: Tensor, per_row: Tensor, g: Tensor, lr: Any, decay: Any, nes
 def _adagrad(rows: Tensor, per_row: Tensor, g: Tensor, lr: Any, eps: Any) -> None:
     w, accum = rows.unbind(1)
     accum.add_(g * g)
-    w.sub_((g * float(lr)).div_(accum.sqrt().add_(float(eps))))
+    w.sub_((g * float(lr)).div_(square_root(accum).add_(float(eps))))
+
+
+def square_root(x: Tensor) -> Tensor:
+    """Return the square roots of float32 numbers, each rounded once.
+
+    On the CPU, torch's float32 square root may be off by one unit in the last place, as MKL computes it.
+    """
+    return x.sqrt() if x.device.type in _ROUNDED else x.double().sqrt().float()
 
 
 def _mean_square(g: Tensor, columns: Any) -> Tensor:
@@ -208,10 +217,17 @@ def _mean_square(g: Tensor, columns: Any) -> Tensor:
     return total / torch.full((), float(columns), dtype=torch.float32, device=g.device)
 
 
+def clip_rows(grads: Tensor, limit: Any) -> Tensor:
+    """See `Ops`."""
+    mean, most = _mean_square(grads, grads.shape[1]), torch.full((), float(limit), device=grads.device)
+    factor = torch.where(mean > most, square_root(most / mean), torch.ones_like(most))
+    return grads * factor.unsqueeze(1)
+
+
 def _row_wise_adagrad(rows: Tensor, per_row: Tensor, g: Tensor, lr: Any, eps: Any, columns: Any) -> None:
     accum = per_row[:, 0]
     accum.add_(_mean_square(g, columns))
-    rows[:, 0].sub_((g * float(lr)) / (accum.sqrt() + float(eps)).unsqueeze(1))
+    rows[:, 0].sub_((g * float(lr)) / (square_root(accum) + float(eps)).unsqueeze(1))
 
 
 def _row_wise_adam(
@@ -230,7 +246,7 @@ def _row_wise_adam(
     v = per_row[:, 0]
     v.mul_(float(beta2)).add_(_mean_square(g, columns).mul_(float(rest2)))
     m.mul_(float(beta1)).add_(g * float(rest1))
-    w.sub_((m * float(lr_t)) / (v.sqrt() + float(eps)).unsqueeze(1))
+    w.sub_((m * float(lr_t)) / (square_root(v) + float(eps)).unsqueeze(1))
 
 
 _TWINS: dict[str, Callable[..., None]] = {

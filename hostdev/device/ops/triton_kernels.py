@@ -14,6 +14,7 @@ lookup = fused.lookup
 assemble = fused.assemble
 gather = fused.gather_scaled
 pool = fused.pool
+clip_rows = torch_operations.clip_rows
 round_rows = torch_operations.round_rows
 
 
