@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from hostdev.core.arrow_files import as_numpy
 from hostdev.core.errors import UserError, raise_if_transient
 from hostdev.data import ragged
 from hostdev.data.manifest import Manifest, Shard, shard_schema
@@ -150,14 +151,14 @@ def piece_of(batch: pa.RecordBatch, found: Manifest) -> Piece:
     n, schema = len(batch), found.schema
     dense, ids = np.zeros((n, 0), np.float32), np.zeros((n, 0), found.id_type)
     if schema.dense:
-        dense = inside(batch["dense"]).to_numpy().reshape(n, len(schema.dense))
+        dense = as_numpy(inside(batch["dense"])).reshape(n, len(schema.dense))
     if schema.ids:
-        ids = inside(batch["cat"]).to_numpy().reshape(n, len(schema.ids))
+        ids = as_numpy(inside(batch["cat"])).reshape(n, len(schema.ids))
     bags = {}
     for name in schema.bags:
         column = batch[f"bag:{name}"]
-        bags[name] = inside(column).to_numpy(), ragged.offsets_of(np.diff(column.offsets.to_numpy()))
-    return Piece(batch["label"].to_numpy(), dense, ids, bags)
+        bags[name] = as_numpy(inside(column)), ragged.offsets_of(np.diff(as_numpy(column.offsets)))
+    return Piece(as_numpy(batch["label"]), dense, ids, bags)
 
 
 def inside(array: Any) -> Any:

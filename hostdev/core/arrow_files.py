@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from hostdev.core.errors import in_words
@@ -43,3 +45,16 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> Any:
             raise ValueError(f"not an Arrow file: {in_words(error)}") from None
         raise
     return table
+
+
+def as_numpy(array: Any) -> npt.NDArray[Any]:
+    """Return a read-only view of an array of numbers without missing values.
+
+    `to_numpy` imports pandas where it is installed, which takes a while.
+    """
+    dtype = np.dtype(array.type.to_pandas_dtype())
+    data = array.buffers()[1]
+    if data is None or not len(array):
+        return np.empty(0, dtype)
+    found: npt.NDArray[Any] = np.frombuffer(data, dtype, len(array), array.offset * dtype.itemsize)
+    return found

@@ -1,6 +1,7 @@
 """Choice of the device, its free memory, and deterministic arithmetic on it."""
 
 import os
+import sys
 
 import torch
 
@@ -104,7 +105,11 @@ def make_deterministic(device: torch.device) -> None:
     """Allow only deterministic operations; call this before the first operation."""
     if device.type == "cuda":  # cuBLAS reads this when it starts
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
+    # As torch.use_deterministic_algorithms(True), which imports torch's compiler to tell it so.
+    torch.set_deterministic_debug_mode("error")
+    os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
+    if (compiler := sys.modules.get("torch._inductor.config")) is not None:
+        compiler.deterministic = True  # type: ignore[attr-defined]
     # New memory is not filled with NaN: every byte is written before it is read.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 

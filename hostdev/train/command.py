@@ -25,6 +25,7 @@ from hostdev.train.config import TrainConfig
 from hostdev.train.ending import Ending
 from hostdev.train.interrupt import DEADLINE_SECONDS, GracefulStop, Interrupted
 from hostdev.train.layouts import laid_out
+from hostdev.train.lean import without_compiler
 from hostdev.train.processes import ProcessSession, join_processes, resolve_batch
 from hostdev.train.run import Run
 
@@ -80,7 +81,7 @@ def _train(settings: TrainConfig, session: ProcessSession | None) -> dict[str, A
         return ending.abandon() if ending is not None else "interrupted before the first step"
 
     start = None
-    with GracefulStop(on_deadline, _deadline(settings, session)) as stop, _report_memory():
+    with GracefulStop(on_deadline, _deadline(settings, session)) as stop, _report_memory(), without_compiler():
         if settings.resume is not None:
             if session is None:
                 start, line = checkpointing.find(settings, found, verify_others)  # rows are verified while they load

@@ -24,6 +24,7 @@ from hostdev.parallel.state import DenseState, get_dense_state
 from hostdev.pipeline.outcome import Outcome
 from hostdev.runtime.rows import Rows
 from hostdev.runtime.runtime import Runtime
+from hostdev.train.lean import Adam
 from hostdev.train.losses import Losses, read_losses
 from hostdev.train.micro_batches import MicroBatches
 
@@ -88,7 +89,7 @@ class Network:
         self.setup, self.parameters = setup, list(parameters)
         self.timeline = setup.runtime.pipeline.timeline
         self.device = setup.runtime.device
-        self.adam = torch.optim.Adam(self.parameters, lr=setup.lr, eps=DENSE_EPS, fused=True)
+        self.adam = Adam(self.parameters, lr=setup.lr, eps=DENSE_EPS, fused=True)
         self._start_adam()
         self._adam_step = Primitive("Adam", self.adam.step, scope="network", log=setup.log)
 

@@ -18,6 +18,7 @@ from hostdev.models.wide_deep.loss import wide_loss
 from hostdev.runtime import room
 from hostdev.runtime.spec import CacheSpec, TableSpec
 from hostdev.train.build import groups_of
+from hostdev.train.lean import Adam
 from hostdev.train.staged import inputs_like
 
 
@@ -115,7 +116,7 @@ def measure_free_after_step(
         inputs_like(model, sample, autocast, samples),
     )
     parameters = list(model.to(device).parameters())
-    adam = torch.optim.Adam(parameters, fused=True)
+    adam = Adam(parameters, fused=True)
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast is not None):
         logits = model(dense, rows)
     torch.accelerator.synchronize(device)
