@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hostdev.device.ops import Ops, get_ops
-from hostdev.device.ops.uses import FeatureUses, PoolCall
+from hostdev.device.ops.uses import FeatureUses, Part, PoolCall
 
 __all__ = ["FeatureUses", "GroupUses", "Lookup", "pull"]
 
@@ -68,32 +68,47 @@ class Lookup(NamedTuple):
 class _Pull(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, uses: Sequence[GroupUses], dtypes: Sequence[Sequence[torch.dtype]], *rows: Tensor
+        ctx: Any,
+        uses: Sequence[GroupUses],
+        dtypes: Sequence[Sequence[torch.dtype]],
+        stacks: Sequence[Sequence[int]],
+        *rows: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.uses = uses  # not a saved tensor: the first of several backward passes frees these
+        ctx.stacks = stacks
         ops = get_ops(rows[0].device)
-        gathered: dict[int, Tensor] = {}  # by position among the outputs
+        parts = [Part(one, *feature[:4]) for one, group in zip(rows, uses, strict=True) for feature in group.features]
+        types = [dtype for each in dtypes for dtype in each]
+        stacked = {position for members in stacks for position in members}
+        single = [position for position in range(len(parts)) if position not in stacked]
+        found: dict[int, Tensor] = {}
         pooled: dict[int, PoolCall] = {}
-        for one, group, types in zip(rows, uses, dtypes, strict=True):
-            for (inverse, offsets, weights, mean, _), dtype in zip(group.features, types, strict=True):
-                position = len(gathered) + len(pooled)
-                if offsets is None:
-                    gathered[position] = ops.gather(one, inverse, weights, dtype)
-                else:
-                    pooled[position] = PoolCall(one, inverse, offsets, weights, mean, dtype)
-        found = gathered | dict(zip(pooled, ops.pool_many(list(pooled.values())), strict=True))
-        return tuple(found[position] for position in range(len(found)))
+        for position in single:
+            one, inverse, offsets, weights, mean = parts[position]
+            if offsets is None:
+                found[position] = ops.gather(one, inverse, weights, types[position])
+            else:
+                pooled[position] = PoolCall(one, inverse, offsets, weights, mean, types[position])
+        found |= dict(zip(pooled, ops.pool_many(list(pooled.values())), strict=True))
+        together = [ops.stack([parts[one] for one in members], types[members[0]]) for members in stacks]
+        return *(found[position] for position in single), *together
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        outputs = sum(len(uses.features) for uses in ctx.uses)
+        by_position: dict[int, Tensor | None] = {}
+        for members, grad in zip(ctx.stacks, grads[len(grads) - len(ctx.stacks) :], strict=True):
+            for place, position in enumerate(members):
+                by_position[position] = None if grad is None else grad.select(1, place)
         left = iter(grads)
-        each = [[next(left) for _ in uses.features] for uses in ctx.uses]
+        numbered = iter([by_position[i] if i in by_position else next(left) for i in range(outputs)])
+        each = [[next(numbered) for _ in uses.features] for uses in ctx.uses]
         wanted = [
             number
             for number, mine in enumerate(each)
-            if ctx.needs_input_grad[2 + number] and any(grad is not None for grad in mine)
+            if ctx.needs_input_grad[_BEFORE_ROWS + number] and any(grad is not None for grad in mine)
         ]
         sums: list[Tensor | None] = [None] * len(each)
         if wanted:
@@ -102,24 +117,54 @@ class _Pull(torch.autograd.Function):
             for number, total in zip(wanted, found, strict=True):
                 # A feature without a gradient counts as zeros: adding 0 turns -0, for rows without occurrences, into 0.
                 sums[number] = total if all(grad is not None for grad in each[number]) else total.add_(0.0)
-        return None, None, *sums
+        return *(None,) * _BEFORE_ROWS, *sums
 
 
-def pull(lookups: Sequence[Lookup]) -> list[tuple[Tensor, ...]]:
+_BEFORE_ROWS = 3  # arguments of `_Pull` before the rows
+
+
+class Pulled(NamedTuple):
+    """The rows of features: for each table and each of its features a tensor, None if it is in a stack; the stacks."""
+
+    features: list[list[Tensor | None]]
+    stacks: list[Tensor]
+
+
+def pull(lookups: Sequence[Lookup], stacks: Sequence[Sequence[tuple[int, int]]] = ()) -> Pulled:
     """Return, for each table and feature, the bags of a pooled feature, otherwise each occurrence's weighted row.
 
     A bag is a sum or mean. The gradient of the rows is the sum over their occurrences, as `Ops.sum_uses` adds them;
     the occurrences' weights get no gradient. The single graph node survives a backward pass, so that several losses can
     be differentiated in turn.
 
+    Args:
+        lookups: The tables.
+        stacks: Features to return in one tensor [B, F, D], each by its lookup's number and its number in the lookup.
+            They have the same B, D and dtype.
+
     Returns:
         For each table and each of its features, a tensor [B, D] or [N, D] of the feature's dtype; an empty bag is 0.
     """
-    found: dict[int, tuple[Tensor, ...]] = {}
+    found: dict[tuple[int, int], Tensor] = {}
+    together: dict[int, Tensor] = {}
     for trained in (True, False):  # frozen tables' outputs need no gradient
         chosen = {number: one for number, one in enumerate(lookups) if one.rows.requires_grad == trained}
-        if chosen:
-            rows, uses, dtypes = zip(*chosen.values(), strict=True)
-            out = iter(_Pull.apply(uses, dtypes, *rows))  # type: ignore[no-untyped-call]
-            found |= {number: tuple(next(out) for _ in one.uses.features) for number, one in chosen.items()}
-    return [found[number] for number in range(len(lookups))]
+        if not chosen:
+            continue
+        rows, uses, dtypes = zip(*chosen.values(), strict=True)
+        outputs = [(number, place) for number, one in chosen.items() for place in range(len(one.uses.features))]
+        at = {output: position for position, output in enumerate(outputs)}
+        whole = [number for number, members in enumerate(stacks) if all(member in at for member in members)]
+        out = iter(_Pull.apply(uses, dtypes, [[at[one] for one in stacks[number]] for number in whole], *rows))  # type: ignore[no-untyped-call]
+        stacked = {member for number in whole for member in stacks[number]}
+        found |= {output: next(out) for output in outputs if output not in stacked}
+        together |= {number: next(out) for number in whole}
+    features = [
+        [found.get((number, place)) for place in range(len(one.uses.features))] for number, one in enumerate(lookups)
+    ]
+    for number, members in enumerate(stacks):
+        if number not in together:  # some of its tables are frozen
+            together[number] = torch.stack([found[member] for member in members], 1)
+            for table, place in members:
+                features[table][place] = None
+    return Pulled(features, [together[number] for number in range(len(stacks))])

@@ -53,7 +53,7 @@ class Feature(NamedTuple):
 
 
 @kernel
-def _pool(start, stop, rows, inverse, offsets, weights, mean, out):
+def _pool(start, stop, rows, inverse, offsets, weights, mean, out, first, step):
     D, one = rows.shape[1], np.uint64(1)
     sums = np.empty(D, np.float32)
     last = np.uint64(offsets[stop])
@@ -72,7 +72,7 @@ def _pool(start, stop, rows, inverse, offsets, weights, mean, out):
             else:
                 for j in range(D):
                     sums[j] += row[j] * weight
-        to = out[b]
+        to = out[np.uint64(first) + b * np.uint64(step)]
         if mean and begin < end:
             n = np.float32(end - begin)
             for j in range(D):
@@ -82,7 +82,7 @@ def _pool(start, stop, rows, inverse, offsets, weights, mean, out):
 
 
 @kernel
-def _pool_scalars(start, stop, rows, inverse, offsets, weights, mean, out):
+def _pool_scalars(start, stop, rows, inverse, offsets, weights, mean, out, first, step):
     """`_pool` for D = 1."""
     one, column = np.uint64(1), np.uint64(0)
     last = np.uint64(offsets[stop])
@@ -96,18 +96,18 @@ def _pool_scalars(start, stop, rows, inverse, offsets, weights, mean, out):
             total += value if weights is None else np.float32(value * weights[i])
         if mean and begin < end:
             total /= np.float32(end - begin)
-        to = out[b]
+        to = out[np.uint64(first) + b * np.uint64(step)]
         to[column] = as_stored(to, total)
 
 
-def pool_tasks(rows: Rows, feature: Feature, out: npt.NDArray[Any]) -> list[Task]:
-    """Return the tasks of `pool`, which `run_tasks` can run together with other tasks."""
+def pool_tasks(rows: Rows, feature: Feature, out: Strided) -> list[Task]:
+    """Return the tasks of `pool`, which `run_tasks` can run together with other tasks; `out` has a row for each bag."""
     inverse, offsets, weights, mean = feature
     assert offsets is not None
-    B = len(out)
+    B = len(offsets) - 1
     pool_bags = _pool_scalars if rows.shape[1] == 1 else _pool
     grain = get_grain(rows.strides[0] * max(1, len(inverse) // max(1, B)))
-    return tasks_over(pool_bags, B, rows, inverse, offsets, weights, mean, out, grain=grain)
+    return tasks_over(pool_bags, B, rows, inverse, offsets, weights, mean, *out, grain=grain)
 
 
 def pool(rows: Rows, feature: Feature, out: npt.NDArray[Any]) -> None:
@@ -118,7 +118,7 @@ def pool(rows: Rows, feature: Feature, out: npt.NDArray[Any]) -> None:
         feature: The occurrences; its offsets must not be None.
         out: The output, float32 [B, D], or bfloat16 as uint16 [B, D], rounded once at the end.
     """
-    run_tasks(pool_tasks(rows, feature, out))
+    run_tasks(pool_tasks(rows, feature, Strided(out)))
 
 
 @kernel

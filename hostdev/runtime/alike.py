@@ -11,10 +11,12 @@ from torch import Tensor
 from hostdev.distributed.agreement import UnlikeError, shown
 from hostdev.host.table import HostTable
 from hostdev.runtime.features import FeatureBinding, GroupSpec, Table
+from hostdev.runtime.stacks import Stack
 
 
 def get_settings(
     bindings: Sequence[FeatureBinding],
+    stacks: Sequence[Stack],
     groups: Sequence[GroupSpec],
     device: str,
     depth: int,
@@ -25,6 +27,7 @@ def get_settings(
 
     Args:
         bindings: The features.
+        stacks: The features that are returned in one tensor.
         groups: The tables.
         device: The type of the device, such as "cuda".
         depth: Number of batches that are read ahead.
@@ -40,6 +43,7 @@ def get_settings(
     features = [_describe_feature(one, groups) for one in bindings]
     found["the list of features"] = ", ".join(one.name for one in bindings)
     found |= {f"feature {one.name!r}": text for one, text in zip(bindings, features, strict=True)}
+    found |= {f"stack {one.name!r}": ", ".join(bindings[number].name for number in one.features) for one in stacks}
     found["the kind of device"] = device
     found["depth"] = depth  # ranks exchange the ids of the batches that each has read ahead
     found["dense_exchange"] = dense_exchange

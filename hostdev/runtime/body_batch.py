@@ -14,6 +14,7 @@ from hostdev.runtime.reduction import Reduction
 from hostdev.runtime.requests import MicroBatch
 from hostdev.runtime.row_parameter import RowOrder, RowParameter
 from hostdev.runtime.rows import Rows, Value, values_of
+from hostdev.runtime.stacks import require_stackable
 
 
 class BodyBatch:
@@ -134,7 +135,10 @@ class BodyBatch:
         with torch.set_grad_enabled(any(leaf.trained for leaf in self.all_leaves)):
             features = [spec.features for spec in runtime.group_specs]
             shapes = [ids.shape for ids in micro.ids]
-            return uses, values_of(runtime.bindings, features, self.leaves, uses, shapes)
+            for stack in runtime.stacks:
+                names, samples = [one.name for one in runtime.bindings], [ids.samples for ids in micro.ids]
+                require_stackable(stack, names, shapes, samples)
+            return uses, values_of(runtime.bindings, features, self.leaves, uses, shapes, runtime.stacks)
 
     def _get_uses(self, flight: StepBatch, group: int, micro: MicroBatch, located: list[Any]) -> GroupUses:
         part, features, left = flight.groups[group], [], self.inverses[group]

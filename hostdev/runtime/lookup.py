@@ -15,12 +15,17 @@ from hostdev.kernels.unique import unique
 from hostdev.pipeline.results import Request
 from hostdev.runtime.features import FeatureBinding, FeatureIds, GroupSpec, on_host
 from hostdev.runtime.rows import Value
+from hostdev.runtime.stacks import Stack, require_stackable
 
 _FEW = 2048  # ids; up to this many are looked up without deduplication
 
 
 def lookup_rows(
-    request: Request, bindings: Sequence[FeatureBinding], groups: Sequence[GroupSpec], device: torch.device
+    request: Request,
+    bindings: Sequence[FeatureBinding],
+    groups: Sequence[GroupSpec],
+    device: torch.device,
+    stacks: Sequence[Stack],
 ) -> dict[str, Value]:
     """Return the rows of a request by feature, as a loop does; the tables must be up to date.
 
@@ -29,6 +34,7 @@ def lookup_rows(
         bindings: The features' bindings.
         groups: The groups of tables.
         device: The device of the returned rows.
+        stacks: Features that are returned in one tensor.
     """
     [micro] = request.note
     found = [_Group(group, given, device) for group, given in zip(groups, request.ids, strict=True)]
@@ -40,6 +46,11 @@ def lookup_rows(
             rows = found[group].get_rows(number, place, ids, dtype, mean=feature.feature.pooling == "mean")
             outputs.append(rows if ids.shape is None else rows.view(*ids.shape, rows.shape[1]))
         values[feature.name] = outputs[0] if feature.feature.is_single else tuple(outputs)
+    names, shapes = [one.name for one in bindings], [ids.shape for ids in micro.ids]
+    for stack in stacks:
+        require_stackable(stack, names, shapes, [ids.samples for ids in micro.ids])
+        members: list[Any] = [values.pop(names[number]) for number in stack.features]
+        values[stack.name] = torch.stack(members, 1)
     return values
 
 

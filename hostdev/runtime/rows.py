@@ -15,6 +15,7 @@ from hostdev.runtime.features import FeatureBinding
 from hostdev.runtime.finite import Flags
 from hostdev.runtime.reduction import Reduction
 from hostdev.runtime.row_parameter import RowParameter
+from hostdev.runtime.stacks import Stack
 
 Value: TypeAlias = Tensor | tuple[Tensor, ...]  # a feature's rows, of its table or of each of its tables
 Default = TypeVar("Default")
@@ -288,8 +289,9 @@ def values_of(
     leaves: Sequence[Sequence[RowParameter]],
     uses: Sequence[GroupUses],
     shapes: Sequence[tuple[int, ...] | None],
+    stacks: Sequence[Stack],
 ) -> dict[str, Value]:
-    """Return each feature's rows.
+    """Return the rows of each feature that is in no stack, and of each stack.
 
     Args:
         bindings: The features' bindings.
@@ -297,6 +299,7 @@ def values_of(
         leaves: The unique rows of each group's tables.
         uses: The occurrences of each group's rows.
         shapes: The shape of each feature's ids; None for a pooled feature.
+        stacks: Features that are returned in one tensor.
     """
     lookups: dict[tuple[int, int], Lookup] = {}
     for group, (mine, group_uses) in enumerate(zip(leaves, uses, strict=True)):
@@ -305,15 +308,22 @@ def values_of(
                 bindings[number].dtypes[bindings[number].tables.index((group, place))] for number in features[group]
             ]
             lookups[group, place] = Lookup(leaf.rows, group_uses, dtypes)
+    numbers = {at: number for number, at in enumerate(lookups)}
+    members = []
+    for stack in stacks:
+        places = [(feature, bindings[feature].tables[0]) for feature in stack.features]
+        members.append([(numbers[at], features[at[0]].index(feature)) for feature, at in places])
+    pulled = pull(list(lookups.values()), members)
     parts = {
-        at: dict(zip(features[at[0]], pulled, strict=True))
-        for at, pulled in zip(lookups, pull(list(lookups.values())), strict=True)
+        at: dict(zip(features[at[0]], mine, strict=True)) for at, mine in zip(lookups, pulled.features, strict=True)
     }
     values: dict[str, Value] = {}
     for number, feature in enumerate(bindings):
-        outputs = [parts[at][number] for at in feature.tables]
+        outputs = [rows for at in feature.tables if (rows := parts[at][number]) is not None]
+        if not outputs:
+            continue
         shape = shapes[number]
         if shape is not None:
             outputs = [rows.view(*shape, rows.shape[1]) for rows in outputs]
         values[feature.name] = outputs[0] if feature.feature.is_single else tuple(outputs)
-    return values
+    return values | {stack.name: rows for stack, rows in zip(stacks, pulled.stacks, strict=True)}

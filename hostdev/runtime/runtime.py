@@ -37,6 +37,7 @@ from hostdev.runtime.read_ahead import require_read_ahead
 from hostdev.runtime.requests import GetIds, Reader
 from hostdev.runtime.rows import Rows, Value
 from hostdev.runtime.spec import FeatureInput
+from hostdev.runtime.stacks import resolve_stacks
 from hostdev.runtime.step import Step
 from hostdev.runtime.table_optimizer import TableOptimizer
 from hostdev.runtime.table_settings import TableSettings
@@ -69,6 +70,8 @@ class Runtime(FrameworkLoaders):
     Args:
         features: For each name, a table, a tuple of tables that are looked up with the same ids, or a `Feature` of
             these. Several features may share a table.
+        stacks: Features that the model gets in one tensor [B, F, D] under another name, {name: [feature, ...]}, as
+            from `torch.stack`, but without a copy.
         device: Where the rows go: "auto", "cpu", "cuda", ..., or a torch.device.
             On the CPU, a Runtime changes the whole process: torch's idle threads spin for a shorter time, unless
             GOMP_SPINCOUNT or OMP_WAIT_POLICY is set, and glibc keeps freed memory, unless its own variables are set.
@@ -98,12 +101,14 @@ class Runtime(FrameworkLoaders):
         cache: CacheSize | Mapping[str, CacheSize | None] | None = None,
         depth: int = 2,
         ranks: Ranks | None = None,
+        stacks: Mapping[str, list[str]] | None = None,
         dense_exchange: str = EXCHANGES[0],
         log: OpLog | None = None,
         timeline: Timeline | None = None,
         hooks: PipelineHooks | None = None,
     ) -> None:
         self.bindings, self.group_specs = resolve(features)
+        self.stacks = resolve_stacks(stacks, self.bindings)
         if ranks is None:
             require_alone("a Runtime", "give each HostTable part=ranks.part() and the Runtime ranks=ranks")
         self.ranks, self.dense_exchange = ranks, dense_exchange
@@ -128,7 +133,7 @@ class Runtime(FrameworkLoaders):
         if ranks is not None:
             windows = [None if group.cache is None else group.window for group in groups]
             settings = alike.get_settings(
-                self.bindings, self.group_specs, self.device.type, depth, dense_exchange, windows
+                self.bindings, self.stacks, self.group_specs, self.device.type, depth, dense_exchange, windows
             )
             ranks.agree("runtime", "hostdev.Runtime(...)", settings)
         self.pipeline = Pipeline(
@@ -312,7 +317,7 @@ class Runtime(FrameworkLoaders):
         """
         self.require_open()
         require_read_ahead(read_ahead, background=background)
-        chosen = None if features is None else some_features(features, self.bindings)
+        chosen = None if features is None else some_features(features, self.bindings, self.stacks)
         if chosen is not None and micro_batches is not None:
             raise ValueError("features and micro_batches exclude each other: stages need the rows of all features")
         how = {"features": chosen, "read_ahead": read_ahead, "background": background}
@@ -328,7 +333,8 @@ class Runtime(FrameworkLoaders):
         features: list[str] | None,
         **how: Any,
     ) -> PredictLoop[Any]:
-        get_ids: GetIds[Any] | None = ids if features is None else get_ids_of_some(features, ids, self.bindings)
+        known = self.bindings, self.stacks
+        get_ids: GetIds[Any] | None = ids if features is None else get_ids_of_some(features, ids, *known)
         by_step = micro_batches is not None
         reader = Reader(
             self.bindings, self.group_specs, get_ids, send, micro_batches or 1, whole=by_step, asks=self.world.leads
@@ -345,17 +351,18 @@ class Runtime(FrameworkLoaders):
             features: Look up only these features; None: all of them.
         """
         self.require_open()
-        chosen = None if features is None else some_features(features, self.bindings)
+        chosen = None if features is None else some_features(features, self.bindings, self.stacks)
         if self.ranks is not None:
             with self._make_predict_loop([ids], None, None, None, features=chosen, name="look_up") as loop:
                 return dict(next(loop)[1])
         self.loops.catch_up()
         if self.loops.training is not None:
             self.pipeline.write_back()
-        get_ids: GetIds[Any] | None = None if chosen is None else get_ids_of_some(chosen, None, self.bindings)
+        known = self.bindings, self.stacks
+        get_ids: GetIds[Any] | None = None if chosen is None else get_ids_of_some(chosen, None, *known)
         request = Reader(self.bindings, self.group_specs, get_ids, None).request(ids)
         with torch.inference_mode(False), torch.no_grad():
-            found = lookup_rows(request, self.bindings, self.group_specs, self.device)
+            found = lookup_rows(request, self.bindings, self.group_specs, self.device, self.stacks)
         return found if chosen is None else {name: found[name] for name in chosen}
 
     look_up = lookup  # the former name, kept for one release
@@ -467,7 +474,7 @@ class Runtime(FrameworkLoaders):
         if self._saved is not None:
             self._saved.close()
         self._closed = True
-        self.bindings, self.group_specs = [], []
+        self.bindings, self.group_specs, self.stacks = [], [], []
         loops = self.loops
         del self.pipeline, self.staging, self.settings, self.loops
         self._saved = None

@@ -116,7 +116,7 @@ def test_gather_and_its_gradient(device, dim):
     found, inverse = unique(rng.integers(0, 60, 2000))
     rows = torch.randn(len(found), dim).to(device).requires_grad_()
     feature = FeatureUses(torch.from_numpy(inverse).to(device), None, None, False)
-    [[uses]] = pull([Lookup(rows, GroupUses([feature], len(found), in_order=True), [feature.dtype])])
+    [[uses]] = pull([Lookup(rows, GroupUses([feature], len(found), in_order=True), [feature.dtype])]).features
     np.testing.assert_array_equal(uses.detach().cpu(), rows.detach().cpu()[inverse])
     grads = rng.standard_normal((2000, dim), dtype=np.float32)
     uses.backward(torch.from_numpy(grads).to(device))
@@ -140,7 +140,7 @@ def test_gather_scaled_equals_the_operations_one_by_one(device, dim, dtype):
     rows = torch.from_numpy(values).to(device).requires_grad_()
     there = [torch.from_numpy(x).to(device) for x in (inverse, weights)]
     feature = FeatureUses(there[0], None, there[1], False, dtype)
-    [[out]] = pull([Lookup(rows, GroupUses([feature], len(found), in_order=True), [dtype])])
+    [[out]] = pull([Lookup(rows, GroupUses([feature], len(found), in_order=True), [dtype])]).features
     expected = (torch.from_numpy(values)[inverse] * torch.from_numpy(weights)[:, None]).to(dtype)
     assert out.dtype == dtype
     np.testing.assert_array_equal(out.detach().float().cpu(), expected.float())

@@ -90,7 +90,7 @@ def case(rng, device, dim, lengths, span, *, in_order=True):
 
 
 def pull_one(rows, uses):
-    return pull([Lookup(rows, uses, [feature.dtype for feature in uses.features])])[0]
+    return pull([Lookup(rows, uses, [feature.dtype for feature in uses.features])]).features[0]
 
 
 def random_grads(rng, outputs):
@@ -188,7 +188,7 @@ def test_several_tables_at_once(device, way, threads):
         )
     ]
     rows = [torch.from_numpy(made.rows).to(device).requires_grad_(number != 1) for number, made in enumerate(cases)]
-    found = pull([Lookup(one, made.uses, made.dtypes) for one, made in zip(rows, cases, strict=True)])
+    found = pull([Lookup(one, made.uses, made.dtypes) for one, made in zip(rows, cases, strict=True)]).features
     for outputs, made in zip(found, cases, strict=True):
         for out, expected, dtype in zip(outputs, made.outputs(), made.dtypes, strict=True):
             same(out, torch.from_numpy(expected).to(dtype))

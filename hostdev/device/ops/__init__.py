@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hostdev.device import triton
 from hostdev.device.ops import host_kernels, torch_operations, triton_kernels
-from hostdev.device.ops.uses import FeatureUses, PoolCall
+from hostdev.device.ops.uses import FeatureUses, Part, PoolCall
 
 FUSED = {"cuda"}  # device types with Triton kernels
 
@@ -72,6 +72,14 @@ class Ops(Protocol):
 
     def pool_many(self, calls: Sequence[PoolCall]) -> list[Tensor]:
         """Return what `pool` returns for each call; on the CPU, the host's threads share the calls."""
+
+    def stack(self, parts: Sequence[Part], dtype: torch.dtype) -> Tensor:
+        """Return the results of `gather` or `pool` for F features in one tensor, [B, F, D].
+
+        Args:
+            parts: The features, all with the same B and D.
+            dtype: torch.float32 or torch.bfloat16.
+        """
 
     def uses_of(self, features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> Any:
         """Return the occurrences of a batch's rows for `sum_uses`, shared by all tables with the same ids.

@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hostdev.device.ops.uses import FeatureUses, PoolCall
+from hostdev.device.ops.uses import FeatureUses, Part, PoolCall
 from hostdev.kernels import bags, clip, rounding
 from hostdev.kernels.apply import apply_rows
 from hostdev.kernels.arrays import Strided
 from hostdev.kernels.buffers import identity
 from hostdev.kernels.gather import gather_scaled
 from hostdev.kernels.lookup import lookup as look_up
-from hostdev.kernels.lookup import store
+from hostdev.kernels.lookup import lookup_tasks, store
 from hostdev.kernels.pool import run_tasks
 
 _CLIPPED = 1 << 12  # rows whose gradients a thread clips at a time
@@ -80,9 +80,27 @@ def pool_many(calls: Sequence[PoolCall]) -> list[Tensor]:
     for rows, inverse, offsets, weights, mean, dtype in calls:
         outs.append(torch.empty((len(offsets) - 1, rows.shape[1]), dtype=dtype))
         feature = _feature(inverse, offsets, weights, mean)
-        tasks += bags.pool_tasks(rows.detach().numpy(), feature, _bits(outs[-1]))
+        tasks += bags.pool_tasks(rows.detach().numpy(), feature, Strided(_bits(outs[-1])))
     run_tasks(tasks)
     return outs
+
+
+def stack(parts: Sequence[Part], dtype: torch.dtype) -> Tensor:
+    """See `Ops`."""
+    F, B, D = len(parts), parts[0].samples, parts[0].rows.shape[1]
+    out = torch.empty((B, F, D), dtype=dtype)
+    memory, tasks = _bits(out).reshape(B * F, D), []
+    for place, (rows, inverse, offsets, weights, mean) in enumerate(parts):
+        if offsets is not None:
+            feature = _feature(inverse, offsets, weights, mean)
+            tasks += bags.pool_tasks(rows.detach().numpy(), feature, Strided(memory, place, F))
+        elif weights is None and dtype == torch.float32:
+            to = np.arange(place, B * F, F, dtype=np.int32)
+            tasks += lookup_tasks(rows.detach().unsqueeze(1).numpy(), inverse.numpy(), memory, to)
+        else:
+            out[:, place] = gather(rows, inverse, weights, dtype)
+    run_tasks(tasks)
+    return out
 
 
 def uses_of(features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> bags.Uses:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hostdev.device.ops.uses import FeatureUses, PoolCall, concatenate, get_bag_sizes, get_bags
+from hostdev.device.ops.uses import FeatureUses, Part, PoolCall, concatenate, get_bag_sizes, get_bags, stack_parts
 from hostdev.kernels.adagrad import LANES
 from hostdev.kernels.rounding import WEYL
 
@@ -53,6 +53,11 @@ def pool(
 def pool_many(calls: Sequence[PoolCall]) -> list[Tensor]:
     """See `Ops`."""
     return [pool(*call) for call in calls]
+
+
+def stack(parts: Sequence[Part], dtype: torch.dtype) -> Tensor:
+    """See `Ops`."""
+    return stack_parts(parts, dtype, gather, pool)
 
 
 class Uses(NamedTuple):

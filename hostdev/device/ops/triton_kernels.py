@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hostdev.device.ops import torch_operations
-from hostdev.device.ops.uses import FeatureUses, PoolCall, concatenate, get_bag_sizes, get_bags
+from hostdev.device.ops.uses import FeatureUses, Part, PoolCall, concatenate, get_bag_sizes, get_bags, stack_parts
 from hostdev.device.triton import ops as fused
 
 lookup = fused.lookup
@@ -21,6 +21,11 @@ round_rows = torch_operations.round_rows
 def pool_many(calls: Sequence[PoolCall]) -> list[Tensor]:
     """See `Ops`."""
     return [pool(*call) for call in calls]
+
+
+def stack(parts: Sequence[Part], dtype: torch.dtype) -> Tensor:
+    """See `Ops`."""
+    return stack_parts(parts, dtype, gather, pool)
 
 
 class Uses(NamedTuple):

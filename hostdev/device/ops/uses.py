@@ -1,6 +1,6 @@
 """The occurrences of a batch as tensors, and the sizes of its bags."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -34,6 +34,34 @@ class PoolCall(NamedTuple):
     weights: Tensor | None
     mean: bool
     dtype: torch.dtype
+
+
+class Part(NamedTuple):
+    """A feature of a stack: the arguments of `Ops.pool`, or of `Ops.gather` if `offsets` is None, without the dtype."""
+
+    rows: Tensor
+    inverse: Tensor
+    offsets: Tensor | None
+    weights: Tensor | None
+    mean: bool
+
+    @property
+    def samples(self) -> int:
+        """B, the number of bags, or of occurrences if there are no bags."""
+        return len(self.inverse) if self.offsets is None else len(self.offsets) - 1
+
+
+def stack_parts(
+    parts: Sequence[Part], dtype: torch.dtype, gather: Callable[..., Tensor], pool: Callable[..., Tensor]
+) -> Tensor:
+    """Return `Ops.stack` by an implementation's `gather` and `pool`."""
+    found = []
+    for rows, inverse, offsets, weights, mean in parts:
+        if offsets is None:
+            found.append(gather(rows, inverse, weights, dtype))
+        else:
+            found.append(pool(rows, inverse, offsets, weights, mean, dtype))
+    return torch.stack(found, 1)
 
 
 def get_bags(offsets: Tensor, uses: int) -> Tensor:

@@ -1,0 +1,92 @@
+"""Stacks: features whose rows the model gets in one tensor, without a copy."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from hostdev.runtime.features import FeatureBinding, describe
+
+
+class Stack(NamedTuple):
+    """Features whose rows the model gets as one tensor [B, F, D]."""
+
+    name: str
+    features: tuple[int, ...]  # the features' numbers, in the order of the stack
+
+
+def resolve_stacks(stacks: Mapping[str, Sequence[str]] | None, bindings: Sequence[FeatureBinding]) -> list[Stack]:
+    """Return the stacks.
+
+    Args:
+        stacks: For each name, the names of features.
+        bindings: The features.
+
+    Raises:
+        TypeError: `stacks` is not a dict of lists.
+        ValueError: A stack names no feature, an unknown one, or one that another stack has; its features have several
+            tables, different dimensions or dtypes; or its name is that of a feature.
+    """
+    if not isinstance(stacks, Mapping | None):
+        raise TypeError(f"stacks must be a dict with a list of features for each name, not {describe(stacks)}")
+    numbers = {one.name: number for number, one in enumerate(bindings)}
+    taken: dict[str, str] = {}
+    found = []
+    for name, members in (stacks or {}).items():
+        if isinstance(members, str) or not isinstance(members, Sequence):
+            raise TypeError(f"stack {name!r} must be a list of features' names, not {describe(members)}")
+        if name in numbers:
+            raise ValueError(f"stack {name!r} has the name of a feature; give it another one")
+        if not members:
+            raise ValueError(f"stack {name!r} has no features")
+        for member in members:
+            if member not in numbers:
+                raise ValueError(f"stack {name!r}: no feature {member!r}; there are {', '.join(numbers)}")
+            if member in taken:
+                raise ValueError(f"feature {member!r} is in stack {taken[member]!r} and again in {name!r}")
+            taken[member] = name
+        chosen = [bindings[numbers[member]] for member in members]
+        for one in chosen:
+            if not one.feature.is_single:
+                raise ValueError(f"stack {name!r}: feature {one.name!r} has several tables, not one")
+        kinds = {member: (_dim(one), one.dtypes[0]) for member, one in zip(members, chosen, strict=True)}
+        for member, kind in kinds.items():
+            if kind != kinds[members[0]]:
+                raise ValueError(
+                    f"stack {name!r}: feature {members[0]!r} has {_kind(kinds[members[0]])}, but {member!r} "
+                    f"{_kind(kind)}; they must be the same"
+                )
+        found.append(Stack(str(name), tuple(numbers[member] for member in members)))
+    return found
+
+
+def _dim(binding: FeatureBinding) -> int:
+    dim: int = binding.feature.tables.dim
+    return dim
+
+
+def _kind(kind: tuple[int, torch.dtype]) -> str:
+    return f"{kind[0]} columns of {str(kind[1]).removeprefix('torch.')}"
+
+
+def require_stackable(stack: Stack, names: Sequence[str], shapes: Sequence[Any], samples: Sequence[int]) -> None:
+    """Raise ValueError unless each feature of a stack has one row per sample, for the same number of samples.
+
+    Args:
+        stack: The stack.
+        names: All features' names.
+        shapes: For each feature, the shape of its ids; None if its rows are pooled.
+        samples: For each feature, the number of samples.
+    """
+    first = stack.features[0]
+    for number in stack.features:
+        shape = shapes[number]
+        if shape is not None and len(shape) > 1:
+            raise ValueError(
+                f"stack {stack.name!r}: feature {names[number]!r} has {shape[1]} rows per sample; give it a pooling"
+            )
+        if samples[number] != samples[first]:
+            raise ValueError(
+                f"stack {stack.name!r}: feature {names[first]!r} has {samples[first]} samples in this batch, and "
+                f"{names[number]!r} {samples[number]}"
+            )
