@@ -11,6 +11,7 @@ import itertools
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -203,14 +204,14 @@ def main() -> None:
         return
     results = []
     for number, case in enumerate(CASES):
-        output = Path(f"/tmp/bench_layouts.{number}.json")
-        with output.open("wb") as file:
+        with tempfile.TemporaryFile() as file:
             options = ["--rounds", str(arguments.rounds), "--case", str(number)]
             command = [sys.executable, "-m", "bench", "layouts", *options]
             code = wait_for(start_processes(RANKS, command, stdout=file))
-        if code:
-            raise SystemExit(f"{case.name}: a process has failed, with exit code {code}")
-        found = json.loads(output.read_text())
+            if code:
+                raise SystemExit(f"{case.name}: a process has failed, with exit code {code}")
+            file.seek(0)
+            found = json.load(file)
         results.append(found)
         met = "met" if found["over_best"] <= MOST else "NOT MET"
         print(

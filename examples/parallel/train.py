@@ -68,8 +68,10 @@ def parse_mesh(options: Any, world: int) -> str | None:
     """Set `options.parallel` and return the mesh; UserError if options contradict each other."""
     parallel = options.parallel or ("none" if world == 1 else "semi" if options.mesh or options.plan else "data")
     axis = {"none": None, "data": "data", "hybrid": "model", "semi": "model", "auto": None}[parallel]
-    if parallel == "none" and (world > 1 or options.mesh):
+    if parallel == "none" and world > 1:
         raise hostdev.UserError(f"--parallel none is for one process, and {world} were started")
+    if parallel == "none" and options.mesh:
+        raise hostdev.UserError("--mesh has no effect with --parallel none; leave one of them out")
     if parallel == "data" and (options.plan or (options.mesh and ("model" in options.mesh or "pipe" in options.mesh))):
         raise hostdev.UserError(
             "--parallel data splits only samples; omit --plan and other axes of --mesh, or use semi"
