@@ -52,6 +52,7 @@ BENCHES = {
     ),
     "checkpoint": Bench("bench_checkpoint", regular=True, trial=("--rows", "100000", "--steps", "4", "--rounds", "5")),
     "open": Bench("bench_open", regular=True, trial=("--rows", "100000")),
+    "digest": Bench("bench_digest", regular=True, trial=("--rows", "50000", "--rounds", "1")),
     "ranks": Bench(
         "bench_ranks",
         regular=True,

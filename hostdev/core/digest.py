@@ -24,6 +24,7 @@ from hostdev.core.workers import Workers
 
 RANGE_BYTES = 1 << 20  # of weights
 _PIECE_BYTES = 1 << 24
+_COPIED_BYTES = 1 << 16
 _QUEUED = 4  # ranges per thread
 
 Digests = npt.NDArray[np.uint8]  # [ranges, 32]
@@ -161,4 +162,14 @@ def _joined(parts: list[Any]) -> Any:
 
 
 def _sha256(rows: Any) -> bytes:
-    return sha256(np.ascontiguousarray(rows).data).digest()
+    """Return the SHA-256 of rows; those that do not lie side by side are copied a few at a time, into the cache."""
+    values = np.asarray(rows)
+    if values.flags.c_contiguous:
+        return sha256(values.data).digest()
+    digest, step = sha256(), max(1, _COPIED_BYTES // max(1, values[:1].nbytes))
+    copy = np.empty((min(step, len(values)), *values.shape[1:]), values.dtype)
+    for start in range(0, len(values), step):
+        part = copy[: min(step, len(values) - start)]
+        np.copyto(part, values[start : start + step])
+        digest.update(part.data)
+    return digest.digest()
