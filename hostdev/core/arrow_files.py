@@ -55,6 +55,6 @@ def as_numpy(array: Any) -> npt.NDArray[Any]:
     dtype = np.dtype(array.type.to_pandas_dtype())
     data = array.buffers()[1]
     if data is None or not len(array):
-        return np.empty(0, dtype)
+        return np.frombuffer(b"", dtype)
     found: npt.NDArray[Any] = np.frombuffer(data, dtype, len(array), array.offset * dtype.itemsize)
     return found

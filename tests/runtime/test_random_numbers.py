@@ -233,12 +233,12 @@ def test_a_generator_of_the_programs_own_that_both_use():
     through(BATCHES, ids, shared.random, read_ahead=0)
     through(BATCHES, ids, np.random.default_rng(0).random)
     loader = Loader()
-    with pytest.raises(ValueError, match="draw from one Generator"):
+    with pytest.raises(ValueError, match="draws from the same Generator"):
         through(loader, None, functools.partial(torch.rand, (), generator=loader.source))
     through(Loader(), None, functools.partial(torch.rand, (), generator=loader.source))
     own = random.Random(3)
     mapped = map(lambda batch: {"positive": batch, "negative": [own.randrange(ROWS) for _ in batch]}, BATCHES)  # noqa: C417
-    with pytest.raises(ValueError, match="draw from one Random"):
+    with pytest.raises(ValueError, match="draws from the same Random"):
         through(mapped, None, own.random)
     order = torch.Generator().manual_seed(0)  # reading draws from it before the body does
     data = DataLoader(torch.utils.data.TensorDataset(torch.arange(80) % ROWS), SIZE, shuffle=True, generator=order)

@@ -207,7 +207,7 @@ class Running:
         return self.seen, state, ends
 
 
-REFUSED = ("draw from one Generator", "has changed an earlier batch")
+REFUSED = ("draws from the same Generator", "has changed an earlier batch")
 
 
 @pytest.fixture(autouse=True)

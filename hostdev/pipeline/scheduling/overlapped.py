@@ -137,7 +137,7 @@ class Workers:
             number = held[0].number
             with self._timeline.stall("lookup"):
                 queues.wait(lambda: number - next(iter(queues.in_flight.by_number)) < self._most)
-                queues.await_turn(lambda: next(iter(queues.in_flight.by_number)) == number)
+                queues.await_turn(lambda: not self._update or next(iter(queues.in_flight.by_number)) == number)
             held.append(self._fetch(held.pop()))
         queues.put(queues.fetched, held)
         return more
