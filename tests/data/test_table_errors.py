@@ -99,8 +99,7 @@ from tests.data.conftest import GOOD
         (["--label", "y", "--delimiter", ""], "--delimiter is empty"),
         (
             ["--label", "y", "--delimiter", ";"],
-            "good.csv has no column 'y'; it has y,x,c,g,t (one name, as its"
-            " first line has no ';'; give --delimiter ,)",
+            "good.csv has no column 'y'; it has y,x,c,g,t (one name, as its first line has no ';'; give --delimiter ,)",
         ),
         (
             ["--label", "y", "--delimiter", ";", "--columns", "a,b"],
