@@ -19,13 +19,14 @@ _AHEAD = 2  # number of shards to open in advance; one window if that has more
 def opened(
     windows: Sequence[Window], open_shard: Callable[[int, threading.Event], list[Piece]]
 ) -> Generator[Rows, None, None]:
-    """Yield the rows of each window while threads open the next two shards, or one larger window.
+    """Yield the rows of each window while threads open the next two shards, or the whole next window if it has more.
 
-    An open shard takes a mapped file and 8 bytes per row for the order (16 while sorting). Closing the iterator ends
-    the threads.
+    Each open shard uses one mapped file, and 8 bytes per row for the order (16 while sorting). Closing the iterator
+    ends the threads.
 
     Args:
-        open_shard: Called with a shard's number and an event that is set on close; its error is raised in window order.
+        open_shard: Called with a shard's number and an event that is set on close; errors from this function
+            are raised in window order.
     """
     if len(windows) == 1 and len(windows[0].shards) == 1:
         [window] = windows

@@ -179,9 +179,10 @@ def get_written_form(found: pa.DataType) -> str | None:
 
 
 def as_text(array: pa.Array) -> tuple[Codes, pa.StringArray]:
-    """Dictionary-encode values as text: codes int32 [n], and the texts, "" for a missing value.
+    """Dictionary-encode values as text; return codes, int32 [n], and the texts, with "" for a missing value.
 
-    Floats are written as whole numbers; raises WrongValueError for other floats, and for text that is not UTF-8.
+    Floats must be whole numbers, not too large to be exact, and are written without a decimal point. WrongValueError
+    is raised for any other float and for text that is not UTF-8.
     """
     array = decoded(array)
     if classify_type(array.type) == "text":
@@ -292,7 +293,7 @@ def trimmed(texts: pa.Array) -> pa.Array:
 
 
 def _booleans_as_digits(texts: pa.Array) -> pa.Array:
-    """Replace true and false, in any case, by 1 and 0."""
+    """Replace "true" and "false", in any mix of upper and lower case, with "1" and "0"."""
     lower = pc.utf8_lower(texts)
     for word, digit in (("true", "1"), ("false", "0")):
         texts = pc.if_else(pc.fill_null(pc.equal(lower, word), False), digit, texts)

@@ -62,7 +62,7 @@ class Earlier:
         return bool(self.found.options.get("preset") == "table")
 
     def as_json(self) -> dict[str, Any]:
-        """Return the entry in a later data set's manifest."""
+        """Return this data set's entry for the manifest of a later data set."""
         return {
             "path": str(self.folder.absolute()),
             "identity": self.identity,

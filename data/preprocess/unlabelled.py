@@ -74,7 +74,7 @@ def _columns(source: AnyInput, options: Mapping[str, Any]) -> list[str] | None:
 
 
 class _Criteo:
-    """Criteo's text; lines with 39 values have no label."""
+    """Text in Criteo's format; a line with 39 values has no label."""
 
     def __init__(self, source: AnyInput, encoding: Encoding) -> None:
         self._text, self._encoding = CriteoText(inputs=[source]), encoding

@@ -277,7 +277,7 @@ def score(
 
 @kernel
 def likely(some: Any, now: Any, rows: Any, values: Any, decays: Any, out: Any) -> None:
-    """Write the probabilities that a future, unannounced batch uses the rows `some`."""
+    """Write to `out` the probability that a future, unannounced batch uses each row in `some`."""
     for i in range(len(some)):
         out[i] = _chance(rows, values, np.uint64(some[i]), now, decays)
 

@@ -84,9 +84,9 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def candidates(path: Path) -> list[Path]:
-    """Return the checkpoint at `path`, or the checkpoints in it, newest first; UserError if there are none.
+    """Return the checkpoint at `path`, or those in the folder `path`, newest first; raise UserError if there are none.
 
-    A run directory stands for the folder `checkpoints` in it.
+    For a run directory, this looks in its subfolder `checkpoints`.
     """
     if is_checkpoint(path):
         return [path]

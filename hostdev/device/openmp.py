@@ -28,7 +28,7 @@ def limit_spinning() -> None:
 
 
 def _hold_team(ready: threading.Event) -> None:
-    """Run a parallel operation with a team of two threads, which exists as long as this thread."""
+    """Run a parallel operation on a team of two threads; the team exists for as long as this thread does."""
     try:
         torch.get_num_threads()  # makes torch set this thread's team size; the next line changes it
         ctypes.CDLL(None).omp_set_num_threads(2)  # for this thread only; torch has loaded the library

@@ -109,7 +109,7 @@ class TreeAllReduce:
         return rest, [0 if rank == mine else count for rank, count in enumerate(counts)]
 
     def _spread(self, found: Tensor, begin: int, end: int) -> None:
-        """Send the slice that this rank has summed to the other ranks, and receive their slices in `found`."""
+        """Send the other ranks the slice that this rank has summed, and receive their slices into `found`."""
         mine, W = self._channel.rank, self._channel.ranks
         give = [0 if rank == mine and self._at_end else end - begin for rank in range(W)]
         copies = W - 1 if self._at_end else W

@@ -101,7 +101,10 @@ def claim(ids: npt.NDArray[Any], claims: Claims, number: int, oldest: int, newes
     """
     oldest = max(oldest, 1)
     if number - oldest > MOST_UNFINISHED:
-        raise ValueError(f"batch {number} cannot claim rows while batch {oldest}, over 100 earlier, is unfinished")
+        raise ValueError(
+            f"batch {number} cannot claim rows while batch {oldest}, more than {MOST_UNFINISHED} batches earlier, is "
+            "unfinished"
+        )
     claims.begin(number)
     owner_of = np.zeros(_TAGS + 1, np.int32)
     for earlier in range(oldest, number if newest >= oldest else oldest):

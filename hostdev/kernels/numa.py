@@ -43,7 +43,7 @@ def in_words() -> str:
 
 
 def nodes() -> list[int]:
-    """Return the nodes with memory on which this process may run."""
+    """Return the NUMA nodes that have memory and CPUs that this process may use."""
     if not sys.platform.startswith("linux"):
         return []
     mine = os.sched_getaffinity(0)

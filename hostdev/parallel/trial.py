@@ -20,7 +20,7 @@ _ROUNDS = 3, 25  # minimum and maximum number of measured steps of a layout
 
 
 def can_be_copied(network: nn.Module, ranks: World) -> bool:
-    """Return whether all ranks can copy a network; slices made by hand fit one mesh only."""
+    """Return whether all ranks can copy a network; one sliced by hand cannot be copied, as it fits only one mesh."""
     possible = all(get_slice_dim(one) is None for one in network.parameters())
     if possible:
         try:

@@ -91,7 +91,7 @@ def _device_ranges(rows: torch.Tensor, length: int, numbers: Sequence[int]) -> I
 
 
 def dense_arrays(dense: DenseState) -> Iterator[tuple[str, torch.Tensor, str]]:
-    """Yield each dense array in the digest's order: name, values, and path, such as "model.NAME"."""
+    """Yield the name, values, and path (such as "model.NAME") of each dense array, in the digest's order."""
     numbers = {name: number for number, name in enumerate(dense.names)}
     for name in sorted(dense.names):
         yield name, dense.model[name].detach(), f"model.{name}"

@@ -150,8 +150,9 @@ class TrainLoader(RowsLoader[B]):
         steps = self._runtime.pipeline.steps
         if state["steps"] != steps:
             raise UserError(
-                f"the checkpoint is of step {state['steps']}, but the tables are at step {steps}: save and load "
-                "the tables, too, as Trainer(plugins=[hostdev.frameworks.lightning.checkpoint_io(runtime)]) does"
+                f"the checkpoint was saved at step {state['steps']}, but the tables are at step {steps}; save and load "
+                "the tables with it, for example with "
+                "Trainer(plugins=[hostdev.frameworks.lightning.checkpoint_io(runtime)])"
             )
         self._skip = state["given"]
 

@@ -106,8 +106,8 @@ class LossScaling:
     def _require_alone(self) -> None:
         if self._has_ranks:
             raise ValueError(
-                "a loss was scaled, but ranks exchange the gradients of rows and cannot see each other's overflows; "
-                "do not use GradScaler with ranks: bfloat16 does not need it"
+                "a loss was scaled, but training has several ranks, which cannot see overflows in each other's row "
+                "gradients; do not use GradScaler here: train in bfloat16, which needs no loss scaling"
             )
 
     def _scalar(self, value: float) -> Tensor:

@@ -142,7 +142,7 @@ class Reading:
             self._states.show()
 
     def leave(self) -> None:
-        """End before the last batch; ValueError for random draws that would differ at depth 0."""
+        """Stop before the last batch; raise ValueError if random draws would differ from those at depth 0."""
         own = self._own
         self.end()
         if own is not None:

@@ -231,8 +231,9 @@ def _require_clips() -> None:
     users = {name for name in _CLIPS if _GROUPING in _names_in(getattr(clip_grad, name, None))}
     if "clip_grad_value_" not in users or len(users) < 2:
         raise RuntimeError(
-            f"the clipping functions of torch {torch.__version__} do not call {clip_grad.__name__}.{_GROUPING}, "
-            "without which hostdev cannot see a clip that leaves out the rows; use a version that hostdev supports"
+            f"in torch {torch.__version__}, the gradient-clipping functions do not call "
+            f"{clip_grad.__name__}.{_GROUPING}, so hostdev cannot detect clipping that leaves out the rows; use a "
+            "torch version that hostdev supports"
         )
 
 

@@ -209,8 +209,8 @@ class TableOptimizer(torch.optim.Optimizer):
         for rate, table in zip(wanted, self._tables, strict=True):
             if of_optimizer.setdefault(id(table.optimizer), rate) != rate:
                 raise ValueError(
-                    f"the group of table {table.name!r} has the learning rate {rate}, but that of a table with the "
-                    f"same optimizer has {of_optimizer[id(table.optimizer)]}; give each table its own optimizer"
+                    f"table {table.name!r} has the learning rate {rate} in its group, but another table with the same "
+                    f"optimizer has {of_optimizer[id(table.optimizer)]}; give each table its own optimizer"
                 )
         for number, (group, table) in enumerate(zip(self.param_groups, self._tables, strict=True)):
             if wanted[number] != self._rates[number]:

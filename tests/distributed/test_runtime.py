@@ -49,7 +49,7 @@ def test_gradients_that_are_not_finite(alone, spoilt):
 
 
 MISUSED = (
-    "do not use GradScaler with ranks",
+    "do not use GradScaler here",
     "clip model.parameters() alone",
     "ranks can sum float32 gradients only",
     "must be of shape [] or [n], not [2, 2]",

@@ -200,7 +200,7 @@ def test_a_run_resumed_within_an_epoch_goes_on_with_the_batch_after(tmp_path):
     assert then.losses == straight.losses[21:]
     assert weights(other) == weights(straight.runtime)
     with pytest.raises(
-        hostdev.UserError, match=r"the checkpoint is of step 21, but the tables are at step 0: save and"
+        hostdev.UserError, match=r"the checkpoint was saved at step 21, but the tables are at step 0; save and"
     ):
         fit(tmp_path, 2, resume=saved, validate=False)
 

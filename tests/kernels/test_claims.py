@@ -49,7 +49,8 @@ def test_old_claims_are_forgotten_before_their_tags_repeat(window, gap):
 
 
 def test_too_many_unfinished():
-    with pytest.raises(ValueError, match="batch 200 cannot claim rows while batch 99, over 100 earlier, is unfinished"):
+    message = "batch 200 cannot claim rows while batch 99, more than 100 batches earlier, is unfinished"
+    with pytest.raises(ValueError, match=message):
         claim(np.array([1]), Claims(4), 200, 99, 199)
 
 

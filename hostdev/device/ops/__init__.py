@@ -93,10 +93,11 @@ class Ops(Protocol):
     def sum_uses(self, grads: Sequence[Tensor], uses: Any) -> Tensor:
         """Return each row's gradient, the sum over its occurrences, float32 [U, D]; each operation is rounded once.
 
-        An occurrence's term is the gradient of its bag, divided by the bag's size for a mean, times its weight. Terms
-        are added in the order of features, then of occurrence: ((t_a + t_b) + t_c) + ... CUDA sums segments of 64
-        terms, then the segments' sums, in order (`hostdev.device.triton.ops.sum_uses`). A row without occurrences gets
-        -0, the neutral element of addition.
+        Each occurrence adds one term: its bag's gradient (divided by the bag's size if the pooling is a mean),
+        multiplied by the occurrence's weight. Terms are added feature by feature, and within a feature in order of
+        occurrence: ((t_a + t_b) + t_c) + ... CUDA first sums segments of 64 terms, then adds the segments' sums in
+        order (`hostdev.device.triton.ops.sum_uses`). A row without occurrences gets -0, the neutral element of
+        addition.
 
         Args:
             grads: For each feature, float32 or bfloat16 [B, D], or [N, D] if it is not pooled.
