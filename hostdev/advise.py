@@ -69,7 +69,7 @@ def format_tables(curves: Curves, memory: int, chosen: tuple[str, Point] | None)
 
 
 def draw(curves: Curves, memory: int, chosen: tuple[str, Point] | None, path: Path) -> None:
-    """Plot bytes, host time and misses against the cache size, and save the picture; UserError if that fails."""
+    """Plot bytes, host time and misses against the cache size, and save the picture; raise UserError if that fails."""
     figure = pictures.figure(15, 5.4)
     crossing, hosting, missing = figure.subplots(1, 3)
     for policy, points in curves.items():

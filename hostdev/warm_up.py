@@ -121,7 +121,7 @@ def _prepare() -> None:
 
 
 def _require_folder() -> Path:
-    """Return the folder where numba keeps compiled kernels; UserError if there is none."""
+    """Return the folder where numba keeps compiled kernels; raise UserError if there is none."""
     cache = getattr(address_of, "_cache", None)
     path = getattr(cache, "cache_path", None)
     if path is None:

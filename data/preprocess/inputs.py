@@ -52,7 +52,7 @@ class Stream:
     def read(self, size: int) -> bytes:
         """Return the next `size` bytes, fewer only at the end.
 
-        Raises UserError for unreadable content, TransientError for errors of the system.
+        Raises UserError for unreadable content, and TransientError for errors of the system.
         """
         pieces: list[bytes] = []
         while size > 0:

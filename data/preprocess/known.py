@@ -79,7 +79,7 @@ class Vocabulary:
             raise self._broken("a value has two ids in one id space")
 
     def _owners(self, table: pa.Table, names: list[str], rows: int) -> npt.NDArray[np.int64]:
-        """Return, for each id, the index in `names` of its column or id space; UserError unless it is a vocabulary."""
+        """Return the index in `names` of each id's column or space; raise UserError unless `table` is a vocabulary."""
         schema = table.schema
         field = schema.types[0] if schema.types and pa.types.is_dictionary(schema.types[0]) else None
         kinds = [field and field.value_type, *schema.types[1:]]

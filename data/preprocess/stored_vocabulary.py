@@ -103,7 +103,7 @@ class StoredVocabulary:
         }
 
     def _grown_spaces(self) -> dict[str, Space]:
-        """Check the file against the schema's id spaces and return these; raises as `spaces`."""
+        """Check the file against the schema's id spaces and return these; raise the same errors as `spaces`."""
         spaces, fixed = self._schema.spaces, self._schema.first_value
         begins = [(number, number) for number in range(fixed)]
         begins += sorted((first, space.oov) for space in spaces for first, _ in space.segments)

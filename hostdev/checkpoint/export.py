@@ -41,7 +41,7 @@ class Options(NamedTuple):
 
 
 def make_options(arguments: argparse.Namespace) -> Options:
-    """Return the parsed options; UserError if the format does not support the dtype."""
+    """Return the parsed options; raise UserError if the format does not support the dtype."""
     dtype = "bfloat16" if arguments.dtype == "bf16" else arguments.dtype  # the alias is accepted for one release
     if dtype == "bfloat16" and arguments.format != "safetensors":
         raise UserError(

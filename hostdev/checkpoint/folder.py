@@ -147,7 +147,7 @@ def _require_there(path: Path, file: manifest.File) -> None:
 
 
 def newest(path: Path) -> Found:
-    """Return the checkpoint at `path`, or the newest one in it that `read_chain` accepts; raises the same errors."""
+    """Return the checkpoint at `path`, or the newest one in it that `read_chain` accepts; raise the same errors."""
     broken: dict[str, BrokenCheckpointError] = {}  # by message: several checkpoints may share a broken parent
     for each in candidates(path):
         try:
@@ -159,7 +159,7 @@ def newest(path: Path) -> Found:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[IO[Any]]:
-    """Lock a folder against other writers, and yield the lock's file; UserError if it is taken or cannot be made."""
+    """Lock a folder against other writers and yield the lock's file; raise UserError if it is taken or not writable."""
     try:
         file = (path / _LOCK).open("a")
     except OSError as error:
@@ -196,7 +196,7 @@ def new_serial(path: Path) -> int:
 
 
 def begin(path: Path, name: str) -> Path:
-    """Create the temporary folder of a new checkpoint; raises OSError."""
+    """Create the temporary folder of a new checkpoint; raise OSError if that fails."""
     path.mkdir(parents=True, exist_ok=True)
     partial = path / f"{_PARTIAL}{name}"
     if partial.exists():
@@ -206,7 +206,7 @@ def begin(path: Path, name: str) -> Path:
 
 
 def commit(partial: Path, name: str, content: Manifest) -> Checkpoint:
-    """Write the manifest, sync everything to disk, and rename the folder; raises OSError."""
+    """Write the manifest, sync everything to disk, and rename the folder; raise OSError if that fails."""
     with (partial / manifest.FILE_NAME).open("x") as file:
         file.write(content.to_text())
         file.flush()

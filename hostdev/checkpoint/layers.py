@@ -25,7 +25,7 @@ class Layers:
         self._mapped = lru_cache(maxsize=None)(partial(MappedTable, chain))
 
     def ranges(self, name: str) -> list[tuple[int, int]]:
-        """Return the ranges of rows of a table's files; BrokenCheckpointError unless they cover the table."""
+        """Return the ranges of rows of a table's files; raise BrokenCheckpointError unless they cover the table."""
         return require_covered(self.chain, name)
 
     def rows(self, name: str, start: int, stop: int, columns: Sequence[str] | None = None) -> RowChunk:

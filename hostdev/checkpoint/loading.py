@@ -25,7 +25,7 @@ _THREADS = 4
 
 
 def verify(chain: Chain) -> None:
-    """Verify the checksums of all files of a chain; BrokenCheckpointError names the first damaged file."""
+    """Verify the checksums of all files of a chain; raise BrokenCheckpointError for the first damaged file."""
     for _, error in damaged([chain]):
         raise error
 
@@ -108,7 +108,7 @@ def require_tables(chain: Chain, tables: Mapping[str, Any]) -> None:
 
 
 def load_tables(chain: Chain, tables: Mapping[str, Any], *, check: bool = False) -> None:
-    """Load rows, steps, learning rates and seeds into the tables, after `require_tables`; raises like `load_rows`."""
+    """Load tables' rows, steps, learning rates and seeds, after `require_tables`; raise the errors of `load_rows`."""
     load_rows(chain, tables, check=check)
     for name, table in tables.items():
         about = chain[-1].manifest.table(name)

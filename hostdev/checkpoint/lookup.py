@@ -101,7 +101,7 @@ class MappedTable:
         self._files, self._layers = np.array(found, np.int64).reshape(-1, 5), np.array(layers, np.int64)
 
     def lookup(self, ids: Ids) -> Rows:
-        """Return a copy, float32 [N, D], of the rows `ids`, int32 or int64 [N]; raises like `HostTable.lookup`."""
+        """Return a copy, float32 [N, D], of rows `ids`, int32 or int64 [N]; raise the errors of `HostTable.lookup`."""
         ids = checked_ids(ids, self.rows, self.name)
         out = np.empty((len(ids), self.dim), np.float32)
         if self._spread:

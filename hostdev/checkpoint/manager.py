@@ -49,7 +49,7 @@ class CheckpointManager:
         self.close()
 
     def lock(self) -> None:
-        """Create and lock the folder; UserError if that fails or another process writes there."""
+        """Create and lock the folder; raise UserError if that fails or another process writes there."""
         if self._ranks is None:
             self._lock_it()
             return

@@ -101,7 +101,7 @@ class Manifest:
         return sum(file.bytes for file in self.files)
 
     def table(self, name: str) -> Table:
-        """Return a table by name; UserError if it is missing."""
+        """Return a table by name; raise UserError if it is missing."""
         for table in self.tables:
             if table.name == name:
                 return table

@@ -136,7 +136,7 @@ def _ascend(ids: Ids, start: int, stop: int) -> bool:
 
 
 def mapped(path: Path) -> Any:
-    """Return a file's content, mapped into memory; BrokenCheckpointError if it cannot be read."""
+    """Return a file's content, mapped into memory; raise BrokenCheckpointError if it cannot be read."""
     try:
         with pa.memory_map(os.fsencode(path)) as file:
             return file.read_buffer()
@@ -146,7 +146,7 @@ def mapped(path: Path) -> Any:
 
 
 def require_covered(chain: Chain, name: str) -> list[tuple[int, int]]:
-    """Return a table's ranges of rows in a chain's full checkpoint; BrokenCheckpointError if rows are missing."""
+    """Return a table's ranges of rows in a chain's full checkpoint; raise BrokenCheckpointError if rows are missing."""
     found = sorted((file.start, file.stop) for file in chain[0].manifest.table(name).files)
     ends = [0, *(stop for _, stop in found)]
     is_gap = any(file.rows != file.stop - file.start for file in chain[0].manifest.table(name).files)
@@ -156,7 +156,7 @@ def require_covered(chain: Chain, name: str) -> list[tuple[int, int]]:
 
 
 def check_file(path: Path, file: File, content: memoryview | None = None) -> None:
-    """Read a file in chunks; BrokenCheckpointError unless its size and checksum match the manifest.
+    """Read a file in chunks; raise BrokenCheckpointError unless its size and checksum match the manifest.
 
     Args:
         path: The file.

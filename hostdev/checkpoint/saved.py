@@ -116,7 +116,7 @@ class SavedModel(Mapping[str, SavedTable]):
         return values["extra"] if isinstance(values, dict) and "extra" in values else values
 
     def verify(self) -> None:
-        """Verify the checksums of all files; BrokenCheckpointError names the first damaged file."""
+        """Verify the checksums of all files; raise BrokenCheckpointError for the first damaged file."""
         from hostdev.checkpoint.loading import verify
 
         verify(self._chain)

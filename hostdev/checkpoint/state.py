@@ -55,7 +55,7 @@ def state_digest(
 
 
 def read_dense_tensors(layers: Layers) -> dict[str, Tensor]:
-    """Return a checkpoint's tensors other than tables, by name; BrokenCheckpointError if they cannot be read."""
+    """Return a checkpoint's tensors other than tables, by name; raise BrokenCheckpointError if they cannot be read."""
     newest = layers.chain[-1]
     if newest.manifest.other(DENSE) is None:
         return {}
@@ -63,7 +63,7 @@ def read_dense_tensors(layers: Layers) -> dict[str, Tensor]:
 
 
 def read_values(layers: Layers, tree: Tree) -> Any:
-    """Return the values that a tree in a checkpoint's state stands for; BrokenCheckpointError if it is invalid."""
+    """Return the values that a tree of a checkpoint stands for; raise BrokenCheckpointError if it is invalid."""
     tensors = read_dense_tensors(layers)
     try:
         return from_tree(tree, tensors)

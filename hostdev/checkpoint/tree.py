@@ -79,7 +79,7 @@ def tensors_as_bytes(tensors: dict[str, Tensor]) -> bytes:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read a safetensors file; BrokenCheckpointError if that fails."""
+    """Read a safetensors file; raise BrokenCheckpointError if that fails."""
     try:
         if not is_text(path):  # load_file rejects paths that are not valid UTF-8
             return {name: tensor.clone() for name, tensor in load(path.read_bytes()).items()}

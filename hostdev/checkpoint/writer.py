@@ -172,7 +172,7 @@ class AsyncWriter:
         self._thread.join()
 
     def wait(self) -> Checkpoint:
-        """Wait until writing has ended, and return the checkpoint; raises the error that ended it, such as OSError."""
+        """Wait until writing has ended, and return the checkpoint; raise the error that ended it, such as OSError."""
         self.join()
         self.is_reported = True
         if self.error is not None:

@@ -86,7 +86,7 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
 
 
 def _for_mesh(settings: TrainConfig, arguments: argparse.Namespace) -> TrainConfig:
-    """Return the settings; UserError if an option has no effect with --mesh, or --mesh is less than 2."""
+    """Return the settings; raise UserError if an option has no effect with --mesh, or --mesh is less than 2."""
     for name, given in (("--memory", arguments.memory), ("--out", arguments.out)):
         if given is not None:
             raise UserError(f"{name} is for caches and has no effect with --mesh; leave it out")

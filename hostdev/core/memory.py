@@ -25,7 +25,7 @@ def format_bytes(n: int) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Parse a size such as "16GiB", "500 MB" or "1e9"; UserError for other text."""
+    """Parse a size such as "16GiB", "500 MB" or "1e9"; raise UserError for other text."""
     number, unit = text.strip(), 1
     for power, letter in enumerate("KMGT", 1):
         for suffix, base in ((f"{letter}iB", 1024), (f"{letter}B", 1000), (letter, 1024)):
@@ -149,7 +149,7 @@ def pinned_size(nbytes: int) -> int:
 def require_table(
     name: str, rows: int, dim: int, optimizer: SparseOptimizer, free: int, where: str, dtype: str = FP32
 ) -> int:
-    """Return the bytes of a table; UserError unless it fits into the `free` bytes of `where`, such as "host"."""
+    """Return the bytes of a table; raise UserError unless it fits into the `free` bytes of `where`, such as "host"."""
     needed = TableShape(dim, optimizer, dtype).nbytes(rows)
     if needed > free:
         slots, row_slots = len(optimizer.slots), len(optimizer.row_slots)

@@ -23,7 +23,7 @@ def wrong_name(name: Any) -> str | None:
 
 
 def require_name(name: Any) -> str:
-    """Return `name`; ValueError if a manifest may not contain this file name."""
+    """Return `name`; raise ValueError if a manifest may not contain this file name."""
     if wrong := wrong_name(name):
         raise ValueError(f"the name {str(name)[:80]!r} {wrong}")
     return str(name)

@@ -448,7 +448,7 @@ OPTIMIZERS: Mapping[str, Callable[..., SparseOptimizer]] = {
 
 
 def build_optimizer(name: str, lr: float | None = None) -> SparseOptimizer:
-    """Return the optimizer that OPTIMIZERS lists under a name; UserError for a wrong name or learning rate."""
+    """Return the optimizer that OPTIMIZERS lists under a name; raise UserError for a wrong name or learning rate."""
     if name not in OPTIMIZERS:
         raise UserError(f"there is no table optimizer {name!r}; choose one of {', '.join(OPTIMIZERS)}")
     try:

@@ -144,7 +144,7 @@ def _make_folder(path: Path) -> int:
 
 
 def _publish_file(partial: Path, out: Path) -> None:
-    """Give a file its final name; FileExistsError if a file of that name exists."""
+    """Give a file its final name; raise FileExistsError if a file of that name exists."""
     try:
         os.link(partial, out)
         return

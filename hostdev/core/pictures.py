@@ -40,7 +40,7 @@ def figure(width: float, height: float) -> Any:
 
 
 def save(made: Any, out: Path) -> None:
-    """Write a figure to --out; UserError if that fails or another process has created the file."""
+    """Write a figure to --out; raise UserError if that fails or another process has created the file."""
     try:
         with new_file(out) as partial:
             made.savefig(partial, dpi=100, format=out.suffix.lower().removeprefix("."))

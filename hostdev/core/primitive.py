@@ -237,7 +237,7 @@ class Primitive:
             self.nbytes = nbytes  # type: ignore[method-assign]
 
     def add_prim_attr(self, key: str, value: object) -> "Primitive":
-        """Set an attribute and return self; ValueError for a wrong "primitive_target"."""
+        """Set an attribute and return self; raise ValueError for a wrong "primitive_target"."""
         if key == "primitive_target" and value not in TARGETS:
             raise ValueError(f"primitive_target must be one of {TARGETS}, not {value!r}")
         self.attrs[key] = value

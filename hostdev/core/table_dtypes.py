@@ -22,7 +22,7 @@ class TableStep(NamedTuple):
 
 
 def require_table_dtype(dtype: str, table: str) -> str:
-    """Return the dtype of stored weights, one of TABLE_DTYPES; ValueError unless it is fp32, bfloat16 or bf16."""
+    """Return the dtype of stored weights, one of TABLE_DTYPES; raise ValueError unless it is fp32, bfloat16 or bf16."""
     found = _ALIASES.get(dtype, dtype)
     if found not in TABLE_DTYPES:
         raise ValueError(f"table {table!r}: dtype must be fp32 or bfloat16, not {dtype!r}")

@@ -11,10 +11,10 @@ class Owner(Protocol):
     """A loop that is open over a table; it may have unfinished steps, cached rows, and rows looked up ahead."""
 
     def before_read(self, table: Any) -> None:
-        """Apply all steps so far to the table; ValueError if it cannot be read now."""
+        """Apply all steps so far to the table; raise ValueError if it cannot be read now."""
 
     def before_write(self, table: Any) -> None:
-        """Apply all steps so far to the table; ValueError if it cannot be written now."""
+        """Apply all steps so far to the table; raise ValueError if it cannot be written now."""
 
     def after_write(self, table: Any, ids: Any) -> None:
         """Refresh rows that were looked up ahead: local rows `ids`, int32 or int64 [N], or all rows for None."""

@@ -57,7 +57,7 @@ class Copies:
         return Slots(self)
 
     def column(self, name: str) -> Any:
-        """Return the copy of a column; ValueError after the end of the `with`."""
+        """Return the copy of a column; raise ValueError after the end of the `with`."""
         if self._is_over:
             raise ValueError(f"table {self.table!r}: its writing() has ended; write within the `with` block")
         if name not in self._held:

@@ -61,7 +61,7 @@ def assign_device(number: int) -> None:
 
 
 def require(device: torch.device | str) -> torch.device:
-    """Return the device that a caller names or passes as a torch.device; UserError if this machine lacks it."""
+    """Return the device that a caller names or passes as a torch.device; raise UserError if this machine lacks it."""
     if isinstance(device, str):
         return select(device, "device=")
     accelerator = _accelerator()
@@ -115,7 +115,7 @@ def make_deterministic(device: torch.device) -> None:
 
 
 def set_tf32(device: torch.device, on: bool) -> None:
-    """Set whether float32 matrix products round their inputs to TF32; UserError if `on` and the device has no TF32."""
+    """Set whether float32 matrix products round inputs to TF32; raise UserError if `on` and the device has no TF32."""
     if on and (device.type != "cuda" or torch.version.hip is not None):
         raise UserError(f"--tf32 has no effect on {describe(device)}; leave it out")
     if device.type != "cuda":

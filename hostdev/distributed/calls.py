@@ -58,7 +58,7 @@ class Calls:
         return self.recent[-1]
 
     def begin(self, kind: str, text: str) -> None:
-        """Begin a call that all ranks make; UserError if ranks were already found in different calls."""
+        """Begin a call that all ranks make; raise UserError if ranks were already found in different calls."""
         self.require_same_calls()
         self._count(kind, text)
 

@@ -69,7 +69,7 @@ class MeshPlace(NamedTuple):
 
 
 def parse_mesh(text: str) -> Mesh:
-    """Return the mesh of a `--mesh` value, such as data=2,pipe=2; UserError if it is invalid."""
+    """Return the mesh of a `--mesh` value, such as data=2,pipe=2; raise UserError if it is invalid."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
         axis, equals, number = (each.strip() for each in part.partition("="))

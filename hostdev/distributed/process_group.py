@@ -245,7 +245,7 @@ class Ranks(World):
         """Return a new channel for tensors on a device; all ranks must create theirs in the same order.
 
         Its buffers are on the device if torch has a backend for this kind of device, such as NCCL, and each rank has
-        its own device. Otherwise they are in host memory. UserError if the requested backend is not possible.
+        its own device. Otherwise they are in host memory. Raises UserError if the requested backend is not possible.
         """
         own = _get_backend(device)
         said = self.control.share([self._backend, own, _get_device_name(device)])
@@ -308,7 +308,7 @@ class Ranks(World):
         self.calls.begin(kind, text)
 
     def agree(self, kind: str, text: str, values: Values | None = None) -> None:
-        """Begin a call that all ranks make with equal values; UnlikeError on all ranks otherwise.
+        """Begin a call that all ranks make with equal values; raise UnlikeError on all ranks otherwise.
 
         Args:
             kind: Kind of the `Call`.

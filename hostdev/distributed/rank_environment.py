@@ -207,7 +207,7 @@ class RankTable(NamedTuple):
 
 
 def read_table(path: Path) -> RankTable:
-    """Read a rank table from its JSON file; UserError if it is invalid or its ranks are not 0, 1, 2, ..."""
+    """Read a rank table from its JSON file; raise UserError if it is invalid or its ranks are not 0, 1, 2, ..."""
     try:
         content = json.loads(path.read_text())
         servers = sorted(content["server_list"], key=lambda server: str(server["server_id"]))

@@ -69,7 +69,7 @@ def meet(env: RankEnvironment, seconds: float, values: Values | None = None) -> 
 
 
 def announce(store: Any, env: RankEnvironment, values: Values | None = None) -> None:
-    """Announce this rank in the store; UserError on all ranks present if it contradicts another rank."""
+    """Announce this rank in the store; raise UserError on all ranks present if it contradicts another rank."""
     me = f"{socket.gethostname()} pid {os.getpid()}"
     wrong = None
     ranks = store.compare_set("ranks", "", f"{env.ranks}").decode(errors="replace")
@@ -92,7 +92,7 @@ def versions() -> Values:
 
 
 def connect(env: RankEnvironment, seconds: float, **how: Any) -> Any:
-    """Return a TCPStore; UserError if the listener does not answer within the timeout.
+    """Return a TCPStore; raise UserError if the listener does not answer within the timeout.
 
     torch waits forever for a listener that accepts the connection and stays silent, so a separate thread connects.
     """
@@ -138,7 +138,7 @@ def get_first_line(error: BaseException) -> str:
 
 
 def _open(env: RankEnvironment, seconds: float) -> Any:
-    """Return the store, which rank 0 creates unless the launcher serves it; UserError if it cannot be reached."""
+    """Return the store, which rank 0 creates unless the launcher serves it; raise UserError if it cannot be reached."""
     where, hosts = f"{env.address}:{env.port}", env.rank == 0 and not env.hosted
     how: dict[str, Any] = {}
     if hosts and (listening := _listen(env)) is not None:

@@ -15,14 +15,14 @@ class ParameterServer:
         self._tables: dict[str, HostTable] = {}
 
     def add(self, table: HostTable) -> HostTable:
-        """Add a table under its own name and return it; ValueError if the name is taken."""
+        """Add a table under its own name and return it; raise ValueError if the name is taken."""
         if table.name in self._tables:
             raise ValueError(f"there is already a table {table.name!r}; give one of them another name")
         self._tables[table.name] = table
         return table
 
     def __getitem__(self, name: str) -> HostTable:
-        """Return a table by name; UserError if there is none."""
+        """Return a table by name; raise UserError if there is none."""
         try:
             return self._tables[name]
         except KeyError:

@@ -133,7 +133,7 @@ class HostTable(Owned):
 
     @property
     def block(self) -> Rows:
-        """A read-only view of all rows, float32 [V, 1 + S, D]; TypeError if the weights are stored as bfloat16."""
+        """A read-only view of all rows, float32 [V, 1 + S, D]; raises TypeError if weights are stored as bfloat16."""
         if not isinstance(self.storage, Float32):
             raise TypeError(f"table {self.name!r} stores weights as bfloat16, apart from its slots; use read_rows")
         self._before_read()
@@ -150,7 +150,7 @@ class HostTable(Owned):
         """A read-only view of the weights, float32 [V, D]; `writing` and `write_rows` write them.
 
         While a loop is open, get a new view for each read: an older one lacks unfinished steps and cached rows. With
-        dtype="bfloat16" this is a float32 copy; UserError if there is no memory for it.
+        dtype="bfloat16" this is a float32 copy; raises UserError if there is no memory for it.
         """
         self._before_read()
         if self.dtype == BF16:

@@ -43,7 +43,7 @@ class Writing(Copies):
         return np.array(column[:] if self._ids is None else column[self._ids], np.float32)
 
     def changed(self) -> npt.NDArray[np.int64]:
-        """Return the rows of the copies that differ from the table's; ValueError if a value of one is not finite."""
+        """Return the rows of the copies that differ from the table's; raise ValueError unless they are finite."""
         found = []
         width = sum(values.shape[1] for values in self._held.values())
         step = max(1, _PART_BYTES // (4 * max(1, width)))

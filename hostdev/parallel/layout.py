@@ -45,7 +45,7 @@ class ResolvedLayout(NamedTuple):
 def resolve_layout(
     network: nn.Module, layout: Layout, mesh: Mesh, inputs: Inputs, *, searched: bool = False
 ) -> ResolvedLayout:
-    """Return a network's layout on a mesh, without computing anything; UserError if the layout does not fit.
+    """Return a network's layout on a mesh, without computing anything; raise UserError if the layout does not fit.
 
     `inputs` returns zeros in place of the network's inputs. If `searched`, strategies may still be missing, since a
     search will add them.

@@ -263,13 +263,13 @@ class Network:
     def restore(self, folder: Path | str, optimizer: torch.optim.Optimizer) -> None:
         """Load this rank's part from a folder of `save`, on any mesh; all ranks call it.
 
-        UserError on all ranks, before any change, if the folder is damaged or belongs to another network.
+        Raises UserError on all ranks, before any change, if the folder is damaged or belongs to another network.
         """
         self._begin("restore")
         self._steps = self._parts.restore(Path(folder), optimizer)
 
     def load(self, state: DenseState, optimizer: torch.optim.Optimizer) -> None:
-        """Load this rank's part of a whole state from any mesh; all ranks call it. UserError for another network's."""
+        """Load this rank's part of any mesh's whole state; all ranks call it. Raise UserError for another network's."""
         self._begin("load")
         self._parts.load(dict(state.model), optimizer, dict(state.optimizer))
 

@@ -112,7 +112,7 @@ class Parts:
         self._averages = Averages(self._passes.modules, data)
 
     def _own_backend(self, axis: str) -> Channel:
-        """Return a channel between devices along an axis; UserError if the devices have no backend for it."""
+        """Return a channel between devices along an axis; raise UserError if the devices have no backend for it."""
         channel: Channel = self._ranks.device_channel(self._device, axis)
         self._require_own_backend(channel, axis)
         self._channels.append(channel)
@@ -241,7 +241,7 @@ class Parts:
         return int(self._state.read(self.leaves, folder, optimizer)["steps"])
 
     def load(self, model: dict[str, Any], optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Load this rank's part of the whole dense state; UserError if it belongs to another network."""
+        """Load this rank's part of the whole dense state; raise UserError if it belongs to another network."""
         self._state.load(self.leaves, model, optimizer, state)
 
 

@@ -36,7 +36,7 @@ class Stage(nn.Module):
 def get_pieces(network: nn.Module) -> list[Piece]:
     """Return the pieces of a network: the result of its method `pieces`, or the modules of an nn.Sequential.
 
-    UserError for any other network, because its `forward` may compute anything between its modules.
+    Raises UserError for any other network, because its `forward` may compute anything between its modules.
     """
     if callable(getattr(network, "pieces", None)):
         pieces = list(network.pieces())  # type: ignore[operator]
@@ -79,7 +79,7 @@ def _sequential(network: nn.Sequential, prefix: str = "") -> list[Piece]:
 
 
 def cut(pieces: Sequence[Piece], begins: Sequence[str]) -> list[list[Piece]]:
-    """Divide pieces into stages: the named pieces begin all stages but the first. UserError for wrong names."""
+    """Divide pieces into stages: the named pieces begin all stages but the first. Raise UserError for wrong names."""
     names = [piece.name for piece in pieces]
     at = [0]
     for name in begins:
@@ -215,7 +215,7 @@ def count_flops(pieces: Sequence[Piece], inputs: tuple[Any, ...]) -> list[int]:
 def balanced(pieces: Sequence[Piece], costs: Sequence[float], count: int) -> list[str]:
     """Return the names of the pieces that begin stages 1, 2, ...; the cost of the costliest stage is minimal.
 
-    Among equal cuts, stages that begin with a piece with parameters are preferred. UserError for too few pieces.
+    Among equal cuts, stages whose first piece has parameters are preferred. Raises UserError for too few pieces.
     """
     if len(pieces) < count:
         raise UserError(f"the network has {len(pieces)} pieces, too few for {count} stages; use fewer stages")

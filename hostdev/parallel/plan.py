@@ -56,7 +56,7 @@ Strategies = dict[str, Sliced]  # by layer name
 def resolve_strategies(
     network: nn.Module, plan: Plan, ranks: int, stages: Sequence[Sequence[Piece]], inputs: Callable[[], tuple[Any, ...]]
 ) -> Strategies:
-    """Return how each layer is sliced, without computing anything; UserError if the plan does not fit.
+    """Return how each layer is sliced, without computing anything; raise UserError if the plan does not fit.
 
     `stages` has the network's pieces by stage, or is empty; `inputs` returns tensors in place of the network's inputs.
     """
@@ -82,7 +82,7 @@ def resolve_strategies(
 
 
 def matched(network: nn.Module, plan: Plan) -> dict[str, str]:
-    """Return the strategy of each layer that a plan names; UserError if it names a layer that cannot be sliced."""
+    """Return the strategy of each layer that a plan names; raise UserError if it names one that cannot be sliced."""
     modules = dict(network.named_modules())
     able = [name for name, module in modules.items() if type(module) in _CUTS]
     found: dict[str, tuple[str, str]] = {}

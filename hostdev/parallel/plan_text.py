@@ -9,7 +9,7 @@ Plan = Sequence[tuple[str, str]]  # a layer's name or a pattern of names, and it
 
 
 def parse_plan(text: str) -> Plan:
-    """Return the plan of a `--plan` value, such as deep.0=colwise,deep.2=rowwise; UserError if it is invalid."""
+    """Return the plan of a `--plan` value, such as deep.0=colwise,deep.2=rowwise; raise UserError if it is invalid."""
     found: list[tuple[str, str]] = []
     for part in text.split(","):
         name, equals, strategy = (each.strip() for each in part.partition("="))

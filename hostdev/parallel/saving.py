@@ -41,7 +41,7 @@ Own = Mapping[str, tuple[Tensor, int | None]]  # tensors of a rank, each with th
 
 
 def save(folder: Path, name: str, own: Own, about: Mapping[str, Any], ranks: World) -> None:
-    """Write a folder; all ranks call it. UserError on all ranks if the folder exists or cannot be written.
+    """Write a folder; all ranks call it. Raise UserError on all ranks if the folder exists or cannot be written.
 
     Args:
         folder: The new folder.
@@ -79,7 +79,7 @@ def save(folder: Path, name: str, own: Own, about: Mapping[str, Any], ranks: Wor
 
 
 def load(folder: Path, wants: Callable[[str], bool]) -> tuple[dict[str, Tensor | None], dict[str, Any]]:
-    """Return a folder's tensors by name (None for unwanted ones) and its manifest; UserError for a damaged folder."""
+    """Return a folder's tensors by name (None: unwanted) and its manifest; raise UserError for a damaged folder."""
     if not is_text(folder):
         raise UserError(f"{folder}: {_NO_TEXT}; rename the folder")
     try:

@@ -76,7 +76,7 @@ class _Sliced(NamedTuple):
 
 
 def candidates(profile: Profile, machine: Machine, layers: Layers, wanted: SearchOptions) -> list[Candidate]:
-    """Return a candidate for each possible mesh, by time, with those that fit into memory first; UserError if none."""
+    """Return a candidate per possible mesh, by time, with those that fit into memory first; raise UserError if none."""
     found = []
     for mesh in [wanted.mesh] if wanted.mesh is not None else meshes(wanted.ranks):
         stages = mesh.pipe * (1 + wanted.interleaved) if mesh.pipe > 1 else 1
@@ -116,7 +116,7 @@ def meshes(ranks: int) -> list[Mesh]:
 def _sliced_candidate(
     profile: Profile, machine: Machine, layers: Layers, wanted: SearchOptions, mesh: Mesh, stages: int
 ) -> Candidate:
-    """Return the fastest candidate with at least one sliced layer; UserError if no layer can be sliced."""
+    """Return the fastest candidate with at least one sliced layer; raise UserError if no layer can be sliced."""
     free = [layer.name for layer in profile.layers if layer.name not in wanted.strategies]
     ways = [
         {name: strategy}

@@ -40,7 +40,7 @@ def get_buffer_names(network: nn.Module) -> list[str]:
 
 
 class State:
-    """The state of a network that is divided among ranks; UserError if it has state other than tensors.
+    """The state of a network that is divided among ranks; raises UserError if it has state other than tensors.
 
     Args:
         network: The whole network.
@@ -166,7 +166,7 @@ class State:
         return self._ranks.rank == self._owners[name] + model
 
     def about(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the manifest's description of the state; UserError for several parameter groups."""
+        """Return the manifest's description of the state; raise UserError for several parameter groups."""
         _require_one_group(optimizer)
         group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
         return {"parameters": self._order, "buffers": self._buffers, "optimizer": group}
@@ -174,7 +174,7 @@ class State:
     def read(self, leaves: LocalParameters, folder: Path, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Load this rank's part from a folder, and return its manifest; all ranks call it.
 
-        UserError on all ranks, before any change, if the folder is damaged or belongs to another network.
+        Raises UserError on all ranks, before any change, if the folder is damaged or belongs to another network.
         """
         fitting, about = call_on_all(self._ranks, lambda: self._read(leaves, folder, optimizer))
         self._take(leaves, optimizer, fitting)
@@ -211,7 +211,7 @@ class State:
     ) -> None:
         """Load this rank's part of the whole state; all ranks call it.
 
-        UserError on all ranks, before any change, if the state belongs to another network.
+        Raises UserError on all ranks, before any change, if the state belongs to another network.
         """
         self._take(leaves, optimizer, call_on_all(self._ranks, lambda: self._fitting(leaves, model, optimizer, state)))
 
@@ -222,7 +222,7 @@ class State:
         optimizer: torch.optim.Optimizer,
         state: Mapping[str, Any],
     ) -> "_LoadedState":
-        """Return this rank's part of the whole state; UserError if it belongs to another network or optimizer."""
+        """Return this rank's part of the whole state; raise UserError if it belongs to another network or optimizer."""
         _require_one_group(optimizer)
         unknown = sorted(set(model) ^ set(self._keys))
         if unknown:

@@ -114,7 +114,7 @@ def _chosen(path: Path, which: str | None) -> tuple[Found, str]:
 
 
 def _settings(found: Any) -> dict[str, Any]:
-    """Return a run's options; KeyError or TypeError if a required option is missing or invalid."""
+    """Return a run's options; raise KeyError or TypeError if a required option is missing or invalid."""
     right: dict[str, Callable[[Any], bool]] = {
         "model": lambda value: isinstance(value, str),
         "emb_dim": lambda value: value is None or (type(value) is int and 1 <= value <= 1 << 20),
@@ -129,7 +129,7 @@ def _settings(found: Any) -> dict[str, Any]:
 
 
 def choose_model(settings: dict[str, Any], model: "str | type[Any] | None", path: Path) -> "str | type[Any]":
-    """Return the model's name or class; UserError if the checkpoint names a custom class and the caller does not."""
+    """Return the model's name or class; raise UserError if the checkpoint, but not the caller, names a custom class."""
     if model is not None:
         return model
     if settings["model"] not in registry.NAMES:

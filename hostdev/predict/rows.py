@@ -54,7 +54,7 @@ def as_columns(
 
 
 def _is_one_row(rows: Mapping[Any, Any], schema: Schema, separators: Mapping[str, str | None]) -> bool:
-    """Return whether the bags of a model without other columns are one row; UserError if that is ambiguous."""
+    """Return whether the bags of a model without other columns are one row; raise UserError if that is ambiguous."""
     lists = {name: rows[name] for name in schema.bags if isinstance(rows[name], list | tuple)}
     if len(lists) < len(schema.bags) or not all(map(_is_scalar, (v for values in lists.values() for v in values))):
         return False
@@ -90,7 +90,7 @@ def as_batch(rows: Any, schema: Schema) -> pa.RecordBatch:
 
 
 def get_column_names(rows: Any) -> Sequence[Any]:
-    """Return the names of the columns of `rows`; TypeError for a type that `Predictor` does not accept."""
+    """Return the names of the columns of `rows`; raise TypeError for a type that `Predictor` does not accept."""
     if isinstance(rows, pa.RecordBatch | pa.Table):
         return list(rows.schema.names)
     if isinstance(rows, Mapping) or _is_pandas(rows, "DataFrame"):

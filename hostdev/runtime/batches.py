@@ -88,7 +88,7 @@ class Loop(Generic[Item]):
         self._body = BodyState()
 
     def __iter__(self) -> Body[Item]:
-        """Return an iterator for one `for` statement; ValueError if the loop is over, as in a second epoch."""
+        """Return an iterator for one `for` statement; raise ValueError if the loop is over, as in a second epoch."""
         spent = False
         with suppress(TypeError):  # the loader has no length
             spent = 0 < self._given == len(self)
@@ -130,7 +130,7 @@ class Loop(Generic[Item]):
         self.close()
 
     def __len__(self) -> int:
-        """Return the number of batches, or steps; TypeError if the loader has no length."""
+        """Return the number of batches, or steps; raise TypeError if the loader has no length."""
         if self._length is None:
             self._length = self._reader.length(self._batches) // (self._reader.together if self._by_step else 1)
         return self._length

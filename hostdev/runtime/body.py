@@ -63,7 +63,7 @@ class Body(Iterator[Item]):
         self._in_yield_from = False
 
     def __iter__(self) -> "Body[Item]":
-        """Return a new iterator for each `for` statement; ValueError if the loop is over."""
+        """Return a new iterator for each `for` statement; raise ValueError if the loop is over."""
         body: Body[Item] = iter(self._loop)
         return body
 
@@ -78,7 +78,7 @@ class Body(Iterator[Item]):
         return item
 
     def __len__(self) -> int:
-        """Return the loop's number of batches; TypeError if the loader has no length."""
+        """Return the loop's number of batches; raise TypeError if the loader has no length."""
         return len(self._loop)
 
     def close(self) -> None:

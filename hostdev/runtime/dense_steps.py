@@ -69,7 +69,7 @@ class DenseSteps:
             )
 
     def count_step(self) -> None:
-        """Count the batch; ValueError if only some batches of the loop have an optimizer step."""
+        """Count the batch; raise ValueError if only some batches of the loop have an optimizer step."""
         missing = self.without if self.stepped else int(self.any)
         if missing:
             batches = "1 batch" if missing == 1 else f"{missing} batches"

@@ -143,7 +143,7 @@ class EMA:
         return {"decay": self.decay, "steps": self.steps, **tensors}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # Any: as `state_dict` returns it
-        """Load the result of `state_dict`; ValueError if it is of a table of another shape."""
+        """Load the result of `state_dict`; raise ValueError if it is of a table of another shape."""
         shape = list(state["rows"].shape)
         if shape != list(self._rows.shape):
             raise ValueError(

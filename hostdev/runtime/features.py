@@ -208,7 +208,7 @@ def _lengths(name: str, bag: Bag, values: npt.NDArray[Any]) -> npt.NDArray[np.in
 
 
 def _integers(name: str, what: str, given: Any, padding: int | None = None) -> npt.NDArray[Any]:
-    """Return the given integers as an int32 or int64 array; TypeError for anything else."""
+    """Return the given integers as an int32 or int64 array; raise TypeError for anything else."""
     if isinstance(given, Tensor):
         if given.numel() and (given.dtype.is_floating_point or given.dtype.is_complex):  # NumPy lacks some dtypes
             raise TypeError(f"feature {name!r}: {what} must be integers, not a Tensor of {given.dtype}")

@@ -146,7 +146,7 @@ class TrainLoader(RowsLoader[B]):
         return {"given": self._given % len(self), "steps": self._runtime.pipeline.steps}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Skip the checkpoint's batches in the next epoch; UserError if the tables are at another step."""
+        """Skip the checkpoint's batches in the next epoch; raise UserError if the tables are at another step."""
         steps = self._runtime.pipeline.steps
         if state["steps"] != steps:
             raise UserError(

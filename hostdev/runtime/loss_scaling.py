@@ -46,7 +46,7 @@ class LossScaling:
         self._origin.expect(losses)
 
     def is_scaled(self) -> bool:
-        """Return whether the gradients are of scaled losses; ValueError if only some are."""
+        """Return whether the gradients are of scaled losses; raise ValueError if only some are."""
         return self._origin is not None and self._origin.is_scaled()
 
     def forget_gradients(self) -> None:

@@ -95,7 +95,7 @@ class Loops:
             ) from error
 
     def begin_training(self, loop: AnyTrainLoop) -> None:
-        """Register a loop over `train`; ValueError while another one over these tables is open."""
+        """Register a loop over `train`; raise ValueError while another one over these tables is open."""
         self._close_abandoned()
         self.raise_late()
         if self.training is not None:
@@ -119,7 +119,7 @@ class Loops:
         self._disown()
 
     def begin_prediction(self, loop: AnyPredictLoop) -> None:
-        """Register a loop over `predict`; ValueError while a loop of another runtime trains these tables."""
+        """Register a loop over `predict`; raise ValueError while a loop of another runtime trains these tables."""
         self.catch_up()
         if self.training is None and not self.predicting:
             for table in self._tables.values():
@@ -139,7 +139,7 @@ class Loops:
         return self.predicting > 0
 
     def catch_up(self) -> None:
-        """Apply all steps so far to the tables; ValueError while a loop of another runtime trains them."""
+        """Apply all steps so far to the tables; raise ValueError while a loop of another runtime trains them."""
         self._close_abandoned(but=self.training)
         self.raise_late()
         self._require_untrained()

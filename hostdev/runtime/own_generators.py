@@ -53,7 +53,7 @@ class OwnGenerators:
         self._elsewhere: set[int] = set()  # those that other code drew from between two reads
 
     def before_read(self) -> None:
-        """Record the generators that other code has drawn from since the last read; ValueError for a shared one."""
+        """Record which generators other code has drawn from since the last read; raise ValueError for a shared one."""
         self._elsewhere |= self._changed().keys()
         self._require_own()
 
@@ -64,7 +64,7 @@ class OwnGenerators:
         return [Draw(self._found[key], before, now[key]) for key, before in changed]
 
     def after_read(self) -> None:
-        """Record which generators the read has drawn from; ValueError for a shared one."""
+        """Record which generators the read has drawn from; raise ValueError for a shared one."""
         changed = self._changed()
         if not self._is_first:
             self._read |= changed.keys()
@@ -77,7 +77,7 @@ class OwnGenerators:
         self._changed()
 
     def give(self) -> None:
-        """Count a batch as yielded; ValueError if the previous batch's body has drawn from a shared generator."""
+        """Count a batch as yielded; raise ValueError if the previous batch's body has drawn from a shared generator."""
         self.before_read()
         self._ahead.popleft()
 
@@ -111,7 +111,7 @@ class OwnGenerators:
 
 
 def repeat(draws: list[Draw]) -> None:
-    """Repeat the loader's draws for a batch of an earlier loop; ValueError if other code has drawn since."""
+    """Repeat the loader's draws for a batch of an earlier loop; raise ValueError if other code has drawn since."""
     for draw in draws:
         if _state(draw.generator) != draw.before:
             raise ValueError(_SHARED.format("the code between two loops", type(draw.generator).__name__))

@@ -124,12 +124,12 @@ class Reading:
         return []
 
     def has_read(self, batch: Any, number: int) -> None:
-        """Record the memory of a batch; ValueError, with its number, if reading it has changed an earlier batch."""
+        """Record a batch's memory; raise ValueError, with its number, if reading it has changed an earlier batch."""
         if self._in_flight is not None:
             self._in_flight.after_read(batch, number)
 
     def give(self) -> None:
-        """Count the first prefetched batch as yielded; ValueError if reading a later one has changed it."""
+        """Count the first prefetched batch as yielded; raise ValueError if reading a later one has changed it."""
         if self.kept is not None:
             self.kept.given()
         if self._in_flight is not None:

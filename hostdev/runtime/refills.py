@@ -82,7 +82,7 @@ class InFlight:
                 held.content = _content(held.leaf)
 
     def after_read(self, batch: Any, number: int) -> None:
-        """Add a batch; ValueError, with the batch's number, if reading it has changed an in-flight batch."""
+        """Add a batch; raise ValueError, with the batch's number, if reading it has changed an in-flight batch."""
         new, changed = _Batch(batch), False
         for earlier in self._batches:
             for held in earlier.arrays:
@@ -96,7 +96,7 @@ class InFlight:
         self._batches.append(new)
 
     def given(self) -> None:
-        """Forget the first batch, which the loop yields; ValueError if it was changed after it was read."""
+        """Forget the first batch, which the loop yields; raise ValueError if it was changed after it was read."""
         first = self._batches.popleft()
         if first.changed_by is not None:
             raise ValueError(_REFILLED.format(first.changed_by))

@@ -181,5 +181,5 @@ class Reader:
         return Request(None, sum(micro.samples for micro in micros), ids, tensors, micros)
 
     def length(self, batches: Iterable[Any]) -> int:
-        """Return the number of batches of a loader; TypeError if it has no length."""
+        """Return the number of batches of a loader; raise TypeError if it has no length."""
         return len(batches)  # type: ignore[arg-type]

@@ -46,7 +46,7 @@ class Scaled(Protocol):
     """Gradients of rows, as a scaler sees them."""
 
     def is_scaled(self) -> bool:
-        """Return whether the gradients are of scaled losses; ValueError if only some are."""
+        """Return whether the gradients are of scaled losses; raise ValueError if only some are."""
 
     def unscale(self, scaler: GradScaler) -> dict[torch.device, Tensor]:
         """Divide the gradients; return, by device, float32 []: not 0 if some gradients are not finite."""
@@ -127,7 +127,7 @@ class Origin:
         return self._scaled
 
     def is_scaled(self) -> bool:
-        """Return whether the gradients are of scaled losses, as far as known; ValueError if only some are."""
+        """Return whether the gradients are of scaled losses, as far as known; raise ValueError if only some are."""
         if self._plain and self._scaled:
             raise ValueError(
                 "the gradients of the rows come from scaled and from unscaled losses; scale all losses of a step"

@@ -140,7 +140,7 @@ class TableOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the learning rates of the groups by name; ValueError for other names or a wrong rate."""
+        """Set the learning rates of the groups by name; raise ValueError for other names or a wrong rate."""
         groups = state_dict["param_groups"]
         by_name = {group.get("name"): group for group in groups}
         if len(groups) != len(by_name) or set(by_name) != set(self._names):

@@ -122,7 +122,7 @@ class TrainWatcher:
             batch.losses += [(loss - loss).float().to(self._device) for loss in losses]
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """See `scaling.Watcher`; ValueError for wrong learning rates, before the dense side has stepped."""
+        """See `scaling.Watcher`; raise ValueError for wrong learning rates, before the dense side has stepped."""
         batch, first = self._batch, self.first
         if batch.flight is not None and not self.steps.stepped:
             self.rates = self._settings.learning_rates()

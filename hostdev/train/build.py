@@ -46,7 +46,7 @@ def seed_torch(seed: int) -> None:
 
 
 def model_of(settings: TrainConfig, schema: Schema) -> Model:
-    """Return the model that the options name, for data with this schema; UserError if they do not match."""
+    """Return the model that the options name, for data with this schema; raise UserError if they do not match."""
     optimizer = None
     if settings.table_optimizer is not None:
         optimizer = build_optimizer(settings.table_optimizer, settings.table_lr)

@@ -147,7 +147,7 @@ def _get_search_path(settings: TrainConfig) -> Path:
 
 
 def _make_start(settings: TrainConfig, data: Manifest, chain: Chain) -> Start:
-    """Return a run's start from a checkpoint; UserError if it is of another model or other data."""
+    """Return a run's start from a checkpoint; raise UserError if it is of another model or other data."""
     values = values_of(chain)
     if not isinstance(values, dict) or "more" not in values:
         raise UserError(

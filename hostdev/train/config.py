@@ -294,7 +294,7 @@ class TrainConfig:
 
     @property
     def ops_log_bytes(self) -> int:
-        """The limit of ops.log in bytes; UserError if --ops-log is not a size."""
+        """The limit of ops.log in bytes; raises UserError if --ops-log is not a size."""
         try:
             return parse_bytes(self.ops_log)
         except UserError as error:

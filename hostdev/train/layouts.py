@@ -24,7 +24,7 @@ from hostdev.train.staged import inputs_like
 
 
 def resolve_mesh(settings: TrainConfig, ranks: int) -> TrainConfig:
-    """Return the settings with the mesh that --parallel means; UserError if it contradicts other options."""
+    """Return the settings with the mesh that --parallel means; raise UserError if it contradicts other options."""
     how = settings.parallel
     mesh = None if settings.mesh is None else parse_mesh(settings.mesh)
     if how is None:
@@ -73,7 +73,7 @@ def laid_out(settings: TrainConfig, data: Path, found: Manifest, ranks: Ranks) -
 
 
 def advise_alone(settings: TrainConfig, processes: int) -> int:
-    """Start this command in several processes on this host and return the exit code; UserError for wrong options."""
+    """Run this command in several local processes and return the exit code; raise UserError for wrong options."""
     require_layout(settings, _data(settings))
     command = [sys.executable, "-m", "hostdev.advise", *sys.argv[1:]]
     return wait_for(start_processes(processes, command))

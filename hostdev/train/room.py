@@ -60,7 +60,7 @@ def estimate_host_memory(
 
 
 def make_host_budget(parts: dict[str, int]) -> HostBudget:
-    """Return the host memory budget for the parts of `estimate_host_memory`; UserError unless they fit.
+    """Return the host memory budget for the parts of `estimate_host_memory`; raise UserError unless they fit.
 
     Call it before a table is created.
     """
@@ -72,7 +72,7 @@ def make_host_budget(parts: dict[str, int]) -> HostBudget:
 def require_room(
     tables: Mapping[str, TableSpec], host_device_mix: bool, device: torch.device, part: tuple[int, int] | None
 ) -> int:
-    """Return the bytes that the tables, or this rank's part, leave free (0: unknown); UserError unless they fit."""
+    """Return the bytes that tables, or this rank's part, leave free (0: unknown); raise UserError unless they fit."""
     where = "host" if host_device_mix else "device"
     free = available_bytes() if host_device_mix else free_bytes(device)
     if free is None:

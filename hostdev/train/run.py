@@ -362,7 +362,7 @@ def _get_trace_path(path: Path | None, world: World) -> Path | None:
 
 
 def _open_trace(path: Path) -> IO[str]:
-    """Open the file of --trace; UserError if it cannot be created."""
+    """Open the file of --trace; raise UserError if it cannot be created."""
     try:
         return path.open("x")
     except OSError as error:

@@ -148,7 +148,7 @@ class RunDir:
 
 
 def _locked(path: Path) -> IO[str]:
-    """Open and lock a run directory's loss.log, so that no other process writes there; UserError if one does."""
+    """Open and lock a run directory's loss.log, so that no other process writes there; raise UserError if one does."""
     while True:
         file = (path / LOSS_LOG).open("a")
         state = locks.lock_state(file.fileno())

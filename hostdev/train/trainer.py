@@ -251,7 +251,7 @@ class Trainer:
         return values["more"]
 
     def load_dense(self, chain: Chain, dense: Any) -> None:
-        """Load a checkpoint's dense weights and Adam state; UserError if they are of another model."""
+        """Load a checkpoint's dense weights and Adam state; raise UserError if they are of another model."""
         try:
             self._network.load(dense["model"], dense["optimizer"])
         except (RuntimeError, UserError) as error:

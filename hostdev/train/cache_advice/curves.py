@@ -301,7 +301,7 @@ def _passes(
 ) -> list[list[tuple[str, int, int]]]:
     """Divide all combinations of policy, size index and group index into passes with plans of at most `room` bytes.
 
-    A larger plan gets a pass of its own; UserError if that plan does not fit in memory.
+    A larger plan gets a pass of its own; raises UserError if that plan does not fit in memory.
     """
     passes: list[list[tuple[str, int, int]]] = [[]]
     left = room
