@@ -9,7 +9,7 @@ import itertools
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
@@ -20,7 +20,7 @@ from numba.core import event
 
 from hostdev.cache import planner
 from hostdev.core.errors import UserError
-from hostdev.core.optimizers import OPTIMIZERS, SparseOptimizer, build_optimizer
+from hostdev.core.optimizers import OPTIMIZERS, SGD, SparseOptimizer, build_optimizer
 from hostdev.core.progress import bar, counted
 from hostdev.core.table_dtypes import TABLE_DTYPES
 from hostdev.data.preprocess.build import build
@@ -50,20 +50,8 @@ def run(processes: int) -> None:
     folder = _require_folder()
     start = time.perf_counter()
     tasks = _tasks()
-    compiled = 0
-    pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_begin)
-    try:
-        with bar(len(tasks), "compiling", "parts") as progress:
-            for done in as_completed([pool.submit(_run, *task) for task in tasks]):
-                compiled += done.result()
-                progress.update()
-        left = sum(pool.submit(_run, *task).result() for task in tasks) if compiled else 0
-    except BaseException:
-        for process in (pool._processes or {}).values():  # a kernel takes seconds, for which Ctrl-C does not wait
-            process.kill()
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
+    compiled = _run_all(tasks, processes, "compiling")
+    left = _run_all(tasks, 1, "checking") if compiled else 0  # a new process, which has to load them
     if left:
         raise UserError(
             f"{counted(left, 'kernel')} could not be kept in {folder}; free disk space there, or set NUMBA_CACHE_DIR "
@@ -77,9 +65,27 @@ def run(processes: int) -> None:
         print(f"all kernels were compiled before: {folder}")
 
 
+def _run_all(tasks: Sequence[Task], processes: int, what: str) -> int:
+    """Run tasks in new processes; return the number of kernels that were compiled."""
+    compiled = 0
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_begin)
+    try:
+        with bar(len(tasks), what, "parts") as progress:
+            for done in as_completed([pool.submit(_run, *task) for task in tasks]):
+                compiled += done.result()
+                progress.update()
+    except BaseException:
+        for process in (pool._processes or {}).values():  # a kernel takes seconds, for which Ctrl-C does not wait
+            process.kill()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return compiled
+
+
 def _tasks() -> list[Task]:
     """Return calls that together compile all kernels, the slowest first."""
-    optimizers = [build_optimizer(name) for name in OPTIMIZERS]
+    optimizers = [build_optimizer(name) for name in OPTIMIZERS] + [SGD(clip_norm=1.0)]
     tables = itertools.product(_ID_DTYPES, TABLE_DTYPES, optimizers)
     features = itertools.product((1, 32), (False, True), (False, True), (False, True))
     return [

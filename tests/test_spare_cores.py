@@ -122,7 +122,7 @@ def test_no_other_stage_runs_then(monkeypatch):
 
     def body(runtime, table):
         in_step.set()
-        time.sleep(0.01)
+        time.sleep(0.01)  # long enough for another stage to begin, if nothing holds it back
         in_step.clear()
 
     trained(2, body=body)

@@ -13,15 +13,10 @@ from hostdev.host.warm_up import warm_up_feature
 from hostdev.kernels.jit import address_of
 from tests.conftest import ROOT
 
-CODE = """
+COMPILED = """
 import importlib, pkgutil, sys
-import numpy as np, torch
 import hostdev.kernels
-from hostdev.cache import planner, planning
-from hostdev.host.warm_up import warm_up
-from hostdev.kernels.pool import set_host_threads
-from hostdev.host.warm_up import warm_up_feature
-from tests.fields import FieldsBatch, trainer_of
+from hostdev.cache import planning
 
 names = [name for _, name, _ in pkgutil.iter_modules(hostdev.kernels.__path__, "hostdev.kernels.")]
 modules = [planning, *map(importlib.import_module, names)]
@@ -30,6 +25,14 @@ def compiled():
     return {(one.__qualname__, signature) for module in modules for kernel in vars(module).values()
             for one in (kernel, getattr(kernel, "loop", None)) for signature in getattr(one, "signatures", ())
             if one.targetoptions.get("inline", "never") == "never"}
+"""
+CODE = """
+import numpy as np, torch
+from hostdev.cache import planner
+from hostdev.host.warm_up import warm_up
+from hostdev.kernels.pool import set_host_threads
+from hostdev.host.warm_up import warm_up_feature
+from tests.fields import FieldsBatch, trainer_of
 
 dtype, depth, cache, stored = np.dtype(sys.argv[1]), int(sys.argv[2]), sys.argv[3] or None, sys.argv[4]
 set_host_threads(2)
@@ -63,28 +66,19 @@ print(*sorted(map(str, compiled() - before)), sep="\\n")
     ],
 )
 def test_nothing_is_compiled_in_training(dtype, depth, cache, stored):
-    given = [sys.executable, "-c", CODE, dtype, str(depth), cache, stored]
+    given = [sys.executable, "-c", COMPILED + CODE, dtype, str(depth), cache, stored]
     ran = subprocess.run(given, capture_output=True, text=True, cwd=ROOT, check=False)
     assert ran.returncode == 0, ran.stderr
     assert not ran.stdout.strip()
 
 
 FEATURES = """
-import importlib, itertools, pkgutil
+import itertools
 import numpy as np
-import hostdev.kernels
 from hostdev.host.warm_up import warm_up_feature
 from hostdev.kernels.arrays import Strided
 from hostdev.kernels import bags, gather
 from hostdev.kernels.pool import set_host_threads
-
-names = [name for _, name, _ in pkgutil.iter_modules(hostdev.kernels.__path__, "hostdev.kernels.")]
-modules = [*map(importlib.import_module, names)]
-
-def compiled():
-    return {(one.__qualname__, signature) for module in modules for kernel in vars(module).values()
-            for one in (kernel, getattr(kernel, "loop", None)) for signature in getattr(one, "signatures", ())
-            if one.targetoptions.get("inline", "never") == "never"}
 
 kinds = list(itertools.product((1, 8), (False, True), (False, True), (False, True)))
 for threads in (2, 4):
@@ -110,26 +104,19 @@ print(*sorted(map(str, compiled() - before)), sep="\\n")
 
 
 def test_a_feature_that_was_warmed_up_compiles_nothing():
-    ran = subprocess.run([sys.executable, "-c", FEATURES], capture_output=True, text=True, cwd=ROOT, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", COMPILED + FEATURES], capture_output=True, text=True, cwd=ROOT, check=False
+    )
     assert ran.returncode == 0, ran.stderr
     assert not ran.stdout.strip()
 
 
 TABLES = """
-import importlib, pkgutil, sys
 import numpy as np
-import hostdev, hostdev.kernels
+import hostdev
 from hostdev.core.optimizers import OPTIMIZERS, build_optimizer
 from hostdev.host.warm_up import warm_up_ids, warm_up_table
 from hostdev.kernels.pool import set_host_threads
-
-names = [name for _, name, _ in pkgutil.iter_modules(hostdev.kernels.__path__, "hostdev.kernels.")]
-modules = [*map(importlib.import_module, names)]
-
-def compiled():
-    return {(one.__qualname__, signature) for module in modules for kernel in vars(module).values()
-            for one in (kernel, getattr(kernel, "loop", None)) for signature in getattr(one, "signatures", ())
-            if one.targetoptions.get("inline", "never") == "never"}
 
 set_host_threads(2)
 warm_up_ids("int64")
@@ -152,7 +139,9 @@ print(*sorted(map(str, compiled() - before)), sep="\\n")
 
 
 def test_the_tables_of_every_optimizer_compile_nothing():
-    ran = subprocess.run([sys.executable, "-c", TABLES], capture_output=True, text=True, cwd=ROOT, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", COMPILED + TABLES], capture_output=True, text=True, cwd=ROOT, check=False
+    )
     assert ran.returncode == 0, ran.stderr
     assert not ran.stdout.strip()
 

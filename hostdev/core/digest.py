@@ -55,6 +55,11 @@ def rows_per_range(dim: int) -> int:
     return 1 << max(0, (RANGE_BYTES // (4 * dim)).bit_length() - 1)
 
 
+def in_order(columns: Sequence[Column]) -> list[Column]:
+    """Return a table's columns in the digest's order: the weights, which come first, then the others by name."""
+    return [columns[0], *sorted(columns[1:], key=lambda column: column.name)]
+
+
 def range_digests(rows: Any, length: int) -> Digests:
     """Return the SHA-256 of each range of `length` rows of an array [n, ...], whose last range may be shorter."""
     found = [_sha256(rows[start : start + length]) for start in range(0, len(rows), length)]
@@ -82,9 +87,8 @@ class StateDigest:
             known: Digests that need not be computed.
         """
         self._digest.update(f"table {name} step {step}\n".encode())
-        weights, *slots = columns
-        length = rows_per_range(weights.shape[1])
-        for column in (weights, *sorted(slots, key=lambda column: column.name)):
+        length = rows_per_range(columns[0].shape[1])
+        for column in in_order(columns):
             self._digest.update(f"{name}/{column.name} float32 {list(column.shape)}\n".encode())
             self._digest.update(self._column(column, length, known).data)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hostdev.device.ops import Ops, get_ops
-from hostdev.device.ops.uses import FeatureUses, Part, PoolCall
+from hostdev.device.ops.uses import Expansion, FeatureUses
 
 __all__ = ["FeatureUses", "GroupUses", "Lookup", "pull"]
 
@@ -78,21 +78,14 @@ class _Pull(torch.autograd.Function):
         ctx.uses = uses  # not a saved tensor: the first of several backward passes frees these
         ctx.stacks = stacks
         ops = get_ops(rows[0].device)
-        parts = [Part(one, *feature[:4]) for one, group in zip(rows, uses, strict=True) for feature in group.features]
-        types = [dtype for each in dtypes for dtype in each]
+        every = [
+            Expansion(one, *feature[:4], dtype)
+            for one, group, types in zip(rows, uses, dtypes, strict=True)
+            for feature, dtype in zip(group.features, types, strict=True)
+        ]
         stacked = {position for members in stacks for position in members}
-        single = [position for position in range(len(parts)) if position not in stacked]
-        found: dict[int, Tensor] = {}
-        pooled: dict[int, PoolCall] = {}
-        for position in single:
-            one, inverse, offsets, weights, mean = parts[position]
-            if offsets is None:
-                found[position] = ops.gather(one, inverse, weights, types[position])
-            else:
-                pooled[position] = PoolCall(one, inverse, offsets, weights, mean, types[position])
-        found |= dict(zip(pooled, ops.pool_many(list(pooled.values())), strict=True))
-        together = [ops.stack([parts[one] for one in members], types[members[0]]) for members in stacks]
-        return *(found[position] for position in single), *together
+        single = ops.expand_many([one for position, one in enumerate(every) if position not in stacked])
+        return *single, *(ops.stack([every[position] for position in members]) for members in stacks)
 
     @staticmethod
     @once_differentiable

@@ -12,6 +12,7 @@ from hostdev.host.table import HostTable
 from hostdev.kernels.arrays import Strided
 from hostdev.kernels.bags import Feature, Uses, pool
 from hostdev.kernels.claims import Claims, claim, intersect, others
+from hostdev.kernels.clip import clipped
 from hostdev.kernels.finite import largest
 from hostdev.kernels.gather import gather_scaled
 from hostdev.kernels.groups import check_groups, drop_padding, offsets_of, unique_groups
@@ -58,6 +59,8 @@ def warm_up_table(
         table.write_rows(ids[:1], *row, positions)
     if squares:
         table.sum_of_squares()
+    if (limit := optimizer.clip_limit(dim)) is not None:  # as a table or cache on the CPU device does
+        clipped(grads, limit)
     if table.dtype == BF16:  # as a table or cache on the CPU device does
         for numbers in (ids[:1], position):
             round_rows(row[0], numbers, ids[:1], 0)

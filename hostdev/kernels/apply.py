@@ -66,7 +66,7 @@ def apply_tasks(
     def clip_and_update(start: int, stop: int) -> None:
         n = stop - start
         clipped = scratch("clipped gradients", (n, grads.shape[1]))
-        clip_rows(start, stop, positions, grads, clip, clipped)
+        clip_rows(0, n, positions[start:stop], grads, clip, clipped)
         update(0, n, ids[start:stop], identity(n), clipped, block, row_slots, *scalars)
 
     edges = [*range(0, len(ids), max(1, _CLIPPED_BYTES // row)), len(ids)]
@@ -122,12 +122,12 @@ def apply_occurrences(
     sums = scratch("sums", (len(rows), grads.shape[1]))
     order, ends = scratch("uses by row", inverse.shape, np.int32), scratch("ends of rows", (len(rows) + 2,), np.int64)
     sort_uses(inverse, ends, order)
-    arguments = (rows, identity(len(rows)), sums, *table)
+    places = identity(len(rows))
 
     def sum_and_update(start: int, stop: int) -> None:
         sum_sorted(start, stop, *Strided(grads), order, ends, None, None, True, sums)
         if clip is not None:
-            clip_rows(start, stop, arguments[1], sums, clip, sums[start:stop])
-        update(start, stop, *arguments)
+            clip_rows(start, stop, places, sums, clip, sums)
+        update(start, stop, rows, places, sums, *table)
 
     run_tasks([(sum_and_update, start, stop, ()) for start, stop in row_ranges(ends[:-1])])

@@ -135,9 +135,7 @@ class BodyBatch:
         with torch.set_grad_enabled(any(leaf.trained for leaf in self.all_leaves)):
             features = [spec.features for spec in runtime.group_specs]
             shapes = [ids.shape for ids in micro.ids]
-            for stack in runtime.stacks:
-                names, samples = [one.name for one in runtime.bindings], [ids.samples for ids in micro.ids]
-                require_stackable(stack, names, shapes, samples)
+            require_stackable(runtime.stacks, runtime.bindings, micro.ids)
             return uses, values_of(runtime.bindings, features, self.leaves, uses, shapes, runtime.stacks)
 
     def _get_uses(self, flight: StepBatch, group: int, micro: MicroBatch, located: list[Any]) -> GroupUses:

@@ -12,6 +12,7 @@ from hostdev.core.digest import (
     Column,
     Fetch,
     StateDigest,
+    in_order,
     pieces_of,
     ranges_in_order,
     ranges_of,
@@ -74,8 +75,7 @@ def add_table(digest: StateDigest, table: _Table, ranks: Ranks | None = None) ->
     if ranks.control.rank == 0:
         digest.table(table.name, table.step, columns)
         return
-    weights, *slots = columns
-    for column in (weights, *sorted(slots, key=lambda column: column.name)):  # in the order of rank 0
+    for column in in_order(columns):  # as rank 0 does
         deque(column.ranges(()), maxlen=0)
 
 

@@ -46,10 +46,9 @@ def lookup_rows(
             rows = found[group].get_rows(number, place, ids, dtype, mean=feature.feature.pooling == "mean")
             outputs.append(rows if ids.shape is None else rows.view(*ids.shape, rows.shape[1]))
         values[feature.name] = outputs[0] if feature.feature.is_single else tuple(outputs)
-    names, shapes = [one.name for one in bindings], [ids.shape for ids in micro.ids]
+    require_stackable(stacks, bindings, micro.ids)
     for stack in stacks:
-        require_stackable(stack, names, shapes, [ids.samples for ids in micro.ids])
-        members: list[Any] = [values.pop(names[number]) for number in stack.features]
+        members: list[Any] = [values.pop(bindings[number].name) for number in stack.features]
         values[stack.name] = torch.stack(members, 1)
     return values
 

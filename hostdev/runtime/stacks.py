@@ -1,11 +1,11 @@
 """Stacks: features whose rows the model gets in one tensor, without a copy."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from hostdev.runtime.features import FeatureBinding, describe
+from hostdev.runtime.features import FeatureBinding, FeatureIds, describe
 
 
 class Stack(NamedTuple):
@@ -69,24 +69,24 @@ def _kind(kind: tuple[int, torch.dtype]) -> str:
     return f"{kind[0]} columns of {str(kind[1]).removeprefix('torch.')}"
 
 
-def require_stackable(stack: Stack, names: Sequence[str], shapes: Sequence[Any], samples: Sequence[int]) -> None:
+def require_stackable(stacks: Sequence[Stack], bindings: Sequence[FeatureBinding], given: Sequence[FeatureIds]) -> None:
     """Raise ValueError unless each feature of a stack has one row per sample, for the same number of samples.
 
     Args:
-        stack: The stack.
-        names: All features' names.
-        shapes: For each feature, the shape of its ids; None if its rows are pooled.
-        samples: For each feature, the number of samples.
+        stacks: The stacks.
+        bindings: All features.
+        given: A batch's ids of all features.
     """
-    first = stack.features[0]
-    for number in stack.features:
-        shape = shapes[number]
-        if shape is not None and len(shape) > 1:
-            raise ValueError(
-                f"stack {stack.name!r}: feature {names[number]!r} has {shape[1]} rows per sample; give it a pooling"
-            )
-        if samples[number] != samples[first]:
-            raise ValueError(
-                f"stack {stack.name!r}: feature {names[first]!r} has {samples[first]} samples in this batch, and "
-                f"{names[number]!r} {samples[number]}"
-            )
+    for stack in stacks:
+        first = stack.features[0]
+        for number in stack.features:
+            name, shape = bindings[number].name, given[number].shape
+            if shape is not None and len(shape) > 1:
+                raise ValueError(
+                    f"stack {stack.name!r}: feature {name!r} has {shape[1]} rows per sample; give it a pooling"
+                )
+            if given[number].samples != given[first].samples:
+                raise ValueError(
+                    f"stack {stack.name!r}: feature {bindings[first].name!r} has {given[first].samples} samples in "
+                    f"this batch, and {name!r} {given[number].samples}"
+                )

@@ -73,7 +73,7 @@ COMPILING = """
 import sys, time
 import mine
 until = float(sys.argv[1])
-time.sleep(max(0, until - time.time()))
+time.sleep(max(0, until - time.time()))  # so that all processes compile at the same moment
 for value in map(eval, sys.argv[2:]):
     mine.twice(value)
 print(sum(mine.twice.stats.cache_hits.values()))

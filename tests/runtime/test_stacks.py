@@ -100,6 +100,8 @@ def test_prediction_and_lookup():
             runtime.lookup(batch, features=["a"])
     for _, some in runtime.predict(batches(1), features=["x", "d"]):
         assert set(some) == {"x", "d"}
+    for _, some in runtime.predict(batches(1), features=["d"]):
+        assert set(some) == {"d"}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hostdev.device import triton
 from hostdev.device.ops import host_kernels, torch_operations, triton_kernels
-from hostdev.device.ops.uses import FeatureUses, Part, PoolCall
+from hostdev.device.ops.uses import Expansion, FeatureUses
 
 FUSED = {"cuda"}  # device types with Triton kernels
 
@@ -70,15 +70,14 @@ class Ops(Protocol):
             dtype [B, D]; 0 for an empty bag.
         """
 
-    def pool_many(self, calls: Sequence[PoolCall]) -> list[Tensor]:
-        """Return what `pool` returns for each call; on the CPU, the host's threads share the calls."""
+    def expand_many(self, features: Sequence[Expansion]) -> list[Tensor]:
+        """Return the results of `pool` or `gather` for each feature; the host's threads share the pooled ones."""
 
-    def stack(self, parts: Sequence[Part], dtype: torch.dtype) -> Tensor:
-        """Return the results of `gather` or `pool` for F features in one tensor, [B, F, D].
+    def stack(self, features: Sequence[Expansion]) -> Tensor:
+        """Return the results of `pool` or `gather` for F features in one tensor, [B, F, D].
 
         Args:
-            parts: The features, all with the same B and D.
-            dtype: torch.float32 or torch.bfloat16.
+            features: The features, all with the same B, D and dtype.
         """
 
     def uses_of(self, features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> Any:

@@ -1,14 +1,13 @@
 """Row operations on the CPU device, whose memory is the host's: they call the host's kernels."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hostdev.device.ops.uses import FeatureUses, Part, PoolCall
+from hostdev.device.ops.uses import Expansion, FeatureUses
 from hostdev.kernels import bags, clip, rounding
 from hostdev.kernels.apply import apply_rows
 from hostdev.kernels.arrays import Strided
@@ -17,8 +16,6 @@ from hostdev.kernels.gather import gather_scaled
 from hostdev.kernels.lookup import lookup as look_up
 from hostdev.kernels.lookup import lookup_tasks, store
 from hostdev.kernels.pool import run_tasks
-
-_CLIPPED = 1 << 12  # rows whose gradients a thread clips at a time
 
 
 def lookup(block: Tensor, ids: Tensor) -> Tensor:
@@ -30,20 +27,7 @@ def lookup(block: Tensor, ids: Tensor) -> Tensor:
 
 def clip_rows(grads: Tensor, limit: Any) -> Tensor:
     """See `Ops`."""
-    out = torch.empty_like(grads)
-    n = len(grads)
-    run_tasks(
-        [
-            (
-                clip.clip_rows,
-                start,
-                stop,
-                (identity(n), grads.contiguous().numpy(), np.float32(limit), out[start:stop].numpy()),
-            )
-            for start, stop in pairwise([*range(0, n, _CLIPPED), n])
-        ]
-    )
-    return out
+    return torch.from_numpy(clip.clipped(grads.detach().contiguous().numpy(), np.float32(limit)))
 
 
 def assemble(block: Tensor, hit_slots: Tensor, admitted: Tensor, passed: Tensor) -> Tensor:
@@ -74,10 +58,13 @@ def pool(
     return out
 
 
-def pool_many(calls: Sequence[PoolCall]) -> list[Tensor]:
+def expand_many(features: Sequence[Expansion]) -> list[Tensor]:
     """See `Ops`."""
     outs, tasks = [], []
-    for rows, inverse, offsets, weights, mean, dtype in calls:
+    for rows, inverse, offsets, weights, mean, dtype in features:
+        if offsets is None:
+            outs.append(gather(rows, inverse, weights, dtype))
+            continue
         outs.append(torch.empty((len(offsets) - 1, rows.shape[1]), dtype=dtype))
         feature = _feature(inverse, offsets, weights, mean)
         tasks += bags.pool_tasks(rows.detach().numpy(), feature, Strided(_bits(outs[-1])))
@@ -85,12 +72,12 @@ def pool_many(calls: Sequence[PoolCall]) -> list[Tensor]:
     return outs
 
 
-def stack(parts: Sequence[Part], dtype: torch.dtype) -> Tensor:
+def stack(features: Sequence[Expansion]) -> Tensor:
     """See `Ops`."""
-    F, B, D = len(parts), parts[0].samples, parts[0].rows.shape[1]
-    out = torch.empty((B, F, D), dtype=dtype)
+    F, B, D, kind = len(features), features[0].samples, features[0].rows.shape[1], features[0].dtype
+    out = torch.empty((B, F, D), dtype=kind)
     memory, tasks = _bits(out).reshape(B * F, D), []
-    for place, (rows, inverse, offsets, weights, mean) in enumerate(parts):
+    for place, (rows, inverse, offsets, weights, mean, dtype) in enumerate(features):
         if offsets is not None:
             feature = _feature(inverse, offsets, weights, mean)
             tasks += bags.pool_tasks(rows.detach().numpy(), feature, Strided(memory, place, F))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hostdev.device.ops.uses import FeatureUses, Part, PoolCall, concatenate, get_bag_sizes, get_bags, stack_parts
+from hostdev.device.ops.uses import Expansion, FeatureUses, concatenate, expand, get_bag_sizes, get_bags
 from hostdev.kernels.adagrad import LANES
 from hostdev.kernels.rounding import WEYL
 
@@ -50,14 +50,14 @@ def pool(
     return sums.masked_fill_((offsets[1:] == offsets[:-1]).unsqueeze(1), 0.0).to(dtype)
 
 
-def pool_many(calls: Sequence[PoolCall]) -> list[Tensor]:
+def expand_many(features: Sequence[Expansion]) -> list[Tensor]:
     """See `Ops`."""
-    return [pool(*call) for call in calls]
+    return [expand(one, gather, pool) for one in features]
 
 
-def stack(parts: Sequence[Part], dtype: torch.dtype) -> Tensor:
+def stack(features: Sequence[Expansion]) -> Tensor:
     """See `Ops`."""
-    return stack_parts(parts, dtype, gather, pool)
+    return torch.stack(expand_many(features), 1)
 
 
 class Uses(NamedTuple):

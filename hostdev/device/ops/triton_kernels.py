@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hostdev.device.ops import torch_operations
-from hostdev.device.ops.uses import FeatureUses, Part, PoolCall, concatenate, get_bag_sizes, get_bags, stack_parts
+from hostdev.device.ops.uses import Expansion, FeatureUses, concatenate, expand, get_bag_sizes, get_bags
 from hostdev.device.triton import ops as fused
 
 lookup = fused.lookup
@@ -18,14 +18,14 @@ clip_rows = torch_operations.clip_rows
 round_rows = torch_operations.round_rows
 
 
-def pool_many(calls: Sequence[PoolCall]) -> list[Tensor]:
+def expand_many(features: Sequence[Expansion]) -> list[Tensor]:
     """See `Ops`."""
-    return [pool(*call) for call in calls]
+    return [expand(one, gather, pool) for one in features]
 
 
-def stack(parts: Sequence[Part], dtype: torch.dtype) -> Tensor:
+def stack(features: Sequence[Expansion]) -> Tensor:
     """See `Ops`."""
-    return stack_parts(parts, dtype, gather, pool)
+    return torch.stack(expand_many(features), 1)
 
 
 class Uses(NamedTuple):

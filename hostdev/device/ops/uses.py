@@ -25,25 +25,15 @@ class FeatureUses(NamedTuple):
     dtype: torch.dtype = torch.float32
 
 
-class PoolCall(NamedTuple):
-    """The arguments of `Ops.pool`."""
-
-    rows: Tensor
-    inverse: Tensor
-    offsets: Tensor
-    weights: Tensor | None
-    mean: bool
-    dtype: torch.dtype
-
-
-class Part(NamedTuple):
-    """A feature of a stack: the arguments of `Ops.pool`, or of `Ops.gather` if `offsets` is None, without the dtype."""
+class Expansion(NamedTuple):
+    """A feature's rows, to be expanded to bags by `Ops.pool`, or without offsets to occurrences by `Ops.gather`."""
 
     rows: Tensor
     inverse: Tensor
     offsets: Tensor | None
     weights: Tensor | None
     mean: bool
+    dtype: torch.dtype
 
     @property
     def samples(self) -> int:
@@ -51,17 +41,12 @@ class Part(NamedTuple):
         return len(self.inverse) if self.offsets is None else len(self.offsets) - 1
 
 
-def stack_parts(
-    parts: Sequence[Part], dtype: torch.dtype, gather: Callable[..., Tensor], pool: Callable[..., Tensor]
-) -> Tensor:
-    """Return `Ops.stack` by an implementation's `gather` and `pool`."""
-    found = []
-    for rows, inverse, offsets, weights, mean in parts:
-        if offsets is None:
-            found.append(gather(rows, inverse, weights, dtype))
-        else:
-            found.append(pool(rows, inverse, offsets, weights, mean, dtype))
-    return torch.stack(found, 1)
+def expand(one: Expansion, gather: Callable[..., Tensor], pool: Callable[..., Tensor]) -> Tensor:
+    """Return an expansion by an implementation's `gather` or `pool`."""
+    rows, inverse, offsets, weights, mean, dtype = one
+    if offsets is None:
+        return gather(rows, inverse, weights, dtype)
+    return pool(rows, inverse, offsets, weights, mean, dtype)
 
 
 def get_bags(offsets: Tensor, uses: int) -> Tensor:
