@@ -196,8 +196,15 @@ def as_text(array: pa.Array) -> tuple[Codes, pa.StringArray]:
 
 def distinct(array: pa.Array) -> tuple[Codes, pa.Array]:
     """Dictionary-encode values: codes int32 [n], and the distinct values, including null."""
-    encoded = array.dictionary_encode("encode")
-    return encoded.indices.to_numpy(zero_copy_only=False).astype(np.int32, copy=False), encoded.dictionary
+    encoded = _encode(array)
+    return encoded.indices.to_numpy(zero_copy_only=False).astype(np.int32, copy=False), encoded.dictionary.cast(
+        array.type
+    )
+
+
+def _encode(array: pa.Array) -> pa.DictionaryArray:
+    """Dictionary-encode values, nulls too; half floats as float32, since pyarrow 19 has no dictionary of them."""
+    return (array.cast(pa.float32()) if pa.types.is_float16(array.type) else array).dictionary_encode("encode")
 
 
 def as_plain_text(values: pa.Array) -> pa.StringArray:
@@ -423,7 +430,7 @@ def cast(array: pa.Array, to: pa.DataType, what: str, *, safe: bool = True) -> p
 
 def _cast_where_possible(array: pa.Array, to: pa.DataType) -> tuple[pa.Array, npt.NDArray[np.bool_]]:
     """Cast an array; return it with null for uncastable values, and a mask of these, bool [n]."""
-    encoded = array.dictionary_encode()  # wrong values often repeat
+    encoded = _encode(array)  # wrong values often repeat
     parts: list[pa.Array] = []
 
     def add(part: pa.Array) -> None:
