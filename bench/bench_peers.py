@@ -20,6 +20,7 @@ ENVIRONMENTS = ROOT / ".peers"
 INSTALLS = {
     "mindspore": [["mindspore==2.10.0"]],
     "torch": [["torch==2.13.0"], ["--no-deps", "fbgemm-gpu-cpu==1.8.0", "numpy"]],
+    "torchrec": [["torch==2.13.0"], ["torchrec==1.9.2", "fbgemm-gpu-cpu==1.8.0", "numpy"]],
 }
 COMPUTE_ROWS = 184_965
 
@@ -42,10 +43,10 @@ def find_python(name: str) -> str:
 class Peer:
     """A peer's process, which answers one call at a time."""
 
-    def __init__(self, environment: str, script: str, rows: int) -> None:
+    def __init__(self, environment: str, script: str, *arguments: object) -> None:
         env = {**os.environ, "PYTHONPATH": str(ROOT)} if environment == "hostdev" else dict(os.environ)
         self._process = subprocess.Popen(
-            [find_python(environment), str(ROOT / "bench/peers" / script), str(rows)],
+            [find_python(environment), str(ROOT / "bench/peers" / script), *map(str, arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
