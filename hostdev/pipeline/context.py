@@ -13,7 +13,7 @@ from hostdev.kernels.groups import unique_groups
 from hostdev.pipeline.groups import Group
 from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.pipeline.row_ids import RowOffsets
-from hostdev.pipeline.scheduling.spare_cores import SpareCores
+from hostdev.pipeline.scheduling.turns import Turns
 
 
 class Context:
@@ -28,6 +28,7 @@ class Context:
         exchanges: All-to-all exchanges with other ranks, each of which has a part of every table: one for passes that
             update (True), one for the others. Empty if this rank has all rows.
         hooks: For tests.
+        depth: The pipeline's depth.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Context:
         log: OpLog | None,
         exchanges: Mapping[bool, Exchange],
         hooks: PipelineHooks,
+        depth: int,
     ) -> None:
         self.groups, self.staging, self.timeline = groups, staging, timeline
         self.exchanges, self.last_writers, self.hooks = exchanges, last_writers, hooks
@@ -51,6 +53,6 @@ class Context:
         self.cached = [number for number, group in enumerate(groups) if group.cache is not None]
         self.row_bytes = sum(group.row_bytes for group in groups if group.on_host)
         on_cpu = staging.device.type == "cpu"
-        self.spare_cores = SpareCores(shares=on_cpu and not exchanges and hooks == PipelineHooks())
+        self.turns = Turns(shares=on_cpu and not exchanges and hooks == PipelineHooks(), depth=depth)
         self.steps = 0  # steps whose updates are finished
         self.asked_before: tuple[int, list[Asked]] = 0, []  # last training batch, and its `Asked` by group

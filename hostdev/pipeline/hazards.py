@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from hostdev.kernels.claims import Claims, Late, claim, intersect, others
 from hostdev.pipeline.row_ids import ConcatenatedIds, RowSubset
-from hostdev.pipeline.scheduling.in_flight import Conflicts, SharedRows, Unfinished
+from hostdev.pipeline.scheduling.in_flight import Conflicts, InFlight, SharedRows, Unfinished
 
 
 def find_conflicts(
@@ -53,3 +53,10 @@ def find_conflicts(
         rest = RowSubset.select(theirs, others(len(theirs), both))
         shared = SharedRows(RowSubset.select(theirs, both), rest, batch, conflicting)
     return Conflicts(late.rows, subsets, shared)
+
+
+def record_writer(batch: InFlight, last_writers: Claims) -> None:
+    """Make a batch the last writer of its rows, without looking for conflicts: it was planned after all updates."""
+    assert batch.writes is not None
+    claim(batch.writes.ids, last_writers, batch.number, batch.number, batch.number - 1)
+    batch.claimed = True

@@ -65,7 +65,9 @@ class Pipeline:
             tables = [[one.table for one in group.embeddings] for group in groups]
             shapes = [each[0].total_rows for each in tables], [[table.dim for table in each] for each in tables]
             exchanges = {update: Exchange(ranks, *shapes) for update in (True, False)}
-        self._context = Context(groups, staging, Claims(rows), self.timeline, log, exchanges, hooks or PipelineHooks())
+        self._context = Context(
+            groups, staging, Claims(rows), self.timeline, log, exchanges, hooks or PipelineHooks(), depth
+        )
         self._number = 0  # number of the last batch
         self._open_passes: list[Pass] = []
         self.training: Pass | None = None

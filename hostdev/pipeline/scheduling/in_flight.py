@@ -11,10 +11,22 @@ from hostdev.pipeline.rows import FetchedRows
 class InFlight:
     """The shared state of an in-flight batch; threads change it under the condition of `InFlightBatches`.
 
-    `writes`, `rows` and `first` are each set once, by the fetcher.
+    `writes`, `rows` and `first` are each set once, by the fetcher; `claimed` is the fetcher's own.
     """
 
-    __slots__ = ("after", "first", "held", "missing", "number", "ready", "rows", "shared", "updating", "writes")
+    __slots__ = (
+        "after",
+        "claimed",
+        "first",
+        "held",
+        "missing",
+        "number",
+        "ready",
+        "rows",
+        "shared",
+        "updating",
+        "writes",
+    )
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -26,6 +38,7 @@ class InFlight:
         self.shared: SharedRows | None = None  # rows that the next batch waits for
         self.after: list[tuple[InFlight, RowSubset]] = []  # rows that later batches wait for, with these batches
         self.updating = False  # the update has begun: it is too late to request rows first
+        self.claimed = True  # False while it is not recorded as the last writer of its rows
         self.held = True  # False once the caller or the updater has released the batch
 
 

@@ -9,8 +9,8 @@ Threads: a fetcher (deduplicate, plan, look up, send), the caller's thread (read
 reader, if batches may be read in the background. They share their state under one condition variable. A batch carries
 its own results, and an exception takes the path of its batch.
 
-On a CPU, a step that keeps all processors busy runs alone (`spare_cores`): the fetcher then works only while the caller
-waits for a batch.
+On a CPU, a step may run alone, where this is faster (`turns`): the fetcher then works only while the caller waits for a
+batch, after the update of the batch before, so that no row is in conflict.
 
 Reading calls the user's code. In the caller's thread it never runs at the same time as the loop's body, so both may use
 the same objects. How far it runs ahead depends only on the depth and the caches' windows, not on timing.
@@ -27,9 +27,10 @@ from hostdev.core.signals import uninterruptible
 from hostdev.kernels.pool import urgent
 from hostdev.pipeline import remote
 from hostdev.pipeline.context import Context
+from hostdev.pipeline.hazards import record_writer
 from hostdev.pipeline.results import Gradients, ReadBatch, Request, SentBatch, StepBatch, SteppedBatch, UniqueBatch
 from hostdev.pipeline.row_ids import Ids
-from hostdev.pipeline.scheduling.in_flight import InFlight
+from hostdev.pipeline.scheduling.in_flight import InFlight, Unfinished
 from hostdev.pipeline.scheduling.passes import PassOptions, look_ahead, raise_held
 from hostdev.pipeline.scheduling.queues import End, PipelineQueues, Stopped
 from hostdev.pipeline.stages.look_up import look_up, look_up_conflicting, reload, take_memory
@@ -146,8 +147,14 @@ class Workers:
         """Plan a batch; look up and send the rows that need not wait, and conflicting rows that may be read by now."""
         context, queues, update = self._context, self._queues, self._update
         in_flights, number = queues.in_flight, batch.number
-        planned = plan(context, batch, update, partial(in_flights.get_unfinished, number))
-        in_flight, conflicts = in_flights.by_number[number], planned.conflicts
+        in_flight, before = in_flights.by_number[number], in_flights.by_number.get(number - 1)
+        if before is not None and not before.claimed:
+            record_writer(before, context.last_writers)
+        unfinished: Callable[[], Unfinished] | None = partial(in_flights.get_unfinished, number)
+        if queues.alone and update and in_flights.updated == number - 1 and not context.cached:
+            unfinished = None  # the next batch is most likely planned after this one's update, too
+        planned = plan(context, batch, update, unfinished)
+        conflicts, in_flight.claimed = planned.conflicts, unfinished is not None
         in_flight.writes = planned.writes
         memory = take_memory(context, planned)
         with queues.looking_up() if context.on_host else nullcontext():
@@ -155,7 +162,6 @@ class Workers:
             in_flight.rows = looked_up.rows
         if context.on_host:
             if context.exchanges:
-                before = in_flights.by_number.get(number - 1)
                 early = remote.exchange_early(context, looked_up, conflicts, before, update=update, overlapped=True)
                 looked_up = looked_up._replace(early=early)
             in_flight.missing = 1  # the rows that are sent here
@@ -264,6 +270,8 @@ class OverlappedPass:
             queues.in_flight.release(self._given)
             self._given = None
         self._taken += 1
+        if queues.alone:  # one after the other, as at depth 0
+            queues.wait(lambda: queues.update_error or queues.in_flight.updated >= queues.finished)
         self._read_ahead()
         with self._timeline.stall("step"):
             item = queues.take_fetched() or End(None)
@@ -282,9 +290,10 @@ class OverlappedPass:
         if self._context.on_host and self._context.staging.copies:
             queues.in_flight.gather(item.number, self._context.staging.mark())
         self._given = item.number
-        spare = self._context.spare_cores
-        spare.begin_step()
-        queues.alone = spare.alone
+        if self._update:
+            turns = self._context.turns
+            turns.begin_step()
+            queues.alone = turns.alone
         return batch
 
     def _read_ahead(self) -> None:
@@ -313,7 +322,6 @@ class OverlappedPass:
 
     def finish(self, batch: StepBatch, gradients: Gradients | None) -> None:
         """See `Pass`."""
-        self._context.spare_cores.end_step()
         held = [end_step(self._context, batch, gradients)]
         if self._update:
             self._queues.finished = batch.number

@@ -8,65 +8,76 @@ import pytest
 import torch
 
 import hostdev
-from hostdev.pipeline.scheduling import overlapped, passes, queues, spare_cores
-from hostdev.pipeline.scheduling.spare_cores import SpareCores
+from hostdev.pipeline.scheduling import overlapped, passes, queues, turns
+from hostdev.pipeline.scheduling.turns import Turns
 
-CORES = 4
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """Times that the test sets: seconds, and processor seconds."""
-    times = {"perf_counter": 0.0, "process_time": 0.0}
-    for name in times:
-        monkeypatch.setattr(spare_cores, name, lambda name=name: times[name])
-    monkeypatch.setattr(spare_cores, "available_cpus", lambda: CORES)
-    return times
+CLOCK = [0.0]
 
 
-def alone(spare, clock, busy, *, steps, seconds=0.1):
-    """Return by step whether it was to run alone; each takes `seconds`, and keeps `busy` processors busy."""
+def steps(turns, seconds, count):
+    """Return by step whether it was to run alone; `seconds` gives its duration by its number and by that."""
     found = []
-    for _ in range(steps):
-        spare.begin_step()
-        found.append(spare.alone)
-        clock["perf_counter"] += seconds
-        clock["process_time"] += seconds * busy
-        spare.end_step()
+    for number in range(count):
+        turns.begin_step()
+        found.append(turns.alone)
+        CLOCK[0] += seconds(number, turns.alone)
     return found
 
 
-@pytest.mark.parametrize(
-    ("busy", "seconds", "shares", "measured", "after"),
-    [
-        (4.0, 0.1, True, True, True),
-        (3.7, 0.1, True, True, True),
-        (3.2, 0.1, True, True, False),  # almost one is free
-        (0.1, 0.1, True, True, False),  # the step waits, such as for an accelerator elsewhere
-        (4.0, 0.0001, True, True, False),  # too short to matter
-        (4.0, 0.1, False, False, False),  # the step is on a device of its own
-    ],
-)
-def test_when_a_step_runs_alone(clock, busy, seconds, shares, measured, after):
-    found = alone(SpareCores(shares=shares), clock, busy, steps=600, seconds=seconds)
-    assert found[:4] == [False] * 4
-    assert found[4:8] == [measured] * 4
-    assert found[8:516] == [after] * 508
-    assert found[516:520] == [measured] * 4
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    monkeypatch.setattr(turns, "perf_counter", lambda: CLOCK[0])
 
 
-def test_a_program_may_change(clock):
-    spare = SpareCores(shares=True)
-    assert alone(spare, clock, 4.0, steps=516)[-1]
-    assert not alone(spare, clock, 0.5, steps=5)[-1]
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize(("alone", "overlapped"), [(1.0, 1.3), (1.3, 1.0)])
+def test_the_faster_way_is_kept(depth, alone, overlapped):
+    found = steps(Turns(shares=True, depth=depth), lambda number, is_alone: alone if is_alone else overlapped, 2000)
+    block = depth + 6
+    trial = [*[False] * block, *[True] * block] * 2
+    chosen, first = alone < overlapped, 4 + len(trial)
+    assert found[:first] == [False] * 4 + trial
+    period = 512 if chosen else 1024  # overlapping was the first choice, too
+    assert found[first:][:period] == [chosen] * period
+    assert found[first + period :][: len(trial)] == trial
+    assert set(found[first + period + len(trial) :][:400]) == {chosen}
+
+
+def test_a_single_long_step_changes_nothing():
+    found = steps(
+        Turns(shares=True, depth=2), lambda number, is_alone: 50.0 if number in (13, 31) else 2 - is_alone, 500
+    )
+    assert all(found[36:])
+
+
+def test_a_program_may_change():
+    seconds = lambda number, is_alone: 2 - is_alone if number < 300 else 1 + is_alone  # noqa: E731
+    found = steps(Turns(shares=True, depth=2), seconds, 1000)
+    assert all(found[36:548])
+    assert not any(found[580:])
+
+
+def test_a_step_on_a_device_of_its_own_always_overlaps():
+    assert not any(steps(Turns(shares=False, depth=2), lambda number, is_alone: 2 - is_alone, 600))
 
 
 @pytest.fixture
 def always_alone(monkeypatch):
-    def begin(spare):
-        spare.alone = True
+    def begin(self):
+        self.alone = True
 
-    monkeypatch.setattr(SpareCores, "begin_step", begin)
+    monkeypatch.setattr(Turns, "begin_step", begin)
+
+
+@pytest.fixture
+def sometimes_alone(monkeypatch):
+    """Changes from one way to the other at steps of no order."""
+    drawn = np.random.default_rng(8)
+
+    def begin(self):
+        self.alone = bool(drawn.random() < 0.5)
+
+    monkeypatch.setattr(Turns, "begin_step", begin)
 
 
 def trained(depth, *, cache=None, body=lambda runtime, table: None, batches=12):
@@ -91,13 +102,14 @@ def look_inside(runtime, table):
         assert torch.equal(rows["t"], torch.tensor(table.weights[:5]))
 
 
-@pytest.mark.usefixtures("always_alone")
+@pytest.mark.parametrize("way", ["always_alone", "sometimes_alone"])
 @pytest.mark.parametrize("body", [lambda runtime, table: None, look_inside])
 @pytest.mark.parametrize("cache", [None, "50%"])
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_the_bits_are_those_of_depth_0(depth, cache, body):
-    expected = trained(0, cache=cache, body=body)
-    found = trained(depth, cache=cache, body=body)
+def test_the_bits_are_those_of_depth_0(request, way, depth, cache, body):
+    expected = trained(0, cache=cache, body=body, batches=40)
+    request.getfixturevalue(way)
+    found = trained(depth, cache=cache, body=body, batches=40)
     assert found[0] == expected[0]
     np.testing.assert_array_equal(found[1], expected[1])
 
