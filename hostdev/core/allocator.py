@@ -23,5 +23,5 @@ def keep_freed_memory(*, one_arena: bool = False) -> None:
     mallopt = ctypes.CDLL(None).mallopt
     mallopt(_M_MMAP_THRESHOLD, 1 << 30)
     mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
-    if one_arena:
+    if one_arena and "MALLOC_ARENA_MAX" not in os.environ:
         mallopt(_M_ARENA_MAX, 1)

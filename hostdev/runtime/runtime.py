@@ -121,7 +121,7 @@ class Runtime(FrameworkLoaders):
         self.device = backend.require(device)
         if self.device.type == "cpu":  # torch's operations and the host's kernels share cores and memory
             limit_spinning()
-            keep_freed_memory()
+            keep_freed_memory(one_arena=True)
         require_place(self.group_specs, self.device)
         specs = cache_specs(cache, self.group_specs)
         require_room(self.group_specs, specs, depth, self.device)
