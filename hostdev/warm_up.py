@@ -86,7 +86,8 @@ def _run_all(tasks: Sequence[Task], processes: int, what: str) -> int:
 def _tasks() -> list[Task]:
     """Return calls that together compile all kernels, the slowest first."""
     optimizers = [build_optimizer(name) for name in OPTIMIZERS] + [SGD(clip_norm=1.0)]
-    tables = itertools.product(_ID_DTYPES, TABLE_DTYPES, optimizers)
+    dtypes = list(itertools.product(TABLE_DTYPES, TABLE_DTYPES))  # of weights and slots
+    tables = itertools.product(_ID_DTYPES, dtypes, optimizers)
     features = itertools.product((1, 32), (False, True), (False, True), (False, True))
     return [
         (_prepare, ()),
@@ -97,9 +98,10 @@ def _tasks() -> list[Task]:
     ]
 
 
-def _warm_up_table(id_dtype: str, table_dtype: str, optimizer: SparseOptimizer, dim: int) -> None:
-    warm_up_table(id_dtype, table_dtype, optimizer, dim)
-    HostTable(1, dim, optimizer, name="warm-up", dtype=table_dtype).erase(np.zeros(1, id_dtype))
+def _warm_up_table(id_dtype: str, dtypes: tuple[str, str], optimizer: SparseOptimizer, dim: int) -> None:
+    warm_up_table(id_dtype, dtypes, optimizer, dim)
+    dtype, slots = dtypes
+    HostTable(1, dim, optimizer, name="warm-up", dtype=dtype, slots=slots).erase(np.zeros(1, id_dtype))
 
 
 def _warm_up_feature(dim: int, pooled: bool, weighted: bool, bfloat16: bool) -> None:

@@ -9,8 +9,10 @@ from hostdev.host.warm_up import warm_up
 def main():
     for id_dtype in ("int32", "int64"):
         planner.warm_up(id_dtype)
-    for id_dtype, table_dtype in itertools.product(("int32", "int64"), ("fp32", "bf16")):
-        warm_up(id_dtype, table_dtype)
+    for id_dtype, dtypes in itertools.product(
+        ("int32", "int64"), (("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"))
+    ):
+        warm_up(id_dtype, dtypes)
 
 
 if __name__ == "__main__":

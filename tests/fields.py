@@ -58,14 +58,26 @@ def cache_of(options):
 
 
 def trainer_of(
-    rows, dim, *, mix=True, seed=1, device=None, layers=None, cache=None, fields=FIELDS, dtype="fp32", **options
+    rows,
+    dim,
+    *,
+    mix=True,
+    seed=1,
+    device=None,
+    layers=None,
+    cache=None,
+    fields=FIELDS,
+    dtype="fp32",
+    slots="fp32",
+    **options,
 ):
     """A trainer, whose dense side is on the device; small layers where that is simulated, unless they are given.
 
     dtype  of the tables' weights
+    slots  dtype of their optimizers' slots
     """
     device = device or torch.device("cpu")
     layers = layers or (SMALL if "tests.standin.plugin" in sys.modules else LAYERS)
     model = FieldsModel(schema_of(rows, fields), dim, seed=seed, layers=layers)
-    model.tables = {name: replace(spec, dtype=dtype) for name, spec in model.tables.items()}
+    model.tables = {name: replace(spec, dtype=dtype, slots=slots) for name, spec in model.tables.items()}
     return Trainer(model, host_device_mix=mix, device=device, seed=seed, cache=cache_of(cache), **options)

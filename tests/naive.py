@@ -5,6 +5,7 @@ import re
 from itertools import chain, pairwise
 
 import numpy as np
+import torch
 
 f32 = np.float32
 
@@ -151,12 +152,15 @@ UPDATES = {
 
 
 class Table:
-    """A table as three plain arrays; with a rounding, of bfloat16 weights."""
+    """A table as three plain arrays; with a rounding, of bfloat16 weights or slots."""
 
-    def __init__(self, weights, optimizer, rounding=None):
+    def __init__(self, weights, optimizer, rounding=None, dtype="bf16", slots="fp32"):
         self.rounding = rounding  # returns the key of a step's rounding
+        self.rounded = dtype != "fp32", slots != "fp32"
         self.weights = weights.copy()
         self.slots = {name: np.full(weights.shape, value, f32) for name, value in optimizer.slots.items()}
+        if self.rounded[1]:
+            self.slots = {name: to_nearest_bfloat16(values) for name, values in self.slots.items()}
         self.slots |= {name: np.full((len(weights), 1), value, f32) for name, value in optimizer.row_slots.items()}
         self.optimizer = optimizer
         self.step = 0
@@ -167,14 +171,21 @@ class Table:
         if len(rows):
             summed = segment_sum(grads, inverse, len(rows))
             UPDATES[self.optimizer.primitive](self.weights, self.slots, rows, summed, self.optimizer, self.step)
-            if self.rounding is not None:
-                self.weights[rows] = round_to_bfloat16(self.weights[rows], rows, self.rounding(self.step))
+            planes = [self.weights, *(self.slots[name] for name in self.optimizer.slots)]
+            for plane, values in enumerate(planes if self.rounding is not None else []):
+                if self.rounded[plane > 0]:
+                    values[rows] = round_to_bfloat16(values[rows], rows, self.rounding(self.step), plane)
 
 
-def round_to_bfloat16(weights, row_ids, key):
-    """Weights [n, D] of rows [n] rounded stochastically; float32."""
+def to_nearest_bfloat16(values):
+    """float32 values rounded to the nearest bfloat16 numbers, by torch."""
+    return torch.from_numpy(values).bfloat16().float().numpy()
+
+
+def round_to_bfloat16(weights, row_ids, key, plane=0):
+    """Weights, or the slot `plane` - 1, [n, D], of rows [n] rounded stochastically; float32."""
     pairs = (weights.shape[1] + 1) // 2
-    steps = np.arange(pairs, dtype=np.uint32) * np.uint32(0x9E3779B9)
+    steps = np.arange(plane * pairs, (plane + 1) * pairs, dtype=np.uint32) * np.uint32(0x9E3779B9)
     hashes = splitmix64(row_ids.astype(np.uint64) ^ np.uint64(key))[:, None]
     low, high = hashes.astype(np.uint32), (hashes >> np.uint64(32)).astype(np.uint32)
     words = mix32(low ^ steps) ^ high

@@ -35,17 +35,18 @@ from hostdev.host.warm_up import warm_up_feature
 from tests.fields import FieldsBatch, trainer_of
 
 dtype, depth, cache, stored = np.dtype(sys.argv[1]), int(sys.argv[2]), sys.argv[3] or None, sys.argv[4]
+slots = sys.argv[5]
 set_host_threads(2)
-warm_up(dtype, stored)
+warm_up(dtype, (stored, slots))
 if cache:
     planner.warm_up(dtype)
-    warm_up(np.dtype(np.int32), stored)
+    warm_up(np.dtype(np.int32), (stored, slots))
 for dim in (1, 8):
     warm_up_feature(dim, weighted=True)
 before, rng = compiled(), np.random.default_rng(0)
 assert before
 cache = {"capacity_rows": cache, "window": 2} if cache else None
-trainer = trainer_of(300_000, 8, depth=depth, cache=cache, layers=(32, 16), dtype=stored)
+trainer = trainer_of(300_000, 8, depth=depth, cache=cache, layers=(32, 16), dtype=stored, slots=slots)
 batches = [FieldsBatch(np.zeros(2000, np.float32), (300_000 * rng.random((2000, 39)) ** 3).astype(dtype),
                  np.ones((2000, 39), np.float32)) for _ in range(6)]
 for _ in trainer.train(batches):
@@ -55,18 +56,18 @@ print(*sorted(map(str, compiled() - before)), sep="\\n")
 
 
 @pytest.mark.parametrize(
-    ("dtype", "depth", "cache", "stored"),
+    ("dtype", "depth", "cache", "stored", "slots"),
     [
-        ("int64", 2, "", "fp32"),
-        ("int32", 2, "5%", "fp32"),
-        pytest.param("int64", 2, "5%", "bf16", marks=pytest.mark.slow),
-        pytest.param("int32", 0, "", "fp32", marks=pytest.mark.slow),
-        pytest.param("int64", 0, "5%", "fp32", marks=pytest.mark.slow),
-        pytest.param("int32", 2, "", "bf16", marks=pytest.mark.slow),
+        ("int64", 2, "", "fp32", "fp32"),
+        ("int32", 2, "5%", "fp32", "fp32"),
+        pytest.param("int64", 2, "5%", "bf16", "bf16", marks=pytest.mark.slow),
+        pytest.param("int32", 0, "", "fp32", "bf16", marks=pytest.mark.slow),
+        pytest.param("int64", 0, "5%", "fp32", "fp32", marks=pytest.mark.slow),
+        pytest.param("int32", 2, "", "bf16", "fp32", marks=pytest.mark.slow),
     ],
 )
-def test_nothing_is_compiled_in_training(dtype, depth, cache, stored):
-    given = [sys.executable, "-c", COMPILED + CODE, dtype, str(depth), cache, stored]
+def test_nothing_is_compiled_in_training(dtype, depth, cache, stored, slots):
+    given = [sys.executable, "-c", COMPILED + CODE, dtype, str(depth), cache, stored, slots]
     ran = subprocess.run(given, capture_output=True, text=True, cwd=ROOT, check=False)
     assert ran.returncode == 0, ran.stderr
     assert not ran.stdout.strip()

@@ -28,6 +28,10 @@ class CachedTable(Protocol):
         """How the host stores the table's weights."""
 
     @property
+    def slots_dtype(self) -> str:
+        """How the host stores the table's slots."""
+
+    @property
     def rows(self) -> int:
         """Number of rows, V."""
 
@@ -100,7 +104,7 @@ class DeviceSlots:
     ) -> None:
         """Take one optimizer step on cached rows in their slots, and on admitted rows in their own memory.
 
-        Weights that the host stores as bfloat16 are then rounded; this does not change skipped rows.
+        Values that the host stores as bfloat16 are then rounded; this does not change skipped rows.
 
         Args:
             at: The plan's slots.
@@ -117,8 +121,8 @@ class DeviceSlots:
         if step.rounding is not None:
             assert at.row_ids is not None
             H = len(at.hit_slots)
-            self._ops.round_rows(self.block, at.hit_slots, at.row_ids[:H], step.rounding)
-            self._ops.round_rows(admitted, None, at.row_ids[H:], step.rounding)
+            self._ops.round_rows(self.block, at.hit_slots, at.row_ids[:H], *step.rounding)
+            self._ops.round_rows(admitted, None, at.row_ids[H:], *step.rounding)
 
     def update_bytes(self, at: Places, grads: Tensor, admitted: Tensor, *some: Any) -> int:
         """Return the bytes that `update` reads and writes."""

@@ -33,7 +33,7 @@ def differences(one: Chain, other: Chain) -> list[str]:
 
 def _compare_tables(a: Layers, b: Layers, mine: Table, theirs: Table) -> list[str]:
     lines = []
-    for what in ("rows", "dim", "optimizer", "hyperparameters", "dtype", "step"):
+    for what in ("rows", "dim", "optimizer", "hyperparameters", "dtype", "slots_dtype", "step"):
         if getattr(mine, what) != getattr(theirs, what):
             lines.append(f"table {mine.name}: {what} {getattr(mine, what)} and {getattr(theirs, what)}")
     if (mine.rows, mine.dim) != (theirs.rows, theirs.dim):

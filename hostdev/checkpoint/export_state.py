@@ -18,11 +18,12 @@ def write_state(out: Path, layers: Layers) -> None:
     """Write state.json, and optimizer.pt for a checkpoint of hostdev.train or extra.pt for one of `Runtime.save`.
 
     state.json has the checkpoint's step, and each table's step, optimizer with hyperparameters, names of optimizer
-    state, and dtype in training. `torch.load` reads the other files without hostdev; NumPy arrays in `extra` become
+    state, and dtypes in training. `torch.load` reads the other files without hostdev; NumPy arrays in `extra` become
     tensors.
     """
     found = layers.manifest
-    names = ("rows", "dim", "step", "optimizer", "hyperparameters", "slots", "row_slots", "dtype", "seed")
+    names: tuple[str, ...] = ("rows", "dim", "step", "optimizer", "hyperparameters", "slots", "row_slots")
+    names += ("dtype", "slots_dtype", "seed")
     content = {
         "step": found.step,
         "tables": {table.name: {name: getattr(table, name) for name in names} for table in found.tables},

@@ -65,10 +65,10 @@ def fit_tables(chain: Chain, tables: Mapping[str, Any]) -> Fit:
         if theirs != mine:
             shown = [f"{kind}{_arguments(values)}" for kind, values in (theirs, mine)]
             raise UserError(f"{newest.path}: table {name!r} has optimizer {shown[0]}, but {shown[1]} in the program")
-        if there.dtype != table.dtype:
-            raise UserError(
-                f"{newest.path}: the weights of table {name!r} are {there.dtype}, but {table.dtype} in the program"
-            )
+        for what, field in (("weights", "dtype"), ("slots", "slots_dtype")):
+            saved, own = getattr(there, field), getattr(table, field)
+            if saved != own:
+                raise UserError(f"{newest.path}: the {what} of table {name!r} are {saved}, but {own} in the program")
         if there.rows > table.total_rows:
             raise UserError(
                 f"table {name!r} has {there.rows:,} rows in {newest.path}, but only {table.total_rows:,} in the program"

@@ -100,11 +100,13 @@ def require_tables(chain: Chain, tables: Mapping[str, Any]) -> None:
         for what, a, b in zip(("shape", "optimizer", "optimizer"), theirs, mine, strict=True):
             if a != b:
                 raise UserError(f"{newest.path} is of a different model: table {name!r} has {what} {a}, not {b}")
-        if there.dtype != table.dtype:
-            raise UserError(
-                f"{newest.path} was trained with {there.dtype} weights in table {name!r}, not "
-                f'{table.dtype}; create the table with dtype="{there.dtype}"'
-            )
+        for kind, field, argument in (("weights", "dtype", "dtype"), ("slots", "slots_dtype", "slots")):
+            saved, own = getattr(there, field), getattr(table, field)
+            if saved != own:
+                raise UserError(
+                    f"{newest.path} was trained with {saved} {kind} in table {name!r}, not {own}; create the table "
+                    f'with {argument}="{saved}"'
+                )
 
 
 def load_tables(chain: Chain, tables: Mapping[str, Any], *, check: bool = False) -> None:

@@ -64,7 +64,8 @@ class Table:
     files: list[RangeFile] = field(default_factory=list)
     order: str = "ids"  # order of the rows; "spread": by position, as ranks divide them (`kernels.shards`)
     dtype: str = FP32  # dtype of the weights in training; files always have float32
-    seed: int | None = None  # seed of the rounding, for weights that are not float32
+    slots_dtype: str = FP32  # dtype of `slots` in training
+    seed: int | None = None  # seed of the rounding, for weights or slots that are not float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +120,7 @@ class Manifest:
     def _content(self) -> dict[str, Any]:
         content = {"format": FORMAT, **asdict(self)}
         for table in content["tables"]:
-            for name, usual in (("order", "ids"), ("dtype", FP32), ("seed", None)):
+            for name, usual in (("order", "ids"), ("dtype", FP32), ("slots_dtype", FP32), ("seed", None)):
                 if table[name] == usual:
                     del table[name]
         return content
@@ -207,7 +208,8 @@ def _check_table(table: Table) -> None:
     _require(right, f"{name} has the invalid size {table.rows} x {table.dim}")
     _require(table.step >= 0, f"{name} is at the negative step {table.step}")
     _require(table.order in _ORDERS, f"{name} has the unknown row order {table.order[:80]!r}")
-    _require(table.dtype in TABLE_DTYPES, f"{name} has the unknown dtype {table.dtype[:80]!r}")
+    for dtype in (table.dtype, table.slots_dtype):
+        _require(dtype in TABLE_DTYPES, f"{name} has the unknown dtype {dtype[:80]!r}")
     _require_different(["weights", "id", *table.slots, *table.row_slots], f"{name}: column")
     lr = table.hyperparameters.get("lr")
     _require(isinstance(lr, int | float) and not isinstance(lr, bool), f"{name} has no learning rate")

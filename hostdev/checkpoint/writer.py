@@ -436,6 +436,7 @@ def describe_table(table: Any) -> Table:
         row_slots=list(optimizer.row_slots),
         step=table.step,
         dtype=table.dtype,
-        seed=table.seed if table.dtype != FP32 else None,
+        slots_dtype=table.slots_dtype,
+        seed=table.seed if (table.dtype, table.slots_dtype) != (FP32, FP32) else None,
         order="ids" if getattr(table, "part", None) is None else SPREAD,
     )

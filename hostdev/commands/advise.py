@@ -19,6 +19,7 @@ OPTIONS = (
     "model",
     "table_optimizer",
     "table_dtype",
+    "table_slots",
     "device",
     "batch_size",
     "emb_dim",

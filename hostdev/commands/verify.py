@@ -19,6 +19,7 @@ OPTIONS = (
     "table_optimizer",
     "table_lr",
     "table_dtype",
+    "table_slots",
     "lr",
     "device",
     "batch_size",

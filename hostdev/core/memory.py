@@ -10,7 +10,7 @@ import psutil
 
 from hostdev.core.errors import UserError
 from hostdev.core.optimizers import SparseOptimizer
-from hostdev.core.table_dtypes import FP32, weight_bytes
+from hostdev.core.table_dtypes import FP32, value_bytes
 
 _CGROUP = Path("/sys/fs/cgroup")
 _LEAST_RESERVE = 256 << 20
@@ -99,9 +99,9 @@ def peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def table_bytes(rows: int, dim: int, slots: int, row_slots: int = 0, dtype: str = FP32) -> int:
-    """Return a table's bytes: rows x (dim x (w + 4 x slots) + 4 x row_slots), where w is 4, or 2 for bf16 weights."""
-    return rows * (dim * (weight_bytes(dtype) + 4 * slots) + 4 * row_slots)
+def table_bytes(rows: int, dim: int, slots: int, row_slots: int = 0, dtype: str = FP32, slots_dtype: str = FP32) -> int:
+    """Return a table's bytes: rows x (dim x (w + s x slots) + 4 x row_slots), where w and s are 4, or 2 for bf16."""
+    return rows * (dim * (value_bytes(dtype) + value_bytes(slots_dtype) * slots) + 4 * row_slots)
 
 
 class TableShape(NamedTuple):
@@ -110,10 +110,12 @@ class TableShape(NamedTuple):
     dim: int
     optimizer: SparseOptimizer
     dtype: str = FP32  # of the weights in host memory
+    slots_dtype: str = FP32  # of the slots in host memory
 
     def nbytes(self, rows: int) -> int:
         """Return the bytes of `rows` rows with their slots."""
-        return table_bytes(rows, self.dim, len(self.optimizer.slots), len(self.optimizer.row_slots), self.dtype)
+        slots, row_slots = len(self.optimizer.slots), len(self.optimizer.row_slots)
+        return table_bytes(rows, self.dim, slots, row_slots, self.dtype, self.slots_dtype)
 
 
 def row_bytes(tables: Iterable[tuple[int, SparseOptimizer] | TableShape]) -> tuple[int, int]:
@@ -147,14 +149,22 @@ def pinned_size(nbytes: int) -> int:
 
 
 def require_table(
-    name: str, rows: int, dim: int, optimizer: SparseOptimizer, free: int, where: str, dtype: str = FP32
+    name: str,
+    rows: int,
+    dim: int,
+    optimizer: SparseOptimizer,
+    free: int,
+    where: str,
+    dtype: str = FP32,
+    slots_dtype: str = FP32,
 ) -> int:
     """Return the bytes of a table; raise UserError unless it fits into the `free` bytes of `where`, such as "host"."""
-    needed = TableShape(dim, optimizer, dtype).nbytes(rows)
+    needed = TableShape(dim, optimizer, dtype, slots_dtype).nbytes(rows)
     if needed > free:
         slots, row_slots = len(optimizer.slots), len(optimizer.row_slots)
         of_rows = f" + {rows} rows x {row_slots} x 4" if row_slots else ""
-        of_one = f"(1 + {slots} slots) x 4" if dtype == FP32 else f"(2 + {slots} slots x 4)"
+        weight, slot = value_bytes(dtype), value_bytes(slots_dtype)
+        of_one = f"(1 + {slots} slots) x {weight}" if weight == slot else f"({weight} + {slots} slots x {slot})"
         raise UserError(
             f"table {name!r} needs {rows} rows x {dim} x {of_one}{of_rows} = {needed} bytes "
             f"({format_bytes(needed)}), but {free} bytes ({format_bytes(free)}) of {where} memory are "

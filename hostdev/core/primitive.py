@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Protocol
 
 from hostdev.core.durations import Durations, statistics
-from hostdev.core.table_dtypes import weight_bytes
+from hostdev.core.table_dtypes import value_bytes
 from hostdev.kernels.pool import Task, run_tasks, timed
 
 TARGETS = ("CPU", "DEVICE")
@@ -359,7 +359,7 @@ class EmbeddingLookup(_TablePrimitive):
     @staticmethod
     def row_bytes(table: Any) -> int:
         """Return the bytes read and written per row."""
-        return int(table.dim) * (_weight_bytes(table) + 4)
+        return int(table.dim) * (_stored_bytes(table)[0] + 4)
 
 
 class _Update(_TablePrimitive):
@@ -391,8 +391,7 @@ class _Update(_TablePrimitive):
 
     @staticmethod
     def row_bytes(table: Any) -> int:
-        slots = 4 * len(table.optimizer.slots)
-        return int(table.dim) * (4 + 2 * (_weight_bytes(table) + slots)) + 8 * len(table.optimizer.row_slots)
+        return int(table.dim) * (4 + 2 * sum(_stored_bytes(table))) + 8 * len(table.optimizer.row_slots)
 
 
 class _WholeRows(_TablePrimitive):
@@ -416,8 +415,8 @@ class _WholeRows(_TablePrimitive):
 
     @staticmethod
     def row_bytes(table: Any) -> int:
-        weights, slots = _weight_bytes(table) + 4, 8 * len(table.optimizer.slots)
-        return int(table.dim) * (weights + slots) + 8 * len(table.optimizer.row_slots)
+        sent = 4 * (1 + len(table.optimizer.slots))
+        return int(table.dim) * (sum(_stored_bytes(table)) + sent) + 8 * len(table.optimizer.row_slots)
 
 
 class CacheAdmit(_WholeRows):
@@ -432,9 +431,10 @@ class CacheEvict(_WholeRows):
     name, method = "CacheEvict", "write_rows"
 
 
-def _weight_bytes(table: Any) -> int:
-    """Return the bytes of a weight in the table's storage; always 4 on the device."""
-    return weight_bytes(table.dtype) if table.primitive_target == "CPU" else 4
+def _stored_bytes(table: Any) -> tuple[int, int]:
+    """Return the bytes of a column's weight and of its slots in the table's storage; 4 per value on the device."""
+    host, count = table.primitive_target == "CPU", len(table.optimizer.slots)
+    return value_bytes(table.dtype) if host else 4, count * (value_bytes(table.slots_dtype) if host else 4)
 
 
 class FusedSparseFtrl(_Update):

@@ -15,8 +15,8 @@ from hostdev.core.ids import checked_ids
 from hostdev.core.initializers import Initializer, Normal, initializer
 from hostdev.core.memory import require_table
 from hostdev.core.optimizers import SparseOptimizer, require_optimizer
-from hostdev.core.rounding import rounding_key
-from hostdev.core.table_dtypes import BF16, FP32, TableStep, require_table_dtype
+from hostdev.core.rounding import get_rounding, initial_slots, rounding_key
+from hostdev.core.table_dtypes import BF16, FP32, TableStep, require_table_dtype, rounded_planes
 from hostdev.core.tables import Owned, initial_seed
 from hostdev.device.backend import free_bytes
 from hostdev.device.ops import get_ops
@@ -35,8 +35,8 @@ _FOLD_BYTES = 1 << 28  # bytes of squares at a time
 class DeviceTable(Owned):
     """Weights float32 [rows, dim] and optimizer state on `device`; equal to a `HostTable` with the same arguments.
 
-    Ids must be in range and unique; the caller checks and deduplicates them on the host. With dtype="bfloat16" the
-    values equal those of a host table of that dtype, but take 4 bytes each.
+    Ids must be in range and unique; the caller checks and deduplicates them on the host. With dtype="bfloat16" or
+    slots="bfloat16" the values equal those of such a host table, but take 4 bytes each.
 
     The body of an open `Runtime.train` loop may read and write the table like a host table. `weights`, `slots` and
     `block` are views that torch cannot protect: use `writing` or `write_rows` to write.
@@ -58,10 +58,11 @@ class DeviceTable(Owned):
         seed: int | None = None,
         init: Initializer | npt.ArrayLike = Normal(0.01),
         dtype: str = FP32,
+        slots: str = FP32,
     ) -> None:
         require_size(rows, dim, name)
         require_optimizer(optimizer, name)
-        self.dtype = require_table_dtype(dtype, name)
+        self.dtype, self.slots_dtype = require_table_dtype(dtype, name), require_table_dtype(slots, name, "slots")
         free = free_bytes(device)
         if free is not None:
             require_table(name, rows, dim, optimizer, free, "device")
@@ -75,7 +76,7 @@ class DeviceTable(Owned):
         self._ops = get_ops(self._block.device)
 
     def _fill(self, init: Initializer, seed: int) -> None:
-        slots = np.array(list(self.optimizer.slots.values()), np.float32)
+        slots = initial_slots(self.optimizer, self.slots_dtype)
         if self._block.device.type == "cpu" and self.dtype == FP32:
             init.fill(self._block.numpy(), seed, self.name, slots)
             return
@@ -87,7 +88,7 @@ class DeviceTable(Owned):
             init.fill(part, seed, self.name, slots, first_row=first)
             if self.dtype == BF16:
                 ids = np.arange(first, first + len(part))
-                round_rows(part, identity(len(part)), ids, rounding_key(seed, self.name, 0))
+                round_rows(part, identity(len(part)), ids, rounding_key(seed, self.name, 0), 0, 1)
             self._block[first : first + len(part)] = torch.from_numpy(part)
 
     def __getstate__(self) -> Mapping[str, Any]:
@@ -198,14 +199,21 @@ class DeviceTable(Owned):
             grads = self._ops.clip_rows(grads, step.clip)
         self._ops.update(self.optimizer.primitive, self._block, self._row_slots, ids, grads, step.scalars, skip)
         if step.rounding is not None:  # rounding does not change skipped rows
-            self._ops.round_rows(self._block, ids, ids, step.rounding)
+            self._ops.round_rows(self._block, ids, ids, *step.rounding)
 
     def begin_step(self) -> TableStep:
         """Count one step, and return its scalars and rounding key."""
         self._require_no_writing()
         self._step += 1
-        key = rounding_key(self.seed, self.name, self._step) if self.dtype == BF16 else None
-        return TableStep(self.optimizer.scalars(self._step, self.dim), key, self.optimizer.clip_limit(self.dim))
+        kinds = self.dtype, self.slots_dtype, self.optimizer
+        rounding = get_rounding(self.seed, self.name, self._step, *kinds)
+        return TableStep(self.optimizer.scalars(self._step, self.dim), rounding, self.optimizer.clip_limit(self.dim))
+
+    def _require_exact(self, plane: int, values: Rows) -> None:
+        """Raise ValueError unless values [N, D] of a plane, 0 for weights, can be stored without rounding."""
+        rounded = rounded_planes(self.dtype, self.slots_dtype, len(self.optimizer.slots))
+        if rounded is not None and plane in range(*rounded):
+            require_bfloat16(values, self.name, plane)
 
     @contextmanager
     def writing(self, ids: Tensor | npt.ArrayLike | None = None) -> Iterator[Writing]:
@@ -227,8 +235,7 @@ class DeviceTable(Owned):
             with torch.no_grad():
                 yield one
                 one.require_finite()
-                if self.dtype == BF16:
-                    require_bfloat16(one.weights[:, None].cpu().numpy(), self.name)
+                one.require_exact(("weights", *self.optimizer.slots), self._require_exact)
                 one.write()
         finally:
             one.end()
@@ -240,13 +247,13 @@ class DeviceTable(Owned):
         array = checked_ids(ids.cpu().numpy() if isinstance(ids, Tensor) else ids, self.rows, self.name)
         array = np.unique(array).astype(np.int64)
         _, planes, D = self._block.shape
-        slots = np.array(list(self.optimizer.slots.values()), np.float32)
+        slots = initial_slots(self.optimizer, self.slots_dtype)
         for start in range(0, len(array), _ERASED):
             part = array[start : start + _ERASED]
             block = np.empty((len(part), planes, D), np.float32)
             self._init.fill(block, self.seed, self.name, slots, ids=part)
             if self.dtype == BF16:
-                round_rows(block, identity(len(part)), part, rounding_key(self.seed, self.name, 0))
+                round_rows(block, identity(len(part)), part, rounding_key(self.seed, self.name, 0), 0, 1)
             row_slots = np.empty((len(part), self._row_slots.shape[1]), np.float32)
             row_slots[:] = list(self.optimizer.row_slots.values())
             self.write_rows(part, block, row_slots)
@@ -267,8 +274,8 @@ class DeviceTable(Owned):
         _, planes, D = self._block.shape
         check_rows("block", block, (len(ids), planes, D), self.name)
         check_rows("row_slots", row_slots, (len(ids), self._row_slots.shape[1]), self.name)
-        if self.dtype == BF16:
-            require_bfloat16(block, self.name)
+        for plane in range(planes):
+            self._require_exact(plane, block[:, plane])
         require_finite(self.name, ids, block, row_slots)
         self._before_write()
         at = torch.from_numpy(ids).to(self.device, torch.int64)

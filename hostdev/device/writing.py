@@ -1,7 +1,9 @@
 """Editable copies of a device table's weights and optimizer state."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -38,6 +40,12 @@ class Writing(Copies):
                     f"table {self.table!r}: {value} cannot be written to row {number}: values must be finite; "
                     "nothing was written"
                 )
+
+    def require_exact(self, planes: Sequence[str], check: Callable[[int, npt.NDArray[np.float32]], None]) -> None:
+        """Call `check` with the number and the new values of each plane that was copied."""
+        for plane, name in enumerate(planes):
+            if name in self._held:
+                check(plane, self._held[name].cpu().numpy())
 
     def write(self) -> None:
         """Write the copies to the table."""

@@ -1,4 +1,4 @@
-"""Layouts of a table's rows in host memory: all float32, or bfloat16 weights. Reads always return float32.
+"""Layouts of a table's rows in host memory: all float32, or with bfloat16 weights or state. Reads return float32.
 
 Shapes: V rows, D columns; per row, S optimizer state columns of D values and R state values. N ids, int32 or int64,
 which are trusted to be in [0, V).
@@ -12,18 +12,18 @@ import numpy.typing as npt
 
 from hostdev.core.initializers import Initializer
 from hostdev.core.optimizers import SparseOptimizer
-from hostdev.core.rounding import rounding_key
-from hostdev.core.table_dtypes import BF16, FP32, TableStep
+from hostdev.core.rounding import initial_slots, rounding_key
+from hostdev.core.table_dtypes import FP32, TableStep, rounded_planes
 from hostdev.kernels import rounding
 from hostdev.kernels.apply import apply_occurrences, apply_tasks
 from hostdev.kernels.bits import copy_to_columns, gather_rows
-from hostdev.kernels.buffers import aligned_empty
+from hostdev.kernels.buffers import aligned_empty, identity
 from hostdev.kernels.init import fill_constant
 from hostdev.kernels.lookup import lookup_tasks, store_tasks
 from hostdev.kernels.norm import partial_squares
 from hostdev.kernels.numa import interleave
 from hostdev.kernels.pool import Task
-from hostdev.kernels.rounding import Bfloat16Rows
+from hostdev.kernels.rounding import SplitRows
 from hostdev.kernels.shards import get_inverse
 
 Rows = npt.NDArray[np.float32]
@@ -45,6 +45,10 @@ class Shape:
         total: Rows of the table over all ranks.
         is_part: Whether the rows are a rank's part, at its positions (`kernels.shards`).
         ids: Returns the ids, in the whole table, of the local rows [start, stop).
+        slots_dtype: How the optimizer state columns are stored.
+
+    Attributes:
+        slots: The initial values of the state columns, float32 [S].
     """
 
     def __init__(
@@ -56,10 +60,11 @@ class Shape:
         total: int,
         is_part: bool,
         ids: Callable[[int, int], npt.NDArray[np.int64]],
+        slots_dtype: str = FP32,
     ) -> None:
         self.rows, self.dim, self.optimizer = rows, dim, optimizer
         self.first, self.total, self.is_part, self.ids = first, total, is_part, ids
-        self.slots = np.array(list(optimizer.slots.values()), np.float32)
+        self.slots = initial_slots(optimizer, slots_dtype)
 
     def row_slots(self) -> Rows:
         """Return memory for the per-row state."""
@@ -76,7 +81,8 @@ class Shape:
 class Storage(Protocol):
     """A table's rows. Arguments mean the same as those of the corresponding `HostTable` methods."""
 
-    dtype: str
+    dtype: str  # of the weights
+    slots_dtype: str  # of the state columns
     row_slots: Rows  # per-row state, [V, R]
 
     def initial(self, shape: Shape, seed: int, init: Initializer, ids: npt.NDArray[np.int64], block: Rows) -> None:
@@ -100,7 +106,7 @@ class Storage(Protocol):
         """Return the weights (number 0) or state column number - 1, to be read as float32 by slices and row ids."""
 
     def slot(self, number: int) -> Rows:
-        """Return a view of state column `number`, from 0, float32 [V, D]."""
+        """Return state column `number`, from 0, float32 [V, D]: a view, or a copy."""
 
     def lookup_tasks(self, ids: Ids, out: Rows, positions: Positions | None) -> list[Task]:
         """Return tasks that copy weights to out [N, D]."""
@@ -111,8 +117,8 @@ class Storage(Protocol):
     def write_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
         """Return tasks that overwrite rows with values that `require_exact` has accepted."""
 
-    def require_exact(self, block: Rows) -> None:
-        """Raise ValueError unless the rows [N, 1 + S, D] can be stored without rounding."""
+    def require_exact(self, plane: int, values: Rows) -> None:
+        """Raise ValueError unless values [N, D] of a plane, 0 for weights, can be stored without rounding."""
 
     def update_tasks(self, ids: Ids, grads: Rows, step: TableStep, positions: Positions | None) -> list[Task]:
         """Return tasks that take an optimizer step on unique rows."""
@@ -133,7 +139,7 @@ class Storage(Protocol):
 class Float32:
     """Weights and optimizer state of a row lie together: block float32 [V, 1 + S, D]."""
 
-    dtype = FP32
+    dtype = slots_dtype = FP32
 
     def __init__(self, name: str, shape: Shape) -> None:
         self._name, self._optimizer = name, shape.optimizer
@@ -191,7 +197,7 @@ class Float32:
         tasks = store_tasks(_flat(self.block), ids, _flat(block), positions)
         return tasks + _write_row_slots(self.row_slots, ids, row_slots, positions)
 
-    def require_exact(self, block: Rows) -> None:
+    def require_exact(self, plane: int, values: Rows) -> None:
         """Accept all values."""
 
     def update_tasks(self, ids: Ids, grads: Rows, step: TableStep, positions: Positions | None) -> list[Task]:
@@ -217,24 +223,32 @@ class Float32:
         return taken(self.block, ids)
 
 
-class Bfloat16:
-    """Weights uint16 [V, D], the bits of bfloat16 numbers, stored apart from the state float32 [V, S, D].
+class Split:
+    """Weights [V, D], stored apart from the state [V, S, D]: each float32, or uint16, the bits of bfloat16 numbers.
 
-    `kernels.rounding` rounds new weights. The rounding depends on the row's id over all ranks.
+    `kernels.rounding` rounds new values. The rounding depends on the row's id over all ranks.
+
+    Args:
+        name: The table's name.
+        shape: The dimensions.
+        dtype: How weights are stored.
+        slots_dtype: How the state columns are stored.
     """
 
-    dtype = BF16
-
-    def __init__(self, name: str, shape: Shape) -> None:
+    def __init__(self, name: str, shape: Shape, dtype: str, slots_dtype: str) -> None:
         self._name, self._optimizer, rows, dim = name, shape.optimizer, shape.rows, shape.dim
+        self.dtype, self.slots_dtype = dtype, slots_dtype
+        planes = rounded_planes(dtype, slots_dtype, len(shape.slots))
+        assert planes is not None
+        self._rounded = range(*planes)
         self._where = (shape.first, get_inverse(shape.total), shape.total) if shape.is_part else (0, 0, shape.total)
-        self.bits: npt.NDArray[np.uint16] = interleave(aligned_empty((rows, dim), np.uint16))
-        self.slots: Rows = interleave(aligned_empty((rows, len(shape.slots), dim)))
+        self.stored = _allocate((rows, dim), dtype)
+        self.slots = _allocate((rows, len(shape.slots), dim), slots_dtype)
         self.row_slots = shape.row_slots()
 
     def fill(self, shape: Shape, seed: int, init: Initializer) -> None:
         """See `Storage`."""
-        name, (rows, dim) = self._name, self.bits.shape
+        name, (rows, dim) = self._name, self.stored.shape
         step = max(1, _FILLED_BYTES // (4 * dim))
         values, none = np.empty((min(step, rows), 1, dim), np.float32), np.empty(0, np.float32)
         for first in range(0, rows, step):
@@ -243,18 +257,20 @@ class Bfloat16:
             if shape.is_part:
                 where = {"ids": shape.ids(first, first + len(part))}
             init.fill(part, seed, name, none, **where)
-            rounding.round_into(part, self.bits[first : first + len(part)], rounding_key(seed, name, 0), **where)
+            stored = self.stored[first : first + len(part)]
+            if self.dtype == FP32:
+                stored[:] = part[:, 0]
+            else:
+                rounding.round_into(part, stored, rounding_key(seed, name, 0), **where)
         if len(shape.slots):
-            fill_constant(self.slots, shape.slots[0], shape.slots[1:])
+            fill_constant(self.slots, *_split(_as_stored(shape.slots, self.slots_dtype)))
         shape.fill_row_slots(self.row_slots)
 
     def initial(self, shape: Shape, seed: int, init: Initializer, ids: npt.NDArray[np.int64], block: Rows) -> None:
         """See `Storage`."""
-        weights, bits = np.empty((len(ids), 1, shape.dim), np.float32), np.empty((len(ids), shape.dim), np.uint16)
-        init.fill(weights, seed, self._name, np.empty(0, np.float32), ids=ids)
-        rounding.round_into(weights, bits, rounding_key(seed, self._name, 0), ids=ids)
-        block[:, 0] = Bfloat16View(bits)[:]
-        block[:, 1:] = shape.slots[:, None]
+        init.fill(block, seed, self._name, shape.slots, ids=ids)
+        if self.dtype != FP32:
+            rounding.round_rows(block, identity(len(ids)), ids, rounding_key(seed, self._name, 0), 0, 1)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -265,39 +281,39 @@ class Bfloat16:
     @property
     def nbytes(self) -> int:
         """See `Storage`."""
-        return self.bits.nbytes + self.slots.nbytes + self.row_slots.nbytes
+        return self.stored.nbytes + self.slots.nbytes + self.row_slots.nbytes
 
     def weights(self) -> Rows:
         """See `Storage`."""
-        found = Bfloat16View(self.bits)[:]
-        found.flags.writeable = False
-        return found
+        return _widened(self.stored)
 
     def column(self, number: int) -> Any:
         """See `Storage`."""
-        return self.slots[:, number - 1] if number else Bfloat16View(self.bits)
+        held = self.slots[:, number - 1] if number else self.stored
+        return held if held.dtype == np.float32 else Bfloat16View(held)
 
     def slot(self, number: int) -> Rows:
         """See `Storage`."""
-        return self.slots[:, number]
+        return _widened(self.slots[:, number])
 
     def lookup_tasks(self, ids: Ids, out: Rows, positions: Positions | None) -> list[Task]:
         """See `Storage`."""
-        return lookup_tasks(self.bits[:, None], ids, out, positions)
+        return lookup_tasks(self.stored[:, None], ids, out, positions)
 
     def read_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
         """See `Storage`."""
-        tasks = rounding.read_tasks(self.bits, self.slots, ids, block, positions)
+        tasks = rounding.read_tasks(self.stored, self.slots, ids, block, positions)
         return tasks + _read_row_slots(self.row_slots, ids, row_slots, positions)
 
     def write_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
         """See `Storage`."""
-        tasks = rounding.write_tasks(self.bits, self.slots, ids, block, positions)
+        tasks = rounding.write_tasks(self.stored, self.slots, ids, block, positions)
         return tasks + _write_row_slots(self.row_slots, ids, row_slots, positions)
 
-    def require_exact(self, block: Rows) -> None:
+    def require_exact(self, plane: int, values: Rows) -> None:
         """See `Storage`."""
-        rounding.require_bfloat16(block, self._name)
+        if plane in self._rounded:
+            rounding.require_bfloat16(values, self._name, plane)
 
     def update_tasks(self, ids: Ids, grads: Rows, step: TableStep, positions: Positions | None) -> list[Task]:
         """See `Storage`."""
@@ -309,23 +325,23 @@ class Bfloat16:
         table = self._optimizer.primitive, self._rows_at(step), self.row_slots
         apply_occurrences(*table, ids, grads, step.scalars, step.clip)
 
-    def _rows_at(self, step: TableStep) -> Bfloat16Rows:
+    def _rows_at(self, step: TableStep) -> SplitRows:
         assert step.rounding is not None
-        return Bfloat16Rows.of(self.bits, self.slots, step.rounding, self._where)
+        return SplitRows.of(self.stored, self.slots, step.rounding.key, self._where)
 
     def partial_squares(self) -> npt.NDArray[np.float64]:
         """See `Storage`."""
-        return partial_squares(self.bits[:, None])
+        return partial_squares(self.stored[:, None])
 
     def copy_to_columns(self, start: int, stop: int, first: int, ids: Ids | None, columns: Rows) -> None:
         """See `Storage`."""
-        copy_to_columns(start, stop, first, ids, self.bits[:, None], columns[:1])
+        copy_to_columns(start, stop, first, ids, self.stored[:, None], columns[:1])
         copy_to_columns(start, stop, first, ids, self.slots, columns[1:])
 
     def taken(self, ids: Ids) -> Rows:
         """See `Storage`."""
         out = np.empty((len(ids), *self.shape[1:]), np.float32)
-        rounding.read_here(self.bits, self.slots, ids, out)
+        rounding.read_here(self.stored, self.slots, ids, out)
         return out
 
 
@@ -344,6 +360,29 @@ class Bfloat16View:
         found <<= np.uint32(16)
         widened: Rows = found.view(np.float32)
         return widened
+
+
+def _allocate(shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
+    found: npt.NDArray[Any] = interleave(aligned_empty(shape, np.float32 if dtype == FP32 else np.uint16))
+    return found
+
+
+def _widened(held: npt.NDArray[Any]) -> Rows:
+    """Return stored values as float32: a view, or a copy that is read-only."""
+    if held.dtype == np.float32:
+        return held
+    found = Bfloat16View(held)[:]
+    found.flags.writeable = False
+    return found
+
+
+def _as_stored(values: Rows, dtype: str) -> npt.NDArray[Any]:
+    """Return float32 values that the dtype can represent as they are stored."""
+    return values if dtype == FP32 else (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+
+
+def _split(values: npt.NDArray[Any]) -> tuple[Any, npt.NDArray[Any]]:
+    return values[0], values[1:]
 
 
 def _flat(block: Rows) -> Rows:
@@ -367,4 +406,8 @@ def taken(values: Rows, ids: Ids) -> Rows:
     return out
 
 
-STORAGES: dict[str, type[Float32] | type[Bfloat16]] = {FP32: Float32, BF16: Bfloat16}
+def make_storage(name: str, shape: Shape, dtype: str, slots_dtype: str) -> Float32 | Split:
+    """Return the storage, not yet filled, of a table's rows; `shape` was made for the same slots_dtype."""
+    if rounded_planes(dtype, slots_dtype, len(shape.slots)) is None:
+        return Float32(name, shape)
+    return Split(name, shape, dtype, slots_dtype)

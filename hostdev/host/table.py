@@ -15,11 +15,11 @@ from hostdev.core.initializers import Initializer, Normal, initializer
 from hostdev.core.launched import require_alone
 from hostdev.core.memory import available_bytes, format_bytes, require_table
 from hostdev.core.optimizers import SparseOptimizer, require_optimizer
-from hostdev.core.rounding import rounding_key
+from hostdev.core.rounding import get_rounding
 from hostdev.core.table_dtypes import BF16, FP32, TableStep, require_table_dtype
 from hostdev.core.tables import Owned, initial_seed
 from hostdev.host.changes import Changes
-from hostdev.host.storage import STORAGES, Float32, Shape, Storage
+from hostdev.host.storage import Float32, Shape, Storage, make_storage
 from hostdev.host.writing import Writing
 from hostdev.kernels.arrays import Ids
 from hostdev.kernels.norm import total
@@ -36,9 +36,10 @@ class HostTable(Owned):
     """An embedding table in host memory: weights float32 [rows, dim], and optimizer state.
 
     Initial weights depend only on (seed, name, row, column). Memory: rows x (dim x (1 + S) + R) x 4 bytes, for S
-    optimizer state columns and R values of per-row state. With dtype="bfloat16" a weight takes 2 bytes,
-    and reads return float32. Each update rounds new weights stochastically to one of the two nearest bfloat16 values,
-    by a random number that depends only on (seed, name, step of the table, row, column).
+    optimizer state columns and R values of per-row state. With dtype="bfloat16" a weight takes 2 bytes, and with
+    slots="bfloat16" a value of a state column does; reads return float32. Each update rounds such new values
+    stochastically to one of the two nearest bfloat16 values, by a random number that depends only on (seed, name, step
+    of the table, row, column, weight or state).
 
     Several threads may look rows up at once. The caller keeps updates apart from other access to the same rows.
 
@@ -59,7 +60,8 @@ class HostTable(Owned):
             `erase` and `reset`, and which must not change. With dtype="bfloat16" it is rounded as updates are.
         part: (rank, ranks): hold only that rank's rows, at its positions (`kernels.shards`); ids are then local row
             numbers. `init` still covers all rows. None: hold all rows.
-        dtype: How weights are stored: "fp32" or "bfloat16". Optimizer state is float32.
+        dtype: How weights are stored: "fp32" or "bfloat16".
+        slots: How the optimizer's state columns are stored: "fp32" or "bfloat16". Per-row state is float32.
 
     Raises:
         UserError: The table does not fit in the available memory; raised before allocation.
@@ -79,6 +81,7 @@ class HostTable(Owned):
         init: Initializer | npt.ArrayLike = Normal(0.01),
         part: tuple[int, int] | None = None,
         dtype: str = FP32,
+        slots: str = FP32,
     ) -> None:
         require_size(rows, dim, name)
         require_optimizer(optimizer, name)
@@ -87,14 +90,15 @@ class HostTable(Owned):
         self.part, self.total_rows = part, rows
         self.start, stop = (0, rows) if part is None else range_of(rows, *part)
         rows = stop - self.start
-        dtype = require_table_dtype(dtype, name)
-        require_table(name, rows, dim, optimizer, available_bytes(), "host", dtype)
+        dtype, slots_dtype = require_table_dtype(dtype, name), require_table_dtype(slots, name, "slots")
+        require_table(name, rows, dim, optimizer, available_bytes(), "host", dtype, slots_dtype)
         self.name, self.seed = name, initial_seed(seed)
         self.optimizer = optimizer
         self._rows = rows
         self._initial = (self.seed, initializer(init, self.total_rows, dim, name))
+        self.slots_dtype = slots_dtype
         shape = self._shape(dim)
-        self.storage: Storage = STORAGES[dtype](name, shape)
+        self.storage: Storage = make_storage(name, shape, dtype, slots_dtype)
         self.storage.fill(shape, *self._initial)
         self.changes: Changes | None = None  # tracked from the first checkpoint on
         self.untouched = True  # all rows have their initial values
@@ -133,9 +137,12 @@ class HostTable(Owned):
 
     @property
     def block(self) -> Rows:
-        """A read-only view of all rows, float32 [V, 1 + S, D]; raises TypeError if weights are stored as bfloat16."""
+        """A read-only view of all rows, float32 [V, 1 + S, D]; raises TypeError if some are stored as bfloat16."""
         if not isinstance(self.storage, Float32):
-            raise TypeError(f"table {self.name!r} stores weights as bfloat16, apart from its slots; use read_rows")
+            what = "weights" if self.dtype == BF16 else "slots"
+            raise TypeError(
+                f"table {self.name!r} stores {what} as bfloat16, and weights apart from slots; use read_rows"
+            )
         self._before_read()
         return _read_only(self.storage.block)
 
@@ -154,22 +161,19 @@ class HostTable(Owned):
         """
         self._before_read()
         if self.dtype == BF16:
-            needed, free = 4 * self.rows * self.dim, available_bytes()
-            if needed > free:
-                raise UserError(
-                    f"table {self.name!r}: a float32 copy of its weights needs "
-                    f"{format_bytes(needed)}, but {format_bytes(free)} of host "
-                    "memory is free; look up only the rows that you need"
-                )
+            self._require_copies("weights", 1)
         return _read_only(self.storage.weights())
 
     @property
     def slots(self) -> Mapping[str, Rows]:
         """Read-only views of the optimizer state by name, each float32 [V, D], or [V, 1] for per-row state.
 
-        Get new views for each read, as with `weights`.
+        Get new views for each read, as with `weights`. With slots="bfloat16" the columns of D values are float32
+        copies; raises UserError if there is no memory for them.
         """
         self._before_read()
+        if self.slots_dtype == BF16:
+            self._require_copies("slots", len(self.optimizer.slots))
         slots = {name: self.storage.slot(i) for i, name in enumerate(self.optimizer.slots)}
         row_slots = {name: self.storage.row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}
         return MappingProxyType({name: _read_only(values) for name, values in (slots | row_slots).items()})
@@ -204,8 +208,7 @@ class HostTable(Owned):
         try:
             yield one
             changed = one.changed()
-            if self.dtype == BF16:
-                one.require_exact(changed, self.storage.require_exact)
+            one.require_exact(changed, ("weights", *self.optimizer.slots), self.storage.require_exact)
         finally:
             one.end()
             self._is_writing = False
@@ -303,8 +306,9 @@ class HostTable(Owned):
         """Count one step of the table, and return its scalars and rounding key for `update`."""
         self._require_no_writing()
         self._step += 1
-        key = rounding_key(self.seed, self.name, self._step) if self.dtype == BF16 else None
-        return TableStep(self.optimizer.scalars(self._step, self.dim), key, self.optimizer.clip_limit(self.dim))
+        kinds = self.dtype, self.slots_dtype, self.optimizer
+        rounding = get_rounding(self.seed, self.name, self._step, *kinds)
+        return TableStep(self.optimizer.scalars(self._step, self.dim), rounding, self.optimizer.clip_limit(self.dim))
 
     def update(
         self, ids: npt.ArrayLike, grads: Rows, step: TableStep | None = None, positions: Positions | None = None
@@ -374,7 +378,8 @@ class HostTable(Owned):
         self._check_whole(ids, block, row_slots, positions)
         mine = (block, row_slots) if positions is None else (block[positions], row_slots[positions])
         require_finite(self.name, ids, *mine)
-        self.storage.require_exact(mine[0])
+        for plane in range(mine[0].shape[1]):
+            self.storage.require_exact(plane, mine[0][:, plane])
         self._before_write()
         run_tasks(self.write_rows_tasks(ids, block, row_slots, positions))
         self._after_write(ids)
@@ -382,7 +387,7 @@ class HostTable(Owned):
     def write_rows_tasks(
         self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None = None
     ) -> list[Task]:
-        """Return the tasks of `write_rows`; the table's dtype must be able to represent the weights (not checked)."""
+        """Return the tasks of `write_rows`; the table's dtypes must be able to represent the values (not checked)."""
         self._check_whole(ids, block, row_slots, positions)
         tasks = self.storage.write_tasks(ids, block, row_slots, positions)
         self._note_write(ids)
@@ -413,6 +418,15 @@ class HostTable(Owned):
     def sum_of_squares(self) -> float:
         """Return the sum of squares of all weights, in float64, in the order of `kernels.norm`."""
         return total(self.partial_squares())
+
+    def _require_copies(self, what: str, columns: int) -> None:
+        """Raise UserError unless float32 copies of columns of the table fit in memory."""
+        needed, free = 4 * self.rows * self.dim * columns, available_bytes()
+        if needed > free:
+            raise UserError(
+                f"table {self.name!r}: a float32 copy of its {what} needs {format_bytes(needed)}, but "
+                f"{format_bytes(free)} of host memory is free; look up only the rows that you need"
+            )
 
     def _require_alone(self) -> None:
         """Raise UserError if other processes train copies of this table, which would diverge."""
@@ -446,7 +460,8 @@ class HostTable(Owned):
         self._after_write(None)
 
     def _shape(self, dim: int) -> Shape:
-        return Shape(self.rows, dim, self.optimizer, self.start, self.total_rows, self.part is not None, self.ids)
+        where = self.start, self.total_rows, self.part is not None, self.ids
+        return Shape(self.rows, dim, self.optimizer, *where, self.slots_dtype)
 
     def note_changes(self, *, anew: bool = False) -> Changes:
         """Track changes from now on and return the tracker; `anew` forgets earlier changes."""

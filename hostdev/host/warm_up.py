@@ -24,14 +24,23 @@ _USUAL = ((FTRL(), 1), (LazyAdam(), 32))
 
 
 def warm_up(
-    id_dtype: npt.DTypeLike, table_dtype: str = FP32, optimizers: Optimizers = _USUAL, *, squares: bool = True
+    id_dtype: npt.DTypeLike,
+    table_dtypes: tuple[str, str] = (FP32, FP32),
+    optimizers: Optimizers = _USUAL,
+    *,
+    squares: bool = True,
 ) -> None:
     """Call every kernel once with ids of this dtype, on tables of a few bytes with these optimizers.
 
-    For bfloat16 tables, the float32 kernels are called as well: they update rows in a cache. `squares` includes the
-    kernels that sum the squares of a table's weights.
+    For bfloat16 tables, the float32 kernels are called as well: they update rows in a cache.
+
+    Args:
+        id_dtype: The dtype of ids.
+        table_dtypes: The dtypes of weights and of slots.
+        optimizers: Optimizers of tables, with the tables' dimension.
+        squares: Include the kernels that sum the squares of a table's weights.
     """
-    for (optimizer, dim), stored in itertools.product(optimizers, sorted({FP32, table_dtype})):
+    for (optimizer, dim), stored in itertools.product(optimizers, sorted({(FP32, FP32), table_dtypes})):
         warm_up_table(id_dtype, stored, optimizer, dim, squares=squares)
     warm_up_ids(id_dtype)
     warm_up_feature(1)
@@ -40,11 +49,17 @@ def warm_up(
 
 
 def warm_up_table(
-    id_dtype: npt.DTypeLike, table_dtype: str, optimizer: SparseOptimizer, dim: int, *, squares: bool = True
+    id_dtype: npt.DTypeLike,
+    table_dtypes: tuple[str, str],
+    optimizer: SparseOptimizer,
+    dim: int,
+    *,
+    squares: bool = True,
 ) -> None:
     """Call the kernels of one kind of table once."""
     ids, position = np.zeros(2, id_dtype), np.zeros(1, np.int32)
-    table = HostTable(1, dim, optimizer, name="warm-up", dtype=table_dtype)
+    dtype, slots = table_dtypes
+    table = HostTable(1, dim, optimizer, name="warm-up", dtype=dtype, slots=slots)
     table.may_train = True  # so that it may be updated in one of several processes
     table.note_changes()
     grads = np.zeros((2, dim), np.float32)
@@ -61,9 +76,9 @@ def warm_up_table(
         table.sum_of_squares()
     if (limit := optimizer.clip_limit(dim)) is not None:  # as a table or cache on the CPU device does
         clipped(grads, limit)
-    if table.dtype == BF16:  # as a table or cache on the CPU device does
+    if BF16 in table_dtypes:  # as a table or cache on the CPU device does
         for numbers in (ids[:1], position):
-            round_rows(row[0], numbers, ids[:1], 0)
+            round_rows(row[0], numbers, ids[:1], 0, 0, 1)
 
 
 def warm_up_ids(id_dtype: npt.DTypeLike) -> None:

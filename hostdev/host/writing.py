@@ -1,6 +1,6 @@
 """Editable copies of a host table's weights and optimizer state, and the rows that an edit has changed."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,12 +59,16 @@ class Writing(Copies):
             found.append(rows)
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
-    def require_exact(self, changed: npt.NDArray[np.int64], check: Callable[[Rows], None]) -> None:
-        """Call `check`, which is `Storage.require_exact`, on the changed rows of the weights' copy, if there is one."""
-        if "weights" in self._held:
-            step = max(1, _PART_BYTES // self._held["weights"][:1].nbytes)
-            for start in range(0, len(changed), step):
-                check(self._held["weights"][changed[start : start + step], None])
+    def require_exact(
+        self, changed: npt.NDArray[np.int64], planes: Sequence[str], check: Callable[[int, Rows], None]
+    ) -> None:
+        """Call `check`, which is `Storage.require_exact`, on the changed rows of the planes that were copied."""
+        for plane, name in enumerate(planes):
+            held = self._held.get(name)
+            step = max(1, _PART_BYTES // held[:1].nbytes) if held is not None else 1
+            for start in range(0, len(changed) if held is not None else 0, step):
+                assert held is not None
+                check(plane, held[changed[start : start + step]])
 
     def parts(self, changed: npt.NDArray[np.int64]) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[Any]]]:
         """Yield chunks of the changed rows: row numbers in the copies, and ids in the table."""

@@ -6,7 +6,7 @@ import numpy as np
 
 from hostdev.kernels.jit import inline, kernel, prefetch_update
 from hostdev.kernels.pool import Kernel
-from hostdev.kernels.rounding import get_slot, load_weights, make_scratch, prefetch_row, store_weights
+from hostdev.kernels.rounding import load_slot, load_weights, make_scratch, prefetch_row, store_row
 
 LANES = 16  # partial sums over a row in row-wise optimizers; fixed, since it sets the order of additions
 
@@ -20,7 +20,7 @@ def _sgd(start, stop, ids, source, grads, block, row_slots, lr):
         weights = load_weights(block, row, scratch)
         for j in range(len(grad)):
             weights[j] -= lr * grad[j]
-        store_weights(block, row, scratch)
+        store_row(block, row, scratch)
 
 
 @kernel
@@ -29,13 +29,13 @@ def _momentum(start, stop, ids, source, grads, block, row_slots, lr, decay, nest
     for i in range(np.uint64(start), np.uint64(stop)):
         prefetch_row(block, ids, i, stop)
         row, grad = np.uint64(ids[i]), grads[np.uint64(source[i])]
-        weights, buffer = load_weights(block, row, scratch), get_slot(block, row, 0)
+        weights, buffer = load_weights(block, row, scratch), load_slot(block, row, 0, scratch)
         for j in range(len(grad)):
             g = grad[j]
             b = decay * buffer[j] + g
             buffer[j] = b
             weights[j] -= lr * (g + decay * b if nesterov else b)
-        store_weights(block, row, scratch)
+        store_row(block, row, scratch)
 
 
 @kernel
@@ -44,13 +44,13 @@ def _adagrad(start, stop, ids, source, grads, block, row_slots, lr, eps):
     for i in range(np.uint64(start), np.uint64(stop)):
         prefetch_row(block, ids, i, stop)
         row, grad = np.uint64(ids[i]), grads[np.uint64(source[i])]
-        weights, accum = load_weights(block, row, scratch), get_slot(block, row, 0)
+        weights, accum = load_weights(block, row, scratch), load_slot(block, row, 0, scratch)
         for j in range(len(grad)):
             g = grad[j]
             a = accum[j] + g * g
             accum[j] = a
             weights[j] -= lr * g / (np.sqrt(a) + eps)
-        store_weights(block, row, scratch)
+        store_row(block, row, scratch)
 
 
 @inline
@@ -84,7 +84,7 @@ def _row_wise_adagrad(start, stop, ids, source, grads, block, row_slots, lr, eps
         divisor = np.sqrt(a) + eps
         for j in range(len(grad)):
             weights[j] -= lr * grad[j] / divisor
-        store_weights(block, row, scratch)
+        store_row(block, row, scratch)
 
 
 def sgd(*scalars: Any) -> tuple[Kernel, tuple[Any, ...]]:

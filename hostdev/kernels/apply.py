@@ -6,7 +6,7 @@ rows ids[start:stop] in place:
     ids: int32 or int64 [U], unique, each in [0, V).
     source: int32 [U], the row of `grads` with the summed gradient of each id.
     grads: float32 [any, D].
-    block: float32 [V, 1 + S, D], a row's weights and its S slots of D values each; or `rounding.Bfloat16Rows`.
+    block: float32 [V, 1 + S, D], a row's weights and its S slots of D values each; or `rounding.SplitRows`.
     row_slots: float32 [V, R], the R slots that have one value per row.
 """
 
@@ -24,7 +24,7 @@ from hostdev.kernels.clip import clip_rows
 from hostdev.kernels.ftrl import ftrl
 from hostdev.kernels.lazy_adam import lazy_adam, row_wise_adam
 from hostdev.kernels.pool import Kernel, Task, get_grain, run_tasks, tasks_over
-from hostdev.kernels.rounding import Bfloat16Rows
+from hostdev.kernels.rounding import SplitRows
 from hostdev.kernels.segment import row_ranges, sort_uses, streams, sum_sorted
 from hostdev.kernels.stream import apply_stream
 from hostdev.kernels.unique import unique_into
@@ -46,7 +46,7 @@ _KERNELS: dict[str, Callable[..., tuple[Kernel, tuple[Any, ...]]]] = {
 
 def apply_tasks(
     primitive: str,
-    block: Rows | Bfloat16Rows,
+    block: Rows | SplitRows,
     row_slots: Rows,
     ids: npt.NDArray[Any],
     grads: Rows,
@@ -58,7 +58,7 @@ def apply_tasks(
     update, scalars = _KERNELS[primitive](*scalars)
     if positions is None:
         positions = identity(len(ids))
-    row = block.strides[0] if isinstance(block, np.ndarray) else block.weights.strides[0] + block.slots[:1].nbytes
+    row = block.strides[0] if isinstance(block, np.ndarray) else block.row_bytes
     if clip is None:
         arguments = (ids, positions, grads, block, row_slots, *scalars)
         return tasks_over(update, len(ids), *arguments, grain=get_grain(row))
@@ -75,7 +75,7 @@ def apply_tasks(
 
 def apply_rows(
     primitive: str,
-    block: Rows | Bfloat16Rows,
+    block: Rows | SplitRows,
     row_slots: Rows,
     ids: npt.NDArray[Any],
     grads: Rows,
@@ -97,7 +97,7 @@ def apply_rows(
 
 def apply_occurrences(
     primitive: str,
-    block: Rows | Bfloat16Rows,
+    block: Rows | SplitRows,
     row_slots: Rows,
     ids: npt.NDArray[Any],
     grads: Rows,

@@ -6,7 +6,7 @@ import numpy as np
 
 from hostdev.kernels.jit import kernel
 from hostdev.kernels.pool import Kernel
-from hostdev.kernels.rounding import get_slot, load_weights, make_scratch, prefetch_row, store_weights
+from hostdev.kernels.rounding import load_slot, load_weights, make_scratch, prefetch_row, store_row
 
 
 @kernel
@@ -16,7 +16,11 @@ def _ftrl_sqrt(start, stop, ids, source, grads, block, row_slots, lr, l1, two_l2
     for i in range(np.uint64(start), np.uint64(stop)):
         prefetch_row(block, ids, i, stop)
         row, grad = np.uint64(ids[i]), grads[np.uint64(source[i])]
-        weights, accum, linear = load_weights(block, row, scratch), get_slot(block, row, 0), get_slot(block, row, 1)
+        weights, accum, linear = (
+            load_weights(block, row, scratch),
+            load_slot(block, row, 0, scratch),
+            load_slot(block, row, 1, scratch),
+        )
         for j in range(len(grad)):
             g, n = grad[j], accum[j]
             n1 = n + g * g
@@ -28,7 +32,7 @@ def _ftrl_sqrt(start, stop, ids, source, grads, block, row_slots, lr, l1, two_l2
             weights[j] = zero if abs(z) <= l1 else w  # if z is NaN, so is the weight
             accum[j] = n1
             linear[j] = z
-        store_weights(block, row, scratch)
+        store_row(block, row, scratch)
 
 
 @kernel
@@ -37,7 +41,11 @@ def _ftrl_power(start, stop, ids, source, grads, block, row_slots, lr, l1, two_l
     zero, scratch = np.float32(0), make_scratch(block)
     for i in range(np.uint64(start), np.uint64(stop)):
         row, grad = np.uint64(ids[i]), grads[np.uint64(source[i])]
-        weights, accum, linear = load_weights(block, row, scratch), get_slot(block, row, 0), get_slot(block, row, 1)
+        weights, accum, linear = (
+            load_weights(block, row, scratch),
+            load_slot(block, row, 0, scratch),
+            load_slot(block, row, 1, scratch),
+        )
         for j in range(len(grad)):
             g, n = grad[j], accum[j]
             n1 = n + g * g
@@ -49,7 +57,7 @@ def _ftrl_power(start, stop, ids, source, grads, block, row_slots, lr, l1, two_l
             weights[j] = zero if abs(z) <= l1 else w
             accum[j] = n1
             linear[j] = z
-        store_weights(block, row, scratch)
+        store_row(block, row, scratch)
 
 
 def ftrl(lr: np.float32, l1: np.float32, two_l2: np.float32, exponent: float) -> tuple[Kernel, tuple[Any, ...]]:

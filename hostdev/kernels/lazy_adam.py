@@ -7,7 +7,7 @@ import numpy as np
 from hostdev.kernels.adagrad import LANES, mean_square
 from hostdev.kernels.jit import kernel, prefetch_update
 from hostdev.kernels.pool import Kernel
-from hostdev.kernels.rounding import get_slot, load_weights, make_scratch, prefetch_row, store_weights
+from hostdev.kernels.rounding import load_slot, load_weights, make_scratch, prefetch_row, store_row
 
 
 @kernel
@@ -31,7 +31,11 @@ def _lazy_adam(
     for i in range(np.uint64(start), np.uint64(stop)):
         prefetch_row(block, ids, i, stop)
         row, grad = np.uint64(ids[i]), grads[np.uint64(source[i])]
-        weights, first, second = load_weights(block, row, scratch), get_slot(block, row, 0), get_slot(block, row, 1)
+        weights, first, second = (
+            load_weights(block, row, scratch),
+            load_slot(block, row, 0, scratch),
+            load_slot(block, row, 1, scratch),
+        )
         for j in range(len(grad)):
             g = grad[j]
             m = beta1 * first[j] + one_minus_beta1 * g
@@ -40,7 +44,7 @@ def _lazy_adam(
             first[j] = m
             second[j] = v
             weights[j] -= lr_t * numerator / (np.sqrt(v) + eps)
-        store_weights(block, row, scratch)
+        store_row(block, row, scratch)
 
 
 @kernel
@@ -65,7 +69,7 @@ def _row_wise_adam(
         prefetch_row(block, ids, i, stop)
         prefetch_update(row_slots, ids, i, stop)
         row, grad = np.uint64(ids[i]), grads[np.uint64(source[i])]
-        weights, first = load_weights(block, row, scratch), get_slot(block, row, 0)
+        weights, first = load_weights(block, row, scratch), load_slot(block, row, 0, scratch)
         v = beta2 * row_slots[row, 0] + one_minus_beta2 * mean_square(grad, lanes, columns)
         row_slots[row, 0] = v
         divisor = np.sqrt(v) + eps
@@ -73,7 +77,7 @@ def _row_wise_adam(
             m = beta1 * first[j] + one_minus_beta1 * grad[j]
             first[j] = m
             weights[j] -= lr_t * m / divisor
-        store_weights(block, row, scratch)
+        store_row(block, row, scratch)
 
 
 def row_wise_adam(*scalars: Any) -> tuple[Kernel, tuple[Any, ...]]:

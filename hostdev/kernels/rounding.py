@@ -1,14 +1,15 @@
-"""bfloat16 weights: stochastic rounding by counter-based random numbers, and access to rows for optimizers.
+"""bfloat16 weights and slots: stochastic rounding by counter-based random numbers, and rows for optimizers.
 
-A new weight between two bfloat16 numbers becomes the upper or the lower, with probabilities that preserve the mean.
+A new value between two bfloat16 numbers becomes the upper or the lower, with probabilities that preserve the mean.
 Steps far smaller than the gap are therefore not lost. bits(rounded) = (bits(x) + r) with the low 16 bits cleared, r in
 [0, 2^16). Exact values are unchanged, including infinities; NaN becomes the quiet NaN. Sources: Gupta et al., "Deep
 Learning with Limited Numerical Precision", ICML 2015; Zamirai et al., "Revisiting BFloat16 Training", 2020.
 
-r is a pure function of (key of the table's step, row id, column): each column of a pair uses
+r is a pure function of (key of the table's step, row id, plane, column): each column of a pair uses
 half of a 32-bit hash. r does not depend on threads, order, rank or the row's address.
 
-Shapes: V rows of the table, D its dimension, S its optimizer slots of D values.
+Shapes: V rows of the table, D its dimension, S its optimizer slots of D values. Plane 0 of a row has its weights, plane
+1 + s its slot s.
 """
 
 import functools
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from numba import types, uint16, uint32, uint64
 from numba.extending import overload
 
-from hostdev.kernels.bfloat16 import to_float32
+from hostdev.kernels.bfloat16 import as_stored, to_float32
 from hostdev.kernels.counter import hashed, mix32
 from hostdev.kernels.jit import inline, kernel, prefetch_to_read, prefetch_update
 from hostdev.kernels.pool import Task, get_grain, parallel_for, tasks_over
@@ -28,26 +29,27 @@ from hostdev.kernels.shards import id_at
 Ids = npt.NDArray[Any]
 Rows = npt.NDArray[np.float32]
 Bfloat16 = npt.NDArray[np.uint16]
+Stored = Rows | Bfloat16
 
 WEYL = 0x9E3779B9  # difference between the counters of adjacent pairs of columns
 _AHEAD = 8  # rows
 
 
-class Bfloat16Rows(NamedTuple):
-    """Rows with bfloat16 weights, which an optimizer's kernel takes in place of a block.
+class SplitRows(NamedTuple):
+    """Rows whose weights or slots are bfloat16, which an optimizer's kernel takes in place of a block.
 
     Attributes:
-        weights: bfloat16 [V, D].
-        slots: float32 [V, S, D].
-        steps: The counters of the pairs of columns, from `steps_of`.
+        weights: float32 or bfloat16 [V, D].
+        slots: float32 or bfloat16 [V, S, D].
+        steps: The counters of the planes' pairs of columns, from `steps_of`.
         key: The key of the table's step, 64 bits.
         first: The position (see `shards`) of the first row, if these are the rows of one rank; else 0.
         inverse: From `shards.get_inverse`, to get ids from positions; 0 if row numbers are ids.
         total: The number of rows of the whole table.
     """
 
-    weights: Bfloat16
-    slots: Rows
+    weights: Stored
+    slots: Stored
     steps: npt.NDArray[np.uint32]
     key: np.uint64
     first: np.uint64
@@ -55,22 +57,31 @@ class Bfloat16Rows(NamedTuple):
     total: np.uint64
 
     @classmethod
-    def of(cls, weights: Bfloat16, slots: Rows, key: int, where: tuple[int, int, int]) -> "Bfloat16Rows":
+    def of(cls, weights: Stored, slots: Stored, key: int, where: tuple[int, int, int]) -> "SplitRows":
         """Return a table's rows for the step of `key`; `where` is (first, inverse, total)."""
         first, inverse, total = map(np.uint64, where)
-        return cls(weights, slots, steps_of(weights.shape[1]), np.uint64(key), first, inverse, total)
+        _, S, D = slots.shape
+        return cls(weights, slots, steps_of(D, 1 + S), np.uint64(key), first, inverse, total)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return int(self.weights.strides[0] + self.slots[:1].nbytes)
 
 
 @functools.cache
-def steps_of(dim: int) -> npt.NDArray[np.uint32]:
-    """Return the counter of each pair of columns, uint32 [ceil(D / 2)]."""
-    return np.arange((dim + 1) // 2, dtype=np.uint32) * np.uint32(WEYL)
+def steps_of(dim: int, planes: int = 1) -> npt.NDArray[np.uint32]:
+    """Return the counter of each pair of columns of each plane, uint32 [planes, ceil(D / 2)]."""
+    pairs = (dim + 1) // 2
+    return np.arange(planes * pairs, dtype=np.uint32).reshape(planes, pairs) * np.uint32(WEYL)
 
 
 @inline
-def _draw(key, row_id, steps, words):
-    """Fill words, uint32 [ceil(D / 2)], with a row's random numbers; the low 16 bits are for the even column."""
-    word = hashed(key, row_id)
+def _draw(word, steps, words):
+    """Fill words, uint32 [ceil(D / 2)], with a plane's random numbers; the low 16 bits are for the even column.
+
+    `word` is the hash of the key and the row's id.
+    """
     low, high = uint32(word), uint32(word >> uint64(32))
     for pair in range(np.uint64(len(words))):
         words[pair] = uint32(mix32(uint32(low ^ steps[pair])) ^ high)
@@ -84,41 +95,47 @@ def _rounded_bits(bits, r):
 
 
 @kernel
-def _round_rows(start, stop, ids, row_ids, key, steps, block):
+def _round_rows(start, stop, ids, row_ids, key, first, end, steps, block):
     D = np.uint64(block.shape[2])
     bits = block.view(np.uint32)
-    words = np.empty(len(steps), np.uint32)
+    words = np.empty(steps.shape[1], np.uint32)
     random = words.view(np.uint16)
     for i in range(np.uint64(start), np.uint64(stop)):
-        _draw(key, np.uint64(row_ids[i]), steps, words)
-        weights = bits[np.uint64(ids[i]), 0]
-        for j in range(D):
-            weights[j] = uint32(uint32(_rounded_bits(weights[j], random[j])) << uint32(16))
+        word = hashed(key, np.uint64(row_ids[i]))
+        for plane in range(np.uint64(first), np.uint64(end)):
+            _draw(word, steps[plane], words)
+            values = bits[np.uint64(ids[i]), plane]
+            for j in range(D):
+                values[j] = uint32(uint32(_rounded_bits(values[j], random[j])) << uint32(16))
 
 
 @kernel
 def _round_into(start, stop, first_row, ids, key, steps, values, out):
     D = np.uint64(values.shape[2])
     bits = values.view(np.uint32)
-    words = np.empty(len(steps), np.uint32)
+    words = np.empty(steps.shape[1], np.uint32)
     random = words.view(np.uint16)
     for i in range(np.uint64(start), np.uint64(stop)):
-        _draw(key, np.uint64(first_row) + i if ids is None else np.uint64(ids[i]), steps, words)
+        row_id = np.uint64(first_row) + i if ids is None else np.uint64(ids[i])
+        _draw(hashed(key, row_id), steps[0], words)
         weights, to = bits[i, 0], out[i]
         for j in range(D):
             to[j] = _rounded_bits(weights[j], random[j])
 
 
-def round_rows(block: Rows, ids: Ids, row_ids: Ids, key: int) -> None:
-    """Round the weights of rows to bfloat16 numbers in place; they remain float32.
+def round_rows(block: Rows, ids: Ids, row_ids: Ids, key: int, first: int, stop: int) -> None:
+    """Round planes of rows to bfloat16 numbers in place; they remain float32.
 
     Args:
         block: float32 [any, 1 + S, D], C-contiguous.
         ids: int32 or int64 [U], unique: the block's rows to round.
         row_ids: int32 or int64 [U], the ids of these rows in their table.
         key: The key of the table's step, 64 bits.
+        first: The first plane to round: 0, the weights, or 1, the first slot.
+        stop: The plane after the last one.
     """
-    args = ids, row_ids, np.uint64(key), steps_of(block.shape[2]), block
+    planes, D = block.shape[1:]
+    args = ids, row_ids, np.uint64(key), first, stop, steps_of(D, planes), block
     parallel_for(_round_rows, len(ids), *args, grain=get_grain(block.strides[0]))
 
 
@@ -131,22 +148,23 @@ def round_into(values: Rows, out: Bfloat16, key: int, *, first_row: int = 0, ids
     parallel_for(_round_into, len(values), *args, grain=get_grain(values.strides[0]))
 
 
-def require_bfloat16(block: Rows, table: str) -> None:
-    """Raise ValueError unless bfloat16 can hold the weights exactly; block is float32 [N, 1 + S, D], C-contiguous."""
-    if not _are_bfloat16(block):
+def require_bfloat16(values: Rows, table: str, plane: int) -> None:
+    """Raise ValueError unless bfloat16 can hold the new values of a plane of a table, float32 [N, D], exactly."""
+    if not _are_bfloat16(np.ascontiguousarray(values)):
+        what = "slots" if plane else "weights"
         raise ValueError(
-            f"table {table!r} stores weights as bfloat16, which cannot represent all new weights; round them first, "
-            "for example with torch's weights.bfloat16().float()"
+            f"table {table!r} stores {what} as bfloat16, which cannot represent all new {what}; round them first, "
+            "for example with torch's tensor.bfloat16().float()"
         )
 
 
 @kernel
-def _are_bfloat16(block):
-    bits = block.view(np.uint32)
-    for i in range(np.uint64(len(block))):
-        weights, lost = bits[i, 0], uint32(0)
-        for j in range(np.uint64(len(weights))):
-            lost |= weights[j] & uint32(0xFFFF)
+def _are_bfloat16(values):
+    bits = values.view(np.uint32)
+    for i in range(np.uint64(len(values))):
+        row, lost = bits[i], uint32(0)
+        for j in range(np.uint64(len(row))):
+            lost |= row[j] & uint32(0xFFFF)
         if lost:
             return False
     return True
@@ -158,17 +176,17 @@ def make_scratch(block: Any) -> Any:
 
 
 def load_weights(block: Any, row: Any, scratch: Any) -> Any:
-    """Return a row's weights, float32 [D], to be changed: the row itself, or a copy that `store_weights` stores."""
+    """Return a row's weights, float32 [D], to be changed: the row itself, or a copy that `store_row` stores."""
     raise NotImplementedError("only compiled kernels can call this function")
 
 
-def get_slot(block: Any, row: Any, number: Any) -> Any:
-    """Return an optimizer slot of a row, float32 [D], to be changed in place."""
+def load_slot(block: Any, row: Any, number: Any, scratch: Any) -> Any:
+    """Return an optimizer slot of a row, float32 [D], to be changed: the slot itself, or a copy, as `load_weights`."""
     raise NotImplementedError("only compiled kernels can call this function")
 
 
-def store_weights(block: Any, row: Any, scratch: Any) -> None:
-    """Round and store a row's new weights, which are in the array that `load_weights` returned."""
+def store_row(block: Any, row: Any, scratch: Any) -> None:
+    """Round and store what of a row's new values is in copies that `load_weights` and `load_slot` returned."""
     raise NotImplementedError("only compiled kernels can call this function")
 
 
@@ -183,7 +201,8 @@ def _make_scratch(block: Any) -> Any:
         return None
 
     def of_a_row(block: Any) -> Any:
-        return np.empty(block.weights.shape[1], np.float32), np.empty(len(block.steps), np.uint32)
+        planes, pairs = block.steps.shape
+        return np.empty((planes, block.weights.shape[1]), np.float32), np.empty(pairs, np.uint32)
 
     return none if isinstance(block, types.Array) else of_a_row
 
@@ -193,41 +212,90 @@ def _load_weights(block: Any, row: Any, scratch: Any) -> Any:
     def there(block: Any, row: Any, scratch: Any) -> Any:
         return block[row, 0]
 
+    def apart(block: Any, row: Any, scratch: Any) -> Any:
+        return block.weights[row]
+
     def widen(block: Any, row: Any, scratch: Any) -> Any:
-        stored, own = block.weights[row], scratch[0]
+        stored, own = block.weights[row], scratch[0][0]
         for j in range(len(own)):
             own[j] = to_float32(stored[j])
         return own
 
-    return there if isinstance(block, types.Array) else widen
+    if isinstance(block, types.Array):
+        return there
+    return widen if _is_bfloat16(block, "weights") else apart
 
 
-@overload(get_slot, inline="always")
-def _get_slot(block: Any, row: Any, number: Any) -> Any:
-    def in_block(block: Any, row: Any, number: Any) -> Any:
+@overload(load_slot, inline="always")
+def _load_slot(block: Any, row: Any, number: Any, scratch: Any) -> Any:
+    def in_block(block: Any, row: Any, number: Any, scratch: Any) -> Any:
         return block[row, 1 + number]
 
-    def in_slots(block: Any, row: Any, number: Any) -> Any:
+    def in_slots(block: Any, row: Any, number: Any, scratch: Any) -> Any:
         return block.slots[row, number]
 
-    return in_block if isinstance(block, types.Array) else in_slots
+    def widen(block: Any, row: Any, number: Any, scratch: Any) -> Any:
+        stored, own = block.slots[row, number], scratch[0][1 + number]
+        for j in range(len(own)):
+            own[j] = to_float32(stored[j])
+        return own
+
+    if isinstance(block, types.Array):
+        return in_block
+    return widen if _is_bfloat16(block, "slots") else in_slots
 
 
-@overload(store_weights, inline="always")
-def _store_weights(block: Any, row: Any, scratch: Any) -> Any:
+def _is_bfloat16(rows: Any, field: str) -> bool:
+    """Return whether a field of `SplitRows` holds bfloat16, by its numba type."""
+    return not isinstance(rows[rows.fields.index(field)].dtype, types.Float)
+
+
+@inline
+def _hash_row(block, row):
+    """Return the hash of a step's key and the row's id in the whole table."""
+    position = row + block.first
+    row_id = id_at(position, block.inverse, block.total) if block.inverse else position
+    return hashed(block.key, row_id)
+
+
+@inline
+def _round_plane(word, steps, values, words, stored):
+    """Round values, float32 [D], into stored, bfloat16 [D]."""
+    _draw(word, steps, words)
+    bits, random = values.view(np.uint32), words.view(np.uint16)
+    for j in range(len(values)):
+        stored[j] = _rounded_bits(bits[j], random[j])
+
+
+@overload(store_row, inline="always")
+def _store_row(block: Any, row: Any, scratch: Any) -> Any:
     def nothing(block: Any, row: Any, scratch: Any) -> None:
         pass
 
-    def round_back(block: Any, row: Any, scratch: Any) -> None:
+    def weights(block: Any, row: Any, scratch: Any) -> None:
         own, words = scratch
-        position = row + block.first
-        row_id = id_at(position, block.inverse, block.total) if block.inverse else position
-        _draw(block.key, row_id, block.steps, words)
-        bits, random, stored = own.view(np.uint32), words.view(np.uint16), block.weights[row]
-        for j in range(len(own)):
-            stored[j] = _rounded_bits(bits[j], random[j])
+        _round_plane(_hash_row(block, row), block.steps[0], own[0], words, block.weights[row])
 
-    return nothing if isinstance(block, types.Array) else round_back
+    def slots(block: Any, row: Any, scratch: Any) -> None:
+        own, words = scratch
+        word = _hash_row(block, row)
+        for slot in range(np.uint64(block.slots.shape[1])):
+            plane = slot + np.uint64(1)
+            _round_plane(word, block.steps[plane], own[plane], words, block.slots[row, slot])
+
+    def both(block: Any, row: Any, scratch: Any) -> None:
+        own, words = scratch
+        word = _hash_row(block, row)
+        _round_plane(word, block.steps[0], own[0], words, block.weights[row])
+        for slot in range(np.uint64(block.slots.shape[1])):
+            plane = slot + np.uint64(1)
+            _round_plane(word, block.steps[plane], own[plane], words, block.slots[row, slot])
+
+    if isinstance(block, types.Array):
+        return nothing
+    if not _is_bfloat16(block, "slots"):
+        return weights
+    return both if _is_bfloat16(block, "weights") else slots
 
 
 @overload(prefetch_row, inline="always")
@@ -239,7 +307,7 @@ def _prefetch_row(block: Any, ids: Any, i: Any, stop: Any) -> Any:
         ahead = i + np.uint64(_AHEAD)
         if ahead < np.uint64(stop):
             prefetch_to_read(block.weights, ids[ahead], block.weights.strides[0])
-            prefetch_to_read(block.slots, ids[ahead], block.slots.shape[1] * block.slots.shape[2] * 4)
+            prefetch_to_read(block.slots, ids[ahead], block.slots.strides[0])
 
     return of_block if isinstance(block, types.Array) else of_both
 
@@ -250,8 +318,8 @@ def _read(start, stop, ids, positions, weights, slots, out):
     for i in range(np.uint64(start), np.uint64(stop)):
         ahead = i + np.uint64(_AHEAD)
         if ahead < np.uint64(stop):
-            prefetch_to_read(weights, ids[ahead], weights.shape[1] * 2)
-            prefetch_to_read(slots, ids[ahead], slots.shape[1] * slots.shape[2] * 4)
+            prefetch_to_read(weights, ids[ahead], weights.strides[0])
+            prefetch_to_read(slots, ids[ahead], slots.strides[0])
         row, at = np.uint64(ids[i]), np.uint64(i if positions is None else positions[i])
         source, to = weights[row], out[at, 0]
         for j in range(np.uint64(len(source))):
@@ -259,31 +327,31 @@ def _read(start, stop, ids, positions, weights, slots, out):
         for s in range(planes):
             slot, out_slot = slots[row, s], out[at, s + np.uint64(1)]
             for j in range(np.uint64(len(slot))):
-                out_slot[j] = slot[j]
+                out_slot[j] = to_float32(slot[j])
 
 
 @kernel
 def _write(start, stop, ids, positions, weights, slots, values):
-    planes, bits = np.uint64(slots.shape[1]), values.view(np.uint32)
+    planes = np.uint64(slots.shape[1])
     for i in range(np.uint64(start), np.uint64(stop)):
         row, at = np.uint64(ids[i]), np.uint64(i if positions is None else positions[i])
-        source, to = bits[at, 0], weights[row]
+        source, to = values[at, 0], weights[row]
         for j in range(np.uint64(len(to))):
-            to[j] = uint16(source[j] >> uint32(16))
+            to[j] = as_stored(to, source[j])
         for s in range(planes):
             given, slot = values[at, s + np.uint64(1)], slots[row, s]
             for j in range(np.uint64(len(slot))):
-                slot[j] = given[j]
+                slot[j] = as_stored(slot, given[j])
 
 
 def read_tasks(
-    weights: Bfloat16, slots: Rows, ids: Ids, out: Rows, positions: npt.NDArray[np.int32] | None = None
+    weights: Stored, slots: Stored, ids: Ids, out: Rows, positions: npt.NDArray[np.int32] | None = None
 ) -> list[Task]:
     """Return tasks that copy rows with their slots: out[i], or out[positions[i]], becomes the row ids[i].
 
     Args:
-        weights: bfloat16 [V, D].
-        slots: float32 [V, S, D].
+        weights: float32 or bfloat16 [V, D].
+        slots: float32 or bfloat16 [V, S, D].
         ids: int32 or int64 [N].
         out: float32 [N, 1 + S, D], written; with `positions`, [any, 1 + S, D].
         positions: int32 [N], the row of `out` for each id.
@@ -291,13 +359,13 @@ def read_tasks(
     return tasks_over(_read, len(ids), ids, positions, weights, slots, out, grain=get_grain(out.strides[0]))
 
 
-def read_here(weights: Bfloat16, slots: Rows, ids: Ids, out: Rows) -> None:
+def read_here(weights: Stored, slots: Stored, ids: Ids, out: Rows) -> None:
     """Copy rows with their slots as the tasks of `read_tasks` do, in this thread."""
     _read(0, len(ids), ids, None, weights, slots, out)
 
 
 def write_tasks(
-    weights: Bfloat16, slots: Rows, ids: Ids, values: Rows, positions: npt.NDArray[np.int32] | None = None
+    weights: Stored, slots: Stored, ids: Ids, values: Rows, positions: npt.NDArray[np.int32] | None = None
 ) -> list[Task]:
-    """Return tasks that overwrite rows, the reverse of `read_tasks`; bfloat16 must hold the new weights exactly."""
+    """Return tasks that overwrite rows, the reverse of `read_tasks`; bfloat16 must hold the new values exactly."""
     return tasks_over(_write, len(ids), ids, positions, weights, slots, values, grain=get_grain(values.strides[0]))

@@ -71,7 +71,7 @@ class Group:
 
     def row_ids(self, plan: Plan) -> Ids | None:
         """Return the ids of a plan's hits and admitted rows; None if no table's rounding depends on them."""
-        rounded = [one.table for one in self.embeddings if one.table.dtype == BF16]
+        rounded = [one.table for one in self.embeddings if BF16 in (one.table.dtype, one.table.slots_dtype)]
         if not rounded:
             return None
         table = rounded[0]

@@ -87,7 +87,7 @@ def require_room(groups: list[GroupSpec], specs: list[CacheSpec | None], depth: 
     sizes = [
         room.GroupSize(
             group.tables[0].rows,
-            [TableShape(table.dim, table.optimizer, table.dtype) for table in group.tables],
+            [TableShape(table.dim, table.optimizer, table.dtype, table.slots_dtype) for table in group.tables],
             on_host(group),
             spec,
         )

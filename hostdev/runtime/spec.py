@@ -24,21 +24,28 @@ Array: TypeAlias = Union["Tensor", npt.ArrayLike]
 
 @dataclass(frozen=True)
 class TableSpec:
-    """A table that a model needs: its size, its optimizer, its initial values and the dtype of its weights."""
+    """A table that a model needs: its size, its optimizer, its initial values and the dtypes of its values."""
 
     rows: int
     dim: int
     optimizer: SparseOptimizer
     init: Initializer = Normal(0.01)
-    dtype: str = FP32
+    dtype: str = FP32  # of the weights
+    slots: str = FP32  # of the optimizer's slots
 
     def __post_init__(self) -> None:
         require_table_dtype(self.dtype, "of a model")
+        require_table_dtype(self.slots, "of a model", "slots")
+
+    @property
+    def slots_dtype(self) -> str:
+        """How the slots are stored: "fp32" or "bf16"."""
+        return require_table_dtype(self.slots, "of a model", "slots")
 
     @property
     def shape(self) -> TableShape:
         """The shape, which together with the number of rows determines the table's bytes."""
-        return TableShape(self.dim, self.optimizer, self.dtype)
+        return TableShape(self.dim, self.optimizer, self.dtype, self.slots_dtype)
 
 
 @dataclass(frozen=True)

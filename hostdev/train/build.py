@@ -60,6 +60,8 @@ def model_of(settings: TrainConfig, schema: Schema) -> Model:
                 raise UserError(f"--table-lr {settings.table_lr}: {error}") from None
     if settings.table_dtype != FP32:
         model.tables = {name: replace(spec, dtype=settings.table_dtype) for name, spec in model.tables.items()}
+    if settings.table_slots != FP32:
+        model.tables = {name: replace(spec, slots=settings.table_slots) for name, spec in model.tables.items()}
     return model
 
 
@@ -194,7 +196,7 @@ def warm_up_kernels(model: Model, batch: Batch, id_type: str, *, bf16: bool, cac
     specs = model.tables.values()
     kinds = {(type(spec.optimizer), spec.dim == 1): (spec.optimizer, spec.dim) for spec in specs}
     for dtype in dtypes:
-        for stored in {spec.dtype for spec in specs}:
+        for stored in {(spec.dtype, spec.slots_dtype) for spec in specs}:
             warm_up(dtype, stored, kinds.values(), squares=squares)
     given = model.ids(batch)
     for name, feature in model.features.items():

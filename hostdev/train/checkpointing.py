@@ -54,6 +54,7 @@ FIXED = (
     "torch_threads",
     "shuffle_window",
     "table_dtype",
+    "table_slots",
 )
 _BEFORE = {  # values for files that are older than the option
     "micro_batches": 1,
@@ -61,6 +62,7 @@ _BEFORE = {  # values for files that are older than the option
     "torch_threads": None,
     "shuffle_window": 1,
     "table_dtype": FP32,
+    "table_slots": FP32,
 }
 
 

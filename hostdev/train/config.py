@@ -20,6 +20,7 @@ from hostdev.parallel.plan_text import parse_plan
 REFERENCE_BATCH_SIZE = 16_000
 MOST_DEPTH = 64  # reading further ahead does not help
 LEAST_OPS_LOG = 1 << 16
+_DTYPES = ("table_dtype", "table_slots")
 BFLOAT16 = "bfloat16"  # the public name; BF16 is still accepted for one release
 _AT_LEAST_1 = (
     *("epochs", "batch_size", "batch_per_rank", "micro_batches", "max_steps", "early_stop", "shuffle_window"),
@@ -60,7 +61,14 @@ class TrainConfig:
         "learning rate of the embedding tables (default: their optimizer's)", kind=float, metavar="X"
     )
     table_dtype: str = _flag(
-        "storage of the tables' weights in host memory; bfloat16 rounds stochastically, and optimizer state is float32",
+        "storage of the tables' weights in host memory; bfloat16 rounds stochastically",
+        default=FP32,
+        kind=str,
+        choices=(FP32, BFLOAT16, BF16),
+        metavar=f"{{{FP32},{BFLOAT16}}}",
+    )
+    table_slots: str = _flag(
+        "storage of the tables' optimizer state in host memory; bfloat16 rounds stochastically",
         default=FP32,
         kind=str,
         choices=(FP32, BFLOAT16, BF16),
@@ -220,8 +228,9 @@ class TrainConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.table_dtype == BFLOAT16:
-            object.__setattr__(self, "table_dtype", BF16)  # the name in files
+        for name in _DTYPES:
+            if getattr(self, name) == BFLOAT16:
+                object.__setattr__(self, name, BF16)  # the name in files
         for name in _AT_LEAST_1:
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -392,7 +401,7 @@ def to_flags(settings: TrainConfig) -> list[str]:
         value = getattr(settings, item.name)
         if value == item.default:
             continue
-        if item.name == "table_dtype":
+        if item.name in _DTYPES:
             value = BFLOAT16
         alone = item.metadata["type"] is None or value == item.metadata.get("const")
         flags += [_option(item.name)] if alone else [_option(item.name), str(value)]

@@ -55,7 +55,9 @@ def tables_line(tables: Iterable[Any], *, on_host: bool = True) -> str:
     """Return names, shapes and optimizers of tables or of their specifications, and their total size."""
     shapes = sorted(tables, key=lambda table: table.name)
     size = sum(
-        TableShape(table.dim, table.optimizer, table.dtype if on_host else FP32).nbytes(_rows(table))
+        TableShape(table.dim, table.optimizer, *((table.dtype, table.slots_dtype) if on_host else ())).nbytes(
+            _rows(table)
+        )
         for table in shapes
     )
     each = [f"{table.name} {_rows(table):,} x {table.dim} ({kind(table)})" for table in shapes]
@@ -63,9 +65,10 @@ def tables_line(tables: Iterable[Any], *, on_host: bool = True) -> str:
 
 
 def kind(table: Any) -> str:
-    """Return a table's optimizer, and its weights' dtype unless that is float32."""
+    """Return a table's optimizer, and the dtypes of its weights and slots unless they are float32."""
     dtype = "" if table.dtype == FP32 else f", {table.dtype}"
-    return f"{type(table.optimizer).__name__}{dtype}"
+    slots = "" if table.slots_dtype == FP32 else f", {table.slots_dtype} slots"
+    return f"{type(table.optimizer).__name__}{dtype}{slots}"
 
 
 def _rows(table: Any) -> int:

@@ -79,8 +79,8 @@ def require_room(
         return 0
     for name, spec in sorted(tables.items()):
         start, stop = (0, spec.rows) if part is None else range_of(spec.rows, *part)
-        dtype = spec.dtype if host_device_mix else FP32
-        free -= require_table(name, stop - start, spec.dim, spec.optimizer, free, where, dtype)
+        dtypes = (spec.dtype, spec.slots_dtype) if host_device_mix else (FP32, FP32)
+        free -= require_table(name, stop - start, spec.dim, spec.optimizer, free, where, *dtypes)
     return free
 
 

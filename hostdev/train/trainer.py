@@ -113,9 +113,15 @@ class Trainer:
         for name, spec in model.tables.items():
             shape = (spec.rows, spec.dim, spec.optimizer)
             self.tables[name] = (
-                self.server.add(HostTable(*shape, name=name, seed=seed, init=spec.init, part=part, dtype=spec.dtype))
+                self.server.add(
+                    HostTable(
+                        *shape, name=name, seed=seed, init=spec.init, part=part, dtype=spec.dtype, slots=spec.slots
+                    )
+                )
                 if host_device_mix
-                else DeviceTable(*shape, device, name=name, seed=seed, init=spec.init, dtype=spec.dtype)
+                else DeviceTable(
+                    *shape, device, name=name, seed=seed, init=spec.init, dtype=spec.dtype, slots=spec.slots
+                )
             )
         features = {name: _bind(feature, self.tables, precision) for name, feature in model.features.items()}
         self.runtime = Runtime(

@@ -20,26 +20,26 @@ def is_bfloat16(values):
     return not (values.view(np.uint32) & np.uint32(0xFFFF)).any()
 
 
-def rounded(values, row_ids, key, at=None, planes=2):
-    """Return rows [n, D] rounded by the host's kernel in a block, at some of its rows; the others stay."""
+def rounded(values, row_ids, key, at=None, plane=0):
+    """Return rows [n, D] rounded by the host's kernel as a plane of a block, at some of its rows; the others stay."""
     at = np.arange(len(values)) if at is None else at
-    block = np.full((max(at, default=0) + 2, planes, values.shape[1]), np.float32(1.2345678))
-    block[at, 0] = values
+    block = np.full((max(at, default=0) + 2, 3, values.shape[1]), np.float32(1.2345678))
+    block[at, plane] = values
     before = block.copy()
-    rounding.round_rows(block, at, row_ids, key)
-    found = block[at, 0].copy()
-    block[at, 0] = values
+    rounding.round_rows(block, at, row_ids, key, plane, plane + 1)
+    found = block[at, plane].copy()
+    block[at, plane] = values
     assert block.tobytes() == before.tobytes()
     return found
 
 
-def by_torch(values, row_ids, key, at=None):
-    block = torch.zeros(max(at, default=len(values) - 1) + 2 if at is not None else len(values), 2, values.shape[1])
+def by_torch(values, row_ids, key, at=None, plane=0):
+    block = torch.zeros(max(at, default=len(values) - 1) + 2 if at is not None else len(values), 3, values.shape[1])
     places = None if at is None else torch.from_numpy(at)
-    block[places if at is not None else slice(None), 0] = torch.from_numpy(values)
-    torch_operations.round_rows(block, places, torch.from_numpy(row_ids), key)
-    assert not block[:, 1].any()
-    return (block[:, 0] if at is None else block[places, 0]).numpy()
+    block[places if at is not None else slice(None), plane] = torch.from_numpy(values)
+    torch_operations.round_rows(block, places, torch.from_numpy(row_ids), key, plane, plane + 1)
+    assert not block[:, [other for other in range(3) if other != plane]].any()
+    return (block[:, plane] if at is None else block[places, plane]).numpy()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -65,6 +65,26 @@ def test_the_twins_bits(dim, dtype, threads):
         out = np.empty((n, dim), np.uint16)
         rounding.round_into(values[:, None], out, key, ids=row_ids.astype(np.int64))
         np.testing.assert_array_equal(out.astype(np.uint32) << 16, expected.view(np.uint32))
+
+
+@pytest.mark.parametrize("dim", [1, 3, 16, 33])
+def test_each_plane_has_draws_of_its_own(dim):
+    rng = np.random.default_rng(dim)
+    block = rng.standard_normal((300, 3, dim), dtype=np.float32)
+    ids = rng.permutation(10_000)[:300]
+    for first, stop in [(0, 1), (1, 3), (0, 3)]:
+        expected = block.copy()
+        for plane in range(first, stop):
+            expected[:, plane] = naive.round_to_bfloat16(block[:, plane], ids, 77, plane)
+        by_host, on_device = block.copy(), torch.from_numpy(block.copy())
+        rounding.round_rows(by_host, np.arange(300), ids, 77, first, stop)
+        torch_operations.round_rows(on_device, None, torch.from_numpy(ids), 77, first, stop)
+        assert by_host.tobytes() == on_device.numpy().tobytes() == expected.tobytes()
+    halves = np.full((300, 3, dim), np.float32(1 + 2**-8))  # half of the way to the next bfloat16 number
+    rounding.round_rows(halves, np.arange(300), ids, 77, 0, 3)
+    ups = (halves > 1) * 2.0 - 1
+    for a, b in [(0, 1), (0, 2), (1, 2)]:
+        assert abs(np.mean(ups[:, a] * ups[:, b])) < 5 / np.sqrt(300 * dim)
 
 
 @settings(deadline=None, max_examples=300)
@@ -118,10 +138,10 @@ def test_neighbouring_numbers_are_not_alike():
 
 
 def test_what_bfloat16_cannot_represent_is_refused():
-    block = np.ones((3, 2, 4), np.float32)
-    block[:, 1] = 1.2345678  # slots may be anything
-    rounding.require_bfloat16(block, "t")
-    rounding.require_bfloat16(block[:0], "t")
-    block[2, 0, 3] = np.float32(1.2345678)
-    with pytest.raises(ValueError, match=r"table 't'.* bfloat16.*bfloat16\(\)\.float\(\)"):
-        rounding.require_bfloat16(block, "t")
+    values = np.ones((3, 4), np.float32)
+    for part in (values, values[:0], values[:, ::2]):
+        rounding.require_bfloat16(part, "t", 0)
+    values[2, 3] = np.float32(1.2345678)
+    for plane, what in [(0, "weights"), (2, "slots")]:
+        with pytest.raises(ValueError, match=rf"table 't' stores {what}.* bfloat16.*bfloat16\(\)\.float\(\)"):
+            rounding.require_bfloat16(values, "t", plane)

@@ -265,26 +265,24 @@ _TWINS: dict[str, Callable[..., None]] = {
 }
 
 
-def round_rows(block: Tensor, ids: Tensor | None, row_ids: Tensor, key: int) -> None:
+def round_rows(block: Tensor, ids: Tensor | None, row_ids: Tensor, key: int, first: int, stop: int) -> None:
     """See `Ops`."""
     if not len(row_ids):
         return
     held = block[: len(row_ids)] if ids is None else block.index_select(0, ids)
-    bits = held[:, 0].contiguous().view(torch.int32).long() & _LOW32
-    sums = bits + _random_bits(row_ids.long(), block.shape[2], key)
-    kept = sums & 0xFFFF0000
-    kept = torch.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, kept)
-    signed = torch.where(kept >= 1 << 31, kept - (1 << 32), kept)
-    rounded = signed.to(torch.int32).view(torch.float32)
-    if ids is None:
-        block[: len(row_ids), 0].copy_(rounded)
-    else:
-        held[:, 0] = rounded
+    for plane in range(first, stop):  # of a copy, or of the block itself
+        bits = held[:, plane].contiguous().view(torch.int32).long() & _LOW32
+        sums = bits + _random_bits(row_ids.long(), block.shape[2], key, plane)
+        kept = sums & 0xFFFF0000
+        kept = torch.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, kept)
+        signed = torch.where(kept >= 1 << 31, kept - (1 << 32), kept)
+        held[:, plane] = signed.to(torch.int32).view(torch.float32)
+    if ids is not None:
         block.index_copy_(0, ids.long(), held)
 
 
-def _random_bits(row_ids: Tensor, dim: int, key: int) -> Tensor:
-    """Return 16 random bits for each row and column, int64 [U, D], as `kernels.rounding` defines them.
+def _random_bits(row_ids: Tensor, dim: int, key: int, plane: int) -> Tensor:
+    """Return 16 random bits for each row and column of a plane, int64 [U, D], as `kernels.rounding` defines them.
 
     int64 represents unsigned 64-bit numbers: sums and products wrap, and right shifts are masked.
     """
@@ -293,7 +291,8 @@ def _random_bits(row_ids: Tensor, dim: int, key: int) -> Tensor:
     x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
     x = x ^ _shifted(x, 31)
     low, high = (x & _LOW32).unsqueeze(1), _shifted(x, 32).unsqueeze(1)
-    steps = torch.arange((dim + 1) // 2, device=row_ids.device) * WEYL & _LOW32
+    pairs = (dim + 1) // 2
+    steps = torch.arange(plane * pairs, (plane + 1) * pairs, device=row_ids.device) * WEYL & _LOW32
     y = low ^ steps
     y = ((y ^ (y >> 16)) * 0x7FEB352D) & _LOW32
     y = ((y ^ (y >> 15)) * _signed(0x846CA68B)) & _LOW32

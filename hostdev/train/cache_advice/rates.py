@@ -29,14 +29,14 @@ def host_costs(
 
     Args:
         rows: V; tables above 512 MiB or a quarter of the free memory are measured with fewer rows.
-        tables: Dimension, optimizer and weights' dtype of each table.
+        tables: Dimension, optimizer and dtypes of each table.
         batches: Unique ids [U] of some batches.
     """
     most = min(_MOST_BYTES, available_bytes() // 4)
     held = max(1, min(rows, most // row_bytes(tables)[1]))
     mine = [
-        HostTable(held, dim, optimizer, name=f"measured {number}", init=Constant(), dtype=dtype)
-        for number, (dim, optimizer, dtype) in enumerate(TableShape(*table) for table in tables)
+        HostTable(held, dim, optimizer, name=f"measured {number}", init=Constant(), dtype=dtype, slots=slots)
+        for number, (dim, optimizer, dtype, slots) in enumerate(TableShape(*table) for table in tables)
     ]
     ids = [unique(batch % held)[0] for batch in batches if len(batch)]
     if not ids:
