@@ -77,6 +77,7 @@ def test_the_list_of_flags():
         "--table-lr",
         "--lr",
         "--table-dtype",
+        "--table-slots",
         "--early-stop",
         "--seed",
         "--max-steps",
@@ -193,16 +194,18 @@ def test_equal_digests_in_every_mode(device, trained, small_data, tmp_path):
         assert digest(f"cache{number}", "--host-device-mix", "--cache-rows", *options) == first
 
 
+@pytest.mark.parametrize("option", ["table_dtype", "table_slots"])
 @pytest.mark.parametrize("word", ["bfloat16", "bf16"])
-def test_both_words_for_the_dtype_of_tables(word):
+def test_both_words_for_the_dtypes_of_tables(option, word):
     """The second one is accepted for one release; files have it."""
     parser = argparse.ArgumentParser()
     config.add_flags(parser)
-    settings = config.from_flags(parser.parse_args(["--table-dtype", word]))
-    assert settings == TrainConfig(table_dtype=word)
-    assert settings.as_json()["table_dtype"] == "bf16"
-    assert config.to_flags(settings) == ["--table-dtype", "bfloat16"]
-    assert "--table-dtype {fp32,bfloat16}" in parser.format_help()
+    flag = f"--{option.replace('_', '-')}"
+    settings = config.from_flags(parser.parse_args([flag, word]))
+    assert settings == TrainConfig(**{option: word})
+    assert settings.as_json()[option] == "bf16"
+    assert config.to_flags(settings) == [flag, "bfloat16"]
+    assert f"{flag} {{fp32,bfloat16}}" in parser.format_help()
 
 
 def test_a_run_with_a_cache(device, trained, small_data, tmp_path, capsys):

@@ -121,14 +121,15 @@ from hostdev.kernels.pool import set_host_threads
 
 set_host_threads(2)
 warm_up_ids("int64")
+dtypes = [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16")]
 for name in OPTIMIZERS:
-    for stored in ("fp32", "bf16"):
+    for stored in dtypes:
         warm_up_table("int64", stored, build_optimizer(name), 8)
 before = compiled()
 assert before
 for name in OPTIMIZERS:
-    for stored in ("fp32", "bf16"):
-        table = hostdev.HostTable(50_000, 8, build_optimizer(name), name="t", dtype=stored)
+    for stored, slots in dtypes:
+        table = hostdev.HostTable(50_000, 8, build_optimizer(name), name="t", dtype=stored, slots=slots)
         table.note_changes()
         ids = np.arange(0, 50_000, 3)
         grads = np.full((len(ids), 8), 0.5, np.float32)

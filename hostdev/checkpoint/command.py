@@ -44,6 +44,7 @@ def _info(arguments: argparse.Namespace) -> int:
     for table in newest.manifest.tables:
         slots = ", ".join([*table.slots, *table.row_slots]) or "none"
         weights = "" if table.dtype == FP32 else f", weights {table.dtype}"
+        weights += "" if table.slots_dtype == FP32 else f", slots {table.slots_dtype}"
         about = f"{table.rows:,} x {table.dim}, {table.optimizer} (slots {slots}){weights}, step {table.step:,}"
         print(printable(f"table {table.name}: {about}"))
     digest = newest.manifest.state_sha256 or "not computed; verify computes it"

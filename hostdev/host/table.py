@@ -140,9 +140,7 @@ class HostTable(Owned):
         """A read-only view of all rows, float32 [V, 1 + S, D]; raises TypeError if some are stored as bfloat16."""
         if not isinstance(self.storage, Float32):
             what = "weights" if self.dtype == BF16 else "slots"
-            raise TypeError(
-                f"table {self.name!r} stores {what} as bfloat16, and weights apart from slots; use read_rows"
-            )
+            raise TypeError(f"table {self.name!r} stores {what} as bfloat16, and its slots apart; use read_rows")
         self._before_read()
         return _read_only(self.storage.block)
 

@@ -27,6 +27,26 @@ def _overload_to_float32(value: Any) -> Any:
     return widen_bfloat16
 
 
+def as_exact(to: Any, x: Any) -> Any:
+    """Return x, which the type of the array `to` can represent, as it is stored there."""
+    raise NotImplementedError("only compiled kernels can call this function")
+
+
+@overload(as_exact, inline="always")
+def _overload_as_exact(to: Any, x: Any) -> Any:
+    if isinstance(to.dtype, types.Float):
+
+        def keep(to: Any, x: Any) -> Any:
+            return x
+
+        return keep
+
+    def cut(to: Any, x: Any) -> Any:
+        return uint16(np.float32(x).view(np.uint32) >> uint32(16))
+
+    return cut
+
+
 def as_stored(to: Any, x: Any) -> Any:
     """Return x rounded to the type of the array `to`."""
     raise NotImplementedError("only compiled kernels can call this function")

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from numba import types, uint16, uint32, uint64
 from numba.extending import overload
 
-from hostdev.kernels.bfloat16 import as_stored, to_float32
+from hostdev.kernels.bfloat16 import as_exact, to_float32
 from hostdev.kernels.counter import hashed, mix32
 from hostdev.kernels.jit import inline, kernel, prefetch_to_read, prefetch_update
 from hostdev.kernels.pool import Task, get_grain, parallel_for, tasks_over
@@ -337,11 +337,11 @@ def _write(start, stop, ids, positions, weights, slots, values):
         row, at = np.uint64(ids[i]), np.uint64(i if positions is None else positions[i])
         source, to = values[at, 0], weights[row]
         for j in range(np.uint64(len(to))):
-            to[j] = as_stored(to, source[j])
+            to[j] = as_exact(to, source[j])
         for s in range(planes):
             given, slot = values[at, s + np.uint64(1)], slots[row, s]
             for j in range(np.uint64(len(slot))):
-                slot[j] = as_stored(slot, given[j])
+                slot[j] = as_exact(slot, given[j])
 
 
 def read_tasks(

@@ -70,10 +70,11 @@ def test_a_run_goes_on_in_any_mode(device, trained, plain, small_data, tmp_path,
 @pytest.mark.slow_on_standin
 def test_bfloat16_weights_go_on_in_any_mode(device, trained, small_data, tmp_path, capsys):
     """Checkpoints are exact and name their settings; those of host and of device tables are equal."""
-    options = lambda name, *more: small(small_data, name, "--table-dtype", "bf16", *more, device=device)  # noqa: E731
+    stored = "--table-dtype", "bf16", "--table-slots", "bfloat16"
+    options = lambda name, *more: small(small_data, name, *stored, *more, device=device)  # noqa: E731
     code, printed, _ = trained(*options("plain", *MIX, "--checkpoint-every", 5))
     assert code == 0
-    assert "4 (LazyAdam, bf16)" in printed
+    assert "4 (LazyAdam, bf16, bf16 slots)" in printed
     assert trained(*options("run", *CACHE, "--checkpoint-every", 2, "--max-steps", 9))[0] == 0
     assert trained(*options("run", "--checkpoint-every", 2, "--max-steps", 13, "--resume"))[0] == 0  # on the device
     assert trained(*options("run", *MIX, "--pipeline-depth", 0, "--checkpoint-every", 3, "--resume"))[0] == 0
@@ -81,7 +82,7 @@ def test_bfloat16_weights_go_on_in_any_mode(device, trained, small_data, tmp_pat
     for command, told in (
         (["diff", "run/checkpoints", "plain/checkpoints"], "equal\n"),
         (["verify", "run/checkpoints"], ": intact"),
-        (["info", "run/checkpoints"], "weights bf16"),
+        (["info", "run/checkpoints"], "weights bf16, slots bf16"),
         (["compact", "run/checkpoints"], ""),
     ):
         assert cli.run(checkpoint.PROG, checkpoint.main, command) == 0
@@ -218,6 +219,7 @@ def test_another_model_or_data_set_is_refused(trained, small_data, own_data, tmp
     for more, message in (
         (["--emb-dim", 8], "was trained with --emb-dim 4, not --emb-dim 8"),
         (["--table-dtype", "bf16"], "was trained with --table-dtype fp32, not --table-dtype bf16"),
+        (["--table-slots", "bf16"], "was trained with --table-slots fp32, not --table-slots bf16"),
         (["--seed", 1], "was trained with --seed 2020, not --seed 1"),
         (["--shuffle-window", 2], "was trained with --shuffle-window 1, not --shuffle-window 2"),
         (["--table-lr", 0.5], "was trained with no --table-lr, not --table-lr 0.5"),

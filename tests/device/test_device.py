@@ -17,7 +17,6 @@ from hostdev import (
     Runtime,
     UserError,
 )
-from hostdev.core.table_dtypes import TABLE_DTYPES
 from hostdev.device import backend
 from hostdev.device import table as table_module
 from hostdev.device.clock import EventClock, make_clock
@@ -51,10 +50,10 @@ def steps(dim, count=6):
 
 @pytest.mark.parametrize("dim", [1, 3, 80])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
-@pytest.mark.parametrize("dtype", TABLE_DTYPES)
-def test_a_device_table_equals_a_host_table_to_the_bit(device, optimizer, dim, dtype):
-    host = HostTable(500, dim, optimizer, name="t", seed=4, dtype=dtype)
-    other = DeviceTable(500, dim, optimizer, device, name="t", seed=4, dtype=dtype)
+@pytest.mark.parametrize(("dtype", "slots"), [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "bf16")])
+def test_a_device_table_equals_a_host_table_to_the_bit(device, optimizer, dim, dtype, slots):
+    host = HostTable(500, dim, optimizer, name="t", seed=4, dtype=dtype, slots=slots)
+    other = DeviceTable(500, dim, optimizer, device, name="t", seed=4, dtype=dtype, slots=slots)
     np.testing.assert_array_equal(other.weights.cpu(), host.weights)
     for ids, grads in steps(dim):
         host.update(ids, grads)
@@ -224,6 +223,20 @@ def test_a_device_table_of_bfloat16_values_takes_only_these(device, dtype):
     block[:, 0] = 1.5
     table.write_rows(np.array([1, 2]), block, none)
     np.testing.assert_array_equal(table.block[1:3].cpu(), block)
+
+
+def test_a_device_table_of_bfloat16_slots_takes_only_these(device):
+    table = DeviceTable(10, 4, Adagrad(initial_accum=0.1), device, name="t", slots="bfloat16")
+    accum = table.slots["accum"].cpu()
+    assert torch.equal(accum, torch.full((10, 4), 0.1).bfloat16().float())
+    with pytest.raises(ValueError, match="stores slots as bfloat16"), table.writing([3]) as w:
+        w.slots["accum"][:] = 1.2345678
+    with table.writing([3]) as w:
+        w.weights[:] = 1.2345678
+        w.slots["accum"][:] = 1.5
+    assert (table.slots["accum"][3] == 1.5).all()
+    table.erase([3])
+    assert torch.equal(table.slots["accum"].cpu(), accum)
 
 
 def test_rows_are_written_by_ids_of_either_dtype_in_the_table(device):

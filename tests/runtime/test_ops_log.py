@@ -9,12 +9,12 @@ from hostdev.core.primitive import OpLog
 
 
 @pytest.mark.parametrize("policy", ["lookahead", "lru"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_bytes_with_a_cache(device, policy, dtype):
+@pytest.mark.parametrize(("dtype", "stored"), [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16")])
+def test_bytes_with_a_cache(device, policy, dtype, stored):
     """Serially no row is looked up twice: the ops moved what the cache says of its batches, to and fro."""
     V, D = 60, 5
     tables = [
-        hostdev.HostTable(V, D, hostdev.LazyAdam(), name="adam", dtype=dtype),
+        hostdev.HostTable(V, D, hostdev.LazyAdam(), name="adam", dtype=dtype, slots=stored),
         hostdev.HostTable(V, 1, hostdev.RowWiseAdagrad(), name="rowwise"),
     ]
     log = OpLog()
@@ -28,9 +28,13 @@ def test_bytes_with_a_cache(device, policy, dtype):
     done = runtime.caches[0].planner.statistics
     assert min(done.passed, done.unique_hits, done.admitted, done.evicted) > 0
     ops = log.summary()
-    for table, weights, slots in (("adam", 4 if dtype == "fp32" else 2, 2 * 4 * D), ("rowwise", 4, 4)):
+    size = {"fp32": 4, "bf16": 2}
+    for table, weights, slots, held in (
+        ("adam", size[dtype], 2 * 4 * D, 2 * size[stored] * D),
+        ("rowwise", 4, 4, 4),
+    ):
         dim = D if table == "adam" else 1
-        between = dim * (weights + 4) + 2 * slots  # bytes of a row with its slots, from or to the host's
+        between = dim * (weights + 4) + slots + held  # bytes of a row with its slots, from or to the host's
         on_device = 2 * (4 * dim + slots)
         wanted = {
             "EmbeddingLookup": done.passed * dim * (weights + 4),
@@ -44,7 +48,7 @@ def test_bytes_with_a_cache(device, policy, dtype):
         assert {name: op["bytes"] for name, op in found.items()} == wanted
         assert {op["count"] for op in found.values()} == {len(batches)}
     updates = {
-        "FusedSparseLazyAdam": D * (4 + 2 * ({"fp32": 4, "bf16": 2}[dtype] + 8)),
+        "FusedSparseLazyAdam": D * (4 + 2 * (size[dtype] + 2 * size[stored])),
         "FusedSparseRowWiseAdagrad": 20,
     }
-    assert {name: ops[name]["bytes"] for name in updates} == {n: done.passed * size for n, size in updates.items()}
+    assert {name: ops[name]["bytes"] for name in updates} == {n: done.passed * one for n, one in updates.items()}
