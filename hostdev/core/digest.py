@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from hashlib import sha256
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,8 +25,9 @@ from hostdev.core.workers import Workers
 
 RANGE_BYTES = 1 << 20  # of weights
 _PIECE_BYTES = 1 << 24
-_COPIED_BYTES = 1 << 16
-_QUEUED = 4  # ranges per thread
+_COPIED_BYTES = 1 << 18
+_TOGETHER = 8  # ranges that a thread takes at a time
+_QUEUED = 2  # such parts per thread
 
 Digests = npt.NDArray[np.uint8]  # [ranges, 32]
 Fetch = Callable[[], Any]  # returns rows, float32
@@ -122,13 +124,14 @@ class StateDigest:
             yield from (_sha256(fetch()) for fetch in ranges)
             return
         with Workers(threads, "hostdev-digest") as pool, pool.drop_queued_on_error():
-            waiting: deque[Future[bytes]] = deque()
-            for fetch in ranges:
-                waiting.append(pool.submit(lambda fetch=fetch: _sha256(fetch())))  # type: ignore[misc]
+            waiting: deque[Future[list[bytes]]] = deque()
+            together = max(1, min(_TOGETHER, count // (4 * threads)))
+            for fetches in batched(ranges, together):
+                waiting.append(pool.submit(partial(_sha256_of_each, fetches)))
                 if len(waiting) > _QUEUED * threads:
-                    yield waiting.popleft().result()
+                    yield from waiting.popleft().result()
             while waiting:
-                yield waiting.popleft().result()
+                yield from waiting.popleft().result()
 
 
 def ranges_of(rows: Any, length: int, numbers: Sequence[int]) -> Iterator[Fetch]:
@@ -163,6 +166,17 @@ def pieces_of(rows: Any, fetch: Callable[[Any], Any]) -> Iterator[Any]:
 
 def _joined(parts: list[Any]) -> Any:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _sha256_of_each(fetches: Sequence[Fetch]) -> list[bytes]:
+    return [_sha256(fetch()) for fetch in fetches]
+
+
+def batched(items: Iterable[Fetch], n: int) -> Iterator[list[Fetch]]:
+    """Yield lists of n items; the last may be shorter."""
+    held = iter(items)
+    while part := list(islice(held, n)):
+        yield part
 
 
 def _sha256(rows: Any) -> bytes:
