@@ -2,7 +2,7 @@
 
 26 tables of 200,000 rows, D = 64; batches of 2,048 and 16,000 with 1 and 10 ids per feature. Every system runs in a
 process of its own, and these take turns. A call runs some steps as an epoch of its own, so that opening and closing
-a loop counts as hostdev's. A round's ratio is that of two calls next to each other.
+a loop counts as hostdev's. A ratio is that of two calls of the same round.
 """
 
 import statistics

@@ -15,8 +15,8 @@ def keep_freed_memory(*, one_arena: bool = False) -> None:
     user's own settings are kept.
 
     Args:
-        one_arena: Let all threads allocate from one heap. The heaps that glibc gives to other threads hold 64 MiB each,
-            and larger needs are met with fresh pages.
+        one_arena: Let threads that begin after this call allocate from one heap, as far as no thread has a heap of its
+            own yet. Such heaps hold 64 MiB each, larger needs are met with fresh pages, and freed memory is returned.
     """
     if platform.libc_ver()[0] != "glibc" or _SETTINGS & os.environ.keys():
         return

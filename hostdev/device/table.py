@@ -202,7 +202,7 @@ class DeviceTable(Owned):
             self._ops.round_rows(self._block, ids, ids, *step.rounding)
 
     def begin_step(self) -> TableStep:
-        """Count one step, and return its scalars and rounding key."""
+        """Count one step, and return its scalars and rounding."""
         self._require_no_writing()
         self._step += 1
         kinds = self.dtype, self.slots_dtype, self.optimizer

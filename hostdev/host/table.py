@@ -140,7 +140,9 @@ class HostTable(Owned):
         """A read-only view of all rows, float32 [V, 1 + S, D]; raises TypeError if some are stored as bfloat16."""
         if not isinstance(self.storage, Float32):
             what = "weights" if self.dtype == BF16 else "slots"
-            raise TypeError(f"table {self.name!r} stores {what} as bfloat16, and its slots apart; use read_rows")
+            raise TypeError(
+                f"table {self.name!r} stores {what} as bfloat16, and weights and slots apart; use read_rows"
+            )
         self._before_read()
         return _read_only(self.storage.block)
 
@@ -193,7 +195,7 @@ class HostTable(Owned):
             ids: int32 or int64 [N], each in [0, V), all different; None for all rows.
 
         Raises:
-            ValueError: Values are not finite or not representable in the table's dtype, ids repeat, or the table is
+            ValueError: Values are not finite or not representable in the table's dtypes, ids repeat, or the table is
                 written by other means within the `with`.
             UserError: An id is outside the table, or there is no memory for the copies.
         """
@@ -301,7 +303,7 @@ class HostTable(Owned):
         self._after_write(ids)
 
     def begin_step(self) -> TableStep:
-        """Count one step of the table, and return its scalars and rounding key for `update`."""
+        """Count one step of the table, and return its scalars and rounding for `update`."""
         self._require_no_writing()
         self._step += 1
         kinds = self.dtype, self.slots_dtype, self.optimizer
@@ -368,7 +370,7 @@ class HostTable(Owned):
 
         Raises:
             UserError, TypeError: As for `lookup`.
-            ValueError: As for `lookup`, or values are not finite or not representable in the table's dtype; nothing is
+            ValueError: As for `lookup`, or values are not finite or not representable in the table's dtypes; nothing is
                 written then.
         """
         ids = self._checked(ids)

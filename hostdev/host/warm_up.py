@@ -76,7 +76,7 @@ def warm_up_table(
         table.sum_of_squares()
     if (limit := optimizer.clip_limit(dim)) is not None:  # as a table or cache on the CPU device does
         clipped(grads, limit)
-    if BF16 in table_dtypes:  # as a table or cache on the CPU device does
+    if BF16 in (table.dtype, table.slots_dtype):  # as a table or cache on the CPU device does
         for numbers in (ids[:1], position):
             round_rows(row[0], numbers, ids[:1], 0, 0, 1)
 

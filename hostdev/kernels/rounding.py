@@ -186,7 +186,7 @@ def load_slot(block: Any, row: Any, number: Any, scratch: Any) -> Any:
 
 
 def store_row(block: Any, row: Any, scratch: Any) -> None:
-    """Round and store what of a row's new values is in copies that `load_weights` and `load_slot` returned."""
+    """Round and store the new values of a row that are in copies from `load_weights` and `load_slot`."""
     raise NotImplementedError("only compiled kernels can call this function")
 
 
@@ -307,7 +307,9 @@ def _prefetch_row(block: Any, ids: Any, i: Any, stop: Any) -> Any:
         ahead = i + np.uint64(_AHEAD)
         if ahead < np.uint64(stop):
             prefetch_to_read(block.weights, ids[ahead], block.weights.strides[0])
-            prefetch_to_read(block.slots, ids[ahead], block.slots.strides[0])
+            prefetch_to_read(
+                block.slots, ids[ahead], block.slots.shape[1] * block.slots.shape[2] * block.slots.itemsize
+            )
 
     return of_block if isinstance(block, types.Array) else of_both
 
@@ -319,7 +321,7 @@ def _read(start, stop, ids, positions, weights, slots, out):
         ahead = i + np.uint64(_AHEAD)
         if ahead < np.uint64(stop):
             prefetch_to_read(weights, ids[ahead], weights.strides[0])
-            prefetch_to_read(slots, ids[ahead], slots.strides[0])
+            prefetch_to_read(slots, ids[ahead], slots.shape[1] * slots.shape[2] * slots.itemsize)
         row, at = np.uint64(ids[i]), np.uint64(i if positions is None else positions[i])
         source, to = weights[row], out[at, 0]
         for j in range(np.uint64(len(source))):

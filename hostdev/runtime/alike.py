@@ -89,7 +89,8 @@ def _get_table(table: Table) -> dict[str, Any]:
         "the optimizer": repr(table.optimizer),
         "the seed": table.seed,
         "init": repr(table.init) if isinstance(table, HostTable) else None,
-        "dtype": getattr(table, "dtype", None),
+        "dtype": table.dtype,
+        "slots": table.slots_dtype,
         "the number of steps": table.step,
     }
 

@@ -43,7 +43,8 @@ def main(what, rank):
         mine = ranks.rank == int(rank)
         seed = 1 + (what == "seed" and mine)
         name = "b" if what == "name" and mine else "a"
-        table = hostdev.HostTable(50, 4, hostdev.SGD(lr=0.1), name=name, seed=seed, part=ranks.part())
+        how = {what: "bfloat16"} if what in ("dtype", "slots") and mine else {}
+        table = hostdev.HostTable(50, 4, hostdev.SGD(lr=0.1), name=name, seed=seed, part=ranks.part(), **how)
         runtime = hostdev.Runtime({"f": table}, device="cpu", ranks=ranks)
         torch.manual_seed(what == "weights" and mine)
         model = torch.nn.Linear(4, 1)

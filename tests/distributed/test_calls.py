@@ -137,6 +137,7 @@ def test_one_rank_does_not_come(processes):
             "name",
             "UnlikeError: hostdev.Runtime(...): the list of tables differs between processes: a on rank 0; b on rank 1",
         ),
+        ("slots", "slots of table 'a' differs between processes: fp32 on rank 0; bf16 on rank 1"),
         (
             "micro_batches",
             "UnlikeError: runtime.train(): micro_batches differs between processes: 1 on rank 0; 2 on rank 1",

@@ -41,7 +41,7 @@ def sgd():
 
 
 def tables_of(device, optimizer=None, on_device=(), bf16=(), seed=3):
-    """Tables by name; those in `on_device` lie there. Those in `bf16` have such weights, and slots but "items"."""
+    """Tables by name; those in `on_device` lie there. In `bf16`: bfloat16 weights and, but for "items", slots."""
     made = {}
     for name, rows in ROWS.items():
         own = optimizer() if optimizer else OPTIMIZERS[name]()

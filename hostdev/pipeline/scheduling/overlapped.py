@@ -271,7 +271,8 @@ class OverlappedPass:
             self._given = None
         self._taken += 1
         if queues.alone:  # one after the other, as at depth 0
-            queues.wait(lambda: queues.update_error or queues.in_flight.updated >= queues.finished)
+            with self._timeline.stall("step"):
+                queues.wait(lambda: queues.update_error or queues.in_flight.updated >= queues.finished)
         self._read_ahead()
         with self._timeline.stall("step"):
             item = queues.take_fetched() or End(None)
