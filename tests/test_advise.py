@@ -150,7 +150,8 @@ def test_what_rows_take_the_host_is_measured():
     assert rates.host_costs(10, tables, [np.empty(0, np.int32)]) == (0, 0, 0)
 
     class Table:
-        name, dim, optimizer, dtype, primitive_target = "t", 16, LazyAdam(), "fp32", "CPU"
+        name, dim, optimizer, primitive_target = "t", 16, LazyAdam(), "CPU"
+        dtype = slots_dtype = "fp32"
 
     lookup, update = {"total_us": 6.0, "bytes": 2 * 64 * 30}, {"total_us": 14.0, "bytes": 7 * 64 * 20}
     ops = {
