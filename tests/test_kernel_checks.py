@@ -71,8 +71,6 @@ CHECKS = {
     "kernels.rounding": {
         "_round_rows": (IDS, REQUESTED),
         "_are_bfloat16": (OWN,),
-        "_load_weights": (IDS, REQUESTED),
-        "_load_slot": (IDS, REQUESTED),
         "_read": (IDS, POSITIONS, REQUESTED),
         "_write": (IDS, POSITIONS, REQUESTED),
     },

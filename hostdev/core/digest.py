@@ -126,7 +126,7 @@ class StateDigest:
         with Workers(threads, "hostdev-digest") as pool, pool.drop_queued_on_error():
             waiting: deque[Future[list[bytes]]] = deque()
             together = max(1, min(_TOGETHER, count // (4 * threads)))
-            for fetches in batched(ranges, together):
+            for fetches in _batched(ranges, together):
                 waiting.append(pool.submit(partial(_sha256_of_each, fetches)))
                 if len(waiting) > _QUEUED * threads:
                     yield from waiting.popleft().result()
@@ -172,7 +172,7 @@ def _sha256_of_each(fetches: Sequence[Fetch]) -> list[bytes]:
     return [_sha256(fetch()) for fetch in fetches]
 
 
-def batched(items: Iterable[Fetch], n: int) -> Iterator[list[Fetch]]:
+def _batched(items: Iterable[Fetch], n: int) -> Iterator[list[Fetch]]:
     """Yield lists of n items; the last may be shorter."""
     held = iter(items)
     while part := list(islice(held, n)):

@@ -6,6 +6,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from hostdev.core.optimizers import SparseOptimizer
+from hostdev.core.rounding import get_rounding
+from hostdev.core.table_dtypes import TableStep
+
 
 class Owner(Protocol):
     """A loop that is open over a table; it may have unfinished steps, cached rows, and rows looked up ahead."""
@@ -28,6 +32,10 @@ class Owned:
     """
 
     name: str
+    seed: int
+    optimizer: SparseOptimizer
+    dtype: str  # how weights are stored: "fp32" or "bf16"
+    slots_dtype: str  # how the optimizer's state columns are stored
     _owners: tuple[Owner, ...] = ()
     _step = 0
     _is_writing = False  # inside `writing`
@@ -49,6 +57,19 @@ class Owned:
             raise ValueError(f"table {self.name!r}: step, the number of steps, must be 0 or more, not {step}")
         self._before_read()  # a pending step counts from the previous number
         self._step = int(step)
+
+    @property
+    def dim(self) -> int:
+        """Number of columns, D."""
+        raise NotImplementedError
+
+    def begin_step(self) -> TableStep:
+        """Count one step, and return what all updates of this step have in common."""
+        self._require_no_writing()
+        self._step += 1
+        kinds = self.dtype, self.slots_dtype, self.optimizer
+        rounding = get_rounding(self.seed, self.name, self._step, *kinds)
+        return TableStep(self.optimizer.scalars(self._step, self.dim), rounding, self.optimizer.clip_limit(self.dim))
 
     def uncount_steps(self, steps: int) -> None:
         """Subtract steps that were counted but whose updates failed."""

@@ -15,8 +15,8 @@ from hostdev.core.ids import checked_ids
 from hostdev.core.initializers import Initializer, Normal, initializer
 from hostdev.core.memory import require_table
 from hostdev.core.optimizers import SparseOptimizer, require_optimizer
-from hostdev.core.rounding import get_rounding, initial_slots, rounding_key
-from hostdev.core.table_dtypes import BF16, FP32, TableStep, require_table_dtype, rounded_planes
+from hostdev.core.rounding import initial_slots, rounding_key
+from hostdev.core.table_dtypes import BF16, FP32, require_table_dtype, rounded_planes
 from hostdev.core.tables import Owned, initial_seed
 from hostdev.device.backend import free_bytes
 from hostdev.device.ops import get_ops
@@ -200,14 +200,6 @@ class DeviceTable(Owned):
         self._ops.update(self.optimizer.primitive, self._block, self._row_slots, ids, grads, step.scalars, skip)
         if step.rounding is not None:  # rounding does not change skipped rows
             self._ops.round_rows(self._block, ids, ids, *step.rounding)
-
-    def begin_step(self) -> TableStep:
-        """Count one step, and return its scalars and rounding."""
-        self._require_no_writing()
-        self._step += 1
-        kinds = self.dtype, self.slots_dtype, self.optimizer
-        rounding = get_rounding(self.seed, self.name, self._step, *kinds)
-        return TableStep(self.optimizer.scalars(self._step, self.dim), rounding, self.optimizer.clip_limit(self.dim))
 
     def _require_exact(self, plane: int, values: Rows) -> None:
         """Raise ValueError unless values [N, D] of a plane, 0 for weights, can be stored without rounding."""

@@ -81,8 +81,6 @@ class Shape:
 class Storage(Protocol):
     """A table's rows. Arguments mean the same as those of the corresponding `HostTable` methods."""
 
-    dtype: str  # of the weights
-    slots_dtype: str  # of the state columns
     row_slots: Rows  # per-row state, [V, R]
 
     def initial(self, shape: Shape, seed: int, init: Initializer, ids: npt.NDArray[np.int64], block: Rows) -> None:
@@ -138,8 +136,6 @@ class Storage(Protocol):
 
 class Float32:
     """Weights and optimizer state of a row lie together: block float32 [V, 1 + S, D]."""
-
-    dtype = slots_dtype = FP32
 
     def __init__(self, name: str, shape: Shape) -> None:
         self._name, self._optimizer = name, shape.optimizer
@@ -237,7 +233,7 @@ class Split:
 
     def __init__(self, name: str, shape: Shape, dtype: str, slots_dtype: str) -> None:
         self._name, self._optimizer, rows, dim = name, shape.optimizer, shape.rows, shape.dim
-        self.dtype, self.slots_dtype = dtype, slots_dtype
+        self._dtype, self._slots_dtype = dtype, slots_dtype
         planes = rounded_planes(dtype, slots_dtype, len(shape.slots))
         assert planes is not None
         self._rounded = range(*planes)
@@ -258,18 +254,19 @@ class Split:
                 where = {"ids": shape.ids(first, first + len(part))}
             init.fill(part, seed, name, none, **where)
             stored = self.stored[first : first + len(part)]
-            if self.dtype == FP32:
+            if self._dtype == FP32:
                 stored[:] = part[:, 0]
             else:
                 rounding.round_into(part, stored, rounding_key(seed, name, 0), **where)
         if len(shape.slots):
-            fill_constant(self.slots, *_split(_as_stored(shape.slots, self.slots_dtype)))
+            values = _as_stored(shape.slots, self._slots_dtype)
+            fill_constant(self.slots, values[0], values[1:])
         shape.fill_row_slots(self.row_slots)
 
     def initial(self, shape: Shape, seed: int, init: Initializer, ids: npt.NDArray[np.int64], block: Rows) -> None:
         """See `Storage`."""
         init.fill(block, seed, self._name, shape.slots, ids=ids)
-        if self.dtype != FP32:
+        if self._dtype != FP32:
             rounding.round_rows(block, identity(len(ids)), ids, rounding_key(seed, self._name, 0), 0, 1)
 
     @property
@@ -379,10 +376,6 @@ def _widened(held: npt.NDArray[Any]) -> Rows:
 def _as_stored(values: Rows, dtype: str) -> npt.NDArray[Any]:
     """Return float32 values that the dtype can represent as they are stored."""
     return values if dtype == FP32 else (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
-
-
-def _split(values: npt.NDArray[Any]) -> tuple[Any, npt.NDArray[Any]]:
-    return values[0], values[1:]
 
 
 def _flat(block: Rows) -> Rows:

@@ -15,7 +15,6 @@ from hostdev.core.initializers import Initializer, Normal, initializer
 from hostdev.core.launched import require_alone
 from hostdev.core.memory import available_bytes, format_bytes, require_table
 from hostdev.core.optimizers import SparseOptimizer, require_optimizer
-from hostdev.core.rounding import get_rounding
 from hostdev.core.table_dtypes import BF16, FP32, TableStep, require_table_dtype
 from hostdev.core.tables import Owned, initial_seed
 from hostdev.host.changes import Changes
@@ -96,7 +95,7 @@ class HostTable(Owned):
         self.optimizer = optimizer
         self._rows = rows
         self._initial = (self.seed, initializer(init, self.total_rows, dim, name))
-        self.slots_dtype = slots_dtype
+        self.dtype, self.slots_dtype = dtype, slots_dtype
         shape = self._shape(dim)
         self.storage: Storage = make_storage(name, shape, dtype, slots_dtype)
         self.storage.fill(shape, *self._initial)
@@ -129,11 +128,6 @@ class HostTable(Owned):
     def init(self) -> Initializer:
         """The initializer of the weights."""
         return self._initial[1]
-
-    @property
-    def dtype(self) -> str:
-        """How weights are stored: "fp32" or "bf16"."""
-        return self.storage.dtype
 
     @property
     def block(self) -> Rows:
@@ -301,14 +295,6 @@ class HostTable(Owned):
         self._note_write(ids)
         self.storage.apply(ids, grads, self.begin_step())
         self._after_write(ids)
-
-    def begin_step(self) -> TableStep:
-        """Count one step of the table, and return its scalars and rounding for `update`."""
-        self._require_no_writing()
-        self._step += 1
-        kinds = self.dtype, self.slots_dtype, self.optimizer
-        rounding = get_rounding(self.seed, self.name, self._step, *kinds)
-        return TableStep(self.optimizer.scalars(self._step, self.dim), rounding, self.optimizer.clip_limit(self.dim))
 
     def update(
         self, ids: npt.ArrayLike, grads: Rows, step: TableStep | None = None, positions: Positions | None = None

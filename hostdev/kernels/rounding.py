@@ -195,6 +195,14 @@ def prefetch_row(block: Any, ids: Any, i: Any, stop: Any) -> None:
     raise NotImplementedError("only compiled kernels can call this function")
 
 
+@inline
+def _widen(stored, out):
+    """Copy stored values, float32 or bfloat16 [D], to out, float32 [D], and return it."""
+    for j in range(np.uint64(len(out))):
+        out[j] = to_float32(stored[j])
+    return out
+
+
 @overload(make_scratch, inline="always")
 def _make_scratch(block: Any) -> Any:
     def none(block: Any) -> Any:
@@ -216,10 +224,7 @@ def _load_weights(block: Any, row: Any, scratch: Any) -> Any:
         return block.weights[row]
 
     def widen(block: Any, row: Any, scratch: Any) -> Any:
-        stored, own = block.weights[row], scratch[0][0]
-        for j in range(len(own)):
-            own[j] = to_float32(stored[j])
-        return own
+        return _widen(block.weights[row], scratch[0][0])
 
     if isinstance(block, types.Array):
         return there
@@ -235,10 +240,7 @@ def _load_slot(block: Any, row: Any, number: Any, scratch: Any) -> Any:
         return block.slots[row, number]
 
     def widen(block: Any, row: Any, number: Any, scratch: Any) -> Any:
-        stored, own = block.slots[row, number], scratch[0][1 + number]
-        for j in range(len(own)):
-            own[j] = to_float32(stored[j])
-        return own
+        return _widen(block.slots[row, number], scratch[0][1 + number])
 
     if isinstance(block, types.Array):
         return in_block
@@ -267,6 +269,14 @@ def _round_plane(word, steps, values, words, stored):
         stored[j] = _rounded_bits(bits[j], random[j])
 
 
+@inline
+def _round_slots(word, block, row, planes, words):
+    """Round the slots of a row; planes is float32 [1 + S, D]."""
+    for slot in range(np.uint64(block.slots.shape[1])):
+        plane = slot + np.uint64(1)
+        _round_plane(word, block.steps[plane], planes[plane], words, block.slots[row, slot])
+
+
 @overload(store_row, inline="always")
 def _store_row(block: Any, row: Any, scratch: Any) -> Any:
     def nothing(block: Any, row: Any, scratch: Any) -> None:
@@ -278,18 +288,13 @@ def _store_row(block: Any, row: Any, scratch: Any) -> Any:
 
     def slots(block: Any, row: Any, scratch: Any) -> None:
         own, words = scratch
-        word = _hash_row(block, row)
-        for slot in range(np.uint64(block.slots.shape[1])):
-            plane = slot + np.uint64(1)
-            _round_plane(word, block.steps[plane], own[plane], words, block.slots[row, slot])
+        _round_slots(_hash_row(block, row), block, row, own, words)
 
     def both(block: Any, row: Any, scratch: Any) -> None:
         own, words = scratch
         word = _hash_row(block, row)
         _round_plane(word, block.steps[0], own[0], words, block.weights[row])
-        for slot in range(np.uint64(block.slots.shape[1])):
-            plane = slot + np.uint64(1)
-            _round_plane(word, block.steps[plane], own[plane], words, block.slots[row, slot])
+        _round_slots(word, block, row, own, words)
 
     if isinstance(block, types.Array):
         return nothing
@@ -314,6 +319,13 @@ def _prefetch_row(block: Any, ids: Any, i: Any, stop: Any) -> Any:
     return of_block if isinstance(block, types.Array) else of_both
 
 
+@inline
+def _store(values, out):
+    """Copy values, float32 [D], to out, float32 or bfloat16 [D], which can represent them."""
+    for j in range(np.uint64(len(out))):
+        out[j] = as_exact(out, values[j])
+
+
 @kernel
 def _read(start, stop, ids, positions, weights, slots, out):
     planes = np.uint64(slots.shape[1])
@@ -323,13 +335,9 @@ def _read(start, stop, ids, positions, weights, slots, out):
             prefetch_to_read(weights, ids[ahead], weights.strides[0])
             prefetch_to_read(slots, ids[ahead], slots.shape[1] * slots.shape[2] * slots.itemsize)
         row, at = np.uint64(ids[i]), np.uint64(i if positions is None else positions[i])
-        source, to = weights[row], out[at, 0]
-        for j in range(np.uint64(len(source))):
-            to[j] = to_float32(source[j])
+        _widen(weights[row], out[at, 0])
         for s in range(planes):
-            slot, out_slot = slots[row, s], out[at, s + np.uint64(1)]
-            for j in range(np.uint64(len(slot))):
-                out_slot[j] = to_float32(slot[j])
+            _widen(slots[row, s], out[at, s + np.uint64(1)])
 
 
 @kernel
@@ -337,13 +345,9 @@ def _write(start, stop, ids, positions, weights, slots, values):
     planes = np.uint64(slots.shape[1])
     for i in range(np.uint64(start), np.uint64(stop)):
         row, at = np.uint64(ids[i]), np.uint64(i if positions is None else positions[i])
-        source, to = values[at, 0], weights[row]
-        for j in range(np.uint64(len(to))):
-            to[j] = as_exact(to, source[j])
+        _store(values[at, 0], weights[row])
         for s in range(planes):
-            given, slot = values[at, s + np.uint64(1)], slots[row, s]
-            for j in range(np.uint64(len(slot))):
-                slot[j] = as_exact(slot, given[j])
+            _store(values[at, s + np.uint64(1)], slots[row, s])
 
 
 def read_tasks(

@@ -34,13 +34,13 @@ class TableSpec:
     slots: str = FP32  # of the optimizer's slots
 
     def __post_init__(self) -> None:
-        require_table_dtype(self.dtype, "of a model")
-        require_table_dtype(self.slots, "of a model", "slots")
+        for name in ("dtype", "slots"):
+            object.__setattr__(self, name, require_table_dtype(getattr(self, name), "of a model", name))
 
     @property
     def slots_dtype(self) -> str:
-        """How the slots are stored: "fp32" or "bf16"."""
-        return require_table_dtype(self.slots, "of a model", "slots")
+        """How the slots are stored, "fp32" or "bf16", by the name that tables have for it."""
+        return self.slots
 
     @property
     def shape(self) -> TableShape:
