@@ -2,9 +2,10 @@
 
 The accelerator is simulated: a dense step only waits, so that the host is as free as with a real one. The wait is 0.5,
 1 and 2 times the host's time, which is measured serially in the same round. Ids are uniform, or Zipf without and with
-a cache of 10% of the rows, whose device work counts as the device's time. The claim is about this simulation. In a
-second simulation, the step also takes a real device's launches and copies from the host (`simulated.Load`), as a part
-of its time. With a real accelerator, the benchmark also times whole training steps: host tables with and without a
+a cache of 10% of the rows. Without a cache, rows that two successive batches share are looked up late, as on a CPU, or
+forwarded on the device. The device's work for rows counts as the device's time. The claim is about this simulation.
+In a second simulation, the step also takes a real device's launches and copies from the host (`simulated.Load`), as a
+part of its time. With a real accelerator, the benchmark also times whole training steps: host tables with and without a
 cache against device tables. Runs are in their steady state and take turns; the results are medians, of the ratios too.
 """
 
@@ -13,22 +14,25 @@ import statistics
 import sys
 import time
 from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 import torch
 
 import hostdev
 from bench.record import get_versions, make_parser, record
-from bench.simulated import LAUNCH_US, LAUNCHES, FreeSlots, Load, Simulated
+from bench.simulated import LAUNCH_US, LAUNCHES, FreeSlots, Load, Simulated, forward_free
 from bench.wide_deep import FIELDS, FieldsBatch, make_trainer
 from bench.workload import DIM, draw_ids
 from hostdev.cache.cache import EmbeddingCache
 from hostdev.core.optimizers import FTRL, LazyAdam
+from hostdev.core.primitive import Primitive
 from hostdev.device import backend
 from hostdev.device.staging import Staging
 from hostdev.host.table import HostTable
 from hostdev.kernels.pool import host_threads
 from hostdev.pipeline.groups import Embedding, Group
+from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.pipeline.pipeline import Pipeline
 from hostdev.pipeline.results import Request
 from hostdev.train.trainer import Trainer
@@ -50,6 +54,10 @@ def make_batches(kind: str, rows: int, size: int, count: int) -> list[np.ndarray
         ids = rng.integers(0, rows, n) if kind == "uniform" else draw_ids(rows, n, seed)
         made.append(ids.astype(np.int32).reshape(size, FIELDS))
     return made
+
+
+def do_nothing(stage: str, number: int) -> None:
+    """A hook: with one, a pipeline on a CPU always overlaps, as it would with the device that is simulated."""
 
 
 def make_tables(rows: int) -> list[HostTable]:
@@ -107,11 +115,20 @@ class Running:
 
 
 def simulated(
-    kind: str, cache_rows: str, rows: int, size: int, depths: list[int], steps: int, rounds: int, *, loaded: bool
+    kind: str,
+    cache_rows: str,
+    forward: bool,
+    rows: int,
+    size: int,
+    depths: list[int],
+    steps: int,
+    rounds: int,
+    *,
+    loaded: bool,
 ) -> list[dict]:
     """Measure one kind of ids; print and return a row per setting.
 
-    `loaded` also runs the second simulation.
+    `forward` lets rows go from one step to the next on the device. `loaded` also runs the second simulation.
     """
     batches = make_batches(kind, rows, size, BATCHES)
     unique = [len(hostdev.ops.unique(ids.ravel())[0]) for ids in batches]
@@ -124,7 +141,11 @@ def simulated(
             cache = EmbeddingCache(tables, cache_rows)
             cache.slots = [FreeSlots(slots, max(unique), device) for slots in cache.slots]
         staging = Staging(torch.device("cpu"))
-        return Running(Pipeline([Group(tables, cache)], staging, depth=depth), batches, device)
+        group = Group(tables, cache)
+        for embedding in group.embeddings:
+            embedding.forward_update = Primitive("ForwardUpdate", partial(forward_free, device))
+        hooks = PipelineHooks(forward=forward, before_stage=do_nothing)
+        return Running(Pipeline([group], staging, depth=depth, hooks=hooks), batches, device)
 
     runs = {depth: run(depth) for depth in (0, *depths)}
     conflicts = statistics.mean(len(np.intersect1d(first, second)) for first, second in itertools.pairwise(batches[:5]))
@@ -133,9 +154,9 @@ def simulated(
     mean = statistics.mean(unique)
     print(
         f"\n{kind} ids, V = {rows:,}, batch {size:,}, cache {cache_rows}: {mean:,.0f} rows a step, of which "
-        f"the next step uses {conflicts / mean:.1%}"
+        f"the next step uses {conflicts / mean:.1%}" + (", forwarded on the device" if forward else "")
     )
-    what = {"ids": kind, "cache": cache_rows}
+    what = {"ids": kind, "cache": cache_rows, "forwarded": forward}
     if cache_rows == "0":
         results = [{**what, **measure_overhead(runs[0], tables, device, batches, steps * rounds)}]
     else:
@@ -328,9 +349,15 @@ def main() -> None:
     if arguments.only != "accelerator":
         small, large = arguments.batch_sizes
         how = (arguments.depths, arguments.steps, arguments.rounds)
-        for kind, cache, size in (("uniform", "0", small), ("Zipf", "0", small), ("Zipf", "10%", large)):
+        for kind, cache, forward, size in (
+            ("uniform", "0", False, small),
+            ("uniform", "0", True, small),
+            ("Zipf", "0", False, small),
+            ("Zipf", "0", True, small),
+            ("Zipf", "10%", False, large),
+        ):
             loaded = arguments.loaded == "all" or (arguments.loaded == "cached" and cache != "0")
-            results += simulated(kind, cache, arguments.rows, size, *how, loaded=loaded)
+            results += simulated(kind, cache, forward, arguments.rows, size, *how, loaded=loaded)
     real: list[dict] = []
     if arguments.only != "simulated" and (backend.is_accelerator(device) or trial):
         real = on_accelerator(device, arguments.depths, arguments.steps)

@@ -59,6 +59,7 @@ BENCHES = {
         trial=("--rows", "100000", "--batch-sizes", "500", "--steps", "4", "--rounds", "1"),
     ),
     "peers": Bench("bench_peers"),
+    "bags": Bench("bench_bags"),
     "dlrm": Bench("bench_dlrm"),
     "parallel": Bench("bench_parallel"),
     "layouts": Bench("bench_layouts"),

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from hostdev.cache.slots import DeviceSlots, Places
+from hostdev.device.forwarding import ForwardedPlaces, RowState, StepGradients
 from hostdev.pipeline.results import Gradients, StepBatch
 
 # A step of Wide & Deep launches about 100 kernels of the dense layers, their gradients and Adam, and up to 20 for rows
@@ -25,6 +26,7 @@ class Load:
 
     def __init__(self, values: int) -> None:
         self.sent: list[torch.Tensor] = []  # tensors sent to the device for this step
+        self.forwarded: list[torch.Tensor] = []  # rows with their optimizer state, sent to be forwarded
         self.seconds = 0.0  # total of all steps
         self._there, self._back = np.zeros(values, np.float32), np.zeros(values, np.float32)
         self._one = torch.zeros(1)
@@ -41,11 +43,11 @@ class Load:
             self._one.zero_()
             while time.perf_counter() < end:
                 pass
-        for tensor in self.sent:
+        for tensor in [*self.sent, *self.forwarded]:
             np.copyto(self._there[: tensor.numel()], tensor.numpy().reshape(-1))
         for tensor in self.sent:
             np.copyto(self._back[: tensor.numel()], self._there[: tensor.numel()])
-        self.sent = []
+        self.sent, self.forwarded = [], []
         taken = time.perf_counter() - start
         self.seconds += taken
         return taken
@@ -81,6 +83,20 @@ class Simulated:
         """Take a step with an in-flight batch, and return its gradients."""
         self.step([values for part in flight.groups for values in part.values])
         return Gradients([self.gradients(part.size) for part in flight.groups])
+
+
+def forward_free(
+    model: Simulated,
+    held: RowState | None,
+    new: RowState,
+    at: ForwardedPlaces,
+    taken: StepGradients | None,
+    rows: torch.Tensor,
+) -> RowState:
+    """Forward rows from step to step on the simulated device: nothing is computed, as with `FreeSlots`."""
+    if model.load is not None:
+        model.load.forwarded.append(new.block)
+    return new
 
 
 class FreeSlots:

@@ -5,7 +5,8 @@ import numpy as np
 IDS = 624_000  # ids of a batch of 16,000 samples with 39 fields
 DIM = 80
 ZIPF = 1.1
-BAG_DIM, BAG, BAGS = 64, 10, 16_000
+BAG_IDS = 160_000  # ids of a batch of bags
+BAG_CASES = [f"{dim} {bag} {kind}" for dim in (16, 64, 128) for bag in (1, 10, 100) for kind in ("uniform", "Zipf")]
 
 
 def draw_ids(rows: int, n: int = IDS, seed: int = 0) -> np.ndarray:
@@ -32,6 +33,9 @@ def draw_batch(rows: int, batch: int) -> tuple[np.ndarray, np.ndarray]:
     return draw_ids(rows, batch * 39).astype(np.int32).reshape(batch, 39), label
 
 
-def draw_bags(rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return ids int64 [BAGS, BAG], and gradients float32 [BAGS, BAG_DIM] of the pooled rows."""
-    return draw_ids(rows, BAGS * BAG).reshape(BAGS, BAG), draw_gradients(BAGS, BAG_DIM)
+def draw_bags(rows: int, case: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return ids int64 [B, bag], and gradients float32 [B, dim] of the pooled rows, for one of `BAG_CASES`."""
+    dim, bag, kind = case.split()
+    size = int(bag)
+    ids = draw_ids(rows, BAG_IDS) if kind == "Zipf" else np.random.default_rng(3).integers(0, rows, BAG_IDS)
+    return ids.reshape(-1, size), draw_gradients(BAG_IDS // size, int(dim))

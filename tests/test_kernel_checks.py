@@ -65,6 +65,7 @@ CHECKS = {
         "_count_kept": (BAGS,),
         "_copy_kept": (BAGS,),
     },
+    "kernels.join": {"_join": (OWN,)},
     "kernels.lazy_adam": dict.fromkeys(("_lazy_adam", "_row_wise_adam"), (IDS, POSITIONS, REQUESTED)),
     "kernels.lookup": {"_lookup": (IDS, REQUESTED), "_lookup_into": (IDS, POSITIONS, REQUESTED)},
     "kernels.pieces": {"_take_lists": (SHARDS,)},

@@ -431,6 +431,12 @@ class CacheEvict(_WholeRows):
     name, method = "CacheEvict", "write_rows"
 
 
+class ForwardRead(_WholeRows):
+    """Reads the rows that are updated on the device, too, for the next step (`pipeline.forwarding`)."""
+
+    name, method = "ForwardRead", "read_rows"
+
+
 def _stored_bytes(table: Any) -> tuple[int, int]:
     """Return the bytes of a column's weight and of its slots in the table's storage; 4 per value on the device."""
     host, count = table.primitive_target == "CPU", len(table.optimizer.slots)

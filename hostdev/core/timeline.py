@@ -12,8 +12,8 @@ from torch.profiler import record_function
 
 from hostdev.core.errors import naming
 
-HOST_STAGES = ("read", "unique", "plan", "lookup", "send", "update first", "lookup late", "update")
-STAGES = ("read", "unique", "plan", "lookup", "send", "step", "update first", "lookup late", "update")
+HOST_STAGES = ("read", "unique", "plan", "lookup", "lookup forwarded", "send", "update first", "lookup late", "update")
+STAGES = (*HOST_STAGES[:6], "step", *HOST_STAGES[6:])
 EXCHANGES = ("exchange ids", "exchange rows", "exchange late rows", "exchange gradients")  # with other ranks
 STEP_PARTS = ("forward", "backward", "optimizer")  # within the step; on an accelerator, the time to queue them
 PHASES = ("epoch", "evaluation", "checkpoint")  # around all stages, or between them

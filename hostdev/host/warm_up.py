@@ -16,6 +16,7 @@ from hostdev.kernels.clip import clipped
 from hostdev.kernels.finite import largest
 from hostdev.kernels.gather import gather_scaled
 from hostdev.kernels.groups import check_groups, drop_padding, offsets_of, unique_groups
+from hostdev.kernels.join import join
 from hostdev.kernels.rounding import round_rows
 from hostdev.kernels.unique import unique
 
@@ -97,6 +98,7 @@ def warm_up_ids(id_dtype: npt.DTypeLike) -> None:
     for number in (1, 2):
         claim(ids[:1], claims, number, 1, number - 1)
     others(1, intersect(ids[:1], ids[:1], claims, 2))
+    join(ids, ids)
 
 
 def warm_up_feature(dim: int, *, pooled: bool = False, weighted: bool = False, bfloat16: bool = False) -> None:

@@ -10,6 +10,7 @@ from hostdev.device.staging import Staging
 from hostdev.distributed.exchange import Asked, Exchange
 from hostdev.kernels.claims import Claims
 from hostdev.kernels.groups import unique_groups
+from hostdev.pipeline.forwarding import Forwarding
 from hostdev.pipeline.groups import Group
 from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.pipeline.row_ids import RowOffsets
@@ -53,6 +54,8 @@ class Context:
         self.cached = [number for number, group in enumerate(groups) if group.cache is not None]
         self.row_bytes = sum(group.row_bytes for group in groups if group.on_host)
         on_cpu = staging.device.type == "cpu"
+        forwards = (staging.copies or hooks.forward) and not self.cached and not exchanges
+        self.forwarding = Forwarding(groups) if forwards and depth else None
         self.turns = Turns(shares=on_cpu and not exchanges and hooks == PipelineHooks(), depth=depth)
         self.steps = 0  # steps whose updates are finished
         self.asked_before: tuple[int, list[Asked]] = 0, []  # last training batch, and its `Asked` by group

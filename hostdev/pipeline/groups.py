@@ -4,14 +4,15 @@ All tables of a group share the deduplication, the plan and the cache. Every sta
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy.typing as npt
 
 from hostdev.cache.cache import EmbeddingCache
-from hostdev.cache.planner import Plan
-from hostdev.core.primitive import UPDATES, CacheAdmit, CacheEvict, EmbeddingLookup, OpLog, Primitive
+from hostdev.core.primitive import UPDATES, CacheAdmit, CacheEvict, EmbeddingLookup, ForwardRead, OpLog, Primitive
 from hostdev.core.table_dtypes import BF16
+from hostdev.device.forwarding import forward_rows, forwarded_bytes
 from hostdev.device.table import DeviceTable
 from hostdev.host.table import HostTable
 
@@ -30,6 +31,9 @@ class Embedding:
         update = UPDATES[table.optimizer.primitive]
         self.lookup = EmbeddingLookup(scope=self.name, log=log).add_prim_attr("primitive_target", self.target)
         self.update = update(scope=self.name, log=log).add_prim_attr("primitive_target", self.target)
+        self.forward_read = ForwardRead(scope=self.name, log=log).add_prim_attr("primitive_target", "CPU")
+        forward = partial(forward_rows, table.optimizer)
+        self.forward_update = Primitive("ForwardUpdate", forward, nbytes=forwarded_bytes, scope=self.name, log=log)
 
     def uncount_unfinished(self) -> None:
         """Subtract the table's steps whose updates did not finish, after the in-flight batches are abandoned."""
@@ -69,14 +73,16 @@ class Group:
         """Bytes of one row's weights, summed over the tables."""
         return 4 * sum(embedding.table.dim for embedding in self.embeddings)
 
-    def row_ids(self, plan: Plan) -> Ids | None:
-        """Return the ids of a plan's hits and admitted rows; None if no table's rounding depends on them."""
-        rounded = [one.table for one in self.embeddings if BF16 in (one.table.dtype, one.table.slots_dtype)]
-        if not rounded:
-            return None
-        table = rounded[0]
+    @property
+    def rounds(self) -> bool:
+        """Whether new values of a table are rounded, which depends on the rows' ids."""
+        return any(BF16 in (one.table.dtype, one.table.slots_dtype) for one in self.embeddings)
+
+    def row_ids(self, rows: Ids) -> Ids:
+        """Return the ids, in the whole tables, of rows of this rank."""
+        table = self.embeddings[0].table
         assert isinstance(table, HostTable)
-        return table.row_ids(plan.cached)
+        return table.row_ids(rows)
 
     @property
     def window(self) -> int:

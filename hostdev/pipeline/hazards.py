@@ -1,7 +1,8 @@
 """Read-after-write hazards: which rows of a batch an unfinished batch will write, and when they may be read.
 
-Conflicting rows form two subsets. Rows that the previous batch writes are updated first, as soon as its gradients
-arrive. Rows that only older batches write are updated even earlier.
+Conflicting rows form two subsets. Rows that the previous batch writes are forwarded on the device, if there is one.
+Otherwise they are updated first, as soon as its gradients arrive. Rows that only older batches write are updated even
+earlier.
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import Any
 import numpy.typing as npt
 
 from hostdev.kernels.claims import Claims, Late, claim, intersect, others
+from hostdev.pipeline.forwarding import find_forwarded
 from hostdev.pipeline.row_ids import ConcatenatedIds, RowSubset
 from hostdev.pipeline.scheduling.in_flight import Conflicts, InFlight, SharedRows, Unfinished
 
@@ -33,7 +35,7 @@ def find_conflicts(
         staleness: Number of batches before this one whose writes it does not wait for.
         ignored: Groups whose hazards are ignored, to test that the checks detect it.
     """
-    batch, before, updated = unfinished
+    batch, before, updated, pin = unfinished
     number = batch.number
     late = claim(written, last_writers, number, updated + 1, number - 1 - staleness).first(len(reads.ids))
     for group in ignored:
@@ -45,14 +47,20 @@ def find_conflicts(
         for chosen in (of_before, ~of_before)
         if chosen.any()
     ]
-    shared = None
-    if before is not None and not before.updating and of_before.any():
-        assert before.writes is not None
-        theirs, conflicting = before.writes.ids, subsets[0][0]
-        both = intersect(theirs, conflicting.ids, last_writers, number)
-        rest = RowSubset.select(theirs, others(len(theirs), both))
-        shared = SharedRows(RowSubset.select(theirs, both), rest, batch, conflicting)
-    return Conflicts(late.rows, subsets, shared)
+    if before is None or not of_before.any():
+        return Conflicts(late.rows, subsets, None, None)
+    assert before.writes is not None
+    conflicting = subsets[0][0]
+    if pin is not None and pin():
+        forwarded = find_forwarded(before.writes, conflicting, before.forwarded)
+        return Conflicts(late.rows, subsets[1:], None, forwarded)
+    if before.updating:
+        return Conflicts(late.rows, subsets, None, None)
+    theirs = before.writes.ids
+    both = intersect(theirs, conflicting.ids, last_writers, number)
+    rest = RowSubset.select(theirs, others(len(theirs), both))
+    shared = SharedRows(RowSubset.select(theirs, both), rest, batch, conflicting)
+    return Conflicts(late.rows, subsets, shared, None)
 
 
 def record_writer(batch: InFlight, last_writers: Claims) -> None:

@@ -19,10 +19,12 @@ class PipelineHooks:
             are the batch's number, the group's number, the rows' ids, and for each table the memory that holds the
             rows, [any, 1 + S, D], and their positions in it.
         ignore_hazards: Numbers of groups whose read-after-write hazards are ignored, which makes results wrong.
+        forward: Whether rows are also forwarded on a device without copies, such as the CPU.
         staleness: Number of batches before a lookup whose updates it may miss. **Not exact** unless it is 0.
     """
 
     before_stage: BeforeStage | None = None
     after_update: AfterUpdate | None = None
     ignore_hazards: Sequence[int] = ()
+    forward: bool = False
     staleness: int = 0

@@ -15,6 +15,7 @@ from hostdev.device.pinned import PinnedBuffer
 from hostdev.device.staging import Staging
 from hostdev.host.table import HostTable
 from hostdev.kernels.pool import Task, run_tasks
+from hostdev.pipeline.forwarding import ForwardedRows
 from hostdev.pipeline.groups import Embedding, Group
 from hostdev.pipeline.row_ids import ConcatenatedIds, RowSubset
 
@@ -167,6 +168,11 @@ class BatchRows:
             self.embedding.cache_update(self._places, grads, *self._sent[1:], self._step, skip)
 
     @property
+    def step(self) -> TableStep | None:
+        """The table's step, from `begin_step` on; None: the table takes no step with this batch."""
+        return self._step
+
+    @property
     def admitted(self) -> Tensor:
         """The rows that the cache admits, with their optimizer state, float32 [A, 1 + S, D], until `leave`."""
         return self._sent[1]
@@ -234,11 +240,7 @@ class FetchedRows(NamedTuple):
 
     ids: ConcatenatedIds  # the rows that are read
     groups: list[list[BatchRows]]  # by group, by table; `release` empties the lists
-
-    def release(self) -> None:
-        """Drop the rows once the device is done with them."""
-        for rows in self.groups:
-            rows.clear()
+    forwarded: list[ForwardedRows | None]  # by group, or empty: the rows that the step before forwards
 
 
 def make_rows(group: Group, unique: int, plan: Plan | None, staging: Staging, memory: PinnedBuffer) -> list[BatchRows]:
@@ -253,7 +255,8 @@ def make_rows(group: Group, unique: int, plan: Plan | None, staging: Staging, me
     """
     if plan is None:
         return [BatchRows(embedding, unique, staging, memory) for embedding in group.embeddings]
-    places, mark = staging.send(Places.of(plan, group.row_ids(plan)).tensors, memory)
+    row_ids = group.row_ids(plan.cached) if group.rounds else None
+    places, mark = staging.send(Places.of(plan, row_ids).tensors, memory)
     return [BatchRows(one, unique, staging, memory, plan, Places(*places), mark) for one in group.embeddings]
 
 

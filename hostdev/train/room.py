@@ -88,7 +88,8 @@ def require_copies(tables: Mapping[str, TableSpec], uses: int, batches: int, fre
     """Raise UserError unless pinned copies of batches without repeated ids fit in the `free` bytes."""
     row, whole = row_bytes((spec.dim, spec.optimizer) for spec in tables.values())
     most = min(max(spec.rows for spec in tables.values()), uses)
-    each = copied_bytes(most, 2 * most if cached else 0, uses, row, whole)
+    # A cache swaps whole rows in both directions; without one, all of a batch's rows may be new forwarded rows.
+    each = copied_bytes(most, 2 * most if cached else most // 2 + 1, uses, row, whole)
     needed = batches * pinned_size(each)
     if needed > free:
         raise UserError(

@@ -1,9 +1,12 @@
 """In-flight batches, and which of their rows wait for another batch's update."""
 
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from hostdev.distributed.gradients import SelectedRows
+from hostdev.pipeline.forwarding import Forwarded
 from hostdev.pipeline.row_ids import ConcatenatedIds, Positions, RowSubset
 from hostdev.pipeline.rows import FetchedRows
 
@@ -11,16 +14,20 @@ from hostdev.pipeline.rows import FetchedRows
 class InFlight:
     """The shared state of an in-flight batch; threads change it under the condition of `InFlightBatches`.
 
-    `writes`, `rows` and `first` are each set once, by the fetcher; `claimed` is the fetcher's own.
+    `writes`, `rows` and `first` are each set once, by the fetcher; `claimed`, `forwarded` and `awaits` are the
+    fetcher's own.
     """
 
     __slots__ = (
         "after",
+        "awaits",
         "claimed",
         "first",
+        "forwarded",
         "held",
         "missing",
         "number",
+        "pinned",
         "ready",
         "rows",
         "shared",
@@ -38,6 +45,9 @@ class InFlight:
         self.shared: SharedRows | None = None  # rows that the next batch waits for
         self.after: list[tuple[InFlight, RowSubset]] = []  # rows that later batches wait for, with these batches
         self.updating = False  # the update has begun: it is too late to request rows first
+        self.pinned = False  # the state of some of its rows is being read for the next batch: no update meanwhile
+        self.forwarded: Forwarded | None = None  # rows that the previous batch forwards to it
+        self.awaits = 0  # the last of the batches whose updates precede the lookup of its late rows; 0: none
         self.claimed = True  # False while it is not recorded as the last writer of its rows
         self.held = True  # False once the caller or the updater has released the batch
 
@@ -55,8 +65,9 @@ class Conflicts(NamedTuple):
     """Rows of a batch that unfinished batches will write (read-after-write hazards)."""
 
     rows: Positions  # their positions among the rows that the batch reads
-    subsets: list[tuple[RowSubset, int]]  # each with the batch whose update must precede the read
-    shared: SharedRows | None  # rows shared with the previous batch
+    subsets: list[tuple[RowSubset, int]]  # to look up late, each with the batch whose update must precede the read
+    shared: SharedRows | None  # rows shared with the previous batch, if they are looked up late
+    forwarded: Forwarded | None  # rows that the previous batch forwards, and that are not looked up late
 
 
 class Unfinished(NamedTuple):
@@ -65,6 +76,7 @@ class Unfinished(NamedTuple):
     batch: InFlight  # the batch that is planned
     before: InFlight | None  # the previous batch, if it is unfinished
     updated: int  # the last batch whose update is finished
+    pin: Callable[[], bool] | None  # delays the update of `before`; False if it has begun. None: rows are not forwarded
 
 
 class InFlightBatches:
@@ -87,10 +99,23 @@ class InFlightBatches:
         with self.changed:
             self.by_number[number] = InFlight(number)
 
-    def get_unfinished(self, number: int) -> Unfinished:
+    def get_unfinished(self, number: int, *, forwards: bool) -> Unfinished:
         """Return the unfinished batches for which batch `number` may have to wait."""
-        batches = self.by_number
-        return Unfinished(batches[number], batches.get(number - 1), self.updated)
+        before = self.by_number.get(number - 1)
+        pin = partial(self.pin, before) if forwards and before is not None else None
+        return Unfinished(self.by_number[number], before, self.updated, pin)
+
+    def pin(self, batch: InFlight) -> bool:
+        """Delay the update of a batch until `unpin`; return False if it has begun."""
+        with self.changed:
+            batch.pinned = not batch.updating
+            return batch.pinned
+
+    def unpin(self, batch: InFlight) -> None:
+        """Allow the update of a batch."""
+        with self.changed:
+            batch.pinned = False
+            self.changed.notify_all()
 
     def request(self, batch: InFlight, conflicts: Conflicts) -> list[RowSubset]:
         """Register a batch for its conflicting rows with their writers; return the rows that are already updated."""

@@ -27,13 +27,30 @@ from hostdev.core.signals import uninterruptible
 from hostdev.kernels.pool import urgent
 from hostdev.pipeline import remote
 from hostdev.pipeline.context import Context
+from hostdev.pipeline.forwarding import ForwardedRows
 from hostdev.pipeline.hazards import record_writer
-from hostdev.pipeline.results import Gradients, ReadBatch, Request, SentBatch, StepBatch, SteppedBatch, UniqueBatch
+from hostdev.pipeline.results import (
+    Gradients,
+    PlannedBatch,
+    ReadBatch,
+    Request,
+    SentBatch,
+    StepBatch,
+    SteppedBatch,
+    UniqueBatch,
+)
 from hostdev.pipeline.row_ids import Ids
 from hostdev.pipeline.scheduling.in_flight import InFlight, Unfinished
 from hostdev.pipeline.scheduling.passes import PassOptions, look_ahead, raise_held
 from hostdev.pipeline.scheduling.queues import End, PipelineQueues, Stopped
-from hostdev.pipeline.stages.look_up import look_up, look_up_conflicting, reload, take_memory
+from hostdev.pipeline.stages.look_up import (
+    look_up,
+    look_up_conflicting,
+    read_forwarded,
+    reload,
+    take_forwarded,
+    take_memory,
+)
 from hostdev.pipeline.stages.plan import plan
 from hostdev.pipeline.stages.read import read
 from hostdev.pipeline.stages.send import send
@@ -150,15 +167,32 @@ class Workers:
         in_flight, before = in_flights.by_number[number], in_flights.by_number.get(number - 1)
         if before is not None and not before.claimed:
             record_writer(before, context.last_writers)
-        unfinished: Callable[[], Unfinished] | None = partial(in_flights.get_unfinished, number)
+        forwards = context.forwarding is not None
+        unfinished: Callable[[], Unfinished] | None = partial(in_flights.get_unfinished, number, forwards=forwards)
         if queues.alone and update and in_flights.updated == number - 1 and not context.cached:
             unfinished = None  # the next batch is most likely planned after this one's update, too
-        planned = plan(context, batch, update, unfinished)
-        conflicts, in_flight.claimed = planned.conflicts, unfinished is not None
-        in_flight.writes = planned.writes
-        memory = take_memory(context, planned)
+        try:
+            planned = plan(context, batch, update, unfinished)
+            in_flight.writes, in_flight.claimed = planned.writes, unfinished is not None
+            return self._look_up(planned, in_flight, before)
+        finally:
+            if before is not None:
+                in_flights.unpin(before)
+
+    def _look_up(self, batch: PlannedBatch, in_flight: InFlight, before: InFlight | None) -> SentBatch:
+        """Look up and send a planned batch's rows; `before` is the previous batch, if it is unfinished."""
+        context, queues, update = self._context, self._queues, self._update
+        in_flights, number, conflicts = queues.in_flight, batch.number, batch.conflicts
+        if conflicts is not None:
+            in_flight.forwarded = conflicts.forwarded
+            in_flight.awaits = max((writer for _, writer in conflicts.subsets), default=0)
+        memory = take_memory(context, batch)
+        forwarded = take_forwarded(context, batch, memory)
+        read_now = bool(forwarded) and before is not None and in_flights.updated >= before.awaits
         with queues.looking_up() if context.on_host else nullcontext():
-            looked_up = look_up(context, planned, memory)
+            if read_now:  # first, because the update of the previous batch waits for it
+                self._read_forwarded(number, forwarded, before)
+            looked_up = look_up(context, batch, memory, forwarded)
             in_flight.rows = looked_up.rows
         if context.on_host:
             if context.exchanges:
@@ -166,6 +200,11 @@ class Workers:
                 looked_up = looked_up._replace(early=early)
             in_flight.missing = 1  # the rows that are sent here
             self._await_room(number)
+        if forwarded and not read_now and before is not None:
+            with self._timeline.stall("lookup"):
+                queues.wait(lambda: in_flights.updated >= before.awaits)
+            with queues.looking_up():
+                self._read_forwarded(number, forwarded, before)
         with queues.looking_up():
             sent = send(context, looked_up)
         for rows in in_flights.request(in_flight, conflicts) if conflicts is not None else ():
@@ -175,6 +214,11 @@ class Workers:
         if context.on_host:
             in_flights.count_fetched(in_flight)
         return sent
+
+    def _read_forwarded(self, number: int, rows: list[ForwardedRows | None], before: InFlight | None) -> None:
+        assert before is not None
+        read_forwarded(self._context, number, rows)
+        self._queues.in_flight.unpin(before)
 
     def _await_room(self, number: int) -> None:
         """Wait until the device has taken the previous batch's rows: only one batch's rows may wait there."""
@@ -225,7 +269,7 @@ class Workers:
         context, in_flights, in_flight = self._context, self._queues.in_flight, batch.in_flight
         context.before_stage("update", batch.number)
         receive_sums(context, batch)
-        shared = in_flights.begin_update(in_flight)
+        shared = self._queues.begin_update(in_flight)
         if shared is not None:
             update_first(context, batch, shared)
             in_flights.end_first_update(shared)
@@ -391,6 +435,8 @@ class OverlappedPass:
         if self._reads_behind:
             threads[0].join(LONGEST_JOIN)
         queues.clear()
+        if self._update and self._context.forwarding is not None:
+            self._context.forwarding.clear()
         if not failed:
             self._raise_update_error()
         queues.update_error = None

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from hostdev.pipeline.results import ReadBatch, SentBatch, SteppedBatch
-from hostdev.pipeline.scheduling.in_flight import InFlightBatches
+from hostdev.pipeline.scheduling.in_flight import InFlight, InFlightBatches, SharedRows
 
 _LONGEST_PAUSE = 2.0  # seconds that a stage waits for the end of a step that runs alone
 
@@ -122,6 +122,12 @@ class PipelineQueues:
                 lambda: not self.alone or (self._caller_waits and ready()) or self.stopping or self.closing,
                 _LONGEST_PAUSE,
             )
+
+    def begin_update(self, batch: InFlight) -> SharedRows | None:
+        """Wait until a batch is not pinned, and begin its update; return the rows that the next batch waits for."""
+        with self.changed:
+            self.changed.wait_for(lambda: not batch.pinned or self.stopping)
+            return self.in_flight.begin_update(batch)
 
     def end_reading(self) -> None:
         """Record that the reader has ended."""

@@ -9,6 +9,7 @@ from hostdev.device.pinned import PinnedBuffer
 from hostdev.kernels.claims import others
 from hostdev.kernels.pool import run_tasks
 from hostdev.pipeline.context import Context
+from hostdev.pipeline.forwarding import ForwardedRows, count_forwarded_bytes, make_forwarded
 from hostdev.pipeline.results import LookedUpBatch, PlannedBatch
 from hostdev.pipeline.row_ids import Ids, RowSubset
 from hostdev.pipeline.rows import BatchRows, FetchedRows, count_bytes, fetch_late, make_rows
@@ -25,10 +26,31 @@ def take_memory(context: Context, batch: PlannedBatch) -> PinnedBuffer:
             needs += count_bytes(group, len(mine.ids), mine.plan, len(inverse))
             if mine.asked is not None:  # rows of other ranks, and their gradients
                 needs += 2 * mine.asked.size * group.row_bytes
+        if batch.conflicts is not None and batch.conflicts.forwarded is not None:
+            needs += count_forwarded_bytes(context.groups, batch.conflicts.forwarded)
     return context.staging.pinned_buffers.take(needs)
 
 
-def look_up(context: Context, batch: PlannedBatch, memory: PinnedBuffer) -> LookedUpBatch:
+def take_forwarded(context: Context, batch: PlannedBatch, memory: PinnedBuffer) -> list[ForwardedRows | None]:
+    """Return the rows that the previous batch forwards to this one, by group, not yet read; empty without any."""
+    if batch.conflicts is None or batch.conflicts.forwarded is None:
+        return []
+    parts = context.groups, context.offsets, batch.reads, batch.conflicts.forwarded
+    return make_forwarded(*parts, context.staging, memory)
+
+
+def read_forwarded(context: Context, number: int, rows: Sequence[ForwardedRows | None]) -> None:
+    """Read the state of rows that the previous batch forwards to this one, if it was not forwarded before."""
+    context.before_stage("lookup forwarded", number)
+    found = [one for one in rows if one is not None]
+    with context.timeline.span("lookup forwarded", number) as span:
+        run_tasks([task for one in found for task in one.read_tasks()])
+        span["rows"] = sum(one.new for one in found)
+
+
+def look_up(
+    context: Context, batch: PlannedBatch, memory: PinnedBuffer, forwarded: list[ForwardedRows | None] | None = None
+) -> LookedUpBatch:
     """Look up the rows on the host. Conflicting rows are looked up later and, unless there are many, also now."""
     number, position, request, groups, inverses, reads, writes, conflicts = batch
     rows: list[list[BatchRows]] = [[] for _ in groups]
@@ -51,7 +73,8 @@ def look_up(context: Context, batch: PlannedBatch, memory: PinnedBuffer) -> Look
                 ]
             )
             span["rows"], span["bytes"] = len(subset), len(subset) * context.row_bytes
-    return LookedUpBatch(number, position, request, groups, inverses, writes, FetchedRows(reads, rows), memory)
+    fetched = FetchedRows(reads, rows, forwarded or [])
+    return LookedUpBatch(number, position, request, groups, inverses, writes, fetched, memory)
 
 
 def look_up_conflicting(context: Context, number: int, rows: FetchedRows, subset: RowSubset) -> None:
@@ -68,8 +91,14 @@ def reload(context: Context, rows: FetchedRows, table: Any, ids: Ids | None, *, 
         rows: The batch's rows.
         table: The table that was written.
         ids: The rows that were written, int32 or int64 [N]; None for all rows.
-        in_step: Whether the batch is in the caller's step. Then only the rows that a cache admits are read again.
+        in_step: Whether the batch is in the caller's step. Then only the rows that a cache admits, or that the step may
+            forward, are read again.
     """
+    if in_step and context.forwarding is not None:
+        context.forwarding.reload(table, ids)
+    for forwarded in rows.forwarded if not in_step else ():
+        if forwarded is not None and forwarded.has(table):
+            forwarded.reload(ids)
     for one, all_rows in _pair(context, rows, RowSubset(rows.ids.ids, None)):
         if one.embedding.table is not table:
             continue

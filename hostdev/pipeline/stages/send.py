@@ -21,6 +21,9 @@ def send(context: Context, batch: LookedUpBatch) -> SentBatch:
         for tables in rows.groups:
             for table in tables:
                 table.send()
+        for forwarded in rows.forwarded:
+            if forwarded is not None:
+                forwarded.send()
     return SentBatch(
         number, position, request, groups, writes, rows, memory, early, on_device, device_ids, list(left), sent, mark
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hostdev.device.forwarding import StepGradients
 from hostdev.pipeline.context import Context
 from hostdev.pipeline.remote import exchange_late, send_gradients
 from hostdev.pipeline.results import Gradients, SentBatch, StepBatch, StepGroup, SteppedBatch
@@ -42,6 +43,8 @@ def begin_step(context: Context, batch: SentBatch, in_flight: InFlight, update: 
     ]
     if batch.early is not None:
         values = exchange_late(context, batch, values, update)
+    if context.forwarding is not None and update:
+        context.forwarding.begin(batch.rows.forwarded, values)
     parts = zip(batch.groups, batch.rows.groups, batch.inverses, batch.device_ids, values, strict=True)
     groups = [StepGroup(*part) for part in parts]
     return StepBatch(
@@ -135,6 +138,8 @@ def _update_on_device(context: Context, batch: StepBatch, gradients: Gradients) 
             continue
         plan = mine.planned.plan
         for table, (rows, grad) in enumerate(zip(mine.rows, grads, strict=True)):
+            if context.forwarding is not None and grad is not None and rows.step is not None:
+                context.forwarding.end(number, table, StepGradients(grad, rows.step, skip))
             leaving.append((number, rows, rows.leave(grad)))
             if group.cache is not None and plan is not None:
                 group.cache.stepped(plan, table, partial(rows.bring_back, plan.evicted))

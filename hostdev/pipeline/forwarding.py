@@ -1,0 +1,255 @@
+"""Forwarding: rows that a batch shares with the one before it reach its step on the device, not through the host.
+
+The device computes them from the earlier step's gradients, as the host does for its table, and to the same bits. So a
+step waits neither for the gradients' copy to the host, nor for the update there, nor for the rows' copy back.
+
+For this, the device needs the rows with their optimizer state as they were before the earlier step. A row that was
+forwarded to the earlier step is there already. The others are read from the host's table, whose update by the earlier
+step must wait for this.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hostdev.core.memory import row_bytes
+from hostdev.device.forwarding import ForwardedPlaces, RowState, StepGradients
+from hostdev.device.pinned import PinnedBuffer
+from hostdev.device.staging import Staging
+from hostdev.kernels.join import join
+from hostdev.kernels.pool import Task, run_tasks
+from hostdev.pipeline.groups import Group
+from hostdev.pipeline.row_ids import ConcatenatedIds, Ids, Positions, RowOffsets, RowSubset
+
+_POSITION_BYTES = 24  # of a row's places and id
+
+
+class Forwarded(NamedTuple):
+    """The rows of a batch that are forwarded to it by the batch before: F rows of all groups, in that batch's order."""
+
+    source: Positions  # [F], among the rows that the earlier batch writes; ascending
+    target: Positions  # [F], among the rows that this batch reads
+    held: Positions  # [F], among the rows that were forwarded to the earlier batch; -1: not one of them
+    starts: list[int]  # [G + 1], where each group's rows begin
+    source_starts: list[int]  # [G + 1], where they begin among the rows that `source` refers to
+    held_starts: list[int]  # [G + 1], and among those that `held` refers to
+
+
+def find_forwarded(written: ConcatenatedIds, conflicting: RowSubset, earlier: Forwarded | None) -> Forwarded:
+    """Return a batch's rows that the batch before it forwards.
+
+    Args:
+        written: The rows that the earlier batch writes.
+        conflicting: The rows, all among `written`, as a subset of those that this batch reads.
+        earlier: The rows that are forwarded to the earlier batch; None for none.
+    """
+    source, chosen = join(written.ids, conflicting.ids)
+    assert conflicting.positions is not None
+    place = np.full(len(written.ids), -1, np.int32)
+    if earlier is not None:
+        place[earlier.target] = np.arange(len(earlier.target), dtype=np.int32)
+    starts = np.searchsorted(source, written.starts).tolist()
+    held_starts = [0] * len(starts) if earlier is None else earlier.starts
+    return Forwarded(source, conflicting.positions[chosen], place[source], starts, written.starts, held_starts)
+
+
+class ForwardedRows:
+    """A group's rows that are forwarded to a batch: F rows, of which A are new, read from the host's tables.
+
+    Args:
+        group: The group's tables, on the host.
+        ids: The rows, int32 or int64 [F].
+        source: Their positions among the earlier batch's rows, int32 [F].
+        target: Their positions among this batch's rows, int32 [F].
+        held: Their positions among the rows that were forwarded to the earlier batch, int32 [F]; -1 for new rows.
+        held_rows: The number of rows that were forwarded to the earlier batch.
+        staging: Copies to the device.
+        memory: The batch's host memory.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        ids: Ids,
+        source: Positions,
+        target: Positions,
+        held: Positions,
+        held_rows: int,
+        staging: Staging,
+        memory: PinnedBuffer,
+    ) -> None:
+        self.ids, self._group, self._staging, self._memory = ids, group, staging, memory
+        new = held < 0
+        self._new_ids = ids[new]
+        held = np.where(new, np.int32(held_rows - 1) + np.cumsum(new, dtype=np.int32), held)
+        arrays = [source, target, held, *([group.row_ids(ids)] if group.rounds else [])]
+        self._places = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
+        self._host: list[Tensor] = []  # by table: block [A, 1 + S, D] and row_slots [A, R]
+        self._sent: list[Tensor] = []  # places, then the above, on the device
+        self._marks: list[Any] = []
+
+    @property
+    def new(self) -> int:
+        """A, the number of rows that are read from the tables."""
+        return len(self._new_ids)
+
+    def has(self, table: Any) -> bool:
+        """Return whether the rows are those of a table."""
+        return any(embedding.table is table for embedding in self._group.embeddings)
+
+    def read_tasks(self) -> list[Task]:
+        """Return tasks that read the new rows from the tables, which must not change meanwhile; `send` must follow."""
+        self._host = []
+        tasks: list[Task] = []
+        for embedding in self._group.embeddings:
+            optimizer = embedding.table.optimizer
+            block = self._memory.buffer(self.new, 1 + len(optimizer.slots), embedding.table.dim)
+            row_slots = self._memory.buffer(self.new, len(optimizer.row_slots))
+            self._host += [block, row_slots]
+            tasks += embedding.forward_read.tasks(embedding.table, self._new_ids, block.numpy(), row_slots.numpy())
+        return tasks
+
+    def send(self) -> None:
+        """Send the rows to the device."""
+        self._sent, mark = self._staging.send([*self._places, *self._host], self._memory)
+        self._marks.append(mark)
+
+    def reload(self, ids: Ids | None) -> None:
+        """Read the new rows again, and send them if they were sent, after rows of the tables were written.
+
+        Args:
+            ids: The rows that were written, int32 or int64 [N]; None for all rows.
+        """
+        if self._host and (ids is None or np.isin(self._new_ids, ids).any()):
+            run_tasks(self.read_tasks())
+            if self._sent:
+                self.send()
+
+    def arrived(self) -> tuple[ForwardedPlaces, list[RowState]]:
+        """Return the places and each table's new rows on the device; its current stream waits for them."""
+        self._staging.await_sent(self._marks, self._sent)
+        sent, self._sent, self._host = self._sent, [], []
+        count = len(self._places)
+        states = [RowState(*pair) for pair in zip(sent[count::2], sent[count + 1 :: 2], strict=True)]
+        return ForwardedPlaces(*sent[:count]), states
+
+
+def make_forwarded(
+    groups: Sequence[Group],
+    offsets: RowOffsets,
+    reads: ConcatenatedIds,
+    forwarded: Forwarded,
+    staging: Staging,
+    memory: PinnedBuffer,
+) -> list[ForwardedRows | None]:
+    """Return the forwarded rows of each group; None for a group without any.
+
+    Args:
+        groups: The tables.
+        offsets: Numbers the rows of all groups.
+        reads: The rows that the batch reads.
+        forwarded: Those that are forwarded.
+        staging: Copies to the device.
+        memory: The batch's host memory.
+    """
+    found: list[ForwardedRows | None] = []
+    rows = RowSubset(reads.ids[forwarded.target], forwarded.source)
+    sources = offsets.split(rows, forwarded.source_starts)
+    for number, (group, source) in enumerate(zip(groups, sources, strict=True)):
+        start, stop = forwarded.starts[number : number + 2]
+        if start == stop:
+            found.append(None)
+            continue
+        target = forwarded.target[start:stop] - np.int32(reads.starts[number])
+        held, (first, last) = forwarded.held[start:stop], forwarded.held_starts[number : number + 2]
+        held = np.where(held < 0, held, held - np.int32(first))
+        assert source.positions is not None
+        found.append(ForwardedRows(group, source.ids, source.positions, target, held, last - first, staging, memory))
+    return found
+
+
+def count_forwarded_bytes(groups: Sequence[Group], forwarded: Forwarded) -> int:
+    """Estimate the bytes of host memory for the copies of forwarded rows."""
+    total = _POSITION_BYTES * len(forwarded.source)
+    for number, group in enumerate(groups):
+        if group.on_host:
+            start, stop = forwarded.starts[number : number + 2]
+            _, whole = row_bytes((one.table.dim, one.table.optimizer) for one in group.embeddings)
+            total += whole * int(np.count_nonzero(forwarded.held[start:stop] < 0))
+    return total
+
+
+class Forwarding:
+    """Forwards rows from each step of a pass to the next; used in the caller's thread only."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._groups = groups
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop what the last step has left, at the end of a pass."""
+        # By group and table.
+        self._taken: dict[tuple[int, int], StepGradients] = {}  # of the last step, once it has ended
+        self._states: dict[tuple[int, int], RowState] = {}  # of rows forwarded to the last step, as they were before it
+        self._ids: dict[int, Ids] = {}  # by group, of these rows
+        self._written: set[int] = set()  # groups whose tables were written after the last step had ended
+
+    def begin(self, forwarded: Sequence[ForwardedRows | None], values: Sequence[Sequence[Tensor]]) -> None:
+        """Write the forwarded rows of a batch, at the beginning of its step.
+
+        Args:
+            forwarded: By group; empty if no rows are forwarded.
+            values: By group and table, the batch's rows, float32 [U, D].
+        """
+        states: dict[tuple[int, int], RowState] = {}
+        found = {number: rows for number, rows in enumerate(forwarded) if rows is not None}
+        for number, rows in found.items():
+            places, new = rows.arrived()
+            for table, embedding in enumerate(self._groups[number].embeddings):
+                at = number, table
+                held, taken, state = self._states.get(at), self._taken.get(at), new[table]
+                if number in self._written:  # the host's table is up to date, as a write waits for all updates
+                    state = _read(embedding.table, rows.ids, state)
+                    held, taken = None, None
+                states[at] = embedding.forward_update(held, state, places, taken, values[number][table])
+        self._states, self._ids = states, {number: rows.ids for number, rows in found.items()}
+        self._taken, self._written = {}, set()
+
+    def end(self, group: int, table: int, taken: StepGradients) -> None:
+        """Keep a table's gradients at the end of a step."""
+        self._taken[group, table] = taken
+
+    def reload(self, table: Any, ids: npt.NDArray[Any] | None) -> None:
+        """Use the rows of a table that was written in the body of the last step, before or after the step's end.
+
+        Args:
+            table: The table.
+            ids: The rows that were written, int32 or int64 [N]; None for all rows.
+        """
+        for number, group in enumerate(self._groups):
+            for place, embedding in enumerate(group.embeddings):
+                if embedding.table is not table:
+                    continue
+                if any(of == number for of, _ in self._taken):
+                    self._written.add(number)
+                elif (number, place) in self._states:
+                    self._read_again(table, self._ids[number], ids, self._states[number, place])
+
+    @staticmethod
+    def _read_again(table: Any, rows: Ids, written: npt.NDArray[Any] | None, state: RowState) -> None:
+        at = np.arange(len(rows)) if written is None else np.flatnonzero(np.isin(rows, written))
+        if len(at):
+            places = torch.from_numpy(at).to(state.block.device)
+            for held, value in zip(state, _read(table, rows[at], state), strict=True):
+                held.index_copy_(0, places, value)
+
+
+def _read(table: Any, ids: Ids, like: RowState) -> RowState:
+    """Read rows from a host table; return them on the device of `like`."""
+    values = [torch.empty((len(ids), *held.shape[1:])) for held in like]
+    run_tasks(table.read_rows_tasks(ids, *(value.numpy() for value in values)))
+    return RowState(*(value.to(like.block.device) for value in values))
