@@ -12,8 +12,9 @@ import torch
 
 from hostdev.cache import bound
 from hostdev.cache.optimum import fits, optimal, visits
-from hostdev.cache.options import WINDOW, rows_of
+from hostdev.cache.options import POLICIES, WINDOW, rows_of
 from hostdev.cache.planner import Ids, Plan, Planner, Positions, Statistics, planner_bytes
+from hostdev.cache.planning import LOOKAHEAD
 from hostdev.cache.prices import Costs
 from hostdev.cache.slots import CachedTable, DeviceSlots
 from hostdev.core.errors import UserError
@@ -121,6 +122,9 @@ class EmbeddingCache:
 
     def announce(self, ids: Ids, inverse: Positions) -> None:
         """Announce the next batch: ids, each in [0, rows) (not checked), and inverse, as `unique` returns them."""
+        if not self._recording and self.planner.policy == POLICIES[LOOKAHEAD]:  # needs only the sum of uses
+            self.announcing(ids, len(inverse))
+            return
         uses = self.counting(inverse, len(ids))
         self.announcing(ids, uses)
         if self._recording:

@@ -213,8 +213,9 @@ class Planner:
         self._scores, self._believed = np.zeros(len(_WEIGHTS)), _WEIGHTS[0]
         self._scanned = 0  # the next slot to search for evictions
         self._swapped = 0  # evictions of the last batch
-        self._announced: deque[tuple[Ids, Positions, Ids]] = deque()  # ids, uses, positions
+        self._announced: deque[tuple[Ids, Positions | int, Ids]] = deque()  # ids, uses, positions
         self._planned = 0  # number of planned batches
+        self._has_hits = True  # the statistics include the hits of the last planned batch
 
     def __len__(self) -> int:
         """Return the number of batches announced and not yet planned."""
@@ -233,22 +234,26 @@ class Planner:
         beside = sum(positions.nbytes for ids, _, positions in self._announced if positions is not ids)
         return self._directory.nbytes + self.filled * 4 + beside
 
-    def announce(self, ids: Ids, uses: Positions) -> None:
+    def announce(self, ids: Ids, uses: Positions | int) -> None:
         """Announce the next batch; at most `window` + 1 may wait to be planned.
 
         Args:
             ids: Unique, int32 or int64 [U], each in [0, V) (not checked).
-            uses: How often the batch uses each, int32 [U].
+            uses: How often the batch uses each, int32 [U]. For lookahead, the sum is enough; then hits are counted by
+                `renumber`.
         """
+        if isinstance(uses, int) and self._kind != LOOKAHEAD:
+            raise ValueError(f"the policy {self.policy} needs the uses of each id, not their sum")
         if len(self._announced) > self.window:
             raise ValueError(f"{len(self._announced)} batches are already announced; plan one before announcing more")
         if self._counts is not None and len(ids):
-            self._store_probabilities(self._counts, int(uses.sum()))
+            self._store_probabilities(self._counts, uses if isinstance(uses, int) else int(uses.sum()))
             self._counts = None
         now = self._make_context(self._planned + len(self._announced))
         positions = self._directory.place(ids, self._planned)
         self._announced.append((ids, uses, positions))
-        args = (positions, uses, now, self._directory.rows, self._directory.values, _DECAYS)
+        of_each = None if isinstance(uses, int) else uses
+        args = (positions, of_each, now, self._directory.rows, self._directory.values, _DECAYS)
         parallel_for(planning.announce, len(ids), *args, grain=_GRAIN)
         if self._kind == LOOKAHEAD:
             self._learn(ids, now)
@@ -264,7 +269,9 @@ class Planner:
         keys = scratch("keys", (U,), np.uint16)
         pieces = ranges(U, _GRAIN)
         histograms, totals = np.zeros((len(pieces), KEYS), np.int32), np.zeros((len(pieces), 3), np.int64)
-        shared = (positions, uses, *known, hits, hit_slots, missed, keys, histograms, totals)
+        of_each = None if isinstance(uses, int) else uses
+        self._has_hits = of_each is not None
+        shared = (positions, of_each, *known, hits, hit_slots, missed, keys, histograms, totals)
         run_tasks([KernelTask(planning.classify, U, _GRAIN, len(pieces), shared)])
 
         slots, leaving, first_in = self._choose(known, histograms.sum(0, dtype=np.int64))
@@ -292,8 +299,18 @@ class Planner:
         self._swapped = len(leaving)
         if positions is not ids:
             plan = plan._replace(evicted=self._directory.ids_of(evicted).astype(ids.dtype))
-        self._count(plan, int(hit_uses.sum()), int(all_uses.sum()))
+        self._count(plan, int(hit_uses.sum()), uses if isinstance(uses, int) else int(all_uses.sum()))
         return plan
+
+    def renumber(self, inverse: Positions, plan: Plan, places: Positions) -> Positions:
+        """Return the inverse, int32 [N], for rows in the order of a plan, whose `places` these are.
+
+        It counts the hits of a batch that was announced without the uses of each id. Call it once for the last plan.
+        """
+        found, hits = _take(inverse, places, len(plan.hits))
+        if not self._has_hits:
+            self.statistics.hits += hits
+        return found
 
     def _make_context(self, latest: int) -> PlanContext:
         """Return the context for valuing rows; `latest` is the last announced batch."""
@@ -460,9 +477,18 @@ def _join_parts(values: Positions, starts: Iterable[int], stops: Iterable[int]) 
 
 def renumber(inverse: Positions, places: Positions) -> Positions:
     """Return places[inverse], int32 [N]: the inverse after each unique row has moved to its position in `places`."""
+    return _take(inverse, places, 0)[0]
+
+
+def _take(inverse: Positions, places: Positions, below: int) -> tuple[Positions, int]:
+    """Return places[inverse], int32 [N], and how many of these numbers are less than `below`."""
     out = np.empty_like(inverse)
-    parallel_for(planning.take, len(inverse), inverse, places, out, grain=_GRAIN)
-    return out
+    pieces = len(ranges(len(inverse), _GRAIN))
+    counts = np.zeros(pieces, np.int64)
+    run_tasks(
+        [KernelTask(planning.take, len(inverse), _GRAIN, pieces, (inverse, places, np.int32(below), out, counts))]
+    )
+    return out, int(counts.sum())
 
 
 def warm_up(id_dtype: npt.DTypeLike) -> None:
@@ -472,6 +498,8 @@ def warm_up(id_dtype: npt.DTypeLike) -> None:
     ):  # with lru, every batch swaps rows
         planner = Planner(8, 1, policy, window=1, counts=counts, budget=budget)
         for row, uses in ((0, 1), (1, 8), (1, 8), (2, 1)):
-            planner.announce(np.array([row], id_dtype), count_occurrences(np.zeros(uses, np.int32), 1))
+            of_each = count_occurrences(np.zeros(uses, np.int32), 1)
+            planner.announce(np.array([row], id_dtype), of_each if policy == "lru" else uses)
             if len(planner) > planner.window:
-                renumber(np.zeros(1, np.int32), planner.plan().places)
+                plan = planner.plan()
+                planner.renumber(np.zeros(1, np.int32), plan, plan.places)

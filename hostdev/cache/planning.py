@@ -137,7 +137,7 @@ def _block() -> Any:
 
 @kernel
 def announce(start: Any, stop: Any, ids: Any, uses: Any, now: Any, rows: Any, values: Any, decays: Any) -> None:
-    """Record that batch `now.latest` uses the rows ids[start:stop]."""
+    """Record that batch `now.latest` uses the rows ids[start:stop]; `uses` is None or int32 [U]."""
     end, number = np.uint64(stop), np.int64(now.latest)
     for p in range(np.uint64(start), end):
         if p + np.uint64(_AHEAD) < end:
@@ -149,7 +149,7 @@ def announce(start: Any, stop: Any, ids: Any, uses: Any, now: Any, rows: Any, va
         if now.kind == LOOKAHEAD:
             values[row, RECENT] = values[row, RECENT] * decays[np.uint64(min(gone, DECAYS - 1))] + np.float32(1)
             rows[row, COUNT] += 1
-        elif now.kind != STATIC:
+        elif now.kind != STATIC and uses is not None:
             rows[row, COUNT] = min(np.int64(rows[row, COUNT]) + uses[p], _MOST_USES)
 
 
@@ -194,6 +194,7 @@ def classify(
     """Find the slots of ids[start:stop] of batch `now.number`, and the keys of those without one.
 
     Args:
+        uses: int32 [U], how often the batch uses each id; None: unknown, and counted as 0.
         indices: uint8 [2, RATES << bits], from `prices`.
         hits: Output from `start` on, int32 [U]: positions of ids with a slot, ascending.
         hit_slots: Output from `start` on, int32 [U]: their slots.
@@ -210,7 +211,8 @@ def classify(
         for p in range(begin, min(begin + block, end)):
             if p + np.uint64(_AHEAD) < end:
                 prefetch_to_read(rows, ids[p + np.uint64(_AHEAD)], 1)
-            slot, used = rows[np.uint64(ids[p]), SLOT], np.int64(uses[p])
+            slot = rows[np.uint64(ids[p]), SLOT]
+            used = np.int64(0) if uses is None else np.int64(uses[p])
             hits[h], hit_slots[h], missed[m] = p, slot, p  # the next id overwrites the entry that does not apply
             hit = slot >= 0
             h, m = h + np.uint64(hit), m + np.uint64(not hit)
@@ -361,7 +363,11 @@ def exchange(start: Any, stop: Any, ids: Any, admitted: Any, into: Any, evicted:
 
 
 @kernel
-def take(start: Any, stop: Any, indices: Any, values: Any, out: Any) -> None:
-    """Set out[i] = values[indices[i]]."""
+def take(start: Any, stop: Any, indices: Any, values: Any, below: Any, out: Any, counts: Any, piece: Any) -> None:
+    """Set out[i] = values[indices[i]]; count values less than `below` in counts[piece]."""
+    count = np.int64(0)
     for i in range(np.uint64(start), np.uint64(stop)):
-        out[i] = values[np.uint64(indices[i])]
+        value = values[np.uint64(indices[i])]
+        out[i] = value
+        count += np.int64(value < below)
+    counts[piece] = count

@@ -8,7 +8,7 @@ import pytest
 from hostdev.cache.bound import least_cost, uses_of
 from hostdev.cache.optimum import optimal
 from hostdev.cache.options import POLICIES, rows_of
-from hostdev.cache.planner import Planner
+from hostdev.cache.planner import BUDGET, Planner
 from hostdev.cache.prices import Costs, get_price_index, prices
 from hostdev.data import manifest
 from hostdev.data.preprocess.build import Options, build
@@ -395,3 +395,31 @@ def test_counts_speak_from_the_first_batch_that_has_ids():
         found.append([plan.ids[plan.admitted].tolist() for plan in plans([*more, *batches], planner)][len(more) :])
     assert found[0][:3] == found[1][:3]  # later ones are judged by other samples of rows
     assert any(found[0][:3])
+
+
+@pytest.mark.parametrize("budget", [BUDGET, 0])
+def test_the_sum_of_uses_is_enough_for_lookahead(budget):
+    """The same plans and statistics as with the uses of each id; other policies need these."""
+    rng = np.random.default_rng(4)
+    counts = rng.integers(0, 50, 500)
+    planners = [Planner(500, 60, window=3, counts=counts, budget=budget) for _ in range(2)]
+    waiting = []
+    for _ in range(40):
+        ids, inverse = unique(np.minimum(rng.zipf(1.3, 900), 500).astype(np.int32) - 1)
+        planners[0].announce(ids, count_occurrences(inverse, len(ids)))
+        planners[1].announce(ids, len(inverse))
+        waiting.append(inverse)
+        if len(waiting) > 3:
+            plan, other = (planner.plan() for planner in planners)
+            for one, two in zip(plan, other, strict=True):
+                np.testing.assert_array_equal(one, two)
+            inverse = waiting.pop(0)
+            renumbered = [
+                planner.renumber(inverse, each, each.places)
+                for planner, each in zip(planners, (plan, other), strict=True)
+            ]
+            np.testing.assert_array_equal(*renumbered)
+    assert planners[0].statistics == planners[1].statistics
+    assert planners[0].statistics.hits > 0
+    with pytest.raises(ValueError, match="lru needs the uses of each id"):
+        Planner(8, 1, "lru").announce(np.array([1]), 3)

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from hostdev.cache.planner import renumber
 from hostdev.kernels.pool import run_tasks
 from hostdev.pipeline.context import Context
 from hostdev.pipeline.hazards import find_conflicts
@@ -47,11 +46,11 @@ def _plan(number: int, _: int, context: Context, groups: list[PlannedGroup], inv
     assert cache is not None
     made = cache.plan()
     assert made.ids is group.ids
-    places, asked = made.places, group.asked
+    places, asked, renumber = made.places, group.asked, cache.planner.renumber
     if asked is None:
-        inverses[number] = renumber(inverses[number], places)
+        inverses[number] = renumber(inverses[number], made, places)
     else:
-        asked = asked._replace(inverse=renumber(asked.inverse, places))
+        asked = asked._replace(inverse=renumber(asked.inverse, made, places))
     groups[number] = PlannedGroup(group.ids, asked, made, places)
 
 
