@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.cpus import available_cpus
+from hostdev.core.pages import populate
 from hostdev.core.workers import Workers
 
 RANGE_BYTES = 1 << 20  # of weights
@@ -141,7 +142,10 @@ def ranges_of(rows: Any, length: int, numbers: Sequence[int]) -> Iterator[Fetch]
 
 
 def ranges_in_order(pieces: Callable[[], Iterable[Any]], length: int, _: Sequence[int]) -> Iterator[Fetch]:
-    """Yield all ranges of `length` rows of an array that `pieces` yields in order, in chunks of any length."""
+    """Yield all ranges of `length` rows of an array that `pieces` yields in order, in chunks of any length.
+
+    The chunks may be mapped files, whose pages are then mapped a range at a time.
+    """
     parts: list[Any] = []
     have = 0
     for piece in pieces():
@@ -165,6 +169,8 @@ def pieces_of(rows: Any, fetch: Callable[[Any], Any]) -> Iterator[Any]:
 
 
 def _joined(parts: list[Any]) -> Any:
+    for part in parts:
+        populate(part)
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
