@@ -22,7 +22,7 @@ from hostdev.cache import planner
 from hostdev.core.errors import UserError
 from hostdev.core.optimizers import OPTIMIZERS, SGD, SparseOptimizer, build_optimizer
 from hostdev.core.progress import bar, counted
-from hostdev.core.table_dtypes import TABLE_DTYPES
+from hostdev.core.table_dtypes import SLOT_DTYPES, TABLE_DTYPES
 from hostdev.data.preprocess.build import build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.options import Options
@@ -86,7 +86,7 @@ def _run_all(tasks: Sequence[Task], processes: int, what: str) -> int:
 def _tasks() -> list[Task]:
     """Return calls that together compile all kernels, the slowest first."""
     optimizers = [build_optimizer(name) for name in OPTIMIZERS] + [SGD(clip_norm=1.0)]
-    dtypes = list(itertools.product(TABLE_DTYPES, TABLE_DTYPES))  # of weights and slots
+    dtypes = list(itertools.product(TABLE_DTYPES, SLOT_DTYPES))  # of weights and slots
     tables = itertools.product(_ID_DTYPES, dtypes, optimizers)
     features = itertools.product((1, 32), (False, True), (False, True), (False, True))
     return [

@@ -10,7 +10,7 @@ def main():
     for id_dtype in ("int32", "int64"):
         planner.warm_up(id_dtype)
     for id_dtype, dtypes in itertools.product(
-        ("int32", "int64"), (("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"))
+        ("int32", "int64"), (("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("bf16", "8bit"))
     ):
         warm_up(id_dtype, dtypes)
 

@@ -152,14 +152,14 @@ UPDATES = {
 
 
 class Table:
-    """A table as three plain arrays; with a rounding, of bfloat16 weights or slots."""
+    """A table as three plain arrays; with a rounding, of bfloat16 weights, or of slots in bfloat16 or 8 bits."""
 
     def __init__(self, weights, optimizer, rounding=None, dtype="bf16", slots="fp32"):
         self.rounding = rounding  # returns the key of a step's rounding
-        self.rounded = dtype != "fp32", slots != "fp32"
+        self.stored = dtype, "fp32" if slots == "8bit" and weights.shape[1] == 1 else slots
         self.weights = weights.copy()
         self.slots = {name: np.full(weights.shape, value, f32) for name, value in optimizer.slots.items()}
-        if self.rounded[1]:
+        if slots == "bf16":
             self.slots = {name: to_nearest_bfloat16(values) for name, values in self.slots.items()}
         self.slots |= {name: np.full((len(weights), 1), value, f32) for name, value in optimizer.row_slots.items()}
         self.optimizer = optimizer
@@ -171,10 +171,14 @@ class Table:
         if len(rows):
             summed = segment_sum(grads, inverse, len(rows))
             UPDATES[self.optimizer.primitive](self.weights, self.slots, rows, summed, self.optimizer, self.step)
-            planes = [self.weights, *(self.slots[name] for name in self.optimizer.slots)]
-            for plane, values in enumerate(planes if self.rounding is not None else []):
-                if self.rounded[plane > 0]:
+            planes = {"weights": self.weights} | {name: self.slots[name] for name in self.optimizer.slots}
+            for plane, (name, values) in enumerate(planes.items()):
+                stored = self.stored[plane > 0] if self.rounding is not None else "fp32"
+                if stored == "bf16":
                     values[rows] = round_to_bfloat16(values[rows], rows, self.rounding(self.step), plane)
+                if stored == "8bit":
+                    unsigned = name in self.optimizer.non_negative
+                    values[rows] = round_to_eight_bits(values[rows], rows, self.rounding(self.step), plane, unsigned)
 
 
 def to_nearest_bfloat16(values):
@@ -184,14 +188,56 @@ def to_nearest_bfloat16(values):
 
 def round_to_bfloat16(weights, row_ids, key, plane=0):
     """Weights, or the slot `plane` - 1, [n, D], of rows [n] rounded stochastically; float32."""
-    pairs = (weights.shape[1] + 1) // 2
+    random = random_bits(row_ids, key, plane, weights.shape[1])
+    bits = (weights.view(np.uint32).astype(np.uint64) + random) & np.uint64(0xFFFF0000)
+    return np.where(np.isnan(weights), np.uint32(0x7FC00000), bits.astype(np.uint32)).view(f32)
+
+
+def eight_bit_map(unsigned):
+    """The values of the codes from 0 up: Dettmers' dynamic map, with the lower end of each interval."""
+    parts = []
+    for decade in range(7):
+        ends = np.linspace(0.1, 1, 2 ** (decade + unsigned) + 1)
+        parts.append(float(f"1e{decade - 6}") * ends[:-1])
+    return np.concatenate([[0.0], *parts, [1.0]])
+
+
+def eight_bit_scales(values):
+    """The scale of each row of a slot, [n, 1]: its value of largest magnitude, the positive one of two."""
+    scales = []
+    for row in values:
+        best = max(row.tolist(), key=lambda x: (abs(x), x))
+        scales.append(0 if abs(best) < 2.0**-90 else best)
+    return np.array(scales, f32).reshape(-1, 1)
+
+
+def round_to_eight_bits(values, row_ids, key, plane, unsigned):
+    """The slot `plane` - 1, [n, D], of rows [n], as 8 bits store it: between two codes, a random one."""
+    random = random_bits(row_ids, key, plane, values.shape[1])
+    scales = eight_bit_scales(values)
+    x = values / np.where(scales == 0, f32(1), scales)
+    y, s = np.abs(x), np.ones_like(x)
+    for below, up, down in [(1e-3, 1e3, 2**-3), (1e-2, 1e2, 2**-2), (1e-1, 1e1, 2**-1)]:
+        low = y < f32(below)
+        y, s = np.where(low, y * f32(up), y), np.where(low, s * f32(down), s)
+    n = 128 if unsigned else 64
+    t = (y * f32(n / 0.9) + f32(n * 8 / 9)) * s - f32(unsigned)
+    t = np.minimum(np.maximum(t, f32(1)), np.abs(x) * f32(2.0**100 if unsigned else 1e7))
+    u = (random >> np.uint64(4)).astype(f32) * f32(2.0**-12) + f32(2.0**-13)
+    code = np.floor(t + u).astype(int)
+    magnitudes = eight_bit_map(unsigned).astype(f32)[np.where(x < 0, np.minimum(code, 127), code)]
+    return np.where(scales == 0, f32(0), np.where(x < 0, -magnitudes, magnitudes) * scales + f32(0))
+
+
+def random_bits(row_ids, key, plane, dim):
+    """16 random bits for each row and column of a plane, uint64 [n, D]."""
+    pairs = (dim + 1) // 2
     steps = np.arange(plane * pairs, (plane + 1) * pairs, dtype=np.uint32) * np.uint32(0x9E3779B9)
     hashes = splitmix64(row_ids.astype(np.uint64) ^ np.uint64(key))[:, None]
     low, high = hashes.astype(np.uint32), (hashes >> np.uint64(32)).astype(np.uint32)
     words = mix32(low ^ steps) ^ high
-    random = np.stack([words & np.uint32(0xFFFF), words >> np.uint32(16)], axis=2).reshape(len(weights), 2 * pairs)
-    bits = (weights.view(np.uint32).astype(np.uint64) + random[:, : weights.shape[1]]) & np.uint64(0xFFFF0000)
-    return np.where(np.isnan(weights), np.uint32(0x7FC00000), bits.astype(np.uint32)).view(f32)
+    halves = np.stack([words & np.uint32(0xFFFF), words >> np.uint32(16)], axis=2)
+    return halves.reshape(len(row_ids), 2 * pairs)[:, :dim].astype(np.uint64)
 
 
 def permutation(n, key):

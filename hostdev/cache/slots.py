@@ -104,7 +104,7 @@ class DeviceSlots:
     ) -> None:
         """Take one optimizer step on cached rows in their slots, and on admitted rows in their own memory.
 
-        Values that the host stores as bfloat16 are then rounded; this does not change skipped rows.
+        Values that the host does not store as float32 are then rounded; this does not change skipped rows.
 
         Args:
             at: The plan's slots.

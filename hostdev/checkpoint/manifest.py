@@ -10,7 +10,7 @@ from hostdev.core import json_files
 from hostdev.core.checksums import json_checksum
 from hostdev.core.errors import UserError, raise_if_transient
 from hostdev.core.names import require_name
-from hostdev.core.table_dtypes import FP32, TABLE_DTYPES
+from hostdev.core.table_dtypes import FP32, SLOT_DTYPES, TABLE_DTYPES
 
 FORMAT = "hostdev-checkpoint"
 VERSION = 2
@@ -208,8 +208,8 @@ def _check_table(table: Table) -> None:
     _require(right, f"{name} has the invalid size {table.rows} x {table.dim}")
     _require(table.step >= 0, f"{name} is at the negative step {table.step}")
     _require(table.order in _ORDERS, f"{name} has the unknown row order {table.order[:80]!r}")
-    for dtype in (table.dtype, table.slots_dtype):
-        _require(dtype in TABLE_DTYPES, f"{name} has the unknown dtype {dtype[:80]!r}")
+    for dtype, known in ((table.dtype, TABLE_DTYPES), (table.slots_dtype, SLOT_DTYPES)):
+        _require(dtype in known, f"{name} has the unknown dtype {dtype[:80]!r}")
     _require_different(["weights", "id", *table.slots, *table.row_slots], f"{name}: column")
     lr = table.hyperparameters.get("lr")
     _require(isinstance(lr, int | float) and not isinstance(lr, bool), f"{name} has no learning rate")

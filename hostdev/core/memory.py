@@ -10,7 +10,7 @@ import psutil
 
 from hostdev.core.errors import UserError
 from hostdev.core.optimizers import SparseOptimizer
-from hostdev.core.table_dtypes import FP32, value_bytes
+from hostdev.core.table_dtypes import EIGHT_BIT, FP32, slot_bytes, weight_bytes
 
 _CGROUP = Path("/sys/fs/cgroup")
 _LEAST_RESERVE = 256 << 20
@@ -100,8 +100,11 @@ def peak_rss_bytes() -> int:
 
 
 def table_bytes(rows: int, dim: int, slots: int, row_slots: int = 0, dtype: str = FP32, slots_dtype: str = FP32) -> int:
-    """Return a table's bytes: rows x (dim x (w + s x slots) + 4 x row_slots), where w and s are 4, or 2 for bf16."""
-    return rows * (dim * (value_bytes(dtype) + value_bytes(slots_dtype) * slots) + 4 * row_slots)
+    """Return a table's bytes: rows x (dim x w + slots x s + 4 x row_slots).
+
+    w is 4, or 2 for bf16; s is dim x 4, dim x 2 for bf16, or in 8 bits dim, rounded up to a multiple of 4, and 4.
+    """
+    return rows * (dim * weight_bytes(dtype) + slot_bytes(slots_dtype, dim) * slots + 4 * row_slots)
 
 
 class TableShape(NamedTuple):
@@ -163,10 +166,15 @@ def require_table(
     if needed > free:
         slots, row_slots = len(optimizer.slots), len(optimizer.row_slots)
         of_rows = f" + {rows} rows x {row_slots} x 4" if row_slots else ""
-        weight, slot = value_bytes(dtype), value_bytes(slots_dtype)
-        of_one = f"(1 + {slots} slots) x {weight}" if weight == slot else f"({weight} + {slots} slots x {slot})"
+        weight, slot = weight_bytes(dtype), slot_bytes(slots_dtype, dim)
+        if slots_dtype == EIGHT_BIT:
+            of_one = f"({dim} x {weight} + {slots} slots x {slot})"
+        elif slot == dim * weight:
+            of_one = f"{dim} x (1 + {slots} slots) x {weight}"
+        else:
+            of_one = f"{dim} x ({weight} + {slots} slots x {slot // dim})"
         raise UserError(
-            f"table {name!r} needs {rows} rows x {dim} x {of_one}{of_rows} = {needed} bytes "
+            f"table {name!r} needs {rows} rows x {of_one}{of_rows} = {needed} bytes "
             f"({format_bytes(needed)}), but {free} bytes ({format_bytes(free)}) of {where} memory are "
             f"free; use fewer rows or a smaller "
             "dimension"

@@ -24,6 +24,7 @@ class SparseOptimizer(Protocol):
     """The interface of an optimizer for tables."""
 
     primitive: ClassVar[str]  # the name of the op that applies it
+    non_negative: ClassVar[frozenset[str]]  # slots of D values that are never negative: in 8 bits, twice as many codes
     lr: float  # may be set between updates
 
     @property
@@ -61,6 +62,8 @@ class _Optimizer:
 
     lr: float = field(hash=False)
     clip_norm: float | None = None
+
+    non_negative: ClassVar[frozenset[str]] = frozenset()
 
     def __new__(cls, *args: Any, **given: Any) -> Self:
         if "weight_decay" in given:
@@ -174,6 +177,7 @@ class LazyAdam(_Optimizer):
     nesterov: bool = False
 
     primitive: ClassVar[str] = "FusedSparseLazyAdam"
+    non_negative: ClassVar[frozenset[str]] = frozenset({"v"})
 
     def __post_init__(self) -> None:
         _check_adam(self.lr, self.beta1, self.beta2, self.eps)
@@ -256,6 +260,7 @@ class FTRL(_Optimizer):
     initial_accum: float = 1.0
 
     primitive: ClassVar[str] = "FusedSparseFtrl"
+    non_negative: ClassVar[frozenset[str]] = frozenset({"accum"})
 
     def __post_init__(self) -> None:
         _check("lr", self.lr, "positive", "; FTRL divides by lr, so a warm-up cannot start at 0")
@@ -360,6 +365,7 @@ class Adagrad(_Optimizer):
     initial_accum: float = 0.0
 
     primitive: ClassVar[str] = "FusedSparseAdagrad"
+    non_negative: ClassVar[frozenset[str]] = frozenset({"accum"})
 
     def __post_init__(self) -> None:
         _check_adagrad(self.lr, self.eps, self.initial_accum)
@@ -459,7 +465,7 @@ def build_optimizer(name: str, lr: float | None = None) -> SparseOptimizer:
 
 def require_optimizer(optimizer: object, table: str) -> None:
     """Raise TypeError unless `optimizer` is an optimizer for tables; names, classes and torch's optimizers are not."""
-    needed = ("primitive", "lr", "slots", "row_slots", "scalars", "clip_limit")
+    needed = ("primitive", "lr", "slots", "non_negative", "row_slots", "scalars", "clip_limit")
     if not isinstance(optimizer, type) and all(hasattr(optimizer, name) for name in needed):
         return
     classes = ", ".join(f"{made.__name__}()" for made in OPTIMIZERS.values() if isinstance(made, type))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Protocol
 
 from hostdev.core.durations import Durations, statistics
-from hostdev.core.table_dtypes import value_bytes
+from hostdev.core.table_dtypes import FP32, slot_bytes, weight_bytes
 from hostdev.kernels.pool import Task, run_tasks, timed
 
 TARGETS = ("CPU", "DEVICE")
@@ -359,7 +359,7 @@ class EmbeddingLookup(_TablePrimitive):
     @staticmethod
     def row_bytes(table: Any) -> int:
         """Return the bytes read and written per row."""
-        return int(table.dim) * (_stored_bytes(table)[0] + 4)
+        return 4 * int(table.dim) + _stored_bytes(table)[0]
 
 
 class _Update(_TablePrimitive):
@@ -391,7 +391,7 @@ class _Update(_TablePrimitive):
 
     @staticmethod
     def row_bytes(table: Any) -> int:
-        return int(table.dim) * (4 + 2 * sum(_stored_bytes(table))) + 8 * len(table.optimizer.row_slots)
+        return 4 * int(table.dim) + 2 * sum(_stored_bytes(table)) + 8 * len(table.optimizer.row_slots)
 
 
 class _WholeRows(_TablePrimitive):
@@ -415,8 +415,8 @@ class _WholeRows(_TablePrimitive):
 
     @staticmethod
     def row_bytes(table: Any) -> int:
-        sent = 4 * (1 + len(table.optimizer.slots))
-        return int(table.dim) * (sum(_stored_bytes(table)) + sent) + 8 * len(table.optimizer.row_slots)
+        sent = 4 * int(table.dim) * (1 + len(table.optimizer.slots))
+        return sum(_stored_bytes(table)) + sent + 8 * len(table.optimizer.row_slots)
 
 
 class CacheAdmit(_WholeRows):
@@ -438,9 +438,10 @@ class ForwardRead(_WholeRows):
 
 
 def _stored_bytes(table: Any) -> tuple[int, int]:
-    """Return the bytes of a column's weight and of its slots in the table's storage; 4 per value on the device."""
-    host, count = table.primitive_target == "CPU", len(table.optimizer.slots)
-    return value_bytes(table.dtype) if host else 4, count * (value_bytes(table.slots_dtype) if host else 4)
+    """Return the bytes of a row's weights and of its slots in the table's storage; 4 per value on the device."""
+    dim, host = int(table.dim), table.primitive_target == "CPU"
+    dtype, slots_dtype = (table.dtype, table.slots_dtype) if host else (FP32, FP32)
+    return dim * weight_bytes(dtype), len(table.optimizer.slots) * slot_bytes(slots_dtype, dim)
 
 
 class FusedSparseFtrl(_Update):

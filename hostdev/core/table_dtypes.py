@@ -2,23 +2,25 @@
 
 from typing import Any, NamedTuple
 
-FP32, BF16 = "fp32", "bf16"
-TABLE_DTYPES = (FP32, BF16)  # as files and options name them
+from hostdev.kernels.plane_formats import plane_bytes
+
+FP32, BF16, EIGHT_BIT = "fp32", "bf16", "8bit"
+TABLE_DTYPES = (FP32, BF16)  # of weights, as files and options name them
+SLOT_DTYPES = (FP32, BF16, EIGHT_BIT)  # of the optimizer's state columns
 _ALIASES = {"bfloat16": BF16}  # the public name; "bf16" is accepted for one release
 
 
 class Rounding(NamedTuple):
-    """The rounding of a table's new values to bfloat16 at one step.
+    """The rounding of a table's new values at one step.
 
     Attributes:
         key: 64-bit key of the random numbers.
-        first: The first plane of a row that is rounded: 0, the weights, or 1, the first slot.
-        stop: The plane after the last one.
+        formats: The stored format of each plane of a row (0: the weights; 1, ...: the slots), one of
+            `kernels.plane_formats`.
     """
 
     key: int
-    first: int
-    stop: int
+    formats: tuple[int, ...]
 
 
 class TableStep(NamedTuple):
@@ -26,7 +28,7 @@ class TableStep(NamedTuple):
 
     Attributes:
         scalars: The optimizer's scalars.
-        rounding: How new values are rounded to bfloat16; None: they are not.
+        rounding: How new values are rounded to those that the table can store; None: they are not.
         clip: float32, the mean square above which a row's gradient is clipped; None: it never is.
     """
 
@@ -35,23 +37,30 @@ class TableStep(NamedTuple):
     clip: Any = None
 
 
-def require_table_dtype(dtype: str, table: str, what: str = "dtype") -> str:
-    """Return a dtype of stored values, one of TABLE_DTYPES; raise ValueError unless it is fp32, bfloat16 or bf16.
-
-    `what` is the argument's name: "dtype", of the weights, or "slots", of the optimizer state.
-    """
+def require_table_dtype(dtype: str, table: str) -> str:
+    """Return a dtype of weights, one of TABLE_DTYPES; raise ValueError unless it is fp32, bfloat16 or bf16."""
     found = _ALIASES.get(dtype, dtype)
     if found not in TABLE_DTYPES:
-        raise ValueError(f"table {table!r}: {what} must be fp32 or bfloat16, not {dtype!r}")
+        raise ValueError(f"table {table!r}: dtype must be fp32 or bfloat16, not {dtype!r}")
     return found
 
 
-def value_bytes(dtype: str) -> int:
-    """Return the bytes of one stored value."""
+def require_slots_dtype(slots: str, table: str, dim: int) -> str:
+    """Return how slots of `dim` values are stored, one of SLOT_DTYPES; raise ValueError for an unknown name.
+
+    8 bits of one value would need 4 more bytes for its scale, so slots of one value are then stored as float32.
+    """
+    found = _ALIASES.get(slots, slots)
+    if found not in SLOT_DTYPES:
+        raise ValueError(f"table {table!r}: slots must be fp32, bfloat16 or 8bit, not {slots!r}")
+    return FP32 if found == EIGHT_BIT and dim == 1 else found
+
+
+def weight_bytes(dtype: str) -> int:
+    """Return the bytes of one stored weight."""
     return 4 if dtype == FP32 else 2
 
 
-def rounded_planes(dtype: str, slots_dtype: str, slots: int) -> tuple[int, int] | None:
-    """Return the planes of a row (0: weights; 1, ...: slots) that are stored as bfloat16, as first and stop."""
-    first, stop = int(dtype == FP32), 1 if slots_dtype == FP32 else 1 + slots
-    return (first, stop) if first < stop else None
+def slot_bytes(dtype: str, dim: int) -> int:
+    """Return the bytes of one stored slot of `dim` values."""
+    return plane_bytes(dim) if dtype == EIGHT_BIT else dim * weight_bytes(dtype)

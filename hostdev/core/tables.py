@@ -35,7 +35,7 @@ class Owned:
     seed: int
     optimizer: SparseOptimizer
     dtype: str  # how weights are stored: "fp32" or "bf16"
-    slots_dtype: str  # how the optimizer's state columns are stored
+    slots_dtype: str  # how the optimizer's state columns are stored: "fp32", "bf16" or "8bit"
     _owners: tuple[Owner, ...] = ()
     _step = 0
     _is_writing = False  # inside `writing`

@@ -15,15 +15,16 @@ from hostdev.core.ids import checked_ids
 from hostdev.core.initializers import Initializer, Normal, initializer
 from hostdev.core.memory import require_table
 from hostdev.core.optimizers import SparseOptimizer, require_optimizer
-from hostdev.core.rounding import initial_slots, rounding_key
-from hostdev.core.table_dtypes import BF16, FP32, require_table_dtype, rounded_planes
+from hostdev.core.rounding import initial_slots, plane_formats, rounding_key
+from hostdev.core.table_dtypes import BF16, FP32, require_slots_dtype, require_table_dtype
 from hostdev.core.tables import Owned, initial_seed
 from hostdev.device.backend import free_bytes
 from hostdev.device.ops import get_ops
 from hostdev.device.writing import Writing
 from hostdev.kernels.buffers import identity
 from hostdev.kernels.norm import PART, partial_squares, total
-from hostdev.kernels.rounding import require_bfloat16, round_rows
+from hostdev.kernels.plane_formats import BFLOAT16
+from hostdev.kernels.rounding import require_exact, round_rows
 
 Rows = npt.NDArray[np.float32]
 
@@ -35,8 +36,8 @@ _FOLD_BYTES = 1 << 28  # bytes of squares at a time
 class DeviceTable(Owned):
     """Weights float32 [rows, dim] and optimizer state on `device`; equal to a `HostTable` with the same arguments.
 
-    Ids must be in range and unique; the caller checks and deduplicates them on the host. With dtype="bfloat16" or
-    slots="bfloat16" the values equal those of such a host table, but take 4 bytes each.
+    Ids must be in range and unique; the caller checks and deduplicates them on the host. With dtype="bfloat16",
+    slots="bfloat16" or slots="8bit" the values equal those of such a host table, but take 4 bytes each.
 
     The body of an open `Runtime.train` loop may read and write the table like a host table. `weights`, `slots` and
     `block` are views that torch cannot protect: use `writing` or `write_rows` to write.
@@ -62,7 +63,7 @@ class DeviceTable(Owned):
     ) -> None:
         require_size(rows, dim, name)
         require_optimizer(optimizer, name)
-        self.dtype, self.slots_dtype = require_table_dtype(dtype, name), require_table_dtype(slots, name, "slots")
+        self.dtype, self.slots_dtype = require_table_dtype(dtype, name), require_slots_dtype(slots, name, dim)
         free = free_bytes(device)
         if free is not None:
             require_table(name, rows, dim, optimizer, free, "device")
@@ -88,7 +89,7 @@ class DeviceTable(Owned):
             init.fill(part, seed, self.name, slots, first_row=first)
             if self.dtype == BF16:
                 ids = np.arange(first, first + len(part))
-                round_rows(part, identity(len(part)), ids, rounding_key(seed, self.name, 0), 0, 1)
+                round_rows(part, identity(len(part)), ids, rounding_key(seed, self.name, 0), (BFLOAT16,))
             self._block[first : first + len(part)] = torch.from_numpy(part)
 
     def __getstate__(self) -> Mapping[str, Any]:
@@ -203,9 +204,9 @@ class DeviceTable(Owned):
 
     def _require_exact(self, plane: int, values: Rows) -> None:
         """Raise ValueError unless values [N, D] of a plane, 0 for weights, can be stored without rounding."""
-        rounded = rounded_planes(self.dtype, self.slots_dtype, len(self.optimizer.slots))
-        if rounded is not None and plane in range(*rounded):
-            require_bfloat16(values, self.name, plane)
+        formats = plane_formats(self.dtype, self.slots_dtype, self.optimizer)
+        if formats is not None:
+            require_exact(values, self.name, plane, formats[plane])
 
     @contextmanager
     def writing(self, ids: Tensor | npt.ArrayLike | None = None) -> Iterator[Writing]:
@@ -245,7 +246,7 @@ class DeviceTable(Owned):
             block = np.empty((len(part), planes, D), np.float32)
             self._init.fill(block, self.seed, self.name, slots, ids=part)
             if self.dtype == BF16:
-                round_rows(block, identity(len(part)), part, rounding_key(self.seed, self.name, 0), 0, 1)
+                round_rows(block, identity(len(part)), part, rounding_key(self.seed, self.name, 0), (BFLOAT16,))
             row_slots = np.empty((len(part), self._row_slots.shape[1]), np.float32)
             row_slots[:] = list(self.optimizer.row_slots.values())
             self.write_rows(part, block, row_slots)

@@ -1,4 +1,4 @@
-"""Layouts of a table's rows in host memory: all float32, or with bfloat16 weights or state. Reads return float32.
+"""Layouts of a table's rows in host memory: all float32, or with smaller weights or state. Reads return float32.
 
 Shapes: V rows, D columns; per row, S optimizer state columns of D values and R state values. N ids, int32 or int64,
 which are trusted to be in [0, V).
@@ -12,9 +12,10 @@ import numpy.typing as npt
 
 from hostdev.core.initializers import Initializer
 from hostdev.core.optimizers import SparseOptimizer
-from hostdev.core.rounding import initial_slots, rounding_key
-from hostdev.core.table_dtypes import FP32, TableStep, rounded_planes
-from hostdev.kernels import rounding
+from hostdev.core.rounding import initial_slots, plane_formats, rounding_key
+from hostdev.core.table_dtypes import FP32, TableStep
+from hostdev.host.views import Bfloat16View, EightBitView
+from hostdev.kernels import eight_bits, rounding
 from hostdev.kernels.apply import apply_occurrences, apply_tasks
 from hostdev.kernels.bits import copy_to_columns, gather_rows
 from hostdev.kernels.buffers import aligned_empty, identity
@@ -22,6 +23,7 @@ from hostdev.kernels.init import fill_constant
 from hostdev.kernels.lookup import lookup_tasks, store_tasks
 from hostdev.kernels.norm import partial_squares
 from hostdev.kernels.numa import interleave
+from hostdev.kernels.plane_formats import BFLOAT16, FLOAT32, UNSIGNED_8, plane_bytes
 from hostdev.kernels.pool import Task
 from hostdev.kernels.rounding import SplitRows
 from hostdev.kernels.shards import get_inverse
@@ -220,60 +222,60 @@ class Float32:
 
 
 class Split:
-    """Weights [V, D], stored apart from the state [V, S, D]: each float32, or uint16, the bits of bfloat16 numbers.
+    """Weights [V, D], stored apart from the state, each in its format: see `kernels.plane_formats`.
 
-    `kernels.rounding` rounds new values. The rounding depends on the row's id over all ranks.
+    Weights are float32, or uint16, the bits of bfloat16 numbers. The state is one of these, [V, S, D], or 8 bits, uint8
+    [V, S, P]. `kernels.rounding` rounds new values. The rounding depends on the row's id over all ranks.
 
     Args:
         name: The table's name.
         shape: The dimensions.
-        dtype: How weights are stored.
-        slots_dtype: How the state columns are stored.
+        formats: The format of each plane: the weights, then the state columns.
     """
 
-    def __init__(self, name: str, shape: Shape, dtype: str, slots_dtype: str) -> None:
+    def __init__(self, name: str, shape: Shape, formats: tuple[int, ...]) -> None:
         self._name, self._optimizer, rows, dim = name, shape.optimizer, shape.rows, shape.dim
-        self._dtype, self._slots_dtype = dtype, slots_dtype
-        planes = rounded_planes(dtype, slots_dtype, len(shape.slots))
-        assert planes is not None
-        self._rounded = range(*planes)
+        self._formats = formats
+        self._unsigned = np.array([kind == UNSIGNED_8 for kind in formats[1:]], np.uint8)
         self._where = (shape.first, get_inverse(shape.total), shape.total) if shape.is_part else (0, 0, shape.total)
-        self.stored = _allocate((rows, dim), dtype)
-        self.slots = _allocate((rows, len(shape.slots), dim), slots_dtype)
+        self.stored = _allocate((rows, dim), formats[0])
+        self.slots = _allocate((rows, len(shape.slots), dim), formats[-1] if shape.slots.size else FLOAT32)
         self.row_slots = shape.row_slots()
 
     def fill(self, shape: Shape, seed: int, init: Initializer) -> None:
         """See `Storage`."""
         name, (rows, dim) = self._name, self.stored.shape
         step = max(1, _FILLED_BYTES // (4 * dim))
-        values, none = np.empty((min(step, rows), 1, dim), np.float32), np.empty(0, np.float32)
+        weights, none = np.empty((min(step, rows), 1, dim), np.float32), np.empty(0, np.float32)
         for first in range(0, rows, step):
-            part = values[: min(step, rows - first)]
+            part = weights[: min(step, rows - first)]
             where: dict[str, Any] = {"first_row": first}
             if shape.is_part:
                 where = {"ids": shape.ids(first, first + len(part))}
             init.fill(part, seed, name, none, **where)
             stored = self.stored[first : first + len(part)]
-            if self._dtype == FP32:
+            if stored.dtype == np.float32:
                 stored[:] = part[:, 0]
             else:
                 rounding.round_into(part, stored, rounding_key(seed, name, 0), **where)
-        if len(shape.slots):
-            values = _as_stored(shape.slots, self._slots_dtype)
+        if self.slots.dtype == np.uint8:
+            eight_bits.fill(self.slots, shape.slots, dim, self._unsigned)
+        elif len(shape.slots):
+            values: Any = shape.slots if self.slots.dtype == np.float32 else _to_bfloat16(shape.slots)
             fill_constant(self.slots, values[0], values[1:])
         shape.fill_row_slots(self.row_slots)
 
     def initial(self, shape: Shape, seed: int, init: Initializer, ids: npt.NDArray[np.int64], block: Rows) -> None:
         """See `Storage`."""
         init.fill(block, seed, self._name, shape.slots, ids=ids)
-        if self._dtype != FP32:
-            rounding.round_rows(block, identity(len(ids)), ids, rounding_key(seed, self._name, 0), 0, 1)
+        if self._formats[0] == BFLOAT16:
+            rounding.round_rows(block, identity(len(ids)), ids, rounding_key(seed, self._name, 0), (BFLOAT16,))
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """See `Storage`."""
-        V, S, D = self.slots.shape
-        return V, 1 + S, D
+        V, D = self.stored.shape
+        return V, 1 + self.slots.shape[1], D
 
     @property
     def nbytes(self) -> int:
@@ -282,16 +284,20 @@ class Split:
 
     def weights(self) -> Rows:
         """See `Storage`."""
-        return _widened(self.stored)
+        return _all_of(self.column(0))
 
     def column(self, number: int) -> Any:
         """See `Storage`."""
         held = self.slots[:, number - 1] if number else self.stored
-        return held if held.dtype == np.float32 else Bfloat16View(held)
+        if held.dtype == np.float32:
+            return held
+        if held.dtype == np.uint16:
+            return Bfloat16View(held)
+        return EightBitView(held, self.stored.shape[1], bool(self._unsigned[number - 1]))
 
     def slot(self, number: int) -> Rows:
         """See `Storage`."""
-        return _widened(self.slots[:, number])
+        return _all_of(self.column(1 + number))
 
     def lookup_tasks(self, ids: Ids, out: Rows, positions: Positions | None) -> list[Task]:
         """See `Storage`."""
@@ -299,18 +305,17 @@ class Split:
 
     def read_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
         """See `Storage`."""
-        tasks = rounding.read_tasks(self.stored, self.slots, ids, block, positions)
+        tasks = rounding.read_tasks(*self._arrays, ids, block, positions)
         return tasks + _read_row_slots(self.row_slots, ids, row_slots, positions)
 
     def write_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
         """See `Storage`."""
-        tasks = rounding.write_tasks(self.stored, self.slots, ids, block, positions)
+        tasks = rounding.write_tasks(*self._arrays, ids, block, positions)
         return tasks + _write_row_slots(self.row_slots, ids, row_slots, positions)
 
     def require_exact(self, plane: int, values: Rows) -> None:
         """See `Storage`."""
-        if plane in self._rounded:
-            rounding.require_bfloat16(values, self._name, plane)
+        rounding.require_exact(values, self._name, plane, self._formats[plane])
 
     def update_tasks(self, ids: Ids, grads: Rows, step: TableStep, positions: Positions | None) -> list[Task]:
         """See `Storage`."""
@@ -324,7 +329,11 @@ class Split:
 
     def _rows_at(self, step: TableStep) -> SplitRows:
         assert step.rounding is not None
-        return SplitRows.of(self.stored, self.slots, step.rounding.key, self._where)
+        return SplitRows.of(*self._arrays, step.rounding.key, self._where)
+
+    @property
+    def _arrays(self) -> tuple[Any, Any, Any]:
+        return self.stored, self.slots, self._unsigned
 
     def partial_squares(self) -> npt.NDArray[np.float64]:
         """See `Storage`."""
@@ -333,49 +342,39 @@ class Split:
     def copy_to_columns(self, start: int, stop: int, first: int, ids: Ids | None, columns: Rows) -> None:
         """See `Storage`."""
         copy_to_columns(start, stop, first, ids, self.stored[:, None], columns[:1])
-        copy_to_columns(start, stop, first, ids, self.slots, columns[1:])
+        if self.slots.dtype == np.uint8:
+            eight_bits.decode_to_columns(start, stop, first, ids, self.slots, self._unsigned, columns[1:])
+        else:
+            copy_to_columns(start, stop, first, ids, self.slots, columns[1:])
 
     def taken(self, ids: Ids) -> Rows:
         """See `Storage`."""
         out = np.empty((len(ids), *self.shape[1:]), np.float32)
-        rounding.read_here(self.stored, self.slots, ids, out)
+        rounding.read_here(*self._arrays, ids, out)
         return out
 
 
-class Bfloat16View:
-    """Bits of bfloat16 numbers [V, D]; slices and rows are read as float32."""
-
-    def __init__(self, bits: npt.NDArray[np.uint16]) -> None:
-        self._bits = bits
-        self.shape = bits.shape
-
-    def __len__(self) -> int:
-        return len(self._bits)
-
-    def __getitem__(self, rows: Any) -> Rows:
-        found = self._bits[rows].astype(np.uint32)
-        found <<= np.uint32(16)
-        widened: Rows = found.view(np.float32)
-        return widened
-
-
-def _allocate(shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
-    found: npt.NDArray[Any] = interleave(aligned_empty(shape, np.float32 if dtype == FP32 else np.uint16))
+def _allocate(shape: tuple[int, ...], kind: int) -> npt.NDArray[Any]:
+    """Return memory for planes of `shape`, whose last dimension is D, in a format of `kernels.plane_formats`."""
+    dtype: Any = {FLOAT32: np.float32, BFLOAT16: np.uint16}.get(kind, np.uint8)
+    if dtype == np.uint8:
+        shape = (*shape[:-1], plane_bytes(shape[-1]))
+    found: npt.NDArray[Any] = interleave(aligned_empty(shape, dtype))
     return found
 
 
-def _widened(held: npt.NDArray[Any]) -> Rows:
-    """Return stored values as float32: a view, or a copy that is read-only."""
-    if held.dtype == np.float32:
-        return held
-    found = Bfloat16View(held)[:]
+def _all_of(column: Any) -> Rows:
+    """Return a column's values as float32: a view, or a copy that is read-only."""
+    if isinstance(column, np.ndarray):
+        return column
+    found: Rows = column[:]
     found.flags.writeable = False
     return found
 
 
-def _as_stored(values: Rows, dtype: str) -> npt.NDArray[Any]:
-    """Return float32 values that the dtype can represent as they are stored."""
-    return values if dtype == FP32 else (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+def _to_bfloat16(values: Rows) -> npt.NDArray[np.uint16]:
+    """Return the bits of float32 values that bfloat16 can represent."""
+    return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
 
 
 def _flat(block: Rows) -> Rows:
@@ -401,6 +400,5 @@ def taken(values: Rows, ids: Ids) -> Rows:
 
 def make_storage(name: str, shape: Shape, dtype: str, slots_dtype: str) -> Float32 | Split:
     """Return the storage, not yet filled, of a table's rows; `shape` was made for the same slots_dtype."""
-    if rounded_planes(dtype, slots_dtype, len(shape.slots)) is None:
-        return Float32(name, shape)
-    return Split(name, shape, dtype, slots_dtype)
+    formats = plane_formats(dtype, slots_dtype, shape.optimizer)
+    return Float32(name, shape) if formats is None else Split(name, shape, formats)

@@ -15,7 +15,7 @@ from hostdev.core.initializers import Initializer, Normal, initializer
 from hostdev.core.launched import require_alone
 from hostdev.core.memory import available_bytes, format_bytes, require_table
 from hostdev.core.optimizers import SparseOptimizer, require_optimizer
-from hostdev.core.table_dtypes import BF16, FP32, TableStep, require_table_dtype
+from hostdev.core.table_dtypes import BF16, FP32, TableStep, require_slots_dtype, require_table_dtype
 from hostdev.core.tables import Owned, initial_seed
 from hostdev.host.changes import Changes
 from hostdev.host.storage import Float32, Shape, Storage, make_storage
@@ -36,9 +36,10 @@ class HostTable(Owned):
 
     Initial weights depend only on (seed, name, row, column). Memory: rows x (dim x (1 + S) + R) x 4 bytes, for S
     optimizer state columns and R values of per-row state. With dtype="bfloat16" a weight takes 2 bytes, and with
-    slots="bfloat16" a value of a state column does; reads return float32. Each update rounds such new values
-    stochastically to one of the two nearest bfloat16 values, by a random number that depends only on (seed, name, step
-    of the table, row, column, weight or state).
+    slots="bfloat16" a value of a state column does. With slots="8bit" it takes 1 byte, and each column of a row another
+    4 for its scale (`kernels.eight_bits`). Reads return float32. Each update rounds such new values stochastically to
+    one of the two nearest values that can be stored, by a random number that depends only on (seed, name, step of the
+    table, row, column, weight or state).
 
     Several threads may look rows up at once. The caller keeps updates apart from other access to the same rows.
 
@@ -60,7 +61,8 @@ class HostTable(Owned):
         part: (rank, ranks): hold only that rank's rows, at its positions (`kernels.shards`); ids are then local row
             numbers. `init` still covers all rows. None: hold all rows.
         dtype: How weights are stored: "fp32" or "bfloat16".
-        slots: How the optimizer's state columns are stored: "fp32" or "bfloat16". Per-row state is float32.
+        slots: How the optimizer's state columns are stored: "fp32", "bfloat16" or "8bit". Per-row state is float32, and
+            so are columns of one value (dim=1) with "8bit", as their scales would take 4 bytes anyway.
 
     Raises:
         UserError: The table does not fit in the available memory; raised before allocation.
@@ -89,7 +91,7 @@ class HostTable(Owned):
         self.part, self.total_rows = part, rows
         self.start, stop = (0, rows) if part is None else range_of(rows, *part)
         rows = stop - self.start
-        dtype, slots_dtype = require_table_dtype(dtype, name), require_table_dtype(slots, name, "slots")
+        dtype, slots_dtype = require_table_dtype(dtype, name), require_slots_dtype(slots, name, dim)
         require_table(name, rows, dim, optimizer, available_bytes(), "host", dtype, slots_dtype)
         self.name, self.seed = name, initial_seed(seed)
         self.optimizer = optimizer
@@ -131,12 +133,11 @@ class HostTable(Owned):
 
     @property
     def block(self) -> Rows:
-        """A read-only view of all rows, float32 [V, 1 + S, D]; raises TypeError if some are stored as bfloat16."""
+        """A read-only view of all rows, float32 [V, 1 + S, D]; raises TypeError unless all are stored so."""
         if not isinstance(self.storage, Float32):
             what = "weights" if self.dtype == BF16 else "slots"
-            raise TypeError(
-                f"table {self.name!r} stores {what} as bfloat16, and weights and slots apart; use read_rows"
-            )
+            kind = "as bfloat16" if BF16 in (self.dtype, self.slots_dtype) else "in 8 bits"
+            raise TypeError(f"table {self.name!r} stores {what} {kind}, and weights and slots apart; use read_rows")
         self._before_read()
         return _read_only(self.storage.block)
 
@@ -162,11 +163,11 @@ class HostTable(Owned):
     def slots(self) -> Mapping[str, Rows]:
         """Read-only views of the optimizer state by name, each float32 [V, D], or [V, 1] for per-row state.
 
-        Get new views for each read, as with `weights`. With slots="bfloat16" the columns of D values are float32
+        Get new views for each read, as with `weights`. With other slots than "fp32" the columns of D values are float32
         copies; raises UserError if there is no memory for them.
         """
         self._before_read()
-        if self.slots_dtype == BF16:
+        if self.slots_dtype != FP32:
             self._require_copies("slots", len(self.optimizer.slots))
         slots = {name: self.storage.slot(i) for i, name in enumerate(self.optimizer.slots)}
         row_slots = {name: self.storage.row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}

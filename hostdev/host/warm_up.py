@@ -7,7 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.optimizers import FTRL, LazyAdam, SparseOptimizer
-from hostdev.core.table_dtypes import BF16, FP32
+from hostdev.core.rounding import plane_formats
+from hostdev.core.table_dtypes import FP32
 from hostdev.host.table import HostTable
 from hostdev.kernels.arrays import Strided
 from hostdev.kernels.bags import Feature, Uses, pool
@@ -33,7 +34,7 @@ def warm_up(
 ) -> None:
     """Call every kernel once with ids of this dtype, on tables of a few bytes with these optimizers.
 
-    For bfloat16 tables, the float32 kernels are called as well: they update rows in a cache.
+    For tables that are not float32, the float32 kernels are called as well: they update rows in a cache.
 
     Args:
         id_dtype: The dtype of ids.
@@ -77,9 +78,10 @@ def warm_up_table(
         table.sum_of_squares()
     if (limit := optimizer.clip_limit(dim)) is not None:  # as a table or cache on the CPU device does
         clipped(grads, limit)
-    if BF16 in (table.dtype, table.slots_dtype):  # as a table or cache on the CPU device does
+    formats = plane_formats(table.dtype, table.slots_dtype, optimizer)
+    if formats is not None:  # as a table or cache on the CPU device does
         for numbers in (ids[:1], position):
-            round_rows(row[0], numbers, ids[:1], 0, 0, 1)
+            round_rows(row[0], numbers, ids[:1], 0, formats)
 
 
 def warm_up_ids(id_dtype: npt.DTypeLike) -> None:

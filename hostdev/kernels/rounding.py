@@ -1,4 +1,4 @@
-"""bfloat16 weights and slots: stochastic rounding by counter-based random numbers, and rows for optimizers.
+"""bfloat16 weights, slots in bfloat16 or 8 bits: stochastic rounding by random numbers, and rows for optimizers.
 
 A new value between two bfloat16 numbers becomes the upper or the lower, with probabilities that preserve the mean.
 Steps far smaller than the gap are therefore not lost. bits(rounded) = (bits(x) + r) with the low 16 bits cleared, r in
@@ -6,10 +6,11 @@ Steps far smaller than the gap are therefore not lost. bits(rounded) = (bits(x) 
 Learning with Limited Numerical Precision", ICML 2015; Zamirai et al., "Revisiting BFloat16 Training", 2020.
 
 r is a pure function of (key of the table's step, row id, plane, column): each column of a pair uses
-half of a 32-bit hash. r does not depend on threads, order, rank or the row's address.
+half of a 32-bit hash. r does not depend on threads, order, rank or the row's address. Slots in 8 bits take the same r
+(`eight_bits`).
 
-Shapes: V rows of the table, D its dimension, S its optimizer slots of D values. Plane 0 of a row has its weights, plane
-1 + s its slot s.
+Shapes: V rows of the table, D its dimension, S its optimizer slots of D values, P the bytes of a slot in 8 bits.
+Plane 0 of a row has its weights, plane 1 + s its slot s.
 """
 
 import functools
@@ -22,7 +23,9 @@ from numba.extending import overload
 
 from hostdev.kernels.bfloat16 import as_exact, to_float32
 from hostdev.kernels.counter import hashed, mix32
+from hostdev.kernels.eight_bits import NEAREST, Codes, Flags, decode_plane, round_plane, store_plane, to_nearest
 from hostdev.kernels.jit import inline, kernel, prefetch_to_read, prefetch_update
+from hostdev.kernels.plane_formats import BFLOAT16, EIGHT_BITS, FLOAT32, UNSIGNED_8
 from hostdev.kernels.pool import Task, get_grain, parallel_for, tasks_over
 from hostdev.kernels.shards import id_at
 
@@ -30,17 +33,19 @@ Ids = npt.NDArray[Any]
 Rows = npt.NDArray[np.float32]
 Bfloat16 = npt.NDArray[np.uint16]
 Stored = Rows | Bfloat16
+StoredSlots = Stored | Codes
 
 WEYL = 0x9E3779B9  # difference between the counters of adjacent pairs of columns
 _AHEAD = 8  # rows
 
 
 class SplitRows(NamedTuple):
-    """Rows whose weights or slots are bfloat16, which an optimizer's kernel takes in place of a block.
+    """Rows whose weights or slots are not float32, which an optimizer's kernel takes in place of a block.
 
     Attributes:
         weights: float32 or bfloat16 [V, D].
-        slots: float32 or bfloat16 [V, S, D].
+        slots: float32 or bfloat16 [V, S, D], or 8 bits, uint8 [V, S, P].
+        unsigned: uint8 [S], for slots in 8 bits whether each one is never negative.
         steps: The counters of the planes' pairs of columns, from `steps_of`.
         key: The key of the table's step, 64 bits.
         first: The position (see `shards`) of the first row, if these are the rows of one rank; else 0.
@@ -49,7 +54,8 @@ class SplitRows(NamedTuple):
     """
 
     weights: Stored
-    slots: Stored
+    slots: StoredSlots
+    unsigned: Flags
     steps: npt.NDArray[np.uint32]
     key: np.uint64
     first: np.uint64
@@ -57,11 +63,13 @@ class SplitRows(NamedTuple):
     total: np.uint64
 
     @classmethod
-    def of(cls, weights: Stored, slots: Stored, key: int, where: tuple[int, int, int]) -> "SplitRows":
+    def of(
+        cls, weights: Stored, slots: StoredSlots, unsigned: Flags, key: int, where: tuple[int, int, int]
+    ) -> "SplitRows":
         """Return a table's rows for the step of `key`; `where` is (first, inverse, total)."""
         first, inverse, total = map(np.uint64, where)
-        _, S, D = slots.shape
-        return cls(weights, slots, steps_of(D, 1 + S), np.uint64(key), first, inverse, total)
+        steps = steps_of(weights.shape[1], 1 + slots.shape[1])
+        return cls(weights, slots, unsigned, steps, np.uint64(key), first, inverse, total)
 
     @property
     def row_bytes(self) -> int:
@@ -95,18 +103,24 @@ def _rounded_bits(bits, r):
 
 
 @kernel
-def _round_rows(start, stop, ids, row_ids, key, first, end, steps, block):
+def _round_rows(start, stop, ids, row_ids, key, formats, steps, block):
     D = np.uint64(block.shape[2])
     bits = block.view(np.uint32)
-    words = np.empty(steps.shape[1], np.uint32)
+    words, codes = np.empty(steps.shape[1], np.uint32), np.empty(block.shape[2], np.uint8)
     random = words.view(np.uint16)
     for i in range(np.uint64(start), np.uint64(stop)):
         word = hashed(key, np.uint64(row_ids[i]))
-        for plane in range(np.uint64(first), np.uint64(end)):
+        for plane in range(np.uint64(len(formats))):
+            kind = formats[plane]
+            if kind == FLOAT32:
+                continue
             _draw(word, steps[plane], words)
-            values = bits[np.uint64(ids[i]), plane]
-            for j in range(D):
-                values[j] = uint32(uint32(_rounded_bits(values[j], random[j])) << uint32(16))
+            if kind == BFLOAT16:
+                values = bits[np.uint64(ids[i]), plane]
+                for j in range(D):
+                    values[j] = uint32(uint32(_rounded_bits(values[j], random[j])) << uint32(16))
+            else:
+                round_plane(block[np.uint64(ids[i]), plane], kind == UNSIGNED_8, random, codes)
 
 
 @kernel
@@ -123,19 +137,18 @@ def _round_into(start, stop, first_row, ids, key, steps, values, out):
             to[j] = _rounded_bits(weights[j], random[j])
 
 
-def round_rows(block: Rows, ids: Ids, row_ids: Ids, key: int, first: int, stop: int) -> None:
-    """Round planes of rows to bfloat16 numbers in place; they remain float32.
+def round_rows(block: Rows, ids: Ids, row_ids: Ids, key: int, formats: tuple[int, ...]) -> None:
+    """Round planes of rows to values that their formats can represent, in place; they remain float32.
 
     Args:
         block: float32 [any, 1 + S, D], C-contiguous.
         ids: int32 or int64 [U], unique: the block's rows to round.
         row_ids: int32 or int64 [U], the ids of these rows in their table.
         key: The key of the table's step, 64 bits.
-        first: The first plane to round: 0, the weights, or 1, the first slot.
-        stop: The plane after the last one.
+        formats: The format of each plane, one of `plane_formats`; planes beyond the last one stay as they are.
     """
     planes, D = block.shape[1:]
-    args = ids, row_ids, np.uint64(key), first, stop, steps_of(D, planes), block
+    args = ids, row_ids, np.uint64(key), np.array(formats, np.uint8), steps_of(D, planes), block
     parallel_for(_round_rows, len(ids), *args, grain=get_grain(block.strides[0]))
 
 
@@ -148,14 +161,28 @@ def round_into(values: Rows, out: Bfloat16, key: int, *, first_row: int = 0, ids
     parallel_for(_round_into, len(values), *args, grain=get_grain(values.strides[0]))
 
 
-def require_bfloat16(values: Rows, table: str, plane: int) -> None:
-    """Raise ValueError unless bfloat16 can hold the new values of a plane of a table, float32 [N, D], exactly."""
-    if not _are_bfloat16(np.ascontiguousarray(values)):
-        what = "slots" if plane else "weights"
+def require_exact(values: Rows, table: str, plane: int, kind: int) -> None:
+    """Raise ValueError unless a plane of a table can store new values, float32 [N, D], in its format without rounding.
+
+    Args:
+        values: The new values.
+        table: The table's name.
+        plane: The number of the plane.
+        kind: Its format, one of `plane_formats`.
+    """
+    values, what = np.ascontiguousarray(values), "slots" if plane else "weights"
+    if kind == BFLOAT16 and not _are_bfloat16(values):
         raise ValueError(
             f"table {table!r} stores {what} as bfloat16, which cannot represent all new {what}; round them first, "
             "for example with torch's tensor.bfloat16().float()"
         )
+    if kind in EIGHT_BITS:
+        unsigned = kind == UNSIGNED_8
+        if to_nearest(values, unsigned=unsigned).tobytes() != values.tobytes():
+            raise ValueError(
+                f"table {table!r} stores slots in 8 bits, which cannot represent all new slots; round them first with "
+                f"hostdev.kernels.eight_bits.to_nearest(values, unsigned={unsigned})"
+            )
 
 
 @kernel
@@ -195,12 +222,22 @@ def prefetch_row(block: Any, ids: Any, i: Any, stop: Any) -> None:
     raise NotImplementedError("only compiled kernels can call this function")
 
 
-@inline
-def _widen(stored, out):
-    """Copy stored values, float32 or bfloat16 [D], to out, float32 [D], and return it."""
-    for j in range(np.uint64(len(out))):
-        out[j] = to_float32(stored[j])
-    return out
+def _widen(stored: Any, unsigned: Any, out: Any) -> Any:
+    """Copy a stored plane to out, float32 [D], and return it; unsigned: whether a slot in 8 bits is never negative."""
+    raise NotImplementedError("only compiled kernels can call this function")
+
+
+@overload(_widen, inline="always")
+def _overload_widen(stored: Any, unsigned: Any, out: Any) -> Any:
+    def widen(stored: Any, unsigned: Any, out: Any) -> Any:
+        for j in range(np.uint64(len(out))):
+            out[j] = to_float32(stored[j])
+        return out
+
+    def of_codes(stored: Any, unsigned: Any, out: Any) -> Any:
+        return decode_plane(stored, unsigned, out)
+
+    return of_codes if stored.dtype == types.uint8 else widen
 
 
 @overload(make_scratch, inline="always")
@@ -224,11 +261,11 @@ def _load_weights(block: Any, row: Any, scratch: Any) -> Any:
         return block.weights[row]
 
     def widen(block: Any, row: Any, scratch: Any) -> Any:
-        return _widen(block.weights[row], scratch[0][0])
+        return _widen(block.weights[row], False, scratch[0][0])
 
     if isinstance(block, types.Array):
         return there
-    return widen if _is_bfloat16(block, "weights") else apart
+    return widen if _is_rounded(block, "weights") else apart
 
 
 @overload(load_slot, inline="always")
@@ -240,15 +277,15 @@ def _load_slot(block: Any, row: Any, number: Any, scratch: Any) -> Any:
         return block.slots[row, number]
 
     def widen(block: Any, row: Any, number: Any, scratch: Any) -> Any:
-        return _widen(block.slots[row, number], scratch[0][1 + number])
+        return _widen(block.slots[row, number], block.unsigned[number], scratch[0][1 + number])
 
     if isinstance(block, types.Array):
         return in_block
-    return widen if _is_bfloat16(block, "slots") else in_slots
+    return widen if _is_rounded(block, "slots") else in_slots
 
 
-def _is_bfloat16(rows: Any, field: str) -> bool:
-    """Return whether a field of `SplitRows` holds bfloat16, by its numba type."""
+def _is_rounded(rows: Any, field: str) -> bool:
+    """Return whether a field of `SplitRows` is not float32, by its numba type."""
     return not isinstance(rows[rows.fields.index(field)].dtype, types.Float)
 
 
@@ -260,13 +297,24 @@ def _hash_row(block, row):
     return hashed(block.key, row_id)
 
 
-@inline
-def _round_plane(word, steps, values, words, stored):
-    """Round values, float32 [D], into stored, bfloat16 [D]."""
-    _draw(word, steps, words)
-    bits, random = values.view(np.uint32), words.view(np.uint16)
-    for j in range(len(values)):
-        stored[j] = _rounded_bits(bits[j], random[j])
+def _round_plane(word: Any, steps: Any, values: Any, unsigned: Any, words: Any, stored: Any) -> None:
+    """Round values, float32 [D], into a stored plane, bfloat16 [D] or uint8 [P]."""
+    raise NotImplementedError("only compiled kernels can call this function")
+
+
+@overload(_round_plane, inline="always")
+def _overload_round_plane(word: Any, steps: Any, values: Any, unsigned: Any, words: Any, stored: Any) -> Any:
+    def to_bfloat16(word: Any, steps: Any, values: Any, unsigned: Any, words: Any, stored: Any) -> None:
+        _draw(word, steps, words)
+        bits, random = values.view(np.uint32), words.view(np.uint16)
+        for j in range(len(values)):
+            stored[j] = _rounded_bits(bits[j], random[j])
+
+    def to_codes(word: Any, steps: Any, values: Any, unsigned: Any, words: Any, stored: Any) -> None:
+        _draw(word, steps, words)
+        store_plane(values, unsigned, words.view(np.uint16), stored)
+
+    return to_codes if stored.dtype == types.uint8 else to_bfloat16
 
 
 @inline
@@ -274,7 +322,7 @@ def _round_slots(word, block, row, planes, words):
     """Round the slots of a row; planes is float32 [1 + S, D]."""
     for slot in range(np.uint64(block.slots.shape[1])):
         plane = slot + np.uint64(1)
-        _round_plane(word, block.steps[plane], planes[plane], words, block.slots[row, slot])
+        _round_plane(word, block.steps[plane], planes[plane], block.unsigned[slot], words, block.slots[row, slot])
 
 
 @overload(store_row, inline="always")
@@ -284,7 +332,7 @@ def _store_row(block: Any, row: Any, scratch: Any) -> Any:
 
     def weights(block: Any, row: Any, scratch: Any) -> None:
         own, words = scratch
-        _round_plane(_hash_row(block, row), block.steps[0], own[0], words, block.weights[row])
+        _round_plane(_hash_row(block, row), block.steps[0], own[0], False, words, block.weights[row])
 
     def slots(block: Any, row: Any, scratch: Any) -> None:
         own, words = scratch
@@ -293,14 +341,14 @@ def _store_row(block: Any, row: Any, scratch: Any) -> Any:
     def both(block: Any, row: Any, scratch: Any) -> None:
         own, words = scratch
         word = _hash_row(block, row)
-        _round_plane(word, block.steps[0], own[0], words, block.weights[row])
+        _round_plane(word, block.steps[0], own[0], False, words, block.weights[row])
         _round_slots(word, block, row, own, words)
 
     if isinstance(block, types.Array):
         return nothing
-    if not _is_bfloat16(block, "slots"):
+    if not _is_rounded(block, "slots"):
         return weights
-    return both if _is_bfloat16(block, "weights") else slots
+    return both if _is_rounded(block, "weights") else slots
 
 
 @overload(prefetch_row, inline="always")
@@ -319,15 +367,25 @@ def _prefetch_row(block: Any, ids: Any, i: Any, stop: Any) -> Any:
     return of_block if isinstance(block, types.Array) else of_both
 
 
-@inline
-def _store(values, out):
-    """Copy values, float32 [D], to out, float32 or bfloat16 [D], which can represent them."""
-    for j in range(np.uint64(len(out))):
-        out[j] = as_exact(out, values[j])
+def _store(values: Any, unsigned: Any, random: Any, out: Any) -> None:
+    """Store values, float32 [D], in a plane that can represent them; random is uint16 [D or more], for 8 bits."""
+    raise NotImplementedError("only compiled kernels can call this function")
+
+
+@overload(_store, inline="always")
+def _overload_store(values: Any, unsigned: Any, random: Any, out: Any) -> Any:
+    def exact(values: Any, unsigned: Any, random: Any, out: Any) -> None:
+        for j in range(np.uint64(len(out))):
+            out[j] = as_exact(out, values[j])
+
+    def as_codes(values: Any, unsigned: Any, random: Any, out: Any) -> None:
+        store_plane(values, unsigned, random, out)
+
+    return as_codes if out.dtype == types.uint8 else exact
 
 
 @kernel
-def _read(start, stop, ids, positions, weights, slots, out):
+def _read(start, stop, ids, positions, weights, slots, unsigned, out):
     planes = np.uint64(slots.shape[1])
     for i in range(np.uint64(start), np.uint64(stop)):
         ahead = i + np.uint64(_AHEAD)
@@ -335,43 +393,53 @@ def _read(start, stop, ids, positions, weights, slots, out):
             prefetch_to_read(weights, ids[ahead], weights.strides[0])
             prefetch_to_read(slots, ids[ahead], slots.shape[1] * slots.shape[2] * slots.itemsize)
         row, at = np.uint64(ids[i]), np.uint64(i if positions is None else positions[i])
-        _widen(weights[row], out[at, 0])
+        _widen(weights[row], False, out[at, 0])
         for s in range(planes):
-            _widen(slots[row, s], out[at, s + np.uint64(1)])
+            _widen(slots[row, s], unsigned[s], out[at, s + np.uint64(1)])
 
 
 @kernel
-def _write(start, stop, ids, positions, weights, slots, values):
-    planes = np.uint64(slots.shape[1])
+def _write(start, stop, ids, positions, weights, slots, unsigned, values):
+    planes, nearest = np.uint64(slots.shape[1]), np.full(values.shape[2], NEAREST, np.uint16)
     for i in range(np.uint64(start), np.uint64(stop)):
         row, at = np.uint64(ids[i]), np.uint64(i if positions is None else positions[i])
-        _store(values[at, 0], weights[row])
+        _store(values[at, 0], False, nearest, weights[row])
         for s in range(planes):
-            _store(values[at, s + np.uint64(1)], slots[row, s])
+            _store(values[at, s + np.uint64(1)], unsigned[s], nearest, slots[row, s])
 
 
 def read_tasks(
-    weights: Stored, slots: Stored, ids: Ids, out: Rows, positions: npt.NDArray[np.int32] | None = None
+    weights: Stored,
+    slots: StoredSlots,
+    unsigned: Flags,
+    ids: Ids,
+    out: Rows,
+    positions: npt.NDArray[np.int32] | None = None,
 ) -> list[Task]:
     """Return tasks that copy rows with their slots: out[i], or out[positions[i]], becomes the row ids[i].
 
     Args:
-        weights: float32 or bfloat16 [V, D].
-        slots: float32 or bfloat16 [V, S, D].
+        weights, slots, unsigned: As in `SplitRows`.
         ids: int32 or int64 [N].
         out: float32 [N, 1 + S, D], written; with `positions`, [any, 1 + S, D].
         positions: int32 [N], the row of `out` for each id.
     """
-    return tasks_over(_read, len(ids), ids, positions, weights, slots, out, grain=get_grain(out.strides[0]))
+    return tasks_over(_read, len(ids), ids, positions, weights, slots, unsigned, out, grain=get_grain(out.strides[0]))
 
 
-def read_here(weights: Stored, slots: Stored, ids: Ids, out: Rows) -> None:
+def read_here(weights: Stored, slots: StoredSlots, unsigned: Flags, ids: Ids, out: Rows) -> None:
     """Copy rows with their slots as the tasks of `read_tasks` do, in this thread."""
-    _read(0, len(ids), ids, None, weights, slots, out)
+    _read(0, len(ids), ids, None, weights, slots, unsigned, out)
 
 
 def write_tasks(
-    weights: Stored, slots: Stored, ids: Ids, values: Rows, positions: npt.NDArray[np.int32] | None = None
+    weights: Stored,
+    slots: StoredSlots,
+    unsigned: Flags,
+    ids: Ids,
+    values: Rows,
+    positions: npt.NDArray[np.int32] | None = None,
 ) -> list[Task]:
-    """Return tasks that overwrite rows, the reverse of `read_tasks`; bfloat16 must hold the new values exactly."""
-    return tasks_over(_write, len(ids), ids, positions, weights, slots, values, grain=get_grain(values.strides[0]))
+    """Return tasks that overwrite rows, the reverse of `read_tasks`; the table can store the new values exactly."""
+    args = ids, positions, weights, slots, unsigned, values
+    return tasks_over(_write, len(ids), *args, grain=get_grain(values.strides[0]))

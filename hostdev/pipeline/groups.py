@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from hostdev.cache.cache import EmbeddingCache
 from hostdev.core.primitive import UPDATES, CacheAdmit, CacheEvict, EmbeddingLookup, ForwardRead, OpLog, Primitive
-from hostdev.core.table_dtypes import BF16
+from hostdev.core.table_dtypes import FP32
 from hostdev.device.forwarding import forward_rows, forwarded_bytes
 from hostdev.device.table import DeviceTable
 from hostdev.host.table import HostTable
@@ -76,7 +76,7 @@ class Group:
     @property
     def rounds(self) -> bool:
         """Whether new values of a table are rounded, which depends on the rows' ids."""
-        return any(BF16 in (one.table.dtype, one.table.slots_dtype) for one in self.embeddings)
+        return any((one.table.dtype, one.table.slots_dtype) != (FP32, FP32) for one in self.embeddings)
 
     def row_ids(self, rows: Ids) -> Ids:
         """Return the ids, in the whole tables, of rows of this rank."""

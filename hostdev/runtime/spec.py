@@ -11,7 +11,7 @@ from hostdev.cache.options import WINDOW
 from hostdev.core.initializers import Initializer, Normal
 from hostdev.core.memory import TableShape
 from hostdev.core.optimizers import SparseOptimizer
-from hostdev.core.table_dtypes import FP32, require_table_dtype
+from hostdev.core.table_dtypes import FP32, require_slots_dtype, require_table_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,12 +34,12 @@ class TableSpec:
     slots: str = FP32  # of the optimizer's slots
 
     def __post_init__(self) -> None:
-        for name in ("dtype", "slots"):
-            object.__setattr__(self, name, require_table_dtype(getattr(self, name), "of a model", name))
+        object.__setattr__(self, "dtype", require_table_dtype(self.dtype, "of a model"))
+        object.__setattr__(self, "slots", require_slots_dtype(self.slots, "of a model", self.dim))
 
     @property
     def slots_dtype(self) -> str:
-        """How the slots are stored, "fp32" or "bf16", by the name that tables have for it."""
+        """How the slots are stored, one of SLOT_DTYPES, by the name that tables have for it."""
         return self.slots
 
     @property

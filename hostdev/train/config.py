@@ -12,7 +12,7 @@ from hostdev.core.errors import UserError
 from hostdev.core.memory import format_bytes, parse_bytes
 from hostdev.core.micro_batches import EXCHANGES
 from hostdev.core.optimizers import OPTIMIZERS
-from hostdev.core.table_dtypes import BF16, FP32
+from hostdev.core.table_dtypes import BF16, EIGHT_BIT, FP32
 from hostdev.data import folder
 from hostdev.distributed.mesh import SCHEDULES, parse_mesh
 from hostdev.parallel.plan_text import parse_plan
@@ -68,11 +68,11 @@ class TrainConfig:
         metavar=f"{{{FP32},{BFLOAT16}}}",
     )
     table_slots: str = _flag(
-        "storage of the tables' optimizer state in host memory; bfloat16 rounds stochastically",
+        "storage of the tables' optimizer state in host memory; bfloat16 and 8bit round stochastically",
         default=FP32,
         kind=str,
-        choices=(FP32, BFLOAT16, BF16),
-        metavar=f"{{{FP32},{BFLOAT16}}}",
+        choices=(FP32, BFLOAT16, BF16, EIGHT_BIT),
+        metavar=f"{{{FP32},{BFLOAT16},{EIGHT_BIT}}}",
     )
     lr: float | None = _flag("learning rate of the dense layers' Adam (default: the model's)", kind=float, metavar="X")
     l2: str = _flag(

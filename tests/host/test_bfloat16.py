@@ -78,7 +78,7 @@ def test_bfloat16_slots_are_what_can_be_read_and_written(slots):
     table.apply(np.arange(50), np.ones((50, 6), np.float32))
     table.reset()
     np.testing.assert_array_equal(table.slots["accum"], initial)
-    with pytest.raises(ValueError, match="table 't': slots must be fp32 or bfloat16, not 'int8'"):
+    with pytest.raises(ValueError, match="table 't': slots must be fp32, bfloat16 or 8bit, not 'int8'"):
         HostTable(5, 6, LazyAdam(), name="t", slots="int8")
 
 

@@ -35,14 +35,14 @@ OPTIMIZERS = {
 GOLDEN = sorted((Path(__file__).parent.parent / "golden").glob("*.npz"))
 
 
-DTYPES = [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16")]  # of weights and slots
+DTYPES = [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("bf16", "8bit")]  # of weights and slots
 
 
 def apply_to_both(optimizer, rows, dim, batches, threads, dtypes=("fp32", "fp32")):
     set_host_threads(threads)
     dtype, slots = dtypes
     table = HostTable(rows, dim, optimizer, name="t", seed=3, dtype=dtype, slots=slots)
-    rounding = functools.partial(rounding_key, 3, "t") if "bf16" in dtypes else None
+    rounding = functools.partial(rounding_key, 3, "t") if dtypes != ("fp32", "fp32") else None
     twin = naive.Table(table.weights, optimizer, rounding, dtype, slots)
     for ids, grads in batches:
         table.apply(ids, grads)
@@ -69,6 +69,15 @@ def test_matches_the_naive_twin_to_the_bit(name, dim, threads, dtypes, monkeypat
         grads = (rng.standard_normal((n, dim)) * 10.0 ** rng.integers(-8, 3, (n, 1))).astype(np.float32)
         batches.append((rng.integers(0, ids, n).astype(rng.choice([np.int32, np.int64])), grads))
     assert_equal(*apply_to_both(OPTIMIZERS[name], 600, dim, batches, threads, dtypes))
+
+
+@pytest.mark.parametrize("name", ["adam", "momentum", "ftrl-regularized"])
+def test_float32_weights_with_slots_in_8_bits(name):
+    rng = np.random.default_rng(5)
+    batches = [(rng.integers(0, 60, 500), rng.standard_normal((500, 7), dtype=np.float32)) for _ in range(4)]
+    table, twin = apply_to_both(OPTIMIZERS[name], 60, 7, batches, 2, ("fp32", "8bit"))
+    assert_equal(table, twin)
+    assert table.storage.nbytes == 60 * (7 * 4 + (8 + 4) * len(OPTIMIZERS[name].slots))
 
 
 @pytest.mark.parametrize("name", ["adam", "momentum", "ftrl-regularized"])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hostdev.core.rounding import rounding_key
 from hostdev.device.ops import torch_operations
 from hostdev.kernels import rounding
+from hostdev.kernels.plane_formats import BFLOAT16, FLOAT32
 from hostdev.kernels.pool import set_host_threads
 from tests import naive
 
@@ -20,24 +21,24 @@ def is_bfloat16(values):
     return not (values.view(np.uint32) & np.uint32(0xFFFF)).any()
 
 
-def rounded(values, row_ids, key, at=None, plane=0):
-    """Return rows [n, D] rounded by the host's kernel as a plane of a block, at some of its rows; the others stay."""
+def rounded(values, row_ids, key, at=None, plane=0, kind=BFLOAT16):
+    """Return rows [n, D] rounded by the host's kernel as a plane of a block at some of its rows; the others stay."""
     at = np.arange(len(values)) if at is None else at
     block = np.full((max(at, default=0) + 2, 3, values.shape[1]), np.float32(1.2345678))
     block[at, plane] = values
     before = block.copy()
-    rounding.round_rows(block, at, row_ids, key, plane, plane + 1)
+    rounding.round_rows(block, at, row_ids, key, (FLOAT32,) * plane + (kind,))
     found = block[at, plane].copy()
     block[at, plane] = values
     assert block.tobytes() == before.tobytes()
     return found
 
 
-def by_torch(values, row_ids, key, at=None, plane=0):
+def by_torch(values, row_ids, key, at=None, plane=0, kind=BFLOAT16):
     block = torch.zeros(max(at, default=len(values) - 1) + 2 if at is not None else len(values), 3, values.shape[1])
     places = None if at is None else torch.from_numpy(at)
     block[places if at is not None else slice(None), plane] = torch.from_numpy(values)
-    torch_operations.round_rows(block, places, torch.from_numpy(row_ids), key, plane, plane + 1)
+    torch_operations.round_rows(block, places, torch.from_numpy(row_ids), key, (FLOAT32,) * plane + (kind,))
     assert not block[:, [other for other in range(3) if other != plane]].any()
     return (block[:, plane] if at is None else block[places, plane]).numpy()
 
@@ -77,11 +78,12 @@ def test_each_plane_has_draws_of_its_own(dim):
         for plane in range(first, stop):
             expected[:, plane] = naive.round_to_bfloat16(block[:, plane], ids, 77, plane)
         by_host, on_device = block.copy(), torch.from_numpy(block.copy())
-        rounding.round_rows(by_host, np.arange(300), ids, 77, first, stop)
-        torch_operations.round_rows(on_device, None, torch.from_numpy(ids), 77, first, stop)
+        formats = (FLOAT32,) * first + (BFLOAT16,) * (stop - first)
+        rounding.round_rows(by_host, np.arange(300), ids, 77, formats)
+        torch_operations.round_rows(on_device, None, torch.from_numpy(ids), 77, formats)
         assert by_host.tobytes() == on_device.numpy().tobytes() == expected.tobytes()
     halves = np.full((300, 3, dim), np.float32(1 + 2**-8))  # half of the way to the next bfloat16 number
-    rounding.round_rows(halves, np.arange(300), ids, 77, 0, 3)
+    rounding.round_rows(halves, np.arange(300), ids, 77, (BFLOAT16,) * 3)
     ups = (halves > 1) * 2.0 - 1
     for a, b in [(0, 1), (0, 2), (1, 2)]:
         assert abs(np.mean(ups[:, a] * ups[:, b])) < 5 / np.sqrt(300 * dim)
@@ -140,8 +142,9 @@ def test_neighbouring_numbers_are_not_alike():
 def test_what_bfloat16_cannot_represent_is_refused():
     values = np.ones((3, 4), np.float32)
     for part in (values, values[:0], values[:, ::2]):
-        rounding.require_bfloat16(part, "t", 0)
+        rounding.require_exact(part, "t", 0, BFLOAT16)
     values[2, 3] = np.float32(1.2345678)
     for plane, what in [(0, "weights"), (2, "slots")]:
         with pytest.raises(ValueError, match=rf"table 't' stores {what}.* bfloat16.*bfloat16\(\)\.float\(\)"):
-            rounding.require_bfloat16(values, "t", plane)
+            rounding.require_exact(values, "t", plane, BFLOAT16)
+        rounding.require_exact(values, "t", plane, FLOAT32)

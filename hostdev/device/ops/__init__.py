@@ -132,16 +132,17 @@ class Ops(Protocol):
             admitted_row_slots: Their per-row state, float32 [A, R].
         """
 
-    def round_rows(self, block: Tensor, ids: Tensor | None, row_ids: Tensor, key: int, first: int, stop: int) -> None:
-        """Round planes of rows to bfloat16 values, in place, as `kernels.rounding.round_rows` does.
+    def round_rows(
+        self, block: Tensor, ids: Tensor | None, row_ids: Tensor, key: int, formats: tuple[int, ...]
+    ) -> None:
+        """Round planes of rows to values that can be stored, in place, as `kernels.rounding.round_rows` does.
 
         Args:
             block: The rows, float32 [any, 1 + S, D].
             ids: Unique rows of the block, int32 or int64 [U]; None for the first U.
             row_ids: The ids of these rows in the table, int32 or int64 [U].
             key: The 64-bit rounding key of the table's step.
-            first: The first plane to round: 0, the weights, or 1, the first slot.
-            stop: The plane after the last one.
+            formats: The stored format of each plane, one of `kernels.plane_formats`.
         """
 
     def exchange(

@@ -153,10 +153,10 @@ def update(
         apply_rows(primitive, admitted.numpy(), admitted_row_slots.numpy(), here, theirs, scalars)
 
 
-def round_rows(block: Tensor, ids: Tensor | None, row_ids: Tensor, key: int, first: int, stop: int) -> None:
+def round_rows(block: Tensor, ids: Tensor | None, row_ids: Tensor, key: int, formats: tuple[int, ...]) -> None:
     """See `Ops`."""
     at = identity(len(row_ids)) if ids is None else ids.numpy()
-    rounding.round_rows(block.numpy(), at, row_ids.numpy(), key, first, stop)
+    rounding.round_rows(block.numpy(), at, row_ids.numpy(), key, formats)
 
 
 def exchange(

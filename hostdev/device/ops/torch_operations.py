@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from hostdev.device.ops.uses import Expansion, FeatureUses, concatenate, expand, get_bag_sizes, get_bags
+from hostdev.kernels import eight_bits
 from hostdev.kernels.adagrad import LANES
+from hostdev.kernels.plane_formats import BFLOAT16, FLOAT32, UNSIGNED_8
 from hostdev.kernels.rounding import WEYL
 
 _LOW32 = 0xFFFFFFFF
@@ -265,20 +267,51 @@ _TWINS: dict[str, Callable[..., None]] = {
 }
 
 
-def round_rows(block: Tensor, ids: Tensor | None, row_ids: Tensor, key: int, first: int, stop: int) -> None:
+def round_rows(block: Tensor, ids: Tensor | None, row_ids: Tensor, key: int, formats: tuple[int, ...]) -> None:
     """See `Ops`."""
     if not len(row_ids):
         return
     held = block[: len(row_ids)] if ids is None else block.index_select(0, ids)
-    for plane in range(first, stop):  # of a copy, or of the block itself
-        bits = held[:, plane].contiguous().view(torch.int32).long() & _LOW32
-        sums = bits + _random_bits(row_ids.long(), block.shape[2], key, plane)
-        kept = sums & 0xFFFF0000
-        kept = torch.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, kept)
-        signed = torch.where(kept >= 1 << 31, kept - (1 << 32), kept)
-        held[:, plane] = signed.to(torch.int32).view(torch.float32)
+    for plane, kind in enumerate(formats):  # of a copy, or of the block itself
+        if kind == FLOAT32:
+            continue
+        random = _random_bits(row_ids.long(), block.shape[2], key, plane)
+        values = held[:, plane].contiguous()
+        if kind == BFLOAT16:
+            held[:, plane] = _round_to_bfloat16(values, random)
+        else:
+            held[:, plane] = _round_to_eight_bits(values, random, int(kind == UNSIGNED_8))
     if ids is not None:
         block.index_copy_(0, ids.long(), held)
+
+
+def _round_to_bfloat16(values: Tensor, random: Tensor) -> Tensor:
+    bits = values.view(torch.int32).long() & _LOW32
+    kept = (bits + random) & 0xFFFF0000
+    kept = torch.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, kept)
+    signed = torch.where(kept >= 1 << 31, kept - (1 << 32), kept)
+    return signed.to(torch.int32).view(torch.float32)
+
+
+def _round_to_eight_bits(values: Tensor, random: Tensor, unsigned: int) -> Tensor:
+    """Return the values, float32 [U, D], that slots in 8 bits store, with the operations of `kernels.eight_bits`."""
+    largest = values.abs().amax(1, keepdim=True)
+    is_zero = largest < float(eight_bits.LEAST_SCALE)
+    scale = torch.where(values.amax(1, keepdim=True) == largest, largest, -largest)
+    x = values / torch.where(is_zero, torch.ones_like(scale), scale)
+    s, y = torch.ones_like(x), x.abs()
+    for below, factor, part in eight_bits.TO_LAST_DECADE:
+        low = y < below
+        s, y = torch.where(low, s * part, s), torch.where(low, y * factor, y)
+    slope, offset, base, near_zero = eight_bits.CONSTANTS[unsigned].tolist()
+    t = (y * slope).add_(offset).mul_(s).sub_(base).clamp_(min=1.0)
+    t = torch.minimum(t, x.abs() * near_zero)
+    u = (random >> 4).float().mul_(float(eight_bits.STEP)).add_(float(eight_bits.HALF_STEP))
+    code = t.add_(u).long()
+    if not unsigned:
+        code = torch.where(x < 0, 256 - code.clamp(max=127), code) & 255
+    found = torch.from_numpy(eight_bits.MAPS[unsigned]).to(x.device)[code].mul_(scale).add_(0.0)
+    return found.masked_fill_(is_zero, 0.0)
 
 
 def _random_bits(row_ids: Tensor, dim: int, key: int, plane: int) -> Tensor:

@@ -1,0 +1,205 @@
+"""Slots in 8 bits: dynamic quantization of one slot of a row at a time, with stochastic rounding.
+
+A stored slot has a float32 scale and D codes; a value is map[code] * scale. The scale is the slot's value of largest
+magnitude, with its sign (the positive one if both signs have it), so that all quotients value / scale are in [-1, 1],
+and 1 has a code. A scale below 2^-90 makes the slot 0, and 0 is always +0.
+
+The map has seven decades. Decade i = 0..6 begins at 10^(i - 7), and divides its range linearly::
+
+    map[2^i + k]         = 10^(i - 7) * (1 + 9 * k / 2^i)        k = 0..2^i - 1,      signed
+    map[2 * 2^i - 1 + k] = 10^(i - 7) * (1 + 9 * k / (2 * 2^i))  k = 0..2 * 2^i - 1,  slots that are never negative
+
+map[0] = 0, and the last code is 1. In the signed map, code 256 - c has the value -map[c], for c = 1..127.
+
+Between codes, the map is a convex function of linear pieces. Its inverse t, which has a kink at every decade and none
+elsewhere, therefore gives the exact place of a quotient between two codes, and the sum t + u, rounded down, is the
+upper one with the probability that preserves the mean, if u is uniform in [0, 1). u has 12 bits and stays 2^-13 away
+from 0 and 1, more than the error of t (below 2^-13.7). Values that have a code thus never change: storing a slot that
+was read gives the same codes and the same scale. In a slot that is never negative, a value of 2^-100
+of the scale or more is not rounded to 0, since Adam divides by its root.
+
+Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022, section 2 and bitsandbytes'
+`create_dynamic_map`. Deviations: a decade's codes are the lower ends of its intervals instead of their middles, which
+gives t its kinks at codes; blocks are rows' slots; the scale is signed; rounding is stochastic.
+
+Shapes: V rows, S slots of D values, P = `plane_formats.plane_bytes(D)`. A plane, uint8 [P], has D codes, and the scale
+in its last 4 bytes.
+"""
+
+import numpy as np
+import numpy.typing as npt
+from numba import float32, int32, uint8, uint32
+
+from hostdev.kernels.jit import inline, kernel, prefetch_to_read
+from hostdev.kernels.pool import get_grain, parallel_for
+
+Rows = npt.NDArray[np.float32]
+Codes = npt.NDArray[np.uint8]
+Flags = npt.NDArray[np.uint8]  # for each slot, whether it is never negative
+
+LEAST_SCALE = np.float32(2.0**-90)  # below, sqrt(v) of Adam is far below eps, and a denormal value far below a code
+_DECADES = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)  # where they begin
+
+# t = (y * slope + offset) * s - base, at least 1, and at most a * near_zero: linear to 0, or never 0; see `_place`.
+CONSTANTS = np.array([[64 / 0.9, 64 * 8 / 9, 0, 1e7], [128 / 0.9, 128 * 8 / 9, 1, 2.0**100]], np.float32)
+TO_LAST_DECADE = ((1e-3, 1e3, 0.125), (1e-2, 1e2, 0.25), (1e-1, 1e1, 0.5))  # if y is below: y *= second, s *= third
+STEP, HALF_STEP = np.float32(2.0**-12), np.float32(2.0**-13)  # u = random 12 bits * STEP + HALF_STEP
+NEAREST = 0x8000  # the random number that rounds to nearest
+
+_AHEAD = 8  # rows
+_ABSOLUTE = 0x7FFFFFFF
+
+
+def _make_map(unsigned: int) -> Rows:
+    """Return the values of codes 0..255, float32 [256]."""
+    values = [0.0]
+    for i, begin in enumerate(_DECADES):
+        n = 2 ** (i + unsigned)
+        values += [begin * (1 + 9 * k / n) for k in range(n)]
+    values.append(1.0)
+    if not unsigned:
+        values += [-values[256 - code] for code in range(129, 256)]
+    return np.array(values, np.float32)
+
+
+MAPS: Rows = np.stack([_make_map(0), _make_map(1)])  # float32 [2, 256], signed and never negative
+
+
+@inline
+def find_scale(values):
+    """Return the value of largest magnitude, the positive one if both signs have it; 0 if it is below 2^-90."""
+    bits = values.view(np.int32)
+    largest, positive = int32(0), int32(0)
+    for j in range(np.uint64(len(bits))):
+        largest = max(largest, int32(bits[j] & int32(_ABSOLUTE)))
+        positive = max(positive, bits[j])
+    scale = np.int32(largest).view(np.float32)
+    if scale < LEAST_SCALE:
+        return float32(0)
+    return scale if positive == largest else float32(-scale)
+
+
+@inline
+def _place(a, slope, offset, base, near_zero):
+    """Return t, the place of the quotient `a`, in [0, 1], among the codes."""
+    s, y = float32(1), a
+    for below, factor, part in TO_LAST_DECADE:
+        low = y < float32(below)
+        y = float32(y * float32(factor)) if low else y
+        s = float32(s * float32(part)) if low else s
+    t = float32(float32(float32(float32(y * slope) + offset) * s) - base)
+    t = t if t > float32(1) else float32(1)
+    least = float32(a * near_zero)
+    return least if least < t else t
+
+
+@inline
+def encode(values, scale, unsigned, random, codes):
+    """Write the codes of values, float32 [D], to codes, uint8 [D]; random is uint16 [D], and scale is not 0."""
+    constants = CONSTANTS[np.uint64(unsigned)]
+    slope, offset, base, near_zero = constants[0], constants[1], constants[2], constants[3]
+    for j in range(np.uint64(len(codes))):
+        x = float32(values[j] / scale)
+        t = _place(abs(x), slope, offset, base, near_zero)
+        u = float32(float32(float32(uint32(random[j]) >> uint32(4)) * STEP) + HALF_STEP)
+        code = int32(float32(t + u))
+        negative = int32(-code) if code < int32(127) else int32(-127)
+        codes[j] = uint8(negative if x < float32(0) else code)
+
+
+@inline
+def _decode(codes, scale, unsigned, out):
+    """Write the values of codes, uint8 [D], to out, float32 [D]."""
+    values = MAPS[np.uint64(unsigned)]
+    for j in range(np.uint64(len(out))):
+        out[j] = float32(float32(values[codes[j]] * scale) + float32(0))
+
+
+@inline
+def decode_plane(plane, unsigned, out):
+    """Write the values of a stored slot, uint8 [P], to out, float32 [D], and return it."""
+    _decode(plane, plane[len(plane) - 4 :].view(np.float32)[0], unsigned, out)
+    return out
+
+
+@inline
+def store_plane(values, unsigned, random, plane):
+    """Quantize values, float32 [D], into a stored slot, uint8 [P]; random is uint16 [D or more]."""
+    scale, D = find_scale(values), len(values)
+    plane[len(plane) - 4 :].view(np.float32)[0] = scale
+    if scale == float32(0):
+        plane[:D] = 0
+    else:
+        encode(values, scale, unsigned, random, plane[:D])
+
+
+@inline
+def round_plane(values, unsigned, random, codes):
+    """Replace values, float32 [D], by those that a slot can store; overwrites codes, uint8 [D]."""
+    scale = find_scale(values)
+    if scale == float32(0):
+        values[:] = float32(0)
+    else:
+        encode(values, scale, unsigned, random, codes)
+        _decode(codes, scale, unsigned, values)
+
+
+@kernel
+def _to_nearest(values, unsigned):
+    rows, D = values.shape
+    random, codes = np.full(D, NEAREST, np.uint16), np.empty(D, np.uint8)
+    for i in range(np.uint64(rows)):
+        round_plane(values[i], unsigned, random, codes)
+
+
+def to_nearest(values: npt.ArrayLike, *, unsigned: bool) -> Rows:
+    """Return the nearest values that a slot in 8 bits can store, a copy, float32 [N, D].
+
+    Args:
+        values: [N, D], one row of a slot each.
+        unsigned: Whether the slot is never negative, as Adam's v.
+    """
+    found = np.array(values, np.float32, order="C")
+    _to_nearest(found, int(unsigned))
+    return found
+
+
+def decode_rows(planes: Codes, dim: int, unsigned: bool) -> Rows:
+    """Return the values of stored slots, uint8 [N, P], as float32 [N, D]."""
+    scales = np.ascontiguousarray(planes[:, -4:]).view(np.float32)
+    found: Rows = MAPS[int(unsigned)][planes[:, :dim]]
+    found *= scales
+    found += np.float32(0)
+    return found
+
+
+@kernel
+def decode_to_columns(start, stop, first, ids, slots, unsigned, out):
+    """Copy rows to columns as `bits.copy_to_columns` does: slots is uint8 [V, S, P], out float32 [S, N, D]."""
+    for i in range(np.uint64(start), np.uint64(stop)):
+        if ids is None:
+            row = np.uint64(first) + i
+        else:
+            row = np.uint64(ids[i])
+            ahead = i + np.uint64(_AHEAD)
+            if ahead < np.uint64(stop):
+                prefetch_to_read(slots, ids[ahead], slots.strides[0])
+        for s in range(np.uint64(slots.shape[1])):
+            decode_plane(slots[row, s], unsigned[s], out[s, i])
+
+
+@kernel
+def _fill(start, stop, row, slots):
+    for i in range(np.uint64(start), np.uint64(stop)):
+        to = slots[i]
+        for s in range(np.uint64(row.shape[0])):
+            for j in range(np.uint64(row.shape[1])):
+                to[s, j] = row[s, j]
+
+
+def fill(slots: Codes, values: Rows, dim: int, unsigned: Flags) -> None:
+    """Set each stored slot s, uint8 [V, S, P], of all rows to D times values[s], float32 [S]; 0, or 2^-90 or more."""
+    row = np.zeros(slots.shape[1:], np.uint8)
+    row[:, :dim] = np.where(values, np.where(unsigned, 255, 128), 0)[:, None]  # the code of 1
+    row[:, -4:] = values.view(np.uint8).reshape(-1, 4)
+    parallel_for(_fill, len(slots), row, slots, grain=get_grain(slots.strides[0]))

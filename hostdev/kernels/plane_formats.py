@@ -1,0 +1,9 @@
+"""How a table stores a plane of a row: its weights, or one of its slots of D values."""
+
+FLOAT32, BFLOAT16, SIGNED_8, UNSIGNED_8 = range(4)
+EIGHT_BITS = (SIGNED_8, UNSIGNED_8)  # for slots of both signs, and for slots that are never negative
+
+
+def plane_bytes(dim: int) -> int:
+    """Return the bytes of a slot of `dim` values in 8 bits: the codes, padded to a multiple of 4, and the scale."""
+    return (dim + 3) // 4 * 4 + 4
