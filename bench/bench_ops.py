@@ -1,8 +1,9 @@
 """Claim: host kernels run near the memory's bandwidth, and their cost per row hardly depends on the table's size.
 
-The benchmark times every op at several table sizes: milliseconds, ns per row, GB/s, and the share of the copy
-bandwidth of the same run. It compares lookups and updates of random rows with bfloat16 and float32 weights. Ops take
-turns, and the results are medians. The benchmark writes JSON and a picture of two plots to bench/results/.
+The benchmark times every op at several table sizes: milliseconds, ns per row, GB/s, and the share of the copy bandwidth
+of the same run. It compares lookups and updates of random rows with weights and optimizer state in float32, bfloat16
+and 8 bits. Ops take turns, and the results are medians. The benchmark writes JSON and a picture of two plots to
+bench/results/.
 """
 
 import statistics
@@ -36,6 +37,7 @@ UPDATES = {
     "SGD": hostdev.SGD(),
 }
 DTYPE_ROWS, DTYPE_USED = 2_000_000, 100_000
+STORED = (("fp32", "fp32"), ("bf16", "fp32"), ("fp32", "bf16"), ("bf16", "bf16"), ("fp32", "8bit"), ("bf16", "8bit"))
 Op = tuple[Callable[[], object], int, int]  # the function, the number of items, the bytes moved
 
 
@@ -91,32 +93,36 @@ def other_updates(rows: int, dim: int) -> dict[str, Op]:
     return ops
 
 
-def weights_as(dtype: str, dim: int) -> dict[str, Op]:
-    """Return lookups and updates of random rows with weights in a dtype."""
+def stored_as(dtype: str, slots: str, dim: int) -> dict[str, Op]:
+    """Return lookups and updates of random rows with weights and slots in these dtypes."""
     rng = np.random.default_rng(0)
     ids = rng.permutation(DTYPE_ROWS)[:DTYPE_USED].astype(np.int32)
     grads, out = aligned_empty((DTYPE_USED, dim)), aligned_empty((DTYPE_USED, dim))
     grads[:] = draw_gradients(DTYPE_USED, dim)
     ops: dict[str, Op] = {}
-    for name in ("LazyAdam", "RowWiseAdagrad"):
-        table = hostdev.HostTable(DTYPE_ROWS, dim, UPDATES[name], name=name, dtype=dtype)
+    for name in ("LazyAdam",) if slots != "fp32" else ("LazyAdam", "RowWiseAdagrad"):
+        table = hostdev.HostTable(DTYPE_ROWS, dim, UPDATES[name], name=name, dtype=dtype, slots=slots)
         row = EmbeddingLookup.row_bytes(table), PRIMITIVES[UPDATES[name].primitive].row_bytes(table)
-        ops[f"{name} {dtype} lookup"] = (lambda t=table: t.lookup(ids, out=out), len(ids), len(ids) * row[0])
-        ops[f"{name} {dtype} update"] = (lambda t=table: t.update(ids, grads), len(ids), len(ids) * row[1])
+        title = f"{name} {dtype}/{slots}"
+        ops[f"{title} lookup"] = (lambda t=table: t.lookup(ids, out=out), len(ids), len(ids) * row[0])
+        ops[f"{title} update"] = (lambda t=table: t.update(ids, grads), len(ids), len(ids) * row[1])
     return ops
 
 
 def compare_dtypes(rounds: int) -> dict[str, list[dict]]:
-    """Measure bfloat16 and float32 weights in turn; print and return the results."""
+    """Measure tables of all dtypes in turn; print and return the results."""
     results = {}
     for dim in (16, 80):
         title = f"V = {DTYPE_ROWS:,} D = {dim}"
-        print(f"\n{DTYPE_USED:,} random rows, {title}: weights in float32 and bfloat16\n")
-        ops = {"copy": copy_op(), **weights_as("fp32", dim), **weights_as("bf16", dim)}
+        print(f"\n{DTYPE_USED:,} random rows, {title}: dtypes of weights/slots\n")
+        ops = {"copy": copy_op()}
+        for dtypes in STORED:
+            ops |= stored_as(*dtypes, dim)
         results[title] = report_ops(ops, ms := measure(ops, rounds))
-        for name in ("LazyAdam", "RowWiseAdagrad"):
-            ratios = {op: ms[f"{name} fp32 {op}"] / ms[f"{name} bf16 {op}"] for op in ("lookup", "update")}
-            print(f"{name}: bf16 has {ratios['lookup']:.2f} times the lookups and {ratios['update']:.2f} the updates")
+        for kind in [op.removesuffix(" update") for op in ops if op.endswith(" update")]:
+            plain = f"{kind.split()[0]} fp32/fp32"
+            ratios = {op: ms[f"{plain} {op}"] / ms[f"{kind} {op}"] for op in ("lookup", "update")}
+            print(f"{kind}: {ratios['lookup']:.2f} times the lookups and {ratios['update']:.2f} the updates of {plain}")
     return results
 
 
@@ -202,7 +208,7 @@ def main() -> None:
     """Measure, print, record and draw."""
     parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--dtypes", action="store_true", help="only compare bfloat16 with float32; record nothing")
+    parser.add_argument("--dtypes", action="store_true", help="only compare dtypes of tables; record nothing")
     arguments = parser.parse_args()
     if arguments.dtypes:
         compare_dtypes(arguments.rounds)

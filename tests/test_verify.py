@@ -56,9 +56,17 @@ def test_all_modes_agree(device, verified, small_data, tmp_path, l2):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [(), ("--model", "deepfm", "--table-optimizer", "row_wise_adagrad")])
-def test_all_modes_agree_with_bfloat16_weights(device, verified, small_data, model):
-    code, out, err = verified(*small(small_data, "--host-threads", 2, "--table-dtype", "bf16", *model, device=device))
+@pytest.mark.parametrize(
+    "stored",
+    [
+        ("--table-dtype", "bf16"),
+        ("--table-dtype", "bf16", "--model", "deepfm", "--table-optimizer", "row_wise_adagrad"),
+        ("--table-slots", "8bit"),
+        ("--table-dtype", "bf16", "--table-slots", "8bit", "--table-optimizer", "adagrad"),
+    ],
+)
+def test_all_modes_agree_with_rounded_tables(device, verified, small_data, stored):
+    code, out, err = verified(*small(small_data, "--host-threads", 2, *stored, device=device))
     assert (code, err) == (0, "")
     found = re.findall(r"^(?:host|device) tables .* ([0-9a-f]{16})  (.*)$", out, re.M)
     assert len({state for state, _ in found}) == 1 < 10 < len(found)

@@ -62,6 +62,7 @@ print(*sorted(map(str, compiled() - before)), sep="\\n")
         ("int32", 2, "5%", "fp32", "fp32"),
         pytest.param("int64", 2, "5%", "bf16", "bf16", marks=pytest.mark.slow),
         pytest.param("int32", 0, "", "fp32", "bf16", marks=pytest.mark.slow),
+        pytest.param("int64", 2, "5%", "fp32", "8bit", marks=pytest.mark.slow),
         pytest.param("int64", 0, "5%", "fp32", "fp32", marks=pytest.mark.slow),
         pytest.param("int32", 2, "", "bf16", "fp32", marks=pytest.mark.slow),
     ],
@@ -121,7 +122,7 @@ from hostdev.kernels.pool import set_host_threads
 
 set_host_threads(2)
 warm_up_ids("int64")
-dtypes = [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16")]
+dtypes = [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("bf16", "8bit")]
 for name in OPTIMIZERS:
     for stored in dtypes:
         warm_up_table("int64", stored, build_optimizer(name), 8)

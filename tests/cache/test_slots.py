@@ -34,7 +34,7 @@ ROWS = 300
     [LazyAdam(), FTRL(), SGD(), Adagrad(), RowWiseAdagrad(), RowWiseAdam(), Momentum()],
     ids=lambda optimizer: type(optimizer).__name__,
 )
-@pytest.mark.parametrize(("dtype", "stored"), [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16")])
+@pytest.mark.parametrize(("dtype", "stored"), [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "8bit")])
 def test_rows_go_in_and_out_and_lose_no_update(device, optimizer, dim, operations, dtype, stored, monkeypatch):
     if operations == "torch" and device.type == "cpu":
         monkeypatch.setattr(ops, "host_kernels", torch_operations)

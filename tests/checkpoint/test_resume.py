@@ -68,13 +68,14 @@ def test_a_run_goes_on_in_any_mode(device, trained, plain, small_data, tmp_path,
 
 
 @pytest.mark.slow_on_standin
-def test_bfloat16_weights_go_on_in_any_mode(device, trained, small_data, tmp_path, capsys):
+@pytest.mark.parametrize(("slots", "name"), [("bfloat16", "bf16"), ("8bit", "8bit")])
+def test_rounded_weights_and_slots_go_on_in_any_mode(device, trained, small_data, tmp_path, capsys, slots, name):
     """Checkpoints are exact and name their settings; those of host and of device tables are equal."""
-    stored = "--table-dtype", "bf16", "--table-slots", "bfloat16"
+    stored = "--table-dtype", "bf16", "--table-slots", slots
     options = lambda name, *more: small(small_data, name, *stored, *more, device=device)  # noqa: E731
     code, printed, _ = trained(*options("plain", *MIX, "--checkpoint-every", 5))
     assert code == 0
-    assert "4 (LazyAdam, bf16, bf16 slots)" in printed
+    assert f"4 (LazyAdam, bf16, {name} slots)" in printed
     assert trained(*options("run", *CACHE, "--checkpoint-every", 2, "--max-steps", 9))[0] == 0
     assert trained(*options("run", "--checkpoint-every", 2, "--max-steps", 13, "--resume"))[0] == 0  # on the device
     assert trained(*options("run", *MIX, "--pipeline-depth", 0, "--checkpoint-every", 3, "--resume"))[0] == 0
@@ -82,7 +83,7 @@ def test_bfloat16_weights_go_on_in_any_mode(device, trained, small_data, tmp_pat
     for command, told in (
         (["diff", "run/checkpoints", "plain/checkpoints"], "equal\n"),
         (["verify", "run/checkpoints"], ": intact"),
-        (["info", "run/checkpoints"], "weights bf16, slots bf16"),
+        (["info", "run/checkpoints"], f"weights bf16, slots {name}"),
         (["compact", "run/checkpoints"], ""),
     ):
         assert cli.run(checkpoint.PROG, checkpoint.main, command) == 0

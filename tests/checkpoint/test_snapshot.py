@@ -73,7 +73,7 @@ def read_all(snapshot, table, step, ids=True):
 
 @pytest.mark.parametrize("optimizer", [LazyAdam, FTRL, RowWiseAdagrad, RowWiseAdam])
 @pytest.mark.parametrize("limit", [1, 1 << 30])
-@pytest.mark.parametrize(("dtype", "slots"), [("fp32", "fp32"), ("bf16", "bf16")])
+@pytest.mark.parametrize(("dtype", "slots"), [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "8bit")])
 def test_a_snapshot_is_of_its_moment(optimizer, limit, dtype, slots):
     """A thread writes rows all the time, but reads return the snapshot's. With a tiny budget the writer waits."""
     table = HostTable(3000, 5, optimizer(), name="t", seed=1, dtype=dtype, slots=slots)

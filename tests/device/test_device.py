@@ -239,6 +239,26 @@ def test_a_device_table_of_bfloat16_slots_takes_only_these(device):
     assert torch.equal(table.slots["accum"].cpu(), accum)
 
 
+def test_a_device_table_of_slots_in_8_bits_takes_only_these(device):
+    table = DeviceTable(10, 4, Adagrad(initial_accum=0.1), device, name="t", slots="8bit")
+    accum = table.slots["accum"].cpu()
+    assert (accum == 0.1).all()
+    with pytest.raises(ValueError, match="stores slots in 8 bits"), table.writing([3]) as w:
+        w.slots["accum"][:] = torch.tensor([1, 0.123, 0, 2], device=device)
+    with table.writing([3]) as w:
+        w.weights[:] = 1.2345678
+        w.slots["accum"][:] = 1.5
+    assert (table.slots["accum"][3] == 1.5).all()
+    table.erase([3])
+    assert torch.equal(table.slots["accum"].cpu(), accum)
+    grads = torch.arange(8.0, device=device).view(2, 4)
+    twin = HostTable(10, 4, Adagrad(initial_accum=0.1), name="t", slots="8bit")
+    for _ in range(3):
+        table.update(torch.tensor([3, 9], device=device), grads)
+        twin.update(np.array([3, 9]), grads.cpu().numpy())
+    assert torch.equal(table.slots["accum"].cpu(), torch.from_numpy(twin.slots["accum"].copy()))
+
+
 def test_rows_are_written_by_ids_of_either_dtype_in_the_table(device):
     table = DeviceTable(10, 4, LazyAdam(), device, name="t")
     block, none = np.full((2, 3, 4), np.float32(0.5)), np.empty((2, 0), np.float32)

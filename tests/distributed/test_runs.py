@@ -97,8 +97,9 @@ def test_two_processes_come_to_the_bits_of_one(alone, processes, small_data, sta
 
 
 @pytest.mark.slow
-def test_two_processes_round_bfloat16_weights_as_one(alone, processes, small_data):
-    own = (*SMALL, "--table-dtype", "bf16")
+@pytest.mark.parametrize("stored", [("--table-dtype", "bf16"), ("--table-slots", "8bit")])
+def test_two_processes_round_rows_as_one(alone, processes, small_data, stored):
+    own = (*SMALL, *stored)
     first, _ = trained(processes, spawned, small_data, *own, *CACHED)
     assert first == alone(small_data, *own)
     assert first.sha256 != alone(small_data, *SMALL).sha256

@@ -2,14 +2,13 @@
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hostdev.core.rounding import rounding_key
 from hostdev.kernels import eight_bits, rounding
 from hostdev.kernels.plane_formats import BFLOAT16, FLOAT32, SIGNED_8, UNSIGNED_8, plane_bytes
-from hostdev.kernels.pool import set_host_threads
+from hostdev.kernels.pool import run_tasks, set_host_threads
 from tests import naive
 from tests.kernels.test_rounding import KEYS, by_torch, rounded
 
@@ -123,7 +122,7 @@ def test_the_mean_is_the_value(kind, share):
 def test_two_largest_values_give_the_positive_one_as_scale():
     plane = np.array([[-2.0, 1.0, 2.0, -2.0]], np.float32)
     found = eight_bits.to_nearest(plane, unsigned=False)
-    np.testing.assert_allclose(found, [[-2 * 0.9859375, 1.0, 2.0, -2 * 0.9859375]], rtol=0.01)
+    np.testing.assert_allclose(found, [[-2 * 0.9859375, 0.9875, 2.0, -2 * 0.9859375]], rtol=1e-6)
     assert found[0, 2] == 2
 
 
@@ -161,8 +160,7 @@ def test_stored_slots_are_read_in_each_way(dim):
     values = np.stack([eight_bits.to_nearest(rows_of(rng, 40, dim, flag), unsigned=flag) for flag in (False, True)], 1)
     block = np.concatenate([rng.standard_normal((40, 1, dim), dtype=np.float32), values], 1)
     weights = np.empty((40, dim), np.float32)
-    for task in rounding.write_tasks(weights, slots, unsigned, np.arange(40), block):
-        task[0](*task[1:3], *task[3])
+    run_tasks(rounding.write_tasks(weights, slots, unsigned, np.arange(40), block))
     found = np.empty((40, 3, dim), np.float32)
     rounding.read_here(weights, slots, unsigned, np.arange(40), found)
     assert found.tobytes() == block.tobytes()
@@ -177,12 +175,3 @@ def test_stored_slots_are_read_in_each_way(dim):
     rounding.read_here(weights, slots, unsigned, np.arange(40), found)
     assert (found[:, 1] == -1.5).all()
     assert (found[:, 2] == 0.25).all()
-
-
-def test_torch_finds_the_same_scale_of_zeros():
-    zeros = torch.zeros(2, 2, 4).numpy()
-    for found in (
-        rounded(zeros[:, 0], np.arange(2), 1, kind=SIGNED_8),
-        by_torch(zeros[:, 0], np.arange(2), 1, kind=SIGNED_8),
-    ):
-        assert found.tobytes() == zeros[:, 0].tobytes()

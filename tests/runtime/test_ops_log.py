@@ -9,7 +9,7 @@ from hostdev.core.primitive import OpLog
 
 
 @pytest.mark.parametrize("policy", ["lookahead", "lru"])
-@pytest.mark.parametrize(("dtype", "stored"), [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16")])
+@pytest.mark.parametrize(("dtype", "stored"), [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "8bit")])
 def test_bytes_with_a_cache(device, policy, dtype, stored):
     """Serially no row is looked up twice: the ops moved what the cache says of its batches, to and fro."""
     V, D = 60, 5
@@ -28,9 +28,9 @@ def test_bytes_with_a_cache(device, policy, dtype, stored):
     done = runtime.caches[0].planner.statistics
     assert min(done.passed, done.unique_hits, done.admitted, done.evicted) > 0
     ops = log.summary()
-    size = {"fp32": 4, "bf16": 2}
+    size, of_slot = {"fp32": 4, "bf16": 2}, {"fp32": 4 * D, "bf16": 2 * D, "8bit": 8 + 4}
     for table, weights, slots, held in (
-        ("adam", size[dtype], 2 * 4 * D, 2 * size[stored] * D),
+        ("adam", size[dtype], 2 * 4 * D, 2 * of_slot[stored]),
         ("rowwise", 4, 4, 4),
     ):
         dim = D if table == "adam" else 1
