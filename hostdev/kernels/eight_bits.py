@@ -11,16 +11,16 @@ The map has seven decades. Decade i = 0..6 begins at 10^(i - 7), and divides its
 
 map[0] = 0, and the last code is 1. In the signed map, code 256 - c has the value -map[c], for c = 1..127.
 
-Between codes, the map is a convex function of linear pieces. Its inverse t, which has a kink at every decade and none
-elsewhere, therefore gives the exact place of a quotient between two codes, and the sum t + u, rounded down, is the
-upper one with the probability that preserves the mean, if u is uniform in [0, 1). u has 12 bits and stays 2^-13 away
-from 0 and 1, more than the error of t (below 2^-13.7). Values that have a code thus never change: storing a slot that
-was read gives the same codes and the same scale. In a slot that is never negative, a value of 2^-100
-of the scale or more is not rounded to 0, since Adam divides by its root.
+The inverse t of the map, linear between codes, changes its slope only at the decades' beginnings, which are codes. So t
+is the exact place of a quotient between two codes, and t + u, rounded down, is the upper one with the probability that
+preserves the mean, if u is uniform in [0, 1). u has 12 bits and stays 2^-13 away from 0 and 1, more than the error of t
+(below 2^-14). Values that have a code thus never change: storing a slot that was read gives the same codes and scale.
+Two ranges lose the mean: quotients below -0.986 become -0.986, and in a slot that is never negative, quotients from
+2^-100 to 10^-7 become 10^-7, never 0, since Adam divides by the root.
 
 Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022, section 2 and bitsandbytes'
-`create_dynamic_map`. Deviations: a decade's codes are the lower ends of its intervals instead of their middles, which
-gives t its kinks at codes; blocks are rows' slots; the scale is signed; rounding is stochastic.
+`create_dynamic_map`. Deviations: a decade's codes are the lower ends of its intervals instead of their middles, so that
+the slope changes at codes; blocks are rows' slots; the scale is signed; rounding is stochastic.
 
 Shapes: V rows, S slots of D values, P = `plane_formats.plane_bytes(D)`. A plane, uint8 [P], has D codes, and the scale
 in its last 4 bytes.
