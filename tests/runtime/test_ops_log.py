@@ -48,7 +48,7 @@ def test_bytes_with_a_cache(device, policy, dtype, stored):
         assert {name: op["bytes"] for name, op in found.items()} == wanted
         assert {op["count"] for op in found.values()} == {len(batches)}
     updates = {
-        "FusedSparseLazyAdam": D * (4 + 2 * (size[dtype] + 2 * size[stored])),
+        "FusedSparseLazyAdam": D * (4 + 2 * size[dtype]) + 2 * 2 * of_slot[stored],
         "FusedSparseRowWiseAdagrad": 20,
     }
     assert {name: ops[name]["bytes"] for name in updates} == {n: done.passed * one for n, one in updates.items()}
