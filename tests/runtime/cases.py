@@ -41,13 +41,13 @@ def sgd():
 
 
 def tables_of(device, optimizer=None, on_device=(), bf16=(), seed=3):
-    """Tables by name; those in `on_device` lie there. In `bf16`: bfloat16 weights and, but for "items", slots."""
+    """Tables by name; those in `on_device` lie there. In `bf16`: bfloat16 weights and slots, 8 bits those of "items"."""
     made = {}
     for name, rows in ROWS.items():
         own = optimizer() if optimizer else OPTIMIZERS[name]()
         dtype = "bf16" if name in bf16 else "fp32"
         arguments = {"name": name, "seed": seed, "init": hostdev.Normal(0.5), "dtype": dtype}
-        arguments["slots"] = "fp32" if name == "items" else dtype
+        arguments["slots"] = "8bit" if name == "items" and name in bf16 else dtype
         if name in on_device:
             made[name] = DeviceTable(rows, COLUMNS[name], own, device, **arguments)
         else:
