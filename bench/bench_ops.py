@@ -19,8 +19,8 @@ from bench.record import get_versions, make_parser, record
 from bench.workload import draw_gradients, draw_ids
 from hostdev.core.initializers import Normal
 from hostdev.core.memory import available_bytes, table_bytes
-from hostdev.core.primitive import UPDATES as PRIMITIVES
-from hostdev.core.primitive import EmbeddingLookup
+from hostdev.core.table_primitives import UPDATES as PRIMITIVES
+from hostdev.core.table_primitives import EmbeddingLookup
 from hostdev.kernels.bags import Feature, sum_uses
 from hostdev.kernels.buffers import aligned_empty
 from hostdev.kernels.pool import host_threads, parallel_for

@@ -1,6 +1,7 @@
 """Primitives on rows in host memory, and a parameter server, for programs without a `Runtime`."""
 
-from hostdev.core.primitive import (
+from hostdev.core.primitive import Primitive
+from hostdev.core.table_primitives import (
     EmbeddingLookup,
     FusedSparseAdagrad,
     FusedSparseFtrl,
@@ -9,7 +10,6 @@ from hostdev.core.primitive import (
     FusedSparseRowWiseAdagrad,
     FusedSparseRowWiseAdam,
     FusedSparseSGD,
-    Primitive,
 )
 from hostdev.host.server import ParameterServer
 from hostdev.kernels.pool import set_host_threads

@@ -10,8 +10,9 @@ from typing import Any
 import numpy.typing as npt
 
 from hostdev.cache.cache import EmbeddingCache
-from hostdev.core.primitive import UPDATES, CacheAdmit, CacheEvict, EmbeddingLookup, ForwardRead, OpLog, Primitive
+from hostdev.core.primitive import OpLog, Primitive
 from hostdev.core.table_dtypes import FP32
+from hostdev.core.table_primitives import UPDATES, CacheAdmit, CacheEvict, EmbeddingLookup, ForwardRead
 from hostdev.device.forwarding import forward_rows, forwarded_bytes
 from hostdev.device.table import DeviceTable
 from hostdev.host.table import HostTable

@@ -7,8 +7,8 @@ from hostdev.cache.cache import EmbeddingCache
 from hostdev.cache.prices import Costs
 from hostdev.core.memory import row_bytes
 from hostdev.core.micro_batches import EXCHANGES
-from hostdev.core.primitive import UPDATES, CacheAdmit, CacheEvict, EmbeddingLookup
 from hostdev.core.rotation import RotatedFile
+from hostdev.core.table_primitives import UPDATES, CacheAdmit, CacheEvict, EmbeddingLookup
 from hostdev.distributed.process_group import Ranks
 from hostdev.train.trainer import Trainer
 

@@ -1,0 +1,191 @@
+"""The ops of tables: lookups, updates, and copies of whole rows.
+
+An op runs where its table is, and its `primitive_target` must equal the table's.
+"""
+
+from typing import Any, ClassVar
+
+from hostdev.core.primitive import Primitive
+from hostdev.core.table_dtypes import FP32, slot_bytes, weight_bytes
+from hostdev.kernels.pool import Task, run_tasks
+
+
+class _TablePrimitive(Primitive):
+    """An op on a table, which must have the op's target."""
+
+    # Any, below: tables and arrays of NumPy or torch, which this module does not import.
+
+    def _check(self, table: Any) -> None:
+        if table.primitive_target != self.primitive_target:
+            raise ValueError(
+                f"{self._name} has primitive_target {self.primitive_target!r}, "
+                f"but table {table.name!r} has {table.primitive_target!r}; they must be equal"
+            )
+
+
+class EmbeddingLookup(_TablePrimitive):
+    """Looks up rows of a table: `(table, ids [U]) -> float32 [U, D]`; ids and rows are numpy or torch, like the table.
+
+    Host tables also take `out` and `positions`, as in `HostTable.lookup`.
+    """
+
+    name = "EmbeddingLookup"
+
+    def run(self, table: Any, ids: Any, *some: Any) -> Any:
+        """Look up rows."""
+        self._check(table)
+        look_up = table.lookup_now if table.primitive_target == "DEVICE" else table.lookup
+        return look_up(ids, *some)
+
+    def tasks(self, table: Any, ids: Any, *some: Any) -> list[Task]:
+        """Return the tasks of a lookup in a host table."""
+        self._check(table)
+        tasks: list[Task] = table.lookup_tasks(ids, *some)
+        return tasks
+
+    def nbytes(self, table: Any, ids: Any, *some: Any) -> int:
+        """Return the bytes read and written: each row once."""
+        return len(ids) * self.row_bytes(table)
+
+    @staticmethod
+    def row_bytes(table: Any) -> int:
+        """Return the bytes read and written per row."""
+        return 4 * int(table.dim) + _stored_bytes(table)[0]
+
+
+class _Update(_TablePrimitive):
+    """An optimizer step on unique rows: `(table, ids [U], grads float32 [U, D])`.
+
+    Host tables also take `scalars` and `positions`, as in `HostTable.update`.
+    """
+
+    def run(self, table: Any, ids: Any, grads: Any, *some: Any) -> None:
+        self._check(table)
+        update = table.update_now if table.primitive_target == "DEVICE" else table.update
+        update(ids, grads, *some)
+
+    def tasks(self, table: Any, ids: Any, grads: Any, *some: Any) -> list[Task]:
+        self._check(table)
+        tasks: list[Task] = table.update_tasks(ids, grads, *some)
+        return tasks
+
+    def _check(self, table: Any) -> None:
+        super()._check(table)
+        if table.optimizer.primitive != self._name:
+            raise ValueError(
+                f"{self._name} cannot update table {table.name!r}, whose optimizer is {type(table.optimizer).__name__}"
+            )
+
+    def nbytes(self, table: Any, ids: Any, grads: Any, *some: Any) -> int:
+        """Return the bytes read and written: gradients are read, weights and slots are read and written."""
+        return len(ids) * self.row_bytes(table)
+
+    @staticmethod
+    def row_bytes(table: Any) -> int:
+        return 4 * int(table.dim) + 2 * sum(_stored_bytes(table)) + 8 * len(table.optimizer.row_slots)
+
+
+class _WholeRows(_TablePrimitive):
+    """Copies whole rows of a host table: `(table, ids [N], block float32 [N, 1 + S, D], row_slots float32 [N, R])`.
+
+    It also takes `positions`, as in `HostTable.read_rows`.
+    """
+
+    method: ClassVar[str]  # a method of the table; `<method>_tasks` returns its tasks
+
+    def run(self, table: Any, ids: Any, *some: Any) -> None:
+        run_tasks(self.tasks(table, ids, *some))
+
+    def tasks(self, table: Any, ids: Any, *some: Any) -> list[Task]:
+        self._check(table)
+        tasks: list[Task] = getattr(table, f"{self.method}_tasks")(ids, *some)
+        return tasks
+
+    def nbytes(self, table: Any, ids: Any, *some: Any) -> int:
+        return len(ids) * self.row_bytes(table)
+
+    @staticmethod
+    def row_bytes(table: Any) -> int:
+        sent = 4 * int(table.dim) * (1 + len(table.optimizer.slots))
+        return sum(_stored_bytes(table)) + sent + 8 * len(table.optimizer.row_slots)
+
+
+class CacheAdmit(_WholeRows):
+    """Reads the rows that a cache admits from the host table."""
+
+    name, method = "CacheAdmit", "read_rows"
+
+
+class CacheEvict(_WholeRows):
+    """Writes the rows that a cache evicts to the host table."""
+
+    name, method = "CacheEvict", "write_rows"
+
+
+class ForwardRead(_WholeRows):
+    """Reads the rows that are updated on the device, too, for the next step (`pipeline.forwarding`)."""
+
+    name, method = "ForwardRead", "read_rows"
+
+
+def _stored_bytes(table: Any) -> tuple[int, int]:
+    """Return the bytes of a row's weights and of its slots in the table's storage; 4 per value on the device."""
+    dim, host = int(table.dim), table.primitive_target == "CPU"
+    dtype, slots_dtype = (table.dtype, table.slots_dtype) if host else (FP32, FP32)
+    return dim * weight_bytes(dtype), len(table.optimizer.slots) * slot_bytes(slots_dtype, dim)
+
+
+class FusedSparseFtrl(_Update):
+    """FTRL on unique rows: `(table, ids [U], grads float32 [U, D])`."""
+
+    name = "FusedSparseFtrl"
+
+
+class FusedSparseLazyAdam(_Update):
+    """Lazy Adam on unique rows: `(table, ids [U], grads float32 [U, D])`."""
+
+    name = "FusedSparseLazyAdam"
+
+
+class FusedSparseSGD(_Update):
+    """SGD on unique rows: `(table, ids [U], grads float32 [U, D])`."""
+
+    name = "FusedSparseSGD"
+
+
+class FusedSparseAdagrad(_Update):
+    """Adagrad on unique rows: `(table, ids [U], grads float32 [U, D])`."""
+
+    name = "FusedSparseAdagrad"
+
+
+class FusedSparseRowWiseAdagrad(_Update):
+    """Row-wise Adagrad on unique rows: `(table, ids [U], grads float32 [U, D])`."""
+
+    name = "FusedSparseRowWiseAdagrad"
+
+
+class FusedSparseRowWiseAdam(_Update):
+    """Row-wise Adam on unique rows: `(table, ids [U], grads float32 [U, D])`."""
+
+    name = "FusedSparseRowWiseAdam"
+
+
+class FusedSparseMomentum(_Update):
+    """SGD with momentum on unique rows: `(table, ids [U], grads float32 [U, D])`."""
+
+    name = "FusedSparseMomentum"
+
+
+UPDATES: dict[str, type[_Update]] = {
+    op.name: op
+    for op in (
+        FusedSparseAdagrad,
+        FusedSparseFtrl,
+        FusedSparseLazyAdam,
+        FusedSparseMomentum,
+        FusedSparseRowWiseAdagrad,
+        FusedSparseRowWiseAdam,
+        FusedSparseSGD,
+    )
+}
