@@ -41,7 +41,7 @@ def sgd():
 
 
 def tables_of(device, optimizer=None, on_device=(), bf16=(), seed=3):
-    """Tables by name; those in `on_device` lie there. In `bf16`: bfloat16, but the slots of "items" are in 8 bits."""
+    """Tables by name, those in `on_device` there; those in `bf16` store bfloat16, "items" its slots in 8 bits."""
     made = {}
     for name, rows in ROWS.items():
         own = optimizer() if optimizer else OPTIMIZERS[name]()
