@@ -26,7 +26,8 @@ from bench.workload import IDS, draw_ids
 from hostdev import FTRL, LazyAdam
 from hostdev.cache.bound import least_cost, uses_of
 from hostdev.cache.options import POLICIES, WINDOW, rows_of
-from hostdev.cache.planner import Planner, Statistics
+from hostdev.cache.plan import Statistics
+from hostdev.cache.planner import Planner
 from hostdev.cache.prices import Costs
 from hostdev.data import manifest
 from hostdev.data.shards import ShardReader

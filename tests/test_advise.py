@@ -13,7 +13,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from hostdev import FTRL, SGD, LazyAdam, UserError, advise
-from hostdev.cache.planner import Statistics
+from hostdev.cache.plan import Statistics
 from hostdev.cache.prices import Costs
 from hostdev.cache.simulation import Simulated
 from hostdev.commands import advise as command

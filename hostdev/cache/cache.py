@@ -13,7 +13,8 @@ import torch
 from hostdev.cache import bound
 from hostdev.cache.optimum import fits, optimal, visits
 from hostdev.cache.options import POLICIES, WINDOW, rows_of
-from hostdev.cache.planner import Ids, Plan, Planner, Positions, Statistics, planner_bytes
+from hostdev.cache.plan import Ids, Plan, Positions, Statistics
+from hostdev.cache.planner import Planner, planner_bytes
 from hostdev.cache.planning import LOOKAHEAD
 from hostdev.cache.prices import Costs
 from hostdev.cache.slots import CachedTable, DeviceSlots

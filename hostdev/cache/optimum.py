@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from hostdev.cache.planner import Ids, Positions, Statistics
+from hostdev.cache.plan import Ids, Positions, Statistics
 from hostdev.core.memory import available_bytes
 
 _NEVER = np.float32(np.inf)

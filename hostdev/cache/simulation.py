@@ -11,7 +11,8 @@ import numpy.typing as npt
 from hostdev.cache import bound
 from hostdev.cache.optimum import fits, optimal
 from hostdev.cache.options import POLICIES
-from hostdev.cache.planner import Planner, Statistics
+from hostdev.cache.plan import Statistics
+from hostdev.cache.planner import Planner
 from hostdev.cache.prices import Costs
 from hostdev.kernels.unique import count_occurrences, unique
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from hostdev.cache.planner import Plan
+from hostdev.cache.plan import Plan
 from hostdev.core.memory import row_bytes
 from hostdev.core.optimizers import SparseOptimizer
 from hostdev.core.table_dtypes import TableStep

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from hostdev.cache.planner import Plan
+from hostdev.cache.plan import Plan
 from hostdev.core.timeline import Span
 from hostdev.device.pinned import PinnedBuffer
 from hostdev.distributed.exchange import Asked, Incoming

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hostdev.cache.planner import Plan
+from hostdev.cache.plan import Plan
 from hostdev.cache.slots import DeviceSlots, Places
 from hostdev.core.memory import copied_bytes, row_bytes
 from hostdev.core.table_dtypes import TableStep

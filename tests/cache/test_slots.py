@@ -17,7 +17,7 @@ from hostdev import (
     UserError,
 )
 from hostdev.cache import cache as cache_module
-from hostdev.cache.planner import renumber
+from hostdev.cache.plan import renumber
 from hostdev.cache.slots import DeviceSlots, Places
 from hostdev.device import backend, ops
 from hostdev.device.ops import torch_operations

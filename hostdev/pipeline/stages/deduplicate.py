@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from hostdev.cache.planner import renumber
+from hostdev.cache.plan import renumber
 from hostdev.kernels.pool import run_tasks
 from hostdev.pipeline.context import Context
 from hostdev.pipeline.results import ReadBatch, UniqueBatch, UniqueGroup

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hostdev.cache.options import POLICIES, rows_of
-from hostdev.cache.planner import Statistics, planner_bytes
+from hostdev.cache.plan import Statistics
+from hostdev.cache.planner import planner_bytes
 from hostdev.cache.prices import Costs
 from hostdev.cache.simulation import OPTIMUM, Simulated, Simulation, add_up
 from hostdev.core.errors import UserError
