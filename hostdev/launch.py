@@ -133,7 +133,7 @@ def check() -> int:
         write_stderr(f"{PROG}: error: rank {rank} of {env.ranks}: {why}")
         os._exit(2)
 
-    ranks = Ranks(env, fault)
+    ranks = Ranks(env, fault, levels=1)
     name = np.frombuffer(f"{socket.gethostname()} pid {os.getpid()}".encode(), np.uint8)
     names = [each.tobytes().decode() for each in ranks.control.gather(name)]
     values = torch.zeros(_CHECKED_BYTES, dtype=torch.uint8)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hostdev.core.micro_batches import EXCHANGES, Node, TreeSum, get_nodes
-from hostdev.distributed.process_group import Channel
+from hostdev.distributed.channel import Channel
 
 BUCKET_BYTES = 4 << 20
 _FREE = 2  # reference count of memory in no other use: the attribute, and getrefcount's argument

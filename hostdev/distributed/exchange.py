@@ -16,8 +16,9 @@ import torch
 
 from hostdev.distributed.agreement import format_ranks
 from hostdev.distributed.buffers import Mask, count_values, find_positions, make_views
+from hostdev.distributed.channel import Channel
 from hostdev.distributed.gradients import Parts, SelectedRows, give_gradients
-from hostdev.distributed.process_group import Channel, Ranks
+from hostdev.distributed.process_group import Ranks
 from hostdev.kernels.groups import unique_groups
 from hostdev.kernels.lookup import lookup_tasks, store_tasks
 from hostdev.kernels.pool import run_tasks

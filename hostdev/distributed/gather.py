@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hostdev.distributed.process_group import Channel
+from hostdev.distributed.channel import Channel
 from hostdev.kernels.shards import partition, range_of
 
 _PIECE_BYTES = 1 << 24

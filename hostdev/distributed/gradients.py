@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from hostdev.distributed.buffers import Mask, count_values, find_positions, make_views
-from hostdev.distributed.process_group import Channel
+from hostdev.distributed.channel import Channel
 from hostdev.kernels.lookup import lookup_tasks
 from hostdev.kernels.pool import Task, run_tasks
 from hostdev.kernels.tree import tree_sums, uses_of

@@ -84,6 +84,18 @@ def announce(store: Any, env: RankEnvironment, values: Values | None = None) -> 
         raise UserError(printable(wrong))
 
 
+def share_texts(store: Any, env: RankEnvironment, name: str, text: str) -> list[str]:
+    """Return the texts that all ranks pass; on rank 0, whose process may serve the store, once all have read them."""
+    store.set(f"{name}/{env.rank}", text)
+    keys, read = ([f"{prefix}/{rank}" for rank in range(env.ranks)] for prefix in (name, f"{name}-read"))
+    store.wait(keys)
+    texts = [each.decode() for each in store.multi_get(keys)]
+    store.set(read[env.rank], "")
+    if env.rank == 0:
+        store.wait(read)
+    return texts
+
+
 def versions() -> Values:
     """Return the versions of packages that must be equal on all ranks, for equal bits and a common protocol."""
     import hostdev

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hostdev.core.pieces import Piece, run
-from hostdev.distributed.process_group import Channel
+from hostdev.distributed.channel import Channel
 from hostdev.distributed.world import World
 from hostdev.parallel.layout import Inputs
 from hostdev.parallel.pieces import fake_mode

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from hostdev.core.errors import UserError
 from hostdev.core.micro_batches import Node, TreeSum
 from hostdev.core.timeline import Timeline
+from hostdev.distributed.channel import Channel
 from hostdev.distributed.dense import Grads, add_lists
-from hostdev.distributed.process_group import Channel
 from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.parallel.averages import Averages, require_own_averages
 from hostdev.parallel.layout import Inputs, Layout, describe_layout, resolve_layout

@@ -20,7 +20,7 @@ from torch.distributed.pipelining.schedules import ScheduleLoopedBFS
 from hostdev.core.errors import UserError
 from hostdev.core.pieces import Piece
 from hostdev.core.timeline import Timeline
-from hostdev.distributed.process_group import Channel
+from hostdev.distributed.channel import Channel
 from hostdev.parallel.pieces import Shape, Stage, Traced
 from hostdev.parallel.single_stage import called
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hostdev.core.pieces import Piece
-from hostdev.distributed.process_group import Channel
+from hostdev.distributed.channel import Channel
 from hostdev.parallel.local_parameters import LocalParameters
 
 Gradients = dict[tuple[int, int], Tensor | None]  # by stage and micro-batch

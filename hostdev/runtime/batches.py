@@ -11,7 +11,7 @@ from weakref import WeakSet
 
 import torch
 
-from hostdev.distributed.process_group import PeerLostError
+from hostdev.distributed.channel import PeerLostError
 from hostdev.pipeline.pipeline import Pipeline
 from hostdev.pipeline.results import Request, StepBatch
 from hostdev.runtime.body import Body, BodyState

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from hostdev.core.micro_batches import Node, TreeSum
+from hostdev.distributed.channel import Channel
 from hostdev.distributed.dense import DenseExchange, DenseGradients, Grads, add_lists
-from hostdev.distributed.process_group import Channel, Ranks
+from hostdev.distributed.process_group import Ranks
 from hostdev.pipeline.results import StepBatch
 from hostdev.runtime import alike
 from hostdev.runtime.finite import Flags

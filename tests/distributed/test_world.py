@@ -7,8 +7,9 @@ import sys
 import numpy as np
 import pytest
 
+from hostdev.distributed.channel import Channel
 from hostdev.distributed.mesh import MeshPlace
-from hostdev.distributed.process_group import Channel, Ranks
+from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.world import ALONE_WORLD, LocalChannel, World
 from tests.conftest import ROOT
 

@@ -6,8 +6,8 @@ import threading
 
 import torch
 
+from hostdev.distributed.channel import Channel
 from hostdev.distributed.mesh import Mesh
-from hostdev.distributed.process_group import Channel
 
 
 class _Threads:

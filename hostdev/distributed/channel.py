@@ -1,0 +1,146 @@
+"""A channel: the collectives of a group of ranks, by torch.distributed."""
+
+import contextlib
+import json
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hostdev.core.errors import RankError
+from hostdev.distributed.rendezvous import get_first_line as _short
+from hostdev.distributed.world import LocalChannel
+
+HOST_BACKEND = "gloo"
+
+
+class PeerLostError(RankError):
+    """Another rank stopped answering; the monitor reports which one, and why."""
+
+
+class Channel(LocalChannel):
+    """A process group. One thread at a time calls its collectives, in the same order on every rank.
+
+    Args:
+        rank: This rank within the group.
+        ranks: Number of ranks in the group.
+        group: The group of torch.distributed.
+        lost: Called when a rank stops answering.
+        backend: Name of torch.distributed's backend.
+        device: Device of the buffers of `all_to_all` and `all_reduce`; None for host memory. On an accelerator both
+            are queued on the current stream, and the group has no other collective.
+        hosts: The ranks of each host, in the order of their first ranks; None if all are on one host.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        group: Any,
+        lost: Callable[[], None],
+        backend: str = HOST_BACKEND,
+        device: torch.device | None = None,
+        hosts: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        self.rank, self.ranks, self.group, self._lost = rank, ranks, group, lost
+        self.backend, self.device = backend, torch.device("cpu") if device is None else device
+        self.hosts = [list(range(ranks))] if hosts is None else [list(each) for each in hosts]
+        self.here = next(number for number, each in enumerate(self.hosts) if rank in each)
+        self.sent_bytes = 0  # bytes sent to other ranks
+        self.network_bytes = 0  # of these, bytes sent to other hosts
+        self._end = weakref.finalize(self, _close, group)
+        self._end.atexit = False  # at exit, the operating system closes the sockets
+
+    def let_go(self) -> None:
+        """Release the destroyed group; return once its threads have ended."""
+        self._end.detach()
+        self.group = None  # the last reference
+
+    def all_to_all(
+        self, values: Tensor, counts: Sequence[int], receive: Sequence[int], row: int = 1, out: Tensor | None = None
+    ) -> Tensor:
+        """Send each rank its part of a flat buffer, and return the values received from all ranks, by rank.
+
+        Args:
+            values: A tensor of any dtype, 1-dimensional, C-contiguous.
+            counts: Number of rows for each rank.
+            receive: Number of rows from each rank.
+            row: Number of values per row.
+            out: Receives the values; None for new memory.
+        """
+        if out is None:
+            out = torch.empty(sum(receive) * row, dtype=values.dtype, device=self.device)
+        size = row * values.element_size()
+        self.sent_bytes += (sum(counts) - counts[self.rank]) * size
+        self.network_bytes += (sum(counts) - sum(counts[rank] for rank in self.hosts[self.here])) * size
+        with self.answering():
+            self._exchange(out, values, [n * row for n in counts], [n * row for n in receive])
+        return out
+
+    def _exchange(self, out: Tensor, values: Tensor, counts: Sequence[int], receive: Sequence[int]) -> None:
+        dist.all_to_all_single(out, values, list(receive), list(counts), group=self.group)
+
+    def try_out(self) -> str:
+        """Exchange one number with each rank, which allocates device memory; return an error's text, or "" for none."""
+        try:
+            one = torch.ones(self.ranks, device=self.device)
+            received = torch.empty_like(one)
+            dist.all_to_all_single(received, one, group=self.group)
+            return "" if bool((received == 1).all()) else "it returns wrong values"
+        except RuntimeError as error:
+            return str(error).strip().replace("\n", " ")
+
+    def all_reduce(self, values: Tensor) -> None:
+        """Overwrite values with their sum over all ranks, added in an unspecified order."""
+        sent = 2 * (self.ranks - 1) * values.nbytes // self.ranks
+        self.sent_bytes += sent
+        self.network_bytes += sent * (len(self.hosts) > 1)  # at most: the library chooses the order of the ranks
+        with self.answering():
+            dist.all_reduce(values, group=self.group)
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """A context that raises PeerLostError if another rank stops answering within it."""
+        try:
+            yield
+        except RuntimeError as error:
+            self._lost()
+            raise PeerLostError(f"another rank stopped answering ({_short(error)})") from None
+
+    def exchange_counts(self, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Send counts[rank] to each rank; return what each rank sent to this one. Both are int64 [W, any]."""
+        flat = torch.from_numpy(np.ascontiguousarray(counts)).view(-1)
+        each = [counts.shape[1]] * self.ranks
+        return self.all_to_all(flat, each, each).numpy().reshape(counts.shape)
+
+    def gather(self, values: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+        """Return the arrays of all ranks, by rank. They are 1-dimensional, of one dtype and any lengths."""
+        lengths = self.exchange_counts(np.full((self.ranks, 1), len(values), np.int64))[:, 0].tolist()
+        flat = torch.from_numpy(np.tile(values, self.ranks))
+        return np.split(self.all_to_all(flat, [len(values)] * self.ranks, lengths).numpy(), np.cumsum(lengths)[:-1])
+
+    def share(self, value: Any) -> list[Any]:
+        """Return the JSON values that all ranks pass, by rank."""
+        text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+        return [json.loads(each.tobytes()) for each in self.gather(text)]
+
+    def broadcast(self, values: Tensor) -> None:
+        """Overwrite values in host memory with those of the group's first rank."""
+        with self.answering():
+            dist.broadcast(values, group_src=0, group=self.group)
+
+    def barrier(self) -> None:
+        """Wait for all ranks of the group."""
+        self.exchange_counts(np.zeros((self.ranks, 1), np.int64))
+
+
+def _close(group: Any) -> None:
+    if dist.is_initialized():
+        with contextlib.suppress(ValueError):  # raised if all groups are already closed
+            dist.destroy_process_group(group)

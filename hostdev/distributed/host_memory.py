@@ -1,0 +1,279 @@
+"""Memory that the ranks of a channel share within a host, and the exchange of bytes through it."""
+
+import mmap
+import os
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.core.errors import TransientError
+from hostdev.distributed.hosts import Links
+
+Bytes = npt.NDArray[np.uint8]
+Sizes = npt.NDArray[np.int64]
+
+_ATTACHED_BYTES = 32 << 10  # a rank with at most so many bytes for others attaches them to its first message
+_STEP_BYTES = 1 << 20
+_SPARE = 4  # one part in so many is allocated beyond the size that is needed
+
+
+class HostMemory:
+    """Anonymous shared memory: it has no name, and the kernel frees it with the last process that has mapped it."""
+
+    def __init__(self) -> None:
+        self.array: Bytes = np.empty(0, np.uint8)
+
+    def grow(self, size: int) -> int | None:
+        """Replace the memory if it is smaller than `size`, and return the new one's descriptor; None if it is kept.
+
+        The contents are lost. The caller passes the descriptor to the other ranks and closes it.
+        """
+        if size <= len(self.array):
+            return None
+        size = -(-(size + size // _SPARE) // _STEP_BYTES) * _STEP_BYTES
+        self.array = np.empty(0, np.uint8)
+        descriptor = os.memfd_create("hostdev")
+        try:
+            os.posix_fallocate(descriptor, 0, size)  # a lack of memory is an error here, and a SIGBUS later
+            self.map(descriptor)
+        except OSError as error:
+            os.close(descriptor)
+            raise TransientError(
+                f"{size >> 20} MiB of memory, shared by the ranks of this host for an exchange, could not be allocated "
+                f"({error.strerror}); use less memory, or give --exchange-levels 1"
+            ) from None
+        return descriptor
+
+    def map(self, descriptor: int) -> None:
+        """Map memory that the first rank has allocated."""
+        self.array = np.frombuffer(mmap.mmap(descriptor, 0), np.uint8)
+
+
+class Layout(NamedTuple):
+    """Where the bytes of an exchange lie in a host's shared memory, for L ranks of this host among all W.
+
+    First come the messages to other hosts, then what ranks of this host send each other, then the messages from other
+    hosts. A message is ordered by receiving rank, then by sending rank.
+    """
+
+    sends: Sizes  # [L, W], where each rank writes its bytes for each rank of the channel
+    reads: Sizes  # [L, W], where each rank reads the bytes from each rank of the channel
+    give: list[int]  # bytes of the messages to each host, 0 for this one
+    take: list[int]  # bytes of the messages from each host, 0 for this one
+    start: int  # beginning of the messages from other hosts
+    size: int
+
+
+class Layouts:
+    """Lays out the exchanges of a channel.
+
+    Args:
+        hosts: The ranks of each host.
+        here: Index of this host.
+    """
+
+    def __init__(self, hosts: Sequence[Sequence[int]], here: int) -> None:
+        self.local = np.array(hosts[here])
+        self._here = here
+        away = [number for number in range(len(hosts)) if number != here]
+        self._order = np.concatenate([*(np.array(hosts[number]) for number in away), self.local])  # receiving ranks
+        pairs = [(index, rank) for number in away for index in range(len(self.local)) for rank in hosts[number]]
+        self._receivers, self._senders = np.array(pairs, np.int64).reshape(-1, 2).T
+        self._host_of = np.empty(len(self._order), np.int64)
+        for number, ranks in enumerate(hosts):
+            self._host_of[list(ranks)] = number
+        self._hosts = len(hosts)
+
+    def make(self, gives: Sizes, takes: Sizes) -> Layout:
+        """Return the layout of an exchange.
+
+        Args:
+            gives: Bytes that each rank of this host sends each rank, [L, W]; 0 to itself.
+            takes: Bytes that each rank of this host receives from each rank, [L, W]; 0 from itself.
+
+        Raises:
+            RuntimeError: Two ranks of this host expect different sizes.
+        """
+        given, taken = gives[:, self.local], takes[:, self.local].T
+        if (given != taken).any():
+            sender, receiver = np.argwhere(given != taken)[0].tolist()
+            raise RuntimeError(
+                f"rank {self.local[sender]} sends {given[sender, receiver]} bytes to rank {self.local[receiver]}, "
+                f"which expects {taken[sender, receiver]}"
+            )
+        sends, reads = np.zeros_like(gives), np.zeros_like(takes)
+        ends = np.cumsum(gives[:, self._order].T.ravel())
+        sends[:, self._order] = (ends - gives[:, self._order].T.ravel()).reshape(-1, len(gives)).T
+        reads[:, self.local] = sends[:, self.local].T
+        arriving = takes[self._receivers, self._senders]
+        start = int(ends[-1])
+        reads[self._receivers, self._senders] = start + np.cumsum(arriving) - arriving
+        give, take = (self._sum_by_host(each) for each in (gives, takes))
+        return Layout(sends, reads, give, take, start, start + int(arriving.sum()))
+
+    def _sum_by_host(self, sizes: Sizes) -> list[int]:
+        total = np.zeros(self._hosts, np.int64)
+        np.add.at(total, self._host_of, sizes.sum(0))
+        total[self._here] = 0
+        return [int(one) for one in total]
+
+
+class Part(NamedTuple):
+    """A rank's buffer of an exchange, with the place and the size of each rank's bytes in it."""
+
+    buffer: Bytes
+    starts: Sizes  # [W]
+    sizes: Sizes  # [W], 0 for the rank itself
+
+
+class HostExchange:
+    """Exchanges of the ranks of a channel on one host: through shared memory, which the first rank allocates.
+
+    The other ranks send the first one the sizes of their parts; it replies where these lie. All have written when it
+    exchanges messages with other hosts, and it tells the others when these have arrived. Messages pass through sockets,
+    so a waiting rank sleeps, and it notices if the process that it waits for ends.
+
+    Args:
+        hosts: The channel's ranks of each host.
+        here: Index of this host.
+        mine: Index of this rank on this host.
+        links: Result of `connect_host`.
+    """
+
+    def __init__(self, hosts: Sequence[Sequence[int]], here: int, mine: int, links: Links) -> None:
+        self._layouts, self._mine, self._links = Layouts(hosts, here), mine, links
+        self._ranks = sum(map(len, hosts))
+        self._memory = HostMemory()
+        self._number = 0  # of the exchange
+
+    def close(self) -> None:
+        """Close the sockets."""
+        for link in self._links:
+            link.close()
+
+    def run(self, given: Part, taken: Part, between: Callable[[Bytes, Layout], None] | None) -> None:
+        """Send and receive the parts of all ranks of this host; all of them call it.
+
+        Args:
+            given: What this rank sends.
+            taken: Receives what the others send to this rank.
+            between: Exchanges the messages between hosts; called on the first rank. None if ranks send nothing to other
+                hosts.
+
+        Raises:
+            RuntimeError: A rank has ended, does not answer in time, or makes another call.
+            TransientError: There is not enough memory.
+        """
+        self._number += 1
+        try:
+            if self._mine:
+                self._follow(given, taken)
+            else:
+                self._lead(given, taken, between)
+        except BaseException:
+            self.close()  # an exchange cannot resume in the middle; the other ranks notice it at once
+            raise
+
+    def _follow(self, given: Part, taken: Part) -> None:
+        attaches = int(given.sizes.sum()) <= _ATTACHED_BYTES
+        head = np.concatenate([[self._number, attaches], given.sizes, taken.sizes])
+        _send(self._links[0], [head, _join_parts(given)] if attaches else [head])
+        places, descriptor = self._receive(0)
+        if descriptor is not None:
+            self._memory.map(descriptor)
+            os.close(descriptor)
+        sends, reads = places.view(np.int64)[1:].reshape(2, -1)
+        if not attaches:
+            _copy(self._memory.array, sends, given.buffer, given.starts, given.sizes)
+            _send(self._links[0], [np.array([self._number])])
+            self._receive(0)
+        _copy(taken.buffer, taken.starts, self._memory.array, reads, taken.sizes)
+
+    def _lead(self, given: Part, taken: Part, between: Callable[[Bytes, Layout], None] | None) -> None:
+        W, others = self._ranks, range(1, len(self._links) + 1)
+        messages = [self._receive(index - 1)[0] for index in others]
+        heads = np.array([message[: 8 * (2 + 2 * W)].view(np.int64)[1:] for message in messages], np.int64)
+        heads = heads.reshape(-1, 1 + 2 * W)
+        gives, takes = np.vstack([given.sizes, heads[:, 1 : 1 + W]]), np.vstack([taken.sizes, heads[:, 1 + W :]])
+        layout = self._layouts.make(gives, takes)
+        descriptor = self._memory.grow(layout.size)
+        memory, writing = self._memory.array, [index for index in others if not heads[index - 1, 0]]
+        try:
+            for index in writing:
+                self._send_places(index, layout, descriptor)
+            _copy(memory, layout.sends[0], given.buffer, given.starts, given.sizes)
+            for index, message in zip(others, messages, strict=True):
+                if index not in writing:
+                    starts = 8 * (2 + 2 * W) + np.cumsum(gives[index]) - gives[index]
+                    _copy(memory, layout.sends[index], message, starts, gives[index])
+            for index in writing:
+                self._receive(index - 1)
+            if between is not None:
+                between(memory, layout)
+            for index in others:
+                if index in writing:
+                    _send(self._links[index - 1], [np.array([self._number])])
+                else:
+                    self._send_places(index, layout, descriptor)
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+        _copy(taken.buffer, taken.starts, memory, layout.reads[0], taken.sizes)
+
+    def _send_places(self, index: int, layout: Layout, descriptor: int | None) -> None:
+        places = np.concatenate([[self._number], layout.sends[index], layout.reads[index]])
+        _send(self._links[index - 1], [places], [] if descriptor is None else [descriptor])
+
+    def _receive(self, link: int) -> tuple[Bytes, int | None]:
+        """Return a message and the descriptor that came with it; raise RuntimeError if it is of another exchange."""
+        most = 8 * (2 + 2 * self._ranks) + _ATTACHED_BYTES
+        try:
+            message, descriptors, *_ = socket.recv_fds(self._links[link], most, 1)
+        except OSError as error:
+            raise RuntimeError(self._describe(link, error)) from None
+        found = np.frombuffer(message, np.uint8)
+        if not message:
+            raise RuntimeError(f"rank {self._name(link)} of this host has closed its connection")
+        if int(found[:8].view(np.int64)[0]) != self._number:
+            raise RuntimeError(f"rank {self._name(link)} of this host makes another call")
+        return found, descriptors[0] if descriptors else None
+
+    def _describe(self, link: int, error: OSError) -> str:
+        if isinstance(error, TimeoutError):
+            return f"rank {self._name(link)} of this host has not answered within {self._links[link].gettimeout():g} s"
+        return f"rank {self._name(link)} of this host has ended ({error.strerror})"
+
+    def _name(self, link: int) -> int:
+        return int(self._layouts.local[0 if self._mine else link + 1])
+
+
+def _send(link: socket.socket, parts: Sequence[Any], descriptors: Sequence[int] = ()) -> None:
+    """Send arrays as one message; raise RuntimeError if the receiver has ended."""
+    try:
+        socket.send_fds(link, list(parts), list(descriptors))
+    except OSError as error:
+        raise RuntimeError(f"a rank of this host has ended ({error.strerror or error})") from None
+
+
+def _join_parts(part: Part) -> Bytes:
+    """Return a copy of the bytes for other ranks, in their order."""
+    joined = np.empty(int(part.sizes.sum()), np.uint8)
+    _copy(joined, np.cumsum(part.sizes) - part.sizes, part.buffer, part.starts, part.sizes)
+    return joined
+
+
+def _copy(target: Bytes, to: Sizes, source: Bytes, at: Sizes, sizes: Sizes) -> None:
+    """Copy parts of these sizes; neighbouring parts that are contiguous in both buffers are copied at once."""
+    used = np.flatnonzero(sizes)
+    if not len(used):
+        return
+    to, at, sizes = to[used], at[used], sizes[used]
+    apart = (np.diff(to) != sizes[:-1]) | (np.diff(at) != sizes[:-1])
+    first = np.concatenate([[0], np.flatnonzero(apart) + 1])
+    for begin, start, size in zip(
+        to[first].tolist(), at[first].tolist(), np.add.reduceat(sizes, first).tolist(), strict=True
+    ):
+        target[begin : begin + size] = source[start : start + size]

@@ -1,0 +1,124 @@
+"""Which ranks share a host, and the sockets that connect them there."""
+
+import contextlib
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hostdev.core.errors import UserError
+
+HOST_VARIABLE = "HOSTDEV_HOST"  # ranks with different values count as ranks of different hosts
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_SPACES = ("net", "user")  # namespaces of Linux that decide whether processes can connect
+_INDEX = struct.Struct("<q")
+_CREDENTIALS = struct.Struct("3i")  # process, user and group, as the kernel states them
+
+Links = list[socket.socket]
+
+
+def get_identity(rank: int) -> str:
+    """Return a text that is equal for two ranks if they run on one host and can share memory.
+
+    They must share a running kernel, the namespaces of networks and users, and the user. On systems other than Linux no
+    two ranks have equal texts.
+    """
+    try:
+        spaces = [str(Path(f"/proc/self/ns/{name}").readlink()) for name in _SPACES]
+        kernel = [_BOOT.read_text().strip(), *spaces, str(os.getuid())]
+    except OSError:
+        kernel = [f"rank {rank}"]
+    return " ".join([*kernel, os.environ.get(HOST_VARIABLE, "")])
+
+
+def group_by_host(ranks: Sequence[int], identities: Sequence[str]) -> list[list[int]]:
+    """Return the indices of a group's ranks by host, the hosts in the order of their first ranks.
+
+    Args:
+        ranks: The ranks of the group.
+        identities: The identity of each rank of the run.
+    """
+    hosts: dict[str, list[int]] = {}
+    for index, rank in enumerate(ranks):
+        hosts.setdefault(identities[rank], []).append(index)
+    return list(hosts.values())
+
+
+def have_levels(hosts: Sequence[Sequence[int]]) -> bool:
+    """Return whether there are several hosts, and one of them has several ranks."""
+    return len(hosts) > 1 and max(map(len, hosts)) > 1
+
+
+def require_two_levels(hosts: Sequence[Sequence[int]]) -> None:
+    """Raise UserError unless ranks can exchange in two levels."""
+    if not have_levels(hosts):
+        where = "all ranks are on one host" if len(hosts) == 1 else "each rank has a host of its own"
+        raise UserError(f"two exchange levels have no effect, because {where}; leave out --exchange-levels 2")
+
+
+def connect_host(store: Any, key: str, mine: int, count: int, seconds: float) -> Links:
+    """Connect a host's ranks of a channel with the first of them; all of them call it.
+
+    Args:
+        store: The store of the run.
+        key: Where the first rank announces its address.
+        mine: Index of this rank among the host's ranks.
+        count: Number of the host's ranks.
+        seconds: Timeout, also of the returned sockets.
+
+    Returns:
+        The first rank's sockets to the others, in their order; for each other rank its socket to the first.
+
+    Raises:
+        RuntimeError: A rank does not connect in time.
+    """
+    try:
+        made = _call(store, key, seconds) if mine else _answer(store, key, count, seconds)
+        if mine:
+            made[0].sendall(_INDEX.pack(mine))
+    except OSError as error:
+        raise RuntimeError(f"ranks of this host cannot connect to each other: {error}") from None
+    for link in made:
+        link.settimeout(seconds)
+    return made
+
+
+def _call(store: Any, key: str, seconds: float) -> Links:
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    link.settimeout(seconds)
+    link.connect(b"\0" + store.get(key))
+    return [link]
+
+
+def _answer(store: Any, key: str, count: int, seconds: float) -> Links:
+    """Listen at an abstract address, which leaves no file behind, until all other ranks have connected."""
+    found: dict[int, socket.socket] = {}
+    until = time.monotonic() + seconds
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        name = f"hostdev-{secrets.token_hex(16)}"
+        listening.bind(b"\0" + name.encode())
+        listening.listen(count)
+        store.set(key, name)
+        while len(found) < count - 1:
+            listening.settimeout(max(0.001, until - time.monotonic()))
+            link, _ = listening.accept()
+            link.settimeout(max(0.001, until - time.monotonic()))
+            index = _read_index(link)
+            if 0 < index < count and index not in found:
+                found[index] = link
+            else:
+                link.close()
+    return [found[index] for index in sorted(found)]
+
+
+def _read_index(link: socket.socket) -> int:
+    """Return the index that a process sends; 0 if it is no rank of this run."""
+    credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    if _CREDENTIALS.unpack(credentials)[1] == os.getuid():
+        with contextlib.suppress(struct.error, OSError):
+            return int(_INDEX.unpack(link.recv(_INDEX.size + 1))[0])
+    return 0
