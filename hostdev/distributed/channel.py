@@ -141,6 +141,6 @@ class Channel(LocalChannel):
 
 
 def _close(group: Any) -> None:
-    if dist.is_initialized():
+    if group is not None and dist.is_initialized():  # None would mean all groups
         with contextlib.suppress(ValueError):  # raised if all groups are already closed
             dist.destroy_process_group(group)

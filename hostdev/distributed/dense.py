@@ -6,12 +6,10 @@ ranks. A bucket is sent once the last micro-batch's backward pass has produced a
 torch.nn.parallel.DistributedDataParallel (Li et al., VLDB 2020).
 """
 
-import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,10 +17,10 @@ import torch
 from torch import Tensor
 
 from hostdev.core.micro_batches import EXCHANGES, Node, TreeSum, get_nodes
+from hostdev.distributed.all_reduce import AllReduce, Tree, make_tree
 from hostdev.distributed.channel import Channel
 
 BUCKET_BYTES = 4 << 20
-_FREE = 2  # reference count of memory in no other use: the attribute, and getrefcount's argument
 Grads = list[Tensor | None]
 Sum = tuple[Tensor, Any]  # a sum, and its completion event (None in host memory)
 
@@ -33,104 +31,6 @@ def add_lists(left: Grads, right: Grads) -> Grads:
     if both:
         torch._foreach_add_([a for a, _ in both], [b for _, b in both])
     return [b if a is None else a for a, b in zip(left, right, strict=True)]
-
-
-class TreeAllReduce:
-    """Sums over the nodes of all ranks, in the tree's order; the result is bit-identical on all ranks.
-
-    On an accelerator's channel all work is queued on the current stream.
-
-    Args:
-        channel: Connects the ranks.
-        nodes: (start, size) of each rank's nodes.
-        n: Number of values of each node.
-    """
-
-    def __init__(self, channel: Channel, nodes: Sequence[Sequence[tuple[int, int]]], n: int) -> None:
-        self._channel, self._nodes, self.n = channel, nodes, n
-        device = channel.device
-        W, mine = channel.ranks, channel.rank
-        self._edges = [n * rank // W for rank in range(W + 1)]
-        self._widths = [stop - start for start, stop in pairwise(self._edges)]
-        own = len(nodes[mine])
-        self.flat = torch.empty(n if own == 1 else 0, device=device)  # input buffer of `sum` if this rank has one node
-        self._send = torch.empty(0 if own == 1 else own * n, device=device)
-        # This rank's own slice is not sent if the rest is contiguous.
-        self._at_end = mine in (0, W - 1)
-        self._received = [0 if rank == mine and self._at_end else len(each) for rank, each in enumerate(nodes)]
-        self._receive_buffer = torch.empty(self._widths[mine] * sum(self._received), device=device)
-        self._memory = np.empty(n, np.float32)  # memory of the last result
-
-    def sum(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the sum, float32 [n].
-
-        The next call overwrites it unless a part of it is still referenced.
-
-        Args:
-            parts: A tensor for each node of this rank, float32 [n], on the device of the channel's buffers.
-        """
-        mine, edges, widths, own = self._channel.rank, self._edges, self._widths, len(parts)
-        width, begin, end = widths[mine], edges[mine], edges[mine + 1]
-        send = parts[0]
-        if own > 1:
-            send = self._send
-            torch.cat([part[start:stop] for start, stop in pairwise(edges) for part in parts], out=send)
-        counts = [width * own for width in widths]
-        self._channel.all_to_all(
-            *self._others(send, counts), [width * n for n in self._received], out=self._receive_buffer
-        )
-        tree: TreeSum[Tensor] = TreeSum(lambda left, right: left.add_(right))
-        here = [send[begin * own + number * width :][:width] for number in range(own)]
-        received = iter(self._receive_buffer.view(-1, width) if width else [self._receive_buffer] * sum(self._received))
-        for rank, nodes in enumerate(self._nodes):
-            for number, (start, size) in enumerate(nodes):
-                tree.put(Node(start, size, next(received) if self._received[rank] else here[number]))
-        total = tree.total()
-        assert total is not None
-        found = self._free()
-        torch.add(total, 0.0, out=found[begin:end])  # turns -0 into 0, as one process does
-        self._spread(found, begin, end)
-        return found
-
-    def _free(self) -> Tensor:
-        """Return memory for a sum."""
-        if self._channel.device.type != "cpu":
-            return torch.empty(self.n, device=self._channel.device)  # torch caches device memory
-        if sys.getrefcount(self._memory) > _FREE:  # still in use; otherwise reuse avoids page faults of new memory
-            self._memory = np.empty(self.n, np.float32)
-        return torch.from_numpy(self._memory)
-
-    def _others(self, values: Tensor, counts: list[int]) -> tuple[Tensor, list[int]]:
-        """Return a flat buffer and its counts without this rank's slice; with it if the rest is not contiguous."""
-        if not self._at_end:
-            return values, counts
-        mine = self._channel.rank
-        rest = values[counts[0] :] if mine == 0 else values[: sum(counts[:mine])]
-        return rest, [0 if rank == mine else count for rank, count in enumerate(counts)]
-
-    def _spread(self, found: Tensor, begin: int, end: int) -> None:
-        """Send the other ranks the slice that this rank has summed, and receive their slices into `found`."""
-        mine, W = self._channel.rank, self._channel.ranks
-        give = [0 if rank == mine and self._at_end else end - begin for rank in range(W)]
-        copies = W - 1 if self._at_end else W
-        total = found[begin:end]
-        rest, take = self._others(found, list(self._widths))
-        self._channel.all_to_all(total if copies == 1 else total.repeat(copies), give, take, out=rest)
-
-
-class AllReduce:
-    """Sums over all micro-batches in an order that depends on the ranks; otherwise like `TreeAllReduce`."""
-
-    def __init__(self, channel: Channel, nodes: Sequence[Sequence[tuple[int, int]]], n: int) -> None:
-        self._channel, self.flat = channel, torch.empty(0, device=channel.device)
-
-    def sum(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the sum, float32 [n], in new memory; `parts` as in `TreeAllReduce.sum`."""
-        total = parts[0].clone()
-        for part in parts[1:]:
-            total.add_(part)
-        self._channel.all_reduce(total)
-        return total.add_(0.0)
 
 
 class DenseGradients:
@@ -151,9 +51,9 @@ class DenseGradients:
         self._first = channel.rank * count
         self._nodes = [get_nodes(rank * count, (rank + 1) * count) for rank in range(channel.ranks)]
         self._buckets = _buckets(self.parameters)
-        made = TreeAllReduce if exchange == EXCHANGES[0] else AllReduce
-        self._sums = [made(channel, self._nodes, sum(map(self._size, bucket))) for bucket in self._buckets]
-        self._small: TreeAllReduce | None = None
+        make: Callable[..., Tree | AllReduce] = make_tree if exchange == EXCHANGES[0] else AllReduce
+        self._sums = [make(channel, self._nodes, sum(map(self._size, bucket))) for bucket in self._buckets]
+        self._small: Tree | None = None
         self._bucket_of = {number: b for b, bucket in enumerate(self._buckets) for number in bucket}
         if any(parameter.dtype != torch.float32 for parameter in self.parameters):
             raise ValueError("ranks can sum float32 gradients only; keep the parameters float32, and use autocast")
@@ -258,10 +158,10 @@ class DenseGradients:
     def _size(self, number: int) -> int:
         return self.parameters[number].numel()
 
-    def _submit(self, tree: "TreeAllReduce | AllReduce", parts: Sequence[Tensor]) -> Future[Sum]:
+    def _submit(self, tree: Tree | AllReduce, parts: Sequence[Tensor]) -> Future[Sum]:
         return self._worker.submit(self._exchange, tree, parts, _record_event(parts[0]))
 
-    def _exchange(self, tree: "TreeAllReduce | AllReduce", parts: Sequence[Tensor], mark: Any) -> Sum:
+    def _exchange(self, tree: Tree | AllReduce, parts: Sequence[Tensor], mark: Any) -> Sum:
         """Sum over all ranks, in the worker's thread."""
         if self._stream is None:  # through host memory
             if mark is not None:
@@ -286,7 +186,7 @@ class DenseGradients:
     def small(self, values: Tensor) -> Tensor:
         """Return the sum of a few numbers over all ranks, float32 [n], after the step's gradients."""
         if self._small is None or self._small.n != len(values):
-            self._small = TreeAllReduce(self._channel, self._nodes, len(values))
+            self._small = make_tree(self._channel, self._nodes, len(values))
         values = values.to(self._channel.device)
         parts = [values] + [torch.zeros_like(values)] * (len(self._nodes[self._channel.rank]) - 1)
         return self._summed(self._submit(self._small, parts))
@@ -319,7 +219,7 @@ class DenseExchange:
     ) -> None:
         self._channel, self._count, self._kind, self._others = channel, count, kind, others
         self._current: DenseGradients | None = None
-        self._sums: dict[int, TreeAllReduce] = {}  # over all ranks, by the number of values
+        self._sums: dict[int, Tree] = {}  # over all ranks, by the number of values
 
     @property
     def is_of_all(self) -> bool:
@@ -338,7 +238,7 @@ class DenseExchange:
             return dense.small(values)
         to_all, n = self._others[1], len(values)
         if n not in self._sums:
-            self._sums[n] = TreeAllReduce(to_all, [[(rank, 1)] for rank in range(to_all.ranks)], n)
+            self._sums[n] = make_tree(to_all, [[(rank, 1)] for rank in range(to_all.ranks)], n)
         return self._sums[n].sum([values.cpu()])
 
     def is_new(self, parameters: list[Tensor]) -> bool:

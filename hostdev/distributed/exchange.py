@@ -84,6 +84,11 @@ class Exchange:
         """Bytes sent to other ranks so far."""
         return sum(channel.sent_bytes for channel in self._channels)
 
+    @property
+    def network_bytes(self) -> int:
+        """Of these, bytes sent to other hosts."""
+        return sum(channel.network_bytes for channel in self._channels)
+
     def ids(self, groups: Sequence[Ids]) -> list[tuple[Ids, Asked]]:
         """Request rows from their owners; return, by group, the distinct rows requested from this rank, and an `Asked`.
 

@@ -3,6 +3,7 @@
 import mmap
 import os
 import socket
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -148,11 +149,12 @@ class HostExchange:
         self._ranks = sum(map(len, hosts))
         self._memory = HostMemory()
         self._number = 0  # of the exchange
+        self._end = weakref.finalize(self, _close, links)
+        self._end.atexit = False  # at exit, the operating system closes the sockets
 
     def close(self) -> None:
         """Close the sockets."""
-        for link in self._links:
-            link.close()
+        self._end()
 
     def run(self, given: Part, taken: Part, between: Callable[[Bytes, Layout], None] | None) -> None:
         """Send and receive the parts of all ranks of this host; all of them call it.
@@ -248,6 +250,11 @@ class HostExchange:
 
     def _name(self, link: int) -> int:
         return int(self._layouts.local[0 if self._mine else link + 1])
+
+
+def _close(links: Links) -> None:
+    for link in links:
+        link.close()
 
 
 def _send(link: socket.socket, parts: Sequence[Any], descriptors: Sequence[int] = ()) -> None:

@@ -57,7 +57,7 @@ def require_two_levels(hosts: Sequence[Sequence[int]]) -> None:
     """Raise UserError unless ranks can exchange in two levels."""
     if not have_levels(hosts):
         where = "all ranks are on one host" if len(hosts) == 1 else "each rank has a host of its own"
-        raise UserError(f"two exchange levels have no effect, because {where}; leave out --exchange-levels 2")
+        raise UserError(f"--exchange-levels 2 has no effect, because {where}; leave it out")
 
 
 def connect_host(store: Any, key: str, mine: int, count: int, seconds: float) -> Links:

@@ -27,6 +27,7 @@ def join(
     timeout: float = TIMEOUT,
     meeting: float = RENDEZVOUS_SECONDS,
     backend: str | None = None,
+    levels: int | None = None,
 ) -> Iterator[Ranks | None]:
     """Join the processes that a launcher has started, and yield the `Ranks`; None if this process is alone.
 
@@ -37,10 +38,15 @@ def join(
         timeout: Seconds that a rank waits for another within a step.
         meeting: Seconds until the rendezvous must be complete.
         backend: Backend of torch.distributed between devices; None for the devices' own.
+        levels: 1: each rank exchanges with each other one. 2: ranks of a host share memory, and one of each host
+            exchanges with other hosts. None: 2 if there are several hosts, and one has several ranks.
 
     Raises:
-        UserError: The mesh has the wrong size, the rendezvous failed, or torch.distributed is already initialised.
+        UserError: The mesh has the wrong size, the rendezvous failed, two levels have no effect, or torch.distributed
+            is already initialised.
     """
+    if levels not in (None, 1, 2):
+        raise UserError(f"levels must be 1 or 2, not {levels}")
     if group_size() > 1:
         raise UserError(
             "torch.distributed is already initialised; leave out init_process_group(): hostdev.join() creates the "
@@ -60,7 +66,16 @@ def join(
         yield None
         return
     take_host_share(env)
-    ranks = Ranks(env, partial(_end_process, env), timeout=timeout, meeting=meeting, backend=backend, mesh=wanted)
+    ranks = Ranks(
+        env,
+        partial(_end_process, env),
+        timeout=timeout,
+        meeting=meeting,
+        backend=backend,
+        mesh=wanted,
+        values={"levels": levels},
+        levels=levels,
+    )
     with leave_together(ranks):
         yield ranks
 

@@ -32,13 +32,13 @@ class TwoLevelChannel(Channel):
         self, rank: int, hosts: Sequence[Sequence[int]], group: Any, lost: Callable[[], None], links: Links
     ) -> None:
         super().__init__(rank, sum(map(len, hosts)), group, lost, hosts=hosts)
-        self._local = self.hosts[self.here]
-        self._host = HostExchange(self.hosts, self.here, self._local.index(rank), links)
+        self.local = self.hosts[self.here]
+        self._host = HostExchange(self.hosts, self.here, self.local.index(rank), links)
 
     @property
     def leads(self) -> bool:
         """Return whether this rank exchanges with other hosts."""
-        return self.rank == self._local[0]
+        return self.rank == self.local[0]
 
     def let_go(self) -> None:
         """Close the connections of this host, and release the destroyed group."""
@@ -53,19 +53,31 @@ class TwoLevelChannel(Channel):
         out, values = whole[layout.start : layout.size], whole[: sum(layout.give)]
         dist.all_to_all_single(out, values, layout.take, layout.give, group=self.group)
 
-    def exchange_within(self, values: Tensor, counts: Sequence[int], receive: Sequence[int], out: Tensor) -> None:
-        """Exchange with the ranks of this host alone; `counts` and `receive` have a number for each of them."""
-        self.sent_bytes += (sum(counts) - counts[self._local.index(self.rank)]) * values.element_size()
-        with self.answering():
-            self._run_within(out, values, counts, receive)
+    def exchange_within(
+        self, values: Tensor, counts: Sequence[int], receive: Sequence[int], out: Tensor, *, same: bool = False
+    ) -> None:
+        """Exchange with the ranks of this host alone.
 
-    def _run_within(self, out: Tensor, values: Tensor, counts: Sequence[int], receive: Sequence[int]) -> None:
-        self._run(out, values, self._spread(counts), self._spread(receive), None)
+        Args:
+            values: As in `all_to_all`; with `same`, all of them are for each rank with a count.
+            counts: Number of values for each rank of this host.
+            receive: Number of values from each rank of this host.
+            out: Receives the values.
+            same: Whether each rank gets the same values.
+        """
+        self.sent_bytes += (sum(counts) - counts[self.local.index(self.rank)]) * values.element_size()
+        with self.answering():
+            self._run_within(out, values, counts, receive, same=same)
+
+    def _run_within(
+        self, out: Tensor, values: Tensor, counts: Sequence[int], receive: Sequence[int], *, same: bool = False
+    ) -> None:
+        self._run(out, values, self._spread(counts), self._spread(receive), None, same=same)
 
     def _spread(self, counts: Sequence[int]) -> list[int]:
         """Return a number for each rank of the channel: those of this host's ranks, and 0 for others."""
         all_counts = [0] * self.ranks
-        for rank, count in zip(self._local, counts, strict=True):
+        for rank, count in zip(self.local, counts, strict=True):
             all_counts[rank] = count
         return all_counts
 
@@ -76,10 +88,14 @@ class TwoLevelChannel(Channel):
         counts: Sequence[int],
         receive: Sequence[int],
         between: Callable[[Bytes, Layout], None] | None,
+        *,
+        same: bool = False,
     ) -> None:
-        if len(values) != sum(counts) or len(out) != sum(receive):
+        if len(values) != (max(counts) if same else sum(counts)) or len(out) != sum(receive):
             raise ValueError("the buffers do not have the sizes of their parts")
         given, taken = (_make_part(*each) for each in ((values, counts), (out, receive)))
+        if same:
+            given = given._replace(starts=np.zeros_like(given.starts))
         own = self.rank
         taken.buffer[taken.starts[own] :][: taken.sizes[own]] = given.buffer[given.starts[own] :][: given.sizes[own]]
         given.sizes[own] = taken.sizes[own] = 0
@@ -89,12 +105,12 @@ class TwoLevelChannel(Channel):
         """Overwrite values with their sum over all ranks, added in an unspecified order."""
         flat, H = values.view(-1), len(self.hosts)
         n = len(flat)
-        parts = torch.empty(n * len(self._local) * self.leads, dtype=values.dtype)
-        self.sent_bytes += values.nbytes * (len(self._local) - 1 if self.leads else 1)
+        parts = torch.empty(n * len(self.local) * self.leads, dtype=values.dtype)
+        self.sent_bytes += values.nbytes * (len(self.local) - 1 if self.leads else 1)
         with self.answering():
-            self._run_within(parts, flat, self._to_first(n), [n * self.leads] * len(self._local))
+            self._run_within(parts, flat, self._to_first(n), [n * self.leads] * len(self.local))
             if self.leads:
-                flat.copy_(parts.view(len(self._local), n).sum(0))
+                flat.copy_(parts.view(len(self.local), n).sum(0))
                 sent = 2 * (H - 1) * values.nbytes // H
                 self.sent_bytes += sent
                 self.network_bytes += sent
@@ -110,17 +126,18 @@ class TwoLevelChannel(Channel):
             self._copy_first(flat)
 
     def _to_first(self, n: int) -> list[int]:
-        return [n] + [0] * (len(self._local) - 1)
+        return [n] + [0] * (len(self.local) - 1)
 
     def _copy_first(self, flat: Tensor) -> None:
         """Overwrite values with those of this host's first rank."""
-        L, n = len(self._local), len(flat)
+        L, n = len(self.local), len(flat)
         if not self.leads:
             self._run_within(flat, flat[:0], [0] * L, self._to_first(n))
             return
-        self._run_within(flat[:0], flat.repeat(L - 1), [0, *[n] * (L - 1)], [0] * L)
+        self._run_within(flat[:0], flat[: n * (L > 1)], [0, *[n] * (L - 1)], [0] * L, same=True)
 
 
 def _make_part(values: Tensor, counts: Sequence[int]) -> Part:
     sizes = np.array(counts, np.int64) * values.element_size()
-    return Part(values.detach().view(torch.uint8).numpy(), np.cumsum(sizes) - sizes, sizes)
+    flat = values.detach().as_strided(values.shape, (1,))  # the stride of a single value may be another number
+    return Part(flat.view(torch.uint8).numpy(), np.cumsum(sizes) - sizes, sizes)

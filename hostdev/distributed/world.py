@@ -17,7 +17,7 @@ class Closable(Protocol):
 class LocalChannel:
     """The collectives of a process group with one member: they return their input."""
 
-    rank, ranks, sent_bytes = 0, 1, 0
+    rank, ranks, sent_bytes, network_bytes = 0, 1, 0, 0
 
     def answering(self) -> AbstractContextManager[None]:
         """Return a context in which no other rank can be lost."""

@@ -84,7 +84,7 @@ class Pipeline:
     def exchanged_bytes(self) -> dict[str, int]:
         """Return the bytes of ids, rows and gradients sent to other ranks in training, and a lower bound on them."""
         exchange = self._context.exchanges[True]
-        return {"rows": exchange.sent_bytes, "least": exchange.least_bytes}
+        return {"rows": exchange.sent_bytes, "least": exchange.least_bytes, "network": exchange.network_bytes}
 
     @contextmanager
     def train(

@@ -164,9 +164,14 @@ class Runtime(FrameworkLoaders):
         return [group.cache for group in groups if group.cache is not None]
 
     def exchanged_bytes(self) -> dict[str, int]:
-        """Return the bytes sent to other ranks in training: "rows", the "least" possible for rows, and "dense"."""
+        """Return the bytes sent to other ranks in training.
+
+        These are "rows", the "least" possible for rows, "dense", and "network": those of all that went to other hosts.
+        """
         assert self.dense_channel is not None
-        return {**self.pipeline.exchanged_bytes(), "dense": self.dense_channel.sent_bytes}
+        sent = self.pipeline.exchanged_bytes()
+        network = sent["network"] + self.dense_channel.network_bytes
+        return {**sent, "dense": self.dense_channel.sent_bytes, "network": network}
 
     @property
     def optimizer(self) -> TableOptimizer:

@@ -97,6 +97,7 @@ class ProcessSession:
             backend=settings.dist_backend,
             mesh=parse_mesh(settings.mesh) if settings.mesh is not None else None,
             values=get_shared_values(settings, environment.ranks),
+            levels=settings.exchange_levels,
         )
         self._answer = self.ranks.monitor.answer
         if environment.rank:
@@ -189,7 +190,16 @@ def join_processes(settings: TrainConfig, require: Callable[[TrainConfig], objec
     environment = find_rank_environment()
     if environment.alone:
         resolve_mesh(settings, 1)
-        for name in ("dist_timeout", "dist_backend", "dist_url", "batch_per_rank", "dense_exchange", "mesh"):
+        own = (
+            "dist_timeout",
+            "dist_backend",
+            "dist_url",
+            "batch_per_rank",
+            "dense_exchange",
+            "exchange_levels",
+            "mesh",
+        )
+        for name in own:
             if getattr(settings, name) is not None:
                 option = "--" + name.replace("_", "-")
                 raise UserError(f"{option} has no effect in one process; omit it, or start several processes")

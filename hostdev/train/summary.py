@@ -10,6 +10,7 @@ from hostdev.core.micro_batches import EXCHANGES
 from hostdev.core.rotation import RotatedFile
 from hostdev.core.table_primitives import UPDATES, CacheAdmit, CacheEvict, EmbeddingLookup
 from hostdev.distributed.process_group import Ranks
+from hostdev.distributed.two_levels import TwoLevelChannel
 from hostdev.train.trainer import Trainer
 
 
@@ -77,6 +78,8 @@ def get_ranks(ranks: Ranks | None, trainer: Trainer, mesh: str | None, sent: Map
             "parts": trainer.cut,
             "dense_exchange": runtime.dense_exchange,
             "backend": runtime.dense_channel.backend,
+            "hosts": len(ranks.control.hosts),
+            "exchange_levels": 2 if isinstance(ranks.control, TwoLevelChannel) else 1,
             "exact": runtime.dense_exchange == EXCHANGES[0],
             "sent_bytes": dict(sent),
         }

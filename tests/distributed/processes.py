@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from hostdev.distributed.hosts import HOST_VARIABLE
 from tests.conftest import ROOT
 
 LONGEST = 280.0  # seconds that a training of a test may take on a busy machine
@@ -93,6 +94,15 @@ class Processes:
             for process, files in zip(self.started, self._files, strict=True)
             for path in files
         )
+
+
+def start_on(processes, places, *arguments, **env):
+    """Start a rank on each of these hosts, which are names for parts of this one."""
+    meeting = {"WORLD_SIZE": len(places), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    return [
+        processes.start(sys.executable, *arguments, RANK=rank, **{HOST_VARIABLE: f"host{place}"}, **meeting, **env)
+        for rank, place in enumerate(places)
+    ]
 
 
 def wait_until(is_so, seconds=LONGEST, told=lambda: ""):

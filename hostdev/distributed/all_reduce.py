@@ -1,0 +1,224 @@
+"""All-reduces of a vector over all ranks: in the order of a tree, by slices; or in the order that the library chooses.
+
+Each rank owns a slice of the elements: it receives that slice of every node, adds the slices, and sends the sum to all
+ranks. This moves as many bytes as a ring all-reduce, and the order of the additions does not depend on the ranks.
+"""
+
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hostdev.core.micro_batches import Node, TreeSum
+from hostdev.distributed.channel import Channel
+from hostdev.distributed.two_levels import TwoLevelChannel
+
+_FREE = 2  # reference count of memory in no other use: the attribute, and getrefcount's argument
+_LEAST_VALUES = 4096  # of a vector that is summed within hosts first
+Nodes = Sequence[tuple[int, int]]
+
+
+class Tree:
+    """Sums over the nodes of all ranks, in the tree's order; the result is bit-identical on all ranks.
+
+    Args:
+        channel: Connects the ranks.
+        nodes: (start, size) of each rank's nodes.
+        n: Number of values of each node.
+    """
+
+    def __init__(self, channel: Channel, nodes: Sequence[Nodes], n: int) -> None:
+        self._channel, self._nodes, self.n = channel, nodes, n
+        own = len(nodes[channel.rank])
+        self.flat = torch.empty(n if own == 1 else 0, device=channel.device)  # input of `sum` if this rank has one node
+        self._send = torch.empty(0 if own == 1 else own * n, device=channel.device)
+        self._memory = np.empty(n, np.float32)  # memory of the last result
+
+    def sum(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the sum, float32 [n].
+
+        The next call overwrites it unless a part of it is still referenced.
+
+        Args:
+            parts: A tensor for each node of this rank, float32 [n], on the device of the channel's buffers.
+        """
+        raise NotImplementedError
+
+    def _join(self, parts: Sequence[Tensor], edges: Sequence[int]) -> Tensor:
+        """Return the nodes as one buffer, slice by slice."""
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([part[start:stop] for start, stop in pairwise(edges) for part in parts], out=self._send)
+
+    def _free(self) -> Tensor:
+        """Return memory for a sum."""
+        if self._channel.device.type != "cpu":
+            return torch.empty(self.n, device=self._channel.device)  # torch caches device memory
+        if sys.getrefcount(self._memory) > _FREE:  # still in use; otherwise reuse avoids page faults of new memory
+            self._memory = np.empty(self.n, np.float32)
+        return torch.from_numpy(self._memory)
+
+
+class TreeAllReduce(Tree):
+    """The sums of `Tree`: each rank exchanges slices with all others.
+
+    On an accelerator's channel all work is queued on the current stream.
+    """
+
+    def __init__(self, channel: Channel, nodes: Sequence[Nodes], n: int) -> None:
+        super().__init__(channel, nodes, n)
+        W, mine = channel.ranks, channel.rank
+        self._edges = [n * rank // W for rank in range(W + 1)]
+        self._widths = [stop - start for start, stop in pairwise(self._edges)]
+        # This rank's own slice is not sent if the rest is contiguous.
+        self._at_end = mine in (0, W - 1)
+        self._received = [0 if rank == mine and self._at_end else len(each) for rank, each in enumerate(nodes)]
+        self._receive_buffer = torch.empty(self._widths[mine] * sum(self._received), device=channel.device)
+
+    def sum(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the sum: see `Tree.sum`."""
+        mine, edges, widths, own = self._channel.rank, self._edges, self._widths, len(parts)
+        width, begin, end = widths[mine], edges[mine], edges[mine + 1]
+        send = self._join(parts, edges)
+        counts = [width * own for width in widths]
+        self._channel.all_to_all(
+            *self._others(send, counts), [width * n for n in self._received], out=self._receive_buffer
+        )
+        tree: TreeSum[Tensor] = TreeSum(_add)
+        here = [send[begin * own + number * width :][:width] for number in range(own)]
+        received = iter(self._receive_buffer.view(-1, width) if width else [self._receive_buffer] * sum(self._received))
+        for rank, nodes in enumerate(self._nodes):
+            for number, (start, size) in enumerate(nodes):
+                tree.put(Node(start, size, next(received) if self._received[rank] else here[number]))
+        total = tree.total()
+        assert total is not None
+        found = self._free()
+        torch.add(total, 0.0, out=found[begin:end])  # turns -0 into 0, as one process does
+        self._spread(found, begin, end)
+        return found
+
+    def _others(self, values: Tensor, counts: list[int]) -> tuple[Tensor, list[int]]:
+        """Return a flat buffer and its counts without this rank's slice; with it if the rest is not contiguous."""
+        if not self._at_end:
+            return values, counts
+        mine = self._channel.rank
+        rest = values[counts[0] :] if mine == 0 else values[: sum(counts[:mine])]
+        return rest, [0 if rank == mine else count for rank, count in enumerate(counts)]
+
+    def _spread(self, found: Tensor, begin: int, end: int) -> None:
+        """Send the other ranks the slice that this rank has summed, and receive their slices into `found`."""
+        mine, W = self._channel.rank, self._channel.ranks
+        give = [0 if rank == mine and self._at_end else end - begin for rank in range(W)]
+        copies = W - 1 if self._at_end else W
+        total = found[begin:end]
+        rest, take = self._others(found, list(self._widths))
+        self._channel.all_to_all(total if copies == 1 else total.repeat(copies), give, take, out=rest)
+
+
+class AllReduce:
+    """Sums over all micro-batches in an order that depends on the ranks; otherwise like `Tree`."""
+
+    def __init__(self, channel: Channel, nodes: Sequence[Nodes], n: int) -> None:
+        self._channel, self.flat = channel, torch.empty(0, device=channel.device)
+
+    def sum(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the sum, float32 [n], in new memory; `parts` as in `Tree.sum`."""
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total.add_(part)
+        self._channel.all_reduce(total)
+        return total.add_(0.0)
+
+
+class TwoLevelTree(Tree):
+    """The sums of `Tree`, within hosts first: each host sends the nodes that its own ranks fill.
+
+    L ranks of a host divide the elements among themselves, and sum their slices over the host's nodes. The ranks with
+    the same index on all hosts divide such a slice among themselves in turn. A host therefore sends other hosts as many
+    bytes as one rank would. The tree's order remains: a host's ranks have neighbouring micro-batches.
+
+    Args:
+        channel: Connects the ranks; each host has equally many, in order.
+        nodes: (start, size) of each rank's nodes.
+        n: Number of values of each node, at least the number of ranks.
+    """
+
+    def __init__(self, channel: TwoLevelChannel, nodes: Sequence[Nodes], n: int) -> None:
+        super().__init__(channel, nodes, n)
+        self._levels, self._mine = channel, channel.local.index(channel.rank)
+        L, H = len(channel.local), len(channel.hosts)
+        self._slices = [n * index // L for index in range(L + 1)]
+        self._width = self._slices[self._mine + 1] - self._slices[self._mine]
+        self._pieces = [self._width * host // H for host in range(H + 1)]
+        self._of_hosts = [_join_nodes([nodes[rank] for rank in ranks]) for ranks in channel.hosts]
+        own = self._pieces[channel.here + 1] - self._pieces[channel.here]
+        self._from_ranks = [len(nodes[rank]) * self._width for rank in channel.local]
+        self._from_hosts = [len(each) * own for each in self._of_hosts]
+        self._receive_buffer = torch.empty(sum(self._from_ranks))
+        self._second_buffer = torch.empty(sum(self._from_hosts))
+
+    def sum(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the sum: see `Tree.sum`."""
+        channel, here = self._levels, self._levels.here
+        send = self._join(parts, self._slices)
+        counts = [len(parts) * (stop - start) for start, stop in pairwise(self._slices)]
+        channel.exchange_within(send, counts, self._from_ranks, self._receive_buffer)
+        tree: TreeSum[Tensor] = TreeSum(_add)
+        received = iter(self._receive_buffer.view(-1, self._width))
+        for rank in channel.local:
+            for start, size in self._nodes[rank]:
+                tree.put(Node(start, size, next(received)))
+        mine = [node.value for node in tree.nodes if node.value is not None]
+        widths = [stop - start for start, stop in pairwise(self._pieces)]
+        send = mine[0]
+        if len(mine) > 1:
+            send = torch.cat([value[start:stop] for start, stop in pairwise(self._pieces) for value in mine])
+        counts = [len(mine) * width for width in widths]
+        channel.all_to_all(
+            send, self._spread_hosts(counts), self._spread_hosts(self._from_hosts), out=self._second_buffer
+        )
+        tree = TreeSum(_add)
+        received = iter(self._second_buffer.view(-1, widths[here]))
+        for nodes in self._of_hosts:
+            for start, size in nodes:
+                tree.put(Node(start, size, next(received)))
+        total = tree.total()
+        assert total is not None
+        total = torch.add(total, 0.0)  # turns -0 into 0, as one process does
+        found, H, L = self._free(), len(widths), len(channel.local)
+        piece = found[self._slices[self._mine] : self._slices[self._mine + 1]]
+        channel.all_to_all(total.repeat(H), self._spread_hosts([len(total)] * H), self._spread_hosts(widths), out=piece)
+        sizes = [stop - start for start, stop in pairwise(self._slices)]
+        channel.exchange_within(piece.clone(), [self._width] * L, sizes, found, same=True)
+        return found
+
+    def _spread_hosts(self, counts: Sequence[int]) -> list[int]:
+        """Return a number for each rank: those of the ranks with this rank's index on their hosts, and 0 for others."""
+        all_counts = [0] * self._levels.ranks
+        for ranks, count in zip(self._levels.hosts, counts, strict=True):
+            all_counts[ranks[self._mine]] = count
+        return all_counts
+
+
+def make_tree(channel: Channel, nodes: Sequence[Nodes], n: int) -> Tree:
+    """Return the sums over the nodes of all ranks: by two levels if the channel has them and its hosts are alike."""
+    if isinstance(channel, TwoLevelChannel) and n >= max(channel.ranks, _LEAST_VALUES):
+        each = len(channel.local)
+        if channel.hosts == [list(range(first, first + each)) for first in range(0, channel.ranks, each)]:
+            return TwoLevelTree(channel, nodes, n)
+    return TreeAllReduce(channel, nodes, n)
+
+
+def _join_nodes(nodes: Sequence[Nodes]) -> list[tuple[int, int]]:
+    """Return the nodes that the ranks of a host fill together."""
+    tree: TreeSum[None] = TreeSum(lambda left, right: None)
+    for start, size in (node for each in nodes for node in each):
+        tree.put(Node(start, size, None))
+    return [(node.start, node.size) for node in tree.nodes]
+
+
+def _add(left: Tensor, right: Tensor) -> Tensor:
+    return left.add_(right)
