@@ -96,6 +96,7 @@ def test_the_list_of_flags():
         "--dist-url",
         "--dist-timeout",
         "--dense-exchange",
+        "--exchange-levels",
         "--parallel",
         "--mesh",
         "--schedule",

@@ -151,7 +151,7 @@ class TrainConfig:
         "1: each process exchanges with each other one; 2: processes of a host share memory, and one of each host "
         "exchanges with other hosts (default: 2 if there are several hosts, and one has several processes)",
         kind=int,
-        metavar="N",
+        choices=(1, 2),
     )
     dist_backend: str | None = _flag(
         "backend of torch.distributed for the dense layers' gradients (default: the device's, such as nccl, if each "
@@ -259,8 +259,6 @@ class TrainConfig:
             raise UserError(
                 "--batch-size counts the samples of all processes, --batch-per-rank those of each; give one of them"
             )
-        if self.exchange_levels not in (None, 1, 2):
-            raise UserError(f"--exchange-levels must be 1 or 2, not {self.exchange_levels}")
         if self.dist_timeout is not None and not (math.isfinite(self.dist_timeout) and self.dist_timeout > 0):
             raise UserError(f"--dist-timeout must be a number above 0, not {self.dist_timeout}")
         is_open = self.parallel in ("semi", "auto") and self.mesh is None

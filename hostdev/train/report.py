@@ -197,11 +197,8 @@ def _ranks(ranks: dict[str, Any], steps: int) -> str:
         f"{ranks['size']}{f' ({mesh})' if (mesh := ranks['mesh']) else ''}; "
         + ("" if ranks["exact"] else f"NOT EXACT: --dense-exchange {ranks['dense_exchange']}; ")
         + f"a step exchanges {exchanged}"
-        + (
-            f"; {format_bytes(round(sent['network'] / max(1, steps)))} of these leave a host"
-            if ranks["hosts"] > 1
-            else ""
-        )
+        + (f"; {format_bytes(round(sent['network'] / max(1, steps)))} of this between hosts" * (ranks["hosts"] > 1))
+    )
     )
 
 

@@ -91,6 +91,8 @@ def test_two_hosts_come_to_the_bits_of_one_process(alone, processes, hosts, smal
         assert process.code == 0, process
     first = Trained(folder)
     assert first == alone(small_data, *SMALL, M=4)
+    ranks = json.loads((folder / "summary.json").read_text())["ranks"]
+    assert (ranks["hosts"], ranks["exchange_levels"]) == (2, each)  # two levels if ranks share a host
     for rank in range(1, 2 * each):
         assert Trained(folder / f"rank{rank}").losses == first.losses
 

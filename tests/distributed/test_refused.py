@@ -105,7 +105,13 @@ def test_spawn_under_a_launcher(refused, as_one_of):
 
 @pytest.mark.parametrize(
     "flags",
-    [("--dist-timeout", 5), ("--dist-backend", "gloo"), ("--dist-url", "env://"), ("--batch-per-rank", 100)],
+    [
+        ("--dist-timeout", 5),
+        ("--dist-backend", "gloo"),
+        ("--dist-url", "env://"),
+        ("--batch-per-rank", 100),
+        ("--exchange-levels", 1),
+    ],
     ids=lambda flags: flags[0],
 )
 def test_what_has_no_effect_in_one_process(refused, flags):
@@ -122,6 +128,7 @@ def test_what_has_no_effect_in_one_process(refused, flags):
         (("--dist-timeout", 0), "--dist-timeout must be a number above 0, not 0.0"),
         (("--dist-timeout", "nan"), "--dist-timeout must be a number above 0, not nan"),
         (("--dist-backend", "mpi"), "invalid choice: 'mpi'"),
+        (("--exchange-levels", 3), "invalid choice: 3"),
         (("--micro-batches", 0), "--micro-batches must be at least 1, not 0"),
         (("--spawn", 0), "--spawn must be at least 1, not 0"),
         (("--batch-per-rank", 0), "--batch-per-rank must be at least 1, not 0"),

@@ -35,7 +35,7 @@ def test_two_hosts_of_two_ranks(alone, processes, small_data):
     assert found == alone(small_data, *SMALL, M=4)
     assert (ranks["hosts"], ranks["exchange_levels"]) == (2, 2)
     assert 0 < ranks["sent_bytes"]["network"] < ranks["sent_bytes"]["rows"] + ranks["sent_bytes"]["dense"]
-    assert re.search(r"; a step exchanges .*; .* of it leave a host\n", processes.ended()[0].out)
+    assert re.search(r"; a step exchanges .*; .* of this between hosts\n", processes.ended()[0].out)
 
 
 @pytest.mark.slow
@@ -137,10 +137,8 @@ with hostdev.join(timeout=60) as ranks:
 
 
 def test_a_rank_in_another_call(processes):
-    since = time.monotonic()
     start_on(processes, TWO_BY_TWO, "-c", OTHER_CALLS)
     ended = processes.ended(seconds=60)
-    assert time.monotonic() - since < SOON
     assert all(one.code for one in ended)
     told = [line for one in ended for line in one.err.splitlines() if "all ranks must make the same calls" in line]
     assert told
