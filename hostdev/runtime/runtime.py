@@ -164,14 +164,10 @@ class Runtime(FrameworkLoaders):
         return [group.cache for group in groups if group.cache is not None]
 
     def exchanged_bytes(self) -> dict[str, int]:
-        """Return the bytes sent to other ranks in training.
-
-        These are "rows", the "least" possible for rows, "dense", and "network": those of all that went to other hosts.
-        """
+        """Return the bytes sent in training: "rows", the "least" possible, "dense"; "network": those to other hosts."""
         assert self.dense_channel is not None
-        sent = self.pipeline.exchanged_bytes()
-        network = sent["network"] + self.dense_channel.network_bytes
-        return {**sent, "dense": self.dense_channel.sent_bytes, "network": network}
+        sent, dense = self.pipeline.exchanged_bytes(), self.dense_channel
+        return {**sent, "dense": dense.sent_bytes, "network": sent["network"] + dense.network_bytes}
 
     @property
     def optimizer(self) -> TableOptimizer:

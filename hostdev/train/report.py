@@ -192,13 +192,14 @@ def _ranks(ranks: dict[str, Any], steps: int) -> str:
         each.append(f"{format_bytes(round(sent['parts'] / max(1, steps)))} between parts of the network")
     if dense:
         each.append(f"{format_bytes(round(dense))} for the dense layers' gradients by {ranks['backend']}")
+    network = format_bytes(round(sent["network"] / max(1, steps)))
+    between = f"; {network} of this between hosts" if ranks["hosts"] > 1 else ""
     exchanged = " and ".join([", ".join(each[:-1]), each[-1]]) if len(each) > 2 else ", and ".join(each)
     return (
         f"{ranks['size']}{f' ({mesh})' if (mesh := ranks['mesh']) else ''}; "
         + ("" if ranks["exact"] else f"NOT EXACT: --dense-exchange {ranks['dense_exchange']}; ")
         + f"a step exchanges {exchanged}"
-        + (f"; {format_bytes(round(sent['network'] / max(1, steps)))} of this between hosts" * (ranks["hosts"] > 1))
-    )
+        + between
     )
 
 
