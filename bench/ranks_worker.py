@@ -38,7 +38,8 @@ from hostdev.pipeline.results import Gradients, Request, StepBatch
 from hostdev.train.trainer import Trainer
 
 ALONE_WITH_RANKS = "BENCH_RANKS_PORT"  # a port for a rank that exchanges with itself
-FIRST_CPU = "BENCH_RANKS_CPU"  # the first rank's CPU, as an index into the available CPUs
+FIRST_CPU = "BENCH_RANKS_CPU"  # the first rank's CPU, as an index into the available CPUs; ranks take them in turn
+LEVELS = "BENCH_RANKS_LEVELS"  # levels of the exchange between ranks
 BATCHES = 20  # number of batches, through which a run cycles
 SETTLE = 4  # steps before a measurement
 EXCHANGED = ("ids", "rows", "late rows", "gradients")
@@ -73,6 +74,7 @@ class Worker:
         self._runs: dict[int, _Run] = {}
         self._steps: Any = None  # an iterator over training steps
         self._sent: Any = None  # returns the bytes sent so far, and the least possible
+        self._taken = 0  # training steps
 
     def close(self) -> None:
         """End the current run."""
@@ -157,11 +159,12 @@ class Worker:
         """Return the seconds of a training step."""
         for _ in range(SETTLE):
             next(self._steps)
+        self._taken += SETTLE + steps
         return _timed(lambda: next(self._steps), steps)
 
     def sent(self) -> dict[str, int] | None:
-        """Return the bytes sent to other ranks so far; None for a single rank."""
-        return None if self._sent is None else dict(self._sent())
+        """Return the bytes sent to other ranks so far, and the steps taken; None for a single rank."""
+        return None if self._sent is None else {**self._sent(), "steps": self._taken}
 
     def trees(self, dim: int, layers: list[int], micro_batches: int, rounds: int) -> dict[str, float]:
         """Return the seconds of exchanging a dense side's gradients: ours, DDP's, and all-reduces of buckets alone.
@@ -312,7 +315,8 @@ def main() -> None:
     set_host_threads(1)
     place = find_rank_environment()
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[place.rank + int(os.environ[FIRST_CPU])]})
+        cpus = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cpus[(place.rank + int(os.environ[FIRST_CPU])) % len(cpus)]})
 
     def fault(rank: int, why: str) -> None:
         os.write(2, f"rank {rank} of {place.ranks}: {why}\n".encode())
@@ -320,7 +324,8 @@ def main() -> None:
 
     if ALONE_WITH_RANKS in os.environ:
         place = place._replace(port=int(os.environ[ALONE_WITH_RANKS]))
-    worker = Worker(None if place.alone and not place.port else Ranks(place, fault))
+    levels = int(os.environ[LEVELS]) if LEVELS in os.environ else None
+    worker = Worker(None if place.alone and not place.port else Ranks(place, fault, levels=levels))
     serve(worker)
     if worker.ranks is not None:
         worker.ranks.leave()

@@ -58,6 +58,7 @@ BENCHES = {
         regular=True,
         trial=("--rows", "100000", "--batch-sizes", "500", "--steps", "4", "--rounds", "1"),
     ),
+    "hosts": Bench("bench_hosts", trial=("--rows", "100000", "--batch-size", "500", "--steps", "2", "--rounds", "1")),
     "peers": Bench("bench_peers"),
     "bags": Bench("bench_bags"),
     "dlrm": Bench("bench_dlrm"),
