@@ -12,12 +12,14 @@ import numpy.typing as npt
 
 from hostdev.core.errors import TransientError
 from hostdev.distributed.hosts import Links
+from hostdev.kernels.pool import Task, run_tasks
 
 Bytes = npt.NDArray[np.uint8]
 Sizes = npt.NDArray[np.int64]
 
 _ATTACHED_BYTES = 32 << 10  # a rank with at most so many bytes for others attaches them to its first message
 _STEP_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 20  # bytes that a thread copies at a time
 _SPARE = 4  # one part in so many is allocated beyond the size that is needed
 
 
@@ -88,12 +90,14 @@ class Layouts:
             self._host_of[list(ranks)] = number
         self._hosts = len(hosts)
 
-    def make(self, gives: Sizes, takes: Sizes) -> Layout:
+    def make(self, gives: Sizes, takes: Sizes, *, same: bool = False) -> Layout:
         """Return the layout of an exchange.
 
         Args:
             gives: Bytes that each rank of this host sends each rank, [L, W]; 0 to itself.
             takes: Bytes that each rank of this host receives from each rank, [L, W]; 0 from itself.
+            same: Whether each rank sends the same bytes to all ranks of this host to which it sends any, and none to
+                other hosts. They are stored once.
 
         Raises:
             RuntimeError: Two ranks of this host expect different sizes.
@@ -106,6 +110,12 @@ class Layouts:
                 f"which expects {taken[sender, receiver]}"
             )
         sends, reads = np.zeros_like(gives), np.zeros_like(takes)
+        if same:
+            ends = np.cumsum(gives.max(1))
+            sends[:] = (ends - gives.max(1))[:, None]
+            reads[:, self.local] = (ends - gives.max(1))[None]
+            none = [0] * self._hosts
+            return Layout(sends, reads, none, none, int(ends[-1]), int(ends[-1]))
         ends = np.cumsum(gives[:, self._order].T.ravel())
         sends[:, self._order] = (ends - gives[:, self._order].T.ravel()).reshape(-1, len(gives)).T
         reads[:, self.local] = sends[:, self.local].T
@@ -156,7 +166,9 @@ class HostExchange:
         """Close the sockets."""
         self._end()
 
-    def run(self, given: Part, taken: Part, between: Callable[[Bytes, Layout], None] | None) -> None:
+    def run(
+        self, given: Part, taken: Part, between: Callable[[Bytes, Layout], None] | None, *, same: bool = False
+    ) -> None:
         """Send and receive the parts of all ranks of this host; all of them call it.
 
         Args:
@@ -164,6 +176,7 @@ class HostExchange:
             taken: Receives what the others send to this rank.
             between: Exchanges the messages between hosts; called on the first rank. None if ranks send nothing to other
                 hosts.
+            same: See `Layouts.make`.
 
         Raises:
             RuntimeError: A rank has ended, does not answer in time, or makes another call.
@@ -172,16 +185,18 @@ class HostExchange:
         self._number += 1
         try:
             if self._mine:
-                self._follow(given, taken)
+                self._follow(given, taken, same=same)
             else:
-                self._lead(given, taken, between)
+                self._lead(given, taken, between, same=same)
         except BaseException:
             self.close()  # an exchange cannot resume in the middle; the other ranks notice it at once
             raise
 
-    def _follow(self, given: Part, taken: Part) -> None:
-        attaches = int(given.sizes.sum()) <= _ATTACHED_BYTES
-        head = np.concatenate([[self._number, attaches], given.sizes, taken.sizes])
+    def _follow(self, given: Part, taken: Part, *, same: bool) -> None:
+        head = np.concatenate([[self._number, 0], given.sizes, taken.sizes])
+        if same:
+            given = given._replace(sizes=_keep_first(given.sizes))
+        head[1] = attaches = int(given.sizes.sum()) <= _ATTACHED_BYTES
         _send(self._links[0], [head, _join_parts(given)] if attaches else [head])
         places, descriptor = self._receive(0)
         if descriptor is not None:
@@ -194,19 +209,21 @@ class HostExchange:
             self._receive(0)
         _copy(taken.buffer, taken.starts, self._memory.array, reads, taken.sizes)
 
-    def _lead(self, given: Part, taken: Part, between: Callable[[Bytes, Layout], None] | None) -> None:
+    def _lead(self, given: Part, taken: Part, between: Callable[[Bytes, Layout], None] | None, *, same: bool) -> None:
         W, others = self._ranks, range(1, len(self._links) + 1)
         messages = [self._receive(index - 1)[0] for index in others]
         heads = np.array([message[: 8 * (2 + 2 * W)].view(np.int64)[1:] for message in messages], np.int64)
         heads = heads.reshape(-1, 1 + 2 * W)
         gives, takes = np.vstack([given.sizes, heads[:, 1 : 1 + W]]), np.vstack([taken.sizes, heads[:, 1 + W :]])
-        layout = self._layouts.make(gives, takes)
+        layout = self._layouts.make(gives, takes, same=same)
+        if same:
+            gives = np.array([_keep_first(sizes) for sizes in gives])
         descriptor = self._memory.grow(layout.size)
         memory, writing = self._memory.array, [index for index in others if not heads[index - 1, 0]]
         try:
             for index in writing:
                 self._send_places(index, layout, descriptor)
-            _copy(memory, layout.sends[0], given.buffer, given.starts, given.sizes)
+            _copy(memory, layout.sends[0], given.buffer, given.starts, gives[0])
             for index, message in zip(others, messages, strict=True):
                 if index not in writing:
                     starts = 8 * (2 + 2 * W) + np.cumsum(gives[index]) - gives[index]
@@ -272,15 +289,36 @@ def _join_parts(part: Part) -> Bytes:
     return joined
 
 
+def _keep_first(sizes: Sizes) -> Sizes:
+    """Return the first size that is not 0, and 0 for the others."""
+    kept = np.zeros_like(sizes)
+    first = sizes.argmax()  # all sizes but those of 0 are equal
+    kept[first] = sizes[first]
+    return kept
+
+
 def _copy(target: Bytes, to: Sizes, source: Bytes, at: Sizes, sizes: Sizes) -> None:
-    """Copy parts of these sizes; neighbouring parts that are contiguous in both buffers are copied at once."""
+    """Copy parts of these sizes with the host threads; neighbours that are contiguous in both buffers are one part."""
     used = np.flatnonzero(sizes)
     if not len(used):
         return
     to, at, sizes = to[used], at[used], sizes[used]
     apart = (np.diff(to) != sizes[:-1]) | (np.diff(at) != sizes[:-1])
     first = np.concatenate([[0], np.flatnonzero(apart) + 1])
+    tasks: list[Task] = []
     for begin, start, size in zip(
         to[first].tolist(), at[first].tolist(), np.add.reduceat(sizes, first).tolist(), strict=True
     ):
-        target[begin : begin + size] = source[start : start + size]
+        if size <= _PIECE_BYTES:
+            target[begin : begin + size] = source[start : start + size]
+            continue
+        tasks += [
+            (_copy_range, piece, min(piece + _PIECE_BYTES, size), (target[begin:], source[start:]))
+            for piece in range(0, size, _PIECE_BYTES)
+        ]
+    if tasks:
+        run_tasks(tasks)
+
+
+def _copy_range(start: int, stop: int, target: Bytes, source: Bytes) -> None:
+    target[start:stop] = source[start:stop]

@@ -99,7 +99,7 @@ class TwoLevelChannel(Channel):
         own = self.rank
         taken.buffer[taken.starts[own] :][: taken.sizes[own]] = given.buffer[given.starts[own] :][: given.sizes[own]]
         given.sizes[own] = taken.sizes[own] = 0
-        self._host.run(given, taken, between)
+        self._host.run(given, taken, between, same=same)
 
     def all_reduce(self, values: Tensor) -> None:
         """Overwrite values with their sum over all ranks, added in an unspecified order."""

@@ -39,7 +39,9 @@ def test_all_collectives_give_the_same_bytes(processes, places):
     assert 0 < network[2] <= network[1]
 
 
-@pytest.mark.parametrize("places", [PLACES["2 + 1"], pytest.param([0, 1, 1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "places", [PLACES["2 + 1"], pytest.param([0, 1, 1], marks=pytest.mark.slow)], ids=["2 + 1", "1 + 2"]
+)
 def test_a_loop_of_ones_own(processes, places, tmp_path):
     own_loop.main(tmp_path)
     alone = pickle.loads((tmp_path / "rank0.pickle").read_bytes())
