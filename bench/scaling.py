@@ -123,10 +123,10 @@ def dense_seconds(work: Work, machine: Machine, alone: float) -> float:
     return alone + machine.per_copied_byte * copied + machine.per_sent_byte * sent + machine.per_call * calls
 
 
-# Assumptions of the printed table, which could not be measured: 8 ranks per host, kernels on 8 cores per rank, 10 GB/s
+# Assumptions of the printed table, which could not be measured: 8 ranks per host, kernels on 8 cores per rank, 80 GB/s
 # from each host, 20 us per other rank or host in a collective, an accelerator that takes 25 ms for 16,000 samples of
 # Wide & Deep. A collective takes PER_HOST more in two levels: measured for 8 ranks on 2 cores.
-EACH, CORES, SENT_BYTES_PER_S, PER_PEER, PER_HOST = 8, 8, 10e9, 20e-6, 500e-6
+EACH, CORES, SENT_BYTES_PER_S, PER_PEER, PER_HOST = 8, 8, 80e9, 20e-6, 500e-6
 DENSE_SECONDS, DENSE_SAMPLES = 25e-3, 16_000
 ROWS, FIELDS, DIM, PARAMETERS, EXPONENT = 5_000_000, 39, 80, 3_885_057, 1.1
 
