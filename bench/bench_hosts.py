@@ -16,7 +16,7 @@ import sys
 from typing import Any
 
 from bench.link import Link
-from bench.ranks_worker import FIRST_CPU, LEVELS
+from bench.ranks_worker import LEVELS
 from bench.record import get_versions, make_parser, record
 from bench.team import Team
 
@@ -39,7 +39,6 @@ def start(link: Link, levels: int) -> Team:
             "MASTER_ADDR": link.addresses[0],
             "MASTER_PORT": PORT + levels,
             LEVELS: levels,
-            FIRST_CPU: 0,
         }
         processes.append(
             subprocess.Popen(

@@ -1,6 +1,6 @@
 """One of the processes that the benchmark `ranks` measures: answers calls that it reads as lines of JSON.
 
-Every process has one thread for kernels and one for torch, and is bound to one CPU, like a machine with one core.
+Every process has one thread for kernels and one for torch, and may be bound to one CPU, like a machine with one core.
 """
 
 import gc
@@ -38,7 +38,7 @@ from hostdev.pipeline.results import Gradients, Request, StepBatch
 from hostdev.train.trainer import Trainer
 
 ALONE_WITH_RANKS = "BENCH_RANKS_PORT"  # a port for a rank that exchanges with itself
-FIRST_CPU = "BENCH_RANKS_CPU"  # the first rank's CPU, as an index into the available CPUs; ranks take them in turn
+FIRST_CPU = "BENCH_RANKS_CPU"  # the first rank's CPU, as an index into the available CPUs; without it none is bound
 LEVELS = "BENCH_RANKS_LEVELS"  # levels of the exchange between ranks
 BATCHES = 20  # number of batches, through which a run cycles
 SETTLE = 4  # steps before a measurement
@@ -314,9 +314,8 @@ def main() -> None:
     torch.set_num_threads(1)
     set_host_threads(1)
     place = find_rank_environment()
-    if hasattr(os, "sched_setaffinity"):
-        cpus = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cpus[(place.rank + int(os.environ[FIRST_CPU])) % len(cpus)]})
+    if FIRST_CPU in os.environ and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[place.rank + int(os.environ[FIRST_CPU])]})
 
     def fault(rank: int, why: str) -> None:
         os.write(2, f"rank {rank} of {place.ranks}: {why}\n".encode())
