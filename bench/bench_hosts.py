@@ -24,6 +24,7 @@ HOSTS, EACH, PORT = 2, 2, 29500
 DELAY, RATE = 0.5e-3, 1e9 / 8  # seconds; bytes per second
 SIZES = ((16, [256, 128]), (80, [1024, 512, 256, 128]))  # D and the widths of the dense layers
 DEPTH, MICRO_BATCHES = 2, 4
+COUNT = 1 << 20  # values for each rank in a collective that is timed
 MOST_OVER_ONE_LEVEL = 1.0
 
 
@@ -58,7 +59,7 @@ def collectives(teams: dict[int, Team], rounds: int) -> list[dict[str, Any]]:
     found: dict[int, list[dict[str, float]]] = {levels: [] for levels in teams}
     for _ in range(rounds):
         for levels, team in teams.items():
-            found[levels].append(team.ask("links", rounds=1)[0])
+            found[levels].append(team.ask("links", rounds=1, count=COUNT)[0])
     rows = []
     for levels, each in found.items():
         seconds, rate = (statistics.median(one[key] for one in each) for key in ("seconds", "bytes_per_s"))

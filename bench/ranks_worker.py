@@ -221,14 +221,14 @@ class Worker:
         values, there = np.zeros(16 << 20, np.float32), np.zeros(16 << 20, np.float32)
         return float(np.median([_timed(lambda: np.copyto(there, values), 2) for _ in range(rounds)])) / values.nbytes
 
-    def links(self, rounds: int) -> dict[str, float]:
-        """Return the seconds of an empty all-to-all, and the bytes per second of one that sends 16 MiB to each rank.
+    def links(self, rounds: int, count: int = 4 << 20) -> dict[str, float]:
+        """Return the seconds of an empty all-to-all, and the bytes per second of one of `count` values to each rank.
 
         An empty all-to-all follows some work, as in a step, so that waiting ranks are asleep and one rank arrives last.
         Means of 20 are used, because some calls wait for the scheduler's next tick.
         """
         assert self.ranks is not None
-        channel, count = self.ranks.control, 4 << 20
+        channel = self.ranks.control
         values = torch.zeros(count * (self.size - 1))
         counts = [0 if rank == self.rank else count for rank in range(self.size)]
         turns = itertools.cycle([torch.ones_like(values) for _ in range(8)])  # received values are not in the cache
