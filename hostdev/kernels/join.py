@@ -10,6 +10,7 @@ from hostdev.kernels.jit import inline, kernel
 Positions = npt.NDArray[np.int32]
 
 _LEAST_BITS = 4
+_FILTER_BITS = 3  # the filter has 2^3 times the places of the hash table
 
 
 @inline
@@ -18,24 +19,34 @@ def _place(row, shift):
 
 
 @kernel
-def _join(ids, others, table, shift, first, second):
-    """`table` is int32 [2 ** (64 - shift)], filled with -1."""
+def _join(ids, others, table, maybe, shift, first, second):
+    """`table` is int32 [2 ** (64 - shift)], filled with -1; `maybe` is bool [8 times as many], False.
+
+    Most ids are not among the others, which a filter finds without branches.
+    """
     last = np.uint64(len(table) - 1)
+    fine = np.uint64(shift) - np.uint64(_FILTER_BITS)
     for j in range(np.uint64(len(others))):
+        maybe[_place(others[j], fine)] = True
         place = _place(others[j], shift)
         while table[place] >= 0:
             place = np.uint64((place + np.uint64(1)) & last)
         table[place] = j
-    count = np.uint64(0)
+    candidates = np.uint64(0)
     for i in range(np.uint64(len(ids))):
-        place = _place(ids[i], shift)
+        first[candidates] = i
+        candidates += np.uint64(maybe[_place(ids[i], fine)])
+    count = np.uint64(0)
+    for c in range(candidates):
+        at = np.uint64(first[c])
+        place = _place(ids[at], shift)
         while table[place] >= 0:
             found = np.uint64(table[place])
-            if others[found] == ids[i]:
-                first[count], second[count] = i, found
+            if others[found] == ids[at]:
+                first[count], second[count] = at, found
                 count += np.uint64(1)
                 break
-            place = (place + np.uint64(1)) & last
+            place = np.uint64((place + np.uint64(1)) & last)
     return np.int64(count)
 
 
@@ -47,6 +58,7 @@ def join(ids: npt.NDArray[Any], others: npt.NDArray[Any]) -> tuple[Positions, Po
         others: int32 or int64 [M], unique; the hash table has these, so it should be the smaller array.
     """
     bits = max(_LEAST_BITS, (2 * len(others)).bit_length())
-    first, second = np.empty((2, min(len(ids), len(others))), np.int32)
-    count = _join(ids, others, np.full(1 << bits, -1, np.int32), np.uint64(64 - bits), first, second)
+    table, maybe = np.full(1 << bits, -1, np.int32), np.zeros(1 << (bits + _FILTER_BITS), np.bool_)
+    first, second = np.empty(len(ids) + 1, np.int32), np.empty(min(len(ids), len(others)), np.int32)
+    count = _join(ids, others, table, maybe, np.uint64(64 - bits), first, second)
     return first[:count], second[:count]

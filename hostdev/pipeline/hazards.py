@@ -41,13 +41,14 @@ def find_conflicts(
     for group in ignored:
         kept = (late.rows < reads.starts[group]) | (late.rows >= reads.starts[group + 1])
         late = Late(late.rows[kept], late.owner[kept])
-    of_before = late.owner == number - 1
-    subsets = [
-        (RowSubset.select(reads.ids, late.rows[chosen]), int(late.owner[chosen].max()))
-        for chosen in (of_before, ~of_before)
-        if chosen.any()
-    ]
-    if before is None or not of_before.any():
+    is_of_before = late.owner == number - 1
+    of_before, of_older = late.rows[is_of_before], late.rows[~is_of_before]
+    subsets = []
+    if len(of_before):
+        subsets.append((RowSubset.select(reads.ids, of_before), number - 1))
+    if len(of_older):
+        subsets.append((RowSubset.select(reads.ids, of_older), int(late.owner[~is_of_before].max())))
+    if before is None or not len(of_before):
         return Conflicts(late.rows, subsets, None, None)
     assert before.writes is not None
     conflicting = subsets[0][0]
