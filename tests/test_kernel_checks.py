@@ -57,7 +57,7 @@ CHECKS = {
     "kernels.dictionary": dict.fromkeys(("_add", "_find", "_rebuild"), (OWN,)),
     "kernels.fingerprint": {"_hash_rows": (IDS,)},
     "kernels.forms": {"_form": (ARROW, TEXTS)},
-    "kernels.eight_bits": dict.fromkeys(("_decode", "decode_to_columns"), (OWN,)),
+    "kernels.eight_bits": dict.fromkeys(("decode", "decode_to_columns"), (OWN,)),
     "kernels.ftrl": dict.fromkeys(("_ftrl_sqrt", "_ftrl_power"), (IDS, POSITIONS, REQUESTED)),
     "kernels.gather": {"_scale": (OWN,)},
     "kernels.groups": {
