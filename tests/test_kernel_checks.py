@@ -72,7 +72,7 @@ CHECKS = {
     "kernels.pieces": {"_take_lists": (SHARDS,)},
     "kernels.rounding": {
         "_round_rows": (IDS, REQUESTED),
-        "_are_bfloat16": (OWN,),
+        **dict.fromkeys(("_are_bfloat16", "_overload_round_plane"), (OWN,)),
         "_read": (IDS, POSITIONS, REQUESTED),
         "_write": (IDS, POSITIONS, REQUESTED),
     },

@@ -75,7 +75,8 @@ def test_any_row(values, key, row_id, unsigned):
         below, above = codes[codes <= x + 1e-6 * abs(x)], codes[codes >= x - 1e-6 * abs(x)]
         neighbours = [below.max(initial=codes[0]), above.min(initial=1.0)]
         assert min(abs(r - code) for code in neighbours) <= 1e-6 * abs(r)
-        assert not unsigned or (r > 0) == (x >= 2.0**-100)
+        if unsigned and not 2.0**-114 < x < 2.0**-100:  # between these, it depends on the draw
+            assert (r > 0) == (x >= 2.0**-100)
 
 
 @pytest.mark.parametrize("unsigned", [False, True])
@@ -165,9 +166,10 @@ def test_stored_slots_are_read_in_each_way(dim):
     rounding.read_here(weights, slots, unsigned, np.arange(40), found)
     assert found.tobytes() == block.tobytes()
     columns, ids = np.empty((2, 5, dim), np.float32), np.array([3, 9, 1, 0, 39])
-    eight_bits.decode_to_columns(0, 5, 0, ids, slots, unsigned, columns)
+    scales = eight_bits.scales_of(slots)
+    eight_bits.decode_to_columns(0, 5, 0, ids, slots, scales, unsigned, columns)
     assert columns.tobytes() == values[ids].transpose(1, 0, 2).tobytes()
-    eight_bits.decode_to_columns(0, 5, 20, None, slots, unsigned, columns)
+    eight_bits.decode_to_columns(0, 5, 20, None, slots, scales, unsigned, columns)
     assert columns.tobytes() == values[20:25].transpose(1, 0, 2).tobytes()
     for slot, flag in enumerate((False, True)):
         assert eight_bits.decode_rows(slots[:, slot], dim, flag).tobytes() == values[:, slot].tobytes()
