@@ -57,7 +57,7 @@ CHECKS = {
     "kernels.dictionary": dict.fromkeys(("_add", "_find", "_rebuild"), (OWN,)),
     "kernels.fingerprint": {"_hash_rows": (IDS,)},
     "kernels.forms": {"_form": (ARROW, TEXTS)},
-    "kernels.eight_bits": dict.fromkeys(("decode", "decode_to_columns"), (OWN,)),
+    "kernels.eight_bits": dict.fromkeys(("_decode", "decode_to_columns"), (OWN,)),
     "kernels.ftrl": dict.fromkeys(("_ftrl_sqrt", "_ftrl_power"), (IDS, POSITIONS, REQUESTED)),
     "kernels.gather": {"_scale": (OWN,)},
     "kernels.groups": {
@@ -72,7 +72,7 @@ CHECKS = {
     "kernels.pieces": {"_take_lists": (SHARDS,)},
     "kernels.rounding": {
         "_round_rows": (IDS, REQUESTED),
-        **dict.fromkeys(("_are_bfloat16", "_overload_round_plane"), (OWN,)),
+        "_are_bfloat16": (OWN,),
         "_read": (IDS, POSITIONS, REQUESTED),
         "_write": (IDS, POSITIONS, REQUESTED),
     },

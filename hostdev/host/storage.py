@@ -343,8 +343,7 @@ class Split:
         """See `Storage`."""
         copy_to_columns(start, stop, first, ids, self.stored[:, None], columns[:1])
         if self.slots.dtype == np.uint8:
-            scales = eight_bits.scales_of(self.slots)
-            eight_bits.decode_to_columns(start, stop, first, ids, self.slots, scales, self._unsigned, columns[1:])
+            eight_bits.decode_to_columns(start, stop, first, ids, self.slots, self._unsigned, columns[1:])
         else:
             copy_to_columns(start, stop, first, ids, self.slots, columns[1:])
 

@@ -23,11 +23,8 @@ Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 20
 the slope changes at codes; blocks are rows' slots; the scale is signed; rounding is stochastic.
 
 Shapes: V rows, S slots of D values, P = `plane_formats.plane_bytes(D)`. A plane, uint8 [P], has D codes, and the scale
-in its last 4 bytes. Kernels get the scales as a strided array: to view 4 bytes as one number takes them as long as 100
-values.
+in its last 4 bytes.
 """
-
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,7 +44,6 @@ _DECADES = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)  # where they begin
 CONSTANTS = np.array([[64 / 0.9, 64 * 8 / 9, 0, 1e7], [128 / 0.9, 128 * 8 / 9, 1, 2.0**100]], np.float32)
 TO_LAST_DECADE = ((1e-3, 1e3, 0.125), (1e-2, 1e2, 0.25), (1e-1, 1e1, 0.5))  # if y is below: y *= second, s *= third
 STEP, HALF_STEP = np.float32(2.0**-12), np.float32(2.0**-13)  # u = random 12 bits * STEP + HALF_STEP
-_INFINITE = np.float32(np.inf)
 NEAREST = 0x8000  # the random number that rounds to nearest
 
 _AHEAD = 8  # rows
@@ -99,10 +95,10 @@ def _place(a, slope, offset, base, near_zero):
 
 @inline
 def encode(values, scale, unsigned, random, codes):
-    """Write the codes of values, float32 [D], to codes, uint8 [D or more]; random is uint16 [D], and scale is not 0."""
+    """Write the codes of values, float32 [D], to codes, uint8 [D]; random is uint16 [D], and scale is not 0."""
     constants = CONSTANTS[np.uint64(unsigned)]
     slope, offset, base, near_zero = constants[0], constants[1], constants[2], constants[3]
-    for j in range(np.uint64(len(values))):
+    for j in range(np.uint64(len(codes))):
         x = float32(values[j] / scale)
         t = _place(abs(x), slope, offset, base, near_zero)
         u = float32(float32(float32(uint32(random[j]) >> uint32(4)) * STEP) + HALF_STEP)
@@ -112,26 +108,40 @@ def encode(values, scale, unsigned, random, codes):
 
 
 @inline
-def decode(codes, scale, unsigned, out):
-    """Write the values of codes, uint8 [D or more], to out, float32 [D], and return it."""
+def _decode(codes, scale, unsigned, out):
+    """Write the values of codes, uint8 [D], to out, float32 [D]."""
     values = MAPS[np.uint64(unsigned)]
     for j in range(np.uint64(len(out))):
         out[j] = float32(float32(values[codes[j]] * scale) + float32(0))
+
+
+@inline
+def decode_plane(plane, unsigned, out):
+    """Write the values of a stored slot, uint8 [P], to out, float32 [D], and return it."""
+    _decode(plane, plane[len(plane) - 4 :].view(np.float32)[0], unsigned, out)
     return out
 
 
 @inline
-def quantize(values, unsigned, random, codes):
-    """Write the codes of values, float32 [D], to codes, uint8 [D or more]; return the scale. random is uint16 [D]."""
-    scale = find_scale(values)
-    encode(values, scale if scale != float32(0) else _INFINITE, unsigned, random, codes)  # 0 / inf has the code 0
-    return scale
+def store_plane(values, unsigned, random, plane):
+    """Quantize values, float32 [D], into a stored slot, uint8 [P]; random is uint16 [D or more]."""
+    scale, D = find_scale(values), len(values)
+    plane[len(plane) - 4 :].view(np.float32)[0] = scale
+    if scale == float32(0):
+        plane[:D] = 0
+    else:
+        encode(values, scale, unsigned, random, plane[:D])
 
 
 @inline
 def round_plane(values, unsigned, random, codes):
     """Replace values, float32 [D], by those that a slot can store; overwrites codes, uint8 [D]."""
-    decode(codes, quantize(values, unsigned, random, codes), unsigned, values)
+    scale = find_scale(values)
+    if scale == float32(0):
+        values[:] = float32(0)
+    else:
+        encode(values, scale, unsigned, random, codes)
+        _decode(codes, scale, unsigned, values)
 
 
 @kernel
@@ -154,14 +164,6 @@ def to_nearest(values: npt.ArrayLike, *, unsigned: bool) -> Rows:
     return found
 
 
-def scales_of(slots: npt.NDArray[Any]) -> Rows:
-    """Return the scales of stored slots, uint8 [V, S, P], as a view, float32 [V, S]; of other slots, zeros."""
-    if slots.dtype == np.uint8:
-        found: Rows = slots[..., -4:].view(np.float32)[..., 0]
-        return found
-    return np.broadcast_to(np.float32(0), slots.shape[:2])
-
-
 def decode_rows(planes: Codes, dim: int, unsigned: bool) -> Rows:
     """Return the values of stored slots, uint8 [N, P], as float32 [N, D]."""
     scales = np.ascontiguousarray(planes[:, -4:]).view(np.float32)
@@ -172,7 +174,7 @@ def decode_rows(planes: Codes, dim: int, unsigned: bool) -> Rows:
 
 
 @kernel
-def decode_to_columns(start, stop, first, ids, slots, scales, unsigned, out):
+def decode_to_columns(start, stop, first, ids, slots, unsigned, out):
     """Copy rows to columns as `bits.copy_to_columns` does: slots is uint8 [V, S, P], out float32 [S, N, D]."""
     for i in range(np.uint64(start), np.uint64(stop)):
         if ids is None:
@@ -183,7 +185,7 @@ def decode_to_columns(start, stop, first, ids, slots, scales, unsigned, out):
             if ahead < np.uint64(stop):
                 prefetch_to_read(slots, ids[ahead], slots.strides[0])
         for s in range(np.uint64(slots.shape[1])):
-            decode(slots[row, s], scales[row, s], unsigned[s], out[s, i])
+            decode_plane(slots[row, s], unsigned[s], out[s, i])
 
 
 @kernel

@@ -23,7 +23,7 @@ from numba.extending import overload
 
 from hostdev.kernels.bfloat16 import as_exact, to_float32
 from hostdev.kernels.counter import hashed, mix32
-from hostdev.kernels.eight_bits import NEAREST, Codes, Flags, decode, quantize, round_plane, scales_of, to_nearest
+from hostdev.kernels.eight_bits import NEAREST, Codes, Flags, decode_plane, round_plane, store_plane, to_nearest
 from hostdev.kernels.jit import inline, kernel, prefetch_to_read, prefetch_update
 from hostdev.kernels.plane_formats import BFLOAT16, EIGHT_BITS, FLOAT32, UNSIGNED_8
 from hostdev.kernels.pool import Task, get_grain, parallel_for, tasks_over
@@ -45,7 +45,6 @@ class SplitRows(NamedTuple):
     Attributes:
         weights: float32 or bfloat16 [V, D].
         slots: float32 or bfloat16 [V, S, D], or 8 bits, uint8 [V, S, P].
-        scales: float32 [V, S], for slots in 8 bits the scales, from `eight_bits.scales_of`.
         unsigned: uint8 [S], for slots in 8 bits whether each one is never negative.
         steps: The counters of the planes' pairs of columns, from `steps_of`.
         key: The key of the table's step, 64 bits.
@@ -56,7 +55,6 @@ class SplitRows(NamedTuple):
 
     weights: Stored
     slots: StoredSlots
-    scales: Rows
     unsigned: Flags
     steps: npt.NDArray[np.uint32]
     key: np.uint64
@@ -71,7 +69,7 @@ class SplitRows(NamedTuple):
         """Return a table's rows for the step of `key`; `where` is (first, inverse, total)."""
         first, inverse, total = map(np.uint64, where)
         steps = steps_of(weights.shape[1], 1 + slots.shape[1])
-        return cls(weights, slots, scales_of(slots), unsigned, steps, np.uint64(key), first, inverse, total)
+        return cls(weights, slots, unsigned, steps, np.uint64(key), first, inverse, total)
 
     @property
     def row_bytes(self) -> int:
@@ -224,23 +222,20 @@ def prefetch_row(block: Any, ids: Any, i: Any, stop: Any) -> None:
     raise NotImplementedError("only compiled kernels can call this function")
 
 
-def _widen(stored: Any, scale: Any, unsigned: Any, out: Any) -> Any:
-    """Copy a stored plane to out, float32 [D], and return it.
-
-    Of a slot in 8 bits, `scale` is the scale, and `unsigned` whether it is never negative.
-    """
+def _widen(stored: Any, unsigned: Any, out: Any) -> Any:
+    """Copy a stored plane to out, float32 [D], and return it; unsigned: whether a slot in 8 bits is never negative."""
     raise NotImplementedError("only compiled kernels can call this function")
 
 
 @overload(_widen, inline="always")
-def _overload_widen(stored: Any, scale: Any, unsigned: Any, out: Any) -> Any:
-    def widen(stored: Any, scale: Any, unsigned: Any, out: Any) -> Any:
+def _overload_widen(stored: Any, unsigned: Any, out: Any) -> Any:
+    def widen(stored: Any, unsigned: Any, out: Any) -> Any:
         for j in range(np.uint64(len(out))):
             out[j] = to_float32(stored[j])
         return out
 
-    def of_codes(stored: Any, scale: Any, unsigned: Any, out: Any) -> Any:
-        return decode(stored, scale, unsigned, out)
+    def of_codes(stored: Any, unsigned: Any, out: Any) -> Any:
+        return decode_plane(stored, unsigned, out)
 
     return of_codes if stored.dtype == types.uint8 else widen
 
@@ -252,8 +247,7 @@ def _make_scratch(block: Any) -> Any:
 
     def of_a_row(block: Any) -> Any:
         planes, pairs = block.steps.shape
-        own, words = np.empty((planes, block.weights.shape[1]), np.float32), np.empty(pairs, np.uint32)
-        return own, words
+        return np.empty((planes, block.weights.shape[1]), np.float32), np.empty(pairs, np.uint32)
 
     return none if isinstance(block, types.Array) else of_a_row
 
@@ -267,7 +261,7 @@ def _load_weights(block: Any, row: Any, scratch: Any) -> Any:
         return block.weights[row]
 
     def widen(block: Any, row: Any, scratch: Any) -> Any:
-        return _widen(block.weights[row], None, None, scratch[0][0])
+        return _widen(block.weights[row], False, scratch[0][0])
 
     if isinstance(block, types.Array):
         return there
@@ -283,8 +277,7 @@ def _load_slot(block: Any, row: Any, number: Any, scratch: Any) -> Any:
         return block.slots[row, number]
 
     def widen(block: Any, row: Any, number: Any, scratch: Any) -> Any:
-        scale, unsigned = block.scales[row, number], block.unsigned[number]
-        return _widen(block.slots[row, number], scale, unsigned, scratch[0][1 + number])
+        return _widen(block.slots[row, number], block.unsigned[number], scratch[0][1 + number])
 
     if isinstance(block, types.Array):
         return in_block
@@ -304,43 +297,32 @@ def _hash_row(block, row):
     return hashed(block.key, row_id)
 
 
-def _round_plane(
-    word: Any, steps: Any, scratch: Any, plane: Any, scales: Any, slot: Any, unsigned: Any, stored: Any
-) -> None:
-    """Round a plane of the scratch memory into a stored one, bfloat16 [D] or uint8 [P]; its scale is scales[slot]."""
+def _round_plane(word: Any, steps: Any, values: Any, unsigned: Any, words: Any, stored: Any) -> None:
+    """Round values, float32 [D], into a stored plane, bfloat16 [D] or uint8 [P]."""
     raise NotImplementedError("only compiled kernels can call this function")
 
 
 @overload(_round_plane, inline="always")
-def _overload_round_plane(
-    word: Any, steps: Any, scratch: Any, plane: Any, scales: Any, slot: Any, unsigned: Any, stored: Any
-) -> Any:
-    def to_bfloat16(
-        word: Any, steps: Any, scratch: Any, plane: Any, scales: Any, slot: Any, unsigned: Any, stored: Any
-    ) -> None:
-        own, words = scratch
+def _overload_round_plane(word: Any, steps: Any, values: Any, unsigned: Any, words: Any, stored: Any) -> Any:
+    def to_bfloat16(word: Any, steps: Any, values: Any, unsigned: Any, words: Any, stored: Any) -> None:
         _draw(word, steps, words)
-        bits, random = own[plane].view(np.uint32), words.view(np.uint16)
-        for j in range(len(bits)):
+        bits, random = values.view(np.uint32), words.view(np.uint16)
+        for j in range(len(values)):
             stored[j] = _rounded_bits(bits[j], random[j])
 
-    def to_codes(
-        word: Any, steps: Any, scratch: Any, plane: Any, scales: Any, slot: Any, unsigned: Any, stored: Any
-    ) -> None:
-        own, words = scratch
+    def to_codes(word: Any, steps: Any, values: Any, unsigned: Any, words: Any, stored: Any) -> None:
         _draw(word, steps, words)
-        scales[slot] = quantize(own[plane], unsigned, words.view(np.uint16), stored)
+        store_plane(values, unsigned, words.view(np.uint16), stored)
 
     return to_codes if stored.dtype == types.uint8 else to_bfloat16
 
 
 @inline
-def _round_slots(word, block, row, scratch):
-    """Round the slots of a row, which are in the scratch memory."""
+def _round_slots(word, block, row, planes, words):
+    """Round the slots of a row; planes is float32 [1 + S, D]."""
     for slot in range(np.uint64(block.slots.shape[1])):
         plane = slot + np.uint64(1)
-        scales, stored = block.scales[row], block.slots[row, slot]
-        _round_plane(word, block.steps[plane], scratch, plane, scales, slot, block.unsigned[slot], stored)
+        _round_plane(word, block.steps[plane], planes[plane], block.unsigned[slot], words, block.slots[row, slot])
 
 
 @overload(store_row, inline="always")
@@ -349,15 +331,18 @@ def _store_row(block: Any, row: Any, scratch: Any) -> Any:
         pass
 
     def weights(block: Any, row: Any, scratch: Any) -> None:
-        _round_plane(_hash_row(block, row), block.steps[0], scratch, 0, None, None, None, block.weights[row])
+        own, words = scratch
+        _round_plane(_hash_row(block, row), block.steps[0], own[0], False, words, block.weights[row])
 
     def slots(block: Any, row: Any, scratch: Any) -> None:
-        _round_slots(_hash_row(block, row), block, row, scratch)
+        own, words = scratch
+        _round_slots(_hash_row(block, row), block, row, own, words)
 
     def both(block: Any, row: Any, scratch: Any) -> None:
+        own, words = scratch
         word = _hash_row(block, row)
-        _round_plane(word, block.steps[0], scratch, 0, None, None, None, block.weights[row])
-        _round_slots(word, block, row, scratch)
+        _round_plane(word, block.steps[0], own[0], False, words, block.weights[row])
+        _round_slots(word, block, row, own, words)
 
     if isinstance(block, types.Array):
         return nothing
@@ -382,28 +367,25 @@ def _prefetch_row(block: Any, ids: Any, i: Any, stop: Any) -> Any:
     return of_block if isinstance(block, types.Array) else of_both
 
 
-def _store(values: Any, scales: Any, slot: Any, unsigned: Any, random: Any, out: Any) -> None:
-    """Store values, float32 [D], in a plane that can represent them.
-
-    For a slot in 8 bits, its scale becomes scales[slot]; random is uint16 [D or more].
-    """
+def _store(values: Any, unsigned: Any, random: Any, out: Any) -> None:
+    """Store values, float32 [D], in a plane that can represent them; random is uint16 [D or more], for 8 bits."""
     raise NotImplementedError("only compiled kernels can call this function")
 
 
 @overload(_store, inline="always")
-def _overload_store(values: Any, scales: Any, slot: Any, unsigned: Any, random: Any, out: Any) -> Any:
-    def exact(values: Any, scales: Any, slot: Any, unsigned: Any, random: Any, out: Any) -> None:
+def _overload_store(values: Any, unsigned: Any, random: Any, out: Any) -> Any:
+    def exact(values: Any, unsigned: Any, random: Any, out: Any) -> None:
         for j in range(np.uint64(len(out))):
             out[j] = as_exact(out, values[j])
 
-    def as_codes(values: Any, scales: Any, slot: Any, unsigned: Any, random: Any, out: Any) -> None:
-        scales[slot] = quantize(values, unsigned, random, out)
+    def as_codes(values: Any, unsigned: Any, random: Any, out: Any) -> None:
+        store_plane(values, unsigned, random, out)
 
     return as_codes if out.dtype == types.uint8 else exact
 
 
 @kernel
-def _read(start, stop, ids, positions, weights, slots, scales, unsigned, out):
+def _read(start, stop, ids, positions, weights, slots, unsigned, out):
     planes = np.uint64(slots.shape[1])
     for i in range(np.uint64(start), np.uint64(stop)):
         ahead = i + np.uint64(_AHEAD)
@@ -411,20 +393,19 @@ def _read(start, stop, ids, positions, weights, slots, scales, unsigned, out):
             prefetch_to_read(weights, ids[ahead], weights.strides[0])
             prefetch_to_read(slots, ids[ahead], slots.shape[1] * slots.shape[2] * slots.itemsize)
         row, at = np.uint64(ids[i]), np.uint64(i if positions is None else positions[i])
-        _widen(weights[row], None, None, out[at, 0])
+        _widen(weights[row], False, out[at, 0])
         for s in range(planes):
-            _widen(slots[row, s], scales[row, s], unsigned[s], out[at, s + np.uint64(1)])
+            _widen(slots[row, s], unsigned[s], out[at, s + np.uint64(1)])
 
 
 @kernel
-def _write(start, stop, ids, positions, weights, slots, scales, unsigned, values):
+def _write(start, stop, ids, positions, weights, slots, unsigned, values):
     planes, nearest = np.uint64(slots.shape[1]), np.full(values.shape[2], NEAREST, np.uint16)
     for i in range(np.uint64(start), np.uint64(stop)):
         row, at = np.uint64(ids[i]), np.uint64(i if positions is None else positions[i])
-        _store(values[at, 0], None, None, None, nearest, weights[row])
+        _store(values[at, 0], False, nearest, weights[row])
         for s in range(planes):
-            plane = s + np.uint64(1)
-            _store(values[at, plane], scales[row], s, unsigned[s], nearest, slots[row, s])
+            _store(values[at, s + np.uint64(1)], unsigned[s], nearest, slots[row, s])
 
 
 def read_tasks(
@@ -443,13 +424,12 @@ def read_tasks(
         out: float32 [N, 1 + S, D], written; with `positions`, [any, 1 + S, D].
         positions: int32 [N], the row of `out` for each id.
     """
-    args = ids, positions, weights, slots, scales_of(slots), unsigned, out
-    return tasks_over(_read, len(ids), *args, grain=get_grain(out.strides[0]))
+    return tasks_over(_read, len(ids), ids, positions, weights, slots, unsigned, out, grain=get_grain(out.strides[0]))
 
 
 def read_here(weights: Stored, slots: StoredSlots, unsigned: Flags, ids: Ids, out: Rows) -> None:
     """Copy rows with their slots as the tasks of `read_tasks` do, in this thread."""
-    _read(0, len(ids), ids, None, weights, slots, scales_of(slots), unsigned, out)
+    _read(0, len(ids), ids, None, weights, slots, unsigned, out)
 
 
 def write_tasks(
@@ -461,5 +441,5 @@ def write_tasks(
     positions: npt.NDArray[np.int32] | None = None,
 ) -> list[Task]:
     """Return tasks that overwrite rows, the reverse of `read_tasks`; the table can store the new values exactly."""
-    args = ids, positions, weights, slots, scales_of(slots), unsigned, values
+    args = ids, positions, weights, slots, unsigned, values
     return tasks_over(_write, len(ids), *args, grain=get_grain(values.strides[0]))

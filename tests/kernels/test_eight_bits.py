@@ -166,10 +166,9 @@ def test_stored_slots_are_read_in_each_way(dim):
     rounding.read_here(weights, slots, unsigned, np.arange(40), found)
     assert found.tobytes() == block.tobytes()
     columns, ids = np.empty((2, 5, dim), np.float32), np.array([3, 9, 1, 0, 39])
-    scales = eight_bits.scales_of(slots)
-    eight_bits.decode_to_columns(0, 5, 0, ids, slots, scales, unsigned, columns)
+    eight_bits.decode_to_columns(0, 5, 0, ids, slots, unsigned, columns)
     assert columns.tobytes() == values[ids].transpose(1, 0, 2).tobytes()
-    eight_bits.decode_to_columns(0, 5, 20, None, slots, scales, unsigned, columns)
+    eight_bits.decode_to_columns(0, 5, 20, None, slots, unsigned, columns)
     assert columns.tobytes() == values[20:25].transpose(1, 0, 2).tobytes()
     for slot, flag in enumerate((False, True)):
         assert eight_bits.decode_rows(slots[:, slot], dim, flag).tobytes() == values[:, slot].tobytes()
