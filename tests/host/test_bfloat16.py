@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from hostdev import FTRL, SGD, Adagrad, HostTable, LazyAdam, RowWiseAdagrad, UserError
+from hostdev import FTRL, SGD, Adagrad, HostTable, LazyAdam, Momentum, RowWiseAdagrad, UserError
 from hostdev.core import memory
 from hostdev.host import table as table_module
 
@@ -108,12 +108,12 @@ def test_a_bfloat16_table_says_what_it_needs(monkeypatch):
         table.weights  # noqa: B018
 
 
-@pytest.mark.parametrize("slots", ["fp32", "bf16"])
-@pytest.mark.parametrize("optimizer", [LazyAdam(), FTRL(), SGD(), RowWiseAdagrad()], ids=str)
-def test_bfloat16_rows_of_several_ranks_are_those_of_one(optimizer, slots):
+@pytest.mark.parametrize(("dtype", "slots"), [("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "8bit"), ("bf16", "8bit")])
+@pytest.mark.parametrize("optimizer", [LazyAdam(), FTRL(), Momentum(), SGD(), RowWiseAdagrad()], ids=str)
+def test_rounded_rows_of_several_ranks_are_those_of_one(optimizer, dtype, slots):
     """Rounding depends on rows' ids, not on their place."""
     rows, ranks = 101, 3
-    how = {"name": "t", "seed": 1, "dtype": "bf16", "slots": slots}
+    how = {"name": "t", "seed": 1, "dtype": dtype, "slots": slots}
     whole = HostTable(rows, 5, optimizer, **how)
     parts = [HostTable(rows, 5, optimizer, part=(rank, ranks), **how) for rank in range(ranks)]
     rng = np.random.default_rng(0)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hostdev import FTRL, SGD, Adagrad, HostTable, LazyAdam, Momentum, RowWiseAdagrad, UserError
+from hostdev import FTRL, SGD, Adagrad, HostTable, LazyAdam, RowWiseAdagrad, UserError
 from hostdev.core import memory
 from hostdev.host import table as table_module
 from hostdev.kernels.eight_bits import to_nearest
@@ -78,27 +78,6 @@ def test_a_tiny_second_moment_makes_no_huge_step():
     for _ in range(20):
         table.apply(np.arange(20), grads)
     assert np.abs(table.weights - before).max() < 20 * 1.01e-3
-
-
-@pytest.mark.parametrize("optimizer", [LazyAdam(), Momentum()], ids=str)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_rows_of_several_ranks_are_those_of_one(optimizer, dtype):
-    rows, ranks = 101, 3
-    how = {"name": "t", "seed": 1, "dtype": dtype, "slots": "8bit"}
-    whole = HostTable(rows, 5, optimizer, **how)
-    parts = [HostTable(rows, 5, optimizer, part=(rank, ranks), **how) for rank in range(ranks)]
-    rng = np.random.default_rng(0)
-    for _ in range(4):
-        grads = rng.standard_normal((rows, 5), dtype=np.float32)
-        chosen = rng.random(rows) < 0.5
-        whole.update(np.flatnonzero(chosen), grads[chosen])
-        for part in parts:
-            ids = part.ids(0, part.rows)
-            here = np.flatnonzero(chosen[ids])
-            part.update(here, grads[ids[here]])
-    for part in parts:
-        for name, values in whole.columns().items():
-            np.testing.assert_array_equal(part.columns()[name][:], values[part.ids(0, part.rows)])
 
 
 def test_a_table_says_what_it_needs(monkeypatch):

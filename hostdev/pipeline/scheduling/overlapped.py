@@ -190,7 +190,7 @@ class Workers:
         forwarded = take_forwarded(context, batch, memory)
         read_now = bool(forwarded) and before is not None and in_flights.updated >= before.awaits
         with queues.looking_up() if context.on_host else nullcontext():
-            if read_now:  # first, because the update of the previous batch waits for it
+            if read_now and before is not None:  # first, because the update of the previous batch waits for it
                 self._read_forwarded(number, forwarded, before)
             looked_up = look_up(context, batch, memory, forwarded)
             in_flight.rows = looked_up.rows
@@ -215,8 +215,7 @@ class Workers:
             in_flights.count_fetched(in_flight)
         return sent
 
-    def _read_forwarded(self, number: int, rows: list[ForwardedRows | None], before: InFlight | None) -> None:
-        assert before is not None
+    def _read_forwarded(self, number: int, rows: list[ForwardedRows | None], before: InFlight) -> None:
         read_forwarded(self._context, number, rows)
         self._queues.in_flight.unpin(before)
 
