@@ -14,6 +14,7 @@ from .core.launched import alone as alone
 from .core.optimizers import FTRL as FTRL
 from .core.optimizers import SGD as SGD
 from .core.optimizers import Adagrad as Adagrad
+from .core.optimizers import Adam as Adam
 from .core.optimizers import LazyAdam as LazyAdam
 from .core.optimizers import Momentum as Momentum
 from .core.optimizers import RowWiseAdagrad as RowWiseAdagrad

@@ -4,6 +4,7 @@ from hostdev.core.primitive import Primitive
 from hostdev.core.table_primitives import (
     EmbeddingLookup,
     FusedSparseAdagrad,
+    FusedSparseAdam,
     FusedSparseFtrl,
     FusedSparseLazyAdam,
     FusedSparseMomentum,
@@ -18,6 +19,7 @@ from hostdev.kernels.unique import unique
 __all__ = [
     "EmbeddingLookup",
     "FusedSparseAdagrad",
+    "FusedSparseAdam",
     "FusedSparseFtrl",
     "FusedSparseLazyAdam",
     "FusedSparseMomentum",

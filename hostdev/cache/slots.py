@@ -14,6 +14,7 @@ from hostdev.core.memory import row_bytes
 from hostdev.core.optimizers import SparseOptimizer
 from hostdev.core.table_dtypes import TableStep
 from hostdev.device.ops import get_ops
+from hostdev.device.ops.catch_up import Clocks, pack
 from hostdev.kernels.pool import Task
 
 
@@ -77,21 +78,32 @@ class DeviceSlots:
         self.block = torch.empty((capacity, 1 + slots, table.dim), dtype=torch.float32, device=device)
         self.row_slots = torch.empty((capacity, row_slots), dtype=torch.float32, device=device)
         self._row_bytes = row_bytes([(table.dim, table.optimizer)])[1]
-        self._ops = get_ops(self.block.device)
+        self._ops, self._clocks = get_ops(self.block.device), Clocks()
+        how = table.optimizer.catch_up
+        self._moments = None if how is None else how.betas is not None
 
-    def rows(self, at: Places, passed: Tensor, admitted: Tensor) -> Tensor:
-        """Return the weights of a batch's unique rows in a new tensor, float32 [U, D].
+    def rows(self, at: Places, passed: Tensor, admitted: Tensor, admitted_row_slots: Tensor) -> Tensor:
+        """Return a batch's unique rows in a new tensor: their weights, or packed rows if steps change all rows.
 
         Args:
             at: The plan's slots.
-            passed: Bypassing rows from the host, float32 [M, D].
+            passed: Bypassing rows from the host, float32 [M, D]; or packed rows [M, W].
             admitted: Admitted rows from the host, float32 [A, 1 + S, D].
+            admitted_row_slots: float32 [A, R].
+
+        Returns:
+            float32 [U, D] or [U, W].
         """
+        if self._moments is not None:
+            hits = at.hit_slots
+            block = torch.cat([self.block.index_select(0, hits), admitted])
+            row_slots = torch.cat([self.row_slots.index_select(0, hits), admitted_row_slots])
+            return torch.cat([pack(block, row_slots, self._moments), passed])
         return self._ops.assemble(self.block, at.hit_slots, admitted, passed)
 
-    def rows_bytes(self, at: Places, passed: Tensor, admitted: Tensor) -> int:
+    def rows_bytes(self, at: Places, passed: Tensor, admitted: Tensor, admitted_row_slots: Tensor) -> int:
         """Return the bytes that `rows` reads and writes."""
-        return 8 * self.block.shape[2] * (len(at.hit_slots) + len(admitted) + len(passed))
+        return 8 * passed.shape[1] * (len(at.hit_slots) + len(admitted) + len(passed))
 
     def update(
         self,
@@ -117,7 +129,7 @@ class DeviceSlots:
         if step.clip is not None:
             grads = self._ops.clip_rows(grads, step.clip)
         where = (self.optimizer.primitive, self.block, self.row_slots, at.hit_slots)
-        self._ops.update(*where, grads, step.scalars, skip, admitted, admitted_row_slots)
+        self._ops.update(*where, grads, step.scalars, skip, admitted, admitted_row_slots, step.clock, self._clocks)
         if step.rounding is not None:
             assert at.row_ids is not None
             H = len(at.hit_slots)

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from hostdev.checkpoint.current import CurrentLayers
 from hostdev.checkpoint.export_state import write_state
 from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.layers import Layers
@@ -62,7 +63,7 @@ def export(chain: Chain, options: Options) -> Iterator[str]:
     if os.path.lexists(out):
         raise outputs.taken_folder(out)
     verify(chain)
-    layers = Layers(chain)
+    layers = CurrentLayers(chain)
     out.parent.mkdir(parents=True, exist_ok=True)
     with outputs.new_folder(out) as partial, naming(out):
         _write(partial, layers, options)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hostdev.checkpoint.current import history_of
 from hostdev.checkpoint.folder import Chain, Found, candidates, read_chain
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import BrokenCheckpointError, File, RangeFile, Table
@@ -132,8 +133,12 @@ def load_rows(chain: Chain, tables: Mapping[str, Any], *, check: bool = False) -
         BrokenCheckpointError: A file is damaged; the tables then hold some of the checkpoint's rows.
     """
     layers = Layers(chain)
-    for name in tables:
+    for name, table in tables.items():
         layers.ranges(name)  # raises if there are gaps
+        if table.history is not None:
+            history = history_of(chain, name)
+            assert history is not None  # the optimizers are equal
+            table.adopt(history, whole=chain[-1].manifest.table(name).rows == table.total_rows)
     wanted = [
         [
             (checkpoint.path / file.file, table, file, tables[table.name])

@@ -66,6 +66,7 @@ class Table:
     dtype: str = FP32  # dtype of the weights in training; files always have float32
     slots_dtype: str = FP32  # dtype of `slots` in training
     seed: int | None = None  # seed of the rounding, for weights or slots that are not float32
+    history: str | None = None  # the steps, if rows are brought up to date when they are read (`core.history`)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +121,13 @@ class Manifest:
     def _content(self) -> dict[str, Any]:
         content = {"format": FORMAT, **asdict(self)}
         for table in content["tables"]:
-            for name, usual in (("order", "ids"), ("dtype", FP32), ("slots_dtype", FP32), ("seed", None)):
+            for name, usual in (
+                ("order", "ids"),
+                ("dtype", FP32),
+                ("slots_dtype", FP32),
+                ("seed", None),
+                ("history", None),
+            ):
                 if table[name] == usual:
                     del table[name]
         return content

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.checkpoint.current import open_table
 from hostdev.checkpoint.folder import Chain, newest
-from hostdev.checkpoint.lookup import MappedTable
 from hostdev.checkpoint.manifest import BrokenCheckpointError
 from hostdev.core.errors import UserError
 
@@ -32,7 +32,7 @@ class SavedTable:
 
     def __init__(self, chain: Chain, name: str) -> None:
         about = chain[-1].manifest.table(name)
-        self._mapped = MappedTable(chain, name)
+        self._mapped = open_table(chain, name)
         self.name, self.rows, self.dim = name, self._mapped.rows, self._mapped.dim
         self.optimizer, self.hyperparameters = about.optimizer, dict(about.hyperparameters)
 

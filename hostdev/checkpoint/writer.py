@@ -439,4 +439,5 @@ def describe_table(table: Any) -> Table:
         slots_dtype=table.slots_dtype,
         seed=table.seed if (table.dtype, table.slots_dtype) != (FP32, FP32) else None,
         order="ids" if getattr(table, "part", None) is None else SPREAD,
+        history=None if table.history is None else table.history.packed(),
     )

@@ -48,6 +48,17 @@ def require_finite(table: str, ids: npt.NDArray[Any], *values: Rows) -> None:
         )
 
 
+def require_last(table: str, ids: npt.NDArray[Any], last: Rows, steps: int) -> None:
+    """Raise ValueError unless each row's step of its last write, float32 [N], is a whole number in 0 .. `steps`."""
+    wrong = ~((last >= 0) & (last <= steps) & (last == np.floor(last)))
+    if wrong.any():
+        row = int(np.flatnonzero(wrong)[0])
+        raise ValueError(
+            f"table {table!r}: {last[row]} cannot be written to `last` of row {ids[row]}: it must be a whole number from 0 "
+            f"to {steps}, the steps of the table; nothing was written"
+        )
+
+
 def require_gradients(table: str, ids: npt.NDArray[Any], grads: Rows, limit: float, *, summed: bool) -> None:
     """Raise ValueError if a gradient is not finite or exceeds `limit`; the message names the first such row.
 

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol, Self
 import numpy as np
 
 from hostdev.core.errors import UserError
+from hostdev.core.history import LAST, CatchUp, require_betas
 from hostdev.kernels.arrays import Scalars
 
 _LEAST_NORM = 1e-12
@@ -34,6 +35,10 @@ class SparseOptimizer(Protocol):
     @property
     def row_slots(self) -> Mapping[str, float]:
         """Initial value of each slot of one value per row, by name."""
+
+    @property
+    def catch_up(self) -> CatchUp | None:
+        """What a step does to rows without a gradient; None: nothing."""
 
     @property
     def largest_gradient(self) -> float:
@@ -58,19 +63,27 @@ class _Optimizer:
 
     Source: Pascanu, Mikolov & Bengio, "On the difficulty of training recurrent neural networks", ICML 2013, algorithm
     1, applied to each row.
+
+    Each but `FTRL` takes `weight_decay`, a number c: each step multiplies the weights of all rows by 1 - lr * c, before
+    it updates the rows of its batch. A row that a batch does not use is brought up to date when it is next read, at 4
+    bytes of state per row (`last`, the step of its last write), so that unused rows cost nothing.
+
+    Source: Loshchilov & Hutter, "Decoupled Weight Decay Regularization", ICLR 2019; `kernels.catch_up`.
     """
 
     lr: float = field(hash=False)
     clip_norm: float | None = None
+    weight_decay: float = 0.0
 
     non_negative: ClassVar[frozenset[str]] = frozenset()
 
     def __new__(cls, *args: Any, **given: Any) -> Self:
-        if "weight_decay" in given:
-            raise TypeError(
-                f"{cls.__name__} has no weight_decay: an update touches the rows of its batch only, so the weights "
-                "of other rows would not decay; add the L2 of the batch's rows to the loss instead"
-            )
+        if (decay := given.get("weight_decay", 0.0)) != 0:
+            if issubclass(cls, FTRL):
+                raise TypeError(
+                    f"{cls.__name__} has no weight_decay: its weights follow from its state; use l2 instead"
+                )
+            _check("weight_decay", decay, "at least 0")
         if "momentum" in given and not hasattr(cls, "momentum"):
             raise TypeError(f"{cls.__name__} has no momentum; use hostdev.Momentum(lr=..., momentum=...)")
         if (norm := given.get("clip_norm")) is not None and not _LEAST_NORM <= norm <= 1 / _LEAST_NORM:
@@ -79,7 +92,7 @@ class _Optimizer:
 
     def __repr__(self) -> str:
         given = [(one.name, getattr(self, one.name)) for one in fields(self)]
-        shown = (f"{name}={value!r}" for name, value in given if name != "clip_norm" or value is not None)
+        shown = (f"{name}={value!r}" for name, value in given if name not in _IDLE or value != _IDLE[name])
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -96,8 +109,17 @@ class _Optimizer:
 
     @property
     def row_slots(self) -> Mapping[str, float]:
-        """No slots of one value per row."""
+        """The state of one value per row: the optimizer's own, and `last` if rows are brought up to date."""
+        return self._own_row_slots if self.catch_up is None else {**self._own_row_slots, LAST: 0.0}
+
+    @property
+    def _own_row_slots(self) -> Mapping[str, float]:
         return {}
+
+    @property
+    def catch_up(self) -> CatchUp | None:
+        """What a step does to rows without a gradient; None: nothing."""
+        return CatchUp(self.weight_decay) if self.weight_decay else None
 
     @property
     def largest_gradient(self) -> float:
@@ -119,11 +141,10 @@ class _Optimizer:
 
 def hyperparameters(optimizer: Any) -> dict[str, Any]:  # Any: one of the dataclasses below
     """Return an optimizer's hyperparameters by name, without those that do nothing."""
-    found = asdict(optimizer)
-    if found.get("clip_norm") is None:
-        found.pop("clip_norm", None)
-    return found
+    return {name: value for name, value in asdict(optimizer).items() if name not in _IDLE or value != _IDLE[name]}
 
+
+_IDLE: dict[str, Any] = {"clip_norm": None, "weight_decay": 0.0}  # values that do nothing
 
 _NEEDED: dict[str, Callable[[float], bool]] = {
     "positive": lambda value: value > 0,
@@ -198,6 +219,57 @@ class LazyAdam(_Optimizer):
 
 
 @dataclass(kw_only=True, unsafe_hash=True, repr=False)
+class Adam(_Optimizer):
+    """Adam on all rows: moments of rows that a batch does not use decay in each step, and move their weights.
+
+    With g the summed gradient of a row, 0 if the batch does not use it, and t the table's number of steps::
+
+        lr_t = lr * sqrt(1 - beta2^t) / (1 - beta1^t)
+        w <- (1 - lr * weight_decay) * w
+        m <- beta1 * m + (1 - beta1) * g
+        v <- beta2 * v + (1 - beta2) * g^2
+        w <- w - lr_t * m / (sqrt(v) + eps)
+
+    These are the results of a dense Adam, up to rounding: a row that was not used for k steps is brought up to date by
+    one operation when it is next read, with 4 bytes of state (`last`). `LazyAdam` leaves such rows unchanged. With
+    weight_decay above 0, this is AdamW.
+
+    Source: Kingma & Ba, 2015, as for `LazyAdam`; Loshchilov & Hutter, 2019; `kernels.catch_up`.
+    """
+
+    lr: float = field(default=3.5e-4, hash=False)
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+    primitive: ClassVar[str] = "FusedSparseAdam"
+    non_negative: ClassVar[frozenset[str]] = frozenset({"v"})
+
+    def __post_init__(self) -> None:
+        _check_adam(self.lr, self.beta1, self.beta2, self.eps)
+        require_betas(self.beta1, self.beta2)
+
+    @property
+    def slots(self) -> Mapping[str, float]:
+        """The first and second moments, which start at 0."""
+        return {"m": 0.0, "v": 0.0}
+
+    @property
+    def catch_up(self) -> CatchUp:
+        """Moments decay, and move the weights."""
+        return CatchUp(self.weight_decay, (self.beta1, self.beta2), self.eps)
+
+    @property
+    def largest_gradient(self) -> float:
+        """2^58, as for `LazyAdam`."""
+        return self._within(2.0**58)
+
+    def scalars(self, step: int, dim: int) -> Scalars:
+        """Return (lr_t, beta1, 1 - beta1, beta2, 1 - beta2, eps, False) for `kernels.lazy_adam`."""
+        return *_adam_scalars(self.lr, self.beta1, self.beta2, self.eps, step), False
+
+
+@dataclass(kw_only=True, unsafe_hash=True, repr=False)
 class RowWiseAdam(_Optimizer):
     """Adam with one second moment per row: 4 * D + 4 bytes of state per row instead of 8 * D.
 
@@ -229,7 +301,7 @@ class RowWiseAdam(_Optimizer):
         return {"m": 0.0}
 
     @property
-    def row_slots(self) -> Mapping[str, float]:
+    def _own_row_slots(self) -> Mapping[str, float]:
         """The second moment, one value per row, which starts at 0."""
         return {"v": 0.0}
 
@@ -411,7 +483,7 @@ class RowWiseAdagrad(_Optimizer):
         return {}
 
     @property
-    def row_slots(self) -> Mapping[str, float]:
+    def _own_row_slots(self) -> Mapping[str, float]:
         """The sum of mean squared gradients, one value per row."""
         return {"accum": self.initial_accum}
 
@@ -444,6 +516,7 @@ def _check_adagrad(lr: float, eps: float, initial_accum: float) -> None:
 
 OPTIMIZERS: Mapping[str, Callable[..., SparseOptimizer]] = {
     "lazy_adam": LazyAdam,
+    "adam": Adam,
     "ftrl": FTRL,
     "sgd": SGD,
     "adagrad": Adagrad,

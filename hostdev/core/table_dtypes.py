@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+from hostdev.kernels.catch_up import Clock
 from hostdev.kernels.plane_formats import plane_bytes
 
 FP32, BF16, EIGHT_BIT = "fp32", "bf16", "8bit"
@@ -30,11 +31,13 @@ class TableStep(NamedTuple):
         scalars: The optimizer's scalars.
         rounding: How new values are rounded to those that the table can store; None: they are not.
         clip: float32, the mean square above which a row's gradient is clipped; None: it never is.
+        clock: Brings rows up to date before the update; None: steps change the rows of their batches only.
     """
 
     scalars: tuple[Any, ...]
     rounding: Rounding | None = None
     clip: Any = None
+    clock: Clock | None = None
 
 
 def require_table_dtype(dtype: str, table: str) -> str:

@@ -38,9 +38,9 @@ class EmbeddingLookup(_TablePrimitive):
         return look_up(ids, *some)
 
     def tasks(self, table: Any, ids: Any, *some: Any) -> list[Task]:
-        """Return the tasks of a lookup in a host table."""
+        """Return the tasks of `HostTable.fetch_tasks`."""
         self._check(table)
-        tasks: list[Task] = table.lookup_tasks(ids, *some)
+        tasks: list[Task] = table.fetch_tasks(ids, *some)
         return tasks
 
     def nbytes(self, table: Any, ids: Any, *some: Any) -> int:
@@ -50,7 +50,9 @@ class EmbeddingLookup(_TablePrimitive):
     @staticmethod
     def row_bytes(table: Any) -> int:
         """Return the bytes read and written per row."""
-        return 4 * int(table.dim) + _stored_bytes(table)[0]
+        if table.history is None:
+            return 4 * int(table.dim) + _stored_bytes(table)[0]
+        return 4 * int(table.fetched_width) + sum(_stored_bytes(table)) + 4
 
 
 class _Update(_TablePrimitive):
@@ -141,6 +143,12 @@ class FusedSparseFtrl(_Update):
     name = "FusedSparseFtrl"
 
 
+class FusedSparseAdam(_Update):
+    """Adam on unique rows, which are brought up to date first: `(table, ids [U], grads float32 [U, D])`."""
+
+    name = "FusedSparseAdam"
+
+
 class FusedSparseLazyAdam(_Update):
     """Lazy Adam on unique rows: `(table, ids [U], grads float32 [U, D])`."""
 
@@ -181,6 +189,7 @@ UPDATES: dict[str, type[_Update]] = {
     op.name: op
     for op in (
         FusedSparseAdagrad,
+        FusedSparseAdam,
         FusedSparseFtrl,
         FusedSparseLazyAdam,
         FusedSparseMomentum,

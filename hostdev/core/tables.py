@@ -6,9 +6,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from hostdev.core.history import History
 from hostdev.core.optimizers import SparseOptimizer
 from hostdev.core.rounding import get_rounding
 from hostdev.core.table_dtypes import TableStep
+from hostdev.kernels.catch_up import Clock
 
 
 class Owner(Protocol):
@@ -36,6 +38,7 @@ class Owned:
     optimizer: SparseOptimizer
     dtype: str  # how weights are stored: "fp32" or "bf16"
     slots_dtype: str  # how the optimizer's state columns are stored: "fp32", "bf16" or "8bit"
+    history: History | None = None  # its steps, if they change rows that they do not use; see `kernels.catch_up`
     _owners: tuple[Owner, ...] = ()
     _step = 0
     _is_writing = False  # inside `writing`
@@ -63,17 +66,31 @@ class Owned:
         """Number of columns, D."""
         raise NotImplementedError
 
+    @property
+    def fetched_width(self) -> int:
+        """Values of a row that a loop looks up."""
+        return self.dim
+
     def begin_step(self) -> TableStep:
         """Count one step, and return what all updates of this step have in common."""
         self._require_no_writing()
         self._step += 1
         kinds = self.dtype, self.slots_dtype, self.optimizer
         rounding = get_rounding(self.seed, self.name, self._step, *kinds)
-        return TableStep(self.optimizer.scalars(self._step, self.dim), rounding, self.optimizer.clip_limit(self.dim))
+        scalars, clock = self.optimizer.scalars(self._step, self.dim), None
+        if self.history is not None:
+            clock = self.history.record(float(scalars[0]), self.optimizer.lr, self.name)
+        return TableStep(scalars, rounding, self.optimizer.clip_limit(self.dim), clock)
+
+    def clock(self) -> Clock | None:
+        """Return what brings rows up to date; None if rows change by their own updates only."""
+        return None if self.history is None else self.history.clock()
 
     def uncount_steps(self, steps: int) -> None:
         """Subtract steps that were counted but whose updates failed."""
         self._step = max(0, self._step - steps)
+        if self.history is not None:
+            self.history.forget(steps)
 
     def add_owner(self, owner: Owner) -> None:
         """Notify a loop of reads and writes from now on."""

@@ -10,7 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hostdev.core.checks import check_rows, require_finite, require_size
+from hostdev.core.checks import check_rows, require_finite, require_last, require_size
+from hostdev.core.history import History
 from hostdev.core.ids import checked_ids
 from hostdev.core.initializers import Initializer, Normal, initializer
 from hostdev.core.memory import require_table
@@ -20,11 +21,12 @@ from hostdev.core.table_dtypes import BF16, FP32, require_slots_dtype, require_t
 from hostdev.core.tables import Owned, initial_seed
 from hostdev.device.backend import free_bytes
 from hostdev.device.ops import get_ops
+from hostdev.device.ops.catch_up import Clocks, bring, pack, unpack
 from hostdev.device.writing import Writing
 from hostdev.kernels.buffers import identity
 from hostdev.kernels.norm import PART, partial_squares, total
 from hostdev.kernels.plane_formats import BFLOAT16
-from hostdev.kernels.rounding import require_exact, round_rows
+from hostdev.kernels.rounding import require_exact, round_rows, round_to_nearest
 
 Rows = npt.NDArray[np.float32]
 
@@ -74,7 +76,8 @@ class DeviceTable(Owned):
         self._fill(self._init, self.seed)
         row_slots = torch.tensor(list(optimizer.row_slots.values()), dtype=torch.float32, device=device)
         self._row_slots = row_slots.repeat(rows, 1)
-        self._ops = get_ops(self._block.device)
+        self.history = None if optimizer.catch_up is None else History(optimizer.catch_up)
+        self._ops, self._clocks = get_ops(self._block.device), Clocks()
 
     def _fill(self, init: Initializer, seed: int) -> None:
         slots = initial_slots(self.optimizer, self.slots_dtype)
@@ -94,11 +97,11 @@ class DeviceTable(Owned):
 
     def __getstate__(self) -> Mapping[str, Any]:
         """See `Owned`."""
-        return {name: value for name, value in super().__getstate__().items() if name != "_ops"}
+        return {name: value for name, value in super().__getstate__().items() if name not in ("_ops", "_clocks")}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.__dict__.update(state)
-        self._ops = get_ops(self._block.device)
+        self._ops, self._clocks = get_ops(self._block.device), Clocks()
 
     @property
     def total_rows(self) -> int:
@@ -122,7 +125,10 @@ class DeviceTable(Owned):
 
     @property
     def block(self) -> Tensor:
-        """The memory of all rows, float32 [V, 1 + S, D]: weights, then state columns of D values."""
+        """The memory of all rows, float32 [V, 1 + S, D]: weights, then state columns of D values.
+
+        With an optimizer that changes all rows in each step, rows are as they were last written.
+        """
         self._before_read()
         return self._block
 
@@ -134,16 +140,15 @@ class DeviceTable(Owned):
 
     @property
     def weights(self) -> Tensor:
-        """A view of the weights, float32 [V, D]."""
-        return self.block[:, 0]
+        """The weights, float32 [V, D]: a view, or a copy if each step changes all rows."""
+        self._before_read()
+        return self._current()["weights"]
 
     @property
     def slots(self) -> Mapping[str, Tensor]:
-        """Views of the optimizer state by name, each float32 [V, D], or [V, 1] for per-row state."""
+        """The optimizer state by name, each float32 [V, D], or [V, 1] for per-row state; views or copies as `weights`."""
         self._before_read()
-        slots = {name: self._block[:, 1 + i] for i, name in enumerate(self.optimizer.slots)}
-        row_slots = {name: self._row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}
-        return MappingProxyType(slots | row_slots)
+        return MappingProxyType({name: values for name, values in self._current().items() if name != "weights"})
 
     def columns(self) -> dict[str, Tensor]:
         """Return weights and optimizer state by name, as `HostTable.columns` does."""
@@ -151,8 +156,34 @@ class DeviceTable(Owned):
         return self._columns()
 
     def _columns(self) -> dict[str, Tensor]:
-        planes = {name: self._block[:, i] for i, name in enumerate(("weights", *self.optimizer.slots))}
-        return planes | {name: self._row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}
+        return self._named(self._block, self._row_slots)
+
+    def _current(self, ids: Tensor | None = None) -> dict[str, Tensor]:
+        """Return weights and optimizer state by name, of all rows or of `ids`, as they are after the last step."""
+        block, row_slots = self._block, self._row_slots
+        if (clock := self.clock()) is not None:
+            block, row_slots = (
+                held.clone() if ids is None else held.index_select(0, ids) for held in (block, row_slots)
+            )
+            bring(block, row_slots, clock, self._clocks)
+        elif ids is not None:
+            block, row_slots = (held.index_select(0, ids) for held in (block, row_slots))
+        return self._named(block, row_slots)
+
+    def _storable(self, ids: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the columns of `_current`, with values rounded to the nearest that such a host table can store."""
+        found = self._current(ids)
+        formats = plane_formats(self.dtype, self.slots_dtype, self.optimizer)
+        if formats is not None:
+            names = list(found)[: len(formats)]
+            block = np.stack([found[name].cpu().numpy() for name in names], 1)
+            round_to_nearest(block, formats)
+            found |= {name: torch.from_numpy(block[:, i]).to(self.device) for i, name in enumerate(names)}
+        return found
+
+    def _named(self, block: Tensor, row_slots: Tensor) -> dict[str, Tensor]:
+        planes = {name: block[:, i] for i, name in enumerate(("weights", *self.optimizer.slots))}
+        return planes | {name: row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}
 
     def where(self, ids: Any) -> tuple[Tensor, Any]:  # Any: whatever torch indexes rows by
         """Return the memory of rows and optimizer state, float32 [V, 1 + S, D], and the positions of `ids` in it."""
@@ -170,6 +201,9 @@ class DeviceTable(Owned):
 
     def lookup_now(self, ids: Tensor) -> Tensor:
         """Return the weights as `lookup` does, for the loop itself, without checks."""
+        if (clock := self.clock()) is not None:
+            rows = pack(self._block.index_select(0, ids), self._row_slots.index_select(0, ids), clock.moments)
+            return unpack(rows, self.dim, clock, self._clocks)
         return self._ops.lookup(self._block, ids)
 
     def update(self, ids: Tensor, grads: Tensor, skip: Tensor | None = None) -> None:
@@ -198,9 +232,22 @@ class DeviceTable(Owned):
         step = self.begin_step()
         if step.clip is not None:
             grads = self._ops.clip_rows(grads, step.clip)
-        self._ops.update(self.optimizer.primitive, self._block, self._row_slots, ids, grads, step.scalars, skip)
+        where, late = (self._block, self._row_slots, ids), {"clock": step.clock, "clocks": self._clocks}
+        self._ops.update(self.optimizer.primitive, *where, grads, step.scalars, skip, **late)
         if step.rounding is not None:  # rounding does not change skipped rows
             self._ops.round_rows(self._block, ids, ids, *step.rounding)
+
+    def adopt(self, history: History, *, whole: bool) -> None:
+        """Replace the table's steps by those of a checkpoint, as `HostTable.adopt` does."""
+        self._before_write()
+        if not whole and self.history is not None:
+            for start in range(0, self.rows, _ERASED):
+                ids = torch.arange(start, min(self.rows, start + _ERASED), device=self.device)
+                for name, values in self._storable(ids).items():
+                    self._columns()[name].index_copy_(0, ids, values)
+            self._row_slots[:, -1] = float(history.steps)
+        self.history = history
+        self._after_write(None)
 
     def _require_exact(self, plane: int, values: Rows) -> None:
         """Raise ValueError unless values [N, D] of a plane, 0 for weights, can be stored without rounding."""
@@ -222,7 +269,7 @@ class DeviceTable(Owned):
                 raise ValueError(f"table {self.name!r}: the ids of writing() must be all different")
             chosen = torch.from_numpy(array).to(self.device, torch.int64)
         self._before_write()
-        one = Writing(self.name, self._columns(), chosen)
+        one = Writing(self.name, self._columns(), chosen, None if self.history is None else self._storable)
         self._is_writing = True
         try:
             with torch.no_grad():
@@ -249,6 +296,8 @@ class DeviceTable(Owned):
                 round_rows(block, identity(len(part)), part, rounding_key(self.seed, self.name, 0), (BFLOAT16,))
             row_slots = np.empty((len(part), self._row_slots.shape[1]), np.float32)
             row_slots[:] = list(self.optimizer.row_slots.values())
+            if self.history is not None:
+                row_slots[:, -1] = self.history.steps
             self.write_rows(part, block, row_slots)
 
     def write_rows(self, ids: npt.ArrayLike, block: Rows, row_slots: Rows) -> None:
@@ -270,6 +319,8 @@ class DeviceTable(Owned):
         for plane in range(planes):
             self._require_exact(plane, block[:, plane])
         require_finite(self.name, ids, block, row_slots)
+        if self.history is not None:
+            require_last(self.name, ids, row_slots[:, -1], self.history.steps)
         self._before_write()
         at = torch.from_numpy(ids).to(self.device, torch.int64)
         self._block.index_copy_(0, at, torch.from_numpy(block).to(self.device))
@@ -282,9 +333,11 @@ class DeviceTable(Owned):
         `kernels.norm` defines the parts and the order; the result equals the host table's bit for bit.
         """
         self._before_read()
+        weights = self._current()["weights"]
         if self.device.type == "cpu":
-            return torch.from_numpy(partial_squares(self._block.numpy()))
-        return partial_squares_with_torch(self._block[:, 0])
+            block = self._block if self.history is None else weights.contiguous().unsqueeze(1)
+            return torch.from_numpy(partial_squares(block.numpy()))
+        return partial_squares_with_torch(weights)
 
     def sum_of_squares(self) -> float:
         """Return the sum of squares of all weights, in float64, in the order of `kernels.norm`."""

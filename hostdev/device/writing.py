@@ -17,13 +17,23 @@ class Writing(Copies):
         table: The table's name, for errors.
         columns: Views of its weights and optimizer state by name.
         ids: int64 [N] on the device, all different; None for all rows.
+        current: Returns the columns of all rows or of `ids` as they are after the last step, if they are not stored so.
     """
 
-    def __init__(self, table: str, columns: Mapping[str, Tensor], ids: Tensor | None) -> None:
+    def __init__(
+        self,
+        table: str,
+        columns: Mapping[str, Tensor],
+        ids: Tensor | None,
+        current: Callable[[Tensor | None], Mapping[str, Tensor]] | None = None,
+    ) -> None:
         super().__init__(table, columns)
         self._columns, self._ids = columns, ids
+        self._current = None if current is None else current(ids)
 
     def _copied(self, name: str) -> Tensor:
+        if self._current is not None:
+            return self._current[name].clone(memory_format=torch.contiguous_format)
         column = self._columns[name]
         there = column if self._ids is None else column.index_select(0, self._ids)
         return there.clone(memory_format=torch.contiguous_format)
@@ -48,9 +58,24 @@ class Writing(Copies):
                 check(plane, self._held[name].cpu().numpy())
 
     def write(self) -> None:
-        """Write the copies to the table."""
+        """Write the copies to the table; if rows are brought up to date when they are read, the changed rows only."""
+        if self._current is not None:
+            self._write_changed(self._current)
+            return
         for name, values in self._held.items():
             if self._ids is None:
                 self._columns[name].copy_(values)
             else:
                 self._columns[name].index_copy_(0, self._ids, values)
+
+    def _write_changed(self, current: Mapping[str, Tensor]) -> None:
+        changed = [
+            (values.view(torch.int32) != current[name].contiguous().view(torch.int32)).any(1)
+            for name, values in self._held.items()
+        ]
+        if not changed:
+            return
+        rows = torch.stack(changed).any(0).nonzero()[:, 0]
+        at = rows if self._ids is None else self._ids[rows]
+        for name, column in self._columns.items():
+            column.index_copy_(0, at, self._held.get(name, current[name])[rows])

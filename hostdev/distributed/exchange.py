@@ -68,7 +68,7 @@ class Exchange:
     Args:
         ranks: The ranks of this run.
         rows: Total rows of each group's tables.
-        dims: Dims of each group's tables.
+        dims: Values per row of each group's tables.
     """
 
     def __init__(self, ranks: Ranks, rows: Sequence[int], dims: Sequence[Sequence[int]]) -> None:

@@ -15,10 +15,11 @@ from hostdev.core.optimizers import SparseOptimizer
 from hostdev.core.rounding import initial_slots, plane_formats, rounding_key
 from hostdev.core.table_dtypes import FP32, TableStep
 from hostdev.host.views import Bfloat16View, EightBitView
-from hostdev.kernels import eight_bits, rounding
+from hostdev.kernels import catch_up, eight_bits, rounding
 from hostdev.kernels.apply import apply_occurrences, apply_tasks
 from hostdev.kernels.bits import copy_to_columns, gather_rows
 from hostdev.kernels.buffers import aligned_empty, identity
+from hostdev.kernels.catch_up import Clock
 from hostdev.kernels.init import fill_constant
 from hostdev.kernels.lookup import lookup_tasks, store_tasks
 from hostdev.kernels.norm import partial_squares
@@ -111,6 +112,12 @@ class Storage(Protocol):
     def lookup_tasks(self, ids: Ids, out: Rows, positions: Positions | None) -> list[Task]:
         """Return tasks that copy weights to out [N, D]."""
 
+    def pack_tasks(self, ids: Ids, out: Rows, positions: Positions | None, planes: int) -> list[Task]:
+        """Return tasks that copy packed rows to out, as `kernels.catch_up.pack_tasks` does."""
+
+    def current_tasks(self, ids: Ids, clock: Clock, out: Rows, positions: Positions | None) -> list[Task]:
+        """Return tasks that write weights, brought up to date, to out, as `kernels.catch_up.look_up_tasks` does."""
+
     def read_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
         """Return tasks that copy rows to block [N, 1 + S, D] and row_slots [N, R]."""
 
@@ -185,6 +192,14 @@ class Float32:
         """See `Storage`."""
         return lookup_tasks(self.block, ids, out, positions)
 
+    def pack_tasks(self, ids: Ids, out: Rows, positions: Positions | None, planes: int) -> list[Task]:
+        """See `Storage`."""
+        return catch_up.pack_tasks(self.block, self.row_slots, ids, out, positions, planes)
+
+    def current_tasks(self, ids: Ids, clock: Clock, out: Rows, positions: Positions | None) -> list[Task]:
+        """See `Storage`."""
+        return catch_up.look_up_tasks(self.block, self.row_slots, ids, clock, out, positions)
+
     def read_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
         """See `Storage`."""
         tasks = lookup_tasks(_flat(self.block)[:, None], ids, _flat(block), positions)
@@ -201,12 +216,14 @@ class Float32:
     def update_tasks(self, ids: Ids, grads: Rows, step: TableStep, positions: Positions | None) -> list[Task]:
         """See `Storage`."""
         primitive = self._optimizer.primitive
-        return apply_tasks(primitive, self.block, self.row_slots, ids, grads, step.scalars, positions, step.clip)
+        return apply_tasks(
+            primitive, self.block, self.row_slots, ids, grads, step.scalars, positions, step.clip, step.clock
+        )
 
     def apply(self, ids: Ids, grads: Rows, step: TableStep) -> None:
         """See `Storage`."""
         table = self._optimizer.primitive, self.block, self.row_slots
-        apply_occurrences(*table, ids, grads, step.scalars, step.clip)
+        apply_occurrences(*table, ids, grads, step.scalars, step.clip, step.clock)
 
     def partial_squares(self) -> npt.NDArray[np.float64]:
         """See `Storage`."""
@@ -303,6 +320,14 @@ class Split:
         """See `Storage`."""
         return lookup_tasks(self.stored[:, None], ids, out, positions)
 
+    def pack_tasks(self, ids: Ids, out: Rows, positions: Positions | None, planes: int) -> list[Task]:
+        """See `Storage`."""
+        return catch_up.pack_tasks(self._rows_at(0), self.row_slots, ids, out, positions, planes)
+
+    def current_tasks(self, ids: Ids, clock: Clock, out: Rows, positions: Positions | None) -> list[Task]:
+        """See `Storage`."""
+        return catch_up.look_up_tasks(self._rows_at(0), self.row_slots, ids, clock, out, positions)
+
     def read_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
         """See `Storage`."""
         tasks = rounding.read_tasks(*self._arrays, ids, block, positions)
@@ -319,17 +344,18 @@ class Split:
 
     def update_tasks(self, ids: Ids, grads: Rows, step: TableStep, positions: Positions | None) -> list[Task]:
         """See `Storage`."""
-        primitive, rows = self._optimizer.primitive, self._rows_at(step)
-        return apply_tasks(primitive, rows, self.row_slots, ids, grads, step.scalars, positions, step.clip)
+        assert step.rounding is not None
+        primitive, rows = self._optimizer.primitive, self._rows_at(step.rounding.key)
+        return apply_tasks(primitive, rows, self.row_slots, ids, grads, step.scalars, positions, step.clip, step.clock)
 
     def apply(self, ids: Ids, grads: Rows, step: TableStep) -> None:
         """See `Storage`."""
-        table = self._optimizer.primitive, self._rows_at(step), self.row_slots
-        apply_occurrences(*table, ids, grads, step.scalars, step.clip)
-
-    def _rows_at(self, step: TableStep) -> SplitRows:
         assert step.rounding is not None
-        return SplitRows.of(*self._arrays, step.rounding.key, self._where)
+        table = self._optimizer.primitive, self._rows_at(step.rounding.key), self.row_slots
+        apply_occurrences(*table, ids, grads, step.scalars, step.clip, step.clock)
+
+    def _rows_at(self, key: int) -> SplitRows:
+        return SplitRows.of(*self._arrays, key, self._where)
 
     @property
     def _arrays(self) -> tuple[Any, Any, Any]:

@@ -8,20 +8,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.core.checks import check_rows, require_finite, require_gradients, require_size
+from hostdev.core.checks import check_rows, require_finite, require_gradients, require_last, require_size
 from hostdev.core.errors import UserError
+from hostdev.core.history import History
 from hostdev.core.ids import checked_ids, checked_positions
 from hostdev.core.initializers import Initializer, Normal, initializer
 from hostdev.core.launched import require_alone
 from hostdev.core.memory import available_bytes, format_bytes, require_table
 from hostdev.core.optimizers import SparseOptimizer, require_optimizer
+from hostdev.core.rounding import plane_formats
 from hostdev.core.table_dtypes import BF16, FP32, TableStep, require_slots_dtype, require_table_dtype
 from hostdev.core.tables import Owned, initial_seed
+from hostdev.host import current
 from hostdev.host.changes import Changes
 from hostdev.host.storage import Float32, Shape, Storage, make_storage
 from hostdev.host.writing import Writing
 from hostdev.kernels.arrays import Ids
-from hostdev.kernels.norm import total
+from hostdev.kernels.catch_up import packed_planes, packed_width
+from hostdev.kernels.norm import partial_squares, total
 from hostdev.kernels.pool import Task, run_tasks
 from hostdev.kernels.shards import get_ids_at, ids_of, range_of
 
@@ -41,6 +45,9 @@ class HostTable(Owned):
     one of the two nearest values that can be stored, by a random number that depends only on (seed, name, step of the
     table, row, column, weight or state).
 
+    With an optimizer that changes all rows in each step (`Adam`, or weight_decay), a row is brought up to date when it is
+    next read. All methods return rows as they are after the last step, except `row_slots` and `columns`.
+
     Several threads may look rows up at once. The caller keeps updates apart from other access to the same rows.
 
     While a `Runtime.train` loop is open, the loop's body may read and write the table. A read sees all steps so far. A
@@ -53,7 +60,7 @@ class HostTable(Owned):
     Args:
         rows: Number of rows, at least 1.
         dim: Number of columns, at least 1.
-        optimizer: LazyAdam, RowWiseAdam, FTRL, SGD, Momentum, Adagrad or RowWiseAdagrad.
+        optimizer: LazyAdam, Adam, RowWiseAdam, FTRL, SGD, Momentum, Adagrad or RowWiseAdagrad.
         name: The table's name, for errors and as a part of the initial values' key.
         seed: Seed of the initial values. None: the seed given to `torch.manual_seed`, or 0.
         init: Normal(std), Uniform(low, high), Constant(value), or an array [rows, dim], which the table keeps for
@@ -96,6 +103,7 @@ class HostTable(Owned):
         self.name, self.seed = name, initial_seed(seed)
         self.optimizer = optimizer
         self._rows = rows
+        self.history = None if optimizer.catch_up is None else History(optimizer.catch_up)
         self._initial = (self.seed, initializer(init, self.total_rows, dim, name))
         self.dtype, self.slots_dtype = dtype, slots_dtype
         shape = self._shape(dim)
@@ -134,6 +142,8 @@ class HostTable(Owned):
     @property
     def block(self) -> Rows:
         """A read-only view of all rows, float32 [V, 1 + S, D]; raises TypeError unless all are stored so."""
+        if self.history is not None:
+            raise TypeError(f"table {self.name!r} brings rows up to date when they are read; use read_rows")
         if not isinstance(self.storage, Float32):
             what = "weights" if self.dtype == BF16 else "slots"
             kind = "as bfloat16" if BF16 in (self.dtype, self.slots_dtype) else "in 8 bits"
@@ -155,8 +165,10 @@ class HostTable(Owned):
         dtype="bfloat16" this is a float32 copy; raises UserError if there is no memory for it.
         """
         self._before_read()
-        if self.dtype == BF16:
+        if self.dtype == BF16 or self.history is not None:
             self._require_copies("weights", 1)
+        if (clock := self.clock()) is not None:
+            return _read_only(current.CurrentColumn(self.storage, clock, 0)[:])
         return _read_only(self.storage.weights())
 
     @property
@@ -167,8 +179,11 @@ class HostTable(Owned):
         copies; raises UserError if there is no memory for them.
         """
         self._before_read()
-        if self.slots_dtype != FP32:
+        if self.slots_dtype != FP32 or self.history is not None:
             self._require_copies("slots", len(self.optimizer.slots))
+        if (clock := self.clock()) is not None:
+            found = current.columns(self.storage, clock, self.optimizer)
+            return MappingProxyType({name: _read_only(found[name][:]) for name in found if name != "weights"})
         slots = {name: self.storage.slot(i) for i, name in enumerate(self.optimizer.slots)}
         row_slots = {name: self.storage.row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}
         return MappingProxyType({name: _read_only(values) for name, values in (slots | row_slots).items()})
@@ -198,7 +213,11 @@ class HostTable(Owned):
         if chosen is not None and len(np.unique(chosen)) < len(chosen):
             raise ValueError(f"table {self.name!r}: the ids of writing() must be all different")
         self._before_write()
-        one = Writing(self.name, self._columns(), chosen, self.rows)
+        clock = self.clock()
+        columns: Any = self._columns()
+        if clock is not None:
+            columns = current.columns(self.storage, clock, self.optimizer, self._formats)
+        one = Writing(self.name, columns, chosen, self.rows)
         self._is_writing = True
         try:
             yield one
@@ -212,11 +231,8 @@ class HostTable(Owned):
             self._after_write(changed if chosen is None else chosen[changed])
 
     def _write_changed(self, one: Writing, changed: npt.NDArray[np.int64]) -> None:
-        _, planes, D = self.storage.shape
         for numbers, ids in one.parts(changed):
-            block = np.empty((len(ids), planes, D), np.float32)
-            row_slots = np.empty((len(ids), self.storage.row_slots.shape[1]), np.float32)
-            run_tasks(self.read_rows_tasks(ids, block, row_slots))
+            block, row_slots = self._read(ids, self._formats)
             for number, name in enumerate(("weights", *self.optimizer.slots)):
                 one.put(name, numbers, block[:, number])
             for number, name in enumerate(self.optimizer.row_slots):
@@ -241,6 +257,8 @@ class HostTable(Owned):
             self.storage.initial(self._shape(D), *self._initial, self.row_ids(part).astype(np.int64), block)
             row_slots = np.empty((len(part), self.storage.row_slots.shape[1]), np.float32)
             row_slots[:] = list(self.optimizer.row_slots.values())
+            if self.history is not None:
+                row_slots[:, -1] = self.history.steps
             run_tasks(self.write_rows_tasks(part, block, row_slots))
         self._after_write(ids)
 
@@ -270,7 +288,27 @@ class HostTable(Owned):
     def lookup_tasks(self, ids: Ids, out: Rows, positions: Positions | None = None) -> list[Task]:
         """Return the tasks of `lookup`."""
         check_rows("out", out, (len(ids if positions is None else out), self.dim), self.name)
+        if (clock := self.clock()) is not None:
+            return self.storage.current_tasks(ids, clock, out, positions)
         return self.storage.lookup_tasks(ids, out, positions)
+
+    @property
+    def fetched_width(self) -> int:
+        """Values of a row that `fetch_tasks` copies."""
+        return self.dim if self.history is None else packed_width(self.dim, self.history.how.betas is not None)
+
+    def fetch_tasks(self, ids: Ids, out: Rows, positions: Positions | None = None) -> list[Task]:
+        """Return the tasks of a lookup by a loop, ahead of steps: packed rows (`kernels.catch_up`) if steps change them.
+
+        Args:
+            ids: As for `lookup`.
+            out: float32 [N, `fetched_width`].
+            positions: As for `lookup`.
+        """
+        if self.history is None:
+            return self.lookup_tasks(ids, out, positions)
+        check_rows("out", out, (len(ids if positions is None else out), self.fetched_width), self.name)
+        return self.storage.pack_tasks(ids, out, positions, packed_planes(self.history.how.betas is not None))
 
     def apply(self, ids: npt.ArrayLike, grads: Rows) -> None:
         """Sum the gradients of each id in order of occurrence, then take one optimizer step on its row.
@@ -344,11 +382,23 @@ class HostTable(Owned):
         """
         ids = self._checked(ids)
         positions = checked_positions(positions, len(ids), len(block), self.name)
+        self._check_whole(ids, block, row_slots, positions)
         self._before_read()
-        run_tasks(self.read_rows_tasks(ids, block, row_slots, positions))
+        at = slice(None) if positions is None else positions
+        block[at], row_slots[at] = self._read(ids)
+
+    def _read(self, ids: Ids, formats: tuple[int, ...] | None = None) -> tuple[Rows, Rows]:
+        """Return copies of rows with their optimizer state, as they are after the last step; see `current.read`."""
+        if (clock := self.clock()) is not None:
+            return current.read(self.storage, clock, ids, formats)
+        _, planes, D = self.storage.shape
+        block = np.empty((len(ids), planes, D), np.float32)
+        row_slots = np.empty((len(ids), self.storage.row_slots.shape[1]), np.float32)
+        run_tasks(self.read_rows_tasks(ids, block, row_slots))
+        return block, row_slots
 
     def read_rows_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None = None) -> list[Task]:
-        """Return the tasks of `read_rows`."""
+        """Return the tasks of `read_rows`, but for rows as they are stored."""
         self._check_whole(ids, block, row_slots, positions)
         return self.storage.read_tasks(ids, block, row_slots, positions)
 
@@ -365,6 +415,8 @@ class HostTable(Owned):
         self._check_whole(ids, block, row_slots, positions)
         mine = (block, row_slots) if positions is None else (block[positions], row_slots[positions])
         require_finite(self.name, ids, *mine)
+        if self.history is not None:
+            require_last(self.name, ids, mine[1][:, -1], self.history.steps)
         for plane in range(mine[0].shape[1]):
             self.storage.require_exact(plane, mine[0][:, plane])
         self._before_write()
@@ -385,6 +437,10 @@ class HostTable(Owned):
         self._before_read()
         return self._columns()
 
+    @property
+    def _formats(self) -> tuple[int, ...] | None:
+        return plane_formats(self.dtype, self.slots_dtype, self.optimizer)
+
     def _columns(self) -> dict[str, Any]:
         found = {"weights": self.storage.column(0)}
         found |= {name: self.storage.column(1 + i) for i, name in enumerate(self.optimizer.slots)}
@@ -393,6 +449,8 @@ class HostTable(Owned):
 
     def where(self, ids: Any) -> tuple[Rows, Any]:  # Any: whatever NumPy indexes rows by
         """Return rows with their optimizer state, float32 [any, 1 + S, D], and the positions of `ids` in this array."""
+        if (clock := self.clock()) is not None:
+            return current.read(self.storage, clock, ids)[0], np.arange(len(ids))
         if isinstance(self.storage, Float32):
             return self.storage.block, ids
         return self.storage.taken(ids), np.arange(len(ids))
@@ -400,6 +458,8 @@ class HostTable(Owned):
     def partial_squares(self) -> npt.NDArray[np.float64]:
         """Return the sums of squares of the weights by part of the rows and column, [P, D], as `kernels.norm` does."""
         self._before_read()
+        if self.history is not None:
+            return partial_squares(np.ascontiguousarray(self.weights)[:, None])
         return self.storage.partial_squares()
 
     def sum_of_squares(self) -> float:
@@ -443,7 +503,26 @@ class HostTable(Owned):
             self.changes.await_end()
             self.note_changes(anew=True)  # relative to no checkpoint, so that the next one is full
         self.storage.fill(self._shape(self.dim), *self._initial)
+        if self.history is not None:
+            self.history = History(self.history.how)
         self._step, self.untouched = 0, True
+        self._after_write(None)
+
+    def adopt(self, history: History, *, whole: bool) -> None:
+        """Replace the table's steps by those of a checkpoint, whose rows are loaded next.
+
+        Args:
+            history: The checkpoint's steps; the optimizers are equal.
+            whole: Whether all rows are loaded. Otherwise the others are brought up to date first.
+        """
+        self._before_write()
+        if not whole and self.history is not None:
+            for start in range(0, self.rows, _ERASED):
+                ids = np.arange(start, min(self.rows, start + _ERASED))
+                block, row_slots = self._read(ids, self._formats)
+                row_slots[:, -1] = history.steps
+                run_tasks(self.write_rows_tasks(ids, block, row_slots))
+        self.history = history
         self._after_write(None)
 
     def _shape(self, dim: int) -> Shape:

@@ -1,13 +1,14 @@
 """An optimizer step on the rows of a table; host tables and device tables on the CPU share it.
 
-An optimizer's kernel is called as `kernel(start, stop, ids, source, grads, block, row_slots, *scalars)` and updates the
-rows ids[start:stop] in place:
+An optimizer's kernel is called as `kernel(start, stop, ids, source, grads, block, row_slots, *scalars, clock)` and updates
+the rows ids[start:stop] in place:
 
     ids: int32 or int64 [U], unique, each in [0, V).
     source: int32 [U], the row of `grads` with the summed gradient of each id.
     grads: float32 [any, D].
     block: float32 [V, 1 + S, D], a row's weights and its S slots of D values each; or `rounding.SplitRows`.
     row_slots: float32 [V, R], the R slots that have one value per row.
+    clock: Brings rows up to date before the update, see `catch_up`; None: steps change the rows of their batches only.
 """
 
 from collections.abc import Callable
@@ -20,6 +21,7 @@ import numpy.typing as npt
 from hostdev.kernels.adagrad import adagrad, momentum, row_wise_adagrad, sgd
 from hostdev.kernels.arrays import Strided
 from hostdev.kernels.buffers import identity, scratch
+from hostdev.kernels.catch_up import Clock
 from hostdev.kernels.clip import clip_rows
 from hostdev.kernels.ftrl import ftrl
 from hostdev.kernels.lazy_adam import lazy_adam, row_wise_adam
@@ -35,6 +37,7 @@ _CLIPPED_BYTES = 1 << 18  # of rows that a thread updates at a time
 
 _KERNELS: dict[str, Callable[..., tuple[Kernel, tuple[Any, ...]]]] = {
     "FusedSparseAdagrad": adagrad,
+    "FusedSparseAdam": lazy_adam,
     "FusedSparseFtrl": ftrl,
     "FusedSparseLazyAdam": lazy_adam,
     "FusedSparseMomentum": momentum,
@@ -53,9 +56,11 @@ def apply_tasks(
     scalars: tuple[Any, ...],
     positions: npt.NDArray[np.int32] | None = None,
     clip: np.float32 | None = None,
+    clock: Clock | None = None,
 ) -> list[Task]:
     """Return the tasks of `apply_rows`, which `run_tasks` can run together with other tasks."""
     update, scalars = _KERNELS[primitive](*scalars)
+    scalars = (*scalars, clock)
     if positions is None:
         positions = identity(len(ids))
     row = block.strides[0] if isinstance(block, np.ndarray) else block.row_bytes
@@ -82,6 +87,7 @@ def apply_rows(
     scalars: tuple[Any, ...],
     positions: npt.NDArray[np.int32] | None = None,
     clip: np.float32 | None = None,
+    clock: Clock | None = None,
 ) -> None:
     """Take one optimizer step on unique rows, in place; the module's docstring describes block, row_slots and ids.
 
@@ -91,8 +97,9 @@ def apply_rows(
         scalars: The optimizer's scalars at this step.
         positions: int32 [U], the row of `grads` for each id.
         clip: The mean square above which a row's gradient is clipped; None: it never is.
+        clock: Brings the rows up to date first; None: they are.
     """
-    run_tasks(apply_tasks(primitive, block, row_slots, ids, grads, scalars, positions, clip))
+    run_tasks(apply_tasks(primitive, block, row_slots, ids, grads, scalars, positions, clip, clock))
 
 
 def apply_occurrences(
@@ -103,6 +110,7 @@ def apply_occurrences(
     grads: Rows,
     scalars: tuple[Any, ...],
     clip: np.float32 | None = None,
+    clock: Clock | None = None,
 ) -> None:
     """Sum the gradients of each id in order of occurrence, and update its row as `apply_rows` does.
 
@@ -113,6 +121,7 @@ def apply_occurrences(
     if len(ids) == 0:
         return
     update, scalars = _KERNELS[primitive](*scalars)
+    scalars = (*scalars, clock)
     table = (block, row_slots, *scalars)
     if clip is None and streams():
         apply_stream(update, table, ids, grads)

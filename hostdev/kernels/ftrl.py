@@ -10,7 +10,7 @@ from hostdev.kernels.rounding import load_slot, load_weights, make_scratch, pref
 
 
 @kernel
-def _ftrl_sqrt(start, stop, ids, source, grads, block, row_slots, lr, l1, two_l2):
+def _ftrl_sqrt(start, stop, ids, source, grads, block, row_slots, lr, l1, two_l2, clock):
     """Update with the usual lr_power p = -0.5: n^-p is a correctly rounded square root."""
     zero, scratch = np.float32(0), make_scratch(block)
     for i in range(np.uint64(start), np.uint64(stop)):
@@ -36,7 +36,7 @@ def _ftrl_sqrt(start, stop, ids, source, grads, block, row_slots, lr, l1, two_l2
 
 
 @kernel
-def _ftrl_power(start, stop, ids, source, grads, block, row_slots, lr, l1, two_l2, exponent):
+def _ftrl_power(start, stop, ids, source, grads, block, row_slots, lr, l1, two_l2, exponent, clock):
     """Update with any lr_power: powers are taken in float64 and rounded once, as math libraries differ in float32."""
     zero, scratch = np.float32(0), make_scratch(block)
     for i in range(np.uint64(start), np.uint64(stop)):

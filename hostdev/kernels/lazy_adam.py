@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from hostdev.kernels.adagrad import LANES, mean_square
+from hostdev.kernels.catch_up import catch_up, decay, last_step
 from hostdev.kernels.jit import kernel, prefetch_update
 from hostdev.kernels.pool import Kernel
 from hostdev.kernels.rounding import load_slot, load_weights, make_scratch, prefetch_row, store_row
@@ -26,6 +27,7 @@ def _lazy_adam(
     one_minus_beta2,
     eps,
     nesterov,
+    clock,
 ):
     scratch = make_scratch(block)
     for i in range(np.uint64(start), np.uint64(stop)):
@@ -36,6 +38,9 @@ def _lazy_adam(
             load_slot(block, row, 0, scratch),
             load_slot(block, row, 1, scratch),
         )
+        if clock is not None:
+            catch_up(weights, first, second, last_step(row_slots, row, clock), clock)
+            row_slots[row, np.uint64(row_slots.shape[1] - 1)] = np.float32(clock.now + 1)
         for j in range(len(grad)):
             g = grad[j]
             m = beta1 * first[j] + one_minus_beta1 * g
@@ -63,6 +68,7 @@ def _row_wise_adam(
     one_minus_beta2,
     eps,
     columns,
+    clock,
 ):
     lanes, scratch = np.empty(LANES, np.float32), make_scratch(block)
     for i in range(np.uint64(start), np.uint64(stop)):
@@ -70,6 +76,9 @@ def _row_wise_adam(
         prefetch_update(row_slots, ids, i, stop)
         row, grad = np.uint64(ids[i]), grads[np.uint64(source[i])]
         weights, first = load_weights(block, row, scratch), load_slot(block, row, 0, scratch)
+        if clock is not None:
+            decay(weights, last_step(row_slots, row, clock), clock)
+            row_slots[row, np.uint64(row_slots.shape[1] - 1)] = np.float32(clock.now + 1)
         v = beta2 * row_slots[row, 0] + one_minus_beta2 * mean_square(grad, lanes, columns)
         row_slots[row, 0] = v
         divisor = np.sqrt(v) + eps

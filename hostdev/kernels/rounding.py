@@ -185,6 +185,17 @@ def require_exact(values: Rows, table: str, plane: int, kind: int) -> None:
             )
 
 
+def round_to_nearest(block: Rows, formats: tuple[int, ...]) -> None:
+    """Round planes of rows, float32 [N, 1 + S, D], to the nearest values that can be stored, in place; no NaN."""
+    for plane, kind in enumerate(formats):
+        if kind == BFLOAT16:
+            bits = block[:, plane].view(np.uint32)
+            bits += np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+            bits &= np.uint32(0xFFFF0000)
+        elif kind in EIGHT_BITS:
+            block[:, plane] = to_nearest(block[:, plane], unsigned=kind == UNSIGNED_8)
+
+
 @kernel
 def _are_bfloat16(values):
     bits = values.view(np.uint32)

@@ -55,6 +55,8 @@ class Context:
         self.row_bytes = sum(group.row_bytes for group in groups if group.on_host)
         on_cpu = staging.device.type == "cpu"
         forwards = (staging.copies or hooks.forward) and not self.cached and not exchanges
+        if any(one.table.history is not None for group in groups for one in group.embeddings):
+            forwards = False  # forwarded rows are updated from the step before only
         self.forwarding = Forwarding(groups) if forwards and depth else None
         self.turns = Turns(shares=on_cpu and not exchanges and hooks == PipelineHooks(), depth=depth)
         self.steps = 0  # steps whose updates are finished

@@ -8,12 +8,14 @@ from functools import partial
 from typing import Any
 
 import numpy.typing as npt
+from torch import Tensor
 
 from hostdev.cache.cache import EmbeddingCache
 from hostdev.core.primitive import OpLog, Primitive
 from hostdev.core.table_dtypes import FP32
 from hostdev.core.table_primitives import UPDATES, CacheAdmit, CacheEvict, EmbeddingLookup, ForwardRead
 from hostdev.device.forwarding import forward_rows, forwarded_bytes
+from hostdev.device.ops.catch_up import Clocks, unpack
 from hostdev.device.table import DeviceTable
 from hostdev.host.table import HostTable
 
@@ -29,12 +31,18 @@ class Embedding:
         self.target = table.primitive_target
         self.steps = 0  # steps whose updates are finished
         self.begun = 0  # steps whose updates have begun or finished
+        self._clocks = Clocks()
         update = UPDATES[table.optimizer.primitive]
         self.lookup = EmbeddingLookup(scope=self.name, log=log).add_prim_attr("primitive_target", self.target)
         self.update = update(scope=self.name, log=log).add_prim_attr("primitive_target", self.target)
         self.forward_read = ForwardRead(scope=self.name, log=log).add_prim_attr("primitive_target", "CPU")
         forward = partial(forward_rows, table.optimizer)
         self.forward_update = Primitive("ForwardUpdate", forward, nbytes=forwarded_bytes, scope=self.name, log=log)
+
+    def current(self, rows: Tensor) -> Tensor:
+        """Return the weights of fetched rows, float32 [U, D], as they are after all steps that have begun."""
+        clock = self.table.clock()
+        return rows if clock is None else unpack(rows, self.table.dim, clock, self._clocks)
 
     def uncount_unfinished(self) -> None:
         """Subtract the table's steps whose updates did not finish, after the in-flight batches are abandoned."""

@@ -63,7 +63,10 @@ class Pipeline:
         exchanges = {}
         if ranks is not None:
             tables = [[one.table for one in group.embeddings] for group in groups]
-            shapes = [each[0].total_rows for each in tables], [[table.dim for table in each] for each in tables]
+            shapes = (
+                [each[0].total_rows for each in tables],
+                [[table.fetched_width for table in each] for each in tables],
+            )
             exchanges = {update: Exchange(ranks, *shapes) for update in (True, False)}
         self._context = Context(
             groups, staging, Claims(rows), self.timeline, log, exchanges, hooks or PipelineHooks(), depth

@@ -65,7 +65,9 @@ class BatchRows:
         if plan is not None:
             self._admit, self._evict = embedding.cache_admit.in_parts(), embedding.cache_evict.in_parts()
         optimizer = table.optimizer
-        self._host = [memory.buffer(self.passed, table.dim)]  # weights, then the admitted rows' block and per-row state
+        self._host = [
+            memory.buffer(self.passed, table.fetched_width)
+        ]  # rows, then the admitted rows' block and per-row state
         if plan is not None:
             self._host.append(memory.buffer(len(plan.admitted), 1 + len(optimizer.slots), table.dim))
             self._host.append(memory.buffer(len(plan.admitted), len(optimizer.row_slots)))
@@ -134,9 +136,9 @@ class BatchRows:
                 rows.index_copy_(0, at.to(rows.device, torch.int64), value.to(rows.device))
 
     def arrived(self) -> Tensor:
-        """Return the rows on the device, float32 [U, D]; its current stream waits for them. All must have been sent.
+        """Return the rows on the device; its current stream waits for them. All must have been sent.
 
-        The rows are in the order of the ids, or with a cache in the order of its plan.
+        They are weights, float32 [U, D], or packed rows, for which `current` must be called. The rows are in the order of the ids, or with a cache in the order of its plan.
         """
         self._lookup.end()
         if self._places is not None:
@@ -146,13 +148,13 @@ class BatchRows:
         self._host = []
         if self._places is None:
             return self._sent[0]
-        rows: Tensor = self.embedding.cache_lookup(self._places, *self._sent[:2])
+        rows: Tensor = self.embedding.cache_lookup(self._places, *self._sent)
         self._sent = [rows.new_empty(0), *self._sent[1:]]  # `rows` now has the bypassing rows
         return rows
 
     @property
     def host(self) -> npt.NDArray[Any]:
-        """The rows that bypass the cache, in host memory, float32 [M, D]; conflicting rows arrive later."""
+        """The rows that bypass the cache, in host memory, float32 [M, D] or packed; conflicting rows arrive later."""
         found: npt.NDArray[Any] = self._host[0].numpy()
         return found
 
@@ -310,6 +312,8 @@ def receive_rows(
 def count_bytes(group: Group, unique: int, plan: Plan | None, uses: int) -> int:
     """Estimate the bytes of host memory for the copies of a group's rows in a batch."""
     passing, whole = row_bytes((part.table.dim, part.table.optimizer) for part in group.embeddings)
+    if any(part.table.history is not None for part in group.embeddings):
+        passing = whole
     if not group.on_host:
         return copied_bytes(0, 0, uses, passing, whole)
     if plan is None:

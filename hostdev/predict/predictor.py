@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hostdev.checkpoint.lookup import MappedTable
+from hostdev.checkpoint.current import open_table
 from hostdev.core.errors import UserError
 from hostdev.data.batch import Batch
 from hostdev.data.preprocess.encoding import rows_of
@@ -82,7 +82,7 @@ class Predictor:
             raise UserError(f"{self.path} is of a different model: {' '.join(str(error).split())[:300]}") from None
         self.model.to(self._device).eval()
         with reading(self.path):
-            self.tables = {name: MappedTable(opened.chain, name) for name in self.model.tables}
+            self.tables = {name: open_table(opened.chain, name) for name in self.model.tables}
             self._require_tables()
             if _encodes:
                 self.encoding.prepare()

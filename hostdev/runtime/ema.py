@@ -52,6 +52,11 @@ class EMA:
             raise TypeError(f"EMA takes a hostdev.HostTable or a DeviceTable, not a {type(table).__name__}")
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
             raise ValueError(f"table {table.name!r}: decay must be in [0, 1), not {decay!r}")
+        if table.history is not None:
+            raise ValueError(
+                f"table {table.name!r}: EMA follows the rows that steps write, but each step of {table.optimizer!r} "
+                "changes all rows; use an optimizer without weight_decay, or LazyAdam in place of Adam"
+            )
         needed, free = table.rows * (8 * table.dim + 8), available_bytes()
         if needed > free:
             raise UserError(

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from hostdev.device import triton
 from hostdev.device.ops import host_kernels, torch_operations, triton_kernels
+from hostdev.device.ops.catch_up import Clocks
 from hostdev.device.ops.uses import Expansion, FeatureUses
+from hostdev.kernels.catch_up import Clock
 
 FUSED = {"cuda"}  # device types with Triton kernels
 
@@ -117,6 +119,8 @@ class Ops(Protocol):
         skip: Tensor | None = None,
         admitted: Tensor | None = None,
         admitted_row_slots: Tensor | None = None,
+        clock: Clock | None = None,
+        clocks: Clocks | None = None,
     ) -> None:
         """Take one optimizer step, in place, on unique rows of a block and on admitted rows.
 
@@ -130,6 +134,8 @@ class Ops(Protocol):
             skip: float32 []; if it is not 0, nothing changes; None means 0.
             admitted: The admitted rows, float32 [A, 1 + S, D]; None for no rows.
             admitted_row_slots: Their per-row state, float32 [A, R].
+            clock: Brings the rows up to date first; None: they are.
+            clocks: The table's clocks on the device, given with a clock.
         """
 
     def round_rows(

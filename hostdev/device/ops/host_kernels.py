@@ -7,11 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hostdev.device.ops.catch_up import Clocks
 from hostdev.device.ops.uses import Expansion, FeatureUses
 from hostdev.kernels import bags, clip, rounding
 from hostdev.kernels.apply import apply_rows
 from hostdev.kernels.arrays import Strided
 from hostdev.kernels.buffers import identity
+from hostdev.kernels.catch_up import Clock
 from hostdev.kernels.gather import gather_scaled
 from hostdev.kernels.lookup import lookup as look_up
 from hostdev.kernels.lookup import lookup_tasks, store
@@ -143,14 +145,18 @@ def update(
     skip: Tensor | None = None,
     admitted: Tensor | None = None,
     admitted_row_slots: Tensor | None = None,
+    clock: Clock | None = None,
+    clocks: Clocks | None = None,
 ) -> None:
     """See `Ops`."""
     if skip is not None and skip.item():
         return
-    apply_rows(primitive, block.numpy(), row_slots.numpy(), ids.numpy(), grads.numpy(), scalars)
+    table = block.numpy(), row_slots.numpy()
+    apply_rows(primitive, *table, ids.numpy(), grads.numpy(), scalars, clock=clock)
     if admitted is not None and admitted_row_slots is not None:
         here, theirs = np.arange(len(admitted), dtype=np.int32), grads[len(ids) :].numpy()
-        apply_rows(primitive, admitted.numpy(), admitted_row_slots.numpy(), here, theirs, scalars)
+        rows = admitted.numpy(), admitted_row_slots.numpy()
+        apply_rows(primitive, *rows, here, theirs, scalars, clock=clock)
 
 
 def round_rows(block: Tensor, ids: Tensor | None, row_ids: Tensor, key: int, formats: tuple[int, ...]) -> None:

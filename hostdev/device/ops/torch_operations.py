@@ -12,14 +12,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hostdev.device.ops.catch_up import Clocks, bring, square_root
 from hostdev.device.ops.uses import Expansion, FeatureUses, concatenate, expand, get_bag_sizes, get_bags
 from hostdev.kernels import eight_bits
 from hostdev.kernels.adagrad import LANES
+from hostdev.kernels.catch_up import Clock
 from hostdev.kernels.plane_formats import BFLOAT16, FLOAT32, UNSIGNED_8
 from hostdev.kernels.rounding import WEYL
 
 _LOW32 = 0xFFFFFFFF
-_ROUNDED = {"cuda", "xpu"}  # device types on which torch rounds square roots once
 
 
 def lookup(block: Tensor, ids: Tensor) -> Tensor:
@@ -120,6 +121,8 @@ def update(
     skip: Tensor | None = None,
     admitted: Tensor | None = None,
     admitted_row_slots: Tensor | None = None,
+    clock: Clock | None = None,
+    clocks: Clocks | None = None,
 ) -> None:
     """See `Ops`."""
     H, A = len(ids), 0 if admitted is None else len(admitted)
@@ -127,6 +130,9 @@ def update(
         return
     old = [_join_rows(held, ids, new) for held, new in ((block, admitted), (row_slots, admitted_row_slots))]
     new = old if skip is None else [values.clone() for values in old]
+    if clock is not None:
+        bring(new[0], new[1], clock, clocks or Clocks())
+        new[1][:, -1] = float(clock.now + 1)
     _TWINS[primitive](new[0], new[1], grads[: H + A], *scalars)
     if skip is not None:
         new = [torch.where(skip.bool(), before, after) for before, after in zip(old, new, strict=True)]
@@ -203,14 +209,6 @@ def _adagrad(rows: Tensor, per_row: Tensor, g: Tensor, lr: Any, eps: Any) -> Non
     w.sub_((g * float(lr)).div_(square_root(accum).add_(float(eps))))
 
 
-def square_root(x: Tensor) -> Tensor:
-    """Return the square roots of float32 numbers, each rounded once.
-
-    On the CPU, torch's float32 square root may be off by one unit in the last place, as MKL computes it.
-    """
-    return x.sqrt() if x.device.type in _ROUNDED else x.double().sqrt().float()
-
-
 def _mean_square(g: Tensor, columns: Any) -> Tensor:
     """Return the mean square of each row, [U], added as in `core.optimizers.RowWiseAdagrad`."""
     parts = -(-g.shape[1] // LANES)
@@ -258,6 +256,7 @@ def _row_wise_adam(
 
 _TWINS: dict[str, Callable[..., None]] = {
     "FusedSparseAdagrad": _adagrad,
+    "FusedSparseAdam": _lazy_adam,
     "FusedSparseFtrl": _ftrl,
     "FusedSparseLazyAdam": _lazy_adam,
     "FusedSparseMomentum": _momentum,

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from hostdev.device.ops import torch_operations
+from hostdev.device.ops.catch_up import Clocks
 from hostdev.device.ops.uses import Expansion, FeatureUses, concatenate, expand, get_bag_sizes, get_bags
 from hostdev.device.triton import ops as fused
+from hostdev.kernels.catch_up import Clock
 
 lookup = fused.lookup
 assemble = fused.assemble
@@ -84,10 +86,15 @@ def update(
     skip: Tensor | None = None,
     admitted: Tensor | None = None,
     admitted_row_slots: Tensor | None = None,
+    clock: Clock | None = None,
+    clocks: Clocks | None = None,
 ) -> None:
     """See `Ops`."""
-    way = fused if fused.supports(primitive, scalars) else torch_operations
-    way.update(primitive, block, row_slots, ids, grads, scalars, skip, admitted, admitted_row_slots)
+    given = primitive, block, row_slots, ids, grads, scalars, skip, admitted, admitted_row_slots
+    if clock is None and fused.supports(primitive, scalars):
+        fused.update(*given)
+    else:
+        torch_operations.update(*given, clock, clocks)
 
 
 def exchange(

@@ -43,6 +43,9 @@ def begin_step(context: Context, batch: SentBatch, in_flight: InFlight, update: 
     ]
     if batch.early is not None:
         values = exchange_late(context, batch, values, update)
+    for group, tables in zip(context.groups, values, strict=True):
+        if group.on_host:
+            tables[:] = [one.current(rows) for one, rows in zip(group.embeddings, tables, strict=True)]
     if context.forwarding is not None and update:
         context.forwarding.begin(batch.rows.forwarded, values)
     parts = zip(batch.groups, batch.rows.groups, batch.inverses, batch.device_ids, values, strict=True)

@@ -1,0 +1,103 @@
+"""Rows of a checkpoint as they are after its last step, for tables whose steps also change rows that they do not use.
+
+Files have rows as they were last written; the manifest has the table's steps.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.checkpoint.folder import Chain
+from hostdev.checkpoint.layers import Layers
+from hostdev.checkpoint.lookup import MappedTable
+from hostdev.checkpoint.manifest import BrokenCheckpointError, Table
+from hostdev.checkpoint.ranges import WEIGHTS
+from hostdev.core.history import LAST, CatchUp, History
+from hostdev.core.ids import checked_ids
+from hostdev.kernels.catch_up import Clock, bring_tasks
+from hostdev.kernels.pool import run_tasks
+
+Rows = npt.NDArray[np.float32]
+
+
+def history_of(chain: Chain, name: str) -> History | None:
+    """Return a table's steps; None if its steps change the rows of their batches only.
+
+    Raises:
+        BrokenCheckpointError: The steps are damaged.
+    """
+    about = chain[-1].manifest.table(name)
+    if LAST not in about.row_slots:
+        return None
+    try:
+        found = History(_catch_up(about))
+        found.restore(about.history or "")
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        raise BrokenCheckpointError(f"{chain[-1].path} is broken (table {name!r}: {error})"[:480]) from None
+    return found
+
+
+def _catch_up(about: Table) -> CatchUp:
+    given = about.hyperparameters
+    decay = float(given.get("weight_decay", 0.0))
+    if about.optimizer != "Adam":
+        return CatchUp(decay)
+    return CatchUp(decay, (float(given["beta1"]), float(given["beta2"])), float(given["eps"]))
+
+
+class CurrentTable:
+    """A table's weights, float32 [rows, dim], brought up to date when they are looked up, as `MappedTable` serves them.
+
+    Args:
+        chain: A full checkpoint and its increments.
+        name: The table.
+        history: The table's steps.
+    """
+
+    def __init__(self, chain: Chain, name: str, history: History) -> None:
+        about = chain[-1].manifest.table(name)
+        self._clock = history.clock()
+        planes = [WEIGHTS, *about.slots] if history.how.betas is not None else [WEIGHTS]
+        self._planes = [MappedTable(chain, name, column) for column in planes]
+        self._last = MappedTable(chain, name, LAST)
+        self.name, self.rows, self.dim = name, about.rows, about.dim
+
+    def lookup(self, ids: npt.NDArray[Any]) -> Rows:
+        """Return rows as `MappedTable.lookup` does."""
+        ids = checked_ids(ids, self.rows, self.name)
+        block = np.stack([plane.lookup(ids) for plane in self._planes], 1)
+        run_tasks(bring_tasks(block, self._last.lookup(ids), self._clock))
+        return np.ascontiguousarray(block[:, 0])
+
+
+def open_table(chain: Chain, name: str) -> MappedTable | CurrentTable:
+    """Return a table's weights for lookups."""
+    history = history_of(chain, name)
+    return MappedTable(chain, name) if history is None else CurrentTable(chain, name, history)
+
+
+class CurrentLayers(Layers):
+    """A chain's tables whose columns, by ids, are those after the last step."""
+
+    def __init__(self, chain: Chain) -> None:
+        super().__init__(chain)
+        self._clocks: dict[str, Clock | None] = {}
+
+    def columns_of_ids(self, name: str, start: int, stop: int, columns: Sequence[str]) -> dict[str, Rows]:
+        """See `Layers`."""
+        if name not in self._clocks:
+            history = history_of(self.chain, name)
+            self._clocks[name] = None if history is None else history.clock()
+        clock, about = self._clocks[name], self.manifest.table(name)
+        if clock is None:
+            return super().columns_of_ids(name, start, stop, columns)
+        planes = [WEIGHTS, *about.slots]
+        found = super().columns_of_ids(name, start, stop, [*planes, *about.row_slots])
+        block = np.stack([found[column] for column in planes], 1)
+        row_slots = np.concatenate([found[column] for column in about.row_slots], 1)
+        run_tasks(bring_tasks(block, row_slots, clock))
+        found = {column: block[:, number] for number, column in enumerate(planes)}
+        found |= {column: row_slots[:, number : number + 1] for number, column in enumerate(about.row_slots)}
+        return {column: found[column] for column in columns}

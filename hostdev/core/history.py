@@ -1,0 +1,192 @@
+"""The steps of a table whose rows also change when no batch uses them; see `kernels.catch_up`."""
+
+import base64
+import math
+import zlib
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.kernels.catch_up import LEAST, TERMS, Clock, record
+
+LAST = "last"  # the per-row state with the number of steps after which the row was last written
+MOST_STEPS = 1 << 24  # float32, which per-row state is, has all integers up to here
+_SMALL = 2.0**-26  # of a moment, relative to its value at the last write
+_TRUNCATED = 2.0**-24  # relative error of the sum of TERMS terms
+_ROOM = 1024
+
+
+class CatchUp(NamedTuple):
+    """What an optimizer's step does to rows without a gradient.
+
+    Attributes:
+        weight_decay: Weights are multiplied by 1 - lr * weight_decay.
+        betas: (beta1, beta2) of Adam, if its moments decay and move the weights; else None.
+        eps: The eps of Adam.
+    """
+
+    weight_decay: float = 0.0
+    betas: tuple[float, float] | None = None
+    eps: float = 0.0
+
+
+def require_betas(beta1: float, beta2: float) -> None:
+    """Raise ValueError unless TERMS terms of the series give the sum of a row's missed steps to float32's precision.
+
+    For a constant rate, the relative error is that of the largest omitted term, 1 / C(r + TERMS, TERMS) with
+    r = 2 * ln(beta1) / ln(beta2), where C is the binomial coefficient.
+    """
+    if beta1 == 0 or beta2 == 0:
+        if beta1 > 0:
+            raise ValueError(
+                f"beta2 must be above 0 for beta1 = {beta1}: rows that were not used are brought up to date"
+            )
+        return
+    r = 2 * math.log(beta1) / math.log(beta2)
+    inverse = math.lgamma(r + 1 + TERMS) - math.lgamma(r + 1) - math.lgamma(TERMS + 1)
+    if inverse < -math.log(_TRUNCATED):
+        raise ValueError(
+            f"beta2 = {beta2} is too small for beta1 = {beta1}: the moments of rows that were not used would be brought "
+            "up to date with an error; for beta1 = 0.9, beta2 must be at least 0.989. LazyAdam takes any betas"
+        )
+
+
+class History:
+    """A table's steps so far: learning rates, decays, and the sums that bring rows up to date.
+
+    Takes 48 bytes per step with Adam, else 8.
+
+    Args:
+        how: What a step does to rows without a gradient.
+    """
+
+    def __init__(self, how: CatchUp) -> None:
+        self.how = how
+        beta1, beta2 = how.betas or (0.0, 0.0)
+        N, terms = 0, 0
+        if how.betas is not None:
+            N, terms = max(1, math.ceil(math.log(_SMALL) / math.log(beta1)) if beta1 else 1), TERMS
+        k = np.arange(N + 1, dtype=np.float64)[:, None]
+        root = math.sqrt(beta2)
+        with np.errstate(divide="ignore"):
+            self._weights = beta1**k * (1 - root**k) ** np.arange(terms, dtype=np.float64)
+        self._powers = _powers(beta1, beta2) if how.betas is not None else np.zeros((1, 2), np.float32)
+        self._rates: list[float] = []
+        self._decays: list[float] = []
+        self._restart()
+
+    def _restart(self) -> None:
+        self._product = np.ones(1, np.float64)
+        self._sums = np.zeros_like(self._weights)
+        self._inverse = np.ones(_ROOM, np.float64)
+        self._frozen = np.zeros((_ROOM if self._weights.size else 0, self._weights.shape[1]), np.float32)
+        self._clock: Clock | None = None
+
+    @property
+    def steps(self) -> int:
+        """The number of steps."""
+        return len(self._rates)
+
+    def record(self, rate: float, lr: float, table: str) -> Clock:
+        """Record a step; return the clock for its updates, which bring rows up to the step before.
+
+        Args:
+            rate: The rate of the step, `lr_t` of Adam.
+            lr: The learning rate.
+            table: The table's name.
+
+        Raises:
+            ValueError: lr * weight_decay is 1 or more, or the table has taken 2^24 steps.
+        """
+        decays = lr * self.how.weight_decay
+        if decays >= 1:
+            raise ValueError(
+                f"table {table!r}: lr {lr} times weight_decay {self.how.weight_decay} must be below 1, not {decays}"
+            )
+        if self.steps >= MOST_STEPS:
+            raise ValueError(f"table {table!r}: an optimizer with late decay can take {MOST_STEPS:,} steps at most")
+        before = self.clock()
+        self._rates.append(rate)
+        self._decays.append(decays)
+        self._extend(self.steps - 1)
+        return before._replace(product=self._product[0], inverse=self._inverse)
+
+    def forget(self, steps: int) -> None:
+        """Undo the last steps."""
+        if steps:
+            left = max(0, self.steps - steps)
+            del self._rates[left:], self._decays[left:]
+            self._replay()
+
+    def _replay(self) -> None:
+        self._restart()
+        self._extend(0)
+
+    def _extend(self, first: int) -> None:
+        """Take the steps from `first` on into account. One at a time or all at once, the results are the same bits."""
+        needed = self.steps + 1
+        if needed > len(self._inverse):  # older clocks keep the former arrays
+            more = max(needed, 2 * len(self._inverse)) - len(self._inverse)
+            self._inverse = np.concatenate([self._inverse, np.ones(more)])
+            if self._weights.size:
+                self._frozen = np.concatenate([self._frozen, np.zeros((more, TERMS), np.float32)])
+        rates, decays = np.array(self._rates[first:]), np.array(self._decays[first:])
+        while len(rates):
+            done = record(rates, decays, first, self._weights, self._product, self._sums, self._inverse, self._frozen)
+            if self._product[0] < LEAST:  # powers of 2: the quotients stay the same
+                self._inverse = self._inverse * LEAST
+                self._product[0] /= LEAST
+            rates, decays, first = rates[done:], decays[done:], first + done
+        self._clock = None
+
+    def clock(self) -> Clock:
+        """Return the clock that brings rows up to date."""
+        if self._clock is None:
+            recent = self._sums.astype(np.float32) if self._weights.size else np.empty((0, 0), np.float32)
+            frozen = self._frozen if self._weights.size else np.empty((0, 0), np.float32)
+            product, eps = self._product[0], np.float32(self.how.eps)
+            self._clock = Clock(np.int64(self.steps), product, self._inverse, recent, frozen, self._powers, eps)
+        return self._clock
+
+    def packed(self) -> str:
+        """Return all steps as text, for a checkpoint."""
+        runs: list[tuple[float, float, int]] = []
+        for step in zip(self._rates, self._decays, strict=True):
+            if runs and runs[-1][:2] == step:
+                runs[-1] = (*step, runs[-1][2] + 1)
+            else:
+                runs.append((*step, 1))
+        content = np.array(runs, np.float64).reshape(-1, 3).T.tobytes()
+        return base64.b64encode(zlib.compress(content, 6)).decode()
+
+    def restore(self, text: str) -> None:
+        """Replace the steps by those of `packed`; raise ValueError for other text."""
+        content = zlib.decompressobj()
+        found = content.decompress(base64.b64decode(text, validate=True), 24 * MOST_STEPS)
+        if not content.eof or len(found) % 24:
+            raise ValueError("the history of steps is damaged")
+        rates, decays, counts = np.frombuffer(found, np.float64).reshape(3, -1)
+        right = np.isfinite(rates).all() and ((decays >= 0) & (decays < 1)).all() and (counts >= 1).all()
+        if not (right and (counts == np.floor(counts)).all() and counts.sum() <= MOST_STEPS):
+            raise ValueError("the history of steps is damaged")
+        times = counts.astype(np.int64)
+        self._rates, self._decays = np.repeat(rates, times).tolist(), np.repeat(decays, times).tolist()
+        self._replay()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, History) and (self.how, self._rates, self._decays) == (
+            other.how,
+            other._rates,
+            other._decays,
+        )
+
+    __hash__: Any = None
+
+
+def _powers(beta1: float, beta2: float) -> npt.NDArray[np.float32]:
+    """Return beta1^k and beta2^k, float32 [any, 2], for k from 0 on until both are below float32's normal numbers."""
+    least = float(np.finfo(np.float32).tiny)
+    longest = max(math.ceil(math.log(least) / math.log(beta)) if beta else 1 for beta in (beta1, beta2))
+    found = np.array([beta1, beta2]) ** np.arange(longest + 1, dtype=np.float64)[:, None]
+    return np.where(found < least, 0.0, found).astype(np.float32)

@@ -1,0 +1,109 @@
+"""Rows on a device that also change in steps that do not use them: packed, and brought up to date.
+
+The arithmetic is that of `kernels.catch_up`, on the CPU by its kernels, elsewhere by torch, each operation rounded once.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hostdev.kernels.catch_up import TERMS, Clock, bring_tasks, packed_planes, unpack_tasks
+from hostdev.kernels.pool import run_tasks
+
+_ROUNDED = {"cuda", "xpu"}  # device types on which torch rounds square roots once
+
+
+def square_root(x: Tensor) -> Tensor:
+    """Return the square roots of float32 numbers, each rounded once.
+
+    On the CPU, torch's float32 square root may be off by one unit in the last place, as MKL computes it.
+    """
+    return x.sqrt() if x.device.type in _ROUNDED else x.double().sqrt().float()
+
+
+class _OnDevice(NamedTuple):
+    """The arrays of a clock on a device; they may have more entries than the clock needs."""
+
+    inverse: Tensor
+    frozen: Tensor
+    powers: Tensor
+    source: Any  # the clock's array of inverses, which grows or is replaced
+    known: int  # entries of `inverse` and `frozen` that are on the device
+
+
+class Clocks:
+    """Copies of a table's clocks on a device, which grow with the steps. Nothing is copied to the CPU."""
+
+    def __init__(self) -> None:
+        self._held: _OnDevice | None = None
+
+    def get(self, clock: Clock, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return a clock's inverse, recent, frozen and powers on the device."""
+        held, needed = self._held, int(clock.now) + 1
+        if held is None or held.source is not clock.inverse:
+            arrays = clock.inverse, clock.frozen, clock.powers
+            held = _OnDevice(*(torch.from_numpy(one).to(device) for one in arrays), clock.inverse, needed)
+        elif held.known < needed:
+            for to, values in ((held.inverse, clock.inverse), (held.frozen, clock.frozen)):
+                # The last step that has become frozen lies N steps back.
+                first = max(0, held.known - len(clock.recent)) if to is held.frozen else held.known
+                to[first:needed].copy_(torch.from_numpy(values[first:needed]))
+            held = held._replace(known=needed)
+        self._held = held
+        return held.inverse, torch.from_numpy(clock.recent).to(device), held.frozen, held.powers
+
+
+def pack(block: Tensor, row_slots: Tensor, moments: bool) -> Tensor:
+    """Return packed rows, float32 [N, W], of rows float32 [N, 1 + S, D] and their per-row state [N, R]."""
+    return torch.cat([block[:, : packed_planes(moments)].flatten(1), row_slots[:, -1:]], 1)
+
+
+def unpack(packed: Tensor, dim: int, clock: Clock, clocks: Clocks) -> Tensor:
+    """Return the weights, float32 [N, D], of packed rows [N, W], brought up to date."""
+    if packed.device.type == "cpu":
+        out = torch.empty((len(packed), dim), dtype=torch.float32)
+        run_tasks(unpack_tasks(packed.contiguous().numpy(), clock, out.numpy()))
+        return out
+    rows = packed[:, :-1].reshape(len(packed), -1, dim).clone()
+    _bring(rows, packed[:, -1], clock, clocks)
+    return rows[:, 0].contiguous()
+
+
+def bring(block: Tensor, row_slots: Tensor, clock: Clock, clocks: Clocks) -> None:
+    """Bring rows up to date in place: block float32 [N, 1 + S, D], row_slots float32 [N, R]."""
+    if block.device.type == "cpu":
+        run_tasks(bring_tasks(block.numpy(), row_slots.numpy(), clock))
+        return
+    _bring(block, row_slots[:, -1], clock, clocks)
+    row_slots[:, -1] = float(clock.now)
+
+
+def _bring(rows: Tensor, last: Tensor, clock: Clock, clocks: Clocks) -> None:
+    """Bring rows [N, planes, D], last written at steps float32 [N], up to date in place."""
+    if not len(rows):
+        return
+    inverse, recent, frozen, powers = clocks.get(clock, rows.device)
+    now = int(clock.now)
+    # Whatever is stored, the step is within 0 .. now.
+    begun = torch.where((last >= 0) & (last < now), last, torch.full_like(last, now)).long()
+    w = rows[:, 0]
+    if clock.moments:
+        k, N = now - begun, len(recent) - 1
+        near = (k <= N).unsqueeze(1)
+        c = torch.where(near, recent[k.clamp(max=N)], frozen[begun.clamp(max=len(frozen) - 1)])
+        powers_of = torch.where((k < len(powers)).unsqueeze(1), powers[k.clamp(max=len(powers) - 1)], 0.0)
+        m, v = rows[:, 1], rows[:, 2]
+        s = square_root(v)
+        divisor = s + float(clock.eps)
+        r = torch.ones_like(divisor) / divisor
+        u = s * r
+        a = c[:, TERMS - 1 :] * u + c[:, TERMS - 2 : TERMS - 1]
+        for p in range(TERMS - 3, -1, -1):
+            a = a * u + c[:, p : p + 1]
+        missed = (k > 0).unsqueeze(1)
+        w.copy_(torch.where(missed, w - m * r * a, w))
+        m.copy_(torch.where(missed, m * powers_of[:, :1], m))
+        v.copy_(torch.where(missed, v * powers_of[:, 1:], v))
+    factor = (inverse[begun] * float(clock.product)).float().unsqueeze(1)
+    w.mul_(factor)

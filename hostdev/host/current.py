@@ -1,0 +1,72 @@
+"""Reads of a host table whose rows change in steps that do not use them: rows as they are after the last step."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.core.optimizers import SparseOptimizer
+from hostdev.host.storage import Storage
+from hostdev.kernels.catch_up import Clock, bring_tasks
+from hostdev.kernels.pool import run_tasks
+from hostdev.kernels.rounding import round_to_nearest
+
+Rows = npt.NDArray[np.float32]
+
+_PART_BYTES = 1 << 26  # bytes of rows read at a time
+
+
+def read(
+    storage: Storage, clock: Clock, ids: npt.NDArray[Any], formats: tuple[int, ...] | None = None
+) -> tuple[Rows, Rows]:
+    """Return copies of rows, brought up to date: float32 [N, 1 + S, D], and their per-row state, [N, R].
+
+    With `formats`, the stored formats of the planes, values are rounded to the nearest that can be stored.
+    """
+    _, planes, D = storage.shape
+    block = np.empty((len(ids), planes, D), np.float32)
+    row_slots = np.empty((len(ids), storage.row_slots.shape[1]), np.float32)
+    run_tasks(storage.read_tasks(ids, block, row_slots, None))
+    run_tasks(bring_tasks(block, row_slots, clock))
+    if formats is not None:
+        round_to_nearest(block, formats)
+    return block, row_slots
+
+
+class CurrentColumn:
+    """Weights or state of a table as they are after the last step; slices and row ids are read as float32.
+
+    Args:
+        storage: The table's rows.
+        clock: Brings them up to date.
+        number: 0 for the weights, 1 .. S for columns of D values, then per-row state.
+        formats: As for `read`.
+    """
+
+    def __init__(self, storage: Storage, clock: Clock, number: int, formats: tuple[int, ...] | None = None) -> None:
+        self._storage, self._clock, self._number, self._formats = storage, clock, number, formats
+        rows, self._planes, dim = storage.shape
+        self.shape = rows, dim if number < self._planes else 1
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: Any) -> Rows:
+        ids = np.arange(len(self))[rows] if isinstance(rows, slice) else np.asarray(rows)
+        out = np.empty((len(ids), self.shape[1]), np.float32)
+        _, planes, D = self._storage.shape
+        step = max(1, _PART_BYTES // (4 * planes * D))
+        for start in range(0, len(ids), step):
+            block, row_slots = read(self._storage, self._clock, ids[start : start + step], self._formats)
+            at = self._number - self._planes
+            out[start : start + step] = block[:, self._number] if at < 0 else row_slots[:, at : at + 1]
+        return out
+
+
+def columns(
+    storage: Storage, clock: Clock, optimizer: SparseOptimizer, formats: tuple[int, ...] | None = None
+) -> Mapping[str, CurrentColumn]:
+    """Return weights and optimizer state by name; `formats` as for `read`."""
+    names = "weights", *optimizer.slots, *optimizer.row_slots
+    return {name: CurrentColumn(storage, clock, number, formats) for number, name in enumerate(names)}

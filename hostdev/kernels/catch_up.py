@@ -1,0 +1,263 @@
+"""What steps do to the rows that they do not touch: weights decay, and with Adam the moments decay and move the weights.
+
+A row stores the number of steps after which it was last written. It is brought up to date when it is next read or
+updated, in one operation for all the steps since then, so that unused rows cost nothing.
+
+With a_j the rate of step j (`lr_t` of Adam), d_j its share of the weights that decays, L the step of the last write and
+T the last step::
+
+    D(L, T) = (1 - d_{L+1}) * ... * (1 - d_T)
+    w <- D(L, T) * (w - m * sum over i = 1 .. T - L of  a_{L+i} * beta1^i / D(L, L+i) / (sqrt(v) * beta2^(i/2) + eps))
+    m <- beta1^(T - L) * m
+    v <- beta2^(T - L) * v
+
+These are T - L steps of Adam, or of another optimizer without the sum, with zero gradients. With s = sqrt(v),
+u = s / (s + eps) and q = sqrt(beta2), a divisor of the sum is (s + eps) * (1 - u * (1 - q^i)), and its reciprocal is a
+geometric series in u. The sum is therefore a polynomial in u over s + eps. Its coefficients do not depend on the row::
+
+    M_p(L, T) = sum over i of  a_{L+i} * beta1^i * (1 - q^i)^p / D(L, L+i)
+
+`TERMS` of them suffice for float32 (`core.history` checks that). Sums end at i = N, beyond which beta1^i is negligible.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.kernels.jit import inline, kernel, prefetch_update
+from hostdev.kernels.pool import Task, get_grain, tasks_over
+from hostdev.kernels.rounding import SplitRows, load_slot, load_weights, make_scratch, prefetch_row
+
+TERMS = 10
+LEAST = 2.0**-200  # of a product; below it, `History` scales the inverses
+
+Rows = npt.NDArray[np.float32]
+Positions = npt.NDArray[np.int32]
+
+
+class Clock(NamedTuple):
+    """The steps so far, as far as rows that are brought up to date depend on them.
+
+    Attributes:
+        now: T, the step up to which rows are brought.
+        product: D(0, T), times a power of 2. For an update, the decay of the update's own step is included.
+        inverse: float64 [any]: for L = 0 .. T, 1 / D(0, L), divided by the same power of 2.
+        recent: float32 [N + 1, TERMS]: M_p(T - k, T) for k = 0 .. N; [0, TERMS] if moments do not decay.
+        frozen: float32 [any, TERMS]: M_p(L, T) for L < T - N, which no longer depends on T.
+        powers: float32 [any, 2]: beta1^k and beta2^k for k = 0, 1, ...; they are 0 beyond the end.
+        eps: The eps of Adam.
+    """
+
+    now: np.int64
+    product: np.float64
+    inverse: npt.NDArray[np.float64]
+    recent: Rows
+    frozen: Rows
+    powers: Rows
+    eps: np.float32
+
+    @property
+    def moments(self) -> bool:
+        """Whether moments decay."""
+        return len(self.recent) > 0
+
+
+@kernel
+def record(rates, decays, first, powers, product, sums, inverse, frozen):
+    """Record steps; return how many, which are fewer than given if the product must be scaled first.
+
+    Args:
+        rates: float64 [n], a_j of each step.
+        decays: float64 [n], d_j of each step.
+        first: The number of steps that are recorded already.
+        powers: float64 [N + 1, TERMS], beta1^k * (1 - q^k)^p.
+        product: float64 [1], updated: D(0, T), scaled.
+        sums: float64 [N + 1, TERMS], updated: M_p(T - k, T) for each k.
+        inverse: float64 [more than T], written at each T.
+        frozen: float32 [more than T - N, TERMS], written at each T - N.
+    """
+    N, terms = powers.shape[0] - 1, powers.shape[1]
+    for t in range(len(rates)):
+        now = first + t + 1
+        product[0] *= 1.0 - decays[t]
+        inverse[now] = 1.0 / product[0]
+        for k in range(min(N, now), 0, -1):
+            share = rates[t] / (product[0] * inverse[now - k])
+            for p in range(terms):
+                sums[k, p] = sums[k - 1, p] + share * powers[k, p]
+        if N > 0 and now >= N:
+            for p in range(terms):
+                frozen[now - N, p] = sums[N, p]
+        if product[0] < LEAST:
+            return t + 1
+    return len(rates)
+
+
+@inline
+def last_step(row_slots, row, clock):
+    """Return the step at which a row was last written, within 0 .. now whatever is stored."""
+    held = row_slots[row, np.uint64(row_slots.shape[1] - 1)]
+    return np.int64(held) if held >= np.float32(0) and held < np.float32(clock.now) else clock.now
+
+
+@inline
+def decay(weights, last, clock):
+    """Multiply the weights of a row by their decay since step `last`."""
+    factor = np.float32(clock.product * clock.inverse[np.uint64(last)])
+    if factor != np.float32(1):
+        for j in range(len(weights)):
+            weights[j] *= factor
+
+
+@inline
+def catch_up(weights, first, second, last, clock):
+    """Bring the weights and moments of a row from step `last` up to date."""
+    k = clock.now - last
+    if k > 0 and clock.recent.shape[0] > 0:
+        near = k < clock.recent.shape[0]
+        c = clock.recent[np.uint64(k)] if near else clock.frozen[np.uint64(last)]
+        c0, c1, c2, c3, c4, c5, c6, c7, c8, c9 = c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7], c[8], c[9]
+        known = k < clock.powers.shape[0]
+        beta1 = clock.powers[np.uint64(k), 0] if known else np.float32(0)
+        beta2 = clock.powers[np.uint64(k), 1] if known else np.float32(0)
+        eps, one = clock.eps, np.float32(1)
+        for j in range(len(weights)):
+            m, v = first[j], second[j]
+            s = np.sqrt(v)
+            r = one / (s + eps)
+            u = s * r
+            a = c9 * u + c8
+            a = a * u + c7
+            a = a * u + c6
+            a = a * u + c5
+            a = a * u + c4
+            a = a * u + c3
+            a = a * u + c2
+            a = a * u + c1
+            a = a * u + c0
+            weights[j] -= m * r * a
+            first[j] = m * beta1
+            second[j] = v * beta2
+    decay(weights, last, clock)
+
+
+@kernel
+def _pack(start, stop, ids, positions, block, row_slots, planes, out):
+    scratch = make_scratch(block)
+    last = np.uint64(row_slots.shape[1] - 1)
+    for i in range(np.uint64(start), np.uint64(stop)):
+        prefetch_row(block, ids, i, stop)
+        prefetch_update(row_slots, ids, i, stop)
+        row = np.uint64(ids[i])
+        to = out[i] if positions is None else out[np.uint64(positions[i])]
+        weights = load_weights(block, row, scratch)
+        D = np.uint64(len(weights))
+        for j in range(D):
+            to[j] = weights[j]
+        for plane in range(np.uint64(1), np.uint64(planes)):
+            values = load_slot(block, row, plane - np.uint64(1), scratch)
+            for j in range(D):
+                to[plane * D + j] = values[j]
+        to[np.uint64(planes) * D] = row_slots[row, last]
+
+
+@kernel
+def _look_up(start, stop, ids, positions, block, row_slots, clock, out):
+    scratch, D = make_scratch(block), np.uint64(out.shape[1])
+    first, second = np.empty(out.shape[1], np.float32), np.empty(out.shape[1], np.float32)
+    for i in range(np.uint64(start), np.uint64(stop)):
+        prefetch_row(block, ids, i, stop)
+        prefetch_update(row_slots, ids, i, stop)
+        row = np.uint64(ids[i])
+        weights = out[i] if positions is None else out[np.uint64(positions[i])]
+        last, held = last_step(row_slots, row, clock), load_weights(block, row, scratch)
+        for j in range(D):
+            weights[j] = held[j]
+        if clock.recent.shape[0] > 0:
+            m, v = load_slot(block, row, 0, scratch), load_slot(block, row, 1, scratch)
+            for j in range(D):
+                first[j], second[j] = m[j], v[j]
+            catch_up(weights, first, second, last, clock)
+        else:
+            decay(weights, last, clock)
+
+
+@kernel
+def _unpack(start, stop, packed, clock, out):
+    D = np.uint64(out.shape[1])
+    first, second = np.empty(out.shape[1], np.float32), np.empty(out.shape[1], np.float32)
+    column = np.uint64(packed.shape[1] - 1)
+    moments = packed.shape[1] > 2 * out.shape[1]
+    for i in range(np.uint64(start), np.uint64(stop)):
+        held, weights = packed[i], out[i]
+        last = clock.now
+        if held[column] >= np.float32(0) and held[column] < np.float32(clock.now):
+            last = np.int64(held[column])
+        for j in range(D):
+            weights[j] = held[j]
+        if moments:
+            for j in range(D):
+                first[j], second[j] = held[D + j], held[D + D + j]
+            catch_up(weights, first, second, last, clock)
+        else:
+            decay(weights, last, clock)
+
+
+@kernel
+def _bring(start, stop, block, row_slots, clock):
+    last_column = np.uint64(row_slots.shape[1] - 1)
+    for i in range(np.uint64(start), np.uint64(stop)):
+        last = last_step(row_slots, i, clock)
+        weights = block[i, 0]
+        if clock.recent.shape[0] > 0:
+            first, second = block[i, 1], block[i, 2]
+            catch_up(weights, first, second, last, clock)
+        else:
+            decay(weights, last, clock)
+        row_slots[i, last_column] = np.float32(clock.now)
+
+
+def packed_planes(clock_has_moments: bool) -> int:
+    """Return how many planes of a row, weights first, its weights of a later step depend on."""
+    return 3 if clock_has_moments else 1
+
+
+def packed_width(dim: int, moments: bool) -> int:
+    """Return the number of float32 values of a packed row of `dim` columns: its planes and the step of its last write."""
+    return packed_planes(moments) * dim + 1
+
+
+def look_up_tasks(
+    block: Rows | SplitRows, row_slots: Rows, ids: Any, clock: Clock, out: Rows, positions: Positions | None
+) -> list[Task]:
+    """Return tasks that write the weights of rows, brought up to date, to out, float32 [N, D]; see `pack_tasks`."""
+    grain = get_grain(out.strides[0])
+    return tasks_over(_look_up, len(ids), ids, positions, block, row_slots, clock, out, grain=grain)
+
+
+def pack_tasks(
+    block: Rows | SplitRows, row_slots: Rows, ids: Any, out: Rows, positions: Positions | None, planes: int
+) -> list[Task]:
+    """Return tasks that copy what later weights of rows depend on, to be brought up to date by `unpack_tasks`.
+
+    Args:
+        block: float32 [V, 1 + S, D], or `rounding.SplitRows`.
+        row_slots: float32 [V, R]; the last column has the step of a row's last write.
+        ids: int32 or int64 [N], each in [0, V).
+        out: float32 [N, W], written; with `positions`, [any, W], with W from `packed_width`.
+        positions: int32 [N], the row of `out` for each id.
+        planes: Planes of a packed row.
+    """
+    grain = get_grain(out.strides[0])
+    return tasks_over(_pack, len(ids), ids, positions, block, row_slots, planes, out, grain=grain)
+
+
+def unpack_tasks(packed: Rows, clock: Clock, out: Rows) -> list[Task]:
+    """Return tasks that write the weights of packed rows [N, W], brought up to date, to out, float32 [N, D]."""
+    return tasks_over(_unpack, len(packed), packed, clock, out, grain=get_grain(packed.strides[0]))
+
+
+def bring_tasks(block: Rows, row_slots: Rows, clock: Clock) -> list[Task]:
+    """Return tasks that bring rows up to date in place: block float32 [N, 1 + S, D], row_slots float32 [N, R]."""
+    return tasks_over(_bring, len(block), block, row_slots, clock, grain=get_grain(block.strides[0]))
