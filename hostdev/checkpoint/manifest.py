@@ -18,6 +18,7 @@ _READABLE = (1, 2)  # they differ in `state_sha256`
 FILE_NAME = "checkpoint.json"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _ORDERS = ("ids", "spread")
+_USUAL = {"order": "ids", "dtype": FP32, "slots_dtype": FP32, "seed": None, "history": None}  # left out
 _MOST_ROWS, _MOST_VALUES = 1 << 48, 1 << 56  # limits for a table
 
 
@@ -121,13 +122,7 @@ class Manifest:
     def _content(self) -> dict[str, Any]:
         content = {"format": FORMAT, **asdict(self)}
         for table in content["tables"]:
-            for name, usual in (
-                ("order", "ids"),
-                ("dtype", FP32),
-                ("slots_dtype", FP32),
-                ("seed", None),
-                ("history", None),
-            ):
+            for name, usual in _USUAL.items():
                 if table[name] == usual:
                     del table[name]
         return content

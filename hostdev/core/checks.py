@@ -54,8 +54,8 @@ def require_last(table: str, ids: npt.NDArray[Any], last: Rows, steps: int) -> N
     if wrong.any():
         row = int(np.flatnonzero(wrong)[0])
         raise ValueError(
-            f"table {table!r}: {last[row]} cannot be written to `last` of row {ids[row]}: it must be a whole number from 0 "
-            f"to {steps}, the steps of the table; nothing was written"
+            f"table {table!r}: {last[row]} cannot be written to `last` of row {ids[row]}: it must be a whole number "
+            f"from 0 to {steps}, the steps of the table; nothing was written"
         )
 
 

@@ -47,8 +47,8 @@ def require_betas(beta1: float, beta2: float) -> None:
     inverse = math.lgamma(r + 1 + TERMS) - math.lgamma(r + 1) - math.lgamma(TERMS + 1)
     if inverse < -math.log(_TRUNCATED):
         raise ValueError(
-            f"beta2 = {beta2} is too small for beta1 = {beta1}: the moments of rows that were not used would be brought "
-            "up to date with an error; for beta1 = 0.9, beta2 must be at least 0.989. LazyAdam takes any betas"
+            f"beta2 = {beta2} is too small for beta1 = {beta1}: the moments of rows that were not used would be "
+            "brought up to date with an error; for beta1 = 0.9, beta2 must be at least 0.989. LazyAdam takes any betas"
         )
 
 

@@ -1,181 +1,26 @@
 """The optimizers of tables: hyperparameters, recurrences and slots. The arithmetic is in kernels/ and device/.
 
-Only an optimizer's learning rate may be changed (`table.optimizer.lr = 1e-4`), from the next update on.
-
 Scalars are computed in float64 and rounded to float32 once, except 1 - beta: the decay and its complement must add up
 to 1 in float32, or a moment of constant gradients drifts (1e-5 for beta2 = 0.999); MindSpore's kernel does the same.
 """
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import FrozenInstanceError, asdict, dataclass, field, fields, replace
-from typing import Any, ClassVar, Protocol, Self
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
 from hostdev.core.errors import UserError
-from hostdev.core.history import LAST, CatchUp, require_betas
+from hostdev.core.history import CatchUp, require_betas
+from hostdev.core.optimizer_base import Optimizer, check, check_lr
+from hostdev.core.optimizer_base import SparseOptimizer as SparseOptimizer
+from hostdev.core.optimizer_base import hyperparameters as hyperparameters
 from hostdev.kernels.arrays import Scalars
 
-_LEAST_NORM = 1e-12
-_SQUARED = 2.0**46  # the largest gradient of which sums of squares are finite
-
-
-class SparseOptimizer(Protocol):
-    """The interface of an optimizer for tables."""
-
-    primitive: ClassVar[str]  # the name of the op that applies it
-    non_negative: ClassVar[frozenset[str]]  # slots of D values that are never negative: in 8 bits, twice as many codes
-    lr: float  # may be set between updates
-
-    @property
-    def slots(self) -> Mapping[str, float]:
-        """Initial value of each slot of D values per row, by name, in storage order."""
-
-    @property
-    def row_slots(self) -> Mapping[str, float]:
-        """Initial value of each slot of one value per row, by name."""
-
-    @property
-    def catch_up(self) -> CatchUp | None:
-        """What a step does to rows without a gradient; None: nothing."""
-
-    @property
-    def largest_gradient(self) -> float:
-        """Largest absolute value of a row's summed gradient."""
-
-    def clip_limit(self, dim: int) -> np.float32 | None:
-        """Return the mean square above which the gradient of a row of `dim` columns is clipped; None: it never is."""
-
-    def scalars(self, step: int, dim: int) -> Scalars:
-        """Return the kernel's scalars at the table's step 1, 2, 3, ... for rows of `dim` columns."""
-
 
 @dataclass(kw_only=True, unsafe_hash=True, repr=False)
-class _Optimizer:
-    """Base of the optimizers: fields are checked and then fixed, except lr, which is checked again when it is set.
-
-    Each optimizer takes `clip_norm`, a number c: before an update, a row's summed gradient g whose norm is above c is
-    multiplied by c / norm(g)::
-
-        q = (sum over the row of g^2) / D,   added as in `RowWiseAdagrad`
-        g <- g * sqrt((c^2 / D) / q)         if q > c^2 / D
-
-    Source: Pascanu, Mikolov & Bengio, "On the difficulty of training recurrent neural networks", ICML 2013, algorithm
-    1, applied to each row.
-
-    Each but `FTRL` takes `weight_decay`, a number c: each step multiplies the weights of all rows by 1 - lr * c, before
-    it updates the rows of its batch. A row that a batch does not use is brought up to date when it is next read, at 4
-    bytes of state per row (`last`, the step of its last write), so that unused rows cost nothing.
-
-    Source: Loshchilov & Hutter, "Decoupled Weight Decay Regularization", ICLR 2019; `kernels.catch_up`.
-    """
-
-    lr: float = field(hash=False)
-    clip_norm: float | None = None
-    weight_decay: float = 0.0
-
-    non_negative: ClassVar[frozenset[str]] = frozenset()
-
-    def __new__(cls, *args: Any, **given: Any) -> Self:
-        if (decay := given.get("weight_decay", 0.0)) != 0:
-            if issubclass(cls, FTRL):
-                raise TypeError(
-                    f"{cls.__name__} has no weight_decay: its weights follow from its state; use l2 instead"
-                )
-            _check("weight_decay", decay, "at least 0")
-        if "momentum" in given and not hasattr(cls, "momentum"):
-            raise TypeError(f"{cls.__name__} has no momentum; use hostdev.Momentum(lr=..., momentum=...)")
-        if (norm := given.get("clip_norm")) is not None and not _LEAST_NORM <= norm <= 1 / _LEAST_NORM:
-            raise ValueError(f"clip_norm must be in {_LEAST_NORM:g}..{1 / _LEAST_NORM:g}, or None, not {norm}")
-        return super().__new__(cls)
-
-    def __repr__(self) -> str:
-        given = [(one.name, getattr(self, one.name)) for one in fields(self)]
-        shown = (f"{name}={value!r}" for name, value in given if name not in _IDLE or value != _IDLE[name])
-        return f"{type(self).__name__}({', '.join(shown)})"
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in {field.name for field in fields(self)}:
-            if name == "lr" and name in self.__dict__:
-                replace(self, lr=value)  # raises ValueError for a wrong lr
-            if name == "lr" or name not in self.__dict__:
-                object.__setattr__(self, name, value)
-                return
-        raise FrozenInstanceError(f"{type(self).__name__}: only lr may be set, not {name}; create a new optimizer")
-
-    def __delattr__(self, name: str) -> None:
-        raise FrozenInstanceError(f"{type(self).__name__}: {name} cannot be deleted; create a new optimizer")
-
-    @property
-    def row_slots(self) -> Mapping[str, float]:
-        """The state of one value per row: the optimizer's own, and `last` if rows are brought up to date."""
-        return self._own_row_slots if self.catch_up is None else {**self._own_row_slots, LAST: 0.0}
-
-    @property
-    def _own_row_slots(self) -> Mapping[str, float]:
-        return {}
-
-    @property
-    def catch_up(self) -> CatchUp | None:
-        """What a step does to rows without a gradient; None: nothing."""
-        return CatchUp(self.weight_decay) if self.weight_decay else None
-
-    @property
-    def largest_gradient(self) -> float:
-        """2^46, about 7e13: a sum of squares of such gradients cannot become infinite.
-
-        A finite float32 number plus 2^102, a quarter of the largest gap between such numbers, stays finite. The square
-        of 2^46 leaves room for sums over ranks. Optimizers therefore need not check the values that they write.
-        """
-        return _SQUARED
-
-    def _within(self, largest: float) -> float:
-        """Return the largest gradient of an optimizer that need not square it, unless it is clipped."""
-        return largest if self.clip_norm is None else min(largest, _SQUARED)
-
-    def clip_limit(self, dim: int) -> np.float32 | None:
-        """Return c^2 / D, the mean square above which a row's gradient is clipped; None: it never is."""
-        return None if self.clip_norm is None else np.float32(self.clip_norm * self.clip_norm / dim)
-
-
-def hyperparameters(optimizer: Any) -> dict[str, Any]:  # Any: one of the dataclasses below
-    """Return an optimizer's hyperparameters by name, without those that do nothing."""
-    return {name: value for name, value in asdict(optimizer).items() if name not in _IDLE or value != _IDLE[name]}
-
-
-_IDLE: dict[str, Any] = {"clip_norm": None, "weight_decay": 0.0}  # values that do nothing
-
-_NEEDED: dict[str, Callable[[float], bool]] = {
-    "positive": lambda value: value > 0,
-    "at least 0": lambda value: value >= 0,
-    "at most 0": lambda value: value <= 0,
-    "in [0, 1)": lambda value: 0 <= value < 1,
-}
-
-
-def _check(name: str, value: float, needed: str, why: str = "") -> None:
-    """Raise ValueError unless a value is finite and is as `needed` says, both in float64 and rounded to float32."""
-    holds = _NEEDED[needed]
-    if not (math.isfinite(value) and holds(value)):
-        raise ValueError(f"{name} must be {needed}, not {value}{why}")
-    with np.errstate(over="ignore"):
-        rounded = float(np.float32(value))
-    if not (math.isfinite(rounded) and holds(rounded)):
-        raise ValueError(
-            f"{name} must be {needed} when rounded to float32, which updates use; {value} becomes {rounded}"
-        )
-
-
-def _check_lr(lr: float) -> None:
-    """Raise ValueError unless a learning rate is positive or 0; a warm-up may start at 0, which changes no weight."""
-    _check("lr", lr, "at least 0")
-    if lr:
-        _check("lr", lr, "positive")
-
-
-@dataclass(kw_only=True, unsafe_hash=True, repr=False)
-class LazyAdam(_Optimizer):
+class LazyAdam(Optimizer):
     """Adam on the rows of a batch only; the moments of other rows do not decay.
 
     With g the summed gradient of a row and t the table's number of steps::
@@ -219,7 +64,7 @@ class LazyAdam(_Optimizer):
 
 
 @dataclass(kw_only=True, unsafe_hash=True, repr=False)
-class Adam(_Optimizer):
+class Adam(Optimizer):
     """Adam on all rows: moments of rows that a batch does not use decay in each step, and move their weights.
 
     With g the summed gradient of a row, 0 if the batch does not use it, and t the table's number of steps::
@@ -270,7 +115,7 @@ class Adam(_Optimizer):
 
 
 @dataclass(kw_only=True, unsafe_hash=True, repr=False)
-class RowWiseAdam(_Optimizer):
+class RowWiseAdam(Optimizer):
     """Adam with one second moment per row: 4 * D + 4 bytes of state per row instead of 8 * D.
 
     With g the summed gradient of a row, D columns and t the table's number of steps::
@@ -311,7 +156,7 @@ class RowWiseAdam(_Optimizer):
 
 
 @dataclass(kw_only=True, unsafe_hash=True, repr=False)
-class FTRL(_Optimizer):
+class FTRL(Optimizer):
     """Follow the regularized leader, proximal, per coordinate.
 
     With g the summed gradient of a row, n = accum, z = linear and p = lr_power::
@@ -335,12 +180,14 @@ class FTRL(_Optimizer):
     non_negative: ClassVar[frozenset[str]] = frozenset({"accum"})
 
     def __post_init__(self) -> None:
-        _check("lr", self.lr, "positive", "; FTRL divides by lr, so a warm-up cannot start at 0")
-        _check("l1", self.l1, "at least 0")
-        _check("l2", self.l2, "at least 0")
-        _check("lr_power", self.lr_power, "at most 0")
-        _check("2 * l2", 2 * self.l2, "at least 0")
-        _check("initial_accum", self.initial_accum, "at least 0")
+        if self.weight_decay:
+            raise TypeError("FTRL has no weight_decay: each update computes its weights from its state; use l2")
+        check("lr", self.lr, "positive", "; FTRL divides by lr, so a warm-up cannot start at 0")
+        check("l1", self.l1, "at least 0")
+        check("l2", self.l2, "at least 0")
+        check("lr_power", self.lr_power, "at most 0")
+        check("2 * l2", 2 * self.l2, "at least 0")
+        check("initial_accum", self.initial_accum, "at least 0")
 
     @property
     def slots(self) -> Mapping[str, float]:
@@ -358,7 +205,7 @@ class FTRL(_Optimizer):
 
 
 @dataclass(kw_only=True, unsafe_hash=True, repr=False)
-class SGD(_Optimizer):
+class SGD(Optimizer):
     """Stochastic gradient descent: w <- w - lr * g, with g the summed gradient of a row. It has no slots."""
 
     lr: float = field(default=1e-2, hash=False)
@@ -366,7 +213,7 @@ class SGD(_Optimizer):
     primitive: ClassVar[str] = "FusedSparseSGD"
 
     def __post_init__(self) -> None:
-        _check_lr(self.lr)
+        check_lr(self.lr)
 
     @property
     def largest_gradient(self) -> float:
@@ -384,7 +231,7 @@ class SGD(_Optimizer):
 
 
 @dataclass(kw_only=True, unsafe_hash=True, repr=False)
-class Momentum(_Optimizer):
+class Momentum(Optimizer):
     """Stochastic gradient descent with momentum; rows without a gradient neither move nor lose momentum.
 
     With g the summed gradient of a row::
@@ -405,8 +252,8 @@ class Momentum(_Optimizer):
     primitive: ClassVar[str] = "FusedSparseMomentum"
 
     def __post_init__(self) -> None:
-        _check_lr(self.lr)
-        _check("momentum", self.momentum, "in [0, 1)")
+        check_lr(self.lr)
+        check("momentum", self.momentum, "in [0, 1)")
 
     @property
     def largest_gradient(self) -> float:
@@ -425,7 +272,7 @@ class Momentum(_Optimizer):
 
 
 @dataclass(kw_only=True, unsafe_hash=True, repr=False)
-class Adagrad(_Optimizer):
+class Adagrad(Optimizer):
     """Adagrad, per element: accum <- accum + g^2;  w <- w - lr * g / (sqrt(accum) + eps).
 
     Source: Duchi, Hazan & Singer, "Adaptive Subgradient Methods", JMLR 2011, the diagonal case. Deviation: accum may
@@ -453,7 +300,7 @@ class Adagrad(_Optimizer):
 
 
 @dataclass(kw_only=True, unsafe_hash=True, repr=False)
-class RowWiseAdagrad(_Optimizer):
+class RowWiseAdagrad(Optimizer):
     """Adagrad with one accumulator per row, as in DLRM: 4 bytes of state per row instead of 4 * D.
 
     With D columns::
@@ -493,12 +340,12 @@ class RowWiseAdagrad(_Optimizer):
 
 
 def _check_adam(lr: float, beta1: float, beta2: float, eps: float) -> None:
-    _check_lr(lr)
-    _check("beta1", beta1, "in [0, 1)")
-    _check("beta2", beta2, "in [0, 1)")
-    _check("eps", eps, "positive")
+    check_lr(lr)
+    check("beta1", beta1, "in [0, 1)")
+    check("beta2", beta2, "in [0, 1)")
+    check("eps", eps, "positive")
     if lr:
-        _check("lr * sqrt(1 - beta2) / (1 - beta1)", lr * math.sqrt(1 - beta2) / (1 - beta1), "positive")
+        check("lr * sqrt(1 - beta2) / (1 - beta1)", lr * math.sqrt(1 - beta2) / (1 - beta1), "positive")
 
 
 def _adam_scalars(lr: float, beta1: float, beta2: float, eps: float, step: int) -> tuple[np.float32, ...]:
@@ -509,9 +356,9 @@ def _adam_scalars(lr: float, beta1: float, beta2: float, eps: float, step: int) 
 
 
 def _check_adagrad(lr: float, eps: float, initial_accum: float) -> None:
-    _check_lr(lr)
-    _check("eps", eps, "positive")
-    _check("initial_accum", initial_accum, "at least 0")
+    check_lr(lr)
+    check("eps", eps, "positive")
+    check("initial_accum", initial_accum, "at least 0")
 
 
 OPTIMIZERS: Mapping[str, Callable[..., SparseOptimizer]] = {
@@ -538,7 +385,7 @@ def build_optimizer(name: str, lr: float | None = None) -> SparseOptimizer:
 
 def require_optimizer(optimizer: object, table: str) -> None:
     """Raise TypeError unless `optimizer` is an optimizer for tables; names, classes and torch's optimizers are not."""
-    needed = ("primitive", "lr", "slots", "non_negative", "row_slots", "scalars", "clip_limit")
+    needed = ("primitive", "lr", "slots", "non_negative", "row_slots", "scalars", "clip_limit", "catch_up")
     if not isinstance(optimizer, type) and all(hasattr(optimizer, name) for name in needed):
         return
     classes = ", ".join(f"{made.__name__}()" for made in OPTIMIZERS.values() if isinstance(made, type))

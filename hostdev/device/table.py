@@ -146,7 +146,7 @@ class DeviceTable(Owned):
 
     @property
     def slots(self) -> Mapping[str, Tensor]:
-        """The optimizer state by name, each float32 [V, D], or [V, 1] for per-row state; views or copies as `weights`."""
+        """The optimizer state by name, float32 [V, D], or [V, 1] for per-row state; views or copies as `weights`."""
         self._before_read()
         return MappingProxyType({name: values for name, values in self._current().items() if name != "weights"})
 
@@ -232,8 +232,8 @@ class DeviceTable(Owned):
         step = self.begin_step()
         if step.clip is not None:
             grads = self._ops.clip_rows(grads, step.clip)
-        where, late = (self._block, self._row_slots, ids), {"clock": step.clock, "clocks": self._clocks}
-        self._ops.update(self.optimizer.primitive, *where, grads, step.scalars, skip, **late)
+        given = self.optimizer.primitive, self._block, self._row_slots, ids, grads, step.scalars, skip
+        self._ops.update(*given, clock=step.clock, clocks=self._clocks)
         if step.rounding is not None:  # rounding does not change skipped rows
             self._ops.round_rows(self._block, ids, ids, *step.rounding)
 

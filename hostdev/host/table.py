@@ -2,32 +2,28 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.checks import check_rows, require_finite, require_gradients, require_last, require_size
-from hostdev.core.errors import UserError
 from hostdev.core.history import History
-from hostdev.core.ids import checked_ids, checked_positions
+from hostdev.core.ids import checked_positions
 from hostdev.core.initializers import Initializer, Normal, initializer
 from hostdev.core.launched import require_alone
-from hostdev.core.memory import available_bytes, format_bytes, require_table
+from hostdev.core.memory import available_bytes, require_table
 from hostdev.core.optimizers import SparseOptimizer, require_optimizer
-from hostdev.core.rounding import plane_formats
-from hostdev.core.table_dtypes import BF16, FP32, TableStep, require_slots_dtype, require_table_dtype
-from hostdev.core.tables import Owned, initial_seed
+from hostdev.core.table_dtypes import FP32, TableStep, require_slots_dtype, require_table_dtype
+from hostdev.core.tables import initial_seed
 from hostdev.host import current
 from hostdev.host.changes import Changes
-from hostdev.host.storage import Float32, Shape, Storage, make_storage
+from hostdev.host.reads import ReadableTable
+from hostdev.host.storage import Shape, Storage, make_storage
 from hostdev.host.writing import Writing
 from hostdev.kernels.arrays import Ids
-from hostdev.kernels.catch_up import packed_planes, packed_width
-from hostdev.kernels.norm import partial_squares, total
 from hostdev.kernels.pool import Task, run_tasks
-from hostdev.kernels.shards import get_ids_at, ids_of, range_of
+from hostdev.kernels.shards import range_of
 
 Rows = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int32]
@@ -35,7 +31,7 @@ Positions = npt.NDArray[np.int32]
 _ERASED = 1 << 16  # rows erased at a time
 
 
-class HostTable(Owned):
+class HostTable(ReadableTable):
     """An embedding table in host memory: weights float32 [rows, dim], and optimizer state.
 
     Initial weights depend only on (seed, name, row, column). Memory: rows x (dim x (1 + S) + R) x 4 bytes, for S
@@ -45,8 +41,8 @@ class HostTable(Owned):
     one of the two nearest values that can be stored, by a random number that depends only on (seed, name, step of the
     table, row, column, weight or state).
 
-    With an optimizer that changes all rows in each step (`Adam`, or weight_decay), a row is brought up to date when it is
-    next read. All methods return rows as they are after the last step, except `row_slots` and `columns`.
+    With an optimizer that changes all rows in each step (`Adam`, or any with weight_decay), a row is brought up to date
+    when it is next read. Reads return rows as they are after the last step, except `row_slots` and `columns`.
 
     Several threads may look rows up at once. The caller keeps updates apart from other access to the same rows.
 
@@ -112,81 +108,6 @@ class HostTable(Owned):
         self.changes: Changes | None = None  # tracked from the first checkpoint on
         self.untouched = True  # all rows have their initial values
         self.may_train = part is not None  # otherwise `_require_alone` decides
-
-    @property
-    def rows(self) -> int:
-        """Number of local rows, V; fewer than `total_rows` if the table is a rank's part."""
-        return self._rows
-
-    def ids(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Return the ids, in the whole table, of the local rows [start, stop)."""
-        stop = min(stop, self.rows)
-        if self.part is None:
-            return np.arange(start, stop)
-        return get_ids_at(self.total_rows, self.start + start, self.start + stop)
-
-    def row_ids(self, ids: Ids) -> Ids:
-        """Return the ids, in the whole table, of local rows."""
-        return ids if self.part is None else ids_of(ids.astype(np.int64) + self.start, self.total_rows)
-
-    @property
-    def dim(self) -> int:
-        """Number of columns, D."""
-        return self.storage.shape[2]
-
-    @property
-    def init(self) -> Initializer:
-        """The initializer of the weights."""
-        return self._initial[1]
-
-    @property
-    def block(self) -> Rows:
-        """A read-only view of all rows, float32 [V, 1 + S, D]; raises TypeError unless all are stored so."""
-        if self.history is not None:
-            raise TypeError(f"table {self.name!r} brings rows up to date when they are read; use read_rows")
-        if not isinstance(self.storage, Float32):
-            what = "weights" if self.dtype == BF16 else "slots"
-            kind = "as bfloat16" if BF16 in (self.dtype, self.slots_dtype) else "in 8 bits"
-            raise TypeError(f"table {self.name!r} stores {what} {kind}, and weights and slots apart; use read_rows")
-        self._before_read()
-        return _read_only(self.storage.block)
-
-    @property
-    def row_slots(self) -> Rows:
-        """A read-only view of the per-row state, float32 [V, R]."""
-        self._before_read()
-        return _read_only(self.storage.row_slots)
-
-    @property
-    def weights(self) -> Rows:
-        """A read-only view of the weights, float32 [V, D]; `writing` and `write_rows` write them.
-
-        While a loop is open, get a new view for each read: an older one lacks unfinished steps and cached rows. With
-        dtype="bfloat16" this is a float32 copy; raises UserError if there is no memory for it.
-        """
-        self._before_read()
-        if self.dtype == BF16 or self.history is not None:
-            self._require_copies("weights", 1)
-        if (clock := self.clock()) is not None:
-            return _read_only(current.CurrentColumn(self.storage, clock, 0)[:])
-        return _read_only(self.storage.weights())
-
-    @property
-    def slots(self) -> Mapping[str, Rows]:
-        """Read-only views of the optimizer state by name, each float32 [V, D], or [V, 1] for per-row state.
-
-        Get new views for each read, as with `weights`. With other slots than "fp32" the columns of D values are float32
-        copies; raises UserError if there is no memory for them.
-        """
-        self._before_read()
-        if self.slots_dtype != FP32 or self.history is not None:
-            self._require_copies("slots", len(self.optimizer.slots))
-        if (clock := self.clock()) is not None:
-            found = current.columns(self.storage, clock, self.optimizer)
-            return MappingProxyType({name: _read_only(found[name][:]) for name in found if name != "weights"})
-        slots = {name: self.storage.slot(i) for i, name in enumerate(self.optimizer.slots)}
-        row_slots = {name: self.storage.row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}
-        return MappingProxyType({name: _read_only(values) for name, values in (slots | row_slots).items()})
 
     @contextmanager
     def writing(self, ids: npt.ArrayLike | None = None) -> Iterator[Writing]:
@@ -262,54 +183,6 @@ class HostTable(Owned):
             run_tasks(self.write_rows_tasks(part, block, row_slots))
         self._after_write(ids)
 
-    def lookup(self, ids: npt.ArrayLike, out: Rows | None = None, positions: Positions | None = None) -> Rows:
-        """Return the weights of rows.
-
-        Args:
-            ids: int32 or int64 [N], each in [0, V), duplicates allowed.
-            out: Output, float32 [N, D], C-contiguous; None allocates it.
-            positions: int32 [N]: for each id, its row of `out`, which may have more than N rows; all different (not
-                checked).
-
-        Returns:
-            A copy, float32 [N, D], or `out`.
-
-        Raises:
-            UserError: An id is outside the table.
-            TypeError, ValueError: A dtype or shape is wrong.
-        """
-        ids = self._checked(ids)
-        self._before_read()
-        if out is None:
-            out = np.empty((len(ids), self.dim), np.float32)
-        run_tasks(self.lookup_tasks(ids, out, checked_positions(positions, len(ids), len(out), self.name)))
-        return out
-
-    def lookup_tasks(self, ids: Ids, out: Rows, positions: Positions | None = None) -> list[Task]:
-        """Return the tasks of `lookup`."""
-        check_rows("out", out, (len(ids if positions is None else out), self.dim), self.name)
-        if (clock := self.clock()) is not None:
-            return self.storage.current_tasks(ids, clock, out, positions)
-        return self.storage.lookup_tasks(ids, out, positions)
-
-    @property
-    def fetched_width(self) -> int:
-        """Values of a row that `fetch_tasks` copies."""
-        return self.dim if self.history is None else packed_width(self.dim, self.history.how.betas is not None)
-
-    def fetch_tasks(self, ids: Ids, out: Rows, positions: Positions | None = None) -> list[Task]:
-        """Return the tasks of a lookup by a loop, ahead of steps: packed rows (`kernels.catch_up`) if steps change them.
-
-        Args:
-            ids: As for `lookup`.
-            out: float32 [N, `fetched_width`].
-            positions: As for `lookup`.
-        """
-        if self.history is None:
-            return self.lookup_tasks(ids, out, positions)
-        check_rows("out", out, (len(ids if positions is None else out), self.fetched_width), self.name)
-        return self.storage.pack_tasks(ids, out, positions, packed_planes(self.history.how.betas is not None))
-
     def apply(self, ids: npt.ArrayLike, grads: Rows) -> None:
         """Sum the gradients of each id in order of occurrence, then take one optimizer step on its row.
 
@@ -368,40 +241,6 @@ class HostTable(Owned):
         self._note_write(ids)
         return self.storage.update_tasks(ids, grads, step, positions)
 
-    def read_rows(self, ids: npt.ArrayLike, block: Rows, row_slots: Rows, positions: Positions | None = None) -> None:
-        """Copy rows with their optimizer state.
-
-        Args:
-            ids: int32 or int64 [N], each in [0, V).
-            block: Output, float32 [N, 1 + S, D], C-contiguous: weights, then state of D values.
-            row_slots: Output, float32 [N, R], C-contiguous: per-row state.
-            positions: int32 [N]: for each id, its row of both outputs, as in `lookup`.
-
-        Raises:
-            UserError, TypeError, ValueError: As for `lookup`.
-        """
-        ids = self._checked(ids)
-        positions = checked_positions(positions, len(ids), len(block), self.name)
-        self._check_whole(ids, block, row_slots, positions)
-        self._before_read()
-        at = slice(None) if positions is None else positions
-        block[at], row_slots[at] = self._read(ids)
-
-    def _read(self, ids: Ids, formats: tuple[int, ...] | None = None) -> tuple[Rows, Rows]:
-        """Return copies of rows with their optimizer state, as they are after the last step; see `current.read`."""
-        if (clock := self.clock()) is not None:
-            return current.read(self.storage, clock, ids, formats)
-        _, planes, D = self.storage.shape
-        block = np.empty((len(ids), planes, D), np.float32)
-        row_slots = np.empty((len(ids), self.storage.row_slots.shape[1]), np.float32)
-        run_tasks(self.read_rows_tasks(ids, block, row_slots))
-        return block, row_slots
-
-    def read_rows_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None = None) -> list[Task]:
-        """Return the tasks of `read_rows`, but for rows as they are stored."""
-        self._check_whole(ids, block, row_slots, positions)
-        return self.storage.read_tasks(ids, block, row_slots, positions)
-
     def write_rows(self, ids: npt.ArrayLike, block: Rows, row_slots: Rows, positions: Positions | None = None) -> None:
         """Overwrite rows and their state with arrays shaped as in `read_rows`; the ids must be unique (not checked).
 
@@ -431,49 +270,6 @@ class HostTable(Owned):
         tasks = self.storage.write_tasks(ids, block, row_slots, positions)
         self._note_write(ids)
         return tasks
-
-    def columns(self) -> dict[str, Any]:  # Any: arrays, or columns that are widened as they are read
-        """Return weights and optimizer state by name, for digests; indexing by slices or row ids yields float32."""
-        self._before_read()
-        return self._columns()
-
-    @property
-    def _formats(self) -> tuple[int, ...] | None:
-        return plane_formats(self.dtype, self.slots_dtype, self.optimizer)
-
-    def _columns(self) -> dict[str, Any]:
-        found = {"weights": self.storage.column(0)}
-        found |= {name: self.storage.column(1 + i) for i, name in enumerate(self.optimizer.slots)}
-        row_slots = self.storage.row_slots
-        return found | {name: row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}
-
-    def where(self, ids: Any) -> tuple[Rows, Any]:  # Any: whatever NumPy indexes rows by
-        """Return rows with their optimizer state, float32 [any, 1 + S, D], and the positions of `ids` in this array."""
-        if (clock := self.clock()) is not None:
-            return current.read(self.storage, clock, ids)[0], np.arange(len(ids))
-        if isinstance(self.storage, Float32):
-            return self.storage.block, ids
-        return self.storage.taken(ids), np.arange(len(ids))
-
-    def partial_squares(self) -> npt.NDArray[np.float64]:
-        """Return the sums of squares of the weights by part of the rows and column, [P, D], as `kernels.norm` does."""
-        self._before_read()
-        if self.history is not None:
-            return partial_squares(np.ascontiguousarray(self.weights)[:, None])
-        return self.storage.partial_squares()
-
-    def sum_of_squares(self) -> float:
-        """Return the sum of squares of all weights, in float64, in the order of `kernels.norm`."""
-        return total(self.partial_squares())
-
-    def _require_copies(self, what: str, columns: int) -> None:
-        """Raise UserError unless float32 copies of columns of the table fit in memory."""
-        needed, free = 4 * self.rows * self.dim * columns, available_bytes()
-        if needed > free:
-            raise UserError(
-                f"table {self.name!r}: a float32 copy of its {what} needs {format_bytes(needed)}, but "
-                f"{format_bytes(free)} of host memory is free; look up only the rows that you need"
-            )
 
     def _require_alone(self) -> None:
         """Raise UserError if other processes train copies of this table, which would diverge."""
@@ -534,19 +330,3 @@ class HostTable(Owned):
         if self.changes is None or anew:
             self.changes = Changes(self.storage)
         return self.changes
-
-    def _check_whole(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> None:
-        """Raise unless these arrays have the shapes of rows with their optimizer state."""
-        _, planes, D = self.storage.shape
-        n, R = len(ids if positions is None else block), self.storage.row_slots.shape[1]
-        check_rows("block", block, (n, planes, D), self.name)
-        check_rows("row_slots", row_slots, (n, R), self.name)
-
-    def _checked(self, ids: npt.ArrayLike) -> Ids:
-        return checked_ids(ids, self.rows, self.name)
-
-
-def _read_only(values: Rows) -> Rows:
-    found = values.view()
-    found.flags.writeable = False
-    return found

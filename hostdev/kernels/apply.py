@@ -1,7 +1,7 @@
 """An optimizer step on the rows of a table; host tables and device tables on the CPU share it.
 
-An optimizer's kernel is called as `kernel(start, stop, ids, source, grads, block, row_slots, *scalars, clock)` and updates
-the rows ids[start:stop] in place:
+An optimizer's kernel is called as `kernel(start, stop, ids, source, grads, block, row_slots, *scalars, clock)` and
+updates the rows ids[start:stop] in place:
 
     ids: int32 or int64 [U], unique, each in [0, V).
     source: int32 [U], the row of `grads` with the summed gradient of each id.

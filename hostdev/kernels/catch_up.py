@@ -1,4 +1,4 @@
-"""What steps do to the rows that they do not touch: weights decay, and with Adam the moments decay and move the weights.
+"""What steps do to rows without a gradient: weights decay, and with Adam the moments decay and move the weights.
 
 A row stores the number of steps after which it was last written. It is brought up to date when it is next read or
 updated, in one operation for all the steps since then, so that unused rows cost nothing.
@@ -224,7 +224,7 @@ def packed_planes(clock_has_moments: bool) -> int:
 
 
 def packed_width(dim: int, moments: bool) -> int:
-    """Return the number of float32 values of a packed row of `dim` columns: its planes and the step of its last write."""
+    """Return the float32 values of a packed row of `dim` columns: its planes, and the step of its last write."""
     return packed_planes(moments) * dim + 1
 
 

@@ -138,7 +138,8 @@ class BatchRows:
     def arrived(self) -> Tensor:
         """Return the rows on the device; its current stream waits for them. All must have been sent.
 
-        They are weights, float32 [U, D], or packed rows, for which `current` must be called. The rows are in the order of the ids, or with a cache in the order of its plan.
+        They are weights, float32 [U, D], or packed rows for `Embedding.current`. They are in the order of the ids, or
+        with a cache in the order of its plan.
         """
         self._lookup.end()
         if self._places is not None:

@@ -1,6 +1,6 @@
 """Rows on a device that also change in steps that do not use them: packed, and brought up to date.
 
-The arithmetic is that of `kernels.catch_up`, on the CPU by its kernels, elsewhere by torch, each operation rounded once.
+The arithmetic is that of `kernels.catch_up`: its kernels on the CPU, elsewhere torch, with each operation rounded once.
 """
 
 from typing import Any, NamedTuple
@@ -42,8 +42,10 @@ class Clocks:
         """Return a clock's inverse, recent, frozen and powers on the device."""
         held, needed = self._held, int(clock.now) + 1
         if held is None or held.source is not clock.inverse:
-            arrays = clock.inverse, clock.frozen, clock.powers
-            held = _OnDevice(*(torch.from_numpy(one).to(device) for one in arrays), clock.inverse, needed)
+            inverse, frozen, powers = (
+                torch.from_numpy(one).to(device) for one in (clock.inverse, clock.frozen, clock.powers)
+            )
+            held = _OnDevice(inverse, frozen, powers, clock.inverse, needed)
         elif held.known < needed:
             for to, values in ((held.inverse, clock.inverse), (held.frozen, clock.frozen)):
                 # The last step that has become frozen lies N steps back.

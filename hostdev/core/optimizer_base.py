@@ -1,0 +1,170 @@
+"""The base of the optimizers of tables: their interface, gradient clipping, and decoupled weight decay.
+
+Only an optimizer's learning rate may be changed (`table.optimizer.lr = 1e-4`), from the next update on.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import FrozenInstanceError, asdict, dataclass, field, fields, replace
+from typing import Any, ClassVar, Protocol, Self
+
+import numpy as np
+
+from hostdev.core.history import LAST, CatchUp
+from hostdev.kernels.arrays import Scalars
+
+_LEAST_NORM = 1e-12
+
+
+SQUARED = 2.0**46  # the largest gradient of which sums of squares are finite
+
+
+class SparseOptimizer(Protocol):
+    """The interface of an optimizer for tables."""
+
+    primitive: ClassVar[str]  # the name of the op that applies it
+    non_negative: ClassVar[frozenset[str]]  # slots of D values that are never negative: in 8 bits, twice as many codes
+    lr: float  # may be set between updates
+
+    @property
+    def slots(self) -> Mapping[str, float]:
+        """Initial value of each slot of D values per row, by name, in storage order."""
+
+    @property
+    def row_slots(self) -> Mapping[str, float]:
+        """Initial value of each slot of one value per row, by name."""
+
+    @property
+    def catch_up(self) -> CatchUp | None:
+        """What a step does to rows without a gradient; None: nothing."""
+
+    @property
+    def largest_gradient(self) -> float:
+        """Largest absolute value of a row's summed gradient."""
+
+    def clip_limit(self, dim: int) -> np.float32 | None:
+        """Return the mean square above which the gradient of a row of `dim` columns is clipped; None: it never is."""
+
+    def scalars(self, step: int, dim: int) -> Scalars:
+        """Return the kernel's scalars at the table's step 1, 2, 3, ... for rows of `dim` columns."""
+
+
+@dataclass(kw_only=True, unsafe_hash=True, repr=False)
+class Optimizer:
+    """Base of the optimizers: fields are checked and then fixed, except lr, which is checked again when it is set.
+
+    Each optimizer takes `clip_norm`, a number c: before an update, a row's summed gradient g whose norm is above c is
+    multiplied by c / norm(g)::
+
+        q = (sum over the row of g^2) / D,   added as in `RowWiseAdagrad`
+        g <- g * sqrt((c^2 / D) / q)         if q > c^2 / D
+
+    Source: Pascanu, Mikolov & Bengio, "On the difficulty of training recurrent neural networks", ICML 2013, algorithm
+    1, applied to each row.
+
+    Each but `FTRL` takes `weight_decay`, a number c: each step multiplies the weights of all rows by 1 - lr * c, before
+    it updates the rows of its batch. A row that a batch does not use is brought up to date when it is next read, at 4
+    bytes of state per row (`last`, the step of its last write), so that unused rows cost nothing.
+
+    Source: Loshchilov & Hutter, "Decoupled Weight Decay Regularization", ICLR 2019; `kernels.catch_up`.
+    """
+
+    lr: float = field(hash=False)
+    clip_norm: float | None = None
+    weight_decay: float = 0.0
+
+    non_negative: ClassVar[frozenset[str]] = frozenset()
+
+    def __new__(cls, *args: Any, **given: Any) -> Self:
+        """Check what all optimizers take; raise ValueError or TypeError for a wrong value."""
+        if (decay := given.get("weight_decay", 0.0)) != 0:
+            check("weight_decay", decay, "at least 0")
+        if "momentum" in given and not hasattr(cls, "momentum"):
+            raise TypeError(f"{cls.__name__} has no momentum; use hostdev.Momentum(lr=..., momentum=...)")
+        if (norm := given.get("clip_norm")) is not None and not _LEAST_NORM <= norm <= 1 / _LEAST_NORM:
+            raise ValueError(f"clip_norm must be in {_LEAST_NORM:g}..{1 / _LEAST_NORM:g}, or None, not {norm}")
+        return super().__new__(cls)
+
+    def __repr__(self) -> str:
+        given = [(one.name, getattr(self, one.name)) for one in fields(self)]
+        shown = (f"{name}={value!r}" for name, value in given if name not in _IDLE or value != _IDLE[name])
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in {field.name for field in fields(self)}:
+            if name == "lr" and name in self.__dict__:
+                replace(self, lr=value)  # raises ValueError for a wrong lr
+            if name == "lr" or name not in self.__dict__:
+                object.__setattr__(self, name, value)
+                return
+        raise FrozenInstanceError(f"{type(self).__name__}: only lr may be set, not {name}; create a new optimizer")
+
+    def __delattr__(self, name: str) -> None:
+        raise FrozenInstanceError(f"{type(self).__name__}: {name} cannot be deleted; create a new optimizer")
+
+    @property
+    def row_slots(self) -> Mapping[str, float]:
+        """The state of one value per row: the optimizer's own, and `last` if rows are brought up to date."""
+        return self._own_row_slots if self.catch_up is None else {**self._own_row_slots, LAST: 0.0}
+
+    @property
+    def _own_row_slots(self) -> Mapping[str, float]:
+        return {}
+
+    @property
+    def catch_up(self) -> CatchUp | None:
+        """What a step does to rows without a gradient; None: nothing."""
+        return CatchUp(self.weight_decay) if self.weight_decay else None
+
+    @property
+    def largest_gradient(self) -> float:
+        """2^46, about 7e13: a sum of squares of such gradients cannot become infinite.
+
+        A finite float32 number plus 2^102, a quarter of the largest gap between such numbers, stays finite. The square
+        of 2^46 leaves room for sums over ranks. Optimizers therefore need not check the values that they write.
+        """
+        return SQUARED
+
+    def _within(self, largest: float) -> float:
+        """Return the largest gradient of an optimizer that need not square it, unless it is clipped."""
+        return largest if self.clip_norm is None else min(largest, SQUARED)
+
+    def clip_limit(self, dim: int) -> np.float32 | None:
+        """Return c^2 / D, the mean square above which a row's gradient is clipped; None: it never is."""
+        return None if self.clip_norm is None else np.float32(self.clip_norm * self.clip_norm / dim)
+
+
+def hyperparameters(optimizer: Any) -> dict[str, Any]:  # Any: one of the dataclasses below
+    """Return an optimizer's hyperparameters by name, without those that do nothing."""
+    return {name: value for name, value in asdict(optimizer).items() if name not in _IDLE or value != _IDLE[name]}
+
+
+_IDLE: dict[str, Any] = {"clip_norm": None, "weight_decay": 0.0}  # values that do nothing
+
+
+_NEEDED: dict[str, Callable[[float], bool]] = {
+    "positive": lambda value: value > 0,
+    "at least 0": lambda value: value >= 0,
+    "at most 0": lambda value: value <= 0,
+    "in [0, 1)": lambda value: 0 <= value < 1,
+}
+
+
+def check(name: str, value: float, needed: str, why: str = "") -> None:
+    """Raise ValueError unless a value is finite and is as `needed` says, both in float64 and rounded to float32."""
+    holds = _NEEDED[needed]
+    if not (math.isfinite(value) and holds(value)):
+        raise ValueError(f"{name} must be {needed}, not {value}{why}")
+    with np.errstate(over="ignore"):
+        rounded = float(np.float32(value))
+    if not (math.isfinite(rounded) and holds(rounded)):
+        raise ValueError(
+            f"{name} must be {needed} when rounded to float32, which updates use; {value} becomes {rounded}"
+        )
+
+
+def check_lr(lr: float) -> None:
+    """Raise ValueError unless a learning rate is positive or 0; a warm-up may start at 0, which changes no weight."""
+    check("lr", lr, "at least 0")
+    if lr:
+        check("lr", lr, "positive")
