@@ -7,6 +7,8 @@ from itertools import chain, pairwise
 import numpy as np
 import torch
 
+from hostdev.core.history import History
+
 f32 = np.float32
 
 
@@ -73,7 +75,7 @@ def lazy_adam(w, slots, rows, g, optimizer, step):
     b1, b2, eps = f32(optimizer.beta1), f32(optimizer.beta2), f32(optimizer.eps)
     m[rows] = b1 * m[rows] + (f32(1) - b1) * g
     v[rows] = b2 * v[rows] + (f32(1) - b2) * (g * g)
-    numerator = b1 * m[rows] + (f32(1) - b1) * g if optimizer.nesterov else m[rows]
+    numerator = b1 * m[rows] + (f32(1) - b1) * g if getattr(optimizer, "nesterov", False) else m[rows]
     w[rows] = w[rows] - lr_t * numerator / (np.sqrt(v[rows]) + eps)
 
 
@@ -142,6 +144,7 @@ def momentum(w, slots, rows, g, optimizer, step):
 
 UPDATES = {
     "FusedSparseAdagrad": adagrad,
+    "FusedSparseAdam": lazy_adam,
     "FusedSparseFtrl": ftrl,
     "FusedSparseLazyAdam": lazy_adam,
     "FusedSparseMomentum": momentum,
@@ -164,10 +167,27 @@ class Table:
         self.slots |= {name: np.full((len(weights), 1), value, f32) for name, value in optimizer.row_slots.items()}
         self.optimizer = optimizer
         self.step = 0
+        self.history = None if optimizer.catch_up is None else History(optimizer.catch_up)
+
+    def current(self):
+        """Weights and slots by name after the last step."""
+        columns = {"weights": self.weights, **self.slots}
+        if self.history is None:
+            return columns
+        return brought(columns, self.history.clock(), moments=self.history.how.betas is not None)
 
     def apply(self, ids, grads):
         self.step += 1
         rows, inverse = unique(ids)
+        if self.history is not None:
+            rate = float(self.optimizer.scalars(self.step, self.weights.shape[1])[0])
+            clock = self.history.record(rate, self.optimizer.lr, "t")
+            columns = {name: values[rows] for name, values in {"weights": self.weights, **self.slots}.items()}
+            found = brought(columns, clock, moments=self.history.how.betas is not None)
+            self.weights[rows] = found.pop("weights")
+            for name, values in found.items():
+                self.slots[name][rows] = values
+            self.slots["last"][rows] = self.step
         if len(rows):
             summed = segment_sum(grads, inverse, len(rows))
             UPDATES[self.optimizer.primitive](self.weights, self.slots, rows, summed, self.optimizer, self.step)
@@ -383,3 +403,26 @@ def criteo_lines(text):
         numbers = [float(int(value)) if value else math.nan for value in values[1:14]]
         well.append((int(values[0]), numbers, [int(value, 16) if value else 1 << 32 for value in values[14:]]))
     return well, malformed
+
+
+def brought(columns, clock, *, moments):
+    """Columns of rows, brought up to date by a table's clock: its coefficients, but every operation written out."""
+    out = {name: values.copy() for name, values in columns.items()}
+    w, eps, now = out["weights"], clock.eps, int(clock.now)
+    for row, last in enumerate(columns["last"][:, 0].astype(np.int64)):
+        k = now - last
+        if moments and k:
+            c = clock.recent[k] if k < len(clock.recent) else clock.frozen[last]
+            m, v = out["m"][row], out["v"][row]
+            s = np.sqrt(v)
+            r = f32(1) / (s + eps)
+            u = s * r
+            a = c[9] * u + c[8]
+            for p in range(7, -1, -1):
+                a = a * u + c[p]
+            w[row] = w[row] - m * r * a
+            b1, b2 = clock.powers[k] if k < len(clock.powers) else np.zeros(2, f32)
+            out["m"][row], out["v"][row] = m * b1, v * b2
+        w[row] = w[row] * f32(clock.product * clock.inverse[last])
+    out["last"][:] = now
+    return out

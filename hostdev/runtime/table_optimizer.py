@@ -227,8 +227,7 @@ def _require_group(group: Mapping[str, Any], table: str) -> None:
         if name in group and not any(group[name] == value for value in same):
             raise ValueError(
                 f"table {table!r}: its group in runtime.optimizer has {name}={group[name]!r}, which has no effect; "
-                "only lr is set there. Give other settings to the table's own optimizer; for weight decay add "
-                "rows.unique(table)[0].square().sum() to the loss"
+                "only lr is set there. Give other settings, such as weight_decay, to the table's own optimizer"
             )
     rate = group.get("lr")
     single = isinstance(rate, torch.Tensor) and rate.numel() == 1

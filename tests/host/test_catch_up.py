@@ -1,0 +1,257 @@
+"""Rows that are brought up to date: to the bit beside NumPy, closely beside every step taken in float64."""
+
+import numpy as np
+import pytest
+import torch
+
+from hostdev import SGD, Adagrad, Adam, DeviceTable, HostTable, LazyAdam, Momentum, RowWiseAdagrad, RowWiseAdam
+from hostdev.core.history import CatchUp, History
+from hostdev.device.ops import catch_up as on_device
+from hostdev.device.ops import torch_operations
+from tests import naive
+
+ROWS, DIM = 40, 5
+MAKERS = {
+    "adam": lambda **given: Adam(lr=0.01, **given),
+    "lazy adam": lambda **given: LazyAdam(lr=0.01, nesterov=True, **given),
+    "row-wise adam": lambda **given: RowWiseAdam(lr=0.01, **given),
+    "adagrad": lambda **given: Adagrad(lr=0.01, **given),
+    "row-wise adagrad": lambda **given: RowWiseAdagrad(lr=0.01, **given),
+    "momentum": lambda **given: Momentum(lr=0.01, clip_norm=1.0, **given),
+    "sgd": lambda **given: SGD(lr=0.01, **given),
+}
+# Adam with each way to store rows; the others, whose kernels share the decay, in turn.
+CASES = [("adam", *stored) for stored in (("fp32", "fp32"), ("bf16", "fp32"), ("fp32", "bf16"), ("bf16", "8bit"))]
+CASES += [(name, "fp32", "fp32") for name in MAKERS if name != "adam"]
+CASES += [("lazy adam", "bf16", "8bit"), ("row-wise adam", "bf16", "bf16"), ("sgd", "bf16", "fp32")]
+
+
+def batches(count, seed=0, skew=0.7):
+    """Ids, most of which are rarely used, with gradients and a rate for each step."""
+    rng = np.random.default_rng(seed)
+    for step in range(count):
+        ids = np.unique(np.minimum(rng.pareto(skew, 4).astype(np.int64), ROWS - 1))
+        yield ids, rng.normal(size=(len(ids), DIM)).astype(np.float32), 0.01 * (1 + 0.5 * np.cos(step / 30))
+
+
+def make(name, dtype="fp32", slots="fp32", kind=HostTable, dim=DIM, **given):
+    device = () if kind is HostTable else (torch.device("cpu"),)
+    return kind(ROWS, dim, MAKERS[name](**given), *device, name="t", seed=1, dtype=dtype, slots=slots)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_adam_is_adam_with_all_steps_taken(decay):
+    """In float64, with rows that are unused for up to hundreds of steps, and a rate that changes."""
+    table = make("adam", weight_decay=decay)
+    w, m, v = table.weights.astype(np.float64), np.zeros((ROWS, DIM)), np.zeros((ROWS, DIM))
+    longest = np.zeros(ROWS, np.int64)
+    for step, (ids, grads, lr) in enumerate(batches(2000), 1):
+        table.optimizer.lr = lr
+        table.update(ids, grads)
+        g = np.zeros((ROWS, DIM))
+        g[ids] = grads
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+        w = (1 - lr * decay) * w - lr * np.sqrt(1 - 0.999**step) / (1 - 0.9**step) * m / (np.sqrt(v) + 1e-8)
+        longest = np.maximum(longest, step - table.row_slots[:, 0])
+        if step in (1, 7, 500, 2000):
+            np.testing.assert_allclose(table.weights, w, rtol=2e-5, atol=2e-5)
+            np.testing.assert_allclose(table.slots["v"], v, rtol=1e-4, atol=1e-12)
+            np.testing.assert_allclose(table.slots["m"], m, rtol=1e-4, atol=1e-6)
+    assert longest.max() > len(table.history.clock().recent)  # beyond which the sums are frozen
+
+
+@pytest.mark.parametrize(("name", "dtype", "slots"), CASES, ids="-".join)
+def test_host_device_and_numpy_agree_to_the_bit(name, dtype, slots):
+    tables = [make(name, dtype, slots, kind, weight_decay=0.3) for kind in (HostTable, DeviceTable, DeviceTable)]
+    tables[2]._ops = torch_operations
+    for ids, grads, lr in batches(300):
+        for table in tables:
+            table.optimizer.lr = lr
+        tables[0].update(ids, grads)
+        for table in tables[1:]:
+            table.update(torch.from_numpy(ids), torch.from_numpy(grads))
+    host = tables[0]
+    stored = {column: np.array(values[:]) for column, values in host.columns().items()}
+    for table in tables[1:]:
+        for column, values in stored.items():
+            np.testing.assert_array_equal(table.columns()[column].numpy(), values, err_msg=column)
+    clock = host.history.clock()
+    wanted = naive.brought(stored, clock, moments=name == "adam")
+    for column, values in {"weights": host.weights, **host.slots}.items():
+        np.testing.assert_array_equal(values, wanted[column], err_msg=column)
+        torch_s = {"weights": tables[1].weights, **tables[1].slots}[column]
+        np.testing.assert_array_equal(torch_s.numpy(), values, err_msg=column)
+    block, row_slots = tables[2]._block.clone(), tables[2]._row_slots.clone()
+    on_device._bring(block, row_slots[:, -1], clock, on_device.Clocks())
+    np.testing.assert_array_equal(block[:, 0].numpy(), wanted["weights"])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("dim", [1, 3, 80])
+def test_lookups_of_any_width_by_any_number_of_threads(dim, threads, monkeypatch):
+    from hostdev.kernels import pool
+
+    monkeypatch.setattr(pool, "get_threads", lambda: threads, raising=False)
+    table = make("adam", dim=dim, weight_decay=0.3)
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        table.apply(rng.integers(0, ROWS, 6), rng.normal(size=(6, dim)).astype(np.float32))
+    ids = rng.integers(0, ROWS, 9000)
+    wanted = table.weights[ids]
+    np.testing.assert_array_equal(table.lookup(ids), wanted)
+    positions = rng.permutation(9000).astype(np.int32)
+    out = np.empty_like(wanted)
+    table.lookup(ids, out, positions)
+    np.testing.assert_array_equal(out[positions], wanted)
+    np.testing.assert_array_equal(table.lookup(ids[:0]), wanted[:0])
+
+
+def test_hundreds_of_thousands_of_steps_without_a_use():
+    """Powers end at 0, and the product of decays is scaled when it becomes small."""
+    table = make("adam", weight_decay=0.0)
+    table.update(np.array([0]), np.ones((1, DIM), np.float32))
+    before = table.weights[0].copy()
+    other, nothing = np.array([1]), np.zeros((1, DIM), np.float32)
+    for _ in range(3):
+        table.update(other, nothing)
+    for _ in range(300):
+        table.begin_step()
+    table._step += 200_000
+    table.history._rates += [0.01] * 200_000
+    table.history._decays += [0.0] * 200_000
+    table.history._replay()
+    assert (table.slots["m"][0] == 0).all() and (table.slots["v"][0] == 0).all()
+    assert np.isfinite(table.weights).all() and (table.weights[0] < before).all()
+
+
+@pytest.mark.parametrize("steps", [2000, 20_000])
+def test_strong_decay_over_many_steps(steps):
+    """(1 - 0.4)^2000 is 0, and rows that are used in between keep their weights."""
+    history = History(CatchUp(weight_decay=1.0))
+    for _ in range(steps):
+        history.record(0.0, 0.4, "t")
+    clock = history.clock()
+    for missed in (0, 1, 2, 10, 100):
+        last = steps - missed
+        assert np.float32(clock.product * clock.inverse[last]) == pytest.approx(0.6**missed, rel=1e-6)
+    assert np.float32(clock.product * clock.inverse[0]) == 0
+    assert np.isfinite(clock.inverse[: steps + 1]).all()
+
+
+def test_the_sums_are_those_of_their_definition():
+    beta1, beta2, N = 0.9, 0.999, 172
+    history = History(CatchUp(0.2, (beta1, beta2), 1e-8))
+    rng = np.random.default_rng(0)
+    rates, lrs = rng.random(400), rng.random(400)
+    for rate, lr in zip(rates, lrs, strict=True):
+        history.record(rate, lr, "t")
+    clock, T, q = history.clock(), 400, np.sqrt(beta2)
+    assert N - 2 < len(clock.recent) - 1 < N + 2
+    keep = 1 - lrs * 0.2
+    for last in (0, 100, 227, 229, 300, 398, 399, 400):
+        i = np.arange(1, min(T - last, len(clock.recent) - 1) + 1)
+        decays = np.array([np.prod(keep[last : last + k]) for k in i])
+        for p in range(10):
+            wanted = np.sum(rates[last + i - 1] * beta1**i * (1 - q**i) ** p / decays)
+            k = T - last
+            found = clock.recent[k, p] if k < len(clock.recent) else clock.frozen[last, p]
+            assert found == pytest.approx(wanted, rel=1e-6, abs=1e-30)
+
+
+def test_steps_one_at_a_time_or_all_at_once_are_the_same_bits():
+    history = History(CatchUp(0.7, (0.9, 0.999), 1e-8))
+    rng = np.random.default_rng(0)
+    for step in range(3000):
+        history.record(1e-3, 0.1 if step % 700 else rng.random(), "t")
+    other = History(history.how)
+    other.restore(history.packed())
+    assert other == history
+    known = slice(history.steps + 1)
+    for one, two in zip(history.clock(), other.clock(), strict=True):
+        np.testing.assert_array_equal(one[known] if np.ndim(one) else one, two[known] if np.ndim(two) else two)
+    assert len(history.packed()) < 1000  # runs of equal steps are stored once
+    history.forget(2)
+    assert history.steps == 2998
+    for _ in range(2):
+        history.record(1e-3, 0.1, "t")
+    assert history == other
+
+
+@pytest.mark.parametrize("text", ["", "AAAA", "?", "eJw="])
+def test_a_damaged_history(text):
+    with pytest.raises(Exception, match="damaged|decompress|base64|Incorrect|incomplete|Only|Invalid|padding"):
+        History(CatchUp(0.1)).restore(text)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"beta2": 0.9}, "beta2 = 0.9 is too small for beta1 = 0.9"),
+        ({"beta1": 0.99, "beta2": 0.99}, "beta2 = 0.99 is too small"),
+        ({"beta1": 0.5, "beta2": 0.0}, "beta2 must be above 0"),
+        ({"weight_decay": -1.0}, "weight_decay must be at least 0"),
+        ({"weight_decay": float("nan")}, "weight_decay must be at least 0"),
+    ],
+)
+def test_what_is_refused(given, words):
+    with pytest.raises(ValueError, match=words):
+        Adam(**given)
+
+
+def test_a_decay_of_all_of_a_weight_is_refused_at_the_step():
+    table = make("sgd", weight_decay=10.0)
+    table.optimizer.lr = 0.2
+    with pytest.raises(ValueError, match=r"'t': lr 0.2 times weight_decay 10.0 must be below 1"):
+        table.update(np.array([0]), np.ones((1, DIM), np.float32))
+
+
+@pytest.mark.parametrize("last", [-1.0, 0.5, 3.0, 1e30])
+def test_a_step_of_a_row_that_cannot_be(last):
+    """Kernels index by it: it is refused where it is written, and whatever is in memory stays within the steps."""
+    for kind in (HostTable, DeviceTable):
+        table = make("adam", kind=kind)
+        ids = np.array([0]) if kind is HostTable else torch.tensor([0])
+        one = np.ones((1, DIM), np.float32)
+        for _ in range(2):
+            table.update(ids, one if kind is HostTable else torch.from_numpy(one))
+        with pytest.raises(ValueError, match="`last` of row 1"):
+            table.write_rows(np.array([1]), np.zeros((1, 3, DIM), np.float32), np.full((1, 1), last, np.float32))
+    host = make("adam")
+    host.update(np.array([0]), np.ones((1, DIM), np.float32))
+    for wrong in (last, np.nan):
+        host.storage.row_slots[0] = wrong
+        assert np.isfinite(host.weights).all()
+        host.update(np.array([0]), np.ones((1, DIM), np.float32))
+
+
+def test_copies_and_resets():
+    import copy
+
+    table = make("adam", weight_decay=0.3)
+    initial = table.weights.copy()
+    for ids, grads, _ in batches(50):
+        table.update(ids, grads)
+    other = copy.deepcopy(table)
+    for one in (table, other):
+        one.update(np.array([1]), np.ones((1, DIM), np.float32))
+    np.testing.assert_array_equal(other.weights, table.weights)
+    table.reset()
+    assert table.history.steps == 0
+    np.testing.assert_array_equal(table.weights, initial)
+    assert other.history.steps == 51
+
+
+@pytest.mark.parametrize("name", ["adam", "adagrad"])
+@pytest.mark.parametrize("n", [6, 3000])  # in one pass, and as a stream
+def test_repeated_ids_are_summed_first(name, n):
+    table = make(name, weight_decay=0.3)
+    twin = naive.Table(table.weights, MAKERS[name](weight_decay=0.3))
+    rng = np.random.default_rng(0)
+    for _ in range(8):
+        ids, grads = rng.integers(0, ROWS, n), rng.normal(size=(n, DIM)).astype(np.float32)
+        table.apply(ids, grads)
+        twin.apply(ids, grads)
+        table.apply(ids[:1], grads[:1])
+        twin.apply(ids[:1], grads[:1])
+    for column, values in {"weights": table.weights, **table.slots}.items():
+        np.testing.assert_array_equal(values, twin.current()[column], err_msg=column)
