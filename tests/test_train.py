@@ -75,6 +75,7 @@ def test_the_list_of_flags():
         "--model",
         "--table-optimizer",
         "--table-lr",
+        "--table-weight-decay",
         "--lr",
         "--table-dtype",
         "--table-slots",

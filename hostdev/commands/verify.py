@@ -18,6 +18,7 @@ OPTIONS = (
     "model",
     "table_optimizer",
     "table_lr",
+    "table_weight_decay",
     "table_dtype",
     "table_slots",
     "lr",

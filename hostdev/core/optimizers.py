@@ -373,13 +373,14 @@ OPTIMIZERS: Mapping[str, Callable[..., SparseOptimizer]] = {
 }
 
 
-def build_optimizer(name: str, lr: float | None = None) -> SparseOptimizer:
-    """Return the optimizer that OPTIMIZERS lists under a name; raise UserError for a wrong name or learning rate."""
+def build_optimizer(name: str, lr: float | None = None, weight_decay: float = 0.0) -> SparseOptimizer:
+    """Return the optimizer that OPTIMIZERS lists under a name; raise UserError for a wrong name or value."""
     if name not in OPTIMIZERS:
         raise UserError(f"there is no table optimizer {name!r}; choose one of {', '.join(OPTIMIZERS)}")
+    given = {} if lr is None else {"lr": lr}
     try:
-        return OPTIMIZERS[name]() if lr is None else OPTIMIZERS[name](lr=lr)
-    except ValueError as error:
+        return OPTIMIZERS[name](**given, weight_decay=weight_decay)
+    except (TypeError, ValueError) as error:
         raise UserError(f"{name}: {error}") from None
 
 

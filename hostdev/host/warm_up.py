@@ -12,12 +12,14 @@ from hostdev.core.table_dtypes import FP32
 from hostdev.host.table import HostTable
 from hostdev.kernels.arrays import Strided
 from hostdev.kernels.bags import Feature, Uses, pool
+from hostdev.kernels.catch_up import unpack_tasks
 from hostdev.kernels.claims import Claims, claim, intersect, others
 from hostdev.kernels.clip import clipped
 from hostdev.kernels.finite import largest
 from hostdev.kernels.gather import gather_scaled
 from hostdev.kernels.groups import check_groups, drop_padding, offsets_of, unique_groups
 from hostdev.kernels.join import join
+from hostdev.kernels.pool import run_tasks
 from hostdev.kernels.rounding import round_rows
 from hostdev.kernels.unique import unique
 
@@ -74,6 +76,10 @@ def warm_up_table(
         table.update(ids[:1], grads[:1], None, positions)
         table.read_rows(ids[:1], *row, positions)
         table.write_rows(ids[:1], *row, positions)
+    if (clock := table.clock()) is not None:
+        packed = np.zeros((1, table.fetched_width), np.float32)
+        run_tasks(table.fetch_tasks(ids[:1], packed))
+        run_tasks(unpack_tasks(packed, clock, grads[:1]))
     if squares:
         table.sum_of_squares()
     if (limit := optimizer.clip_limit(dim)) is not None:  # as a table or cache on the CPU device does

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.kernels.buffers import identity
 from hostdev.kernels.jit import inline, kernel, prefetch_update
 from hostdev.kernels.pool import Task, get_grain, tasks_over
 from hostdev.kernels.rounding import SplitRows, load_slot, load_weights, make_scratch, prefetch_row
@@ -150,7 +151,7 @@ def _pack(start, stop, ids, positions, block, row_slots, planes, out):
         prefetch_row(block, ids, i, stop)
         prefetch_update(row_slots, ids, i, stop)
         row = np.uint64(ids[i])
-        to = out[i] if positions is None else out[np.uint64(positions[i])]
+        to = out[np.uint64(positions[i])]
         weights = load_weights(block, row, scratch)
         D = np.uint64(len(weights))
         for j in range(D):
@@ -170,7 +171,7 @@ def _look_up(start, stop, ids, positions, block, row_slots, clock, out):
         prefetch_row(block, ids, i, stop)
         prefetch_update(row_slots, ids, i, stop)
         row = np.uint64(ids[i])
-        weights = out[i] if positions is None else out[np.uint64(positions[i])]
+        weights = out[np.uint64(positions[i])]
         last, held = last_step(row_slots, row, clock), load_weights(block, row, scratch)
         for j in range(D):
             weights[j] = held[j]
@@ -232,7 +233,7 @@ def look_up_tasks(
     block: Rows | SplitRows, row_slots: Rows, ids: Any, clock: Clock, out: Rows, positions: Positions | None
 ) -> list[Task]:
     """Return tasks that write the weights of rows, brought up to date, to out, float32 [N, D]; see `pack_tasks`."""
-    grain = get_grain(out.strides[0])
+    positions, grain = identity(len(ids)) if positions is None else positions, get_grain(out.strides[0])
     return tasks_over(_look_up, len(ids), ids, positions, block, row_slots, clock, out, grain=grain)
 
 
@@ -249,7 +250,7 @@ def pack_tasks(
         positions: int32 [N], the row of `out` for each id.
         planes: Planes of a packed row.
     """
-    grain = get_grain(out.strides[0])
+    positions, grain = identity(len(ids)) if positions is None else positions, get_grain(out.strides[0])
     return tasks_over(_pack, len(ids), ids, positions, block, row_slots, planes, out, grain=grain)
 
 

@@ -49,7 +49,7 @@ def model_of(settings: TrainConfig, schema: Schema) -> Model:
     """Return the model that the options name, for data with this schema; raise UserError if they do not match."""
     optimizer = None
     if settings.table_optimizer is not None:
-        optimizer = build_optimizer(settings.table_optimizer, settings.table_lr)
+        optimizer = build_optimizer(settings.table_optimizer, settings.table_lr, settings.table_weight_decay)
     dim = settings.emb_dim or registry.default_dim(settings.model)
     model = registry.make(settings.model, schema, dim, seed=settings.seed, optimizer=optimizer)
     if settings.table_lr is not None and optimizer is None:
@@ -58,11 +58,29 @@ def model_of(settings: TrainConfig, schema: Schema) -> Model:
                 spec.optimizer.lr = settings.table_lr
             except ValueError as error:
                 raise UserError(f"--table-lr {settings.table_lr}: {error}") from None
+    if settings.table_weight_decay:
+        _decay(model, settings.table_weight_decay)
     if settings.table_dtype != FP32:
         model.tables = {name: replace(spec, dtype=settings.table_dtype) for name, spec in model.tables.items()}
     if settings.table_slots != FP32:
         model.tables = {name: replace(spec, slots=settings.table_slots) for name, spec in model.tables.items()}
     return model
+
+
+def _decay(model: Model, decay: float) -> None:
+    """Give the optimizers of a model's embedding tables this weight decay; raise UserError if one cannot have it."""
+    tables = dict(model.tables)
+    for name, spec in vector_tables(model).items():
+        try:
+            optimizer: Any = replace(spec.optimizer, weight_decay=decay)  # type: ignore[type-var]
+        except TypeError as error:
+            raise UserError(f"--table-weight-decay {decay}: {error}") from None
+        if optimizer.lr * decay >= 1:
+            raise UserError(
+                f"--table-weight-decay {decay} times the learning rate {optimizer.lr} of table {name!r} must be below 1"
+            )
+        tables[name] = replace(spec, optimizer=optimizer)
+    model.tables = tables
 
 
 def get_layout(settings: TrainConfig) -> Layout:

@@ -37,13 +37,20 @@ from hostdev.train.rundir import CONFIG, SUMMARY
 
 KEEP = 3
 # Besides the data, results depend on these options: a resumed run must have the same values.
-IN_EFFECT = ("emb_dim", "table_optimizer", "table_lr", "lr")  # compared by their effect on the model
+IN_EFFECT = (
+    "emb_dim",
+    "table_optimizer",
+    "table_lr",
+    "table_weight_decay",
+    "lr",
+)  # compared by their effect on the model
 FIXED = (
     "model",
     "emb_dim",
     "batch_size",
     "table_optimizer",
     "table_lr",
+    "table_weight_decay",
     "lr",
     "l2",
     "precision",
@@ -63,6 +70,7 @@ _BEFORE = {  # values for files that are older than the option
     "shuffle_window": 1,
     "table_dtype": FP32,
     "table_slots": FP32,
+    "table_weight_decay": 0.0,
 }
 
 

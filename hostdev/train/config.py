@@ -60,6 +60,12 @@ class TrainConfig:
     table_lr: float | None = _flag(
         "learning rate of the embedding tables (default: their optimizer's)", kind=float, metavar="X"
     )
+    table_weight_decay: float = _flag(
+        "weight decay of the embedding tables, in each step and of every row (default 0)",
+        default=0.0,
+        kind=float,
+        metavar="X",
+    )
     table_dtype: str = _flag(
         "storage of the tables' weights in host memory; bfloat16 rounds stochastically",
         default=FP32,
@@ -253,6 +259,8 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise UserError(f"{_option(name)} must be a number of at least 0, not {value}")
+        if not (math.isfinite(self.table_weight_decay) and self.table_weight_decay >= 0):
+            raise UserError(f"--table-weight-decay must be a number of at least 0, not {self.table_weight_decay}")
         if self.pipeline_depth > MOST_DEPTH:
             raise UserError(f"--pipeline-depth must be at most {MOST_DEPTH}, not {self.pipeline_depth}")
         if self.batch_per_rank is not None and self.batch_size is not None:
