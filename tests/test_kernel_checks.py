@@ -22,6 +22,7 @@ SHARDS = "hostdev.data.shard_files:ShardFiles.open"  # ids and lists in a data s
 ARROW = "hostdev.core.arrow_files:read_table"  # offsets of texts, indices of dictionaries
 TEXTS = "hostdev.data.preprocess.columns:as_text"  # what a program or a file gives, in Arrow
 JOURNAL = "hostdev.data.preprocess.build:_count_intact"  # pieces that an earlier process has written
+LAST = "hostdev.core.checks:require_last"  # the step of a row's last write; kernels also limit it themselves
 OWN = ""  # no value from outside is an index: they are the module's own, or are hashed into a range first
 
 CHECKS = {
@@ -48,6 +49,7 @@ CHECKS = {
         "copy_to_columns": (OWN,),
         "gather_rows": (REQUESTED,),
     },
+    "kernels.catch_up": dict.fromkeys(("_look_up", "_pack"), (IDS, POSITIONS, REQUESTED, LAST)),
     "kernels.cardinality": {"_note": (OWN,)},
     "kernels.claims": dict.fromkeys(("_claim", "_forget", "_intersect", "_others"), (REQUESTED,)),
     "kernels.clip": {"clip_rows": (POSITIONS, REQUESTED)},

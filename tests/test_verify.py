@@ -62,6 +62,7 @@ def test_all_modes_agree(device, verified, small_data, tmp_path, l2):
         ("--table-dtype", "bf16"),
         ("--table-dtype", "bf16", "--model", "deepfm", "--table-optimizer", "row_wise_adagrad"),
         ("--table-slots", "8bit"),
+        ("--table-optimizer", "adam", "--table-weight-decay", "0.5"),
         ("--table-dtype", "bf16", "--table-slots", "8bit", "--table-optimizer", "adagrad"),
     ],
 )

@@ -97,7 +97,14 @@ def test_two_processes_come_to_the_bits_of_one(alone, processes, small_data, sta
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stored", [("--table-dtype", "bf16"), ("--table-slots", "8bit")])
+@pytest.mark.parametrize(
+    "stored",
+    [
+        ("--table-dtype", "bf16"),
+        ("--table-slots", "8bit"),
+        ("--table-optimizer", "adam", "--table-weight-decay", "0.5"),
+    ],
+)
 def test_two_processes_round_rows_as_one(alone, processes, small_data, stored):
     own = (*SMALL, *stored)
     first, _ = trained(processes, spawned, small_data, *own, *CACHED)
