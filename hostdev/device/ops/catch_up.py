@@ -5,6 +5,7 @@ The arithmetic is that of `kernels.catch_up`: its kernels on the CPU, elsewhere 
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -107,5 +108,6 @@ def _bring(rows: Tensor, last: Tensor, clock: Clock, clocks: Clocks) -> None:
         w.copy_(torch.where(missed, w - m * r * a, w))
         m.copy_(torch.where(missed, m * powers_of[:, :1], m))
         v.copy_(torch.where(missed, v * powers_of[:, 1:], v))
-    factor = (inverse[begun] * float(clock.product)).float().unsqueeze(1)
+    product = torch.from_numpy(np.array([clock.product])).to(rows.device)  # float64, which a Python number may not be
+    factor = (inverse[begun] * product).float().unsqueeze(1)
     w.mul_(factor)
