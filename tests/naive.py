@@ -180,8 +180,7 @@ class Table:
         self.step += 1
         rows, inverse = unique(ids)
         if self.history is not None:
-            rate = float(self.optimizer.scalars(self.step, self.weights.shape[1])[0])
-            clock = self.history.record(rate, self.optimizer.lr, "t")
+            clock = self.history.record(self.optimizer.lr, self.step, "t")
             columns = {name: values[rows] for name, values in {"weights": self.weights, **self.slots}.items()}
             found = brought(columns, clock, moments=self.history.how.betas is not None)
             self.weights[rows] = found.pop("weights")

@@ -15,6 +15,7 @@ MOST_STEPS = 1 << 24  # float32, which per-row state is, has all integers up to 
 _SMALL = 2.0**-26  # of a moment, relative to its value at the last write
 _TRUNCATED = 2.0**-24  # relative error of the sum of TERMS terms
 _ROOM = 1024
+_DAMAGED = "the history of its steps is damaged"
 
 
 class CatchUp(NamedTuple):
@@ -29,6 +30,19 @@ class CatchUp(NamedTuple):
     weight_decay: float = 0.0
     betas: tuple[float, float] | None = None
     eps: float = 0.0
+
+
+class _Run(NamedTuple):
+    """Successive steps with one learning rate."""
+
+    lr: float
+    first: int  # number of the first step
+    length: int
+
+
+def adam_rate(lr: float, beta1: float, beta2: float, step: int) -> np.float32:
+    """Return lr_t of Adam."""
+    return np.float32(lr * math.sqrt(1 - beta2**step) / (1 - beta1**step))
 
 
 def require_betas(beta1: float, beta2: float) -> None:
@@ -72,28 +86,23 @@ class History:
         with np.errstate(divide="ignore"):
             self._weights = beta1**k * (1 - root**k) ** np.arange(terms, dtype=np.float64)
         self._powers = _powers(beta1, beta2) if how.betas is not None else np.zeros((1, 2), np.float32)
-        self._rates: list[float] = []
-        self._decays: list[float] = []
+        self._runs: list[_Run] = []
         self._restart()
 
     def _restart(self) -> None:
+        self.steps = 0  # steps so far
         self._product = np.ones(1, np.float64)
         self._sums = np.zeros_like(self._weights)
         self._inverse = np.ones(_ROOM, np.float64)
         self._frozen = np.zeros((_ROOM if self._weights.size else 0, self._weights.shape[1]), np.float32)
         self._clock: Clock | None = None
 
-    @property
-    def steps(self) -> int:
-        """The number of steps."""
-        return len(self._rates)
-
-    def record(self, rate: float, lr: float, table: str) -> Clock:
+    def record(self, lr: float, step: int, table: str) -> Clock:
         """Record a step; return the clock for its updates, which bring rows up to the step before.
 
         Args:
-            rate: The rate of the step, `lr_t` of Adam.
             lr: The learning rate.
+            step: The number of the step from 1 on, for the bias correction of Adam.
             table: The table's name.
 
         Raises:
@@ -107,31 +116,45 @@ class History:
         if self.steps >= MOST_STEPS:
             raise ValueError(f"table {table!r}: an optimizer with late decay can take {MOST_STEPS:,} steps at most")
         before = self.clock()
-        self._rates.append(rate)
-        self._decays.append(decays)
-        self._extend(self.steps - 1)
+        runs = self._runs
+        if runs and runs[-1].lr == lr and runs[-1].first + runs[-1].length == step:
+            runs[-1] = runs[-1]._replace(length=runs[-1].length + 1)
+        else:
+            runs.append(_Run(lr, step, 1))
+        self._extend([self._rate(lr, step)], [decays])
         return before._replace(product=self._product[0], inverse=self._inverse)
+
+    def _rate(self, lr: float, step: int) -> float:
+        return 0.0 if self.how.betas is None else float(adam_rate(lr, *self.how.betas, step))
 
     def forget(self, steps: int) -> None:
         """Undo the last steps."""
-        if steps:
-            left = max(0, self.steps - steps)
-            del self._rates[left:], self._decays[left:]
-            self._replay()
+        if not steps:
+            return
+        while steps and self._runs:
+            last = self._runs.pop()
+            taken = min(steps, last.length)
+            steps -= taken
+            if taken < last.length:
+                self._runs.append(last._replace(length=last.length - taken))
+        self._replay()
 
     def _replay(self) -> None:
         self._restart()
-        self._extend(0)
+        rates = [self._rate(run.lr, run.first + i) for run in self._runs for i in range(run.length)]
+        self._extend(rates, [run.lr * self.how.weight_decay for run in self._runs for _ in range(run.length)])
 
-    def _extend(self, first: int) -> None:
-        """Take the steps from `first` on into account. One at a time or all at once, the results are the same bits."""
+    def _extend(self, added_rates: list[float], added_decays: list[float]) -> None:
+        """Take further steps into account. One at a time or all at once, the results are the same bits."""
+        first = self.steps
+        self.steps += len(added_rates)
         needed = self.steps + 1
         if needed > len(self._inverse):  # older clocks keep the former arrays
             more = max(needed, 2 * len(self._inverse)) - len(self._inverse)
             self._inverse = np.concatenate([self._inverse, np.ones(more)])
             if self._weights.size:
                 self._frozen = np.concatenate([self._frozen, np.zeros((more, TERMS), np.float32)])
-        rates, decays = np.array(self._rates[first:]), np.array(self._decays[first:])
+        rates, decays = np.array(added_rates), np.array(added_decays)
         while len(rates):
             done = record(rates, decays, first, self._weights, self._product, self._sums, self._inverse, self._frozen)
             if self._product[0] < LEAST:  # powers of 2: the quotients stay the same
@@ -150,36 +173,30 @@ class History:
         return self._clock
 
     def packed(self) -> str:
-        """Return all steps as text, for a checkpoint."""
-        runs: list[tuple[float, float, int]] = []
-        for step in zip(self._rates, self._decays, strict=True):
-            if runs and runs[-1][:2] == step:
-                runs[-1] = (*step, runs[-1][2] + 1)
-            else:
-                runs.append((*step, 1))
-        content = np.array(runs, np.float64).reshape(-1, 3).T.tobytes()
+        """Return all steps as text, for a checkpoint; successive steps with one learning rate take no more than one."""
+        content = np.array(self._runs, np.float64).reshape(-1, 3).T.tobytes()
         return base64.b64encode(zlib.compress(content, 6)).decode()
 
     def restore(self, text: str) -> None:
         """Replace the steps by those of `packed`; raise ValueError for other text."""
-        content = zlib.decompressobj()
-        found = content.decompress(base64.b64decode(text, validate=True), 24 * MOST_STEPS)
+        try:
+            content = zlib.decompressobj()
+            found = content.decompress(base64.b64decode(text, validate=True), 24 * MOST_STEPS)
+        except (ValueError, zlib.error):
+            raise ValueError(_DAMAGED) from None
         if not content.eof or len(found) % 24:
-            raise ValueError("the history of steps is damaged")
-        rates, decays, counts = np.frombuffer(found, np.float64).reshape(3, -1)
-        right = np.isfinite(rates).all() and ((decays >= 0) & (decays < 1)).all() and (counts >= 1).all()
-        if not (right and (counts == np.floor(counts)).all() and counts.sum() <= MOST_STEPS):
-            raise ValueError("the history of steps is damaged")
-        times = counts.astype(np.int64)
-        self._rates, self._decays = np.repeat(rates, times).tolist(), np.repeat(decays, times).tolist()
+            raise ValueError(_DAMAGED)
+        lrs, firsts, counts = np.frombuffer(found, np.float64).reshape(3, -1)
+        decays = lrs * self.how.weight_decay
+        right = ((lrs >= 0) & np.isfinite(lrs) & (decays < 1) & (firsts >= 1) & (counts >= 1)).all()
+        whole = (firsts == np.floor(firsts)).all() and (counts == np.floor(counts)).all()
+        if not (right and whole and (firsts < 2**53).all() and counts.sum() <= MOST_STEPS):
+            raise ValueError(_DAMAGED)
+        self._runs = [_Run(*run) for run in zip(lrs.tolist(), map(int, firsts), map(int, counts), strict=True)]
         self._replay()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, History) and (self.how, self._rates, self._decays) == (
-            other.how,
-            other._rates,
-            other._decays,
-        )
+        return isinstance(other, History) and (self.how, self._runs) == (other.how, other._runs)
 
     __hash__: Any = None
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 
 from hostdev.core.errors import UserError
-from hostdev.core.history import CatchUp, require_betas
+from hostdev.core.history import CatchUp, adam_rate, require_betas
 from hostdev.core.optimizer_base import Optimizer, check, check_lr
 from hostdev.core.optimizer_base import SparseOptimizer as SparseOptimizer
 from hostdev.core.optimizer_base import hyperparameters as hyperparameters
@@ -350,7 +350,7 @@ def _check_adam(lr: float, beta1: float, beta2: float, eps: float) -> None:
 
 def _adam_scalars(lr: float, beta1: float, beta2: float, eps: float, step: int) -> tuple[np.float32, ...]:
     """Return lr_t, beta1, 1 - beta1, beta2, 1 - beta2 and eps."""
-    lr_t = np.float32(lr * math.sqrt(1 - beta2**step) / (1 - beta1**step))
+    lr_t = adam_rate(lr, beta1, beta2, step)
     one, first, second = map(np.float32, (1, beta1, beta2))
     return lr_t, first, one - first, second, one - second, np.float32(eps)
 

@@ -79,7 +79,7 @@ class Owned:
         rounding = get_rounding(self.seed, self.name, self._step, *kinds)
         scalars, clock = self.optimizer.scalars(self._step, self.dim), None
         if self.history is not None:
-            clock = self.history.record(float(scalars[0]), self.optimizer.lr, self.name)
+            clock = self.history.record(self.optimizer.lr, self._step, self.name)
         return TableStep(scalars, rounding, self.optimizer.clip_limit(self.dim), clock)
 
     def clock(self) -> Clock | None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from hostdev import SGD, Adagrad, Adam, DeviceTable, HostTable, LazyAdam, Momentum, RowWiseAdagrad, RowWiseAdam
-from hostdev.core.history import CatchUp, History
+from hostdev.core.history import CatchUp, History, adam_rate
 from hostdev.device.ops import catch_up as on_device
 from hostdev.device.ops import torch_operations
 from tests import naive
@@ -116,9 +116,9 @@ def test_hundreds_of_thousands_of_steps_without_a_use():
         table.update(other, nothing)
     for _ in range(300):
         table.begin_step()
+    run = table.history._runs[-1]
     table._step += 200_000
-    table.history._rates += [0.01] * 200_000
-    table.history._decays += [0.0] * 200_000
+    table.history._runs[-1] = run._replace(length=run.length + 200_000)
     table.history._replay()
     assert (table.slots["m"][0] == 0).all() and (table.slots["v"][0] == 0).all()
     assert np.isfinite(table.weights).all() and (table.weights[0] < before).all()
@@ -129,7 +129,7 @@ def test_strong_decay_over_many_steps(steps):
     """(1 - 0.4)^2000 is 0, and rows that are used in between keep their weights."""
     history = History(CatchUp(weight_decay=1.0))
     for _ in range(steps):
-        history.record(0.0, 0.4, "t")
+        history.record(0.4, history.steps + 1, "t")
     clock = history.clock()
     for missed in (0, 1, 2, 10, 100):
         last = steps - missed
@@ -142,9 +142,10 @@ def test_the_sums_are_those_of_their_definition():
     beta1, beta2, N = 0.9, 0.999, 172
     history = History(CatchUp(0.2, (beta1, beta2), 1e-8))
     rng = np.random.default_rng(0)
-    rates, lrs = rng.random(400), rng.random(400)
-    for rate, lr in zip(rates, lrs, strict=True):
-        history.record(rate, lr, "t")
+    lrs = rng.random(400)
+    for step, lr in enumerate(lrs, 1):
+        history.record(lr, step, "t")
+    rates = np.array([adam_rate(lr, beta1, beta2, step) for step, lr in enumerate(lrs, 1)], np.float64)
     clock, T, q = history.clock(), 400, np.sqrt(beta2)
     assert N - 2 < len(clock.recent) - 1 < N + 2
     keep = 1 - lrs * 0.2
@@ -162,7 +163,7 @@ def test_steps_one_at_a_time_or_all_at_once_are_the_same_bits():
     history = History(CatchUp(0.7, (0.9, 0.999), 1e-8))
     rng = np.random.default_rng(0)
     for step in range(3000):
-        history.record(1e-3, 0.1 if step % 700 else rng.random(), "t")
+        history.record(0.1 if step % 700 else rng.random(), step + 1, "t")
     other = History(history.how)
     other.restore(history.packed())
     assert other == history
@@ -172,14 +173,14 @@ def test_steps_one_at_a_time_or_all_at_once_are_the_same_bits():
     assert len(history.packed()) < 1000  # runs of equal steps are stored once
     history.forget(2)
     assert history.steps == 2998
-    for _ in range(2):
-        history.record(1e-3, 0.1, "t")
+    for step in (2999, 3000):
+        history.record(0.1, step, "t")
     assert history == other
 
 
-@pytest.mark.parametrize("text", ["", "AAAA", "?", "eJw="])
+@pytest.mark.parametrize("text", ["", "AAAA", "é", "eJw="])
 def test_a_damaged_history(text):
-    with pytest.raises(Exception, match="damaged|decompress|base64|Incorrect|incomplete|Only|Invalid|padding"):
+    with pytest.raises(ValueError, match="damaged|base64"):
         History(CatchUp(0.1)).restore(text)
 
 
