@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 CRITEO ?=
 ARGS ?=
 
+# Modules are installed as sources. If an image forbids to write bytecode, each process would compile all that it imports.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: train test test-fast test-processes test-device test-slow bench bench-peers device-report checks docs lint types kernels wheel venv clean
 
 train: $(VENV)/.ready
