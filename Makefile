@@ -86,8 +86,10 @@ docs: $(VENV)/.ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 # Compiled once here, and not by two tests at the same time.
-kernels: $(VENV)/.ready
-	$(BIN)/python -m tests.compile_kernels
+kernels: kernels-8-bits kernels-others
+
+kernels-%: $(VENV)/.ready
+	$(BIN)/python -m tests.compile_kernels $*
 
 wheel: $(VENV)/.ready
 	$(BIN)/python tests/smoke_wheel.py
