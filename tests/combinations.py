@@ -29,16 +29,19 @@ def pairs_first(names, *values, cost=lambda *case: 1, ids=None):
     """Return a `parametrize` of the full product; beyond `choose_pairs`, its combinations are marked slow.
 
     Args:
-        names: The names of the parameters, as for `pytest.mark.parametrize`.
+        names: The names of the parameters, as for `pytest.mark.parametrize`; or a list, in which an entry with several
+            names, such as "depth, cache", is one parameter: its values are tuples.
         values, cost: As for `choose_pairs`.
         ids: As for `pytest.mark.parametrize`: makes a value's part of the test's name.
     """
+    names = names.split(", ") if isinstance(names, str) else names
     quick = choose_pairs(*map(_indices, values), cost=lambda *at: cost(*_at(values, at)))
-    cases = [
-        pytest.param(*_at(values, at), marks=() if at in quick else pytest.mark.slow)
-        for at in product(*map(_indices, values))
-    ]
-    return pytest.mark.parametrize(names, cases, ids=ids)
+    cases = []
+    for at in product(*map(_indices, values)):
+        case = zip(names, _at(values, at), strict=True)
+        flat = [each for name, value in case for each in (value if ", " in name else [value])]
+        cases.append(pytest.param(*flat, marks=() if at in quick else pytest.mark.slow))
+    return pytest.mark.parametrize(", ".join(names), cases, ids=ids)
 
 
 def _indices(values):
