@@ -2,6 +2,7 @@
 
 import ast
 import collections
+import functools
 import importlib.util
 import re
 import subprocess
@@ -51,12 +52,20 @@ SHARED_OPTIONS = {"--out", "--mesh"}
 UPPER = ("hostdev.pipeline", "hostdev.runtime", "hostdev.train", "hostdev.checkpoint", "hostdev.predict")
 
 
+@functools.cache
 def modules():
     """Every source file of the package and the name under which it is imported."""
+    found = []
     for top, name in PLACES.items():
         for path in sorted((ROOT / top).rglob("*.py")):
             parts = path.relative_to(ROOT / top).with_suffix("").parts
-            yield path, ".".join([name, *parts]).removesuffix(".__init__")
+            found.append((path, ".".join([name, *parts]).removesuffix(".__init__")))
+    return found
+
+
+@functools.cache
+def parse(path):
+    return ast.parse(path.read_text())
 
 
 def room_of(name):
@@ -64,15 +73,17 @@ def room_of(name):
     return f"{name}.".split(".")[1]
 
 
+@functools.cache
 def imports_of(path):
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
+    found = []
+    for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: absolute imports only"
-            yield node.module or ""
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found.append(node.module or "")
+            found += (f"{node.module}.{alias.name}" for alias in node.names)
+    return found
 
 
 def test_every_package_is_found():
@@ -182,7 +193,7 @@ def test_no_circle_of_imports():
     found = {name for _, name in modules()}
     needs = collections.defaultdict(set)
     for path, name in modules():
-        for node in imported_at_once(ast.parse(path.read_text()).body):
+        for node in imported_at_once(parse(path).body):
             if isinstance(node, ast.Import):
                 needs[name] |= {alias.name for alias in node.names} & found
                 continue
@@ -229,7 +240,7 @@ def options():
     """Return how often each option of a command line is added in the sources; hidden ones are left out."""
     count = collections.Counter()
     for path, _ in modules():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parse(path)):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
                 texts = [each.value for each in node.args if isinstance(each, ast.Constant)]
                 if "SUPPRESS" not in ast.dump(node):

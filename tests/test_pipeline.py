@@ -18,6 +18,7 @@ from hostdev.core.timeline import STAGES
 from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.train.losses import NonFiniteLossError
 from tests import fields
+from tests.combinations import pairs_first
 from tests.fields import FIELDS, FieldsBatch
 
 ROWS = 400
@@ -161,9 +162,7 @@ def test_staleness_is_bounded(device, staleness):
 
 
 @pytest.mark.slow_on_standin
-@pytest.mark.parametrize("cache", [None, {"capacity_rows": "20%", "window": 5}], ids=["", "cache"])
-@pytest.mark.parametrize("depth", [0, 1, 4])
-@pytest.mark.parametrize("stage", STAGES)
+@pairs_first("stage, depth, cache", list(STAGES), [0, 1, 4], [None, {"capacity_rows": "20%", "window": 5}])
 def test_an_error_in_any_stage_surfaces_and_ends_every_thread(device, stage, depth, cache):
     class FaultError(Exception):
         pass

@@ -114,6 +114,7 @@ def test_a_feature_that_was_warmed_up_compiles_nothing():
 
 
 TABLES = """
+import sys
 import numpy as np
 import hostdev
 from hostdev.core.optimizers import OPTIMIZERS, build_optimizer
@@ -121,18 +122,18 @@ from hostdev.host.warm_up import warm_up_ids, warm_up_table
 from hostdev.kernels.pool import set_host_threads
 
 set_host_threads(2)
-warm_up_ids("int64")
+warm_up_ids(sys.argv[1])
 dtypes = [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("bf16", "8bit")]
 for name in OPTIMIZERS:
     for stored in dtypes:
-        warm_up_table("int64", stored, build_optimizer(name), 8)
+        warm_up_table(sys.argv[1], stored, build_optimizer(name), 8)
 before = compiled()
 assert before
 for name in OPTIMIZERS:
     for stored, slots in dtypes:
         table = hostdev.HostTable(50_000, 8, build_optimizer(name), name="t", dtype=stored, slots=slots)
         table.note_changes()
-        ids = np.arange(0, 50_000, 3)
+        ids = np.arange(0, 50_000, 3, dtype=sys.argv[1])
         grads = np.full((len(ids), 8), 0.5, np.float32)
         table.lookup(ids)
         table.update(ids, grads)
@@ -141,9 +142,10 @@ print(*sorted(map(str, compiled() - before)), sep="\\n")
 """
 
 
-def test_the_tables_of_every_optimizer_compile_nothing():
+@pytest.mark.parametrize("id_dtype", ["int32", pytest.param("int64", marks=pytest.mark.slow)])
+def test_the_tables_of_every_optimizer_compile_nothing(id_dtype):
     ran = subprocess.run(
-        [sys.executable, "-c", COMPILED + TABLES], capture_output=True, text=True, cwd=ROOT, check=False
+        [sys.executable, "-c", COMPILED + TABLES, id_dtype], capture_output=True, text=True, cwd=ROOT, check=False
     )
     assert ran.returncode == 0, ran.stderr
     assert not ran.stdout.strip()

@@ -22,20 +22,29 @@ from hostdev.cache.slots import DeviceSlots, Places
 from hostdev.device import backend, ops
 from hostdev.device.ops import torch_operations
 from hostdev.ops import unique
+from tests.combinations import pairs_first
 from tests.device import twins
 
 ROWS = 300
 
 
-@pytest.mark.parametrize("operations", ["kernels", "torch"])
-@pytest.mark.parametrize("dim", [1, 5, 80])
-@pytest.mark.parametrize(
-    "optimizer",
+def name_of(value):
+    if isinstance(value, tuple):
+        return "-".join(value)
+    return str(value) if isinstance(value, int | str) else type(value).__name__
+
+
+@pairs_first(
+    "optimizer, dtypes, dim, operations",
     [LazyAdam(), FTRL(), SGD(), Adagrad(), RowWiseAdagrad(), RowWiseAdam(), Momentum()],
-    ids=lambda optimizer: type(optimizer).__name__,
+    [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "8bit")],  # of weights and slots
+    [1, 5, 80],
+    ["kernels", "torch"],
+    cost=lambda optimizer, dtypes, dim, operations: 9 if dim == 1 and "8bit" in dtypes else 1,  # that is float32
+    ids=name_of,
 )
-@pytest.mark.parametrize(("dtype", "stored"), [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "8bit")])
-def test_rows_go_in_and_out_and_lose_no_update(device, optimizer, dim, operations, dtype, stored, monkeypatch):
+def test_rows_go_in_and_out_and_lose_no_update(device, optimizer, dim, operations, dtypes, monkeypatch):
+    dtype, stored = dtypes
     if operations == "torch" and device.type == "cpu":
         monkeypatch.setattr(ops, "host_kernels", torch_operations)
         monkeypatch.setattr(torch.Tensor, "sqrt", lambda x: torch.from_numpy(np.sqrt(x.numpy())))  # correctly rounded
@@ -48,7 +57,7 @@ def test_rows_go_in_and_out_and_lose_no_update(device, optimizer, dim, operation
     on_device = cache.slots[0]
     rng = np.random.default_rng(dim)
     for _ in range(12):
-        ids, inverse = unique(rng.zipf(1.3, 200) % ROWS)
+        ids, inverse = unique((rng.zipf(1.3, 200) % ROWS).astype(np.int32))
         grads = rng.standard_normal((len(ids), dim), dtype=np.float32)
         cache.announce(ids, inverse)
         plan = cache.plan()
@@ -84,7 +93,7 @@ def test_rows_go_in_and_out_and_lose_no_update(device, optimizer, dim, operation
 
 def test_writing_back_in_parts(monkeypatch):
     monkeypatch.setattr(cache_module, "_AT_ONCE_BYTES", 100)
-    how = torch.device("cpu"), LazyAdam(), 5, "kernels", "fp32", "fp32"
+    how = torch.device("cpu"), LazyAdam(), 5, "kernels", ("fp32", "fp32")
     test_rows_go_in_and_out_and_lose_no_update(*how, monkeypatch)
 
 

@@ -382,17 +382,14 @@ class TestSynthetic:
         assert np.nanmin(rows.numbers[:, 1]) < 0
 
 
-def test_the_command(command, tmp_path):
-    module = "hostdev.data.preprocess"
-    assert command(module, "synthetic", "--rows", 500, "--tsv", "rows.tsv").returncode == 0
-    done = command(module, "criteo", "rows.tsv", "--out", "out", "--threshold", 1, "--dense", "log")
+def test_the_command(command, in_process, tmp_path):
+    assert in_process(preprocess, "synthetic", "--rows", 500, "--tsv", "rows.tsv")[0] == 0
+    done = command("hostdev.data.preprocess", "criteo", "rows.tsv", "--out", "out", "--threshold", 1, "--dense", "log")
     assert done.returncode == 0, done.stderr
     assert "training and" in done.stdout
     assert manifest.read(tmp_path / "out").options["threshold"] == 1
-    assert (
-        command(module, "synthetic", "--rows", 500, "--out", "direct", "--threshold", 1, "--dense", "log").returncode
-        == 0
-    )
+    options = ["--rows", 500, "--out", "direct", "--threshold", 1, "--dense", "log"]
+    assert in_process(preprocess, "synthetic", *options)[0] == 0
     for split in ("train", "test"):
         for a, b in zip(read(tmp_path / "out", split), read(tmp_path / "direct", split), strict=True):
             np.testing.assert_array_equal(a, b)

@@ -25,6 +25,7 @@ from hostdev.device.rows import FeatureUses, GroupUses, Lookup, pull
 from hostdev.device.table import DeviceTable
 from hostdev.kernels.unique import unique
 from tests import naive
+from tests.combinations import pairs_first
 
 OPTIMIZERS = [
     LazyAdam(),
@@ -44,14 +45,19 @@ OPTIMIZERS = [
 def steps(dim, count=6):
     rng = np.random.default_rng(dim)
     for _ in range(count):
-        ids, _ = unique(rng.integers(0, 500, 300))
+        ids, _ = unique(rng.integers(0, 500, 300, np.int32))
         yield ids, rng.standard_normal((len(ids), dim), dtype=np.float32)
 
 
-@pytest.mark.parametrize("dim", [1, 3, 80])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
-@pytest.mark.parametrize(("dtype", "slots"), [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "bf16")])
-def test_a_device_table_equals_a_host_table_to_the_bit(device, optimizer, dim, dtype, slots):
+@pairs_first(
+    "optimizer, dtypes, dim",
+    OPTIMIZERS,
+    [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "bf16")],  # of weights and slots
+    [1, 3, 80],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else str(value),
+)
+def test_a_device_table_equals_a_host_table_to_the_bit(device, optimizer, dim, dtypes):
+    dtype, slots = dtypes
     host = HostTable(500, dim, optimizer, name="t", seed=4, dtype=dtype, slots=slots)
     other = DeviceTable(500, dim, optimizer, device, name="t", seed=4, dtype=dtype, slots=slots)
     np.testing.assert_array_equal(other.weights.cpu(), host.weights)

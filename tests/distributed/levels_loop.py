@@ -1,8 +1,9 @@
 """Collectives in two levels and in one, by processes that say which host they are on; run by test_two_levels.py.
 
-    python -m tests.distributed.levels_loop FOLDER
+    python -m tests.distributed.levels_loop FOLDER MEETING...
 
-Writes what each rank has received to FOLDER/rankN.pickle, by the number of levels.
+The processes meet once for each MEETING, such as 0011@29500: the host of each rank, and the port. Writes what each rank
+has received to FOLDER/rankN.pickle: for each meeting, by the number of levels.
 """
 
 import os
@@ -16,6 +17,7 @@ import torch
 
 from hostdev.core.micro_batches import get_nodes
 from hostdev.distributed.all_reduce import make_tree
+from hostdev.distributed.hosts import HOST_VARIABLE
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.rank_environment import find_rank_environment
 
@@ -89,9 +91,10 @@ def in_threads(channels):
     return found
 
 
-def main(folder):
-    place = find_rank_environment()
-    ranks = Ranks(place, lambda rank, why: os._exit(3))
+def meet(hosts, port):
+    """Return what this rank has received in one meeting, by the number of levels."""
+    os.environ |= {HOST_VARIABLE: f"host{hosts[int(os.environ['RANK'])]}", "MASTER_PORT": port}
+    ranks = Ranks(find_rank_environment(), lambda rank, why: os._exit(3))
     found = {}
     for levels in (2, 1):
         ranks.levels = levels
@@ -99,9 +102,14 @@ def main(folder):
         results = [in_threads(channels), summed(channels[0]), collected(channels[0])]
         name, network = type(channels[0]).__name__, sum(channel.network_bytes for channel in channels)
         found[levels] = {"results": results, "name": name, "network": network, "hosts": channels[0].hosts}
-    (Path(folder) / f"rank{place.rank}.pickle").write_bytes(pickle.dumps(found))
     ranks.leave()
+    return found
+
+
+def main(folder, *meetings):
+    found = [meet(*meeting.split("@")) for meeting in meetings]
+    (Path(folder) / f"rank{os.environ['RANK']}.pickle").write_bytes(pickle.dumps(found))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

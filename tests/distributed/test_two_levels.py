@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hostdev.core.errors import TransientError, UserError
@@ -15,7 +15,7 @@ from hostdev.distributed import host_memory
 from hostdev.distributed.host_memory import HostExchange, HostMemory, Layouts, Part
 from hostdev.distributed.hosts import HOST_VARIABLE, get_identity, group_by_host, have_levels, require_two_levels
 from tests.distributed import own_loop
-from tests.distributed.processes import start_on
+from tests.distributed.processes import free_port, start_on
 from tests.distributed.same import assert_same
 
 PLACES = {"2 x 2": [0, 0, 1, 1], "2 + 1": [0, 0, 1], "1 + 3": [0, 1, 1, 1], "in turn": [0, 1, 0, 1]}
@@ -27,28 +27,33 @@ def results(processes, count):
     return [pickle.loads((processes.folder / f"rank{rank}.pickle").read_bytes()) for rank in range(count)]
 
 
-@pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
-def test_all_collectives_give_the_same_bytes(processes, places):
-    start_on(processes, places, "-m", "tests.distributed.levels_loop", processes.folder)
-    found = results(processes, len(places))
-    for each in found:
-        assert (each[2]["name"], each[1]["name"]) == ("TwoLevelChannel", "Channel")
-        assert each[2]["results"] == each[1]["results"]
-        assert each[2]["hosts"] == group_by_host(range(len(places)), places)
-    network = {levels: sum(each[levels]["network"] for each in found) for levels in (1, 2)}
-    assert 0 < network[2] <= network[1]
+@pytest.mark.parametrize("count", [3, 4])
+def test_all_collectives_give_the_same_bytes(processes, count):
+    """The processes meet once for each way to place them on hosts."""
+    ways = [places for places in PLACES.values() if len(places) == count]
+    meetings = [f"{''.join(map(str, places))}@{free_port()}" for places in ways]
+    start_on(processes, ways[0], "-m", "tests.distributed.levels_loop", processes.folder, *meetings)
+    of_ranks = results(processes, count)
+    for number, places in enumerate(ways):
+        found = [each[number] for each in of_ranks]
+        for each in found:
+            assert (each[2]["name"], each[1]["name"]) == ("TwoLevelChannel", "Channel")
+            assert each[2]["results"] == each[1]["results"]
+            assert each[2]["hosts"] == group_by_host(range(count), places)
+        network = {levels: sum(each[levels]["network"] for each in found) for levels in (1, 2)}
+        assert 0 < network[2] <= network[1]
 
 
 @pytest.mark.parametrize(
     "places", [PLACES["2 + 1"], pytest.param([0, 1, 1], marks=pytest.mark.slow)], ids=["2 + 1", "1 + 2"]
 )
-def test_a_loop_of_ones_own(processes, places, tmp_path):
-    own_loop.main(tmp_path)
-    alone = pickle.loads((tmp_path / "rank0.pickle").read_bytes())
-    start_on(processes, places, "-m", "tests.distributed.own_loop", processes.folder)
+def test_a_loop_of_ones_own(processes, places):
+    """One process has the same bits with each choice: test_runtime.py."""
+    alone = own_loop.train(None, own_loop.CHOICES["serial"])
+    start_on(processes, places, "-m", "tests.distributed.own_loop", processes.folder, "few")
     parts = results(processes, len(places))
     for name in (*own_loop.CHOICES, "with another", "beside"):
-        assert_same([part[name] for part in parts], alone[name if name in own_loop.CHOICES else "overlapped"])
+        assert_same([part[name] for part in parts], alone)
 
 
 class Hosts:
@@ -65,6 +70,7 @@ class Hosts:
         self.memory = [np.zeros(layout.size, np.int64) for layout in self.layouts]  # a number for each byte
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_layouts(data):
     """Every byte has a place of its own, and arrives where its receiver reads it."""

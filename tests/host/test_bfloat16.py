@@ -16,7 +16,7 @@ def test_bfloat16_weights_are_what_can_be_read_and_written(dtype):
     assert table.dtype == "bf16"
     assert table.storage.nbytes == memory.table_bytes(50, 6, 2, dtype=dtype) == 50 * 6 * (2 + 2 * 4)
     plain = HostTable(50, 6, LazyAdam(), name="t", seed=2)
-    table.apply(np.arange(50), np.ones((50, 6), np.float32))
+    table.apply(np.arange(50, dtype=np.int32), np.ones((50, 6), np.float32))
     weights = table.weights
     assert not (weights.view(np.uint32) & np.uint32(0xFFFF)).any()
     np.testing.assert_array_equal(table.lookup(np.arange(50)), weights)
@@ -75,7 +75,7 @@ def test_bfloat16_slots_are_what_can_be_read_and_written(slots):
         table.write_rows(np.array([1, 2]), block, none)
     table.erase([1, 4])
     np.testing.assert_array_equal(table.slots["accum"][[1, 4]], initial[[1, 4]])
-    table.apply(np.arange(50), np.ones((50, 6), np.float32))
+    table.apply(np.arange(50, dtype=np.int32), np.ones((50, 6), np.float32))
     table.reset()
     np.testing.assert_array_equal(table.slots["accum"], initial)
     with pytest.raises(ValueError, match="table 't': slots must be fp32, bfloat16 or 8bit, not 'int8'"):
@@ -89,7 +89,7 @@ def test_a_small_change_of_a_bfloat16_slot_is_not_lost():
     )
     for table in (exact, rounded):
         for size in [2.0] * 100 + [1.0] * 300:
-            table.apply(np.arange(200), np.full((200, 50), size, np.float32))
+            table.update(np.arange(200, dtype=np.int32), np.full((200, 50), size, np.float32))
     wanted, found = exact.slots["v"].mean(dtype=np.float64), rounded.slots["v"].mean(dtype=np.float64)
     assert abs(found / wanted - 1) < 0.002
     wanted, found = exact.weights.mean(dtype=np.float64), rounded.weights.mean(dtype=np.float64)
@@ -120,11 +120,11 @@ def test_rounded_rows_of_several_ranks_are_those_of_one(optimizer, dtype, slots)
     for _ in range(4):
         grads = rng.standard_normal((rows, 5), dtype=np.float32)
         chosen = rng.random(rows) < 0.5
-        whole.update(np.flatnonzero(chosen), grads[chosen])
+        whole.update(np.flatnonzero(chosen).astype(np.int32), grads[chosen])
         for part in parts:
             ids = part.ids(0, part.rows)
-            here = np.flatnonzero(chosen[ids])
-            np.testing.assert_array_equal(part.row_ids(here.astype(np.int32)), ids[here])
+            here = np.flatnonzero(chosen[ids]).astype(np.int32)
+            np.testing.assert_array_equal(part.row_ids(here), ids[here])
             part.update(here, grads[ids[here]])
     for part in parts:
         for name, values in whole.columns().items():

@@ -58,7 +58,7 @@ def test_the_formula(dim):
 def test_every_optimizer_steps_with_the_clipped_gradient(name, dtype):
     """By `update` and `apply` on the host and on a device, with any number of threads."""
     dim, rows = 24, 5000
-    ids = np.random.default_rng(1).permutation(rows)[:3000]
+    ids = np.random.default_rng(1).permutation(rows)[:3000].astype(np.int32)
     grads = made(dim, 3000)
     expected = HostTable(rows, dim, OPTIMIZERS[name](), name="t", seed=1, dtype=dtype)
     expected.update(ids, by_hand(grads, 0.7))

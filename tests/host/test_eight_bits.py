@@ -37,7 +37,7 @@ def test_slots_in_8_bits_are_what_can_be_read_and_written():
         table.write_rows(np.array([1, 2]), block, none)
     table.erase([1, 4])
     assert (table.slots["accum"][[1, 4]] == np.float32(0.1)).all()
-    table.apply(np.arange(50), np.ones((50, 6), np.float32))
+    table.apply(np.arange(50, dtype=np.int32), np.ones((50, 6), np.float32))
     assert not (table.slots["accum"] == np.float32(0.1)).any()
     table.reset()
     assert (table.slots["accum"] == np.float32(0.1)).all()
@@ -63,7 +63,7 @@ def test_a_small_change_is_not_lost():
     sizes = np.geomspace(0.01, 1, 50, dtype=np.float32)
     for table in (exact, rounded):
         for size in [2.0] * 100 + [1.0] * 300:
-            table.apply(np.arange(200), np.tile(np.float32(size) * sizes, (200, 1)))
+            table.update(np.arange(200, dtype=np.int32), np.tile(np.float32(size) * sizes, (200, 1)))
     wanted, found = exact.slots["v"].mean(0, dtype=np.float64), rounded.slots["v"].mean(0, dtype=np.float64)
     np.testing.assert_allclose(found, wanted, rtol=0.02)
     wanted, found = exact.weights.mean(dtype=np.float64), rounded.weights.mean(dtype=np.float64)
@@ -76,7 +76,7 @@ def test_a_tiny_second_moment_makes_no_huge_step():
     before, grads = table.weights.copy(), np.ones((20, 8), np.float32)
     grads[:, 1:] = [1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-9, 1e-12]
     for _ in range(20):
-        table.apply(np.arange(20), grads)
+        table.apply(np.arange(20, dtype=np.int32), grads)
     assert np.abs(table.weights - before).max() < 20 * 1.01e-3
 
 

@@ -17,6 +17,7 @@ from hostdev.kernels import stream
 from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.unique import unique
 from tests import naive
+from tests.combinations import choose_pairs, pairs_first
 
 OPTIMIZERS = {
     "adam": LazyAdam(),
@@ -36,6 +37,23 @@ GOLDEN = sorted((Path(__file__).parent.parent / "golden").glob("*.npz"))
 
 
 DTYPES = [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("bf16", "8bit")]  # of weights and slots
+ID_DTYPES = ["int32", "int64"]
+PARAMETERS = [*OPTIMIZERS], DTYPES, [1, 3, 80, 128], [1, 2, 5], ID_DTYPES  # the last three: dim, threads, dtype of ids
+
+
+def cost(name, dtypes, dim, threads, id_dtype):
+    """The optimizer's kernel takes seconds to compile, unless other tests need it, too."""
+    in_a_loop = dim < 16 and threads < 4
+    is_shared = id_dtype == "int32" and (in_a_loop or dtypes[1] == "fp32" or name.startswith("adam"))
+    is_float32 = "8bit" in dtypes and dim == 1
+    return 9 if is_float32 else 1 if is_shared or dtypes == ("fp32", "fp32") else 5
+
+
+CASES = choose_pairs(*PARAMETERS, cost=cost)
+
+
+def name_of(value):
+    return "-".join(value) if isinstance(value, tuple) else str(value)
 
 
 def apply_to_both(optimizer, rows, dim, batches, threads, dtypes=("fp32", "fp32")):
@@ -57,17 +75,14 @@ def assert_equal(table, twin):
     assert table.step == twin.step
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
-@pytest.mark.parametrize("dim", [1, 3, 80, 128])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
-def test_matches_the_naive_twin_to_the_bit(name, dim, threads, dtypes, monkeypatch):
+@pairs_first("name, dtypes, dim, threads, id_dtype", *PARAMETERS, cost=cost, ids=name_of)
+def test_matches_the_naive_twin_to_the_bit(name, dtypes, dim, threads, id_dtype, monkeypatch):
     monkeypatch.setattr(stream, "_PART", 190)
     rng = np.random.default_rng(dim)
     batches = []
     for n, ids in [(2000, 600), (0, 1), (1, 1), (700, 3), (1500, 600)]:
         grads = (rng.standard_normal((n, dim)) * 10.0 ** rng.integers(-8, 3, (n, 1))).astype(np.float32)
-        batches.append((rng.integers(0, ids, n).astype(rng.choice([np.int32, np.int64])), grads))
+        batches.append((rng.integers(0, ids, n).astype(id_dtype), grads))
     assert_equal(*apply_to_both(OPTIMIZERS[name], 600, dim, batches, threads, dtypes))
 
 
@@ -75,7 +90,7 @@ def test_matches_the_naive_twin_to_the_bit(name, dim, threads, dtypes, monkeypat
 @pytest.mark.parametrize("name", ["adam", "momentum", "ftrl-regularized"])
 def test_float32_weights_with_smaller_slots(name, slots, slot_bytes):
     rng = np.random.default_rng(5)
-    batches = [(rng.integers(0, 60, 500), rng.standard_normal((500, 7), dtype=np.float32)) for _ in range(4)]
+    batches = [(rng.integers(0, 60, 500, np.int32), rng.standard_normal((500, 7), dtype=np.float32)) for _ in range(4)]
     table, twin = apply_to_both(OPTIMIZERS[name], 60, 7, batches, 2, ("fp32", slots))
     assert_equal(table, twin)
     assert table.storage.nbytes == 60 * (7 * 4 + slot_bytes * len(OPTIMIZERS[name].slots))
@@ -111,20 +126,46 @@ def test_a_failure_inside_ends_the_call_and_the_pool_lives_on(at, monkeypatch):
     table.apply(ids, grads)
 
 
-@settings(deadline=None, max_examples=200)
-@given(
-    data=st.data(),
-    name=st.sampled_from(sorted(OPTIMIZERS)),
-    dim=st.integers(1, 70),
-    rows=st.integers(1, 40),
-    dtypes=st.sampled_from(DTYPES),
-)
-def test_random_batches(data, name, dim, rows, dtypes):
+def check_random_batches(data, name, dtypes, dim, threads, id_dtypes):
+    rows = data.draw(st.integers(1, 40))
     ids = data.draw(st.lists(st.integers(0, rows - 1), max_size=60))
     seed = data.draw(st.integers(0, 2**32 - 1))
     grads = np.random.default_rng(seed).standard_normal((len(ids), dim), dtype=np.float32)
-    batches = [(np.array(ids, np.int64), grads), (np.array(ids[::-1], np.int32), grads)]
-    assert_equal(*apply_to_both(OPTIMIZERS[name], rows, dim, batches, data.draw(st.integers(1, 4)), dtypes))
+    batches = [(np.array(order, kind), grads) for order, kind in zip((ids, ids[::-1]), id_dtypes, strict=True)]
+    assert_equal(*apply_to_both(OPTIMIZERS[name], rows, dim, batches, threads, dtypes))
+
+
+@settings(deadline=None, max_examples=200)
+@given(data=st.data(), case=st.sampled_from(CASES))
+def test_random_batches(data, case):
+    """With the kernels of the test above: which ones run depends on whether there are 16 columns or 4 threads."""
+    name, dtypes, dim, threads, id_dtype = case
+    dim = data.draw(st.integers(1, 15) if dim < 16 else st.integers(16, 70))
+    threads = data.draw(st.integers(1, 3) if threads < 4 else st.integers(4, 5))
+    check_random_batches(data, name, dtypes, dim, threads, [id_dtype] * 2)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=2000)
+@given(
+    data=st.data(),
+    name=st.sampled_from(sorted(OPTIMIZERS)),
+    dtypes=st.sampled_from(DTYPES),
+    dim=st.integers(1, 70),
+    threads=st.integers(1, 4),
+)
+def test_random_batches_of_all_kernels(data, name, dtypes, dim, threads):
+    check_random_batches(data, name, dtypes, dim, threads, data.draw(st.permutations(ID_DTYPES)))
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
+def test_a_table_takes_ids_of_both_dtypes(dtypes):
+    rng = np.random.default_rng(4)
+    batches = [
+        (rng.integers(0, 40, 60).astype(dtype), rng.standard_normal((60, 6), dtype=np.float32))
+        for dtype in (*ID_DTYPES, *ID_DTYPES)
+    ]
+    assert_equal(*apply_to_both(LazyAdam(), 40, 6, batches, 2, dtypes))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

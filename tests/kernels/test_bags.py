@@ -10,6 +10,7 @@ from hostdev.kernels.bags import Feature, Uses, pool, sum_uses
 from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.unique import unique
 from tests import naive
+from tests.combinations import pairs_first
 
 THREADS = [1, 2, 4]
 DIMS = [1, 3, 16, 80, 128]
@@ -92,11 +93,15 @@ def check(features, ids, rng, dim):
 LENGTHS = [[], [0], [1], [0, 0, 3, 0], [5] * 40, [0, 300, 1, 0, 64, 65]]
 
 
-@pytest.mark.parametrize("threads", THREADS)
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{lengths[:6]}")
-@pytest.mark.parametrize("mean", [False, True])
-@pytest.mark.parametrize("weighted", [False, True])
+@pairs_first(
+    "lengths, dim, weighted, mean, threads",
+    LENGTHS,
+    DIMS,
+    [False, True],
+    [False, True],
+    THREADS,
+    ids=lambda value: str(value[:6] if isinstance(value, list) else value),
+)
 def test_one_feature(lengths, dim, weighted, mean, threads):
     set_host_threads(threads)
     rng = np.random.default_rng(dim)

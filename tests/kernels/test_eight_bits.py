@@ -10,6 +10,7 @@ from hostdev.kernels import eight_bits, rounding
 from hostdev.kernels.plane_formats import BFLOAT16, FLOAT32, SIGNED_8, UNSIGNED_8, plane_bytes
 from hostdev.kernels.pool import run_tasks, set_host_threads
 from tests import naive
+from tests.combinations import pairs_first
 from tests.kernels.test_rounding import KEYS, by_torch, rounded
 
 EDGES = [0.0, -0.0, 1e-45, -1e-40, 2.0**-90, -(2.0**-90), 2.0**-91, 3.4028235e38, -3.4028235e38, 1.0, -1.0, 1e-7, 0.1]
@@ -34,9 +35,7 @@ def test_the_map_is_dettmers_with_lower_ends(unsigned):
     assert (np.diff(expected) > 0).all()
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
-@pytest.mark.parametrize("dim", [1, 2, 3, 16, 80, 129, 600])
-@pytest.mark.parametrize("kind", [SIGNED_8, UNSIGNED_8])
+@pairs_first("kind, dim, threads", [SIGNED_8, UNSIGNED_8], [1, 2, 3, 16, 80, 129, 600], [1, 2, 5])
 def test_the_twins_bits(kind, dim, threads):
     set_host_threads(threads)
     rng = np.random.default_rng(dim)

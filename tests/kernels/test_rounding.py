@@ -12,6 +12,7 @@ from hostdev.kernels import rounding
 from hostdev.kernels.plane_formats import BFLOAT16, FLOAT32
 from hostdev.kernels.pool import set_host_threads
 from tests import naive
+from tests.combinations import pairs_first
 
 FLOATS = st.floats(width=32) | st.sampled_from([0.0, -0.0, 1e-45, -1e-40, 3.4028235e38, -3.4028235e38, 1.00390625])
 KEYS = st.integers(0, 2**64 - 1)
@@ -43,9 +44,7 @@ def by_torch(values, row_ids, key, at=None, plane=0, kind=BFLOAT16):
     return (block[:, plane] if at is None else block[places, plane]).numpy()
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
-@pytest.mark.parametrize("dim", [1, 3, 16, 80, 129])
-@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pairs_first("dim, dtype, threads", [1, 3, 16, 80, 129], [np.int32, np.int64], [1, 2, 5])
 def test_the_twins_bits(dim, dtype, threads):
     set_host_threads(threads)
     rng = np.random.default_rng(dim)

@@ -24,7 +24,8 @@ OPTIMIZERS = {
 CACHES = [None, "20%", {"items": "100%", "users": hostdev.CacheSpec(5, "lru")}]
 BF16 = ("users", "items", "words")  # "first", which shares its ids with "items", stays float32
 CPU = torch.device("cpu")
-overlapped = pytest.mark.parametrize(("depth", "cache"), [(0, None), (0, "20%"), (3, None), (2, "20%"), (4, CACHES[2])])
+MODES = [(0, None), (0, "20%"), (3, None), (2, "20%"), (4, CACHES[2])]  # depth and cache
+overlapped = pytest.mark.parametrize(("depth", "cache"), MODES)
 
 
 class BodyError(Exception):

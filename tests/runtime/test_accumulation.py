@@ -5,8 +5,10 @@ import pytest
 import torch
 
 import hostdev
+from tests.combinations import pairs_first
 
-modes = pytest.mark.parametrize(("depth", "cache"), [(0, None), (2, None), (2, "50%")])
+MODES = [(0, None), (2, None), (2, "50%")]  # depth and cache
+modes = pytest.mark.parametrize(("depth", "cache"), MODES)
 
 
 def table_of(rows, value, optimizer=None):
@@ -89,9 +91,9 @@ def leave_again(runtime, dense):
         break
 
 
-@modes
-@pytest.mark.parametrize("to_none", [True, False])
-@pytest.mark.parametrize("optimizer", [hostdev.SGD, hostdev.LazyAdam, hostdev.FTRL])
+@pairs_first(
+    ["depth, cache", "optimizer", "to_none"], MODES, [hostdev.SGD, hostdev.LazyAdam, hostdev.FTRL], [True, False]
+)
 def test_gradients_that_are_forgotten_after_a_loop(device, depth, cache, optimizer, to_none):
     """By `zero_grad` of the dense side, before the next loop or in its body: rows stay, whatever their optimizer."""
     options = {"depth": depth, "cache": cache}

@@ -19,8 +19,10 @@ import hostdev
 from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.runtime.loop import NonFiniteError
 from hostdev.runtime.pending import join_ids
+from tests.combinations import pairs_first
 from tests.conftest import ROOT
 from tests.runtime.cases import (
+    MODES,
     BodyError,
     Case,
     batches_of,
@@ -63,9 +65,7 @@ def test_breaking_off(device, depth, cache):
 
 
 @pytest.mark.slow_on_standin
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("where", ["before", "between", "after"])
-@overlapped
+@pairs_first(["depth, cache", "where", "first"], MODES, ["before", "between", "after"], [True, False])
 def test_an_error_in_the_body(device, depth, cache, where, first):
     """Between backward and the optimizer's step, before both or after; in the first batch, when no step is known."""
     batches = batches_of(7)

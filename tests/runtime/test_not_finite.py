@@ -9,9 +9,27 @@ import torch
 import hostdev
 from hostdev import UserError
 from hostdev.runtime.loop import NonFiniteError
-from tests.runtime.cases import Case, batches_of, dense_state, differing, ids, loss_of, overlapped, send, tables_state
+from tests.combinations import pairs_first
+from tests.runtime.cases import (
+    MODES,
+    Case,
+    batches_of,
+    dense_state,
+    differing,
+    ids,
+    loss_of,
+    overlapped,
+    send,
+    tables_state,
+)
 
-PLACES = pytest.mark.parametrize("on_device", [(), ("users", "words")], ids=["host", "both sides"])
+PLACES = [(), ("users", "words")]  # tables on the device
+MODE, ON_DEVICE = "depth, cache", "on_device"
+
+
+def cost(mode, on_device, *others):
+    """A cache is not used with tables on the device."""
+    return 3 if mode[1] and on_device else 1
 
 
 def spoiled(rows, at, value):
@@ -21,9 +39,13 @@ def spoiled(rows, at, value):
 
 
 @pytest.mark.slow_on_standin
-@pytest.mark.parametrize(("at", "value"), [("users", float("nan")), ("first", float("inf")), ("words", -float("inf"))])
-@PLACES
-@overlapped
+@pairs_first(
+    [MODE, ON_DEVICE, "at, value"],
+    MODES,
+    PLACES,
+    [("users", float("nan")), ("first", float("inf")), ("words", -float("inf"))],
+    cost=cost,
+)
 def test_no_row_is_changed(device, depth, cache, on_device, at, value):
     """Of any table; and the loop can be begun again."""
     batches = batches_of(8)
@@ -103,9 +125,7 @@ def guarded(case, batches, spoil, *, only=None):
 
 
 @pytest.mark.slow_on_standin
-@pytest.mark.parametrize("where", ["dense", "rows", "loss"])
-@PLACES
-@overlapped
+@pairs_first([MODE, ON_DEVICE, "where"], MODES, PLACES, ["dense", "rows", "loss"], cost=cost)
 def test_a_guarded_step(device, depth, cache, on_device, where):
     """The dense side and the tables stop together, wherever the gradient is; then both go on."""
     batches = batches_of(8)
@@ -233,9 +253,13 @@ def test_losses_that_are_not_finite_and_change_nothing(device):
     assert differing(case.state(), Case(device).train(batches).state()) == []
 
 
-@pytest.mark.parametrize(("depth", "cache"), [(0, None), (2, None), (2, "50%")])
-@pytest.mark.parametrize("where", ["host", "device"])
-@pytest.mark.parametrize("name", ["SGD", "LazyAdam", "FTRL", "Adagrad", "RowWiseAdagrad", "RowWiseAdam", "Momentum"])
+@pairs_first(
+    [MODE, "where", "name"],
+    [(0, None), (2, None), (2, "50%")],
+    ["host", "device"],
+    ["SGD", "LazyAdam", "FTRL", "Adagrad", "RowWiseAdagrad", "RowWiseAdam", "Momentum"],
+    cost=lambda mode, where, name: 3 if mode[1] and where == "device" else 1,  # it has no cache
+)
 def test_gradients_that_are_too_large(device, name, where, depth, cache):
     """The largest finite gradients that an optimizer can take change rows to finite values, larger ones nothing."""
     for share, fits in ((0.9, True), (2.1, False)):
@@ -266,9 +290,7 @@ def _require_zero(results):
         raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("guarded", [False, True])
-@PLACES
-@overlapped
+@pairs_first([MODE, ON_DEVICE, "guarded"], MODES, PLACES, [False, True], cost=cost)
 def test_a_gradient_whose_square_is_infinite(device, depth, cache, on_device, guarded):
     """1e20 is finite, and FTRL would write NaN, Adam an infinite moment: no row changes."""
     batches = batches_of(5)

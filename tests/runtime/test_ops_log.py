@@ -22,7 +22,7 @@ def test_bytes_with_a_cache(device, policy, dtype, stored):
     runtime = hostdev.Runtime({"f": tuple(tables)}, device=device, depth=0, cache=cache, log=log)
     layer = torch.nn.Linear(D + 1, 1).to(device)
     rng = np.random.default_rng(1)
-    batches = [torch.from_numpy((rng.zipf(1.3, 40) + 13 * (n // 3)) % V) for n in range(9)]
+    batches = [torch.from_numpy((rng.zipf(1.3, 40) + 13 * (n // 3)) % V).int() for n in range(9)]
     for _, rows in runtime.train(batches, ids=lambda ids: {"f": ids}):
         layer(torch.cat(rows["f"], 1)).square().mean().backward()
     done = runtime.caches[0].planner.statistics

@@ -11,9 +11,10 @@ import torch
 import hostdev
 from hostdev import DeviceTable, HostTable, Runtime
 from hostdev.core.reading_ahead import reading_ahead
-from tests.runtime.cases import Case, batches_of, bits, differing, loss_of, overlapped, weights_of
+from tests.combinations import pairs_first
+from tests.runtime.cases import MODES, Case, batches_of, bits, differing, loss_of, overlapped, weights_of
 
-PLACES = pytest.mark.parametrize("on_device", [(), ("users", "words")], ids=["host", "both sides"])
+PLACES = [(), ("users", "words")]  # tables on the device
 EACH = ("users", "items", "first", "words")
 
 
@@ -94,7 +95,7 @@ def write_body(case, number, seen, when):
 
 
 @pytest.mark.slow_on_standin
-@PLACES
+@pytest.mark.parametrize("on_device", PLACES, ids=["host", "both sides"])
 @overlapped
 def test_what_is_read_in_the_body_is_after_all_steps(device, depth, cache, on_device):
     batches = batches_of(12)
@@ -124,9 +125,7 @@ def test_a_serial_loop_sees_its_own_batch(device, policy):
 
 
 @pytest.mark.slow_on_standin
-@pytest.mark.parametrize("bf16", [(), ("users",)], ids=["fp32", "bf16"])
-@PLACES
-@overlapped
+@pairs_first(["depth, cache", "on_device", "bf16"], MODES, PLACES, [(), ("users",)])
 def test_what_is_written_in_the_body_counts(device, depth, cache, on_device, bf16):
     batches = batches_of(20)
     state, seen = run(device, batches, write_body, on_device=on_device, bf16=bf16)

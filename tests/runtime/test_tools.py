@@ -9,6 +9,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.nn.utils import clip_grad_norm_
 
+from tests.combinations import pairs_first
 from tests.runtime.cases import BF16, CACHES, Case, Twin, batches_of, differing, loss_of, send, sgd, tables_state
 
 FUSED = pytest.mark.parametrize("fused", [False, True])
@@ -47,9 +48,7 @@ def test_a_scaler_changes_no_bit(device, fused):
             assert scaler.get_scale() == (2.0**18 if enabled else 1.0)
 
 
-@FUSED
-@pytest.mark.parametrize("where", ["dense", "rows", "a row alone"])
-@pytest.mark.parametrize("bf16", [(), BF16], ids=["", "bf16"])
+@pairs_first("fused, where, bf16", [False, True], ["dense", "rows", "a row alone"], [(), BF16])
 def test_a_step_that_overflows_is_skipped(device, fused, where, bf16):
     """The dense side and the tables, whichever has the gradient that is not finite; the scale is lowered."""
     batches = batches_of(6)

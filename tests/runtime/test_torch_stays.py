@@ -32,6 +32,13 @@ def torch_objects():
     }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _few_objects():
+    """Exempt what other tests have left from garbage collections, of which each test here has several."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _torch_stays():
     gc.collect()
