@@ -50,3 +50,7 @@ def _indices(values):
 
 def _at(values, at):
     return tuple(each[k] for each, k in zip(values, at, strict=True))
+
+
+# Quick tests take the dtype of ids whose kernels `compile_kernels` compiles for all optimizers and formats.
+of_any_ids = pytest.mark.parametrize("id_dtype", ["int32", pytest.param("int64", marks=pytest.mark.slow)])

@@ -7,9 +7,9 @@ import sys
 
 import numpy as np
 
-from hostdev import FTRL, SGD, Adagrad, HostTable, LazyAdam, Momentum, RowWiseAdagrad, RowWiseAdam
+from hostdev import FTRL, SGD, Adagrad, Adam, HostTable, LazyAdam, Momentum, RowWiseAdagrad, RowWiseAdam
 from hostdev.cache import planner
-from hostdev.host.warm_up import warm_up
+from hostdev.host.warm_up import warm_up, warm_up_table
 
 OPTIMIZERS = [LazyAdam(), FTRL(), FTRL(lr_power=-0.3), SGD(), Adagrad(), RowWiseAdagrad(), RowWiseAdam(), Momentum()]
 
@@ -39,5 +39,12 @@ def compile_others():
         compile_updates((dtype, "bf16"), directly=False)
 
 
+def compile_every_row():
+    """Kernels of optimizers whose steps change every row."""
+    for stored in (("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "8bit")):
+        for optimizer in (Adam(weight_decay=0.1), Adagrad(weight_decay=0.1)):
+            warm_up_table("int32", stored, optimizer, 4)
+
+
 if __name__ == "__main__":
-    {"8-bits": compile_eight_bits, "others": compile_others}[sys.argv[1]]()
+    {"8-bits": compile_eight_bits, "every-row": compile_every_row, "others": compile_others}[sys.argv[1]]()

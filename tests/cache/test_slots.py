@@ -22,7 +22,7 @@ from hostdev.cache.slots import DeviceSlots, Places
 from hostdev.device import backend, ops
 from hostdev.device.ops import torch_operations
 from hostdev.ops import unique
-from tests.combinations import pairs_first
+from tests.combinations import of_any_ids, pairs_first
 from tests.device import twins
 
 ROWS = 300
@@ -43,7 +43,8 @@ def name_of(value):
     cost=lambda optimizer, dtypes, dim, operations: 9 if dim == 1 and "8bit" in dtypes else 1,  # that is float32
     ids=name_of,
 )
-def test_rows_go_in_and_out_and_lose_no_update(device, optimizer, dim, operations, dtypes, monkeypatch):
+@of_any_ids
+def test_rows_go_in_and_out_and_lose_no_update(device, optimizer, dim, operations, dtypes, id_dtype, monkeypatch):
     dtype, stored = dtypes
     if operations == "torch" and device.type == "cpu":
         monkeypatch.setattr(ops, "host_kernels", torch_operations)
@@ -57,7 +58,7 @@ def test_rows_go_in_and_out_and_lose_no_update(device, optimizer, dim, operation
     on_device = cache.slots[0]
     rng = np.random.default_rng(dim)
     for _ in range(12):
-        ids, inverse = unique((rng.zipf(1.3, 200) % ROWS).astype(np.int32))
+        ids, inverse = unique((rng.zipf(1.3, 200) % ROWS).astype(id_dtype))
         grads = rng.standard_normal((len(ids), dim), dtype=np.float32)
         cache.announce(ids, inverse)
         plan = cache.plan()

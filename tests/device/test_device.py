@@ -25,7 +25,7 @@ from hostdev.device.rows import FeatureUses, GroupUses, Lookup, pull
 from hostdev.device.table import DeviceTable
 from hostdev.kernels.unique import unique
 from tests import naive
-from tests.combinations import pairs_first
+from tests.combinations import of_any_ids, pairs_first
 
 OPTIMIZERS = [
     LazyAdam(),
@@ -42,10 +42,10 @@ OPTIMIZERS = [
 ]
 
 
-def steps(dim, count=6):
+def steps(dim, count=6, id_dtype="int32"):
     rng = np.random.default_rng(dim)
     for _ in range(count):
-        ids, _ = unique(rng.integers(0, 500, 300, np.int32))
+        ids, _ = unique(rng.integers(0, 500, 300, id_dtype))
         yield ids, rng.standard_normal((len(ids), dim), dtype=np.float32)
 
 
@@ -56,12 +56,13 @@ def steps(dim, count=6):
     [1, 3, 80],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else str(value),
 )
-def test_a_device_table_equals_a_host_table_to_the_bit(device, optimizer, dim, dtypes):
+@of_any_ids
+def test_a_device_table_equals_a_host_table_to_the_bit(device, optimizer, dim, dtypes, id_dtype):
     dtype, slots = dtypes
     host = HostTable(500, dim, optimizer, name="t", seed=4, dtype=dtype, slots=slots)
     other = DeviceTable(500, dim, optimizer, device, name="t", seed=4, dtype=dtype, slots=slots)
     np.testing.assert_array_equal(other.weights.cpu(), host.weights)
-    for ids, grads in steps(dim):
+    for ids, grads in steps(dim, id_dtype=id_dtype):
         host.update(ids, grads)
         other.update(torch.from_numpy(ids).to(device), torch.from_numpy(grads).to(device))
         np.testing.assert_array_equal(other.lookup(torch.from_numpy(ids).to(device)).cpu(), host.lookup(ids))

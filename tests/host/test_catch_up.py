@@ -26,11 +26,15 @@ CASES += [(name, "fp32", "fp32") for name in MAKERS if name != "adam"]
 CASES += [("lazy adam", "bf16", "8bit"), ("row-wise adam", "bf16", "bf16"), ("sgd", "bf16", "fp32")]
 
 
+def i32(*ids):
+    return np.array(ids, np.int32)
+
+
 def batches(count, seed=0, skew=0.7):
     """Ids, most of which are rarely used, with gradients and a rate for each step."""
     rng = np.random.default_rng(seed)
     for step in range(count):
-        ids = np.unique(np.minimum(rng.pareto(skew, 4).astype(np.int64), ROWS - 1))
+        ids = np.unique(np.minimum(rng.pareto(skew, 4).astype(np.int32), ROWS - 1))
         yield ids, rng.normal(size=(len(ids), DIM)).astype(np.float32), 0.01 * (1 + 0.5 * np.cos(step / 30))
 
 
@@ -95,8 +99,8 @@ def test_lookups_of_any_width_by_any_number_of_threads(dim, threads, monkeypatch
     table = make("adam", dim=dim, weight_decay=0.3)
     rng = np.random.default_rng(0)
     for _ in range(50):
-        table.apply(rng.integers(0, ROWS, 6), rng.normal(size=(6, dim)).astype(np.float32))
-    ids = rng.integers(0, ROWS, 9000)
+        table.apply(rng.integers(0, ROWS, 6, np.int32), rng.normal(size=(6, dim)).astype(np.float32))
+    ids = rng.integers(0, ROWS, 9000, np.int32)
     wanted = table.weights[ids]
     np.testing.assert_array_equal(table.lookup(ids), wanted)
     positions = rng.permutation(9000).astype(np.int32)
@@ -109,9 +113,9 @@ def test_lookups_of_any_width_by_any_number_of_threads(dim, threads, monkeypatch
 def test_hundreds_of_thousands_of_steps_without_a_use():
     """Powers end at 0, and the product of decays is scaled when it becomes small."""
     table = make("adam", weight_decay=0.0)
-    table.update(np.array([0]), np.ones((1, DIM), np.float32))
+    table.update(i32(0), np.ones((1, DIM), np.float32))
     before = table.weights[0].copy()
-    other, nothing = np.array([1]), np.zeros((1, DIM), np.float32)
+    other, nothing = i32(1), np.zeros((1, DIM), np.float32)
     for _ in range(3):
         table.update(other, nothing)
     for _ in range(300):
@@ -203,7 +207,7 @@ def test_a_decay_of_all_of_a_weight_is_refused_at_the_step():
     table = make("sgd", weight_decay=10.0)
     table.optimizer.lr = 0.2
     with pytest.raises(ValueError, match=r"'t': lr 0.2 times weight_decay 10.0 must be below 1"):
-        table.update(np.array([0]), np.ones((1, DIM), np.float32))
+        table.update(i32(0), np.ones((1, DIM), np.float32))
 
 
 @pytest.mark.parametrize("last", [-1.0, 0.5, 3.0, 1e30])
@@ -211,18 +215,18 @@ def test_a_step_of_a_row_that_cannot_be(last):
     """Kernels index by it: it is refused where it is written, and whatever is in memory stays within the steps."""
     for kind in (HostTable, DeviceTable):
         table = make("adam", kind=kind)
-        ids = np.array([0]) if kind is HostTable else torch.tensor([0])
+        ids = i32(0) if kind is HostTable else torch.tensor([0], dtype=torch.int32)
         one = np.ones((1, DIM), np.float32)
         for _ in range(2):
             table.update(ids, one if kind is HostTable else torch.from_numpy(one))
         with pytest.raises(ValueError, match="`last` of row 1"):
-            table.write_rows(np.array([1]), np.zeros((1, 3, DIM), np.float32), np.full((1, 1), last, np.float32))
+            table.write_rows(i32(1), np.zeros((1, 3, DIM), np.float32), np.full((1, 1), last, np.float32))
     host = make("adam")
-    host.update(np.array([0]), np.ones((1, DIM), np.float32))
+    host.update(i32(0), np.ones((1, DIM), np.float32))
     for wrong in (last, np.nan):
         host.storage.row_slots[0] = wrong
         assert np.isfinite(host.weights).all()
-        host.update(np.array([0]), np.ones((1, DIM), np.float32))
+        host.update(i32(0), np.ones((1, DIM), np.float32))
 
 
 def test_copies_and_resets():
@@ -234,7 +238,7 @@ def test_copies_and_resets():
         table.update(ids, grads)
     other = copy.deepcopy(table)
     for one in (table, other):
-        one.update(np.array([1]), np.ones((1, DIM), np.float32))
+        one.update(i32(1), np.ones((1, DIM), np.float32))
     np.testing.assert_array_equal(other.weights, table.weights)
     table.reset()
     assert table.history.steps == 0
@@ -249,7 +253,7 @@ def test_repeated_ids_are_summed_first(name, n):
     twin = naive.Table(table.weights, MAKERS[name](weight_decay=0.3))
     rng = np.random.default_rng(0)
     for _ in range(8):
-        ids, grads = rng.integers(0, ROWS, n), rng.normal(size=(n, DIM)).astype(np.float32)
+        ids, grads = rng.integers(0, ROWS, n, np.int32), rng.normal(size=(n, DIM)).astype(np.float32)
         table.apply(ids, grads)
         twin.apply(ids, grads)
         table.apply(ids[:1], grads[:1])

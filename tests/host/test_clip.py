@@ -10,6 +10,7 @@ from hostdev.core.optimizers import OPTIMIZERS, hyperparameters
 from hostdev.device.ops import host_kernels, torch_operations
 from hostdev.device.table import DeviceTable
 from hostdev.kernels.pool import set_host_threads
+from tests.combinations import of_any_ids
 
 CPU = torch.device("cpu")
 
@@ -55,10 +56,11 @@ def test_the_formula(dim):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_steps_with_the_clipped_gradient(name, dtype):
+@of_any_ids
+def test_every_optimizer_steps_with_the_clipped_gradient(name, dtype, id_dtype):
     """By `update` and `apply` on the host and on a device, with any number of threads."""
     dim, rows = 24, 5000
-    ids = np.random.default_rng(1).permutation(rows)[:3000].astype(np.int32)
+    ids = np.random.default_rng(1).permutation(rows)[:3000].astype(id_dtype)
     grads = made(dim, 3000)
     expected = HostTable(rows, dim, OPTIMIZERS[name](), name="t", seed=1, dtype=dtype)
     expected.update(ids, by_hand(grads, 0.7))

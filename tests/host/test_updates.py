@@ -17,7 +17,7 @@ from hostdev.kernels import stream
 from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.unique import unique
 from tests import naive
-from tests.combinations import choose_pairs, pairs_first
+from tests.combinations import choose_pairs, of_any_ids, pairs_first
 
 OPTIMIZERS = {
     "adam": LazyAdam(),
@@ -88,9 +88,10 @@ def test_matches_the_naive_twin_to_the_bit(name, dtypes, dim, threads, id_dtype,
 
 @pytest.mark.parametrize(("slots", "slot_bytes"), [("bf16", 7 * 2), ("8bit", 8 + 4)])
 @pytest.mark.parametrize("name", ["adam", "momentum", "ftrl-regularized"])
-def test_float32_weights_with_smaller_slots(name, slots, slot_bytes):
+@of_any_ids
+def test_float32_weights_with_smaller_slots(name, slots, slot_bytes, id_dtype):
     rng = np.random.default_rng(5)
-    batches = [(rng.integers(0, 60, 500, np.int32), rng.standard_normal((500, 7), dtype=np.float32)) for _ in range(4)]
+    batches = [(rng.integers(0, 60, 500, id_dtype), rng.standard_normal((500, 7), dtype=np.float32)) for _ in range(4)]
     table, twin = apply_to_both(OPTIMIZERS[name], 60, 7, batches, 2, ("fp32", slots))
     assert_equal(table, twin)
     assert table.storage.nbytes == 60 * (7 * 4 + slot_bytes * len(OPTIMIZERS[name].slots))
