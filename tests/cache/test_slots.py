@@ -69,7 +69,7 @@ def test_rows_go_in_and_out_and_lose_no_update(device, optimizer, dim, operation
         table.read_rows(ids[plan.admitted], admitted, row_slots)
         sent = torch.from_numpy(admitted).to(device), torch.from_numpy(row_slots).to(device)
         passed = torch.from_numpy(table.lookup(ids[plan.passed])).to(device)
-        rows = on_device.rows(at, passed, sent[0])
+        rows = on_device.rows(at, passed, *sent)
         order = plan.order
         np.testing.assert_array_equal(rows.cpu(), plain.lookup(ids[order]))
         np.testing.assert_array_equal(ids[order][renumber(inverse, plan.places)], ids[inverse])
@@ -94,7 +94,7 @@ def test_rows_go_in_and_out_and_lose_no_update(device, optimizer, dim, operation
 
 def test_writing_back_in_parts(monkeypatch):
     monkeypatch.setattr(cache_module, "_AT_ONCE_BYTES", 100)
-    how = torch.device("cpu"), LazyAdam(), 5, "kernels", ("fp32", "fp32")
+    how = torch.device("cpu"), LazyAdam(), 5, "kernels", ("fp32", "fp32"), "int32"
     test_rows_go_in_and_out_and_lose_no_update(*how, monkeypatch)
 
 

@@ -6,6 +6,7 @@ import torch
 
 from hostdev import FTRL, SGD, Adagrad, HostTable, LazyAdam, Momentum, RowWiseAdagrad, UserError
 from hostdev.core import memory
+from hostdev.host import reads
 from hostdev.host import table as table_module
 
 
@@ -103,7 +104,7 @@ def test_a_bfloat16_table_says_what_it_needs(monkeypatch):
         HostTable(100, 10, LazyAdam(), name="deep", dtype="bf16")
     monkeypatch.setattr(table_module, "available_bytes", lambda: 10_000)
     table = HostTable(100, 10, LazyAdam(), name="deep", dtype="bf16")
-    monkeypatch.setattr(table_module, "available_bytes", lambda: 3_999)
+    monkeypatch.setattr(reads, "available_bytes", lambda: 3_999)
     with pytest.raises(UserError, match="table .deep.: .*float32 copy .* needs 3.9 KiB, .*look up only the rows"):
         table.weights  # noqa: B018
 

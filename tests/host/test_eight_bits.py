@@ -5,6 +5,7 @@ import pytest
 
 from hostdev import FTRL, SGD, Adagrad, HostTable, LazyAdam, RowWiseAdagrad, UserError
 from hostdev.core import memory
+from hostdev.host import reads
 from hostdev.host import table as table_module
 from hostdev.kernels.eight_bits import to_nearest
 
@@ -86,6 +87,6 @@ def test_a_table_says_what_it_needs(monkeypatch):
         HostTable(100, 10, LazyAdam(), name="deep", slots="8bit")
     monkeypatch.setattr(table_module, "available_bytes", lambda: 7_200)
     table = HostTable(100, 10, LazyAdam(), name="deep", slots="8bit")
-    monkeypatch.setattr(table_module, "available_bytes", lambda: 7_999)
+    monkeypatch.setattr(reads, "available_bytes", lambda: 7_999)
     with pytest.raises(UserError, match="table .deep.: .*float32 copy .* needs 7.8 KiB, .*look up only the rows"):
         table.slots  # noqa: B018
