@@ -16,6 +16,7 @@ from hostdev.checkpoint.manifest import BrokenCheckpointError, Table
 from hostdev.checkpoint.ranges import WEIGHTS
 from hostdev.core.history import LAST, CatchUp, History
 from hostdev.core.ids import checked_ids
+from hostdev.core.optimizers import Adam
 from hostdev.kernels.catch_up import Clock, bring_tasks
 from hostdev.kernels.pool import run_tasks
 
@@ -41,10 +42,9 @@ def history_of(chain: Chain, name: str) -> History | None:
 
 def _catch_up(about: Table) -> CatchUp:
     given = about.hyperparameters
-    decay = float(given.get("weight_decay", 0.0))
-    if about.optimizer != "Adam":
-        return CatchUp(decay)
-    return CatchUp(decay, (float(given["beta1"]), float(given["beta2"])), float(given["eps"]))
+    if about.optimizer == Adam.__name__:
+        return Adam(**given).catch_up  # which checks the values
+    return CatchUp(float(given["weight_decay"]))
 
 
 class CurrentTable:

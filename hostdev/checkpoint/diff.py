@@ -36,6 +36,8 @@ def _compare_tables(a: Layers, b: Layers, mine: Table, theirs: Table) -> list[st
     for what in ("rows", "dim", "optimizer", "hyperparameters", "dtype", "slots_dtype", "step"):
         if getattr(mine, what) != getattr(theirs, what):
             lines.append(f"table {mine.name}: {what} {getattr(mine, what)} and {getattr(theirs, what)}")
+    if mine.history != theirs.history:
+        lines.append(f"table {mine.name}: the steps, with their learning rates, differ")
     if (mine.rows, mine.dim) != (theirs.rows, theirs.dim):
         return lines
     columns = [WEIGHTS, *mine.slots, *mine.row_slots]

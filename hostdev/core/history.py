@@ -14,6 +14,7 @@ LAST = "last"  # the per-row state with the number of steps after which the row 
 MOST_STEPS = 1 << 24  # float32, which per-row state is, has all integers up to here
 _SMALL = 2.0**-26  # of a moment, relative to its value at the last write
 _TRUNCATED = 2.0**-24  # relative error of the sum of TERMS terms
+_MOST_SUMMED = 1 << 15  # steps for which a moment moves a weight
 _ROOM = 1024
 _DAMAGED = "the history of its steps is damaged"
 
@@ -51,6 +52,8 @@ def require_betas(beta1: float, beta2: float) -> None:
     For a constant rate, the relative error is that of the largest omitted term, 1 / C(r + TERMS, TERMS) with
     r = 2 * ln(beta1) / ln(beta2), where C is the binomial coefficient.
     """
+    if beta1 > 0 and math.log(_SMALL) / math.log(beta1) > _MOST_SUMMED:
+        raise ValueError(f"beta1 = {beta1} is too near 1: moments of rows that were not used would last too many steps")
     if beta1 == 0 or beta2 == 0:
         if beta1 > 0:
             raise ValueError(

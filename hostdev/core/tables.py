@@ -74,13 +74,12 @@ class Owned:
     def begin_step(self) -> TableStep:
         """Count one step, and return what all updates of this step have in common."""
         self._require_no_writing()
-        self._step += 1
-        kinds = self.dtype, self.slots_dtype, self.optimizer
-        rounding = get_rounding(self.seed, self.name, self._step, *kinds)
-        scalars, clock = self.optimizer.scalars(self._step, self.dim), None
-        if self.history is not None:
-            clock = self.history.record(self.optimizer.lr, self._step, self.name)
-        return TableStep(scalars, rounding, self.optimizer.clip_limit(self.dim), clock)
+        step, lr = self._step + 1, self.optimizer.lr
+        rounding = get_rounding(self.seed, self.name, step, self.dtype, self.slots_dtype, self.optimizer)
+        clock = None if self.history is None else self.history.record(lr, step, self.name)
+        self._step = step
+        scalars, clip = self.optimizer.scalars(step, self.dim), self.optimizer.clip_limit(self.dim)
+        return TableStep(scalars, rounding, clip, clock)
 
     def clock(self) -> Clock | None:
         """Return what brings rows up to date; None if rows change by their own updates only."""

@@ -79,8 +79,8 @@ class Group:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row's weights, summed over the tables."""
-        return 4 * sum(embedding.table.dim for embedding in self.embeddings)
+        """Bytes of one row that is looked up, summed over the tables."""
+        return 4 * sum(embedding.table.fetched_width for embedding in self.embeddings)
 
     @property
     def rounds(self) -> bool:

@@ -1,11 +1,13 @@
 """Optimizers whose steps change every row: the bits of a serial loop in every mode, and torch's dense AdamW."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 import hostdev
-from hostdev.checkpoint import compact, folder, reshard
+from hostdev.checkpoint import compact, folder, manifest, reshard
 from tests.checkpoint.test_runtime import OPTIONS, extra_of, go_on
 from tests.runtime.cases import (
     BF16,
@@ -195,3 +197,38 @@ def test_a_table_that_grows(tmp_path):
 def test_an_average_of_rows_is_refused():
     with pytest.raises(ValueError, match="'users': EMA .* Adam"):
         hostdev.EMA(tables_of(torch.device("cpu"), adam)["users"], 0.9)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"history": None},
+        {"history": "AAAA"},
+        {"hyperparameters": {"lr": 0.1, "beta1": 0.9, "beta2": 0.999, "eps": float("nan")}},
+        {"hyperparameters": {"lr": 0.1, "beta1": 0.99999999, "beta2": 0.9999999999, "eps": 1e-8}},
+        {"hyperparameters": {"lr": 0.1, "unknown": 1}},
+    ],
+    ids=str,
+)
+def test_a_manifest_with_wrong_steps(tmp_path, wrong):
+    """Its checksum is right; nothing is allocated for a beta1 next to 1."""
+    case = train(Case(optimizer=adam), BATCHES[:2])
+    path = case.runtime.save(tmp_path / "c").path
+    found = manifest.read(path)
+    tables = [replace(table, **wrong) if table.name == "users" else table for table in found.tables]
+    (path / manifest.FILE_NAME).write_text(replace(found, tables=tables).to_text())
+    with pytest.raises(manifest.BrokenCheckpointError, match="users"):
+        hostdev.open(path)
+    with pytest.raises(hostdev.UserError):
+        Case(optimizer=adam).runtime.load(path)
+
+
+def test_a_step_that_is_refused_is_not_counted():
+    table = hostdev.HostTable(3, 2, hostdev.SGD(lr=0.5, weight_decay=1.0), name="t")
+    table.optimizer.lr = 2.0
+    with pytest.raises(ValueError, match="'t': lr 2.0 times weight_decay 1.0 must be below 1"):
+        table.apply([0], np.ones((1, 2), np.float32))
+    assert (table.step, table.history.steps) == (0, 0)
+    table.optimizer.lr = 0.5
+    table.apply([0], np.ones((1, 2), np.float32))
+    assert (table.step, table.history.steps) == (1, 1)
