@@ -152,6 +152,7 @@ def test_what_rows_take_the_host_is_measured():
     class Table:
         name, dim, optimizer, primitive_target = "t", 16, LazyAdam(), "CPU"
         dtype = slots_dtype = "fp32"
+        history = None
 
     lookup, update = {"total_us": 6.0, "bytes": 2 * 64 * 30}, {"total_us": 14.0, "bytes": 7 * 64 * 20}
     ops = {

@@ -14,10 +14,12 @@ from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.lookup import MappedTable
 from hostdev.checkpoint.manifest import BrokenCheckpointError, Table
 from hostdev.checkpoint.ranges import WEIGHTS
-from hostdev.core.history import LAST, CatchUp, History
+from hostdev.core.catch_up import LAST, CatchUp
+from hostdev.core.history import History
 from hostdev.core.ids import checked_ids
 from hostdev.core.optimizers import Adam
-from hostdev.kernels.catch_up import Clock, bring_tasks
+from hostdev.kernels.catch_up import bring_tasks
+from hostdev.kernels.clock import Clock
 from hostdev.kernels.pool import run_tasks
 
 Rows = npt.NDArray[np.float32]

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 
-from hostdev.core.history import LAST, CatchUp
+from hostdev.core.catch_up import LAST, CatchUp
 from hostdev.kernels.arrays import Scalars
 
 _LEAST_NORM = 1e-12

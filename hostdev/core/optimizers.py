@@ -11,8 +11,8 @@ from typing import ClassVar
 
 import numpy as np
 
+from hostdev.core.catch_up import CatchUp, adam_rate, require_betas
 from hostdev.core.errors import UserError
-from hostdev.core.history import CatchUp, adam_rate, require_betas
 from hostdev.core.optimizer_base import Optimizer, check, check_lr
 from hostdev.core.optimizer_base import SparseOptimizer as SparseOptimizer
 from hostdev.core.optimizer_base import hyperparameters as hyperparameters

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from hostdev.kernels.catch_up import Clock
+from hostdev.kernels.clock import Clock
 from hostdev.kernels.plane_formats import plane_bytes
 
 FP32, BF16, EIGHT_BIT = "fp32", "bf16", "8bit"

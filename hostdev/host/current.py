@@ -8,7 +8,8 @@ import numpy.typing as npt
 
 from hostdev.core.optimizers import SparseOptimizer
 from hostdev.host.storage import Storage
-from hostdev.kernels.catch_up import Clock, bring_tasks
+from hostdev.kernels.catch_up import bring_tasks
+from hostdev.kernels.clock import Clock
 from hostdev.kernels.pool import run_tasks
 from hostdev.kernels.rounding import round_to_nearest
 

@@ -19,7 +19,7 @@ from hostdev.kernels import catch_up, eight_bits, rounding
 from hostdev.kernels.apply import apply_occurrences, apply_tasks
 from hostdev.kernels.bits import copy_to_columns, gather_rows
 from hostdev.kernels.buffers import aligned_empty, identity
-from hostdev.kernels.catch_up import Clock
+from hostdev.kernels.clock import Clock
 from hostdev.kernels.init import fill_constant
 from hostdev.kernels.lookup import lookup_tasks, store_tasks
 from hostdev.kernels.norm import partial_squares

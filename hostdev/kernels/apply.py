@@ -21,8 +21,8 @@ import numpy.typing as npt
 from hostdev.kernels.adagrad import adagrad, momentum, row_wise_adagrad, sgd
 from hostdev.kernels.arrays import Strided
 from hostdev.kernels.buffers import identity, scratch
-from hostdev.kernels.catch_up import Clock
 from hostdev.kernels.clip import clip_rows
+from hostdev.kernels.clock import Clock
 from hostdev.kernels.ftrl import ftrl
 from hostdev.kernels.lazy_adam import lazy_adam, row_wise_adam
 from hostdev.kernels.pool import Kernel, Task, get_grain, run_tasks, tasks_over

@@ -17,51 +17,22 @@ geometric series in u. The sum is therefore a polynomial in u over s + eps. Its 
 
     M_p(L, T) = sum over i of  a_{L+i} * beta1^i * (1 - q^i)^p / D(L, L+i)
 
-`TERMS` of them suffice for float32 (`core.history` checks that). Sums end at i = N, beyond which beta1^i is negligible.
+`TERMS` of them suffice for float32, which `core.catch_up` checks. Sums end at i = N: beyond, beta1^i is negligible.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hostdev.kernels.buffers import identity
+from hostdev.kernels.clock import LEAST, Clock
 from hostdev.kernels.jit import inline, kernel, prefetch_update
 from hostdev.kernels.pool import Task, get_grain, tasks_over
 from hostdev.kernels.rounding import SplitRows, load_slot, load_weights, make_scratch, prefetch_row
 
-TERMS = 10
-LEAST = 2.0**-200  # of a product; below it, `History` scales the inverses
-
 Rows = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int32]
-
-
-class Clock(NamedTuple):
-    """The steps so far, as far as rows that are brought up to date depend on them.
-
-    Attributes:
-        now: T, the step up to which rows are brought.
-        product: D(0, T), times a power of 2. For an update, the decay of the update's own step is included.
-        inverse: float64 [any]: for L = 0 .. T, 1 / D(0, L), divided by the same power of 2.
-        recent: float32 [N + 1, TERMS]: M_p(T - k, T) for k = 0 .. N; [0, TERMS] if moments do not decay.
-        frozen: float32 [any, TERMS]: M_p(L, T) for L < T - N, which no longer depends on T.
-        powers: float32 [any, 2]: beta1^k and beta2^k for k = 0, 1, ...; they are 0 beyond the end.
-        eps: The eps of Adam.
-    """
-
-    now: np.int64
-    product: np.float64
-    inverse: npt.NDArray[np.float64]
-    recent: Rows
-    frozen: Rows
-    powers: Rows
-    eps: np.float32
-
-    @property
-    def moments(self) -> bool:
-        """Whether moments decay."""
-        return len(self.recent) > 0
 
 
 @kernel

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from hostdev import SGD, Adagrad, Adam, DeviceTable, HostTable, LazyAdam, Momentum, RowWiseAdagrad, RowWiseAdam
-from hostdev.core.history import CatchUp, History, adam_rate
+from hostdev.core.catch_up import CatchUp, adam_rate
+from hostdev.core.history import History
 from hostdev.device.ops import catch_up as on_device
 from hostdev.device.ops import torch_operations
 from tests import naive

@@ -18,7 +18,7 @@ from hostdev.device import triton
 from hostdev.device.ops import host_kernels, torch_operations, triton_kernels
 from hostdev.device.ops.catch_up import Clocks
 from hostdev.device.ops.uses import Expansion, FeatureUses
-from hostdev.kernels.catch_up import Clock
+from hostdev.kernels.clock import Clock
 
 FUSED = {"cuda"}  # device types with Triton kernels
 

@@ -13,7 +13,7 @@ from hostdev.kernels import bags, clip, rounding
 from hostdev.kernels.apply import apply_rows
 from hostdev.kernels.arrays import Strided
 from hostdev.kernels.buffers import identity
-from hostdev.kernels.catch_up import Clock
+from hostdev.kernels.clock import Clock
 from hostdev.kernels.gather import gather_scaled
 from hostdev.kernels.lookup import lookup as look_up
 from hostdev.kernels.lookup import lookup_tasks, store
