@@ -416,8 +416,8 @@ def brought(columns, clock, *, moments):
             s = np.sqrt(v)
             r = f32(1) / (s + eps)
             u = s * r
-            a = c[9] * u + c[8]
-            for p in range(7, -1, -1):
+            a = c[-1] * u + c[-2]
+            for p in range(len(c) - 3, -1, -1):
                 a = a * u + c[p]
             w[row] = w[row] - m * r * a
             b1, b2 = clock.powers[k] if k < len(clock.powers) else np.zeros(2, f32)

@@ -49,7 +49,7 @@ CHECKS = {
         "copy_to_columns": (OWN,),
         "gather_rows": (REQUESTED,),
     },
-    "kernels.catch_up": dict.fromkeys(("_look_up", "_pack"), (IDS, POSITIONS, REQUESTED, LAST)),
+    "kernels.catch_up": dict.fromkeys(("_look_up", "_look_up_flat", "_pack"), (IDS, POSITIONS, REQUESTED, LAST)),
     "kernels.cardinality": {"_note": (OWN,)},
     "kernels.claims": dict.fromkeys(("_claim", "_forget", "_intersect", "_others"), (REQUESTED,)),
     "kernels.clip": {"clip_rows": (POSITIONS, REQUESTED)},

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from hostdev.core.catch_up import CatchUp, adam_rate, require_betas
+from hostdev.core.catch_up import CatchUp, adam_rate, get_terms
 from hostdev.core.errors import UserError
 from hostdev.core.optimizer_base import Optimizer, check, check_lr
 from hostdev.core.optimizer_base import SparseOptimizer as SparseOptimizer
@@ -92,7 +92,7 @@ class Adam(Optimizer):
 
     def __post_init__(self) -> None:
         _check_adam(self.lr, self.beta1, self.beta2, self.eps)
-        require_betas(self.beta1, self.beta2)
+        get_terms(self.beta1, self.beta2)  # raises for betas whose rows cannot be brought up to date
 
     @property
     def slots(self) -> Mapping[str, float]:

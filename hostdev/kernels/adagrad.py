@@ -15,13 +15,15 @@ LANES = 16  # partial sums over a row in row-wise optimizers; fixed, since it se
 @kernel
 def _sgd(start, stop, ids, source, grads, block, row_slots, lr, clock):
     scratch = make_scratch(block)
+    if clock is not None:
+        now, product, inverse = clock[:3]
     for i in range(np.uint64(start), np.uint64(stop)):
         prefetch_row(block, ids, i, stop)
         row, grad = np.uint64(ids[i]), grads[np.uint64(source[i])]
         weights = load_weights(block, row, scratch)
         if clock is not None:
-            decay(weights, last_step(row_slots, row, clock), clock)
-            row_slots[row, np.uint64(row_slots.shape[1] - 1)] = np.float32(clock.now + 1)
+            decay(weights, last_step(row_slots, row, now), product, inverse)
+            row_slots[row, np.uint64(row_slots.shape[1] - 1)] = np.float32(now + 1)
         for j in range(len(grad)):
             weights[j] -= lr * grad[j]
         store_row(block, row, scratch)
@@ -30,13 +32,15 @@ def _sgd(start, stop, ids, source, grads, block, row_slots, lr, clock):
 @kernel
 def _momentum(start, stop, ids, source, grads, block, row_slots, lr, beta, nesterov, clock):
     scratch = make_scratch(block)
+    if clock is not None:
+        now, product, inverse = clock[:3]
     for i in range(np.uint64(start), np.uint64(stop)):
         prefetch_row(block, ids, i, stop)
         row, grad = np.uint64(ids[i]), grads[np.uint64(source[i])]
         weights, buffer = load_weights(block, row, scratch), load_slot(block, row, 0, scratch)
         if clock is not None:
-            decay(weights, last_step(row_slots, row, clock), clock)
-            row_slots[row, np.uint64(row_slots.shape[1] - 1)] = np.float32(clock.now + 1)
+            decay(weights, last_step(row_slots, row, now), product, inverse)
+            row_slots[row, np.uint64(row_slots.shape[1] - 1)] = np.float32(now + 1)
         for j in range(len(grad)):
             g = grad[j]
             b = beta * buffer[j] + g
@@ -48,13 +52,15 @@ def _momentum(start, stop, ids, source, grads, block, row_slots, lr, beta, neste
 @kernel
 def _adagrad(start, stop, ids, source, grads, block, row_slots, lr, eps, clock):
     scratch = make_scratch(block)
+    if clock is not None:
+        now, product, inverse = clock[:3]
     for i in range(np.uint64(start), np.uint64(stop)):
         prefetch_row(block, ids, i, stop)
         row, grad = np.uint64(ids[i]), grads[np.uint64(source[i])]
         weights, accum = load_weights(block, row, scratch), load_slot(block, row, 0, scratch)
         if clock is not None:
-            decay(weights, last_step(row_slots, row, clock), clock)
-            row_slots[row, np.uint64(row_slots.shape[1] - 1)] = np.float32(clock.now + 1)
+            decay(weights, last_step(row_slots, row, now), product, inverse)
+            row_slots[row, np.uint64(row_slots.shape[1] - 1)] = np.float32(now + 1)
         for j in range(len(grad)):
             g = grad[j]
             a = accum[j] + g * g
@@ -84,14 +90,16 @@ def mean_square(grad, lanes, columns):
 @kernel
 def _row_wise_adagrad(start, stop, ids, source, grads, block, row_slots, lr, eps, columns, clock):
     lanes, scratch = np.empty(LANES, np.float32), make_scratch(block)
+    if clock is not None:
+        now, product, inverse = clock[:3]
     for i in range(np.uint64(start), np.uint64(stop)):
         prefetch_row(block, ids, i, stop)
         prefetch_update(row_slots, ids, i, stop)
         row = np.uint64(ids[i])
         weights, grad = load_weights(block, row, scratch), grads[np.uint64(source[i])]
         if clock is not None:
-            decay(weights, last_step(row_slots, row, clock), clock)
-            row_slots[row, np.uint64(row_slots.shape[1] - 1)] = np.float32(clock.now + 1)
+            decay(weights, last_step(row_slots, row, now), product, inverse)
+            row_slots[row, np.uint64(row_slots.shape[1] - 1)] = np.float32(now + 1)
         a = row_slots[row, 0] + mean_square(grad, lanes, columns)
         row_slots[row, 0] = a
         divisor = np.sqrt(a) + eps

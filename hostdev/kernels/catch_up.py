@@ -17,7 +17,8 @@ geometric series in u. The sum is therefore a polynomial in u over s + eps. Its 
 
     M_p(L, T) = sum over i of  a_{L+i} * beta1^i * (1 - q^i)^p / D(L, L+i)
 
-`TERMS` of them suffice for float32, which `core.catch_up` checks. Sums end at i = N: beyond, beta1^i is negligible.
+P = 4 or 10 of them suffice for float32, which `core.catch_up` checks. Sums end at i = N: beyond, beta1^i is
+negligible.
 """
 
 from typing import Any
@@ -26,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.kernels.buffers import identity
-from hostdev.kernels.clock import LEAST, Clock
+from hostdev.kernels.clock import LEAST, MOST_TERMS, Clock
 from hostdev.kernels.jit import inline, kernel, prefetch_update
 from hostdev.kernels.pool import Task, get_grain, tasks_over
 from hostdev.kernels.rounding import SplitRows, load_slot, load_weights, make_scratch, prefetch_row
@@ -43,11 +44,11 @@ def record(rates, decays, first, powers, product, sums, inverse, frozen):
         rates: float64 [n], a_j of each step.
         decays: float64 [n], d_j of each step.
         first: The number of steps that are recorded already.
-        powers: float64 [N + 1, TERMS], beta1^k * (1 - q^k)^p.
+        powers: float64 [N + 1, P], beta1^k * (1 - q^k)^p.
         product: float64 [1], updated: D(0, T), scaled.
-        sums: float64 [N + 1, TERMS], updated: M_p(T - k, T) for each k.
+        sums: float64 [N + 1, P], updated: M_p(T - k, T) for each k.
         inverse: float64 [more than T], written at each T.
-        frozen: float32 [more than T - N, TERMS], written at each T - N.
+        frozen: float32 [more than T - N, P], written at each T - N.
     """
     N, terms = powers.shape[0] - 1, powers.shape[1]
     for t in range(len(rates)):
@@ -66,52 +67,79 @@ def record(rates, decays, first, powers, product, sums, inverse, frozen):
     return len(rates)
 
 
+# Numba counts references to slices of arrays in loops with branches, in memory that threads share; calls with arrays
+# cost as much as a row. So kernels take a clock apart before their loops, collect the coefficients of some rows, and
+# then move these rows in a loop without calls.
+
+_ROWS = 64  # whose coefficients are collected at a time
+_WIDTH = MOST_TERMS + 3  # of coefficients: the terms, the decay of both moments, and that of the weights
+
+
 @inline
-def last_step(row_slots, row, clock):
+def last_step(row_slots, row, now):
     """Return the step at which a row was last written, within 0 .. now whatever is stored."""
     held = row_slots[row, np.uint64(row_slots.shape[1] - 1)]
-    return np.int64(held) if held >= np.float32(0) and held < np.float32(clock.now) else clock.now
+    return np.int64(held) if held >= np.float32(0) and held < np.float32(now) else now
+
+
+@kernel
+def collect(coefficients, i, last, now, product, inverse, recent, frozen, powers):
+    """Write the coefficients of a row that was last written at step `last` to coefficients[i], float32 [_WIDTH]."""
+    coefficients[i, MOST_TERMS + 2] = np.float32(product * inverse[np.uint64(last)])
+    if recent.shape[0] == 0:
+        return
+    k, at = now - last, np.uint64(now - last)
+    for p in range(np.uint64(recent.shape[1])):
+        coefficients[i, p] = recent[at, p] if k < recent.shape[0] else frozen[np.uint64(last), p]
+    for p in range(np.uint64(recent.shape[1]), np.uint64(MOST_TERMS)):
+        coefficients[i, p] = np.float32(0)
+    known = k < powers.shape[0]
+    coefficients[i, MOST_TERMS] = powers[at, 0] if known else np.float32(0)
+    coefficients[i, MOST_TERMS + 1] = powers[at, 1] if known else np.float32(0)
 
 
 @inline
-def decay(weights, last, clock):
-    """Multiply the weights of a row by their decay since step `last`."""
-    factor = np.float32(clock.product * clock.inverse[np.uint64(last)])
+def moved(w, m, v, eps, c0, c1, c2, c3, c4, c5, c6, c7, c8, c9):
+    """Return a weight after the missed steps of its moments; terms that are not needed are 0, which changes no bit."""
+    s = np.sqrt(v)
+    r = np.float32(1) / (s + eps)
+    u = s * r
+    a = c9 * u + c8
+    a = a * u + c7
+    a = a * u + c6
+    a = a * u + c5
+    a = a * u + c4
+    a = a * u + c3
+    a = a * u + c2
+    a = a * u + c1
+    a = a * u + c0
+    return w - m * r * a
+
+
+@kernel
+def decay(weights, last, product, inverse):
+    """Multiply the weights of a row, [D], by their decay since step `last`."""
+    factor = np.float32(product * inverse[np.uint64(last)])
     if factor != np.float32(1):
-        for j in range(len(weights)):
+        for j in range(np.uint64(len(weights))):
             weights[j] *= factor
 
 
-@inline
-def catch_up(weights, first, second, last, clock):
-    """Bring the weights and moments of a row from step `last` up to date."""
-    k = clock.now - last
-    if k > 0 and clock.recent.shape[0] > 0:
-        near = k < clock.recent.shape[0]
-        c = clock.recent[np.uint64(k)] if near else clock.frozen[np.uint64(last)]
-        c0, c1, c2, c3, c4, c5, c6, c7, c8, c9 = c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7], c[8], c[9]
-        known = k < clock.powers.shape[0]
-        beta1 = clock.powers[np.uint64(k), 0] if known else np.float32(0)
-        beta2 = clock.powers[np.uint64(k), 1] if known else np.float32(0)
-        eps, one = clock.eps, np.float32(1)
-        for j in range(len(weights)):
+@kernel
+def catch_up(weights, first, second, last, now, product, inverse, recent, frozen, powers, eps):
+    """Bring a row from step `last` up to date: its weights and moments, each [D]."""
+    if now > last and recent.shape[0] > 0:
+        k = np.empty((1, _WIDTH), np.float32)
+        collect(k, 0, last, now, product, inverse, recent, frozen, powers)
+        c0, c1, c2, c3, c4 = k[0, 0], k[0, 1], k[0, 2], k[0, 3], k[0, 4]
+        c5, c6, c7, c8, c9 = k[0, 5], k[0, 6], k[0, 7], k[0, 8], k[0, 9]
+        beta1, beta2 = k[0, MOST_TERMS], k[0, MOST_TERMS + 1]
+        for j in range(np.uint64(len(weights))):
             m, v = first[j], second[j]
-            s = np.sqrt(v)
-            r = one / (s + eps)
-            u = s * r
-            a = c9 * u + c8
-            a = a * u + c7
-            a = a * u + c6
-            a = a * u + c5
-            a = a * u + c4
-            a = a * u + c3
-            a = a * u + c2
-            a = a * u + c1
-            a = a * u + c0
-            weights[j] -= m * r * a
+            weights[j] = moved(weights[j], m, v, eps, c0, c1, c2, c3, c4, c5, c6, c7, c8, c9)
             first[j] = m * beta1
             second[j] = v * beta2
-    decay(weights, last, clock)
+    decay(weights, last, product, inverse)
 
 
 @kernel
@@ -136,6 +164,8 @@ def _pack(start, stop, ids, positions, block, row_slots, planes, out):
 
 @kernel
 def _look_up(start, stop, ids, positions, block, row_slots, clock, out):
+    """Write present weights; the rows are in `SplitRows`."""
+    now, product, inverse, recent, frozen, powers, eps = clock
     scratch, D = make_scratch(block), np.uint64(out.shape[1])
     first, second = np.empty(out.shape[1], np.float32), np.empty(out.shape[1], np.float32)
     for i in range(np.uint64(start), np.uint64(stop)):
@@ -143,51 +173,65 @@ def _look_up(start, stop, ids, positions, block, row_slots, clock, out):
         prefetch_update(row_slots, ids, i, stop)
         row = np.uint64(ids[i])
         weights = out[np.uint64(positions[i])]
-        last, held = last_step(row_slots, row, clock), load_weights(block, row, scratch)
+        last, held = last_step(row_slots, row, now), load_weights(block, row, scratch)
         for j in range(D):
             weights[j] = held[j]
-        if clock.recent.shape[0] > 0:
+        if recent.shape[0] > 0:
             m, v = load_slot(block, row, 0, scratch), load_slot(block, row, 1, scratch)
             for j in range(D):
                 first[j], second[j] = m[j], v[j]
-            catch_up(weights, first, second, last, clock)
-        else:
-            decay(weights, last, clock)
+        catch_up(weights, first, second, last, now, product, inverse, recent, frozen, powers, eps)
 
 
 @kernel
-def _unpack(start, stop, packed, clock, out):
+def _look_up_flat(start, stop, ids, positions, flat, row_slots, clock, out):
+    """Write present weights; a row of `flat`, float32 [V, at least D or 3 * D], has its planes side by side."""
+    now, product, inverse, recent, frozen, _, eps = clock
     D = np.uint64(out.shape[1])
-    first, second = np.empty(out.shape[1], np.float32), np.empty(out.shape[1], np.float32)
-    column = np.uint64(packed.shape[1] - 1)
-    moments = packed.shape[1] > 2 * out.shape[1]
-    for i in range(np.uint64(start), np.uint64(stop)):
-        held, weights = packed[i], out[i]
-        last = clock.now
-        if held[column] >= np.float32(0) and held[column] < np.float32(clock.now):
-            last = np.int64(held[column])
-        for j in range(D):
-            weights[j] = held[j]
-        if moments:
-            for j in range(D):
-                first[j], second[j] = held[D + j], held[D + D + j]
-            catch_up(weights, first, second, last, clock)
-        else:
-            decay(weights, last, clock)
+    k, late = np.empty((_ROWS, _WIDTH), np.float32), np.empty(_ROWS, np.bool_)
+    last_column, terms = np.uint64(row_slots.shape[1] - 1), np.uint64(recent.shape[1])
+    k[:] = np.float32(0)
+    for begin in range(np.uint64(start), np.uint64(stop), np.uint64(_ROWS)):
+        end = min(begin + np.uint64(_ROWS), np.uint64(stop))
+        for i in range(begin, end):  # the same as `last_step` and `collect`
+            prefetch_update(flat, ids, i, stop)
+            prefetch_update(row_slots, ids, i, stop)
+            at, held = i - begin, row_slots[np.uint64(ids[i]), last_column]
+            last = np.int64(held) if held >= np.float32(0) and held < np.float32(now) else now
+            k[at, MOST_TERMS + 2] = np.float32(product * inverse[np.uint64(last)])
+            late[at] = now > last and terms > 0
+            if late[at]:
+                if now - last < recent.shape[0]:
+                    for p in range(terms):
+                        k[at, p] = recent[np.uint64(now - last), p]
+                else:
+                    for p in range(terms):
+                        k[at, p] = frozen[np.uint64(last), p]
+        for i in range(begin, end):
+            at, row, to = i - begin, np.uint64(ids[i]), np.uint64(positions[i])
+            factor = k[at, MOST_TERMS + 2]
+            if late[at]:
+                c0, c1, c2, c3, c4 = k[at, 0], k[at, 1], k[at, 2], k[at, 3], k[at, 4]
+                c5, c6, c7, c8, c9 = k[at, 5], k[at, 6], k[at, 7], k[at, 8], k[at, 9]
+                for j in range(D):
+                    w, m, v = flat[row, j], flat[row, D + j], flat[row, D + D + j]
+                    out[to, j] = moved(w, m, v, eps, c0, c1, c2, c3, c4, c5, c6, c7, c8, c9) * factor
+            else:
+                for j in range(D):
+                    out[to, j] = flat[row, j] * factor
 
 
 @kernel
 def _bring(start, stop, block, row_slots, clock):
-    last_column = np.uint64(row_slots.shape[1] - 1)
+    now, product, inverse, recent, frozen, powers, eps = clock
+    last_column, none = np.uint64(row_slots.shape[1] - 1), np.empty(0, np.float32)
     for i in range(np.uint64(start), np.uint64(stop)):
-        last = last_step(row_slots, i, clock)
-        weights = block[i, 0]
-        if clock.recent.shape[0] > 0:
-            first, second = block[i, 1], block[i, 2]
-            catch_up(weights, first, second, last, clock)
+        last = last_step(row_slots, i, now)
+        if recent.shape[0] > 0:
+            catch_up(block[i, 0], block[i, 1], block[i, 2], last, now, product, inverse, recent, frozen, powers, eps)
         else:
-            decay(weights, last, clock)
-        row_slots[i, last_column] = np.float32(clock.now)
+            catch_up(block[i, 0], none, none, last, now, product, inverse, recent, frozen, powers, eps)
+        row_slots[i, last_column] = np.float32(now)
 
 
 def packed_planes(clock_has_moments: bool) -> int:
@@ -205,6 +249,9 @@ def look_up_tasks(
 ) -> list[Task]:
     """Return tasks that write the weights of rows, brought up to date, to out, float32 [N, D]; see `pack_tasks`."""
     positions, grain = identity(len(ids)) if positions is None else positions, get_grain(out.strides[0])
+    if isinstance(block, np.ndarray):
+        flat = block.reshape(len(block), -1)
+        return tasks_over(_look_up_flat, len(ids), ids, positions, flat, row_slots, clock, out, grain=grain)
     return tasks_over(_look_up, len(ids), ids, positions, block, row_slots, clock, out, grain=grain)
 
 
@@ -227,7 +274,10 @@ def pack_tasks(
 
 def unpack_tasks(packed: Rows, clock: Clock, out: Rows) -> list[Task]:
     """Return tasks that write the weights of packed rows [N, W], brought up to date, to out, float32 [N, D]."""
-    return tasks_over(_unpack, len(packed), packed, clock, out, grain=get_grain(packed.strides[0]))
+    rows = identity(len(packed))
+    return tasks_over(
+        _look_up_flat, len(packed), rows, rows, packed, packed, clock, out, grain=get_grain(packed.strides[0])
+    )
 
 
 def bring_tasks(block: Rows, row_slots: Rows, clock: Clock) -> list[Task]:

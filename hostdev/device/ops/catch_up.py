@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hostdev.kernels.catch_up import bring_tasks, packed_planes, unpack_tasks
-from hostdev.kernels.clock import TERMS, Clock
+from hostdev.kernels.clock import Clock
 from hostdev.kernels.pool import run_tasks
 
 _ROUNDED = {"cuda", "xpu"}  # device types on which torch rounds square roots once
@@ -102,8 +102,9 @@ def _bring(rows: Tensor, last: Tensor, clock: Clock, clocks: Clocks) -> None:
         divisor = s + float(clock.eps)
         r = torch.ones_like(divisor) / divisor
         u = s * r
-        a = c[:, TERMS - 1 :] * u + c[:, TERMS - 2 : TERMS - 1]
-        for p in range(TERMS - 3, -1, -1):
+        terms = c.shape[1]
+        a = c[:, terms - 1 :] * u + c[:, terms - 2 : terms - 1]
+        for p in range(terms - 3, -1, -1):
             a = a * u + c[:, p : p + 1]
         missed = (k > 0).unsqueeze(1)
         w.copy_(torch.where(missed, w - m * r * a, w))
