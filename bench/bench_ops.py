@@ -2,8 +2,8 @@
 
 The benchmark times every op at several table sizes: milliseconds, ns per row, GB/s, and the share of the copy bandwidth
 of the same run. It compares lookups and updates of random rows with weights and optimizer state in float32, bfloat16
-and 8 bits. Ops take turns, and the results are medians. The benchmark writes JSON and a picture of two plots to
-bench/results/.
+and 8 bits, and optimizers whose steps change every row beside their lazy forms. Ops take turns, and the results are
+medians. The benchmark writes JSON and a picture of two plots to bench/results/.
 """
 
 import statistics
@@ -35,6 +35,12 @@ UPDATES = {
     "Adagrad": hostdev.Adagrad(),
     "RowWiseAdagrad": hostdev.RowWiseAdagrad(),
     "SGD": hostdev.SGD(),
+}
+EVERY_ROW = {
+    "LazyAdam": hostdev.LazyAdam(),
+    "Adam": hostdev.Adam(),
+    "Adagrad": hostdev.Adagrad(),
+    "Adagrad with weight decay": hostdev.Adagrad(weight_decay=0.01),
 }
 DTYPE_ROWS, DTYPE_USED = 2_000_000, 100_000
 STORED = (("fp32", "fp32"), ("bf16", "fp32"), ("fp32", "bf16"), ("bf16", "bf16"), ("fp32", "8bit"), ("bf16", "8bit"))
@@ -126,6 +132,44 @@ def compare_dtypes(rounds: int) -> dict[str, list[dict]]:
     return results
 
 
+def compare_every_row(rounds: int) -> dict[str, dict[str, float]]:
+    """Measure optimizers whose steps change every row beside their lazy forms; print and return the ratios.
+
+    Rows have missed steps since their last update, as random rows of a large table have.
+    """
+    results: dict[str, dict[str, float]] = {}
+    for dim in (16, 80):
+        rng, tables = np.random.default_rng(0), {}
+        for title, optimizer in EVERY_ROW.items():
+            tables[title] = hostdev.HostTable(DTYPE_ROWS, dim, optimizer, name=title.replace(" ", "-"))
+        grads, out = aligned_empty((DTYPE_USED, dim)), aligned_empty((DTYPE_USED, dim))
+        grads[:] = draw_gradients(DTYPE_USED, dim)
+        times: dict[str, list[float]] = {}
+        for _ in range(rounds + 2):
+            ids = rng.permutation(DTYPE_ROWS)[:DTYPE_USED].astype(np.int32)
+            for title, table in tables.items():
+                start = time.perf_counter()
+                table.lookup(ids, out=out)
+                middle = time.perf_counter()
+                table.update(ids, grads)
+                for op, seconds in (("lookup", middle - start), ("update", time.perf_counter() - middle)):
+                    times.setdefault(f"{title} {op}", []).append(seconds * 1e9 / DTYPE_USED)
+                for _ in range(50):  # steps of other rows
+                    table.begin_step()
+        ns = {name: statistics.median(values[2:]) for name, values in times.items()}
+        print(f"\n{DTYPE_USED:,} random rows, V = {DTYPE_ROWS:,} D = {dim}: steps that change every row\n")
+        found = {}
+        for lazy, every in (("LazyAdam", "Adam"), ("Adagrad", "Adagrad with weight decay")):
+            for op in ("lookup", "update"):
+                found[f"{every} {op}"] = ns[f"{every} {op}"] / ns[f"{lazy} {op}"]
+                print(
+                    f"{every} {op}: {ns[f'{every} {op}']:.0f} ns a row, {found[f'{every} {op}']:.2f} times the "
+                    f"{ns[f'{lazy} {op}']:.0f} of {lazy}"
+                )
+        results[f"D = {dim}"] = {name: round(ratio, 3) for name, ratio in found.items()}
+    return results
+
+
 def copy_op() -> Op:
     """Return the reference, a copy of 200 MB by all threads."""
     source, target = aligned_empty((50_000_000,)), aligned_empty((50_000_000,))
@@ -209,9 +253,10 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--dtypes", action="store_true", help="only compare dtypes of tables; record nothing")
+    parser.add_argument("--every-row", action="store_true", help="only compare steps that change every row, as above")
     arguments = parser.parse_args()
-    if arguments.dtypes:
-        compare_dtypes(arguments.rounds)
+    if arguments.dtypes or arguments.every_row:
+        (compare_dtypes if arguments.dtypes else compare_every_row)(arguments.rounds)
         return
     results: dict[str, list[dict]] = {}
     for rows, dim in SIZES:
@@ -233,5 +278,6 @@ def main() -> None:
         print(f"\nhost side of a step per unique row at V = 50,000,000 against V = 500,000, D = 16: {growth:.2f}x")
     versions = get_versions("numba", "numpy")
     found = {"results": results, "updates": updates, "dtypes": compare_dtypes(arguments.rounds)}
+    found["every_row"] = compare_every_row(arguments.rounds)
     path = record("ops", {"threads": host_threads(), "versions": versions, **found}, arguments.out)
     plot(results, path.with_suffix(".png"))
