@@ -5,15 +5,16 @@ from typing import Any
 import numpy as np
 
 from hostdev.kernels.catch_up import decay, last_step
-from hostdev.kernels.jit import inline, kernel, prefetch_update
+from hostdev.kernels.jit import bare, inline, kernel, prefetch_update
 from hostdev.kernels.pool import Kernel
-from hostdev.kernels.rounding import load_slot, load_weights, make_scratch, prefetch_row, store_row
+from hostdev.kernels.rounding import bare_rows, load_slot, load_weights, make_scratch, prefetch_row, store_row
 
 LANES = 16  # partial sums over a row in row-wise optimizers; fixed, since it sets the order of additions
 
 
 @kernel
 def _sgd(start, stop, ids, source, grads, block, row_slots, lr, clock):
+    block, grads = bare_rows(block), bare(grads)
     scratch = make_scratch(block)
     if clock is not None:
         now, product, inverse = clock[:3]
@@ -31,6 +32,7 @@ def _sgd(start, stop, ids, source, grads, block, row_slots, lr, clock):
 
 @kernel
 def _momentum(start, stop, ids, source, grads, block, row_slots, lr, beta, nesterov, clock):
+    block, grads = bare_rows(block), bare(grads)
     scratch = make_scratch(block)
     if clock is not None:
         now, product, inverse = clock[:3]
@@ -51,6 +53,7 @@ def _momentum(start, stop, ids, source, grads, block, row_slots, lr, beta, neste
 
 @kernel
 def _adagrad(start, stop, ids, source, grads, block, row_slots, lr, eps, clock):
+    block, grads = bare_rows(block), bare(grads)
     scratch = make_scratch(block)
     if clock is not None:
         now, product, inverse = clock[:3]
@@ -89,6 +92,7 @@ def mean_square(grad, lanes, columns):
 
 @kernel
 def _row_wise_adagrad(start, stop, ids, source, grads, block, row_slots, lr, eps, columns, clock):
+    block, grads = bare_rows(block), bare(grads)
     lanes, scratch = np.empty(LANES, np.float32), make_scratch(block)
     if clock is not None:
         now, product, inverse = clock[:3]

@@ -28,9 +28,9 @@ import numpy.typing as npt
 
 from hostdev.kernels.buffers import identity
 from hostdev.kernels.clock import LEAST, MOST_TERMS, Clock
-from hostdev.kernels.jit import inline, kernel, prefetch_update
+from hostdev.kernels.jit import bare, inline, kernel, prefetch_update
 from hostdev.kernels.pool import Task, get_grain, tasks_over
-from hostdev.kernels.rounding import SplitRows, load_slot, load_weights, make_scratch, prefetch_row
+from hostdev.kernels.rounding import SplitRows, bare_rows, load_slot, load_weights, make_scratch, prefetch_row
 
 Rows = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int32]
@@ -144,6 +144,7 @@ def catch_up(weights, first, second, last, now, product, inverse, recent, frozen
 
 @kernel
 def _pack(start, stop, ids, positions, block, row_slots, planes, out):
+    block, out = bare_rows(block), bare(out)
     scratch = make_scratch(block)
     last = np.uint64(row_slots.shape[1] - 1)
     for i in range(np.uint64(start), np.uint64(stop)):
@@ -166,6 +167,7 @@ def _pack(start, stop, ids, positions, block, row_slots, planes, out):
 def _look_up(start, stop, ids, positions, block, row_slots, clock, out):
     """Write present weights; the rows are in `SplitRows`."""
     now, product, inverse, recent, frozen, powers, eps = clock
+    block, out = bare_rows(block), bare(out)
     scratch, D = make_scratch(block), np.uint64(out.shape[1])
     first, second = np.empty(out.shape[1], np.float32), np.empty(out.shape[1], np.float32)
     for i in range(np.uint64(start), np.uint64(stop)):

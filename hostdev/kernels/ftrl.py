@@ -4,14 +4,15 @@ from typing import Any
 
 import numpy as np
 
-from hostdev.kernels.jit import kernel
+from hostdev.kernels.jit import bare, kernel
 from hostdev.kernels.pool import Kernel
-from hostdev.kernels.rounding import load_slot, load_weights, make_scratch, prefetch_row, store_row
+from hostdev.kernels.rounding import bare_rows, load_slot, load_weights, make_scratch, prefetch_row, store_row
 
 
 @kernel
 def _ftrl_sqrt(start, stop, ids, source, grads, block, row_slots, lr, l1, two_l2, clock):
     """Update with the usual lr_power p = -0.5: n^-p is a correctly rounded square root."""
+    block, grads = bare_rows(block), bare(grads)
     zero, scratch = np.float32(0), make_scratch(block)
     for i in range(np.uint64(start), np.uint64(stop)):
         prefetch_row(block, ids, i, stop)
@@ -38,6 +39,7 @@ def _ftrl_sqrt(start, stop, ids, source, grads, block, row_slots, lr, l1, two_l2
 @kernel
 def _ftrl_power(start, stop, ids, source, grads, block, row_slots, lr, l1, two_l2, exponent, clock):
     """Update with any lr_power: powers are taken in float64 and rounded once, as math libraries differ in float32."""
+    block, grads = bare_rows(block), bare(grads)
     zero, scratch = np.float32(0), make_scratch(block)
     for i in range(np.uint64(start), np.uint64(stop)):
         row, grad = np.uint64(ids[i]), grads[np.uint64(source[i])]

@@ -16,7 +16,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core.compiler_lock import global_compiler_lock as _numbas_lock
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 
 from hostdev.kernels.cached import check_cache
 
@@ -173,6 +173,25 @@ def address_of(array):
 def array_at(address, n, dtype):
     """Return the C-contiguous array [n] at an address; the caller keeps its memory alive."""
     return numba.carray(_pointer(address), n, dtype)  # type: ignore[attr-defined]
+
+
+def bare(array: Any) -> Any:
+    """Return, in a kernel, a C-contiguous array without its reference count; the caller keeps its memory alive.
+
+    numba counts references to slices if a loop has branches: atomically, in memory that threads share, which takes
+    longer than the arithmetic on a short row.
+    """
+    raise NotImplementedError("only compiled kernels can call this function")
+
+
+@overload(bare, inline="always")
+def _overload_bare(array: Any) -> Any:
+    dtype = getattr(np, str(array.dtype))
+
+    def without_count(array: Any) -> Any:
+        return numba.carray(_pointer(array.ctypes.data), array.shape, dtype)  # type: ignore[attr-defined]
+
+    return without_count
 
 
 @inline

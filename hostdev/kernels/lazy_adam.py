@@ -7,9 +7,9 @@ import numpy as np
 from hostdev.kernels.adagrad import LANES, mean_square
 from hostdev.kernels.catch_up import decay, last_step, moved
 from hostdev.kernels.clock import MOST_TERMS
-from hostdev.kernels.jit import kernel, prefetch_update
+from hostdev.kernels.jit import bare, kernel, prefetch_update
 from hostdev.kernels.pool import Kernel
-from hostdev.kernels.rounding import load_slot, load_weights, make_scratch, prefetch_row, store_row
+from hostdev.kernels.rounding import bare_rows, load_slot, load_weights, make_scratch, prefetch_row, store_row
 
 
 @kernel
@@ -30,6 +30,7 @@ def _lazy_adam(
     nesterov,
     clock,
 ):
+    block, grads = bare_rows(block), bare(grads)
     scratch = make_scratch(block)
     if clock is not None:
         now, product, inverse, recent, frozen, powers, _ = clock
@@ -95,6 +96,7 @@ def _row_wise_adam(
     columns,
     clock,
 ):
+    block, grads = bare_rows(block), bare(grads)
     lanes, scratch = np.empty(LANES, np.float32), make_scratch(block)
     if clock is not None:
         now, product, inverse = clock[:3]

@@ -24,7 +24,7 @@ from numba.extending import overload
 from hostdev.kernels.bfloat16 import as_exact, to_float32
 from hostdev.kernels.counter import hashed, mix32
 from hostdev.kernels.eight_bits import NEAREST, Codes, Flags, decode_plane, round_plane, store_plane, to_nearest
-from hostdev.kernels.jit import inline, kernel, prefetch_to_read, prefetch_update
+from hostdev.kernels.jit import bare, inline, kernel, prefetch_to_read, prefetch_update
 from hostdev.kernels.plane_formats import BFLOAT16, EIGHT_BITS, FLOAT32, UNSIGNED_8
 from hostdev.kernels.pool import Task, get_grain, parallel_for, tasks_over
 from hostdev.kernels.shards import id_at
@@ -105,6 +105,7 @@ def _rounded_bits(bits, r):
 @kernel
 def _round_rows(start, stop, ids, row_ids, key, formats, steps, block):
     D = np.uint64(block.shape[2])
+    block, steps = bare(block), bare(steps)
     bits = block.view(np.uint32)
     words, codes = np.empty(steps.shape[1], np.uint32), np.empty(block.shape[2], np.uint8)
     random = words.view(np.uint16)
@@ -208,6 +209,11 @@ def _are_bfloat16(values):
     return True
 
 
+def bare_rows(block: Any) -> Any:
+    """Return, in a kernel, a block or `SplitRows` as `jit.bare` arrays."""
+    raise NotImplementedError("only compiled kernels can call this function")
+
+
 def make_scratch(block: Any) -> Any:
     """Return, in a kernel, the scratch memory that `load_weights` needs for a range of rows."""
     raise NotImplementedError("only compiled kernels can call this function")
@@ -251,6 +257,18 @@ def _overload_widen(stored: Any, unsigned: Any, out: Any) -> Any:
     return of_codes if stored.dtype == types.uint8 else widen
 
 
+@overload(bare_rows, inline="always")
+def _overload_bare_rows(block: Any) -> Any:
+    def of_block(block: Any) -> Any:
+        return bare(block)
+
+    def of_rows(block: Any) -> Any:
+        weights, slots, unsigned, steps, key, first, inverse, total = block
+        return SplitRows(bare(weights), bare(slots), bare(unsigned), bare(steps), key, first, inverse, total)
+
+    return of_block if isinstance(block, types.Array) else of_rows
+
+
 @overload(make_scratch, inline="always")
 def _make_scratch(block: Any) -> Any:
     def none(block: Any) -> Any:
@@ -258,7 +276,8 @@ def _make_scratch(block: Any) -> Any:
 
     def of_a_row(block: Any) -> Any:
         planes, pairs = block.steps.shape
-        return np.empty((planes, block.weights.shape[1]), np.float32), np.empty(pairs, np.uint32)
+        own, words = np.empty((planes, block.weights.shape[1]), np.float32), np.empty(pairs, np.uint32)
+        return bare(own), bare(words), own, words  # the last two keep the memory
 
     return none if isinstance(block, types.Array) else of_a_row
 
@@ -342,15 +361,15 @@ def _store_row(block: Any, row: Any, scratch: Any) -> Any:
         pass
 
     def weights(block: Any, row: Any, scratch: Any) -> None:
-        own, words = scratch
+        own, words = scratch[0], scratch[1]
         _round_plane(_hash_row(block, row), block.steps[0], own[0], False, words, block.weights[row])
 
     def slots(block: Any, row: Any, scratch: Any) -> None:
-        own, words = scratch
+        own, words = scratch[0], scratch[1]
         _round_slots(_hash_row(block, row), block, row, own, words)
 
     def both(block: Any, row: Any, scratch: Any) -> None:
-        own, words = scratch
+        own, words = scratch[0], scratch[1]
         word = _hash_row(block, row)
         _round_plane(word, block.steps[0], own[0], False, words, block.weights[row])
         _round_slots(word, block, row, own, words)
@@ -397,6 +416,7 @@ def _overload_store(values: Any, unsigned: Any, random: Any, out: Any) -> Any:
 
 @kernel
 def _read(start, stop, ids, positions, weights, slots, unsigned, out):
+    weights, slots, out = bare(weights), bare(slots), bare(out)
     planes = np.uint64(slots.shape[1])
     for i in range(np.uint64(start), np.uint64(stop)):
         ahead = i + np.uint64(_AHEAD)
@@ -411,6 +431,7 @@ def _read(start, stop, ids, positions, weights, slots, unsigned, out):
 
 @kernel
 def _write(start, stop, ids, positions, weights, slots, unsigned, values):
+    weights, slots, values = bare(weights), bare(slots), bare(values)
     planes, nearest = np.uint64(slots.shape[1]), np.full(values.shape[2], NEAREST, np.uint16)
     for i in range(np.uint64(start), np.uint64(stop)):
         row, at = np.uint64(ids[i]), np.uint64(i if positions is None else positions[i])
