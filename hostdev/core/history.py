@@ -81,7 +81,8 @@ class History:
         else:
             runs.append(_Run(lr, step, 1))
         self._extend([self._rate(lr, step)], [decays])
-        return before._replace(product=self._product[0], inverse=self._inverse)
+        frozen = self._frozen if before.moments else before.frozen
+        return before._replace(product=self._product[0], inverse=self._inverse, frozen=frozen)  # which grow together
 
     def _rate(self, lr: float, step: int) -> float:
         return 0.0 if self.how.betas is None else float(adam_rate(lr, *self.how.betas, step))

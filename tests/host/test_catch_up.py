@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from hostdev import SGD, Adagrad, Adam, DeviceTable, HostTable, LazyAdam, Momentum, RowWiseAdagrad, RowWiseAdam
+from hostdev.core import history as history_module
 from hostdev.core.catch_up import CatchUp, adam_rate
 from hostdev.core.history import History
 from hostdev.device.ops import catch_up as on_device
@@ -269,3 +270,16 @@ def test_repeated_ids_are_summed_first(name, n):
         twin.apply(ids[:1], grads[:1])
     for column, values in {"weights": table.weights, **table.slots}.items():
         np.testing.assert_array_equal(values, twin.current()[column], err_msg=column)
+
+
+@pytest.mark.parametrize("name", ["adam", "adagrad"])
+def test_copies_of_clocks_on_a_device_grow_with_the_steps(name, monkeypatch):
+    """Clocks of updates and of reads in turn, over several sizes of their arrays."""
+    monkeypatch.setattr(history_module, "_ROOM", 4)
+    table, clocks, cpu = make(name, weight_decay=0.3), on_device.Clocks(), torch.device("cpu")
+    for _ in range(300):
+        for clock in (table.begin_step().clock, table.clock()):
+            found = clocks.get(clock, cpu)
+            for one, values in zip(found, (clock.inverse, clock.recent, clock.frozen, clock.powers), strict=True):
+                known = slice(int(clock.now) + 1) if values is clock.inverse else slice(None)
+                np.testing.assert_array_equal(one.numpy()[known], values[known])
