@@ -72,7 +72,7 @@ def record(rates, decays, first, powers, product, sums, inverse, frozen):
 # then move these rows in a loop without calls.
 
 _ROWS = 64  # whose coefficients are collected at a time
-_WIDTH = MOST_TERMS + 3  # of coefficients: the terms, the decay of both moments, and that of the weights
+_WIDTH = MOST_TERMS + 2  # of coefficients: the terms, then the decay of both moments, or that of the weights
 
 
 @inline
@@ -83,11 +83,8 @@ def last_step(row_slots, row, now):
 
 
 @kernel
-def collect(coefficients, i, last, now, product, inverse, recent, frozen, powers):
+def _collect(coefficients, i, last, now, recent, frozen, powers):
     """Write the coefficients of a row that was last written at step `last` to coefficients[i], float32 [_WIDTH]."""
-    coefficients[i, MOST_TERMS + 2] = np.float32(product * inverse[np.uint64(last)])
-    if recent.shape[0] == 0:
-        return
     k, at = now - last, np.uint64(now - last)
     for p in range(np.uint64(recent.shape[1])):
         coefficients[i, p] = recent[at, p] if k < recent.shape[0] else frozen[np.uint64(last), p]
@@ -130,7 +127,7 @@ def catch_up(weights, first, second, last, now, product, inverse, recent, frozen
     """Bring a row from step `last` up to date: its weights and moments, each [D]."""
     if now > last and recent.shape[0] > 0:
         k = np.empty((1, _WIDTH), np.float32)
-        collect(k, 0, last, now, product, inverse, recent, frozen, powers)
+        _collect(k, 0, last, now, recent, frozen, powers)
         c0, c1, c2, c3, c4 = k[0, 0], k[0, 1], k[0, 2], k[0, 3], k[0, 4]
         c5, c6, c7, c8, c9 = k[0, 5], k[0, 6], k[0, 7], k[0, 8], k[0, 9]
         beta1, beta2 = k[0, MOST_TERMS], k[0, MOST_TERMS + 1]
@@ -195,12 +192,12 @@ def _look_up_flat(start, stop, ids, positions, flat, row_slots, clock, out):
     k[:] = np.float32(0)
     for begin in range(np.uint64(start), np.uint64(stop), np.uint64(_ROWS)):
         end = min(begin + np.uint64(_ROWS), np.uint64(stop))
-        for i in range(begin, end):  # the same as `last_step` and `collect`
+        for i in range(begin, end):  # the same as `last_step` and `_collect`
             prefetch_update(flat, ids, i, stop)
             prefetch_update(row_slots, ids, i, stop)
             at, held = i - begin, row_slots[np.uint64(ids[i]), last_column]
             last = np.int64(held) if held >= np.float32(0) and held < np.float32(now) else now
-            k[at, MOST_TERMS + 2] = np.float32(product * inverse[np.uint64(last)])
+            k[at, MOST_TERMS] = np.float32(product * inverse[np.uint64(last)])
             late[at] = now > last and terms > 0
             if late[at]:
                 if now - last < recent.shape[0]:
@@ -211,7 +208,7 @@ def _look_up_flat(start, stop, ids, positions, flat, row_slots, clock, out):
                         k[at, p] = frozen[np.uint64(last), p]
         for i in range(begin, end):
             at, row, to = i - begin, np.uint64(ids[i]), np.uint64(positions[i])
-            factor = k[at, MOST_TERMS + 2]
+            factor = k[at, MOST_TERMS]
             if late[at]:
                 c0, c1, c2, c3, c4 = k[at, 0], k[at, 1], k[at, 2], k[at, 3], k[at, 4]
                 c5, c6, c7, c8, c9 = k[at, 5], k[at, 6], k[at, 7], k[at, 8], k[at, 9]
