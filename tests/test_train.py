@@ -19,6 +19,7 @@ from hostdev.data import lookalike, manifest
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.device import backend
+from hostdev.pipeline.scheduling import overlapped
 from hostdev.train import config, room
 from hostdev.train.config import TrainConfig
 from tests.conftest import environment
@@ -379,7 +380,14 @@ def test_an_id_beyond_the_table(trained, own_data, capsys):
     assert "part-00001.arrow, row 3, field C26: id 1000000 is outside" in error_of(capsys)
 
 
-def test_a_loss_that_is_not_finite_names_the_step(device, trained, own_data, tmp_path, capsys):
+@pytest.mark.parametrize("is_updater_late", [False, True])
+def test_a_loss_that_is_not_finite_names_the_step(
+    device, trained, own_data, tmp_path, capsys, monkeypatch, is_updater_late
+):
+    if is_updater_late:  # then the loss is read before the updater finds it, which raises once more at the end
+        wait = overlapped.await_step
+        monkeypatch.setattr(overlapped, "await_step", lambda *step: time.sleep(0.2) or wait(*step))
+
     def change(table):
         dense = np.array(table["dense"].to_pylist(), np.float32)
         dense[:] = np.inf

@@ -234,26 +234,25 @@ class Run:
         )
         results = self.trainer.train(itertools.islice(batches, planned - taken))
         title = f"epoch {epoch}/{self.epochs}"
-        with (
-            bar(planned, title, "step", begin=taken, left=self._left.seconds) as progress,
-            closing(results),
-        ):
+        with bar(planned, title, "step", begin=taken, left=self._left.seconds) as progress:
             start = time.perf_counter()
             self._left.begin()
             first = self.steps
             try:
-                for step, result in enumerate(
-                    _delay_by_one(results, lambda: self._is_stopped(stop), lambda taken: self._is_due(first + taken)),
-                    taken + 1,
-                ):
-                    self._record(epoch, step, result, progress)
-                    if self.saver is not None and self.steps == self._due:
-                        with self.timeline.span("checkpoint", self.steps):
-                            self.saver.save(self.steps)
+                with closing(results):  # finishes the updates of queued steps, and may find that a loss is not finite
+                    for step, result in enumerate(
+                        _delay_by_one(
+                            results, lambda: self._is_stopped(stop), lambda taken: self._is_due(first + taken)
+                        ),
+                        taken + 1,
+                    ):
+                        self._record(epoch, step, result, progress)
+                        if self.saver is not None and self.steps == self._due:
+                            with self.timeline.span("checkpoint", self.steps):
+                                self.saver.save(self.steps)
             except NonFiniteLossError as error:
                 raise UserError(f"epoch {epoch} step {error.step + taken}: {error}") from error
             finally:
-                results.close()  # finishes the updates of queued steps
                 self.progress.seconds += time.perf_counter() - start
 
     def _is_stopped(self, stop: GracefulStop) -> bool:
