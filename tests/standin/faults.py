@@ -1,7 +1,7 @@
 """python -m tests.standin.faults: leave out one wait at a time, and see which test notices.
 
 Finds every statement of a package that makes a stream or the host wait, or that keeps memory for a stream; replaces one
-after the other by `pass` in a copy of the repository; and runs tests there on the simulated accelerator, first in the
+after the other by `pass` in copies of the repository; and runs tests there on the simulated accelerator, first in the
 lazy schedule, then with random delays. Prints a Markdown table. What is not caught is not needed, or not tested.
 """
 
@@ -15,7 +15,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import NamedTuple
 
 CALLS = ("wait_event", "wait_stream", "record_stream", "await_event", "await_sent", "synchronize")
@@ -76,11 +78,14 @@ def _name(call: ast.Call) -> str:
 
 
 class Tests:
-    """Run tests in a copy of the repository, one process at a time."""
+    """Run tests in a copy of the repository, one process at a time.
 
-    def __init__(self, copy: Path, selected: list[str], timeout: float) -> None:
-        self._copy, self._selected, self._timeout = copy, selected, timeout
-        self.known: list[str] = []  # they fail without a fault
+    Args:
+        known: Tests that fail without a fault.
+    """
+
+    def __init__(self, copy: Path, selected: list[str], timeout: float, known: list[str]) -> None:
+        self.copy, self._selected, self._timeout, self.known = copy, selected, timeout, known
 
     def run(self, schedule: str, *options: str) -> tuple[list[tuple[str, str]], float]:
         """Return the failed tests with their errors, and the seconds taken."""
@@ -102,11 +107,11 @@ class Tests:
             *(f"--deselect={test}" for test in self.known),
             *self._selected,
         ]
-        settings = {"PYTHONPATH": str(self._copy), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "400"}
+        settings = {"PYTHONPATH": str(self.copy), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "400"}
         start = time.monotonic()
         process = subprocess.Popen(
             command,
-            cwd=self._copy,
+            cwd=self.copy,
             env={**os.environ, **settings},
             text=True,
             stdout=subprocess.PIPE,
@@ -135,6 +140,7 @@ def main() -> int:
     parser.add_argument("--package", default="hostdev")
     parser.add_argument("--only", default="", metavar="TEXT", help="faults whose file:line or statement has this in it")
     parser.add_argument("--schedules", nargs="+", default=SCHEDULES, metavar="NAME")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="faults that are tried at a time")
     parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="of one run of the tests")
     parser.add_argument("--list", action="store_true", help="only list the faults")
     parser.add_argument("tests", nargs="*", default=list(TESTS), help="what to run, in this order")
@@ -151,30 +157,42 @@ def main() -> int:
         return 0
     if missing := [test for test in arguments.tests if not (root / test.partition("::")[0]).exists()]:
         parser.error(f"no such tests: {', '.join(missing)}")
+    known: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        copy = copy_of(root, Path(folder))
-        tests = Tests(copy, arguments.tests, arguments.timeout)
+        copies: SimpleQueue[Tests] = SimpleQueue()
+        for job in range(arguments.jobs):
+            copies.put(Tests(copy_of(root, Path(folder) / str(job)), arguments.tests, arguments.timeout, known))
+
+        def try_one(fault: Fault) -> tuple[str, str]:
+            tests = copies.get()
+            try:
+                return _try(fault, tests, arguments.schedules)
+            finally:
+                copies.put(tests)
+
+        tests = copies.get()
         for schedule in arguments.schedules:
             failed, seconds = tests.run(schedule)
             print(f"without a fault, {schedule}: {len(failed)} tests fail in {seconds:.0f} s", flush=True)
-            tests.known += [test for test, _ in failed]
-        for test in tests.known:
+            known += [test for test, _ in failed]
+        copies.put(tests)
+        for test in known:
             print(f"left out, as it fails without a fault: {test}")
         print("\n| where | statement | caught by | error |\n|---|---|---|---|", flush=True)
         missed = 0
-        for fault in faults:
-            caught, error = _try(fault, copy, tests, arguments.schedules)
-            missed += caught.startswith("NOT")
-            cells = f"{fault.file}:{fault.node.lineno}", f"`{fault.statement}`", caught, error
-            print("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |", flush=True)
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            for fault, (caught, error) in zip(faults, pool.map(try_one, faults), strict=True):
+                missed += caught.startswith("NOT")
+                cells = f"{fault.file}:{fault.node.lineno}", f"`{fault.statement}`", caught, error
+                print("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |", flush=True)
     return 1 if missed else 0
 
 
-def _try(fault: Fault, copy: Path, tests: Tests, schedules: list[str]) -> tuple[str, str]:
+def _try(fault: Fault, tests: Tests, schedules: list[str]) -> tuple[str, str]:
     """Return the test that catches a fault, and its error."""
     if fault.reason is not None:
         return "skipped", fault.reason
-    path = copy / fault.file
+    path = tests.copy / fault.file
     source = path.read_text()
     path.write_text(fault.patched(source))
     try:
