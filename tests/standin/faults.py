@@ -2,7 +2,7 @@
 
 Finds every statement of a package that makes a stream or the host wait, or that keeps memory for a stream; replaces one
 after the other by `pass` in copies of the repository; and runs tests there on the simulated accelerator, first in the
-lazy schedule, then with random delays. Prints a Markdown table. What is not caught is not needed, or not tested.
+lazy schedule, then with random delays, then with several ranks. Prints a Markdown table. What is not caught is not needed, or not tested.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -30,7 +30,8 @@ TESTS = (  # what finds most comes first
     "tests/test_pipeline.py",
     "tests/test_trainer.py",
 )
-SCHEDULES = ("lazy", "delayed")
+SCHEDULES = ("lazy", "delayed", "ranks")
+RANKS = "tests/distributed/test_devices.py"  # "ranks": several processes, each with a device and a schedule of its own
 
 
 class Fault(NamedTuple):
@@ -89,23 +90,12 @@ class Tests:
 
     def run(self, schedule: str, *options: str) -> tuple[list[tuple[str, str]], float]:
         """Return the failed tests with their errors, and the seconds taken."""
+        device = ["-p", "tests.standin.plugin", "-m", "device and not slow", "--standin-schedule", schedule]
         command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "tests.standin.plugin",
-            "-p",
-            "no:cacheprovider",
-            "-q",
-            "--tb=no",
-            "-m",
-            "device and not slow",
-            "--standin-schedule",
-            schedule,
-            *options,
+            *(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "--tb=no"),
+            *(["-m", "", RANKS] if schedule == "ranks" else [*device, *self._selected]),
             *(f"--deselect={test}" for test in self.known),
-            *self._selected,
+            *options,
         ]
         settings = {"PYTHONPATH": str(self.copy), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "400"}
         start = time.monotonic()
@@ -188,7 +178,7 @@ def main() -> int:
     return 1 if missed else 0
 
 
-def _try(fault: Fault, tests: Tests, schedules: list[str]) -> tuple[str, str]:
+def _try(fault: Fault, tests: Tests, schedules: Sequence[str]) -> tuple[str, str]:
     """Return the test that catches a fault, and its error."""
     if fault.reason is not None:
         return "skipped", fault.reason
@@ -196,7 +186,7 @@ def _try(fault: Fault, tests: Tests, schedules: list[str]) -> tuple[str, str]:
     source = path.read_text()
     path.write_text(fault.patched(source))
     try:
-        for schedule in schedules:
+        for schedule in reversed(schedules) if "distributed" in fault.file.parts else schedules:
             failed, seconds = tests.run(schedule, "-x")
             if failed:
                 test, error = failed[0]
