@@ -2,7 +2,8 @@
 
 Finds every statement of a package that makes a stream or the host wait, or that keeps memory for a stream; replaces one
 after the other by `pass` in copies of the repository; and runs tests there on the simulated accelerator, first in the
-lazy schedule, then with random delays, then with several ranks. Prints a Markdown table. What is not caught is not needed, or not tested.
+lazy schedule, then with random delays, then with several ranks. Prints a Markdown table. What is not caught is not
+needed, or not tested.
 """
 
 import argparse
