@@ -32,6 +32,7 @@ from hostdev.data.preprocess.table import Table, TableOptions
 from hostdev.data.shards import ShardReader
 from hostdev.host.table import HostTable
 from hostdev.host.warm_up import warm_up_feature, warm_up_ids, warm_up_table
+from hostdev.kernels.compiling import Compiled
 from hostdev.kernels.jit import address_of
 from hostdev.kernels.pool import set_host_threads
 
@@ -148,21 +149,7 @@ def _begin() -> None:
 
 def _run(call: Callable[..., object], arguments: tuple[Any, ...]) -> int:
     """Run a task; return the number of kernels that were compiled."""
-    compiled = _Compiled()
+    compiled = Compiled()
     with event.install_listener("numba:compile", compiled):
         call(*arguments)
     return compiled.count
-
-
-class _Compiled(event.Listener):
-    """Counts the kernels that numba compiles and does not load."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def on_start(self, event: Any) -> None:
-        """Count a kernel."""
-        self.count += 1
-
-    def on_end(self, event: Any) -> None:
-        """Do nothing."""

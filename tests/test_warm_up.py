@@ -1,8 +1,12 @@
 """After the warm-up no step of a training waits for a kernel to be compiled, or loaded from numba's cache."""
 
+import os
 import re
 import subprocess
 import sys
+import time
+from functools import partial
+from pathlib import Path
 
 import numba
 import pytest
@@ -10,6 +14,7 @@ import pytest
 from hostdev import warm_up as command
 from hostdev.core.errors import UserError
 from hostdev.host.warm_up import warm_up_feature
+from hostdev.kernels.compiling import run_calls
 from hostdev.kernels.jit import address_of
 from tests.conftest import ROOT
 
@@ -115,6 +120,10 @@ def test_a_feature_that_was_warmed_up_compiles_nothing():
 
 TABLES = """
 import sys
+import time
+from functools import partial
+from pathlib import Path
+from pathlib import Path
 import numpy as np
 import hostdev
 from hostdev.core.optimizers import OPTIMIZERS, build_optimizer
@@ -180,3 +189,57 @@ def test_everything_is_compiled_at_once(capsys):
     capsys.readouterr()
     command.run(1)
     assert capsys.readouterr().out.startswith("all kernels were compiled before: ")
+
+
+def meet_another(folder):
+    """Leave a file with this process's number, and wait for that of another process."""
+    (folder / str(os.getpid())).touch()
+    until = time.monotonic() + 60
+    while len(list(folder.iterdir())) < 2:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def fail_elsewhere(number):
+    """End each process but one."""
+    if os.getpid() != number:
+        os._exit(1)
+
+
+def count_spread(folder, helpers_fail):
+    """Run calls of which two can only end if two processes take them; print the compiled and the left kernels."""
+    calls = [
+        partial(warm_up_feature, 1),
+        *(partial(meet_another, Path(folder)) for _ in range(2) if not helpers_fail),
+        *(partial(fail_elsewhere, os.getpid()) for _ in range(2) if helpers_fail),
+        *(partial(warm_up_feature, 8, bfloat16=one, weighted=True) for one in (False, True)),
+    ]
+    print(run_calls(calls, 2), run_calls(calls, 2))
+
+
+@pytest.mark.parametrize("helpers_fail", [False, True])
+def test_processes_share_the_compilation_of_a_run(tmp_path, helpers_fail):
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    code = f"from tests.test_warm_up import *; count_spread(sys.argv[1], {helpers_fail})"
+    ran = subprocess.run(
+        [sys.executable, "-c", code, seen],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+        env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "kernels")},
+    )
+    assert ran.returncode == 0, ran.stderr
+    first, second = map(int, ran.stdout.split())
+    assert first
+    assert not second
+
+
+def raise_value_error():
+    raise ValueError("here")
+
+
+def test_an_error_of_a_call_is_raised():
+    with pytest.raises(ValueError, match="here"):
+        run_calls([compile_always, raise_value_error, raise_value_error], 2)

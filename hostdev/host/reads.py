@@ -176,6 +176,9 @@ class ReadableTable(Owned):
         positions = checked_positions(positions, len(ids), len(block), self.name)
         self._check_whole(ids, block, row_slots, positions)
         self._before_read()
+        if self.history is None:
+            run_tasks(self.read_rows_tasks(ids, block, row_slots, positions))
+            return
         at = slice(None) if positions is None else positions
         block[at], row_slots[at] = self._read(ids)
 

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -92,10 +93,21 @@ def warm_up_table(
 
 def warm_up_ids(id_dtype: npt.DTypeLike) -> None:
     """Call the kernels of ids, such as deduplication, once."""
+    warm_up_deduplication(id_dtype)
+    warm_up_batches(id_dtype)
+
+
+def warm_up_deduplication(id_dtype: npt.DTypeLike) -> None:
+    """Call the kernels that find the unique ids of a batch once."""
     ids = np.zeros(2, id_dtype)
-    far = np.arange(1 << 16, dtype=id_dtype) << 8  # widely spaced ids are hashed, and many ids are split
+    far = _spread(id_dtype)
     unique(far)
     unique_groups([[ids], [far[:999]], [far]])
+
+
+def warm_up_batches(id_dtype: npt.DTypeLike) -> None:
+    """Call the kernels that check a batch and compare it with others once."""
+    ids, far = np.zeros(2, id_dtype), _spread(id_dtype)
     check_groups([([far], 1 << 24), ([ids], 1)])  # enough ids to run the parallel kernel
     for lengths in (np.full(1, 2, np.int32), np.full(1, 2, np.int64)):
         offsets_of(lengths)
@@ -107,6 +119,11 @@ def warm_up_ids(id_dtype: npt.DTypeLike) -> None:
         claim(ids[:1], claims, number, 1, number - 1)
     others(1, intersect(ids[:1], ids[:1], claims, 2))
     join(ids, ids)
+
+
+def _spread(id_dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Return many ids, widely spaced: they are hashed and split."""
+    return np.arange(1 << 16, dtype=id_dtype) << 8
 
 
 def warm_up_feature(dim: int, *, pooled: bool = False, weighted: bool = False, bfloat16: bool = False) -> None:

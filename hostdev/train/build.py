@@ -22,7 +22,8 @@ from hostdev.data.manifest import Manifest, read_counts
 from hostdev.data.schema import Schema
 from hostdev.data.shards import ShardReader
 from hostdev.distributed.mesh import SCHEDULES, parse_mesh
-from hostdev.host.warm_up import warm_up, warm_up_feature
+from hostdev.host.warm_up import warm_up_batches, warm_up_deduplication, warm_up_feature, warm_up_table
+from hostdev.kernels.compiling import run_calls
 from hostdev.kernels.counter import key64
 from hostdev.models import registry
 from hostdev.models.model import Model
@@ -196,7 +197,9 @@ def estimate_uses(model: Model, batch: Batch, batch_size: int) -> int:
     return int(np.ceil(uses * batch_size / max(1, len(batch))))
 
 
-def warm_up_kernels(model: Model, batch: Batch, id_type: str, *, bf16: bool, cached: bool, squares: bool) -> None:
+def warm_up_kernels(
+    model: Model, batch: Batch, id_type: str, *, bf16: bool, cached: bool, squares: bool, processes: int
+) -> None:
     """Compile or load a run's kernels before the first step is timed.
 
     Args:
@@ -206,23 +209,35 @@ def warm_up_kernels(model: Model, batch: Batch, id_type: str, *, bf16: bool, cac
         bf16: Whether the dense layers compute in bfloat16.
         cached: Whether there is a cache.
         squares: Whether the loss has the sum of squares of a table's weights.
+        processes: How many processes compile at most, with this one.
     """
-    dtypes = {np.dtype(id_type)}
-    if cached:
-        warm_up_planner(np.dtype(id_type))
-        dtypes.add(np.dtype(np.int32))  # the dtype of slot numbers
+    dtypes = {np.dtype(id_type), *([np.dtype(np.int32)] if cached else [])}  # int32: of slot numbers
     specs = model.tables.values()
     kinds = {(type(spec.optimizer), spec.dim == 1): (spec.optimizer, spec.dim) for spec in specs}
-    for dtype in dtypes:
-        for stored in {(spec.dtype, spec.slots_dtype) for spec in specs}:
-            warm_up(dtype, stored, kinds.values(), squares=squares)
+    stored = {(FP32, FP32), *((spec.dtype, spec.slots_dtype) for spec in specs)}  # float32: of rows in a cache
+    features = {}
     given = model.ids(batch)
     for name, feature in model.features.items():
         ids = given[name]
         weighted = isinstance(ids, Bag) and ids.weights is not None
         for table in [feature.tables] if feature.is_single else feature.tables:
             dim = model.tables[table].dim
-            warm_up_feature(dim, pooled=feature.pooling is not None, weighted=weighted, bfloat16=bf16 and dim > 1)
+            how = {"pooled": feature.pooling is not None, "weighted": weighted, "bfloat16": bf16 and dim > 1}
+            features[dim, *how.values()] = partial(warm_up_feature, dim, **how)
+    run_calls(
+        [
+            *(partial(warm_up_planner, dtype) for dtype in ([np.dtype(id_type)] if cached else [])),
+            *(partial(each, dtype) for dtype in dtypes for each in (warm_up_deduplication, warm_up_batches)),
+            *(
+                partial(warm_up_table, dtype, how, optimizer, dim, squares=squares)
+                for dtype in dtypes
+                for optimizer, dim in kinds.values()
+                for how in sorted(stored)
+            ),
+            *features.values(),
+        ],
+        processes,
+    )
 
 
 def device_of(name: str, *, tf32: bool) -> torch.device:

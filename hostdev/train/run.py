@@ -15,6 +15,7 @@ import torch
 
 from hostdev.checkpoint.manager import CheckpointManager
 from hostdev.checkpoint.writer import AsyncWriter
+from hostdev.core.cpus import available_cpus
 from hostdev.core.errors import UserError, naming
 from hostdev.core.micro_batches import EXCHANGES
 from hostdev.core.primitive import OpLog
@@ -43,6 +44,7 @@ from hostdev.train.schedule import Schedule
 from hostdev.train.trainer import Trainer
 
 _SAMPLE = 1000  # samples that show a batch's ids before the first step
+_COMPILING = 8  # processes that compile kernels at the same time, at most
 
 
 class Run:
@@ -113,7 +115,15 @@ class Run:
             model = model_of(settings, found.schema)
             cache = make_cache_specs(settings, model, data, found, self.train_rows)
             bf16, squares = settings.precision == "bf16", settings.l2 == "table"
-            warm_up_kernels(model, sample, found.id_type, bf16=bf16, cached=cache is not None, squares=squares)
+            warm_up_kernels(
+                model,
+                sample,
+                found.id_type,
+                bf16=bf16,
+                cached=cache is not None,
+                squares=squares,
+                processes=1 if self.ranks is not None else min(_COMPILING, available_cpus()),
+            )
             self.trainer = Trainer(
                 model,
                 host_device_mix=settings.host_device_mix,
