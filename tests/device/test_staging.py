@@ -114,7 +114,9 @@ def test_rows_cross_and_come_back(device):
         staging.await_sent(marks, [rows])
         doubled = rows * 2
         del rows
-        picked = staging.pick([(doubled, np.array([9, 7], np.int32))], memory) if staging.copies else [doubled[[9, 7]]]
+        wanted, at = doubled * 1, np.array([9, 7], np.int32)
+        picked = staging.pick([(wanted, at)], memory) if staging.copies else [wanted[at]]
+        del wanted  # its memory may be used again only after the rows were picked
         [some], first = staging.receive(picked, memory)
         [small], small_mark = staging.receive_results([doubled.sum()], memory)
         [back], mark = staging.receive([doubled], memory)

@@ -26,6 +26,7 @@ TESTS = (  # what finds most comes first
     "tests/device/test_staging.py",
     "tests/device/test_training.py",
     "tests/device/test_device.py",
+    "tests/distributed/test_dense_streams.py",
     "tests/cache",
     "tests/runtime",
     "tests/test_pipeline.py",
