@@ -89,6 +89,8 @@ def test_the_program_itself(tmp_path):
 @pytest.mark.parametrize("page", ["training", "preparation"])
 def test_the_guides_have_every_option(page):
     text = (ROOT / "docs/guides" / f"{page}.md").read_text()
+    if page == "preparation":
+        text += (ROOT / "docs/guides/query.md").read_text()
     parser = (train if page == "training" else preprocess).parser()
     options = set(parser._all_options()) - {"--help", "-h", "--debug"}
     assert {option for option in options if f"`{option}" not in text and f"{option} " not in text} == set()

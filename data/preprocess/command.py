@@ -1,21 +1,26 @@
-"""The commands `preprocess table|criteo|synthetic`."""
+"""The commands `preprocess table|query|criteo|synthetic`."""
 
 import argparse
 import time
 from dataclasses import replace
 from pathlib import Path
 
-from hostdev.core.errors import UserError
+from hostdev.core.errors import UserError, in_words
+from hostdev.core.memory import available_bytes, format_bytes, parse_bytes
 from hostdev.data.manifest import REJECTED_FILE, Manifest
 from hostdev.data.preprocess import earlier_flags, looking, table_flags
 from hostdev.data.preprocess.build import build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.earlier_vocabulary import Earlier, growth
+from hostdev.data.preprocess.files import TableFile
 from hostdev.data.preprocess.flags import THRESHOLD
 from hostdev.data.preprocess.options import FLAGS, Options, parse_options
 from hostdev.data.preprocess.raw import Source
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.data.preprocess.table import Table
+from hostdev.kernels.pool import host_threads
+
+_LEAST_MEMORY = 64 << 20  # bytes: with less, DuckDB cannot sort
 
 
 def summary(manifest: Manifest, out: Path, seconds: float) -> str:
@@ -58,19 +63,40 @@ def run(arguments: argparse.Namespace) -> None:
 
 def make_source(arguments: argparse.Namespace, earlier: Earlier | None = None) -> tuple[Source, Options]:
     """Make the source and its options from parsed flags; `earlier` is the data set whose ids are kept."""
-    if arguments.command == "table":
+    if arguments.command in earlier_flags.TABLES:
         how = table_flags.parse_table_options(arguments, earlier)
         if arguments.dense is not None and not how.numeric:
             raise UserError("--dense has no effect without --numeric; leave --dense out, or name numeric columns")
-        return Table(arguments.files, how), table_options(arguments, earlier)
+        options = table_options(arguments, earlier)
+        return Table(arguments.files if arguments.command == "table" else [_open_query(arguments)], how), options
     options = parse_options(arguments, **earlier_flags.defaults(earlier))
     if arguments.command == "criteo":
         return CriteoText(arguments.files), options
     return make_synthetic(arguments), options
 
 
+def _open_query(arguments: argparse.Namespace) -> TableFile:
+    """Open the query that the flags give."""
+    if (arguments.sql is None) == (arguments.query is None):
+        how = "neither is given" if arguments.sql is None else "both are given"
+        raise UserError(f"the query comes as an argument, or from a file with --query FILE; {how}")
+    sql = arguments.sql
+    if sql is None:
+        try:
+            sql = arguments.query.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--query {arguments.query}: the file cannot be read ({in_words(error)})") from None
+    memory = available_bytes() // 2 if arguments.query_memory is None else parse_bytes(arguments.query_memory)
+    if memory < _LEAST_MEMORY:
+        raise UserError(f"--query-memory must be at least {format_bytes(_LEAST_MEMORY)}, not {format_bytes(memory)}")
+    from hostdev.data.preprocess.query.source import QueryOptions, open_query, spill_folder  # imports DuckDB
+
+    threads = arguments.threads or host_threads()
+    return open_query(sql, QueryOptions(threads, memory, spill_folder(arguments.out)))
+
+
 def table_options(arguments: argparse.Namespace, earlier: Earlier | None = None) -> Options:
-    """Make `Options` from the parsed flags of `table`."""
+    """Make `Options` from the parsed flags of `table` or `query`."""
     splits = [flag for flag in ("test_fraction", "test_column", "test_after") if getattr(arguments, flag) is not None]
     flags = ["--" + flag.replace("_", "-") for flag in splits]
     if len(flags) > 1:

@@ -9,6 +9,7 @@ from hostdev.core.errors import UserError
 from hostdev.data.preprocess.earlier_vocabulary import Earlier, read_earlier
 
 _MOST = 120  # characters of a column list in a message
+TABLES = ("table", "query")  # commands whose sources have named columns
 _SAME = "leave the flag out: --vocabulary takes the columns from that data set"
 
 
@@ -22,8 +23,8 @@ def find_earlier(arguments: argparse.Namespace) -> Earlier | None:
     if arguments.frozen_vocabulary and arguments.threshold is not None:
         raise UserError("--threshold has no effect with --frozen-vocabulary; leave one of them out")
     earlier = read_earlier(folder, frozen=arguments.frozen_vocabulary)
-    if earlier.is_table != (arguments.command == "table"):
-        command = "table" if earlier.is_table else "criteo"
+    if earlier.is_table != (arguments.command in TABLES):
+        command = " or ".join(TABLES) if earlier.is_table else "criteo"
         raise UserError(f"--vocabulary {folder} was made by another command; use preprocess {command}")
     if earlier.buckets is not None and arguments.threshold is not None:
         raise UserError(f"--threshold has no effect with --vocabulary {folder}, whose ids are hashed; omit --threshold")

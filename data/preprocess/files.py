@@ -99,7 +99,7 @@ def chunks(file: TableFile, used: Sequence[str]) -> Iterator[Chunk]:
         first += chunk.lines
 
 
-def _parts(batch: pa.RecordBatch, first: int, each: float) -> Iterator[Part]:
+def split_batch(batch: pa.RecordBatch, first: int, each: float) -> Iterator[Part]:
     """Split a batch into parts within the chunk limits.
 
     `first` is the number of the file's rows before the batch, `each` the approximate bytes of a row in the file.
@@ -182,7 +182,7 @@ class ParquetTable:
                     for batch in file.iter_batches(rows, row_groups=list(range(first, last)), columns=list(used)):
                         rest = batch.slice(max(0, offset - row))
                         row += len(batch)
-                        yield from _parts(rest, row - len(rest), each)
+                        yield from split_batch(rest, row - len(rest), each)
                     first = last
         except UnicodeDecodeError as error:  # a column's name in a row group, which the schema has in UTF-8
             raise unreadable(str(path), "the Parquet file is broken", error) from None
@@ -233,7 +233,7 @@ class ArrowTable:
                     row += len(batch)
                     if len(rest):
                         rest.validate(full=True)  # the file is untrusted
-                        yield from _parts(rest, row - len(rest), each)
+                        yield from split_batch(rest, row - len(rest), each)
         except (pa.ArrowException, OSError) as error:
             raise unreadable(str(self.input.path), "the Arrow file is broken", error) from None
 

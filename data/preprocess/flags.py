@@ -10,7 +10,17 @@ THRESHOLD = 1  # values seen once carry no information; they train the out-of-vo
 
 
 def add_table(to: argparse.ArgumentParser) -> None:
-    """Add the flags of `TableOptions`."""
+    """Add the flags of `TableOptions`, but for those of `add_split`."""
+    add_roles(to)
+    to.add_argument("--columns", metavar="NAMES", help="the columns' names, comma-separated, for text without a header")
+    to.add_argument(
+        "--delimiter", metavar="TEXT", help="separator of values in text; tab for a tab (default: detected)"
+    )
+    to.add_argument("--no-quotes", action="store_true", help="treat quotes in text as ordinary characters")
+
+
+def add_roles(to: argparse.ArgumentParser) -> None:
+    """Add the flags for the roles of columns."""
 
     def add(flag: str, metavar: str, text: str) -> None:
         to.add_argument(flag, action="append", metavar=metavar, help=text)
@@ -25,11 +35,6 @@ def add_table(to: argparse.ArgumentParser) -> None:
     add("--categorical", "NAMES", "columns of values that become ids, separated by commas")
     add("--bag", "NAME=SEP", "a column with any number of values: text split by SEP, or a list in Parquet and Arrow")
     add("--share", "NAME=OTHER", "give the values of column NAME the ids of column OTHER")
-    to.add_argument("--columns", metavar="NAMES", help="the columns' names, comma-separated, for text without a header")
-    to.add_argument(
-        "--delimiter", metavar="TEXT", help="separator of values in text; tab for a tab (default: detected)"
-    )
-    to.add_argument("--no-quotes", action="store_true", help="treat quotes in text as ordinary characters")
 
 
 def add_split(to: argparse.ArgumentParser) -> None:

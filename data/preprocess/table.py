@@ -107,6 +107,8 @@ _NOTHING = np.zeros(2, np.int32), np.zeros(0, np.uint8)  # the text "", for a mi
 class Table:
     """The rows of the given files in order, of the tables in folders, or of standard input ("-").
 
+    A file that is open already, such as a query's rows, is taken as it is.
+
     Raises UserError for unreadable files and wrong columns, in the constructor or while reading.
     """
 
@@ -114,12 +116,14 @@ class Table:
     signed = True
     format_keys = None
 
-    def __init__(self, files: Sequence[Path], options: TableOptions) -> None:
+    def __init__(self, files: Sequence[Path | TableFile], options: TableOptions) -> None:
         self._options = options
         self._positive = None if options.positive is None else Positive.parse(options.positive)
         self._used = options.used()
         self._owners = dict(options.share)  # columns with the ids of another column
-        self._files = [_open(path, options) for path in expand(files, is_table)]
+        paths = expand([file for file in files if isinstance(file, Path)], is_table)
+        opened = [file for file in files if not isinstance(file, Path)]
+        self._files = [*(_open(path, options) for path in paths), *opened]
         self._types: dict[
             str, tuple[str, pa.DataType, TableFile, str]
         ] = {}  # by id space: the first known type and its column

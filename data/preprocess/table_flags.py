@@ -19,8 +19,9 @@ def parse_table_options(arguments: argparse.Namespace, earlier: Earlier | None =
         for text in given if isinstance(given, list) else [given]:
             if isinstance(text, str) and not is_text(text):
                 raise UserError(f"--{name.replace('_', '-')} {text!r} is not text in UTF-8")
-    columns = None if arguments.columns is None else _names([arguments.columns])
-    delimiter = arguments.delimiter
+    is_query = arguments.command == "query"  # its text is read by the engine
+    columns = None if is_query or arguments.columns is None else _names([arguments.columns])
+    delimiter = None if is_query else arguments.delimiter
     what = {
         "label": arguments.label,
         "positive": arguments.positive,
@@ -43,7 +44,7 @@ def parse_table_options(arguments: argparse.Namespace, earlier: Earlier | None =
         test_after=None if arguments.test_after is None else _pair("--test-after", arguments.test_after),
         columns=columns,
         delimiter=None if delimiter is None else _ESCAPES.get(delimiter, delimiter),
-        quotes=not arguments.no_quotes,
+        quotes=is_query or not arguments.no_quotes,
     )
 
 

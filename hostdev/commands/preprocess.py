@@ -14,13 +14,22 @@ PROG = "hostdev.data.preprocess"
 def parser(prog: str = PROG) -> cli.Parser:
     """Return the parser of the command's flags."""
     made = cli.parser(prog, "Turn tables, Criteo text or synthetic data into Arrow shards; check or describe them.")
-    commands = made.add_subparsers(dest="command", required=True, metavar="table|criteo|synthetic|check|info")
+    commands = made.add_subparsers(dest="command", required=True, metavar="table|query|criteo|synthetic|check|info")
     table = commands.add_parser("table", help="from CSV, TSV, Parquet or Arrow files", allow_abbrev=False)
     table.add_argument("files", nargs="+", type=Path, metavar="FILE",
                        help="tables with the same columns, folders of them, or - for standard input")  # fmt: skip
     table.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new data set's folder")
     flags.add_table(table)
     flags.add_split(table)
+    query = commands.add_parser("query", help="from an SQL query over files", allow_abbrev=False)
+    query.add_argument("sql", nargs="?", metavar="SQL", help="one SELECT in DuckDB's dialect; quote it for the shell")
+    query.add_argument("--query", type=Path, metavar="FILE", help="a file with the query, instead of SQL")
+    query.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new data set's folder")
+    query.add_argument(
+        "--query-memory", metavar="SIZE", help="memory of the query, such as 4GiB (default: half of what is available)"
+    )
+    flags.add_roles(query)
+    flags.add_split(query)
     criteo = commands.add_parser("criteo", help="from Criteo text", allow_abbrev=False)
     criteo.add_argument("files", nargs="+", type=Path, metavar="FILE",
                         help="Criteo text (label, 13 integers, 26 hex values), folders, or - for stdin")  # fmt: skip
@@ -30,14 +39,15 @@ def parser(prog: str = PROG) -> cli.Parser:
     target = synthetic.add_mutually_exclusive_group(required=True)
     target.add_argument("--out", type=Path, metavar="DIR", help="the new data set's folder")
     target.add_argument("--tsv", type=Path, metavar="FILE", help="write raw Criteo text instead of shards")
-    add_options(table, Options(threshold=flags.THRESHOLD))
-    add_seed(table, None)
-    for command in (table, criteo):
+    for command in (table, query):
+        add_options(command, Options(threshold=flags.THRESHOLD))
+        add_seed(command, None)
+    for command in (table, query, criteo):
         flags.add_earlier(command)
     for command in (criteo, synthetic):
         add_options(command)
         add_seed(command, Options().seed)
-    for command in (table, criteo, synthetic):
+    for command in (table, query, criteo, synthetic):
         command.add_argument("--threads", type=int, metavar="N", help="number of threads (default: all cores)")
         cli.add_debug(command)
     flags.add_looking(commands)

@@ -1,0 +1,262 @@
+"""Make a query's result independent of threads: the rows, their order, and the values in them.
+
+DuckDB promises the order of rows only where a query is a chain of scans, filters and expressions. Elsewhere, rows that
+an ORDER BY leaves equal come in the order in which threads finish. So this module appends to each order, whether of
+the result, of a LIMIT, of a window or of an aggregate, what tells the rows apart that it leaves equal.
+"""
+
+import copy
+from collections.abc import Iterator, Set
+from typing import Any, NamedTuple
+
+from hostdev.core.errors import UserError
+from hostdev.data.preprocess.query.statement import (
+    Node,
+    Statement,
+    every_column,
+    number,
+    ordering,
+    own,
+    reference,
+    selects,
+    walk,
+)
+
+CHANGING = {
+    "random": "draw(id, 2020), which draws from [0, 1) by a value and a seed",
+    **dict.fromkeys(("uuid", "gen_random_uuid", "uuidv4", "uuidv7"), "md5(id)"),
+    **dict.fromkeys(
+        (
+            *("now", "today", "current_date", "current_timestamp", "current_localtimestamp", "get_current_timestamp"),
+            *("transaction_timestamp", "get_current_time", "current_localtime", "current_time", "localtimestamp"),
+        ),
+        "the time itself, such as TIMESTAMP '2026-01-31 12:00:00'",
+    ),
+    **dict.fromkeys(("nextval", "currval"), "row_number()"),
+    **dict.fromkeys(("setseed", "getenv", "current_setting", "getvariable"), "the value itself"),
+}
+"""Functions whose value is another one each time, and what to write instead."""
+
+PICKING = frozenset(
+    [
+        *("list", "array_agg", "string_agg", "group_concat", "listagg", "first", "last", "any_value", "arbitrary"),
+        *("mode", "arg_min", "arg_max", "argmin", "argmax", "min_by", "max_by", "arg_min_null", "arg_max_null"),
+    ]
+)
+"""Aggregates whose value depends on the order of equal rows."""
+
+SUMMING = frozenset(
+    [
+        *("sum", "avg", "mean", "fsum", "favg", "kahan_sum", "sumkahan", "product", "geomean", "geometric_mean"),
+        *("stddev", "stddev_pop", "stddev_samp", "variance", "var_pop", "var_samp", "sem", "skewness", "kurtosis"),
+        *("kurtosis_pop", "corr", "covar_pop", "covar_samp", "entropy", "regr_avgx", "regr_avgy", "regr_count"),
+        *("regr_intercept", "regr_r2", "regr_slope", "regr_sxx", "regr_sxy", "regr_syy"),
+    ]
+)
+"""Aggregates whose value depends on the order in which floating-point numbers are added."""
+
+APPROXIMATE = frozenset(("approx_quantile", "reservoir_quantile", "approx_top_k"))
+"""Aggregates whose value depends on how threads divide the rows."""
+
+WINDOWS = frozenset(["last_items"])
+"""The engine's functions that are windows."""
+
+_NUMBERING = frozenset(
+    ("row_number", "ntile", "lag", "lead", "first_value", "last_value", "nth_value", "first", "last", "fill")
+)
+
+
+class Settled(NamedTuple):
+    """A query whose result does not depend on threads, as far as its text tells.
+
+    Attributes:
+        tree: The parse tree.
+        order: What orders the rows, in words.
+        doubts: What the result of several threads could depend on, in words.
+    """
+
+    tree: Node
+    order: str
+    doubts: list[str]
+
+
+def refuse_changing(statement: Statement) -> None:
+    """Raise UserError if a query would select other rows when it is run again."""
+    for node in walk(statement.tree):
+        name = node.get("function_name", "").lower()
+        if node.get("class") == "COLUMN_REF" and len(node["column_names"]) == 1:
+            found = node["column_names"][0].lower()
+            name = found if found in ("current_date", "current_timestamp", "current_time", "localtimestamp") else name
+        if name in CHANGING:
+            raise UserError(
+                f"the query, {statement.place(node)}: {name}() has another value each time, and the data set would "
+                f"be another one; write {CHANGING[name]}"
+            )
+        if node.get("sample") is not None:
+            raise UserError(
+                "the query: a sample (USING SAMPLE, TABLESAMPLE) has other rows with another number of threads; select "
+                "rows by a value, such as WHERE draw(id, 2020) < 0.1"
+            )
+
+
+def settle(statement: Statement, aggregates: Set[str], *, windows: bool = True) -> Settled:
+    """Make the order of rows part of a query.
+
+    Args:
+        statement: The query.
+        aggregates: The names of all aggregates.
+        windows: Whether to complete the orders of windows; DuckDB cannot bind every query that results.
+    """
+    tree = copy.deepcopy(statement.tree)
+    doubts: list[str] = []
+    for select in list(selects(tree)):
+        _settle_functions(statement, select, doubts, windows=windows)
+    tables = _named_tables(tree)
+    outer = tree["statements"][0]["node"]
+    keeps = _keeps_order(outer, tables, aggregates)
+    has_order = any(_orders(outer))
+    for select in list(selects(tree)):
+        limited = any(one["type"] in ("LIMIT_MODIFIER", "LIMIT_PERCENT_MODIFIER") for one in select["modifiers"])
+        picked = any(one["type"] == "DISTINCT_MODIFIER" and one["distinct_on_targets"] for one in select["modifiers"])
+        is_last = select is outer
+        needed = any(_orders(select)) or not _keeps_order(select, tables, aggregates)
+        if (limited or picked or is_last) and needed:
+            _order_all(select)
+    order = "of their files" if keeps and not has_order else "of its ORDER BY, then of all columns"
+    return Settled(tree, order if keeps or has_order else "of all columns, the first one first", doubts)
+
+
+def _settle_functions(statement: Statement, select: Node, doubts: list[str], *, windows: bool) -> None:
+    """Complete the orders inside of a SELECT's aggregates and windows."""
+    for node in own(select):
+        name = node.get("function_name", "").lower()
+        if node.get("class") == "WINDOW":
+            _settle_window(statement, node, select, doubts, windows=windows)
+        elif node.get("class") == "FUNCTION" and name in PICKING | SUMMING | APPROXIMATE:
+            orders = node["order_bys"]["orders"]
+            if orders:
+                orders += [ordering(copy.deepcopy(one["expression"])) for one in node["arguments"]]
+            elif name in PICKING:
+                doubts.append(f"{statement.place(node)} has no ORDER BY inside")
+            elif name in APPROXIMATE:
+                doubts.append(f"{statement.place(node)} is approximate")
+
+
+def _settle_window(statement: Statement, node: Node, select: Node, doubts: list[str], *, windows: bool) -> None:
+    name = node["function_name"].lower()
+    if node.get("arg_orders"):
+        node["arg_orders"] += [ordering(copy.deepcopy(one["expression"])) for one in node["arguments"]]
+    elif name in PICKING and name not in _NUMBERING:
+        doubts.append(f"{statement.place(node)} has no ORDER BY inside its arguments")
+    by_rows = any(str(node[end]).endswith("ROWS") for end in ("start", "end"))
+    if name not in _NUMBERING and not by_rows:
+        return  # rows that the order leaves equal get the same value
+    if node.get("arg_orders") and name in _NUMBERING:
+        return
+    keys = list(_keys_of(select)) if windows else []
+    if keys:
+        node["orders"] += [ordering(key) for key in keys]
+    else:
+        doubts.append(f"{statement.place(node)} numbers rows that its ORDER BY may leave equal")
+
+
+def _keys_of(select: Node) -> Iterator[Node]:
+    """Yield expressions that together tell the rows of a SELECT apart before its windows."""
+    if select.get("group_expressions"):
+        yield from copy.deepcopy(select["group_expressions"])
+        return
+    if select.get("aggregate_handling") == "FORCE_AGGREGATES":  # GROUP BY ALL
+        return
+    names = list(_names_in(select.get("from_table") or {}))
+    if len(set(names)) == len(names):
+        yield from (reference(name) for name in names)  # the table's name is a struct of its columns
+
+
+def _names_in(table: Node) -> Iterator[str]:
+    """Yield the names of the tables that a FROM clause joins; a subquery without a name gets one."""
+    kind = table.get("type")
+    if kind == "JOIN":
+        yield from _names_in(table["left"])
+        yield from _names_in(table["right"])
+    elif table.get("alias"):
+        yield table["alias"]
+    elif kind == "BASE_TABLE":
+        yield implicit_name(table["table_name"])
+    elif kind == "TABLE_FUNCTION":
+        yield table["function"]["function_name"]
+    elif kind == "SUBQUERY":
+        table["alias"] = f"hostdev_{table['query_location']}"
+        yield table["alias"]
+    elif kind not in ("EMPTY", None):
+        yield "unnamed"  # nothing has this name, so that the query cannot be bound
+
+
+def implicit_name(table: str) -> str:
+    """Return the name by which columns refer to a table that is a file: its name without folder and suffix."""
+    name = table.replace("\\", "/").rpartition("/")[2]
+    return name.partition(".")[0] if "." in name else name
+
+
+def _orders(select: Node) -> Iterator[Node]:
+    return (one for one in select["modifiers"] if one["type"] == "ORDER_MODIFIER")
+
+
+def _order_all(select: Node) -> None:
+    """Append to a SELECT's ORDER BY what tells apart the rows that it leaves equal."""
+    if not any(_orders(select)):
+        select["modifiers"].insert(0, {"type": "ORDER_MODIFIER", "orders": []})
+    [order, *_] = _orders(select)
+    if any(one["expression"].get("class") == "STAR" for one in order["orders"]):  # ORDER BY ALL
+        return
+    items = select.get("select_list") or []
+    if items and not any(map(_is_star, items)):
+        keys = [number(i + 1) for i in range(len(items))]
+    else:  # COLUMNS(*) are those of the FROM clause
+        keys = [every_column(), *(copy.deepcopy(item) | {"alias": ""} for item in items if not _is_star(item))]
+    order["orders"] += [ordering(key) for key in keys]
+
+
+def _is_star(item: Node) -> bool:
+    """Return whether an item of a select list may become several columns."""
+    return any(node.get("class") == "STAR" for node in walk(item))
+
+
+def _named_tables(tree: Node) -> dict[str, Node]:
+    """Return the SELECTs of WITH clauses by name."""
+    found = {}
+    for node in walk(tree):
+        for one in (node.get("cte_map") or {}).get("map", ()):
+            found[one["key"]] = one["value"]["query_node"]
+    return found
+
+
+def _keeps_order(node: Any, tables: dict[str, Node], aggregates: Set[str]) -> bool:
+    """Return whether DuckDB promises a SELECT's rows in the order of its files, however many threads there are."""
+    kind = node.get("type")
+    if kind == "SET_OPERATION_NODE":
+        return (
+            node["setop_type"] == "UNION"
+            and bool(node["setop_all"])
+            and all(_keeps_order(one, tables, aggregates) for one in _children(node))
+        )
+    if kind == "SELECT_NODE":
+        for one in own(node):
+            name = one.get("function_name", "").lower()
+            if one.get("class") in ("WINDOW", "SUBQUERY") or name in aggregates or name in WINDOWS:
+                return False
+        return (
+            not node["group_expressions"]
+            and node["aggregate_handling"] != "FORCE_AGGREGATES"
+            and not any(one["type"] == "DISTINCT_MODIFIER" for one in node["modifiers"])
+            and _keeps_order(node["from_table"] or {"type": "EMPTY"}, tables, aggregates)
+        )
+    if kind == "SUBQUERY":
+        return _keeps_order(node["subquery"]["node"], tables, aggregates)
+    if kind == "BASE_TABLE":
+        named = tables.get(node["table_name"])
+        return named is None or _keeps_order(named, {k: v for k, v in tables.items() if v is not named}, aggregates)
+    return kind in ("TABLE_FUNCTION", "EMPTY")
+
+
+def _children(node: Node) -> list[Node]:
+    return node["children"] if "children" in node else [node["left"], node["right"]]

@@ -1,0 +1,177 @@
+"""The rows that a query selects, as a table without a file."""
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+
+from hostdev.core.errors import UserError
+from hostdev.core.memory import format_bytes
+from hostdev.core.progress import bar, note
+from hostdev.data.preprocess.files import Chunk, Part, split_batch
+from hostdev.data.preprocess.query import plan, settle
+from hostdev.data.preprocess.query.engine import Engine
+from hostdev.data.preprocess.query.statement import Statement, parse, to_sql
+
+NAME = "the query"
+_POLLED = 0.5  # seconds between two looks at the query's progress
+_DOUBTS = 3  # shown in a note
+
+
+class QueryInput:
+    """What a query reads, as `Input` is of a file.
+
+    Args:
+        patterns: Names and patterns of the files that it reads; None if it reads something that files do not tell.
+    """
+
+    name, plain, size, path = NAME, False, 0, Path("-")
+
+    def __init__(self, sql: str, patterns: Sequence[str] | None, engine: Engine) -> None:
+        self._sql, self._engine = sql, engine
+        self._patterns = patterns
+        self._seen = self._files()
+
+    def describe(self) -> dict[str, Any]:
+        """Return the query, its engine, and the files that it reads."""
+        files = [] if self._seen is None else [{"file": name, "bytes": size} for name, size, _ in self._seen]
+        return {"query": self._sql, "engine": f"DuckDB {duckdb.__version__}", "files": files}
+
+    def stamp(self) -> list[Any] | None:
+        """Return the query, and its files' paths, sizes and modification times; None if these are unknown."""
+        return None if self._seen is None else [self._sql, duckdb.__version__, self._seen]
+
+    def check_unchanged(self) -> None:
+        """Raise UserError if a file has changed since construction."""
+        if self._files() != self._seen:
+            raise UserError(f"{NAME}: a file changed while it was read; run again once nothing writes to it")
+
+    def _files(self) -> list[list[Any]] | None:
+        if self._patterns is None:
+            return None
+        found: list[list[Any]] = []
+        for pattern in self._patterns:
+            paths = [Path(name) for (name,) in self._engine.rows("SELECT file FROM glob(?) ORDER BY file", pattern)]
+            if not paths or not all(path.is_file() for path in paths):  # such as a table on the network
+                return None
+            found += [[str(one.resolve()), one.stat().st_size, one.stat().st_mtime_ns] for one in paths]
+        return found
+
+
+class QueryRows:
+    """The rows that a query selects, in an order that is always the same.
+
+    Args:
+        sql: One SELECT statement in DuckDB's dialect.
+        engine: The engine that runs it.
+        threads: How many threads it may have; it gets one where its result would depend on their number.
+
+    Raises:
+        UserError: The query is wrong, or has another result each time.
+    """
+
+    most_rows = 2**62  # unknown before the query has ended
+
+    def __init__(self, sql: str, engine: Engine, threads: int) -> None:
+        self._engine = engine
+        statement = parse(engine.connection, sql)
+        settle.refuse_changing(statement)
+        found = self._settled(statement)
+        self._sql = to_sql(engine.connection, found.tree)
+        self._schema = engine.schema(self._sql)
+        self.names = tuple(self._schema.names)
+        self.input: Any = QueryInput(sql.strip(), plan.patterns(statement.tree, engine), engine)
+        self.order, self.doubts = found.order, found.doubts + plan.float_sums(found.tree, engine)
+        engine.set_threads(1 if self.doubts else threads)
+
+    def _settled(self, statement: Statement) -> settle.Settled:
+        found = settle.settle(statement, self._engine.aggregates)
+        try:
+            self._engine.schema(to_sql(self._engine.connection, found.tree))
+        except UserError:  # where a table's name is not all of its columns
+            plain = settle.settle(statement, self._engine.aggregates, windows=False)
+            self._engine.schema(to_sql(self._engine.connection, plain.tree))
+            return plain
+        return found
+
+    def get_type(self, name: str) -> pa.DataType:
+        """Return a column's type."""
+        return self._schema.field(name).type
+
+    def parts(self, used: Sequence[str], offset: int) -> Iterator[Part]:
+        """Iterate over the rows, starting at row number `offset`, from 0; the query runs from its beginning."""
+        fields, row = [self.names.index(name) for name in used], 0
+        batches = self._engine.stream(self._sql)
+        with _shown(self._engine):
+            batch = next(batches, None)
+        while batch is not None:
+            rest = batch.select(fields).slice(max(0, offset - row))
+            row += len(batch)
+            yield from split_batch(rest, row - len(rest), rest.nbytes / max(1, len(rest)))
+            batch = next(batches, None)
+
+    def parse(self, part: Part, used: Sequence[str]) -> Chunk:
+        """Return a part's rows."""
+        return Chunk(part.content, size=part.taken)
+
+
+@contextmanager
+def _shown(engine: Engine) -> Iterator[None]:
+    """Show how much of a query is done before its first row."""
+    done = threading.Event()
+
+    def look() -> None:
+        shown = 0
+        while not done.wait(_POLLED):
+            found = int(engine.progress())
+            progress.update(max(0, found - shown))
+            shown = max(shown, found)
+
+    with bar(100, "query", "%") as progress:
+        looking = threading.Thread(target=look, daemon=True)
+        looking.start()
+        try:
+            yield
+        finally:
+            done.set()
+            looking.join()
+
+
+@dataclass(frozen=True)
+class QueryOptions:
+    """How a query runs.
+
+    Attributes:
+        threads: Number of threads.
+        memory: Bytes of memory, beside that of hostdev's own work.
+        spill: The folder for what does not fit in memory.
+        tables: Tables of this process that the query may read, by name: pandas, Arrow.
+    """
+
+    threads: int
+    memory: int
+    spill: Path
+    tables: Mapping[str, Any] | None = None
+
+
+def open_query(sql: str, options: QueryOptions) -> QueryRows:
+    """Open a query for `Table`; print a note on its order, threads and memory."""
+    found = QueryRows(sql, Engine(options.threads, options.memory, options.spill, options.tables), options.threads)
+    lines = [f"query: rows in the order {found.order}; {format_bytes(options.memory)} of memory"]
+    if found.doubts and options.threads > 1:
+        more = f", and {len(found.doubts) - _DOUBTS} more" if len(found.doubts) > _DOUBTS else ""
+        lines.append(
+            f"query: one thread, as several could change the result: {'; '.join(found.doubts[:_DOUBTS])}{more}"
+        )
+    note("\n".join(lines))
+    return found
+
+
+def spill_folder(out: Path) -> Path:
+    """Return the folder for what does not fit in memory: in the data set's work folder, which is removed at the end."""
+    return out.parent / f".{out.name}.partial" / "query"

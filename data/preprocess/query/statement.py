@@ -1,0 +1,151 @@
+"""A query as DuckDB's parse tree, which is JSON: parsing, searching, and turning it into SQL again."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hostdev.core.errors import UserError
+from hostdev.core.printable import printable
+
+Node = dict[str, Any]
+
+SELECTS = ("SELECT_NODE", "SET_OPERATION_NODE", "RECURSIVE_CTE_NODE", "CTE_NODE")
+_SHOWN = 60  # characters of a query in an error
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One SELECT statement.
+
+    Attributes:
+        sql: The text, for messages.
+        tree: What `json_serialize_sql` returns for it.
+    """
+
+    sql: str
+    tree: Node
+
+    @property
+    def select(self) -> Node:
+        """The outermost SELECT."""
+        node: Node = self.tree["statements"][0]["node"]
+        return node
+
+    def place(self, node: Node) -> str:
+        """Return the part of the text that a node stands for, or where it begins."""
+        start, length = node.get("query_location", -1), node.get("query_location_length", 0)
+        if not 0 <= start < len(self.sql.encode()):
+            return "the query"
+        shown = self.sql.encode()[start : start + (length or _SHOWN)].decode(errors="replace")
+        line = self.sql.encode()[:start].count(b"\n") + 1
+        return f"line {line}, {printable(' '.join(shown.split()), _SHOWN)!r}"
+
+
+def parse(connection: Any, sql: str) -> Statement:
+    """Parse one SELECT statement; raise UserError for anything else."""
+    tree = json.loads(_call(connection, "json_serialize_sql", sql))
+    if tree.get("error"):
+        message = printable(str(tree.get("error_message", "it is not a query")), 300)
+        if "SELECT" in message and "serialize" in message:
+            message = "only SELECT can be read; settings, PIVOT without IN (...) and other statements cannot"
+        raise UserError(f"the query cannot be read: {message}{_where(sql, tree)}")
+    if len(tree["statements"]) != 1:
+        how = f"has {len(tree['statements'])} statements" if tree["statements"] else "is empty"
+        raise UserError(f"the query {how}; give one SELECT")
+    return Statement(sql, tree)
+
+
+def to_sql(connection: Any, tree: Node) -> str:
+    """Return the SQL of a parse tree."""
+    return str(_call(connection, "json_deserialize_sql", json.dumps(tree)))
+
+
+def walk(node: Any) -> Iterator[Node]:
+    """Iterate over a node and all nodes below it, also those of subqueries."""
+    waiting = [node]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):
+            yield one
+            waiting.extend(one.values())
+        elif isinstance(one, list):
+            waiting.extend(one)
+
+
+def own(node: Any) -> Iterator[Node]:
+    """Iterate over the nodes below a SELECT, without those of other SELECTs inside it."""
+    waiting = list(node.values())
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, list):
+            waiting.extend(one)
+        elif isinstance(one, dict) and one.get("type") not in SELECTS:
+            yield one
+            waiting.extend(one.values())
+
+
+def selects(node: Any) -> Iterator[Node]:
+    """Iterate over all SELECTs of a tree."""
+    return (one for one in walk(node) if one.get("type") in SELECTS)
+
+
+def reference(*names: str) -> Node:
+    """Return the node of a column, or of a table as a struct of its columns."""
+    return {
+        "class": "COLUMN_REF",
+        "type": "COLUMN_REF",
+        "alias": "",
+        "query_location": 2**64 - 1,
+        "query_location_length": 0,
+        "column_names": list(names),
+    }
+
+
+def every_column() -> Node:
+    """Return the node `COLUMNS(*)`."""
+    return {
+        "class": "STAR",
+        "type": "STAR",
+        "alias": "",
+        "query_location": 2**64 - 1,
+        "query_location_length": 0,
+        "relation_name": "",
+        "exclude_list": [],
+        "replace_list": [],
+        "columns": True,
+        "expr": None,
+        "qualified_exclude_list": [],
+        "rename_list": [],
+    }
+
+
+def number(n: int) -> Node:
+    """Return the node of a number: in ORDER BY, that of a column of the result."""
+    return {
+        "class": "CONSTANT",
+        "type": "VALUE_CONSTANT",
+        "alias": "",
+        "query_location": 2**64 - 1,
+        "query_location_length": 0,
+        "literal": {"kind": "INTEGER", "text": str(n)},
+    }
+
+
+def ordering(expression: Node) -> Node:
+    """Return an element of ORDER BY."""
+    return {"type": "ORDER_DEFAULT", "null_order": "ORDER_DEFAULT", "expression": expression}
+
+
+def _call(connection: Any, function: str, argument: str) -> str:
+    found: str = connection.execute(f"SELECT {function}(?)", [argument]).fetchall()[0][0]
+    return found
+
+
+def _where(sql: str, tree: Node) -> str:
+    """Return the line of an error, if the parser tells its position."""
+    try:
+        position = int(tree["position"])
+    except (KeyError, ValueError):
+        return ""
+    return f" (line {sql.encode()[:position].count(chr(10).encode()) + 1})"
