@@ -24,9 +24,9 @@ from typing import NamedTuple
 CALLS = ("wait_event", "wait_stream", "record_stream", "await_event", "await_sent", "synchronize")
 TESTS = (  # what finds most comes first
     "tests/device/test_staging.py",
+    "tests/distributed/test_dense_streams.py",
     "tests/device/test_training.py",
     "tests/device/test_device.py",
-    "tests/distributed/test_dense_streams.py",
     "tests/cache",
     "tests/runtime",
     "tests/test_pipeline.py",
