@@ -138,6 +138,9 @@ class _Build:
         total = sum(rows.values())
         if total == 0:
             raise UserError("the input has no rows")
+        rule = self._source.options().get("positive")
+        if rule is not None and self._earlier is None and not any(sum(fact.positives) for fact in self._facts):
+            raise UserError(f"none of the {total} labels is positive by --positive {rule}; give another rule")
         for split, count in rows.items():
             if count == 0 and (split == "train" or self._options.test_fraction != 0):
                 how = "--test-fraction" if self._options.test_fraction is not None else "--test-column or --test-after"

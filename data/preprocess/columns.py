@@ -19,6 +19,7 @@ Codes = npt.NDArray[np.int32]
 MISSING_NUMBERS = ("", "NA", "N/A", "n/a", "#N/A", "NULL", "null", "None", "NaN", "nan", "-NaN", "-nan")
 _TRUE_OR_FALSE: dict[str | Decimal, float] = {Decimal(0): 0.0, Decimal(1): 1.0, "false": 0.0, "true": 1.0}
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,9})?")
+_COMPARISON = re.compile(r"([^<>=!]*[^<>=!\s])\s*((?:[<>]=?|[!=]?=)\s*[^<>=!]+)")  # such as rating>=4
 _ORDERS: dict[str, Callable[[Any, Any], Any]] = {
     ">=": np.greater_equal,
     "<=": np.less_equal,
@@ -105,6 +106,11 @@ class Positive:
         for op in (">=", "<=", "!=", "==", ">", "<", "="):
             if text.startswith(op):
                 return Positive("=" if op == "==" else op, text.removeprefix(op).strip())
+        if (found := _COMPARISON.fullmatch(text)) is not None:
+            raise UserError(
+                f"--positive {text}: give only the comparison, '{found[2]}', as the column is that of --label; a value "
+                f"with such a sign in it is '={text}'"
+            )
         return Positive("=", text.strip())
 
 
@@ -327,7 +333,10 @@ def as_labels(array: pa.Array, positive: Positive | None) -> npt.NDArray[np.floa
             "the value is missing"
             if text in MISSING_NUMBERS
             else f"{text[:_SHOWN]!r} is not 0 or 1, true or false; give a rule for positive labels, "
-            "such as --positive '>3' or --positive yes",
+            "such as --positive '>3' or --positive yes"
+            if positive is None
+            else f"{text[:_SHOWN]!r} is not a number, as --positive {positive.value} is, so that the label is not "
+            "known; remove the row, or select rows with `preprocess query`",
         )
     return labels
 
@@ -357,10 +366,14 @@ def _parse_labels(texts: list[str], positive: Positive | None) -> npt.NDArray[np
         return np.array([_TRUE_OR_FALSE.get(_parse_exactly(text.lower()), np.nan) for text in texts], np.float32)
     value = _parse_exactly(positive.value)
     missing = {*MISSING_NUMBERS} - {positive.value}
-    return np.array(
-        [np.nan if text in missing else (_parse_exactly(text) == value) == (positive.op == "=") for text in texts],
-        np.float32,
-    )
+
+    def label(text: str) -> float:
+        found = _parse_exactly(text)
+        if text in missing or (positive.op == "=" and isinstance(value, Decimal) and isinstance(found, str)):
+            return np.nan  # such as ? where labels are numbers: it is not known, and no negative
+        return float((found == value) == (positive.op == "="))
+
+    return np.array([label(text) for text in texts], np.float32)
 
 
 def as_bags(array: pa.Array, separator: str | None) -> tuple[Codes, pa.StringArray, Codes]:

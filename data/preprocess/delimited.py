@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyarrow import csv
 
 from hostdev.core.errors import UserError
 from hostdev.data.preprocess.files import Chunk, Part
 from hostdev.data.preprocess.inputs import COMPRESSED, HEAD_BYTES, AnyInput
 from hostdev.data.preprocess.naming import short
+from hostdev.data.preprocess.raw import WrongRowError
 from hostdev.data.preprocess.rejected import RejectedLines
 from hostdev.data.preprocess.text import LONGEST, newline, whole_lines
 from hostdev.kernels.strings import IN_QUOTES, scan_quotes
@@ -23,6 +25,9 @@ from hostdev.kernels.strings import IN_QUOTES, scan_quotes
 BLOCK_BYTES = 1 << 24
 MOST_COLUMNS = 1 << 16
 _USUAL = {"\t": "tab", ";": "';'", "|": "'|'", ",": ","}  # delimiters, quoted for a shell
+_SHOWN = 120  # characters of a header in a message
+_MANY_LINES = 20  # in one value: then it may have swallowed rows
+_ROWLIKE = 0.8  # share of its lines with as many delimiters as a row
 _STAND_IN = b"\x1f"  # replaces a delimiter of several characters: the unit separator, absent from text
 
 
@@ -61,6 +66,7 @@ class DelimitedFile:
                     f"{source.name}: the first line has {len(self.names)} values between {self.shown}, "
                     f"but --columns names {len(columns)} columns{hint}"
                 )
+            _refuse_header(source, columns, self.names)
             self._columns, self.names = list(columns), tuple(columns)
         self.most_rows = source.size // max(1, len(self.names)) + 1 if source.plain else 2**62
 
@@ -112,7 +118,30 @@ class DelimitedFile:
 
         later = self._columns is None and not named  # an earlier part had the header
         rejected = RejectedLines(self.input.name, numbers + 1 if later else numbers, look)
-        return Chunk(batch, 0, rejected, part.taken, numbers - 1 if named else numbers)
+        chunk = Chunk(batch, 0, rejected, part.taken, numbers - 1 if named else numbers)
+        if self._quotes and text.count(b"\n") - chunk.lines - named >= _MANY_LINES:
+            self._refuse_swallowed(text, wrong, chunk, int(named))
+        return chunk
+
+    def _refuse_swallowed(self, text: bytes, wrong: "_WrongRows", chunk: Chunk, header: int) -> None:
+        """Raise WrongRowError if a value in quotes has many rows in it, because a quote before them is not closed."""
+        delimiter = self._delimiter.decode() if len(self._delimiter) == 1 else _STAND_IN.decode()
+        columns = [str(i) for i in range(len(self.names))]
+        found = [(number - header, wrong.text(i)) for i, number in enumerate(wrong.numbers().tolist())]
+        for column in self._read(self._plain(text), columns, columns, lambda row: "skip").columns:
+            long = pc.greater_equal(pc.count_substring(column, "\n"), _MANY_LINES).to_numpy()
+            found += [(chunk.number(row - header), column[row].as_py()) for row in np.flatnonzero(long).tolist()]
+        for row, value in found:
+            lines = value.split("\n")[1:-1]
+            rows = sum(line.count(delimiter) == len(columns) - 1 for line in lines)
+            if len(columns) > 1 and len(lines) >= _MANY_LINES - 1 and rows >= _ROWLIKE * len(lines):
+                raise WrongRowError(
+                    self.input.name,
+                    row,
+                    f"a value in quotes goes on for {len(lines) + 1:,} lines, most of which look like rows; it begins "
+                    f"{short(value.partition(chr(10))[0], 60)!r}; close its quotes, or give --no-quotes if quotes are "
+                    "ordinary characters",
+                )
 
     def _header(self, start: bytes) -> tuple[str, ...]:
         """Return the values of the first row."""
@@ -182,6 +211,16 @@ class DelimitedFile:
         if "Empty CSV" in error:
             return UserError(f"{self.input.name}: the file has no rows")
         return UserError(f"{self.input.name}: this is not delimited text ({short(error, 200)})")
+
+
+def _refuse_header(source: AnyInput, columns: Sequence[str], first: Sequence[str]) -> None:
+    """Raise UserError if the first row is a header, although the columns are named."""
+    same = sum(name.strip().lower() == value.strip().lower() for name, value in zip(columns, first, strict=True))
+    if 2 * same >= len(columns):
+        raise UserError(
+            f"{source.name}: the first row is a header with the names that --columns gives "
+            f"({', '.join(first)[:_SHOWN]}); leave --columns out"
+        )
 
 
 def _guess(path: Path, start: bytes) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hostdev.core import streams
 from hostdev.core.errors import HostdevError, UserError, in_words, write_stderr
@@ -24,8 +24,30 @@ EXIT_BROKEN_PIPE = 141
 _is_own = False  # whether the process runs only a command
 
 
+class _Once(argparse._StoreAction):
+    """Stores an option's value, which may be given once; argparse would silently take the last of several."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        given = vars(parser).setdefault("values_given", {})
+        if given.setdefault(self.dest, values) != values:
+            parser.error(f"{option} is given twice, as {given[self.dest]} and as {values}; give it once")
+        super().__call__(parser, namespace, values, option)
+
+
 class Parser(argparse.ArgumentParser):
-    """An argument parser that reports a wrong option in one line."""
+    """An argument parser that reports a wrong option in one line, and refuses an option with two values."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        for name in (None, "store"):
+            self.register("action", name, _Once)
+
+    def parse_known_args(self, *args: Any, **options: Any) -> Any:
+        """Parse arguments as argparse does."""
+        self.values_given: dict[str, Any] = {}
+        return super().parse_known_args(*args, **options)
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError instead of printing the usage and exiting."""

@@ -412,7 +412,7 @@ def test_the_command(command, in_process, tmp_path):
         (["synthetic", "--rows", "5", "--tsv", "x", "--dense", "log"], "--dense has no effect with --tsv"),
         (["synthetic", "--rows", "0", "--tsv", "x"], "--rows must be at least 1, not 0"),
         (["synthetic", "--rows", "5", "--out", "empty"], "empty exists already"),
-        ([], "required: table|criteo|synthetic"),
+        ([], "required: table|query|criteo|synthetic"),
     ],
 )
 def test_wrong_input_gets_one_line(in_process, tmp_path, arguments, message):

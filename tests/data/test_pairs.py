@@ -49,7 +49,7 @@ def encoding_of(tmp_path, columns, *options):
 def made(tmp_path, path, columns, *options):
     names = [f"--bag={name}=|" if name.startswith("bag") else f"--categorical={name}" for name in columns]
     arguments = ["table", path, "--out", tmp_path / "data", "--label", "y", "--test-column", "split=test", *names]
-    threshold = () if "--hash-buckets" in options else ("--threshold", 0)
+    threshold = () if {"--hash-buckets", "--threshold"} & {*options} else ("--threshold", 0)
     preprocess.main([*map(str, [*arguments, *threshold, *options])])
     found = manifest.read(tmp_path / "data")
     return Encoding(found, found.vocabulary and tmp_path / "data" / found.vocabulary)

@@ -9,6 +9,7 @@ import pytest
 
 from hostdev.commands import preprocess
 from hostdev.data import manifest
+from hostdev.data.preprocess.table import Table, TableOptions
 from tests.data.conftest import GOOD
 
 
@@ -105,7 +106,15 @@ from tests.data.conftest import GOOD
             ["--label", "y", "--delimiter", ";", "--columns", "a,b"],
             "the first line has 1 values between ';', but --columns names 2 columns; give --delimiter ,",
         ),
-        (["--label", "y", "--columns", "y,x,c,g,t"], "good.csv, row 1, column 'y': 'y' is not 0 or 1"),
+        (
+            ["--label", "y", "--columns", "y,x,c,g,t"],
+            "good.csv: the first row is a header with the names that --columns",
+        ),
+        (["--label", "y", "--columns", "Y,x,c, g,z"], "leave --columns out"),
+        (["--label", "y", "--columns", "y,a,c,d,e"], "good.csv, row 1, column 'y': 'y' is not 0 or 1"),
+        (["--label", "y", "--label", "c"], "--label is given twice, as y and as c; give it once"),
+        (["--label", "y", "--positive", "1", "--positive=>1"], "--positive is given twice, as 1 and as >1"),
+        (["--label", "y", "--test-after", "t=1", "--test-after", "t=2"], "--test-after is given twice, as t=1 and"),
         ([], "the following arguments are required: --label"),
     ],
 )
@@ -314,3 +323,34 @@ def test_many_and_long_names_and_types_make_short_lines(refused, tmp_path):
     line = refused("t.parquet")
     assert "it is of type struct<column 0 xxx" in line
     assert len(line) < 500
+
+
+def rows_with(changed):
+    rows = [f"{i % 2},v{i % 7},t{i},x" for i in range(400)]
+    for number, row in changed.items():
+        rows[number] = row
+    return "y,c,t,d\n" + "\n".join(rows) + "\n"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {10: '1,v3,"open,x', 110: '0,v2,t"shut",x'},  # a row with other columns
+        {10: '1,"v3,open,x', 110: '0,v2",shut,x'},  # a value of a column that is read
+        {10: '1,v3,"open,x', 110: '0,v2,t",x'},  # a value of a column that is not read
+        {10: '1,v3,"open,x', 40: '0,v2,t",x'},
+    ],
+)
+def test_a_quote_that_swallows_rows(refused, tmp_path, changed):
+    (tmp_path / "t.csv").write_text(rows_with(changed))
+    lines = max(changed) - 10
+    message = refused(tmp_path / "t.csv", "--label", "y", label=())
+    assert f"t.csv, row 11, a value in quotes goes on for {lines} lines, most of which look like rows" in message
+    assert "--no-quotes" in message
+
+
+def test_long_texts_in_quotes_are_values(tmp_path):
+    text = "\n".join(f"line {i}, of a text" for i in range(50))
+    (tmp_path / "t.csv").write_text(rows_with({10: f'1,v3,"{text}",x', 12: f'1,"{text}",t,x'}))
+    table = Table([tmp_path / "t.csv"], TableOptions(label="y", categorical=("c",)))
+    assert sum(len(table.parse(block)) for block in table.blocks()) == 400
