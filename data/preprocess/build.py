@@ -35,6 +35,8 @@ from hostdev.data.schema import Schema
 from hostdev.kernels.pool import host_threads
 
 VOCABULARY_FILE = "vocabulary.arrow"
+_FIRST = f"{SPLITS[0]}/part-00000.arrow"
+UNKNOWN, APART = "out_of_vocabulary_by_column", "apart"  # statistics in the manifest
 
 
 def build(
@@ -121,8 +123,8 @@ class _Build:
             self._paths = [first.path(i) for i in range(len(self._facts))]
             rows = self._rows()
             schema, scaling = self._learn(later, rows, workers)
-            shards, out_of_vocabulary = self._write_shards(later, schema, scaling, workers)
-        return self._write_manifest(schema, scaling, rows, shards, out_of_vocabulary)
+            shards, uses = self._write_shards(later, schema, scaling, workers)
+        return self._write_manifest(schema, scaling, rows, shards, uses)
 
     def _is_learned(self, entries: Sequence[dict[str, Any]], workers: Workers) -> bool:
         """Return whether the learned files that the journal lists are present and intact."""
@@ -186,12 +188,15 @@ class _Build:
 
     def _write_shards(
         self, entries: Sequence[dict[str, Any]], schema: Schema, scaling: Scaling, workers: Workers
-    ) -> tuple[dict[str, list[Shard]], dict[str, float]]:
-        """Write the missing shards; return all shards and the share of out-of-vocabulary ids, by split."""
+    ) -> tuple[dict[str, list[Shard]], dict[str, Any]]:
+        """Write the missing shards; return all shards by split, and the statistics of their ids."""
         folder = self._work.result
         written = {entry["shard"]["file"]: entry["shard"] for entry in entries if "shard" in entry}
         shards: dict[str, list[Shard]] = {split: [] for split in SPLITS}
-        share = {}
+        names = [*schema.ids, *schema.bags]
+        whole: dict[str, float] = {}
+        by_column: dict[str, dict[str, float]] = {}
+        strangers: list[str] = []
         rows_in_all = sum(sum(fact.rows) for fact in self._facts)
         with bar(rows_in_all, "second pass", "rows", unit_scale=True) as progress:
             for i, split in enumerate(SPLITS):
@@ -212,24 +217,31 @@ class _Build:
                         hashed=self._hashed is not None,
                     )
                     out, uses = second_pass.out_of_vocabulary(rows, schema)
+                    apart = second_pass.apart(rows, schema) if name == _FIRST and self._hashed is None else []
                     sha256 = write_shard(folder / name, rows, schema)
-                    return {"file": name, "rows": len(rows), "sha256": sha256, "out": out, "uses": uses}
+                    counts = {"out": out, "uses": uses, "apart": apart}
+                    return {"file": name, "rows": len(rows), "sha256": sha256, **counts}
 
                 parts = second_pass.split_shards(self._facts, i, self._options.rows_per_shard)
                 tasks = [
                     workers.submit(lambda ranges=ranges, name=f"{split}/part-{number:05d}.arrow": write(ranges, name))  # type: ignore[misc]
                     for number, ranges in enumerate(parts)
                 ]
-                out = uses = 0
+                out, uses = [0] * len(names), [0] * len(names)
                 for task in tasks:
                     made = task.result()
                     if made is not written.get(made["file"]):
                         self._work.note(shard=made)
                     shards[split].append(Shard(file=made["file"], rows=made["rows"], sha256=made["sha256"]))
-                    out, uses = out + made["out"], uses + made["uses"]
+                    out, uses = [[*map(sum, zip(a, made[n], strict=True))] for a, n in ((out, "out"), (uses, "uses"))]
+                    strangers += made["apart"]
                     progress.update(made["rows"])
-                share[split] = out / max(1, uses)
-        return shards, share
+                whole[split] = sum(out) / max(1, sum(uses))
+                by_column[split] = {name: a / max(1, b) for name, a, b in zip(names, out, uses, strict=True)}
+        found: dict[str, Any] = {"out_of_vocabulary": whole}
+        if self._hashed is None:
+            found |= {UNKNOWN: by_column, APART: strangers}
+        return shards, found
 
     def _write_manifest(
         self,
@@ -237,9 +249,9 @@ class _Build:
         scaling: Scaling,
         rows: dict[str, int],
         shards: dict[str, list[Shard]],
-        out_of_vocabulary: dict[str, float],
+        uses: dict[str, Any],
     ) -> Manifest:
-        """Write the malformed lines and the manifest."""
+        """Write the malformed lines and the manifest; `uses` has statistics of the ids."""
         folder = self._work.result
         with (folder / REJECTED_FILE).open("w", encoding="utf-8", errors="replace") as file:
             for path, fact in zip(self._paths, self._facts, strict=True):
@@ -265,7 +277,7 @@ class _Build:
                 "rejected": sum(fact.rejected for fact in self._facts),
                 "label_mean": {split: found / max(1, rows[split]) for split, found in positives.items()},
                 **scaling.statistics(),
-                "out_of_vocabulary": out_of_vocabulary,
+                **uses,
                 **self._bag_values(),
                 "missing": self._missing(rows),
                 **({} if self._known_shares is None else {KNOWN_SHARES: self._known_shares}),
@@ -330,7 +342,9 @@ def _count_sound(entries: Sequence[dict[str, Any]], layout: Layout, mode: str) -
                 if content.get(KNOWN_SHARES) is not None:
                     json_files.parse(dict[str, float], content[KNOWN_SHARES])
             elif kind == "shard":
-                json_files.parse(_Done, content)
+                done = json_files.parse(_Done, content)
+                if not len(done.out) == len(done.uses) == len(layout.columns):
+                    return number
         except (ValueError, TypeError, KeyError, AttributeError):
             return number
     return len(entries)
@@ -338,10 +352,17 @@ def _count_sound(entries: Sequence[dict[str, Any]], layout: Layout, mode: str) -
 
 @dataclass(frozen=True, kw_only=True)
 class _Done(Shard):
-    """The journal entry of a written shard; `uses` counts its ids, `out` those that are out of vocabulary."""
+    """The journal entry of a written shard.
 
-    out: int
-    uses: int
+    Attributes:
+        out: By column with ids, the number of ids that are out of vocabulary.
+        uses: By column with ids, the number of ids.
+        apart: In the first shard, the columns that share ids of another column without a value in common.
+    """
+
+    out: list[int]
+    uses: list[int]
+    apart: list[str]
 
 
 def _count_intact(paths: Sequence[Path], checksums: Sequence[str], workers: Workers) -> int:

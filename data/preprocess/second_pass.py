@@ -22,6 +22,8 @@ from hostdev.data.rows import Piece as Rows
 from hostdev.data.schema import Schema
 from hostdev.kernels.columns import place_column
 
+_SOME = 20  # values of each of two columns, of which none is in the other, that are worth a line
+
 Array = npt.NDArray[Any]
 
 
@@ -156,7 +158,22 @@ def build_shard(
     return Rows(label, dense, ids, {bag.name: (values, ragged.offsets_of(lengths)) for bag, (values, lengths) in named})
 
 
-def out_of_vocabulary(rows: Rows, schema: Schema) -> tuple[int, int]:
-    """Return the number of out-of-vocabulary ids, and of all ids."""
-    some = [rows.ids, *(values for values, _ in rows.bags.values())]
-    return sum(int(np.count_nonzero(ids < schema.first_value)) for ids in some), sum(ids.size for ids in some)
+def out_of_vocabulary(rows: Rows, schema: Schema) -> tuple[list[int], list[int]]:
+    """Return the number of out-of-vocabulary ids, and of all ids, by column of the schema."""
+    columns = [*rows.ids.T, *(values for values, _ in rows.bags.values())]
+    return [int(np.count_nonzero(ids < schema.first_value)) for ids in columns], [int(ids.size) for ids in columns]
+
+
+def apart(rows: Rows, schema: Schema) -> list[str]:
+    """Return the columns that share another column's ids, but have no value in common with it in some rows."""
+    ids = dict(
+        zip([*schema.ids, *rows.bags], [*rows.ids.T, *(values for values, _ in rows.bags.values())], strict=True)
+    )
+    known = {name: np.unique(values[values >= schema.first_value]) for name, values in ids.items()}
+    return [
+        column.name
+        for column in schema.columns
+        if column.space != column.name
+        and min(len(known[column.name]), len(known[column.space])) >= _SOME
+        and not len(np.intersect1d(known[column.name], known[column.space], assume_unique=True))
+    ]
