@@ -2,7 +2,7 @@
 
 Finds every statement of a package that makes a stream or the host wait, or that keeps memory for a stream; replaces one
 after the other by `pass` in copies of the repository; and runs tests there on the simulated accelerator, first in the
-lazy schedule, then with random delays, then with several ranks. Prints a Markdown table. What is not caught is not
+lazy schedule, then with several ranks, then with random delays. Prints a Markdown table. What is not caught is not
 needed, or not tested.
 """
 
@@ -32,7 +32,7 @@ TESTS = (  # what finds most comes first
     "tests/test_pipeline.py",
     "tests/test_trainer.py",
 )
-SCHEDULES = ("lazy", "delayed", "ranks")
+SCHEDULES = ("lazy", "ranks", "delayed")
 RANKS = "tests/distributed/test_devices.py"  # "ranks": several processes, each with a device and a schedule of its own
 # They wait in order to measure, and no value depends on it.
 MEASURING = ("hostdev/device/bus.py", "hostdev/device/clock.py", "hostdev/parallel/costs.py", "hostdev/train/room.py")
