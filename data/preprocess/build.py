@@ -35,8 +35,7 @@ from hostdev.data.schema import Schema
 from hostdev.kernels.pool import host_threads
 
 VOCABULARY_FILE = "vocabulary.arrow"
-_FIRST = f"{SPLITS[0]}/part-00000.arrow"
-UNKNOWN, APART = "out_of_vocabulary_by_column", "apart"  # statistics in the manifest
+UNKNOWN, APART, SQUEEZED = "out_of_vocabulary_by_column", "apart", "squeezed"  # statistics in the manifest
 
 
 def build(
@@ -196,7 +195,7 @@ class _Build:
         names = [*schema.ids, *schema.bags]
         whole: dict[str, float] = {}
         by_column: dict[str, dict[str, float]] = {}
-        strangers: list[str] = []
+        told: dict[str, list[str]] = {APART: [], SQUEEZED: []}
         rows_in_all = sum(sum(fact.rows) for fact in self._facts)
         with bar(rows_in_all, "second pass", "rows", unit_scale=True) as progress:
             for i, split in enumerate(SPLITS):
@@ -217,9 +216,11 @@ class _Build:
                         hashed=self._hashed is not None,
                     )
                     out, uses = second_pass.out_of_vocabulary(rows, schema)
-                    apart = second_pass.apart(rows, schema) if name == _FIRST and self._hashed is None else []
+                    is_first = name == f"{SPLITS[0]}/part-00000.arrow"
+                    apart = second_pass.apart(rows, schema) if is_first and self._hashed is None else []
+                    near = second_pass.squeezed(rows, schema.dense, self._options.dense) if is_first else []
                     sha256 = write_shard(folder / name, rows, schema)
-                    counts = {"out": out, "uses": uses, "apart": apart}
+                    counts = {"out": out, "uses": uses, APART: apart, SQUEEZED: near}
                     return {"file": name, "rows": len(rows), "sha256": sha256, **counts}
 
                 parts = second_pass.split_shards(self._facts, i, self._options.rows_per_shard)
@@ -234,14 +235,12 @@ class _Build:
                         self._work.note(shard=made)
                     shards[split].append(Shard(file=made["file"], rows=made["rows"], sha256=made["sha256"]))
                     out, uses = [[*map(sum, zip(a, made[n], strict=True))] for a, n in ((out, "out"), (uses, "uses"))]
-                    strangers += made["apart"]
+                    for about in (APART, SQUEEZED):
+                        told[about] += made[about]
                     progress.update(made["rows"])
                 whole[split] = sum(out) / max(1, sum(uses))
                 by_column[split] = {name: a / max(1, b) for name, a, b in zip(names, out, uses, strict=True)}
-        found: dict[str, Any] = {"out_of_vocabulary": whole}
-        if self._hashed is None:
-            found |= {UNKNOWN: by_column, APART: strangers}
-        return shards, found
+        return shards, {"out_of_vocabulary": whole, **({UNKNOWN: by_column} if self._hashed is None else {}), **told}
 
     def _write_manifest(
         self,
@@ -358,11 +357,13 @@ class _Done(Shard):
         out: By column with ids, the number of ids that are out of vocabulary.
         uses: By column with ids, the number of ids.
         apart: In the first shard, the columns that share ids of another column without a value in common.
+        squeezed: In the first shard, the numeric columns whose largest numbers leave all others nearly equal.
     """
 
     out: list[int]
     uses: list[int]
     apart: list[str]
+    squeezed: list[str]
 
 
 def _count_intact(paths: Sequence[Path], checksums: Sequence[str], workers: Workers) -> int:

@@ -11,7 +11,7 @@ from hostdev.core.errors import UserError, in_words
 from hostdev.core.memory import available_bytes, format_bytes, parse_bytes
 from hostdev.data.manifest import REJECTED_FILE, Manifest
 from hostdev.data.preprocess import earlier_flags, looking, table_flags
-from hostdev.data.preprocess.build import APART, UNKNOWN, build
+from hostdev.data.preprocess.build import APART, SQUEEZED, UNKNOWN, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.earlier_vocabulary import Earlier, growth
 from hostdev.data.preprocess.files import TableFile
@@ -39,7 +39,7 @@ def summary(manifest: Manifest, out: Path, seconds: float) -> str:
     lines += growth(manifest)
     for bag, values in statistics.get("bag_values", {}).items():
         lines.append(f"{bag}: {values['train'] / rows['train']:.1f} values a training row")
-    lines += _about_unknown(statistics)
+    lines += _about_columns(statistics)
     for split, share in shares.items():
         if share in (0, 1) and rows[split]:
             what = "nothing can be learned from them" if split == "train" else "their AUC is undefined"
@@ -49,8 +49,8 @@ def summary(manifest: Manifest, out: Path, seconds: float) -> str:
     return "\n".join(lines)
 
 
-def _about_unknown(statistics: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each column whose values are mostly out of vocabulary, or have other ids than was meant."""
+def _about_columns(statistics: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each column whose values are mostly out of vocabulary, or are probably not what was meant."""
     shares = statistics.get(UNKNOWN, {})
     for name, train in shares.get("train", {}).items():
         test = shares["test"][name]
@@ -58,6 +58,11 @@ def _about_unknown(statistics: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name}: all values are out of vocabulary: each occurs too rarely (--threshold)"
         elif test > max(_MOST_UNKNOWN, 2 * train):
             yield f"{name}: {test:.1%} of the values in test rows are out of vocabulary, {train:.1%} in training rows"
+    for name in statistics.get(SQUEEZED, ()):
+        yield (
+            f"{name}: few numbers are so large that 99.9% of the others are nearly equal when scaled; use --dense log, "
+            "or limit them with `preprocess query`, such as least(x, 100)"
+        )
     for name in statistics.get(APART, ()):
         yield f"{name}: no value is one of the column whose ids it shares (--share); are they written the same way?"
 

@@ -23,6 +23,7 @@ from hostdev.data.schema import Schema
 from hostdev.kernels.columns import place_column
 
 _SOME = 20  # values of each of two columns, of which none is in the other, that are worth a line
+_NEARLY_ALL = 0.999
 
 Array = npt.NDArray[Any]
 
@@ -177,3 +178,14 @@ def apart(rows: Rows, schema: Schema) -> list[str]:
         and min(len(known[column.name]), len(known[column.space])) >= _SOME
         and not len(np.intersect1d(known[column.name], known[column.space], assume_unique=True))
     ]
+
+
+def squeezed(rows: Rows, names: Sequence[str], mode: str) -> list[str]:
+    """Return the numeric columns in which one or a few huge numbers have made all others nearly equal."""
+    least = {"max": 0.01, "standard": 0.1}.get(mode, 0.0)  # of the scaled numbers' size; a logarithm squeezes little
+    found = []
+    for name, numbers in zip(names, np.abs(rows.dense).T, strict=True):
+        known = numbers[numbers > 0]  # a missing number is 0
+        if len(known) >= _SOME and np.quantile(known, _NEARLY_ALL) < least:
+            found.append(name)
+    return found

@@ -486,3 +486,17 @@ def test_values_that_are_unknown_or_apart_are_said(tmp_path, in_process):
     assert found["train"]["rare"] == 1
     assert found["test"]["a"] == 1
     assert 0 < found["train"]["u"] < 0.2
+
+
+@pytest.mark.parametrize(("dense", "told"), [("max", True), ("standard", True), ("log", False)])
+def test_an_outlier_that_squeezes_a_column_is_said(tmp_path, in_process, dense, told):
+    numbers = np.random.default_rng(0).normal(50, 10, 3000).round(2).tolist()
+    for outlier in (50.0, 1e9):
+        out = tmp_path / f"{outlier}"
+        numbers[7] = outlier
+        rows = [f"{i % 2},u{i % 30},{x}" for i, x in enumerate(numbers)]
+        (tmp_path / "t.csv").write_text("y,u,x\n" + "\n".join(rows) + "\n")
+        roles = ("--label", "y", "--categorical", "u", "--numeric", "x", "--dense", dense, "--test-fraction", 0)
+        _, printed, _ = in_process(preprocess, "table", tmp_path / "t.csv", "--out", out, *roles)
+        line = "x: few numbers are so large that 99.9% of the others are nearly equal when scaled; use --dense log, or "
+        assert (line in printed) == (told and outlier > 50), printed
