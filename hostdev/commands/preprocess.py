@@ -13,7 +13,8 @@ PROG = "hostdev.data.preprocess"
 
 def parser(prog: str = PROG) -> cli.Parser:
     """Return the parser of the command's flags."""
-    made = cli.parser(prog, "Turn tables, Criteo text or synthetic data into Arrow shards; check or describe them.")
+    what = "Turn tables, Criteo text or synthetic data into Arrow shards; check or describe them."
+    made = cli.parser(prog, what, cli.StrictParser)
     commands = made.add_subparsers(dest="command", required=True, metavar="table|query|criteo|synthetic|check|info")
     table = commands.add_parser("table", help="from CSV, TSV, Parquet or Arrow files", allow_abbrev=False)
     table.add_argument("files", nargs="+", type=Path, metavar="FILE",

@@ -24,30 +24,8 @@ EXIT_BROKEN_PIPE = 141
 _is_own = False  # whether the process runs only a command
 
 
-class _Once(argparse._StoreAction):
-    """Stores an option's value, which may be given once; argparse would silently take the last of several."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
-    ) -> None:
-        given = vars(parser).setdefault("values_given", {})
-        if given.setdefault(self.dest, values) != values:
-            parser.error(f"{option} is given twice, as {given[self.dest]} and as {values}; give it once")
-        super().__call__(parser, namespace, values, option)
-
-
 class Parser(argparse.ArgumentParser):
-    """An argument parser that reports a wrong option in one line, and refuses an option with two values."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        for name in (None, "store"):
-            self.register("action", name, _Once)
-
-    def parse_known_args(self, *args: Any, **options: Any) -> Any:
-        """Parse arguments as argparse does."""
-        self.values_given: dict[str, Any] = {}
-        return super().parse_known_args(*args, **options)
+    """An argument parser that reports a wrong option in one line."""
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError instead of printing the usage and exiting."""
@@ -72,9 +50,38 @@ class Parser(argparse.ArgumentParser):
         return options
 
 
-def parser(prog: str, description: str) -> Parser:
+class StrictParser(Parser):
+    """A parser that refuses an option with two values, of which argparse would silently take the last.
+
+    It is for commands with options that are repeated to name several columns, beside others that name one.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        for name in (None, "store"):
+            self.register("action", name, _Once)
+
+    def parse_known_args(self, *args: Any, **options: Any) -> Any:
+        """Parse arguments as argparse does."""
+        self.values_given: dict[str, Any] = {}
+        return super().parse_known_args(*args, **options)
+
+
+class _Once(argparse._StoreAction):
+    """Stores an option's value, which may be given once."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        given = vars(parser)["values_given"]
+        if given.setdefault(self.dest, values) != values:
+            parser.error(f"{option} is given twice, as {given[self.dest]} and as {values}; give it once")
+        super().__call__(parser, namespace, values, option)
+
+
+def parser(prog: str, description: str, of: type[Parser] = Parser) -> Parser:
     """Return a parser with the options of every command."""
-    made = Parser(prog=prog, description=description, allow_abbrev=False)
+    made = of(prog=prog, description=description, allow_abbrev=False)
     add_debug(made)
     return made
 

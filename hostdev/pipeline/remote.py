@@ -83,9 +83,10 @@ def exchange_early(
         if known and before is not None:
             before.first = [one._replace(asked=mask) for one, mask in zip(shared, incoming.shared, strict=True)]
         if not context.staging.copies:
-            return EarlyRows(incoming, [], None)
+            return EarlyRows(incoming, [])
         flat = [torch.from_numpy(rows) for group in incoming.rows for rows in group]
-        return EarlyRows(incoming, *context.staging.send(flat, batch.memory))
+        sent, _ = context.staging.send(flat, batch.memory)  # the batch's next copy ends later
+        return EarlyRows(incoming, sent)
 
 
 def _choose_shared(asked: Sequence[Asked], conflicts: Conflicts | None, before: InFlight | None) -> list[SelectedRows]:
@@ -117,7 +118,7 @@ def exchange_late(context: Context, batch: SentBatch, values: list[list[Tensor]]
         update: Whether the pass updates the tables.
     """
     assert batch.early is not None
-    staging, (incoming, sent, _) = context.staging, batch.early
+    staging, (incoming, sent) = context.staging, batch.early
     if incoming.given is not None:
         with urgent(), context.timeline.span("exchange late rows", batch.number):
             given = [[value.cpu().numpy() for value in group] for group in values]

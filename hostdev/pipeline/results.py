@@ -106,7 +106,6 @@ class EarlyRows(NamedTuple):
 
     incoming: Incoming
     sent: list[Tensor]  # the rows on the device, if they are copied
-    mark: Any  # the copy's event
 
 
 class LookedUpBatch(NamedTuple):

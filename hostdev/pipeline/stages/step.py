@@ -31,9 +31,8 @@ def begin_step(context: Context, batch: SentBatch, in_flight: InFlight, update: 
     context.before_stage("step", number)
     span = context.timeline.span("step", number, flow="t" if update else "f", rows=batch.request.rows)
     span.__enter__()
-    if batch.early is not None:
-        staging.await_sent([batch.early.mark], batch.early.sent)
-    staging.await_sent([batch.mark], batch.sent)
+    early = [] if batch.early is None else batch.early.sent  # sent before the others, in the same stream
+    staging.await_sent([batch.mark], [*early, *batch.sent])
     begun = staging.clock()
     values = [
         [table.arrived() for table in rows]
