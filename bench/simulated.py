@@ -108,9 +108,9 @@ class FreeSlots:
         self._rows = torch.zeros((unique, like.block.shape[2]))
         self._left = torch.zeros((unique, *like.block.shape[1:])), torch.zeros((unique, like.row_slots.shape[1]))
 
-    def rows(self, at: Places, passed: torch.Tensor, admitted: torch.Tensor) -> torch.Tensor:
+    def rows(self, at: Places, passed: torch.Tensor, *admitted: torch.Tensor) -> torch.Tensor:
         if self._model.load is not None:
-            self._model.load.sent += [passed, admitted]
+            self._model.load.sent += [passed, *admitted]
         return self._rows
 
     def _no_bytes(self, *args: object) -> int:

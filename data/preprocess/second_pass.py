@@ -161,8 +161,12 @@ def build_shard(
 
 def out_of_vocabulary(rows: Rows, schema: Schema) -> tuple[list[int], list[int]]:
     """Return the number of out-of-vocabulary ids, and of all ids, by column of the schema."""
-    columns = [*rows.ids.T, *(values for values, _ in rows.bags.values())]
-    return [int(np.count_nonzero(ids < schema.first_value)) for ids in columns], [int(ids.size) for ids in columns]
+    n, columns = rows.ids.shape
+    unknown = np.flatnonzero(rows.ids.ravel() < schema.first_value)  # in one pass over the rows
+    bags = [values for values, _ in rows.bags.values()]
+    out = [*np.bincount(unknown % columns, minlength=columns).tolist()] if columns else []
+    out += [int(np.count_nonzero(values < schema.first_value)) for values in bags]
+    return out, [n] * columns + [len(values) for values in bags]
 
 
 def apart(rows: Rows, schema: Schema) -> list[str]:
