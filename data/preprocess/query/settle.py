@@ -40,7 +40,19 @@ CHANGING = {
 PICKING = frozenset(
     [
         *("list", "array_agg", "string_agg", "group_concat", "listagg", "first", "last", "any_value", "arbitrary"),
-        *("mode", "arg_min", "arg_max", "argmin", "argmax", "min_by", "max_by", "arg_min_null", "arg_max_null"),
+        *(
+            "json_group_array",
+            "json_group_object",
+            "mode",
+            "arg_min",
+            "arg_max",
+            "argmin",
+            "argmax",
+            "min_by",
+            "max_by",
+            "arg_min_null",
+            "arg_max_null",
+        ),
     ]
 )
 """Aggregates whose value depends on the order of equal rows."""
@@ -208,9 +220,16 @@ def _order_all(select: Node) -> None:
     [order, *_] = _orders(select)
     if any(one["expression"].get("class") == "STAR" for one in order["orders"]):  # ORDER BY ALL
         return
-    items = select.get("select_list") or []
+    first = select
+    while "select_list" not in first and (first.get("children") or first.get("left")):
+        first = _children(first)[0]  # a UNION has the columns of its first SELECT
+    items = first.get("select_list") or []
+    if first is not select and order["orders"] and any(map(_is_star, items)):
+        raise UserError("the query: a UNION with ORDER BY needs the names of its columns; write them instead of *")
     if items and not any(map(_is_star, items)):
         keys = [number(i + 1) for i in range(len(items))]
+    elif first is not select:
+        keys = [every_column()]  # alone, these are the columns of the result
     else:  # COLUMNS(*) are those of the FROM clause
         keys = [every_column(), *(copy.deepcopy(item) | {"alias": ""} for item in items if not _is_star(item))]
     order["orders"] += [ordering(key) for key in keys]
