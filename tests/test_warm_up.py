@@ -197,7 +197,7 @@ def meet_another(folder):
     until = time.monotonic() + 60
     while len(list(folder.iterdir())) < 2:
         assert time.monotonic() < until
-        time.sleep(0.01)
+        time.sleep(0.01)  # between two looks for the other's file
 
 
 def fail_elsewhere(number):

@@ -79,6 +79,7 @@ QUERIES = {
     "join": ("SELECT e.*, kind FROM 'events.parquet' e JOIN 'items.parquet' USING (i)", True),
     "ties": ("SELECT u, i FROM 'events.parquet' ORDER BY t", True),
     "some of the ties": ("SELECT * FROM (SELECT * FROM 'events.parquet' ORDER BY t LIMIT 1234) WHERE u > 5", True),
+    "sorted inside": ("SELECT u, i FROM (SELECT * FROM 'events.parquet' ORDER BY t) WHERE u > 5", True),
     "in": ("SELECT u, t FROM 'events.parquet' WHERE i IN (SELECT i FROM 'items.parquet' WHERE kind = 'k1')", True),
     "distinct": ("SELECT DISTINCT u, t FROM 'events.parquet'", True),
     "one of each": ("SELECT DISTINCT ON (u) * FROM 'events.parquet' ORDER BY u, t DESC", True),
@@ -123,6 +124,7 @@ def test_the_same_rows_on_any_number_of_threads(query, sql, many):
     [
         ("SELECT * FROM 'events.parquet'", "of their files"),
         ("SELECT * FROM 'events.parquet' ORDER BY t", "of its ORDER BY, then of all columns"),
+        ("SELECT u FROM (SELECT * FROM 'events.parquet' ORDER BY t)", "of its ORDER BY, then of all columns"),
         ("SELECT count(*) FROM 'events.parquet' GROUP BY u", "of all columns, the first one first"),
     ],
 )
@@ -312,7 +314,7 @@ def test_a_signal_while_the_query_runs(data, tmp_path, number):
     )
     line = started.stderr.readline()
     assert line.startswith("query: rows in the order")
-    time.sleep(0.5)
+    time.sleep(0.5)  # so that the query, which takes seconds, has begun
     started.send_signal(number)
     _, err = started.communicate(timeout=60)
     if number == signal.SIGINT:

@@ -40,19 +40,8 @@ CHANGING = {
 PICKING = frozenset(
     [
         *("list", "array_agg", "string_agg", "group_concat", "listagg", "first", "last", "any_value", "arbitrary"),
-        *(
-            "json_group_array",
-            "json_group_object",
-            "mode",
-            "arg_min",
-            "arg_max",
-            "argmin",
-            "argmax",
-            "min_by",
-            "max_by",
-            "arg_min_null",
-            "arg_max_null",
-        ),
+        *("mode", "arg_min", "arg_max", "argmin", "argmax", "min_by", "max_by", "arg_min_null", "arg_max_null"),
+        *("json_group_array", "json_group_object"),
     ]
 )
 """Aggregates whose value depends on the order of equal rows."""
@@ -126,16 +115,17 @@ def settle(statement: Statement, aggregates: Set[str], *, windows: bool = True) 
     tables = _named_tables(tree)
     outer = tree["statements"][0]["node"]
     keeps = _keeps_order(outer, tables, aggregates)
-    has_order = any(_orders(outer))
+    sorted_inside = any(any(_orders(select)) for select in selects(tree))
+    is_sorted = any(_orders(outer)) or (keeps and sorted_inside)
     for select in list(selects(tree)):
         limited = any(one["type"] in ("LIMIT_MODIFIER", "LIMIT_PERCENT_MODIFIER") for one in select["modifiers"])
         picked = any(one["type"] == "DISTINCT_MODIFIER" and one["distinct_on_targets"] for one in select["modifiers"])
         is_last = select is outer
-        needed = any(_orders(select)) or not _keeps_order(select, tables, aggregates)
-        if (limited or picked or is_last) and needed:
+        needs_order = (limited or picked or is_last) and not _keeps_order(select, tables, aggregates)
+        if needs_order or any(_orders(select)):
             _order_all(select)
-    order = "of their files" if keeps and not has_order else "of its ORDER BY, then of all columns"
-    return Settled(tree, order if keeps or has_order else "of all columns, the first one first", doubts)
+    unsorted = "of their files" if keeps else "of all columns, the first one first"
+    return Settled(tree, "of its ORDER BY, then of all columns" if is_sorted else unsorted, doubts)
 
 
 def _settle_functions(statement: Statement, select: Node, doubts: list[str], *, windows: bool) -> None:

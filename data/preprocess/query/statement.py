@@ -92,44 +92,24 @@ def selects(node: Any) -> Iterator[Node]:
 
 def reference(*names: str) -> Node:
     """Return the node of a column, or of a table as a struct of its columns."""
-    return {
-        "class": "COLUMN_REF",
-        "type": "COLUMN_REF",
-        "alias": "",
-        "query_location": 2**64 - 1,
-        "query_location_length": 0,
-        "column_names": list(names),
-    }
+    return _node("COLUMN_REF", "COLUMN_REF", column_names=list(names))
 
 
 def every_column() -> Node:
     """Return the node `COLUMNS(*)`."""
-    return {
-        "class": "STAR",
-        "type": "STAR",
-        "alias": "",
-        "query_location": 2**64 - 1,
-        "query_location_length": 0,
-        "relation_name": "",
-        "exclude_list": [],
-        "replace_list": [],
-        "columns": True,
-        "expr": None,
-        "qualified_exclude_list": [],
-        "rename_list": [],
-    }
+    lists = ("exclude_list", "replace_list", "qualified_exclude_list", "rename_list")
+    empty: Node = {name: [] for name in lists}
+    return _node("STAR", "STAR", relation_name="", columns=True, expr=None, **empty)
 
 
 def number(n: int) -> Node:
     """Return the node of a number: in ORDER BY, that of a column of the result."""
-    return {
-        "class": "CONSTANT",
-        "type": "VALUE_CONSTANT",
-        "alias": "",
-        "query_location": 2**64 - 1,
-        "query_location_length": 0,
-        "literal": {"kind": "INTEGER", "text": str(n)},
-    }
+    return _node("CONSTANT", "VALUE_CONSTANT", literal={"kind": "INTEGER", "text": str(n)})
+
+
+def _node(kind: str, name: str, **more: Any) -> Node:
+    """Return the node of an expression that stands nowhere in the text."""
+    return {"class": kind, "type": name, "alias": "", "query_location": 2**64 - 1, "query_location_length": 0, **more}
 
 
 def ordering(expression: Node) -> Node:
