@@ -19,7 +19,6 @@ from hostdev.data import lookalike, manifest
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.device import backend
-from hostdev.pipeline.scheduling import overlapped
 from hostdev.train import config, room
 from hostdev.train.config import TrainConfig
 from tests.conftest import environment
@@ -378,30 +377,6 @@ def test_an_id_beyond_the_table(trained, own_data, capsys):
     rewrite(own_data, change)
     assert trained(*small(own_data, "--batch-size", 50, "--host-device-mix")) == 2
     assert "part-00001.arrow, row 3, field C26: id 1000000 is outside" in error_of(capsys)
-
-
-@pytest.mark.parametrize("is_updater_late", [False, True])
-def test_a_loss_that_is_not_finite_names_the_step(
-    device, trained, own_data, tmp_path, capsys, monkeypatch, is_updater_late
-):
-    if is_updater_late:  # then the loss is read before the updater finds it, which raises once more at the end
-        wait = overlapped.await_step
-        monkeypatch.setattr(overlapped, "await_step", lambda *step: time.sleep(0.2) or wait(*step))
-
-    def change(table):
-        dense = np.array(table["dense"].to_pylist(), np.float32)
-        dense[:] = np.inf
-        return table.set_column(1, "dense", pa.FixedSizeListArray.from_arrays(pa.array(dense.ravel()), 13))
-
-    rewrite(own_data, change)
-    assert trained(*small(own_data, "--batch-size", 100, "--host-device-mix", device=device)) == 2
-    step = re.search(r"epoch 1 step (\d+): the loss is not finite", error_of(capsys))[1]
-    done = (tmp_path / "run" / "loss.log").read_text().splitlines() if (tmp_path / "run").exists() else []
-    assert len(done) == int(step) - 1
-    if done:
-        summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-        assert summary["status"] == "failed"
-        assert summary["steps"] == len(done)
 
 
 def test_a_run_directory_is_used_once(trained, small_data, tmp_path, capsys):
