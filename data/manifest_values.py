@@ -14,7 +14,10 @@ _OPTIONS: dict[str, Any] = {
     "threshold": int | None,
 }
 _SCALES = ("dense_max", "dense_mean", "dense_deviation")  # a value for each numeric column
+_CLIP = "dense_clip"  # limits by column
 _NEEDED = {"max": _SCALES[:1], "log": _SCALES[:1], "standard": _SCALES[1:]}
+_BY_COLUMN = "by column"  # numeric columns are scaled in several ways, as options.scaling says
+_ALL = {**_NEEDED, _BY_COLUMN: (*_SCALES, _CLIP)}
 
 
 def check_values(options: dict[str, Any], statistics: dict[str, Any], dense: tuple[str, ...]) -> None:
@@ -26,21 +29,25 @@ def check_values(options: dict[str, Any], statistics: dict[str, Any], dense: tup
         raise ValueError("options.dense is not one of " + ", ".join(_NEEDED))
     if not 1 <= (options.get("hash_buckets") or 1) <= 2**62:
         raise ValueError("options.hash_buckets is not in 1..2^62")
-    for name in _SCALES:
+    for name in (*_SCALES, _CLIP):
         if name in statistics:
             _check_scale(name, statistics[name], dense)
 
 
 def check_scaling(mode: str, statistics: dict[str, Any], dense: tuple[str, ...]) -> None:
-    """Raise ValueError unless `statistics` are exactly those of the scaling `mode`: max, log or standard."""
-    if sorted(statistics) != sorted(_NEEDED[mode]):
-        raise ValueError(f"scaling {mode} needs {', '.join(_NEEDED[mode])}, found {', '.join(statistics) or 'nothing'}")
+    """Raise ValueError unless `statistics` are exactly those of `mode`: max, log, standard or "by column"."""
+    if sorted(statistics) != sorted(_ALL[mode]):
+        raise ValueError(f"scaling {mode} needs {', '.join(_ALL[mode])}, found {', '.join(statistics) or 'nothing'}")
     for name, values in statistics.items():
         _check_scale(name, values, dense)
 
 
 def _check_scale(name: str, values: Any, dense: tuple[str, ...]) -> None:
-    if len(parse(list[float], values, f"statistics.{name}")) != len(dense):
+    if name == _CLIP:
+        limits = parse(dict[str, list[float]], values, f"statistics.{name}")
+        if not set(limits) <= set(dense) or any(len(two) != 2 for two in limits.values()):
+            raise ValueError(f"statistics.{name} must have two limits for each of some numeric columns")
+    elif len(parse(list[float], values, f"statistics.{name}")) != len(dense):
         raise ValueError(f"statistics.{name} must have one value for each of the {len(dense)} numeric columns")
 
 
@@ -49,7 +56,8 @@ def check_learned(
 ) -> None:
     """Raise ValueError unless a validated manifest has all values that encoding new rows needs."""
     buckets, bags = options.get("hash_buckets"), options.get("bags") or {}
-    for name in _NEEDED.get(options.get("dense", ""), ("dense",)):
+    mode = _BY_COLUMN if options.get("scaling") and "dense" in options else options.get("dense", "")
+    for name in _ALL.get(mode, ("dense",)):
         if name not in (statistics if name != "dense" else options):
             raise ValueError(f"{name} is missing")
     for what, right in (

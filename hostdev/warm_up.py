@@ -28,7 +28,8 @@ from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.options import Options
 from hostdev.data.preprocess.raw import Source
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
-from hostdev.data.preprocess.table import Table, TableOptions
+from hostdev.data.preprocess.table import Table
+from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.shards import ShardReader
 from hostdev.host.table import HostTable
 from hostdev.host.warm_up import warm_up_feature, warm_up_ids, warm_up_table

@@ -7,7 +7,8 @@ import pytest
 from hostdev import UserError
 from hostdev.data import manifest
 from hostdev.data.preprocess.build import Options, build
-from hostdev.data.preprocess.table import Table, TableOptions
+from hostdev.data.preprocess.table import Table
+from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.shards import ShardReader
 from tests.data import twins
 from tests.manifests import as_version_1, edit_manifest, write_manifest

@@ -20,8 +20,9 @@ from hostdev.core.workers import Workers
 from hostdev.data import schema as schemas
 from hostdev.data.manifest import REJECTED_FILE, Manifest, Shard
 from hostdev.data.manifest_values import check_scaling
+from hostdev.data.preprocess import scaling as scalings
 from hostdev.data.preprocess import second_pass
-from hostdev.data.preprocess.dense import Scaling, fixed_scaling, make_scaling
+from hostdev.data.preprocess.dense import Scaling
 from hostdev.data.preprocess.earlier_vocabulary import EARLIER, KNOWN_SHARES, Earlier
 from hostdev.data.preprocess.first_pass import FirstPass
 from hostdev.data.preprocess.options import Options
@@ -32,10 +33,10 @@ from hostdev.data.preprocess.vocabulary import HashBuckets, Vocabulary
 from hostdev.data.preprocess.work import Work, claim
 from hostdev.data.preprocess.writer import write_shard
 from hostdev.data.schema import Schema
+from hostdev.data.told import APART, PADDED, SQUEEZED, UNKNOWN
 from hostdev.kernels.pool import host_threads
 
 VOCABULARY_FILE = "vocabulary.arrow"
-UNKNOWN, APART, SQUEEZED = "out_of_vocabulary_by_column", "apart", "squeezed"  # statistics in the manifest
 
 
 def build(
@@ -70,6 +71,7 @@ class _Build:
         self._source, self._work, self._options, self._threads = source, work, options, threads
         self._earlier = earlier
         self._known_shares: dict[str, float] | None = None  # by id space: share of occurrences with an earlier id
+        self._padded: dict[str, list[Any]] = {}  # by bag: a value that makes up most of it, and its share
         self._layout: Layout = source.layout
         buckets = options.hash_buckets
         self._hashed = None if buckets is None else HashBuckets(buckets, self._layout)
@@ -152,14 +154,14 @@ class _Build:
         self, entries: Sequence[dict[str, Any]], rows: dict[str, int], workers: Workers
     ) -> tuple[Schema, Scaling]:
         """Return the schema and the scaling from the journal; if it has none, learn them and write the vocabulary."""
-        mode, dense, signed = self._options.dense, self._layout.dense, self._source.signed
+        of, signed = (self._options.dense, self._layout.dense, self._layout.scaling), self._source.signed
         for entry in entries:
             if "learned" in entry:
                 found = entry["learned"]
-                self._known_shares = found.get(KNOWN_SHARES)
-                return schemas.from_json(found["schema"]), fixed_scaling(mode, dense, found["scaling"], signed=signed)
+                self._known_shares, self._padded = found.get(KNOWN_SHARES), found[PADDED]
+                return schemas.from_json(found["schema"]), scalings.fixed(*of, found["scaling"], signed=signed)
         earlier, checksums = self._earlier, []
-        scaling = make_scaling(mode, dense, signed=signed)
+        scaling = scalings.make(*of, signed=signed)
         if earlier is not None:
             scaling = earlier.scaling(self._layout, signed=signed)
         vocabulary: Vocabulary | None = None
@@ -179,11 +181,13 @@ class _Build:
             checksums = second_pass.number(self._paths, vocabulary, workers)
             vocabulary.write(self._work.result / VOCABULARY_FILE, rows["train"])
             checksums.append(checksum(self._work.result / VOCABULARY_FILE, Crc32))
+        self._padded = {} if vocabulary is None else vocabulary.fillers()
         found = {"schema": schema.as_json(), "scaling": scaling.statistics(), "checksums": checksums}
+        found[PADDED] = self._padded
         if vocabulary is not None and earlier is not None:
             found[KNOWN_SHARES] = self._known_shares = vocabulary.known_shares()
         self._work.note(learned=found)
-        return schema, fixed_scaling(mode, dense, scaling.statistics(), signed=signed)
+        return schema, scalings.fixed(*of, scaling.statistics(), signed=signed)
 
     def _write_shards(
         self, entries: Sequence[dict[str, Any]], schema: Schema, scaling: Scaling, workers: Workers
@@ -279,6 +283,7 @@ class _Build:
                 **uses,
                 **self._bag_values(),
                 "missing": self._missing(rows),
+                **({PADDED: self._padded} if self._padded else {}),
                 **({} if self._known_shares is None else {KNOWN_SHARES: self._known_shares}),
             },
             sources=self._source.describe(),
@@ -337,7 +342,9 @@ def _count_sound(entries: Sequence[dict[str, Any]], layout: Layout, mode: str) -
                 if (schema.dense, schema.columns) != (layout.dense, layout.columns):
                     return number
                 list(map(str.lower, content["checksums"]))
+                mode = "by column" if layout.scaling else mode
                 check_scaling(mode, json_files.parse(dict[str, Any], content["scaling"]), layout.dense)
+                json_files.parse(dict[str, list[Any]], content[PADDED])
                 if content.get(KNOWN_SHARES) is not None:
                     json_files.parse(dict[str, float], content[KNOWN_SHARES])
             elif kind == "shard":

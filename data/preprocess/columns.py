@@ -184,18 +184,20 @@ def get_written_form(found: pa.DataType) -> str | None:
     return TEXT_OR_WHOLE if classify_type(found) in ("text", "number") else str(found)
 
 
-def as_text(array: pa.Array) -> tuple[Codes, pa.StringArray]:
+def as_text(array: pa.Array, clean: Callable[[pa.Array], pa.Array] | None = None) -> tuple[Codes, pa.StringArray]:
     """Dictionary-encode values as text; return codes, int32 [n], and the texts, with "" for a missing value.
 
     Floats must be whole numbers, not too large to be exact, and are written without a decimal point. WrongValueError
     is raised for any other float and for text that is not UTF-8.
+
+    `clean` changes the distinct values before they become text; two may then have the same text.
     """
     array = decoded(array)
     if classify_type(array.type) == "text":
         array = cast(array, pa.string(), "text in UTF-8")
     codes, values = distinct(array)
     try:
-        return codes, as_plain_text(values)
+        return codes, as_plain_text(values if clean is None else clean(values))
     except WrongValueError as error:
         raise WrongValueError(int(np.flatnonzero(codes == error.row)[0]), str(error)) from None
 
@@ -291,9 +293,9 @@ def numbers_where_readable(array: pa.Array) -> tuple[npt.NDArray[np.float64], np
     array = decoded(array)
     wrong = np.zeros(len(array), np.bool_)
     if classify_type(array.type) == "text":
-        array, wrong = _cast_where_possible(array, pa.string())
+        array, wrong = cast_where_possible(array, pa.string())
         array = _booleans_as_digits(trimmed(array))
-    found, not_cast = _cast_where_possible(array, pa.float64())
+    found, not_cast = cast_where_possible(array, pa.float64())
     numbers = found.to_numpy(zero_copy_only=False)
     wrong = wrong | not_cast | np.isinf(numbers)
     return np.where(wrong, np.nan, numbers), wrong
@@ -353,7 +355,7 @@ def labels_where_readable(array: pa.Array, positive: Positive | None) -> npt.NDA
         return np.where(np.isnan(numbers), np.nan, _ORDERS[positive.op](numbers, float(positive.value))).astype("f4")
     array = decoded(array)
     if kind == "text":
-        array, _ = _cast_where_possible(array, pa.string())
+        array, _ = cast_where_possible(array, pa.string())
     elif pa.types.is_floating(array.type):
         array = array.cast(pa.string())
     codes, values = as_text(array)
@@ -374,41 +376,6 @@ def _parse_labels(texts: list[str], positive: Positive | None) -> npt.NDArray[np
         return float((found == value) == (positive.op == "="))
 
     return np.array([label(text) for text in texts], np.float32)
-
-
-def as_bags(array: pa.Array, separator: str | None) -> tuple[Codes, pa.StringArray, Codes]:
-    """Dictionary-encode the values of lists, or of text split by the separator, without missing and empty values.
-
-    Returns codes int32 [N], the texts, and the number of values of each row, int32 [n].
-    """
-    if classify_type(array.type) == "list":
-        lengths = list_lengths(array).astype(np.int32)
-        try:
-            codes, texts = as_text(array.flatten())
-        except WrongValueError as error:
-            error.row = find_row(error.row, lengths)
-            raise
-    else:
-        assert separator is not None
-        which, whole = as_text(array)
-        lists = pc.split_pattern(whole, separator)
-        codes, texts = as_text(lists.flatten())
-        codes, lengths = ragged.take(codes, ragged.offsets_of(pc.list_value_length(lists).to_numpy()), which)
-    there = pc.not_equal(texts, "").to_numpy(zero_copy_only=False)[codes]
-    kept = ragged.offsets_of(there)[ragged.offsets_of(lengths)]
-    return codes[there], texts, np.diff(kept).astype(np.int32)
-
-
-def flat_values(array: pa.Array, separator: str | None) -> tuple[pa.Array, Codes]:
-    """Return the concatenated values of lists, or of text split by the separator, [N], and the lengths, int32 [n]."""
-    if classify_type(array.type) == "list":
-        return array.flatten(), list_lengths(array).astype(np.int32)
-    assert separator is not None
-    codes, whole = as_text(array)
-    lists = pc.split_pattern(whole, separator)
-    ends = ragged.offsets_of(pc.list_value_length(lists).to_numpy())
-    values, lengths = ragged.take(np.arange(ends[-1]), ends, codes)
-    return lists.flatten().take(pa.array(values)), lengths
 
 
 def _parse_exactly(text: str) -> str | Decimal:
@@ -441,7 +408,7 @@ def cast(array: pa.Array, to: pa.DataType, what: str, *, safe: bool = True) -> p
         raise WrongValueError(low, f"{shown} is not {what}") from None
 
 
-def _cast_where_possible(array: pa.Array, to: pa.DataType) -> tuple[pa.Array, npt.NDArray[np.bool_]]:
+def cast_where_possible(array: pa.Array, to: pa.DataType) -> tuple[pa.Array, npt.NDArray[np.bool_]]:
     """Cast an array; return it with null for uncastable values, and a mask of these, bool [n]."""
     encoded = _encode(array)  # wrong values often repeat
     parts: list[pa.Array] = []

@@ -2,16 +2,16 @@
 
 import argparse
 import time
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from hostdev.core.errors import UserError, in_words
 from hostdev.core.memory import available_bytes, format_bytes, parse_bytes
+from hostdev.core.progress import counted
+from hostdev.data import told
 from hostdev.data.manifest import REJECTED_FILE, Manifest
 from hostdev.data.preprocess import earlier_flags, looking, table_flags
-from hostdev.data.preprocess.build import APART, SQUEEZED, UNKNOWN, build
+from hostdev.data.preprocess.build import build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.earlier_vocabulary import Earlier, growth
 from hostdev.data.preprocess.files import TableFile
@@ -22,7 +22,6 @@ from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.data.preprocess.table import Table
 from hostdev.kernels.pool import host_threads
 
-_MOST_UNKNOWN = 0.5  # a larger share of unknown values in test rows is said, if it is far above that in training rows
 _LEAST_MEMORY = 64 << 20  # bytes: with less, DuckDB cannot sort
 
 
@@ -39,32 +38,15 @@ def summary(manifest: Manifest, out: Path, seconds: float) -> str:
     lines += growth(manifest)
     for bag, values in statistics.get("bag_values", {}).items():
         lines.append(f"{bag}: {values['train'] / rows['train']:.1f} values a training row")
-    lines += _about_columns(statistics)
+    lines += told.lines(statistics)
     for split, share in shares.items():
         if share in (0, 1) and rows[split]:
             what = "nothing can be learned from them" if split == "train" else "their AUC is undefined"
             lines.append(f"all labels of the {split} rows are {share:.0f}: {what}")
     if statistics["rejected"]:
-        lines.append(f"{statistics['rejected']:,} malformed lines were set aside in {out / REJECTED_FILE}")
+        what = counted(statistics["rejected"], "row")
+        lines.append(f"{what} could not be read: {out / REJECTED_FILE} has each with its file, line and reason")
     return "\n".join(lines)
-
-
-def _about_columns(statistics: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each column whose values are mostly out of vocabulary, or are probably not what was meant."""
-    shares = statistics.get(UNKNOWN, {})
-    for name, train in shares.get("train", {}).items():
-        test = shares["test"][name]
-        if train == 1:
-            yield f"{name}: all values are out of vocabulary: each occurs too rarely (--threshold)"
-        elif test > max(_MOST_UNKNOWN, 2 * train):
-            yield f"{name}: {test:.1%} of the values in test rows are out of vocabulary, {train:.1%} in training rows"
-    for name in statistics.get(SQUEEZED, ()):
-        yield (
-            f"{name}: few numbers are so large that 99.9% of the others are nearly equal when scaled; use --dense log, "
-            "or limit them with `preprocess query`, such as least(x, 100)"
-        )
-    for name in statistics.get(APART, ()):
-        yield f"{name}: no value is one of the column whose ids it shares (--share); are they written the same way?"
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -90,6 +72,8 @@ def make_source(arguments: argparse.Namespace, earlier: Earlier | None = None) -
         if arguments.dense is not None and not how.numeric:
             raise UserError("--dense has no effect without --numeric; leave --dense out, or name numeric columns")
         options = table_options(arguments, earlier)
+        if options.hash_buckets is not None and how.thresholds:
+            raise UserError(f"threshold of {next(iter(how.thresholds))!r} has no effect with --hash-buckets; omit it")
         return Table(arguments.files if arguments.command == "table" else [_open_query(arguments)], how), options
     options = parse_options(arguments, **earlier_flags.defaults(earlier))
     if arguments.command == "criteo":

@@ -12,7 +12,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hostdev.core.errors import UserError
-from hostdev.data.preprocess.columns import WrongValueError, cast, classify_type, decoded, trimmed
+from hostdev.data.preprocess.columns import (
+    MISSING_NUMBERS,
+    WrongValueError,
+    cast,
+    cast_where_possible,
+    classify_type,
+    decoded,
+    trimmed,
+)
+from hostdev.data.preprocess.naming import short
 
 _TIME_OF_DAY = re.compile(r"(\d\d):(\d\d)(?::(\d\d)(?:\.(\d{1,9}))?)?", re.ASCII)
 _EXACT = 2.0**53  # a float64 of this size or more may stand for several integers
@@ -28,30 +37,57 @@ def is_after(array: pa.Array, value: str) -> npt.NDArray[np.bool_]:
         WrongValueError: A value of the array is missing or cannot be compared.
         UserError: `value` cannot be compared with the array's type.
     """
+    later, wrong = is_after_where_readable(array, value)
+    if not wrong.any():
+        return later
+    row = int(np.flatnonzero(wrong)[0])
     array = decoded(array)
+    text = "" if not array[row].is_valid else str(array[row].as_py())
+    if text.strip() in MISSING_NUMBERS:
+        raise WrongValueError(row, "the value is missing, but --test-after needs a value in every row")
+    what = "a number" if _find_type(value) == pa.float64() else f"a time like {value}"
+    raise WrongValueError(row, f"{short(repr(text), 43)} is not {what}")
+
+
+def is_after_where_readable(array: pa.Array, value: str) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Return a mask of the times or numbers after `value`, bool [n], and a mask of values that are no such, bool [n].
+
+    Raises UserError if `value` cannot be compared with the array's type.
+    """
+    array = decoded(array)
+    wrong = np.zeros(len(array), np.bool_)
     if classify_type(array.type) == "text":
-        array = trimmed(cast(array, pa.string(), "text in UTF-8"))
-    missing = np.flatnonzero(array.is_null(nan_is_null=True).to_numpy(zero_copy_only=False))
-    if len(missing):
-        raise WrongValueError(int(missing[0]), "the value is missing, but --test-after needs a value in every row")
+        array, wrong = cast_where_possible(array, pa.string())
+        array = trimmed(array)
     found = array.type if pa.types.is_temporal(array.type) else _find_type(value)
     if found is None or (pa.types.is_temporal(found) and classify_type(array.type) in ("number", "bool")):
         raise UserError(
             f"--test-after: {value!r} is neither a number nor a date or time such as 2024-12-31 or 2024-12-31T12:00:00"
         )
-    if not pa.types.is_temporal(found):
-        return _is_larger(array, value)
+    limit: Any = None
+    if pa.types.is_temporal(found):
+        try:
+            if pa.types.is_time(found):
+                found, limit = pa.time64("ns"), _parse_time_of_day(value)
+            else:
+                limit = pa.scalar(value).cast(found)
+        except (ValueError, pa.ArrowNotImplementedError):
+            raise UserError(
+                f"--test-after: {value!r} cannot be compared with a column of type {found}; write it as "
+                f"{_example(found)}"
+            ) from None
     try:
-        if pa.types.is_time(found):
-            found, limit = pa.time64("ns"), _parse_time_of_day(value)
-        else:
-            limit = pa.scalar(value).cast(found)
-    except (ValueError, pa.ArrowNotImplementedError):
-        raise UserError(
-            f"--test-after: {value!r} cannot be compared with a column of type {found}; write it as {_example(found)}"
-        ) from None
-    times = cast(array, found, f"a time like {value}")
-    return pc.greater(times, limit).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
+        as_found, not_cast = array.cast(found, safe=False), np.zeros(len(array), np.bool_)
+    except pa.ArrowInvalid:
+        as_found, not_cast = cast_where_possible(array, found)
+    wrong = wrong | not_cast | as_found.is_null(nan_is_null=True).to_numpy(zero_copy_only=False)
+    later = np.zeros(len(array), np.bool_)
+    known = pa.array(~wrong)
+    if limit is None:
+        later[~wrong] = _is_larger(array.filter(known), value)
+    else:
+        later[~wrong] = pc.greater(as_found.filter(known), limit).to_numpy(zero_copy_only=False)
+    return later, wrong
 
 
 def _is_larger(array: pa.Array, value: str) -> npt.NDArray[np.bool_]:

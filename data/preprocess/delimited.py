@@ -18,6 +18,7 @@ from hostdev.data.preprocess.files import Chunk, Part
 from hostdev.data.preprocess.inputs import COMPRESSED, HEAD_BYTES, AnyInput
 from hostdev.data.preprocess.naming import short
 from hostdev.data.preprocess.raw import WrongRowError
+from hostdev.data.preprocess.recoded import Recoded, recode
 from hostdev.data.preprocess.rejected import RejectedLines
 from hostdev.data.preprocess.text import LONGEST, newline, whole_lines
 from hostdev.kernels.strings import IN_QUOTES, scan_quotes
@@ -39,6 +40,8 @@ class DelimitedFile:
         delimiter: The separator, of one or more characters; with several, quotes are ordinary characters. None selects
             by suffix: a tab for .tsv and .tab, a comma for .csv; otherwise a tab if the first line has one, or a comma.
         quotes: Allow double-quoted values that contain delimiters and line ends (RFC 4180).
+        encoding: Python's name of the text's encoding.
+        skipped_lines: Number of lines before the first row or the header.
     """
 
     def __init__(
@@ -48,27 +51,31 @@ class DelimitedFile:
         columns: Sequence[str] | None = None,
         delimiter: str | None = None,
         quotes: bool = True,
+        encoding: str = "utf-8",
+        skipped_lines: int = 0,
     ) -> None:
-        self.input = source
+        self.input = recode(source, encoding=encoding, skipped_lines=skipped_lines, head=HEAD_BYTES)
+        text = self.input
         self._columns: list[str] | None = None
-        start = source.head(HEAD_BYTES)
+        self.lines_before = skipped_lines + (columns is None)
+        start = text.head(HEAD_BYTES)
         if not start.strip():
-            raise UserError(f"{source.name}: the file is empty")
+            raise UserError(f"{text.name}: the file is empty")
         if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            raise UserError(f"{source.name}: the file is UTF-16; convert it to UTF-8")
-        self._delimiter = (delimiter or _guess(source.path, start)).encode()
+            raise UserError(f"{text.name}: the file is UTF-16; give --encoding utf-16")
+        self._delimiter = (delimiter or _guess(text.path, start)).encode()
         self._quotes = quotes and len(self._delimiter) == 1
         self.names = self._header(start)
         if columns is not None:
             if len(columns) != len(self.names):
                 hint = f"; give --delimiter {other}" if (other := self.other_delimiter) else ""
                 raise UserError(
-                    f"{source.name}: the first line has {len(self.names)} values between {self.shown}, "
+                    f"{text.name}: the first line has {len(self.names)} values between {self.shown}, "
                     f"but --columns names {len(columns)} columns{hint}"
                 )
-            _refuse_header(source, columns, self.names)
+            _refuse_header(text, columns, self.names)
             self._columns, self.names = list(columns), tuple(columns)
-        self.most_rows = source.size // max(1, len(self.names)) + 1 if source.plain else 2**62
+        self.most_rows = text.size // max(1, len(self.names)) + 1 if text.plain else 2**62
 
     @property
     def shown(self) -> str:
@@ -116,12 +123,29 @@ class DelimitedFile:
             shown = wrong.text(i).replace(_STAND_IN.decode(), delimiter)
             return f"{wrong.columns[i]} columns, not {expected}", "\\n".join(shown.splitlines())
 
-        later = self._columns is None and not named  # an earlier part had the header
-        rejected = RejectedLines(self.input.name, numbers + 1 if later else numbers, look)
-        chunk = Chunk(batch, 0, rejected, part.taken, numbers - 1 if named else numbers)
+        numbers = numbers - named  # the parser counts the header as a row
+        chunk = Chunk(batch, 0, RejectedLines(self.input.name, numbers + self.lines_before, look), part.taken, numbers)
+        chunk = self._without_headers(chunk) if self._columns is None else chunk
         if self._quotes and text.count(b"\n") - chunk.lines - named >= _MANY_LINES:
             self._refuse_swallowed(text, wrong, chunk, int(named))
         return chunk
+
+    def _without_headers(self, chunk: Chunk) -> Chunk:
+        """Set aside rows that are the header again, as concatenated files have them."""
+        batch = chunk.batch
+        again = pc.equal(batch.column(0), batch.schema.names[0])
+        for name, column in (
+            zip(batch.schema.names[1:], batch.columns[1:], strict=True) if pc.any(again).as_py() else ()
+        ):
+            again = pc.and_(again, pc.equal(column, name))
+        places = np.flatnonzero(again.to_numpy(zero_copy_only=False))
+        if not len(places):
+            return chunk
+        numbers = np.array([chunk.number(place) for place in places.tolist()], np.int64)
+        header = self._delimiter.decode().join(self.names)
+        aside = RejectedLines(self.input.name, numbers + self.lines_before, lambda i: ("the header again", header))
+        skipped = np.sort(np.concatenate([chunk.skipped, numbers]))
+        return Chunk(batch.filter(pc.invert(again)), 0, chunk.rejected.merge(aside), chunk.size, skipped)
 
     def _refuse_swallowed(self, text: bytes, wrong: "_WrongRows", chunk: Chunk, header: int) -> None:
         """Raise WrongRowError if a value in quotes has many rows in it, because a quote before them is not closed."""
@@ -167,7 +191,7 @@ class DelimitedFile:
         except UnicodeDecodeError as error:
             raise UserError(
                 f"{self.input.name}: byte {offset + error.start:,} or a byte near it is not UTF-8; "
-                "convert the file, for example with iconv -f latin1 -t utf-8"
+                "give the file's encoding, such as --encoding latin-1"
             ) from None
 
     def _plain(self, text: bytes) -> bytes:
@@ -213,7 +237,7 @@ class DelimitedFile:
         return UserError(f"{self.input.name}: this is not delimited text ({short(error, 200)})")
 
 
-def _refuse_header(source: AnyInput, columns: Sequence[str], first: Sequence[str]) -> None:
+def _refuse_header(source: AnyInput | Recoded, columns: Sequence[str], first: Sequence[str]) -> None:
     """Raise UserError if the first row is a header, although the columns are named."""
     same = sum(name.strip().lower() == value.strip().lower() for name, value in zip(columns, first, strict=True))
     if 2 * same >= len(columns):
@@ -261,7 +285,7 @@ class _WrongRows:
 class _RowEnds:
     """Finds the row ends in chunks of quoted text; the first chunk is at `offset` in the input, where a row begins."""
 
-    def __init__(self, source: AnyInput, delimiter: bytes, offset: int) -> None:
+    def __init__(self, source: AnyInput | Recoded, delimiter: bytes, offset: int) -> None:
         self._source, self._delimiter, self._offset = source, delimiter, offset
         self._state = 0, 0, 0  # the state of `scan_quotes`
 

@@ -11,6 +11,7 @@ from hostdev.core.errors import UserError
 Numbers = npt.NDArray[np.float64]
 
 MODES = ("max", "log", "standard")
+LARGEST = 3e38  # about the largest float32
 _BLOCK = 4096  # rows summed at once
 
 
@@ -170,6 +171,19 @@ class Standard:
     def statistics(self) -> dict[str, Any]:
         """Return the subtracted means and the standard deviations."""
         return {"dense_mean": self._subtracted.tolist(), "dense_deviation": self.deviation.tolist()}
+
+
+def largest(mode: str, statistics: Mapping[str, Any], columns: int) -> Numbers:
+    """Return the largest valid number of each column, float64 [columns].
+
+    A larger number could exceed float32, unscaled or scaled. With scaling `max`, numbers up to the training maximum are
+    always valid; with `log`, all numbers are.
+    """
+    if mode == "log":
+        return np.full(columns, np.finfo(np.float64).max)
+    known = np.array(statistics["dense_max" if mode == "max" else "dense_deviation"], np.float64)
+    most: Numbers = LARGEST * np.minimum(np.where(known > 0, known, 1.0), 1.0)
+    return np.maximum(most, known) if mode == "max" else most
 
 
 def _rounded(scaled: Numbers, names: tuple[str, ...]) -> npt.NDArray[np.float32]:

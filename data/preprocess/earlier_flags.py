@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from hostdev.core.errors import UserError
+from hostdev.data.preprocess import scaling
 from hostdev.data.preprocess.earlier_vocabulary import Earlier, read_earlier
+from hostdev.data.preprocess.reading import own_settings
 
 _MOST = 120  # characters of a column list in a message
 TABLES = ("table", "query")  # commands whose sources have named columns
@@ -58,16 +60,32 @@ def columns(given: Mapping[str, Any], earlier: Earlier) -> dict[str, Any]:
         "categorical": tuple(options.get("categorical", ())),
         "bags": tuple((name, options["bags"][name]) for name in earlier.schema.bags),
         "share": tuple(options.get("share", {}).items()),
+        "missing": tuple(options.get("missing", ())),
+        "decimal": options.get("decimal", "."),
+        "features": own_settings(options),
+        "thresholds": options.get("thresholds", {}),
+        "scaling": scaling.own(options),
+        "trimmed": bool(options.get("trimmed", False)),
     }
     for name, value in given.items():
-        known = there[name]
-        if value and not (value == known if isinstance(value, str) else set(value) == set(known)):
-            flag = {"bags": "bag"}.get(name, name)
-            raise UserError(f"--{flag} {_shown(value)}: {earlier.folder} has {_shown(known) or 'none'}; {_SAME}")
+        if value and not _is_same(value, there[name]):
+            flag = {"bags": "bag", "features": "padding or --last"}.get(name, name)
+            shown = _shown(there[name]) or "none"
+            raise UserError(f"--{flag} {_shown(value)}: {earlier.folder} has {shown}; {_SAME}")
     return there
 
 
+def _is_same(value: Any, known: Any) -> bool:
+    """Return whether a flag's value says what an earlier data set has."""
+    if isinstance(value, Mapping):
+        mine, theirs = ({name: one.as_json() for name, one in each.items()} for each in (value, known))
+        return mine == theirs
+    return bool(value == known if isinstance(value, str) else set(value) == set(known))
+
+
 def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {one.as_json()}" for name, one in value.items())
     if isinstance(value, tuple):
         shown = ", ".join("=".join(map(str, one)) if isinstance(one, tuple) else one for one in value)
         return shown if len(shown) <= _MOST else shown[:_MOST] + "..."

@@ -15,8 +15,8 @@ from hostdev.data import manifest
 from hostdev.data.manifest import Manifest
 from hostdev.data.manifest_values import check_learned
 from hostdev.data.preprocess import columns as arrow
-from hostdev.data.preprocess import criteo
-from hostdev.data.preprocess.dense import Numbers, Scaling, fixed_scaling
+from hostdev.data.preprocess import criteo, scaling
+from hostdev.data.preprocess.dense import Numbers, Scaling
 from hostdev.data.preprocess.naming import short
 from hostdev.data.preprocess.pieces import Survey
 from hostdev.data.preprocess.raw import Layout, Source
@@ -92,7 +92,8 @@ class Earlier:
     def scaling(self, layout: Layout, *, signed: bool) -> Scaling:
         """Return the fixed scaling of the earlier data set."""
         mode = self.found.options["dense"]
-        return _Kept(fixed_scaling(mode, layout.dense, self.found.statistics, signed=signed))
+        own = scaling.own(self.found.options)
+        return _Kept(scaling.fixed(mode, layout.dense, own, self.found.statistics, signed=signed))
 
     def vocabulary(self, threshold: int | None, source: Source) -> Vocabulary:
         """Return a vocabulary with the earlier values and their ids; raise DamagedError if the file is damaged.
@@ -153,8 +154,8 @@ class Earlier:
 class _Kept:
     """A fixed scaling, which does not learn from the new training rows."""
 
-    def __init__(self, scaling: Scaling) -> None:
-        self._scaling = scaling
+    def __init__(self, known: Scaling) -> None:
+        self._scaling = known
 
     def observe(self, numbers: Numbers) -> None:
         """Do nothing, as the scaling is fixed."""
@@ -211,13 +212,13 @@ def _identity(folder: Path, found: Manifest, schema: Schema) -> str:
     vocabulary = found.vocabulary_sha256
     if found.vocabulary is not None and vocabulary is None:  # an old manifest without the checksum
         vocabulary = checksum(folder / found.vocabulary)
-    names = ("dense_max", "dense_mean", "dense_deviation")
-    scaling = {name: found.statistics[name] for name in names if name in found.statistics}
+    names = ("dense_max", "dense_mean", "dense_deviation", scaling.CLIP)
+    learned = {name: found.statistics[name] for name in names if name in found.statistics}
     return json_checksum(
         {
             "schema": schema.as_json(),
             "vocabulary": vocabulary,
-            "scaling": [found.options["dense"], scaling],
+            "scaling": [found.options["dense"], learned],
             "preset": found.options.get("preset") == "table",
         }
     )

@@ -20,13 +20,14 @@ from hostdev.data.batch import Batch
 from hostdev.data.manifest import Manifest
 from hostdev.data.manifest_values import check_learned
 from hostdev.data.preprocess import columns as arrow
-from hostdev.data.preprocess import criteo
+from hostdev.data.preprocess import criteo, scaling
 from hostdev.data.preprocess.columns import Positive, WrongValueError
-from hostdev.data.preprocess.dense import fixed_scaling
+from hostdev.data.preprocess.dense import LARGEST
 from hostdev.data.preprocess.forms import Written
 from hostdev.data.preprocess.known import Vocabulary, written_by_space
 from hostdev.data.preprocess.naming import listed
 from hostdev.data.preprocess.raw import Layout
+from hostdev.data.preprocess.reading import all_readings
 from hostdev.data.preprocess.serving import WrongTypeError, format_texts, require_type
 from hostdev.data.preprocess.vocabulary import HashBuckets
 from hostdev.data.schema import Column
@@ -35,7 +36,6 @@ from hostdev.kernels.strings import hash_texts
 
 Ids = npt.NDArray[np.int64]
 
-_LARGEST = 3e38  # about the largest float32
 _PLAIN_INTEGER = re.compile("0|-?[1-9][0-9]{0,17}", re.ASCII)
 
 
@@ -61,9 +61,12 @@ class Encoding:
         preset = data.options.get("preset")
         self.is_criteo = preset != "table"
         scaled = data.options["dense"]
-        self._scaling = fixed_scaling(scaled, self.schema.dense, data.statistics, signed=not self.is_criteo)
-        self._most = _largest(scaled, data.statistics, len(self.schema.dense))
-        self._separators: Mapping[str, str | None] = data.options.get("bags") or {}
+        of = scaled, self.schema.dense, scaling.own(data.options)
+        self._scaling = scaling.fixed(*of, data.statistics, signed=not self.is_criteo)
+        self._most = scaling.largest(*of, data.statistics)
+        names = (self.schema.label, *self.schema.dense, *(column.name for column in self.schema.columns))
+        self._readings = all_readings({} if self.is_criteo else data.options, names)
+        self._sources = {name: reading.column or name for name, reading in self._readings.items()}
         rule = data.options.get("positive")
         self._positive = Positive.parse(rule) if rule is not None else None
         self._spaces = {space.name: space for space in self.schema.spaces}
@@ -96,8 +99,14 @@ class Encoding:
 
     @property
     def separators(self) -> Mapping[str, str | None]:
-        """The separator of each bag's text, by name; None for a bag of lists."""
-        return self._separators
+        """The separator of each bag's text, by column; None for a bag of lists."""
+        return {self._sources[name]: self._readings[name].separator for name in self.schema.bags}
+
+    @property
+    def numeric_columns(self) -> set[str]:
+        """The columns that have numbers only, and no ids."""
+        ids = {self._sources[column.name] for column in self.schema.columns}
+        return {self._sources[name] for name in self.schema.dense} - ids
 
     def written(self, space: str) -> Written:
         """Return how the values of an id space were written in training."""
@@ -110,7 +119,8 @@ class Encoding:
 
     def columns(self) -> list[str]:
         """Return the names of the required columns, without the label."""
-        return [*self.schema.dense, *(column.name for column in self.schema.columns)]
+        names = (*self.schema.dense, *(column.name for column in self.schema.columns))
+        return list(dict.fromkeys(self._sources[name] for name in names))
 
     def require(self, have: Sequence[Any]) -> None:
         """Raise UserError unless `have` contains each required column once."""
@@ -129,12 +139,13 @@ class Encoding:
         self._require_types(rows)
         numbers = np.empty((len(rows), len(self.schema.dense)))
         for i, name in enumerate(self.schema.dense):
+            column = self._sources[name]
             try:
-                numbers[:, i] = arrow.as_numbers(_plain(rows[name]))
+                numbers[:, i] = self._readings[name].numbers(_plain(rows[column]))
             except WrongValueError as error:
-                raise WrongRowError(error.row, name, str(error)) from None
+                raise WrongRowError(error.row, column, str(error)) from None
             if len(large := np.flatnonzero(np.abs(numbers[:, i]) > self._most[i])):
-                raise WrongRowError(int(large[0]), name, f"{numbers[large[0], i]:g} is too large a number")
+                raise WrongRowError(int(large[0]), column, f"{numbers[large[0], i]:g} is too large a number")
         return self._encoded(rows, np.full(len(rows), np.nan, np.float32), numbers)
 
     def encode_readable(self, rows: pa.RecordBatch) -> tuple[Batch, Ids]:
@@ -145,11 +156,12 @@ class Encoding:
         self._require_types(rows)
         label = np.full(len(rows), np.nan, np.float32)
         if self.schema.label in rows.schema.names:
-            label = arrow.labels_where_readable(_plain(rows[self.schema.label]), self._positive)
+            found = self._readings[self.schema.label].label(_plain(rows[self.schema.label]))
+            label = arrow.labels_where_readable(found, self._positive)
         numbers = np.empty((len(rows), len(self.schema.dense)))
         unreadable = np.zeros(len(rows), np.bool_)
         for i, name in enumerate(self.schema.dense):
-            numbers[:, i], wrong = arrow.numbers_where_readable(_plain(rows[name]))
+            numbers[:, i], wrong = self._readings[name].numbers_where_readable(_plain(rows[self._sources[name]]))
             wrong |= np.abs(numbers[:, i]) > self._most[i]
             numbers[wrong, i] = np.nan
             unreadable |= wrong
@@ -161,18 +173,23 @@ class Encoding:
         """Raise UserError unless the required columns are present and of readable types."""
         self.require(rows.schema.names)
         for name in self.schema.dense:
-            if (kind := arrow.classify_type(found := rows.schema.field(name).type)) in ("list", "nested", "other"):
-                raise UserError(f"column {name!r} is of type {found}; a number in each row is expected")
+            kind = arrow.classify_type(found := rows.schema.field(self._sources[name]).type)
+            if kind in ("list", "nested", "other"):
+                raise UserError(f"column {self._sources[name]!r} is of type {found}; a number in each row is expected")
         for column in self.schema.columns:
-            kind = arrow.classify_type(found := rows.schema.field(column.name).type)
+            name = self._sources[column.name]
+            kind, separator = arrow.classify_type(found := rows.schema.field(name).type), self._separator(column)
             if column.kind == "id" and kind in ("list", "nested"):
-                raise UserError(f"column {column.name!r} is of type {found}; one value in each row is expected")
-            if column.kind == "bag" and kind != "list" and (kind == "nested" or not self._separators.get(column.name)):
-                raise UserError(f"column {column.name!r} is of type {found}; a list of values in each row is expected")
+                raise UserError(f"column {name!r} is of type {found}; one value in each row is expected")
+            if column.kind == "bag" and kind != "list" and (kind == "nested" or not separator):
+                raise UserError(f"column {name!r} is of type {found}; a list of values in each row is expected")
             try:
                 require_type(found.value_type if kind == "list" else found, self._written[column.space])
             except WrongTypeError as error:
-                raise UserError(f"column {column.name!r} {error}") from None
+                raise UserError(f"column {name!r} {error}") from None
+
+    def _separator(self, column: Column) -> str | None:
+        return self._readings[column.name].separator
 
     def _encoded(self, rows: pa.RecordBatch, label: npt.NDArray[np.float32], numbers: npt.NDArray[Any]) -> Batch:
         """Encode rows with the given labels [n] and numbers [n, dense columns]."""
@@ -180,23 +197,24 @@ class Encoding:
         bags = {}
         place = 0
         for column in self.schema.columns:
-            found = _plain(rows[column.name])
+            name, reading = self._sources[column.name], self._readings[column.name]
+            found = _plain(rows[name])
             try:
                 if column.kind == "id":
                     ids[:, place], _ = self._find_ids(column, found)
                     place += 1
                 else:
-                    values, lengths = arrow.flat_values(found, self._separators.get(column.name))
+                    values, lengths = reading.flat_values(found)
                     try:
                         known, missing = self._find_ids(column, values)
                     except WrongValueError as error:
                         raise WrongValueError(arrow.find_row(error.row, lengths), str(error)) from None
-                    kept = ragged.offsets_of(~missing)[ragged.offsets_of(lengths)]
-                    bags[column.name] = known[~missing].astype(self._type), np.diff(kept).astype(np.int32)
+                    known, lengths = reading.known(known, lengths, ~missing)
+                    bags[column.name] = known.astype(self._type), lengths
             except WrongTypeError as error:
-                raise UserError(f"column {column.name!r} {error}") from None
+                raise UserError(f"column {name!r} {error}") from None
             except WrongValueError as error:
-                raise WrongRowError(error.row, column.name, str(error)) from None
+                raise WrongRowError(error.row, name, str(error)) from None
         return Batch(label, self._scaling.transform(numbers), ids.astype(self._type), bags)
 
     def encode_few(self, rows: Mapping[str, Sequence[Any]]) -> Batch | None:
@@ -205,19 +223,19 @@ class Encoding:
         `rows` has columns of equal length: text, integers or None for ids, and numbers or None for numeric columns.
         """
         columns = self.schema.columns
-        if self.schema.bags or any(name not in rows for name in self.columns()):
+        if self.schema.bags or self._has_own_numbers or any(name not in rows for name in self.columns()):
             return None
-        given = [rows[column.name] for column in columns]
+        given = [rows[self._sources[column.name]] for column in columns]
         n = len(rows[self.columns()[0]])
         if not n or any(len(rows[name]) != n for name in self.columns()):
             return None
         texts = [
             self._get_text(column, value) for column, values in zip(columns, given, strict=True) for value in values
         ]
-        numbers = [value for name in self.schema.dense for value in rows[name]]
+        numbers = [value for name in self.schema.dense for value in rows[self._sources[name]]]
         if any(type(value) not in (int, float, type(None)) for value in numbers) or None in texts:
             return None
-        if any(type(value) is int and abs(value) > _LARGEST for value in numbers):
+        if any(type(value) is int and abs(value) > LARGEST for value in numbers):
             return None
         dense = np.array(numbers, np.float64).reshape(len(self.schema.dense), n).T  # None: NaN
         if (np.abs(dense) > self._most).any():
@@ -227,6 +245,11 @@ class Encoding:
             return None
         ids = np.ascontiguousarray(ids.T.astype(self._type))
         return Batch(np.full(n, np.nan, np.float32), self._scaling.transform(dense), ids, {})
+
+    @cached_property
+    def _has_own_numbers(self) -> bool:
+        """Whether a numeric column has numbers that mean "missing"."""
+        return any(not self._readings[name].is_usual for name in self.schema.dense)
 
     def _find_few(self, texts: list[str], n: int) -> Ids | None:
         """Return the ids of n values of each column in turn, int64 [columns, n]; None if `encode` has to find them."""
@@ -270,11 +293,14 @@ class Encoding:
 
     def _get_text(self, column: Column, value: Any) -> str | None:
         """Return the text that a value had in training; None for a type that only `encode` supports."""
+        reading, written = self._readings[column.name], self._written[column.space]
+        if reading.missing or reading.buckets is not None:
+            return None
         if type(value) is str:
-            return value
+            return value if not reading.trimmed or _has_plain_ends(value) else None
         if type(value) is int:
-            return str(value) if self._written[column.space].has_plain_integers else None
-        return self._written[column.space].missing if value is None else None
+            return str(value) if written.has_plain_integers else None
+        return written.missing if value is None else None
 
     def encode_criteo(self, rows: Any) -> Batch:
         """Encode the `raw.RawRows` of Criteo's parser as a batch."""
@@ -299,13 +325,18 @@ class Encoding:
 
     def _find_distinct_ids(self, column: Column, values: pa.Array) -> tuple[Ids, npt.NDArray[np.bool_]]:
         """Return the ids of distinct values [N] and the mask of those that a bag skips [N]."""
-        known, written = self._known, self._written[column.space]
-        if column.kind == "bag":  # training skips a bag's missing values
+        known, written, reading = self._known, self._written[column.space], self._readings[column.name]
+        if column.kind == "bag" or reading.missing:  # training skips a bag's missing values
             written = Written(written.forms | {EMPTY}, written.types)
-        found = format_texts(values, written, hashed=isinstance(known, HashBuckets))
+        hashed = isinstance(known, HashBuckets) or reading.buckets is not None
+        found = format_texts(reading.clean(values), written, hashed=hashed)
         missing = pc.equal(pc.fill_null(found.texts[0], "-"), "").to_numpy(zero_copy_only=False)
+        if hashed:
+            texts = reading.in_buckets(pc.coalesce(*found.texts, found.fallback))
+        if not isinstance(known, HashBuckets) and hashed:
+            ids = known.find(column.space, texts)
+            return np.where(ids < 0, self._spaces[column.space].oov, ids), missing
         if isinstance(known, HashBuckets):
-            texts = pc.coalesce(*found.texts, found.fallback)
             keys = _criteo_keys(texts) if self.is_criteo else hash_texts(*arrow.get_buffers(texts)).view(np.int64)
             return known.ids_of(keys, self.schema.columns.index(column)), missing
         ids, verbatim = np.full(len(values), -1, np.int64), np.zeros(len(values), np.bool_)
@@ -346,6 +377,11 @@ def _require_learned(data: Manifest) -> None:
         raise UserError(f"the data set's manifest.json is broken ({error}); preprocess the data again") from None
 
 
+def _has_plain_ends(text: str) -> bool:
+    """Return whether a text certainly neither begins nor ends with a blank."""
+    return text == "" or all(" " < letter <= "~" or letter.isalnum() for letter in (text[0], text[-1]))
+
+
 def _plain(array: Any) -> pa.Array:
     return array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
 
@@ -377,16 +413,3 @@ def _take_bags(batch: Batch, rows: Ids) -> dict[str, Any]:
     return {
         name: ragged.take(values, ragged.offsets_of(lengths), rows) for name, (values, lengths) in batch.bags.items()
     }
-
-
-def _largest(scaled: str, statistics: Mapping[str, Any], columns: int) -> npt.NDArray[np.float64]:
-    """Return the largest valid number of each column, float64 [columns].
-
-    A larger number could exceed float32, unscaled or scaled. With scaling `max`, numbers up to the training maximum are
-    always valid; with `log`, all numbers are.
-    """
-    if scaled == "log":
-        return np.full(columns, np.finfo(np.float64).max)
-    known = np.array(statistics["dense_max" if scaled == "max" else "dense_deviation"], np.float64)
-    most: npt.NDArray[np.float64] = _LARGEST * np.minimum(np.where(known > 0, known, 1.0), 1.0)
-    return np.maximum(most, known) if scaled == "max" else most

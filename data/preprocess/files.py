@@ -1,6 +1,7 @@
 """Readers of tables in files, some rows at a time: Parquet, Arrow (IPC files and streams, Feather) and text."""
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.columns import WrongValueError, check_text
 from hostdev.data.preprocess.inputs import COMPRESSED, AnyInput, Input, unreadable
 from hostdev.data.preprocess.raw import WrongRowError
+from hostdev.data.preprocess.recoded import Recoded
 from hostdev.data.preprocess.rejected import RejectedLines
 from hostdev.data.preprocess.row_groups import GroupSize, RowGroups, open_parquet
 
@@ -23,6 +25,7 @@ CHUNK_ROWS = 1 << 16
 CHUNK_VALUES = 1 << 21  # list elements
 CHUNK_BYTES = 1 << 25  # bytes of text
 _SUFFIXES = (".parquet", ".arrow", ".feather", ".ipc", ".csv", ".tsv", ".tab", ".txt", *COMPRESSED)
+_PART = re.compile(r"part-[0-9]+[^.]*")  # text that Hadoop and Spark write, without a suffix
 _FEATHER_1 = b"FEA1"
 _FORMATS = ((b"PAR1", "Parquet"), (b"ARROW1", "an Arrow file"), (b"\xff\xff\xff\xff", "an Arrow stream"))
 _PRINTED = frozenset(range(ord(" "), 256)) | set(b"\t\r\n")
@@ -70,12 +73,14 @@ class TableFile(Protocol):
     """A file of rows with named columns."""
 
     @property
-    def input(self) -> AnyInput:
+    def input(self) -> AnyInput | Recoded:
         """The input that the rows are read from."""
 
     names: tuple[str, ...]
     most_rows: int
     """An upper bound of the number of rows."""
+    lines_before: int
+    """The number of lines before the first row."""
 
     def get_type(self, name: str) -> pa.DataType:
         """Return a column's type."""
@@ -147,6 +152,8 @@ def _is_list_of_dictionary(found: pa.DataType) -> bool:
 class ParquetTable:
     """A Parquet file."""
 
+    lines_before = 0
+
     def __init__(self, source: Input) -> None:
         self.input, path = source, source.path
         try:
@@ -205,6 +212,7 @@ class ArrowTable:
     """An Arrow IPC file or stream; Feather version 2 is such a file."""
 
     most_rows = 2**62  # unknown without reading the whole file
+    lines_before = 0
 
     def __init__(self, source: Input, *, stream: bool) -> None:
         self.input, self._stream, path = source, stream, source.path
@@ -256,7 +264,8 @@ class ArrowTable:
 
 def is_table(path: Path, start: bytes) -> bool:
     """Return whether a folder's file is a table, by its name or its first bytes (Parquet, Arrow)."""
-    return path.name.lower().endswith(_SUFFIXES) or start.startswith((_FEATHER_1, *(magic for magic, _ in _FORMATS)))
+    named = path.name.lower().endswith(_SUFFIXES) or (_PART.fullmatch(path.name) and b"\0" not in start)
+    return bool(named) or start.startswith((_FEATHER_1, *(magic for magic, _ in _FORMATS)))
 
 
 def find_format(source: AnyInput) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hostdev.core.errors import HostdevError, UserError
-from hostdev.core.progress import bar
+from hostdev.core.progress import bar, counted
 from hostdev.core.workers import Workers
 from hostdev.data.preprocess.pieces import Facts, Piece, Survey, survey, write_piece
 from hostdev.data.preprocess.raw import BEGINNING, Block, RawRows, Source, WrongRowError
@@ -21,6 +21,7 @@ from hostdev.data.preprocess.work import Work
 from hostdev.kernels.counter import key64, uniform
 
 MAX_REJECTED = 0.01
+_SOME, _MOST = 10_000, 0.5  # more than this share of at least so many rows: reading ends at once
 
 Written = tuple[dict[str, Any], Survey | None]
 
@@ -147,13 +148,20 @@ class FirstPass:
         self._rejected += rejected
 
     def _check_rejected(self, accepted: int) -> None:
-        """Raise UserError if more than 1% of `accepted` rows plus the rejected lines so far are malformed."""
-        if self._first is not None and self._rejected > MAX_REJECTED * (accepted + self._rejected):
-            first = self._first
+        """Raise UserError if more than 1% of `accepted` rows plus those so far that cannot be read are of the latter.
+
+        It is raised at once if most of the first rows are: then an option is wrong.
+        """
+        if self._first is None:
+            return
+        so_far, first = self._rows + self._rejected, self._first
+        where = f"the first is {first.file}:{first.line}: {first.reason}"
+        if self._rejected > MAX_REJECTED * (accepted + self._rejected):
             raise UserError(
-                f"{self._rejected} lines are malformed, more than {MAX_REJECTED:.0%} of all; "
-                f"the first is {first.file}:{first.line}: {first.reason}"
+                f"{counted(self._rejected, 'row')} cannot be read, more than {MAX_REJECTED:.0%} of all; {where}"
             )
+        if so_far >= _SOME and self._rejected > _MOST * so_far:
+            raise UserError(f"{self._rejected:,} of the first {so_far:,} rows cannot be read; {where}")
 
 
 def _until_error(blocks: Iterator[Block]) -> Iterator[Block | HostdevError | None]:

@@ -12,11 +12,18 @@ THRESHOLD = 1  # values seen once carry no information; they train the out-of-vo
 def add_table(to: argparse.ArgumentParser) -> None:
     """Add the flags of `TableOptions`, but for those of `add_split`."""
     add_roles(to)
+    add_text(to)
+
+
+def add_text(to: argparse.ArgumentParser) -> None:
+    """Add the flags on how text files are read."""
     to.add_argument("--columns", metavar="NAMES", help="the columns' names, comma-separated, for text without a header")
     to.add_argument(
         "--delimiter", metavar="TEXT", help="separator of values in text; tab for a tab (default: detected)"
     )
     to.add_argument("--no-quotes", action="store_true", help="treat quotes in text as ordinary characters")
+    to.add_argument("--encoding", metavar="NAME", help="the encoding of text, such as latin-1 (default utf-8)")
+    to.add_argument("--skip-lines", type=int, metavar="N", help="lines at the beginning of each text file to pass over")
 
 
 def add_roles(to: argparse.ArgumentParser) -> None:
@@ -35,6 +42,16 @@ def add_roles(to: argparse.ArgumentParser) -> None:
     add("--categorical", "NAMES", "columns of values that become ids, separated by commas")
     add("--bag", "NAME=SEP", "a column with any number of values: text split by SEP, or a list in Parquet and Arrow")
     add("--share", "NAME=OTHER", "give the values of column NAME the ids of column OTHER")
+    add("--padding", "NAME=VALUE", "a value that only fills up the lists of --bag NAME, and is left out")
+    add("--last", "NAME=N", "of a longer list of --bag NAME, keep the last N values")
+    add("--missing", "VALUES", "values that mean there is none, separated by commas, in every column: '\\N,?'")
+    to.add_argument("--decimal", choices=(".", ","), help="the decimal point of numbers in text (default .)")
+    to.add_argument(
+        "--features",
+        type=Path,
+        metavar="FILE",
+        help="a TOML file with the kind and the settings of every feature, in place of the flags for columns",
+    )
 
 
 def add_split(to: argparse.ArgumentParser) -> None:
@@ -80,3 +97,11 @@ def add_looking(to: Any) -> None:
         metavar="FILE",
         help="a new file for the picture (default: info.png, or a numbered name if that exists)",
     )
+    what = "look at a table's first rows, and write a file of features for --features"
+    made: argparse.ArgumentParser = to.add_parser("suggest", help=what, description=what + ".", allow_abbrev=False)
+    made.add_argument("file", type=Path, metavar="FILE", help="a table in CSV, TSV, Parquet or Arrow")
+    made.add_argument("--label", metavar="NAME", help="the column with the label (default: by its name)")
+    made.add_argument("--out", type=Path, metavar="FILE", default=Path("features.toml"), help="the new file "
+                      "(default features.toml)")  # fmt: skip
+    add_text(made)
+    cli.add_debug(made)

@@ -36,6 +36,7 @@ def difference(there: Manifest, theirs: Path, here: Manifest, root: Path) -> str
         ("columns with ids", _columns(there.schema), _columns(here.schema)),
         ("hash buckets", _buckets(there), _buckets(here)),
         ("scaling of numbers", _scaling(there), _scaling(here)),
+        ("hashed features", _hashed(there), _hashed(here)),
     ):
         if a != b:
             order = " in another order" if sorted(a) == sorted(b) else ""
@@ -93,8 +94,15 @@ def _buckets(data: Manifest) -> tuple[str, ...]:
 def _scaling(data: Manifest) -> tuple[str, ...]:
     if not data.schema.dense:
         return ()
-    names = ("dense_max", "dense_mean", "dense_deviation")
-    return (str(data.options.get("dense")), *(str(data.statistics[name]) for name in names if name in data.statistics))
+    names = ("dense_max", "dense_mean", "dense_deviation", "dense_clip")
+    own = [str(data.options["scaling"])] if "scaling" in data.options else []
+    learned = [str(data.statistics[name]) for name in names if name in data.statistics]
+    return (str(data.options.get("dense")), *own, *learned)
+
+
+def _hashed(data: Manifest) -> tuple[str, ...]:
+    features = data.options.get("features") or {}
+    return tuple(f"{name} ({one['buckets']} buckets)" for name, one in sorted(features.items()) if one.get("buckets"))
 
 
 def _shown(value: tuple[str, ...]) -> str:

@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from hostdev.data import ragged
 from hostdev.data.preprocess.rejected import RejectedLines
+from hostdev.data.preprocess.scaling import Scaled
 from hostdev.data.schema import Column
 
 Bags = tuple[tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]], ...]
@@ -24,6 +25,8 @@ class Layout:
         ids: Columns with one id per row.
         bags: Columns with any number of ids per row.
         hashed: The hash key of each id space if values are hashed; None: its name.
+        thresholds: By id space, a threshold of its own for the vocabulary.
+        scaling: By numeric column, a scaling of its own.
     """
 
     label: str
@@ -31,6 +34,8 @@ class Layout:
     ids: tuple[Column, ...]
     bags: tuple[Column, ...] = ()
     hashed: tuple[str | int, ...] | None = None
+    thresholds: Mapping[str, int] = field(default_factory=dict)
+    scaling: Mapping[str, Scaled] = field(default_factory=dict)
 
     @property
     def columns(self) -> tuple[Column, ...]:

@@ -50,6 +50,19 @@ class RejectedLines:
         """Return these lines with their numbers shifted by `lines`."""
         return RejectedLines(self.file, self.numbers + lines, self._look)
 
+    def merge(self, other: "RejectedLines") -> "RejectedLines":
+        """Return the lines of both, which are of the same part of a file, in the order of their numbers."""
+        first = len(self)
+        numbers = np.concatenate([self.numbers, other.numbers])
+        order = np.argsort(numbers, kind="stable")
+
+        def look(i: int) -> tuple[str, str]:
+            place = int(order[i])
+            line = self[place] if place < first else other[place - first]
+            return line.reason, line.text
+
+        return RejectedLines(self.file or other.file, numbers[order], look)
+
     def columns(self) -> dict[str, pa.Array]:
         """Return the columns file (one value; none if there are no lines), line, reason and text."""
         parts: dict[str, list[pa.Array]] = {"reason": [], "text": []}

@@ -17,6 +17,7 @@ from hostdev.data import ragged
 from hostdev.data.preprocess.dense import Scaling
 from hostdev.data.preprocess.pieces import Facts, Piece, write_lists
 from hostdev.data.preprocess.raw import Layout
+from hostdev.data.preprocess.scaling import ByColumn
 from hostdev.data.preprocess.vocabulary import Vocabulary
 from hostdev.data.rows import Piece as Rows
 from hostdev.data.schema import Schema
@@ -46,7 +47,15 @@ def learn(
     stop = Event()  # on Ctrl-C or an error in one id space, tasks end after their current piece
     with bar(len(paths) * kinds, "counting", "pieces") as progress:
 
+        def known() -> Iterator[npt.NDArray[np.float64]]:
+            for path, fact in zip(paths, facts, strict=True):
+                if stop.is_set():
+                    return
+                yield get_numbers(Piece(path), len(layout.dense))[: fact.rows[0]]
+
         def numbers() -> None:
+            if isinstance(scaling, ByColumn):
+                scaling.find_limits(known)
             for path, fact in zip(paths, facts, strict=True):
                 if stop.is_set():
                     return

@@ -1,16 +1,22 @@
-"""The options of `preprocess table` as flags."""
+"""The options of `preprocess table` and `query` as flags."""
 
 import argparse
+import codecs
 import csv
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from hostdev.core.disk import is_text
 from hostdev.core.errors import UserError
 from hostdev.data.preprocess import earlier_flags
 from hostdev.data.preprocess.earlier_vocabulary import Earlier
-from hostdev.data.preprocess.table import TableOptions
+from hostdev.data.preprocess.features_file import read_features
+from hostdev.data.preprocess.reading import Reading
+from hostdev.data.preprocess.table_options import TableOptions
 
 _ESCAPES = {"\\t": "\t", "tab": "\t"}
+_ROLES = ("numeric", "categorical", "bag", "share", "padding", "last")  # flags that a file of features replaces
 
 
 def parse_table_options(arguments: argparse.Namespace, earlier: Earlier | None = None) -> TableOptions:
@@ -20,32 +26,95 @@ def parse_table_options(arguments: argparse.Namespace, earlier: Earlier | None =
             if isinstance(text, str) and not is_text(text):
                 raise UserError(f"--{name.replace('_', '-')} {text!r} is not text in UTF-8")
     is_query = arguments.command == "query"  # its text is read by the engine
-    columns = None if is_query or arguments.columns is None else _names([arguments.columns])
-    delimiter = None if is_query else arguments.delimiter
-    what = {
-        "label": arguments.label,
-        "positive": arguments.positive,
-        "numeric": _names(arguments.numeric),
-        "categorical": _names(arguments.categorical),
-        "bags": tuple(
-            (name, separator or (None if "=" not in text else ""))
-            for text in arguments.bag or ()
-            for name, _, separator in [text.partition("=")]
-        ),
-        "share": tuple(_pair("--share", text) for text in arguments.share or ()),
-    }
+    what = _roles(arguments)
     if earlier is not None:
+        if arguments.features is not None:
+            raise UserError("--features has no effect with --vocabulary, which takes the features from that data set")
         what = earlier_flags.columns(what, earlier)
-    elif arguments.label is None:
+    elif what["label"] is None:
         raise UserError("the following arguments are required: --label")
+    else:
+        what["decimal"] = what.get("decimal") or "."
+    how = {} if is_query else text_options(arguments)
     return TableOptions(
         **what,
         test_column=None if arguments.test_column is None else _pair("--test-column", arguments.test_column),
         test_after=None if arguments.test_after is None else _pair("--test-after", arguments.test_after),
-        columns=columns,
-        delimiter=None if delimiter is None else _ESCAPES.get(delimiter, delimiter),
-        quotes=is_query or not arguments.no_quotes,
+        **how,
     )
+
+
+def text_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of `TableOptions` on how text files are read."""
+    return {
+        "columns": None if arguments.columns is None else _names([arguments.columns]),
+        "delimiter": None if arguments.delimiter is None else _parse_delimiter(arguments.delimiter),
+        "quotes": not arguments.no_quotes,
+        "encoding": _parse_encoding(arguments.encoding),
+        "skipped_lines": arguments.skip_lines or 0,
+    }
+
+
+def _roles(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of `TableOptions` on the label, the features, and how their values are read."""
+    named = {"label": arguments.label, "positive": arguments.positive}
+    named |= {"missing": _names(arguments.missing), "decimal": arguments.decimal}
+    if arguments.features is not None:
+        if twice := [name for name in _ROLES if getattr(arguments, name)]:
+            raise UserError(f"--{twice[0]} has no effect with --features, whose file says what the columns are")
+        found = read_features(arguments.features)
+        for name in found.given:
+            if named[name]:
+                raise UserError(f"--{name} and {name} in {arguments.features} are both given; leave one of them out")
+        return {
+            **{name: value for name, value in named.items() if value or name in ("label", "positive")},
+            **found.roles,
+        }
+    features: dict[str, Reading] = {}
+    for text in arguments.padding or ():
+        name, value = _pair("--padding", text)
+        before = features.get(name, Reading())
+        features[name] = replace(before, missing=(*before.missing, value))
+    for text in arguments.last or ():
+        name, value = _pair("--last", text)
+        if not value.isdecimal() or int(value) < 1:
+            raise UserError(f"--last {text}: write it as NAME=N with a number N from 1")
+        features[name] = replace(features.get(name, Reading()), length=int(value))
+    bags = tuple(
+        (name, separator or (None if "=" not in text else ""))
+        for text in arguments.bag or ()
+        for name, _, separator in [text.partition("=")]
+    )
+    for name in features:
+        if name not in dict(bags):
+            raise UserError(f"--padding and --last are for columns of --bag, but {name!r} is none")
+    return {
+        **named,
+        "numeric": _names(arguments.numeric),
+        "categorical": _names(arguments.categorical),
+        "bags": bags,
+        "share": tuple(_pair("--share", text) for text in arguments.share or ()),
+        "features": features,
+    }
+
+
+def _parse_delimiter(text: str) -> str:
+    """Parse a separator, which may be written with escapes such as \\t and \\x01."""
+    if text in _ESCAPES:
+        return _ESCAPES[text]
+    if not text.startswith("\\x"):
+        return text
+    try:
+        return bytes.fromhex(text.removeprefix("\\x")).decode()
+    except ValueError:
+        raise UserError(f"--delimiter {text}: write a code in two hexadecimal digits, such as \\x01") from None
+
+
+def _parse_encoding(name: str | None) -> str:
+    try:
+        return codecs.lookup(name or "utf-8").name
+    except LookupError:
+        raise UserError(f"--encoding {name}: not an encoding of Python, such as latin-1 or cp1252") from None
 
 
 def _names(texts: Sequence[str] | None) -> tuple[str, ...]:

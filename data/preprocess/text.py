@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from hostdev.core.errors import UserError
 from hostdev.data.preprocess.inputs import AnyInput
+from hostdev.data.preprocess.recoded import Recoded
 
 
 class Lines(NamedTuple):
@@ -25,7 +26,7 @@ def newline(piece: bytes) -> int:
 
 
 def whole_lines(
-    source: AnyInput,
+    source: AnyInput | Recoded,
     offset: int,
     block_bytes: int,
     too_long: Callable[[], UserError],

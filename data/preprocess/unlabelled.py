@@ -1,6 +1,6 @@
 """Raw rows for predictions, encoded like a data set: Criteo's text with or without labels, or any table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -15,7 +15,7 @@ from hostdev.data.preprocess import criteo
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.delimited import DelimitedFile
 from hostdev.data.preprocess.encoding import Encoding, WrongRowError
-from hostdev.data.preprocess.files import ArrowTable, ParquetTable, TableFile, chunks, find_format
+from hostdev.data.preprocess.files import ArrowTable, Chunk, ParquetTable, TableFile, chunks, find_format
 from hostdev.data.preprocess.inputs import HEAD_BYTES, AnyInput, Input, open_input
 from hostdev.data.preprocess.naming import about_blanks, listed
 
@@ -27,6 +27,7 @@ class Part(NamedTuple):
     places: npt.NDArray[np.int64] | None  # the rows' line numbers in the part, from 0; None: all lines are rows
     lines: int
     size: int  # approximate bytes that the lines take in the file
+    more: pa.RecordBatch | None = None  # further columns of all lines, null for malformed ones
 
 
 class Rows(Protocol):
@@ -39,27 +40,34 @@ class Rows(Protocol):
         """Iterate over the rows; raise UserError for unreadable input."""
 
 
-def rows_in(path: Path, encoding: Encoding, options: Mapping[str, Any]) -> Rows:
+def rows_in(path: Path, encoding: Encoding, options: Mapping[str, Any], more: Sequence[str] = ()) -> Rows:
     """Open the rows of a file; raise UserError if it is unreadable.
 
-    `options` is the manifest's entry on how the data set's files were read.
+    Args:
+        path: A file, or - for standard input.
+        encoding: How its rows become ids and numbers.
+        options: The manifest's entry on how the data set's files were read.
+        more: Further columns to read.
     """
     source = open_input(path)
     found = find_format(source)
     if encoding.is_criteo and found == "text":
+        if more:
+            raise UserError(f"{source.name} is Criteo's text, whose columns have no names: {more[0]!r} is none")
         return _Criteo(source, encoding)
     if found == "text":
-        file: TableFile = DelimitedFile(
-            source,
-            columns=_columns(source, options),
-            delimiter=options.get("delimiter"),
-            quotes=options.get("quotes", True),
-        )
+        file: TableFile = DelimitedFile(source, columns=_columns(source, options), **_text_options(options))
     else:
         if not isinstance(source, Input):
             raise UserError(f"{source.name}: {found} can be read only from a file, not from a pipe")
         file = ParquetTable(source) if found == "Parquet" else ArrowTable(source, stream=found == "an Arrow stream")
-    return _Table(file, encoding)
+    return _Table(file, encoding, more)
+
+
+def _text_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `DelimitedFile` on how text was read, but for the columns."""
+    usual = {"delimiter": None, "quotes": True, "encoding": "utf-8", "skipped_lines": 0}
+    return {name: options.get(name, value) for name, value in usual.items()}
 
 
 def _columns(source: AnyInput, options: Mapping[str, Any]) -> list[str] | None:
@@ -67,7 +75,7 @@ def _columns(source: AnyInput, options: Mapping[str, Any]) -> list[str] | None:
     names = options.get("columns")
     if names is None:
         return None
-    first = DelimitedFile(source, delimiter=options.get("delimiter"), quotes=options.get("quotes", True)).names
+    first = DelimitedFile(source, **_text_options(options)).names
     if len(first) == len(names) - 1:
         return [name for name in names if name != options["label"]]
     return list(names)
@@ -119,15 +127,16 @@ def _with_labels(block: bytes) -> tuple[bytes, npt.NDArray[np.int64]]:
 class _Table:
     """A table; its parts' `places` omit malformed lines and rows with an unparsable number."""
 
-    def __init__(self, file: TableFile, encoding: Encoding) -> None:
-        self._file, self._encoding = file, encoding
+    def __init__(self, file: TableFile, encoding: Encoding, more: Sequence[str]) -> None:
+        self._file, self._encoding, self._more = file, encoding, more
         self.total = file.input.size
-        if missing := [name for name in encoding.columns() if name not in file.names]:
+        needed = [*encoding.columns(), *more]
+        if missing := [name for name in needed if name not in file.names]:
             raise UserError(
                 f"{file.input.name} has no column {missing[0]!r}; it has {listed(file.names)}"
                 f"{about_blanks(missing[0], file.names)}"
             )
-        if twice := [name for name in encoding.columns() if file.names.count(name) > 1]:
+        if twice := [name for name in needed if file.names.count(name) > 1]:
             raise UserError(f"{file.input.name} has {file.names.count(twice[0])} columns named {twice[0]!r}; keep one")
         label = encoding.schema.label
         self.labelled = file.names.count(label) == 1
@@ -135,8 +144,8 @@ class _Table:
 
     def parts(self) -> Iterator[Part]:
         """Iterate over the rows."""
-        for chunk in chunks(self._file, self._used):
-            n = len(chunk.batch)
+        for chunk in chunks(self._file, list(dict.fromkeys([*self._used, *self._more]))):
+            n, more = len(chunk.batch), self._further(chunk)
             columns = [chunk.batch.column(chunk.batch.schema.get_field_index(name)) for name in self._used]
             try:
                 batch, kept = self._encoding.encode_readable(pa.RecordBatch.from_arrays(columns, names=self._used))
@@ -145,7 +154,21 @@ class _Table:
             except UserError as error:
                 raise UserError(f"{self._file.input.name}: {error}") from None
             if not len(chunk.skipped) and len(kept) == n:
-                yield Part(batch, None, n, chunk.size)
+                yield Part(batch, None, n, chunk.size, more)
                 continue
             places = np.delete(np.arange(chunk.lines), chunk.skipped - 1)
-            yield Part(batch, places[kept], chunk.lines, chunk.size)
+            yield Part(batch, places[kept], chunk.lines, chunk.size, more)
+
+    def _further(self, chunk: Chunk) -> pa.RecordBatch | None:
+        """Return the further columns of a chunk's lines."""
+        if not self._more:
+            return None
+        columns = [chunk.batch.column(chunk.batch.schema.get_field_index(name)) for name in self._more]
+        if len(chunk.skipped):
+            number = np.zeros(chunk.lines, np.int64)
+            is_row = np.ones(chunk.lines, np.bool_)
+            is_row[chunk.skipped - 1] = False
+            number[is_row] = np.arange(len(chunk.batch))
+            places = pa.array(number, mask=~is_row)
+            columns = [column.take(places) for column in columns]
+        return pa.RecordBatch.from_arrays(columns, names=list(self._more))

@@ -28,6 +28,7 @@ _AT_ONCE = 1 << 20  # values handled at a time
 _DIGITS = 20  # maximum number of an integer's digits
 _ID_BYTES = 8  # per value, once ids are assigned
 _WRITTEN_ROW = 64  # bytes per row during writing, plus two copies of its text
+_MOST = 0.5  # share of a bag's values from which one value is probably no value
 _MARGIN = 1.03  # error margin of the estimates (see kernels/cardinality.py)
 
 
@@ -94,7 +95,8 @@ class Vocabulary:
     unseen value gets its id space's out-of-vocabulary id.
 
     Args:
-        threshold: Number of occurrences up to which a value gets no id; if None, no value gets a new id.
+        threshold: Number of occurrences up to which a value gets no id, where the layout has no other one for its id
+            space; if None, no value gets a new id.
         format_keys: Returns the texts of integer values; None if values are texts.
         earlier: Schema of an earlier data set whose ids are kept. Count its values first, with 0 uses, in id order.
     """
@@ -126,6 +128,21 @@ class Vocabulary:
                 shares[space.name] = int(values.uses[: space.values].sum()) / uses
         return shares
 
+    def fillers(self) -> dict[str, list[Any]]:
+        """Return for each bag a value that makes up most of its values, and its share, if there is one.
+
+        A value that fills up lists to one length is such; the shares are those of the bag's id space.
+        """
+        found: dict[str, list[Any]] = {}
+        for number, space in enumerate(self._layout.spaces):
+            bags = [bag.name for bag in self._layout.bags if bag.space == space]
+            uses = self._values[number].uses
+            if bags and len(uses) > 1 and uses.max() > _MOST * uses.sum():
+                most = int(uses.argmax())
+                value = self._values[number].texts(np.array([most]))[0].as_py()
+                found |= {bag: [value, int(uses[most]) / int(uses.sum())] for bag in bags}
+        return found
+
     def freeze(self) -> Schema:
         """Assign the ids; return the schema."""
         spaces = []
@@ -152,8 +169,9 @@ class Vocabulary:
         uses, begin = self._values[space].uses, self._begun[space].values
         if self._threshold is None:
             return
+        threshold = self._layout.thresholds.get(self._begun[space].name, self._threshold)
         for start in range(begin, len(uses), _AT_ONCE):
-            yield start + np.flatnonzero(uses[start : start + _AT_ONCE] > self._threshold)
+            yield start + np.flatnonzero(uses[start : start + _AT_ONCE] > threshold)
 
     def _in_order(self) -> Iterator[tuple[int, Ids]]:
         """Iterate over the values with ids, in id order: the number of an id space, and numbers of values in it."""

@@ -16,9 +16,18 @@ def parser(prog: str = PROG) -> cli.Parser:
     made.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="checkpoint, or a folder of them")
     made.add_argument("--which", choices=WHICH, help="which checkpoint (default: best with --early-stop, else newest)")
     made.add_argument("--model", metavar="package.module:Class", help="the class, if the model is your own")
-    made.add_argument("--data", type=Path, required=True, metavar="FILE|DIR", help="raw rows, or a data set")
+    made.add_argument(
+        "--data", type=Path, required=True, metavar="FILE|DIR", help="raw rows (- for standard input), or a data set"
+    )
     made.add_argument("--split", choices=("train", "test"), help="rows of a data set (default test)")
-    made.add_argument("--out", type=Path, required=True, metavar="FILE", help="a new Parquet file, NAME.parquet")
+    made.add_argument("--out", type=Path, required=True, metavar="FILE", help="a new file, NAME.parquet or NAME.csv")
+    made.add_argument(
+        "--keep", metavar="NAMES", help="columns of FILE, separated by commas, to write beside the probabilities"
+    )
+    made.add_argument(
+        "--by", metavar="NAME", help="print GAUC, NDCG and recall within the rows of each value of a column"
+    )
+    made.add_argument("--at", type=int, metavar="K", help="with --by: NDCG and recall at K (default 10)")
     made.add_argument("--device", default="cpu", metavar="NAME", help="where the dense layers run (default cpu)")
     return made
 
@@ -29,9 +38,14 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
     out: Path = arguments.out
     if out.exists():
         raise UserError(f"--out {out} exists; choose another file")
-    if out.suffix.lower() != ".parquet":
-        raise UserError(f"--out {out}: predictions are written as Parquet; call the file {out.stem or 'p'}.parquet")
-    if not arguments.data.exists():
+    if out.suffix.lower() not in (".parquet", ".csv"):
+        name = out.stem or "p"
+        raise UserError(f"--out {out}: call the file {name}.parquet or {name}.csv, as which predictions are written")
+    if arguments.at is not None and arguments.by is None:
+        raise UserError("--at has no effect without --by NAME; give both")
+    if arguments.at is not None and arguments.at < 1:
+        raise UserError(f"--at must be at least 1, not {arguments.at}")
+    if str(arguments.data) != "-" and not arguments.data.exists():
         raise UserError(f"--data {arguments.data}: there is no such file or data set")
     with cli.importing(prog):
         from hostdev.predict.command import run

@@ -15,7 +15,9 @@ def parser(prog: str = PROG) -> cli.Parser:
     """Return the parser of the command's flags."""
     what = "Turn tables, Criteo text or synthetic data into Arrow shards; check or describe them."
     made = cli.parser(prog, what, cli.StrictParser)
-    commands = made.add_subparsers(dest="command", required=True, metavar="table|query|criteo|synthetic|check|info")
+    commands = made.add_subparsers(
+        dest="command", required=True, metavar="table|query|criteo|synthetic|check|info|suggest"
+    )
     table = commands.add_parser("table", help="from CSV, TSV, Parquet or Arrow files", allow_abbrev=False)
     table.add_argument("files", nargs="+", type=Path, metavar="FILE",
                        help="tables with the same columns, folders of them, or - for standard input")  # fmt: skip

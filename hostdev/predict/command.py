@@ -3,16 +3,14 @@
 import hostdev.core.environment  # noqa: F401  # isort: skip  (before torch)
 
 import argparse
-import os
+import math
 import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from hostdev.core.errors import UserError, naming
 from hostdev.core.outputs import new_file
@@ -22,9 +20,13 @@ from hostdev.data.preprocess.meaning import difference, with_known_ids
 from hostdev.data.preprocess.unlabelled import Part, rows_in
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
+from hostdev.predict.groups import Groups
+from hostdev.predict.output import Output, kept_columns
 from hostdev.predict.predictor import Predictor, probabilities
 from hostdev.predict.unknown import UnknownValues
 from hostdev.train.scores import Scores
+
+_AT = 10  # rows of each group for NDCG and recall
 
 
 def run(arguments: argparse.Namespace, prog: str) -> None:
@@ -49,24 +51,29 @@ def run(arguments: argparse.Namespace, prog: str) -> None:
     unknown = None if arguments.data.is_dir() else UnknownValues(predictor.encoding)
     start = time.monotonic()
     lines = predicted = unlabelled = 0
-    schema = pa.schema([("probability", pa.float32()), ("label", pa.float32())])
+    expected: list[float] = []  # sums of the probabilities of rows with labels
+    positives = 0
+    groups = None if arguments.by is None else Groups(arguments.by, predictor.data.schema)
     out.parent.mkdir(parents=True, exist_ok=True)
     with new_file(out) as partial:  # noqa: SIM117  (an error of new_file names its own file)
         with (
             naming(out),
             Scores(out.parent) as scores,
-            pa.OSFile(os.fsencode(partial), "wb") as content,
-            pq.ParquetWriter(content, schema) as writer,
+            Output(partial, is_csv=out.suffix.lower() == ".csv", more=kept_columns(arguments.keep)) as output,
             bar(work.total, "predicting", work.unit, unit_scale=True) as progress,
         ):
             for part in work.parts:
                 logits = predictor.logits_by_batch(part.batch)
                 if unknown is not None:
                     unknown.count(part.batch)
-                writer.write_table(_table(logits, part, schema))
+                output.write(logits, part)
                 finite = np.isfinite(logits)  # a result that overflows counts as missing
                 known = finite & ~np.isnan(part.batch.label)
                 scores.add(logits[known], part.batch.label[known])
+                expected.append(float(probabilities(logits[known]).sum(dtype=np.float64)))
+                positives += int(np.count_nonzero(part.batch.label[known]))
+                if groups is not None:
+                    groups.add(logits, known, part)
                 lines, predicted = lines + part.lines, predicted + int(finite.sum())
                 unlabelled += int((finite & ~known).sum())
                 progress.update(part.size)
@@ -82,23 +89,10 @@ def run(arguments: argparse.Namespace, prog: str) -> None:
         note(f"{prog}: warning: {line}")
     if quality.rows:
         of_these = "" if quality.rows == predicted else f" of the {quality.rows:,} rows with labels"
-        print(f"AUC {quality.auc:.4f}   log loss {quality.logloss:.4f}{of_these}")
-
-
-def _table(logits: Any, part: Part, schema: pa.Schema) -> pa.Table:
-    """Return the probabilities and labels of a part's lines; null for malformed lines and missing labels."""
-    probability, none = probabilities(logits), ~np.isfinite(logits)
-    label = part.batch.label
-    missing = np.isnan(label)
-    if part.places is not None:
-        columns = []
-        for values, without in ((probability, none), (label, missing)):
-            whole, nulls = np.zeros(part.lines, np.float32), np.ones(part.lines, np.bool_)
-            whole[part.places], nulls[part.places] = values, without
-            columns.append(pa.array(whole, mask=nulls))
-    else:
-        columns = [pa.array(probability, mask=none), pa.array(label, mask=missing)]
-    return pa.table(columns, schema=schema)
+        calibration = f"   calibration {math.fsum(expected) / positives:.4f}" if positives else ""
+        print(f"AUC {quality.auc:.4f}   log loss {quality.logloss:.4f}{calibration}{of_these}")
+    for line in groups.lines(arguments.at or _AT) if groups is not None else ():
+        print(line)
 
 
 class _Work(NamedTuple):
@@ -112,7 +106,10 @@ class _Work(NamedTuple):
 
 def _open_rows(arguments: argparse.Namespace, predictor: Predictor) -> _Work:
     path: Path = arguments.data
+    kept = kept_columns(arguments.keep)
     if path.is_dir():
+        if kept:
+            raise UserError(f"--keep has no effect on {path}, a data set, which has ids only; give a file of raw rows")
         split = arguments.split or "test"
         found = manifest.read(path)
         differs = difference(predictor.data, predictor.data_folder, found, path)
@@ -132,5 +129,6 @@ def _open_rows(arguments: argparse.Namespace, predictor: Predictor) -> _Work:
         return _Work(reader.rows, "row", True, (Part(batch, None, len(batch), len(batch)) for batch in batches))
     if arguments.split is not None:
         raise UserError(f"--split has no effect on {path}, which is not a data set; leave it out")
-    source = rows_in(path, predictor.encoding, predictor.data.options)
+    by = [] if arguments.by is None else [arguments.by]
+    source = rows_in(path, predictor.encoding, predictor.data.options, [*dict.fromkeys([*kept, *by])])
     return _Work(source.total, "B", source.labelled, source.parts())

@@ -125,11 +125,11 @@ class Predictor:
         self.encoding.require(get_column_names(rows))
         batch = None
         if isinstance(rows, Mapping):
-            rows = as_columns(rows, self.data.schema, self.encoding.separators)
+            rows = as_columns(rows, self.encoding)
             if all(type(values) is list and len(values) <= _FEW for values in rows.values()):
                 batch = self.encoding.encode_few(rows)
         if batch is None:
-            batch = self.encoding.encode(as_batch(rows, self.data.schema))
+            batch = self.encoding.encode(as_batch(rows, self.encoding))
         self._unknown.count(batch)
         for line in self._unknown.lines():
             warnings.warn(line, stacklevel=2)

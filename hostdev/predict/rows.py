@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from hostdev.core.errors import UserError, in_words
 from hostdev.core.progress import counted
-from hostdev.data.schema import Schema
+from hostdev.data.preprocess.encoding import Encoding
 
 
 def as_mapping(rows: Any) -> Any:
@@ -17,9 +17,7 @@ def as_mapping(rows: Any) -> Any:
     return rows.to_dict() if _is_pandas(rows, "Series") else rows
 
 
-def as_columns(
-    rows: Mapping[Any, Any], schema: Schema, separators: Mapping[str, str | None] | None = None
-) -> dict[str, Any]:
+def as_columns(rows: Mapping[Any, Any], encoding: Encoding) -> dict[str, Any]:
     """Return the required columns, each with a value per row; single values mean one row.
 
     A list of single values is one row's bag if all columns that are not bags have single values, or if there are only
@@ -27,19 +25,19 @@ def as_columns(
 
     Args:
         rows: Columns by name.
-        schema: The data set's schema.
-        separators: Separators of bags that are given as text, by column; None: no bag is split.
+        encoding: The encoding of the data set's rows.
 
     Raises:
         UserError: Columns have different lengths, or it is ambiguous whether lists are one row or several.
     """
-    plain = [name for name in _names(schema) if name not in schema.bags]
-    one = all(_is_scalar(rows[name]) for name in plain) if plain else _is_one_row(rows, schema, separators or {})
+    bags = encoding.separators
+    plain = [name for name in encoding.columns() if name not in bags]
+    one = all(_is_scalar(rows[name]) for name in plain) if plain else _is_one_row(rows, bags)
     columns = {}
-    for name in _names(schema):
+    for name in encoding.columns():
         values = rows[name]
         is_list = not _is_scalar(values)
-        if not is_list or (one and name in schema.bags and all(map(_is_scalar, values))):
+        if not is_list or (one and name in bags and all(map(_is_scalar, values))):
             columns[name] = [values]
         else:
             columns[name] = values
@@ -53,10 +51,13 @@ def as_columns(
     return columns
 
 
-def _is_one_row(rows: Mapping[Any, Any], schema: Schema, separators: Mapping[str, str | None]) -> bool:
-    """Return whether the bags of a model without other columns are one row; raise UserError if that is ambiguous."""
-    lists = {name: rows[name] for name in schema.bags if isinstance(rows[name], list | tuple)}
-    if len(lists) < len(schema.bags) or not all(map(_is_scalar, (v for values in lists.values() for v in values))):
+def _is_one_row(rows: Mapping[Any, Any], separators: Mapping[str, str | None]) -> bool:
+    """Return whether the bags of a model without other columns are one row; raise UserError if that is ambiguous.
+
+    `separators` has an entry for each bag's column.
+    """
+    lists = {name: rows[name] for name in separators if isinstance(rows[name], list | tuple)}
+    if len(lists) < len(separators) or not all(map(_is_scalar, (v for values in lists.values() for v in values))):
         return False
     for name, values in lists.items():
         separator = separators.get(name)
@@ -71,20 +72,20 @@ def _is_one_row(rows: Mapping[Any, Any], schema: Schema, separators: Mapping[str
     return any(len(values) > 1 for values in lists.values())
 
 
-def as_batch(rows: Any, schema: Schema) -> pa.RecordBatch:
+def as_batch(rows: Any, encoding: Encoding) -> pa.RecordBatch:
     """Return the required columns of a dict from `as_columns`, a pandas DataFrame, or a pyarrow Table or RecordBatch.
 
     Raises:
         UserError: Arrow rejects a column.
     """
-    names = _names(schema)
+    names = encoding.columns()
     if isinstance(rows, pa.RecordBatch | pa.Table):
         arrays = []
         for name in names:
             _require_valid(name, rows[name])
             arrays.append(_combine_chunks(rows[name]))
     else:
-        numbers = set(schema.dense)
+        numbers = encoding.numeric_columns
         arrays = [_array(name, rows[name], "numbers" if name in numbers else "values") for name in names]
     return pa.RecordBatch.from_arrays(arrays, names=names)
 
@@ -98,10 +99,6 @@ def get_column_names(rows: Any) -> Sequence[Any]:
     raise TypeError(
         f"rows must be a dict, a pandas DataFrame, or a pyarrow Table or RecordBatch, not a {type(rows).__name__}"
     )
-
-
-def _names(schema: Schema) -> list[str]:
-    return [*schema.dense, *(column.name for column in schema.columns)]
 
 
 def _array(name: str, values: Any, what: str) -> pa.Array:

@@ -110,7 +110,7 @@ def _train(settings: TrainConfig, session: ProcessSession | None) -> dict[str, A
         memory = trainer.host_budget.describe()
         checkpoints = run.saver.describe() if run.saver is not None else None
         trained = settings.as_json(), data, rows, trainer.tables, device, trainer.caches
-        print(report.start_lines(*trained, memory, checkpoints, trainer.cut), flush=True)
+        print(report.start_lines(*trained, memory, checkpoints, trainer.cut, found.statistics), flush=True)
         try:
             status = run.train(stop)
             if status != "interrupted":

@@ -7,6 +7,7 @@ from typing import Any
 from hostdev.cache.cache import EmbeddingCache
 from hostdev.core.memory import TableShape, format_bytes
 from hostdev.core.table_dtypes import FP32
+from hostdev.data.told import unknown_lines
 from hostdev.kernels.numa import in_words
 from hostdev.train.quality import Point, Quality
 from hostdev.train.rundir import CONFIG, CURVE, EVAL_LOG, LOSS_LOG, OPS_LOG, SUMMARY
@@ -22,6 +23,7 @@ def start_lines(
     memory: str,
     checkpoints: str | None = None,
     parts: str | None = None,
+    statistics: dict[str, Any] | None = None,
 ) -> str:
     """Return the lines before training: data, tables, caches, memory, device, checkpoints.
 
@@ -30,6 +32,7 @@ def start_lines(
         memory: Text on the host memory that grows with the tables; empty for none.
         checkpoints: Text on when and where checkpoints are saved.
         parts: Text on the stages and slices of the model.
+        statistics: Those of the data set's manifest.
     """
     where = "host memory" if config["host_device_mix"] else "device memory"
     if interleaving := in_words():
@@ -41,6 +44,7 @@ def start_lines(
     lines = [
         *([inexact] if config["staleness"] else []),
         f"data     {data}: {rows['train']:,} training and {rows['test']:,} test rows{evaluated}",
+        *(f"         {line}" for line in unknown_lines(statistics or {})),
         f"tables   {tables_line(tables.values(), on_host=config['host_device_mix'])} of {where}",
         *map(_cache_line, caches),
         *([f"memory   {memory}"] if memory else []),

@@ -423,7 +423,12 @@ def test_mapped_tables_are_the_checkpoints(trained, number):
     [
         (["--data", "nowhere"], "--data nowhere: there is no such file or data set"),
         (["--checkpoint", "nowhere"], "there is no file or folder nowhere"),
-        (["--out", "p.csv"], "--out p.csv: predictions are written as Parquet; call the file p.parquet"),
+        (["--out", "p.txt"], "--out p.txt: call the file p.parquet or p.csv, as which predictions are written"),
+        (["--keep", "user"], "is Criteo's text, whose columns have no names: 'user' is none"),
+        (["--keep", "label"], "--keep label: the predictions have a column of that name"),
+        (["--keep", "a,a"], "--keep names 'a' twice"),
+        (["--at", "5"], "--at has no effect without --by NAME"),
+        (["--by", "C1", "--at", "0"], "--at must be at least 1, not 0"),
         (["--out", "taken/p.parquet"], "taken: File exists"),
         (["--out", "taken"], "--out taken exists; choose another file"),
         (["--split", "train"], "--split has no effect on"),

@@ -4,6 +4,7 @@ import datetime
 import json
 import shutil
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -18,7 +19,6 @@ from hostdev.core import cli
 from hostdev.core.checksums import checksum, json_checksum
 from hostdev.data.preprocess.forms import Written
 from hostdev.data.preprocess.serving import format_texts
-from hostdev.data.schema import Column, Schema, Space
 from hostdev.kernels import forms as kernel
 from hostdev.models.deepfm.network import DeepFM
 from hostdev.predict.rows import as_columns
@@ -282,9 +282,11 @@ def test_a_manifest_that_is_wrong_inside(copied, change):
 
 def test_a_row_of_bags_alone_is_not_two_rows():
     """A list of texts may be one row or several; if that is ambiguous, the column is rejected."""
-    schema = Schema("y", (), (Column("g", "bag", "g"),), (Space("g", 0, 1, 5),), 6)
     separators = {"lists": {"g": None}, "text": {"g": "|"}}
-    columns = lambda name, g: as_columns({"g": g}, schema, separators[name])["g"]  # noqa: E731
+    encodings = {
+        name: SimpleNamespace(columns=lambda: ["g"], separators=separator) for name, separator in separators.items()
+    }
+    columns = lambda name, g: as_columns({"g": g}, encodings[name])["g"]  # noqa: E731
     assert columns("lists", ["1", "2"]) == [["1", "2"]]
     assert columns("lists", [["1"], ["2"]]) == columns("text", [["1"], ["2"]]) == [["1"], ["2"]]
     assert columns("text", ["1|2", "2"]) == ["1|2", "2"]

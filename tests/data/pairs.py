@@ -23,7 +23,8 @@ from hostdev.core.errors import UserError
 from hostdev.data import manifest
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.encoding import Encoding
-from hostdev.data.preprocess.table import Table, TableOptions
+from hostdev.data.preprocess.table import Table
+from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.preprocess.unlabelled import rows_in
 from hostdev.predict.rows import as_batch, as_columns
 
@@ -338,8 +339,8 @@ def served(folder, encoding, kind, columns):
                 known[name] = np.concatenate([part.batch.ids[:, 0] for part in rows.parts()])
             else:
                 rows = OBJECTS[kind](table)
-                rows = as_columns(rows, alone.schema) if isinstance(rows, dict) else rows
-                known[name] = alone.encode(as_batch(rows, alone.schema)).ids[:, 0]
+                rows = as_columns(rows, alone) if isinstance(rows, dict) else rows
+                known[name] = alone.encode(as_batch(rows, alone)).ids[:, 0]
         except UserError as error:
             known[name] = str(error)
     return known

@@ -167,7 +167,7 @@ def test_too_many_rejects_leave_nothing(tmp_path):
     lines = [line(str(i % 2), [i]) for i in range(300)]
     lines[10:14] = ["x"] * 4
     source = write(tmp_path / "in.txt", lines)
-    message = r"4 lines are malformed, more than 1% of all; the first is .*in.txt:11: 1 columns, not 40"
+    message = r"4 rows cannot be read, more than 1% of all; the first is .*in.txt:11: 1 columns, not 40"
     with pytest.raises(UserError, match=message):
         build(source, tmp_path / "out", Options())
     assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]

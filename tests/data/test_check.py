@@ -13,7 +13,8 @@ from hostdev.data.preprocess import counting, stored, stored_vocabulary
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.check import check
 from hostdev.data.preprocess.synthetic import Synthetic
-from hostdev.data.preprocess.table import Table, TableOptions
+from hostdev.data.preprocess.table import Table
+from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.kernels.pool import set_host_threads
 from tests.data import twins
 from tests.data.test_manifest import VERSION_1

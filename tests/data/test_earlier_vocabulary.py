@@ -21,7 +21,8 @@ from hostdev.data.preprocess.check import check
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.earlier_vocabulary import read_earlier
 from hostdev.data.preprocess.info import gather
-from hostdev.data.preprocess.table import Table, TableOptions
+from hostdev.data.preprocess.table import Table
+from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.schema import Column, Schema, Space, from_json
 from tests.data import twins
 from tests.data.test_check import edit_vocabulary, wrong

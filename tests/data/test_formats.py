@@ -11,7 +11,8 @@ from pyarrow import feather
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import files
 from hostdev.data.preprocess.build import Options
-from hostdev.data.preprocess.table import Table, TableOptions
+from hostdev.data.preprocess.table import Table
+from hostdev.data.preprocess.table_options import TableOptions
 from tests.data import twins
 
 # csv writes a carriage return unquoted where lines end otherwise, and other readers take it for the end of a line.

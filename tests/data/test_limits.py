@@ -15,7 +15,8 @@ from hostdev.core.errors import TransientError, UserError
 from hostdev.data import manifest, shard_files
 from hostdev.data.preprocess import files, row_groups
 from hostdev.data.preprocess.inputs import Input
-from hostdev.data.preprocess.table import Table, TableOptions
+from hostdev.data.preprocess.table import Table
+from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.shards import ShardReader
 
 OPTIONS = TableOptions(label="y", categorical=("c",))

@@ -14,7 +14,8 @@ from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.raw import Layout
 from hostdev.data.preprocess.rejected import read_rejected
-from hostdev.data.preprocess.table import Table, TableOptions
+from hostdev.data.preprocess.table import Table
+from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.preprocess.vocabulary import Vocabulary
 from hostdev.data.schema import Column
 
@@ -66,7 +67,7 @@ def test_malformed_lines_are_no_objects(tmp_path, take):
     written = read_rejected(rows.rejected.after(1000).columns())
     assert [line.line for line in written] == list(range(first + 1000, first + 1000 + n))
     with pytest.raises(
-        UserError, match=f"{n} lines are malformed, more than 1% of all; the first is .*t.csv:{first}: "
+        UserError, match=f"{n:,} rows cannot be read, more than 1% of all; the first is .*t.csv:{first}: "
     ):
         build(source, tmp_path / "out", Options())
 

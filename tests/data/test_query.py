@@ -18,7 +18,8 @@ from hostdev.data.preprocess.options import Options
 from hostdev.data.preprocess.query import source
 from hostdev.data.preprocess.query.engine import Engine
 from hostdev.data.preprocess.query.source import QueryOptions, QueryRows, open_query
-from hostdev.data.preprocess.table import Table, TableOptions
+from hostdev.data.preprocess.table import Table
+from hostdev.data.preprocess.table_options import TableOptions
 from tests.conftest import environment
 from tests.data.test_restart import contents
 
@@ -179,7 +180,7 @@ def test_a_value_that_cannot_be_read_is_named(query, tmp_path):
     with pytest.raises(UserError, match="the query failed: .*Could not convert string '.*x' to INT32"):
         rows_of(opened)
     table = Table([query("SELECT 2 AS y, 'a' AS u, 'b' AS i")], HOW)
-    with pytest.raises(UserError, match="the query, row 1, column 'y': '2' is not 0 or 1"):
+    with pytest.raises(UserError, match="the query:1: column 'y': '2' is not 0 or 1"):
         build(table, tmp_path / "out", Options())
 
 

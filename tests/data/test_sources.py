@@ -24,7 +24,8 @@ from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.folders import expand
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
-from hostdev.data.preprocess.table import Table, TableOptions
+from hostdev.data.preprocess.table import Table
+from hostdev.data.preprocess.table_options import TableOptions
 from tests import naive
 from tests.data.test_criteo import line
 
@@ -109,7 +110,7 @@ def test_standard_input(tmp_path, rows):
     with subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=False) as process:
         output, _ = process.communicate(gzip.compress(b"".join(rows)))
     assert process.returncode == 0
-    assert b"malformed lines were set aside" in output
+    assert b"could not be read" in output
     options = Options(threshold=1, dense="log", rows_per_shard=700)
     made = build(CriteoText([tmp_path / "plain.txt"]), tmp_path / "plain", options)
     assert manifest.read(tmp_path / "out").identity == made.identity
@@ -207,7 +208,7 @@ def test_the_same_rows_twice_are_told_of(tmp_path, capsys):
 
 def test_what_a_folder_has_beside_tables(tmp_path, capsys):
     (tmp_path / "in").mkdir()
-    for name in ("a.csv", "k.dat", "part-0001", "readme.md", "z.log", "_SUCCESS", ".a.crc"):
+    for name in ("a.csv", "k.dat", "rows-0001", "readme.md", "z.log", "_SUCCESS", ".a.crc"):
         (tmp_path / "in" / name).write_text(CSV)
     (tmp_path / "in" / "book.xlsx").write_bytes(b"PK\3\4...")
     pq.write_table(pa.table({"y": [0, 1], "c": ["a", "b"]}), tmp_path / "in" / "x.pq")
@@ -219,7 +220,7 @@ def test_what_a_folder_has_beside_tables(tmp_path, capsys):
     source = Table([tmp_path / "in"], COLUMNS)
     assert names_of(source, tmp_path / "in") == ["a.csv", "x", "x.pq"]
     assert capsys.readouterr().err == (
-        f"skipped in {tmp_path / 'in'} as not tables by name or content: 5 files (book.xlsx, k.dat, part-0001 and 2 "
+        f"skipped in {tmp_path / 'in'} as not tables by name or content: 5 files (book.xlsx, k.dat, readme.md and 2 "
         "more); name files to read them\n"
     )
     assert names_of(Table([tmp_path / "in" / "k.dat"], COLUMNS), tmp_path / "in") == ["k.dat"]

@@ -9,7 +9,8 @@ import pytest
 
 from hostdev.commands import preprocess
 from hostdev.data import manifest
-from hostdev.data.preprocess.table import Table, TableOptions
+from hostdev.data.preprocess.table import Table
+from hostdev.data.preprocess.table_options import TableOptions
 from tests.data.conftest import GOOD
 
 
@@ -55,22 +56,22 @@ from tests.data.conftest import GOOD
         ),
         (
             ["--label", "y", "--numeric", "g"],
-            "good.csv, row 1, column 'g': 'a|b' is not a number; name the column with "
-            "--categorical, or fix the value (a missing one is empty or NA)",
+            "good.csv:2: column 'g': 'a|b' is not a number; a missing number is empty, NA, or a value that --missing "
+            "gives; a column whose values are no numbers belongs into --categorical",
         ),
         (
             ["--label", "x"],
-            "good.csv, row 3, column 'x': '2' is not 0 or 1, true or false; give a rule for positive labels,"
+            "good.csv:4: column 'x': '2' is not 0 or 1, true or false; give a rule for positive labels,"
             " such as --positive '>3'",
         ),
-        (["--label", "g", "--positive", ">3"], "good.csv, row 1, column 'g': 'a|b' is not a number"),
+        (["--label", "g", "--positive", ">3"], "good.csv:2: column 'g': 'a|b' is not a number"),
         (["--label", "y", "--positive", ">three"], "--positive >three: 'three' is not a number"),
         (["--label", "y", "--positive", ">nan"], "--positive >nan: 'nan' is not a number"),
         (["--label", "y", "--test-after", "t=soon"], "--test-after: 'soon' is neither a number nor a date or time"),
         (["--label", "y", "--test-after", "t=nan"], "--test-after: 'nan' is neither a number nor a date or time"),
         (["--label", "y", "--test-after", "t=-nan(ind)"], "--test-after: '-nan(ind)' is neither a number nor a date"),
-        (["--label", "y", "--test-after", "g=3"], "good.csv, row 1, column 'g': 'a|b' is not a number"),
-        (["--label", "y", "--test-after", "t=2024-01-01"], "row 1, column 't': '0' is not a time like 2024-01-01"),
+        (["--label", "y", "--test-after", "g=3"], "good.csv:2: column 'g': 'a|b' is not a number"),
+        (["--label", "y", "--test-after", "t=2024-01-01"], "good.csv:2: column 't': '0' is not a time like 2024-01-01"),
         (
             ["--label", "y", "--test-after", "t=100"],
             "none of the 20 rows is in the test split; give more rows or another --test-column or --test-after",
@@ -111,7 +112,7 @@ from tests.data.conftest import GOOD
             "good.csv: the first row is a header with the names that --columns",
         ),
         (["--label", "y", "--columns", "Y,x,c, g,z"], "leave --columns out"),
-        (["--label", "y", "--columns", "y,a,c,d,e"], "good.csv, row 1, column 'y': 'y' is not 0 or 1"),
+        (["--label", "y", "--columns", "y,a,c,d,e"], "good.csv:1: column 'y': 'y' is not 0 or 1"),
         (["--label", "y", "--label", "c"], "--label is given twice, as y and as c; give it once"),
         (["--label", "y", "--positive", "1", "--positive=>1"], "--positive is given twice, as 1 and as >1"),
         (["--label", "y", "--test-after", "t=1", "--test-after", "t=2"], "--test-after is given twice, as t=1 and"),
@@ -140,12 +141,16 @@ def test_no_column_with_ids(refused, good):
         ("\n\n", [], "t.csv: the file is empty"),
         ("y,c\n", [], "the input has no rows"),
         ("y,c", [], "the input has no rows"),
-        ("y,c\n1,a\n,b\n0,a\n", [], "t.csv, row 2, column 'y': the value is missing"),
-        ("y,c\n1,a\nNA,b\n0,a\n", ["--positive", ">0"], "t.csv, row 2, column 'y': the value is missing"),
-        ("y,c\n1,a\n,b\n0,a\n", ["--positive", "1"], "t.csv, row 2, column 'y': the value is missing"),
-        ("y,x,c\n1,5,a\n\n0,five,b\n", ["--numeric", "x"], "t.csv, row 2, column 'x': 'five' is not a number; name"),
-        ("y,x,c\n1,5,a\n0,inf,b\n", ["--numeric", "x"], "t.csv, row 2, column 'x': inf is not a finite number"),
-        ("y,x,c\n1,5,a\n0,1e999,b\n", ["--numeric", "x"], "t.csv, row 2, column 'x': inf is not a finite number"),
+        ("y,c\n1,a\n,b\n0,a\n", [], "t.csv:3: column 'y': the value is missing"),
+        ("y,c\n1,a\nNA,b\n0,a\n", ["--positive", ">0"], "t.csv:3: column 'y': the value is missing"),
+        ("y,c\n1,a\n,b\n0,a\n", ["--positive", "1"], "t.csv:3: column 'y': the value is missing"),
+        (
+            "y,x,c\n1,5,a\n\n0,five,b\n",
+            ["--numeric", "x"],
+            "t.csv:3: column 'x': 'five' is not a number; a missing number is empty",
+        ),
+        ("y,x,c\n1,5,a\n0,inf,b\n", ["--numeric", "x"], "t.csv:3: column 'x': inf is not a finite number"),
+        ("y,x,c\n1,5,a\n0,1e999,b\n", ["--numeric", "x"], "t.csv:3: column 'x': inf is not a finite number"),
         (
             "y,x,c\n1,1e-9,a\n0,1,b\n1,1e300,b\n",
             ["--numeric", "x", "--test-after", "x=0.5"],
@@ -160,10 +165,10 @@ def test_no_column_with_ids(refused, good):
         (
             "y,t,c\n1,5,a\n0,,b\n",
             ["--test-after", "t=3"],
-            "t.csv, row 2, column 't': the value is missing, but --test-after needs a value in every row",
+            "t.csv:3: column 't': the value is missing, but --test-after needs a value in every row",
         ),
         ("y,c,c\n1,a,b\n0,a,b\n", [], "t.csv has 2 columns named 'c'"),
-        ("y,c\n1,a\n" + "0,b,c\n" * 5, [], "5 lines are malformed, more than 1% of all; the first is "),
+        ("y,c\n1,a\n" + "0,b,c\n" * 5, [], "5 rows cannot be read, more than 1% of all; the first is "),
         (
             'y,c\n1,a\n0,"b\n1,c\n',
             [],
@@ -180,9 +185,11 @@ def test_wrong_text(refused, tmp_path, text, options, message):
 
 def test_the_row_of_a_wrong_value_counts_malformed_ones(refused, tmp_path):
     lines = ["y,c,x", *("1,a,5" for _ in range(1000))]
-    lines[3], lines[899], lines[900], lines[901] = "1", "1,2,3,4", "0,b,?", "2"
+    lines[3], lines[899], lines[900], lines[901] = "1", "1,2,3,4", "0,b,1e+17", "2"
+    lines[950:] = ["1,c,5"] * 50
     (tmp_path / "t.csv").write_text("\n".join(lines))
-    assert "t.csv, row 900, column 'x': '?' is not a number" in refused("t.csv", "--numeric", "x")
+    message = "t.csv, row 900, column 'x': 1e+17 is "
+    assert message in refused("t.csv", columns=("--categorical", "x,c"))
 
 
 def test_files_with_different_columns(refused, good, tmp_path):
@@ -227,11 +234,11 @@ def test_files_that_write_a_value_otherwise(refused, tmp_path, values, one, othe
 
 def test_text_that_is_not_utf8(refused, tmp_path, monkeypatch):
     (tmp_path / "latin.csv").write_bytes("y,c\n1,Étoile\n".encode("latin-1"))
-    assert "latin.csv: byte 6 or a byte near it is not UTF-8; convert the file, for example with iconv" in refused(
+    assert "latin.csv: byte 6 or a byte near it is not UTF-8; give the file's encoding, such as --encoding" in refused(
         "latin.csv"
     )
     (tmp_path / "wide.csv").write_text("y,c\n1,a\n", encoding="utf-16")
-    assert refused("wide.csv") == "wide.csv: the file is UTF-16; convert it to UTF-8"
+    assert refused("wide.csv") == "wide.csv: the file is UTF-16; give --encoding utf-16"
     (tmp_path / "cut.csv").write_bytes("y,c\n1,É".encode()[:-1])
     assert "cut.csv: byte 6 or a byte near it is not UTF-8" in refused("cut.csv")
     lines = b"y,c\n" + b"1,a\n" * 1_000_000 + b"0,\xff\n" + b"1,a\n" * 100_000

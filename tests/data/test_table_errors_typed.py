@@ -67,25 +67,25 @@ TABLE = {"y": [0, 1, 1], "c": ["a", "b", "c"], "x": [1.0, 2.5, None]}
         ),
         ("c", [[1.0], [], [2.0, 2.5]], ["--bag", "c"], "row 3, column 'c': 2.5 is not a whole number"),
         ("c", [b"a", b"\xff", b"c"], [], "row 2, column 'c': b'\\xff' is not text in UTF-8"),
-        ("x", ["1", "2", "three"], ["--numeric", "x"], "row 3, column 'x': 'three' is not a number"),
-        ("x", [1.0, float("inf"), 2.0], ["--numeric", "x"], "row 2, column 'x': inf is not a finite number"),
+        ("x", ["1", "2", "three"], ["--numeric", "x"], ":3: column 'x': 'three' is not a number"),
+        ("x", [1.0, float("inf"), 2.0], ["--numeric", "x"], ":2: column 'x': inf is not a finite number"),
         (
             "y",
             [0.0, 1.0, 0.5],
             [],
-            "row 3, column 'y': '0.5' is not 0 or 1, true or false; give a rule for positive labels",
+            ":3: column 'y': '0.5' is not 0 or 1, true or false; give a rule for positive labels",
         ),
-        ("y", [0, None, 1], [], "row 2, column 'y': the value is missing"),
-        ("y", [0.0, float("nan"), 1.0], ["--positive", ">0.5"], "row 2, column 'y': the value is missing"),
-        ("x", [1.0, None, 2.0], ["--test-after", "x=1"], "row 2, column 'x': the value is missing"),
-        ("x", [1.0, float("nan"), 2.0], ["--test-after", "x=1"], "row 2, column 'x': the value is missing"),
+        ("y", [0, None, 1], [], ":2: column 'y': the value is missing"),
+        ("y", [0.0, float("nan"), 1.0], ["--positive", ">0.5"], ":2: column 'y': the value is missing"),
+        ("x", [1.0, None, 2.0], ["--test-after", "x=1"], ":2: column 'x': the value is missing"),
+        ("x", [1.0, float("nan"), 2.0], ["--test-after", "x=1"], ":2: column 'x': the value is missing"),
         (
             "x",
             [datetime.date(2024, 1, 1), None, None],
             ["--test-after", "x=2024-01-01"],
-            "row 2, column 'x': the value is missing",
+            ":2: column 'x': the value is missing",
         ),
-        ("x", ["5", "4", "NaN"], ["--test-after", "x=4"], "row 3, column 'x': the value is missing"),
+        ("x", ["5", "4", "NaN"], ["--test-after", "x=4"], ":3: column 'x': the value is missing"),
         (
             "x",
             [datetime.date(2024, 1, 1)] * 3,
@@ -156,7 +156,7 @@ def test_wrong_columns_of_parquet(refused, tmp_path, name, values, options, mess
 
 
 def test_what_arrow_does_not_do_is_said_in_a_line(refused, good, tmp_path, monkeypatch, in_process):
-    def refuse(array):
+    def refuse(array, clean=None):
         raise pa.ArrowNotImplementedError("no kernel")
 
     monkeypatch.setattr("hostdev.data.preprocess.columns.as_text", refuse)

@@ -12,15 +12,16 @@ import pyarrow.parquet as pq
 
 from hostdev.data import manifest
 from hostdev.data.preprocess.build import Options, build
-from hostdev.data.preprocess.table import Table, TableOptions
+from hostdev.data.preprocess.table import Table
+from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.shards import ShardReader
 
 SEPARATOR = "|"
 
 
 def text_of(value):
-    """A categorical value as text; "" where it is missing."""
-    return "" if value is None or value != value else str(int(value) if isinstance(value, float) else value)
+    """A categorical value as text without blanks at its edges; "" where it is missing."""
+    return "" if value is None or value != value else str(int(value) if isinstance(value, float) else value).strip()
 
 
 def encode(columns, test, *, dense, ids, bags, share=(), threshold=0, mode="max"):

@@ -76,6 +76,7 @@ class QueryRows:
     """
 
     most_rows = 2**62  # unknown before the query has ended
+    lines_before = 0
 
     def __init__(self, sql: str, engine: Engine, threads: int) -> None:
         self._engine = engine

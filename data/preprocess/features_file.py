@@ -1,0 +1,115 @@
+"""The file of --features: a TOML file with the kind and the settings of every feature."""
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hostdev.core.errors import UserError, in_words
+from hostdev.data.preprocess.naming import listed, short
+from hostdev.data.preprocess.reading import ENDS, Reading
+from hostdev.data.preprocess.scaling import Scaled
+
+_TOP = {"label": str, "positive": str, "missing": list, "decimal": str, "features": dict}
+_ANY = {"kind": str, "column": str, "missing": list}
+_IDS = {**_ANY, "share": str, "threshold": int, "buckets": int}
+_KINDS: dict[str, dict[str, type]] = {
+    "numeric": {**_ANY, "scaling": str, "clip": list},
+    "categorical": _IDS,
+    "bag": {**_IDS, "separator": str, "length": int, "end": str},
+}
+_TYPES = {str: "a text in quotes", int: "a whole number", list: 'a list, such as ["NA", "?"]', dict: "a table"}
+
+
+@dataclass(frozen=True)
+class FeaturesFile:
+    """The content of a file of features, as the arguments of `TableOptions` of the same names.
+
+    Attributes:
+        roles: Arguments for the label and the features.
+        given: Names of settings for all columns that the file has: label, positive, missing, decimal.
+    """
+
+    roles: Mapping[str, Any]
+    given: frozenset[str]
+
+
+def read_features(path: Path) -> FeaturesFile:
+    """Read a file of features; raise UserError, which names the feature and the key, if it is wrong."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"--features {path}: the file is not TOML: {error}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--features {path}: the file cannot be read ({in_words(error)})") from None
+    where = f"--features {path}"
+    _check_keys(where, content, _TOP)
+    features = content.get("features", {})
+    if not features:
+        raise UserError(f'{where}: the file has no features; write each as [features.NAME] with kind = "categorical"')
+    parsed = {name: _feature(f"{where}, feature {name!r}", settings) for name, settings in features.items()}
+    by_kind: dict[str, list[str]] = {kind: [] for kind in _KINDS}
+    for name, settings in parsed.items():
+        by_kind[settings["kind"]].append(name)
+    given = {name: content[name] for name in _TOP if name in content and name != "features"}
+    if "missing" in given:
+        given["missing"] = tuple(given["missing"])
+    roles = {
+        **given,
+        "numeric": tuple(by_kind["numeric"]),
+        "categorical": tuple(by_kind["categorical"]),
+        "bags": tuple((name, parsed[name].get("separator")) for name in by_kind["bag"]),
+        "share": tuple((name, one["share"]) for name, one in parsed.items() if "share" in one),
+        "features": {name: one["reading"] for name, one in parsed.items() if one["reading"] != Reading()},
+        "thresholds": {name: one["threshold"] for name, one in parsed.items() if "threshold" in one},
+        "scaling": {name: one["scaled"] for name, one in parsed.items() if one["scaled"] != Scaled()},
+    }
+    return FeaturesFile(roles, frozenset(given))
+
+
+def _feature(where: str, settings: Any) -> dict[str, Any]:
+    """Check a feature's settings; return them with its `Reading` and `Scaled`."""
+    if not isinstance(settings, dict):
+        raise UserError(f'{where}: write its settings as [features.NAME] or NAME = {{kind = "categorical"}}')
+    kind = settings.get("kind")
+    if kind not in _KINDS:
+        what = "kind is missing" if kind is None else f"kind is {short(repr(kind))}"
+        raise UserError(f"{where}: {what}; it is one of {', '.join(_KINDS)}")
+    _check_keys(where, settings, _KINDS[kind], f" of a {kind} feature")
+    for name, least in (("length", 1), ("buckets", 1), ("threshold", 0)):
+        if settings.get(name, least) < least:
+            raise UserError(f"{where}: {name} must be at least {least}, not {settings[name]}")
+    if settings.get("end", "last") not in ENDS:
+        raise UserError(f"{where}: end is one of {', '.join(ENDS)}, not {settings['end']!r}")
+    if settings.get("separator") == "":
+        raise UserError(f"{where}: the separator is empty; leave it out for lists in Parquet and Arrow")
+    clip = settings.get("clip")
+    if clip is not None and (len(clip) != 2 or not all(isinstance(q, int | float) for q in clip)):
+        raise UserError(f"{where}: clip has two quantiles, such as [0.001, 0.999], not {clip}")
+    try:
+        scaled = Scaled(mode=settings.get("scaling"), clip=None if clip is None else (float(clip[0]), float(clip[1])))
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    reading = Reading(
+        column=settings.get("column"),
+        missing=tuple(settings.get("missing", ())),
+        length=settings.get("length"),
+        end=settings.get("end", "last"),
+        buckets=settings.get("buckets"),
+    )
+    return {**settings, "reading": reading, "scaled": scaled}
+
+
+def _check_keys(where: str, content: Mapping[str, Any], known: Mapping[str, type], of: str = "") -> None:
+    """Raise UserError for an unknown key, or a value of another type."""
+    for name, value in content.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else f"; the keys are {listed(list(known))}"
+            raise UserError(f"{where}: {name!r} is no key{of}{hint}")
+        if not isinstance(value, known[name]) or isinstance(value, bool):
+            raise UserError(f"{where}: {name} must be {_TYPES[known[name]]}, not {short(repr(value))}")
+    if not all(isinstance(mark, str) for mark in content.get("missing", ())):
+        raise UserError(f"{where}: the values of missing must be texts in quotes, also numbers")

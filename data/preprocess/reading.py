@@ -1,0 +1,276 @@
+"""How a column's values are read, in training and in serving: blanks, marks of missing values, lists, hash buckets.
+
+Here values are still those of the file; the ids and numbers that they become are the business of other modules.
+"""
+
+import ast
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hostdev.core.errors import UserError
+from hostdev.data import ragged
+from hostdev.data.preprocess import columns as arrow
+from hostdev.data.preprocess.columns import Codes, WrongValueError
+from hostdev.kernels.strings import hash_texts
+
+ENDS = ("first", "last")
+_SHOWN = 60  # characters of a list in a message
+_QUOTED = "^(?s:'[^']*'|\"[^\"]*\"|[^'\"]*)$"  # one value of a list, with its quotes if it has some
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How the values of a feature are read.
+
+    Attributes:
+        column: The file's column; None: the one with the feature's name.
+        trimmed: Whether blanks around texts are dropped, and text in square brackets is a list. Data sets of earlier
+            versions have the blanks in their values.
+        missing: Values that mean that there is none; a bag leaves them out.
+        separator: The text between a bag's values; None for lists.
+        length: The largest number of a bag's values; None: any.
+        end: Which values of a longer bag remain: the first or the last.
+        buckets: The number of hash buckets whose numbers replace the values; None: the values are kept.
+        decimal: The decimal point of numbers in text.
+    """
+
+    column: str | None = None
+    trimmed: bool = True
+    missing: tuple[str, ...] = ()
+    separator: str | None = None
+    length: int | None = None
+    end: str = "last"
+    buckets: int | None = None
+    decimal: str = "."
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the settings that differ from the defaults, but for those that a manifest stores elsewhere."""
+        stored = (field for field in fields(self) if field.name not in ("trimmed", "separator", "decimal"))
+        found = {
+            field.name: getattr(self, field.name) for field in stored if getattr(self, field.name) != field.default
+        }
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+
+    def clean(self, values: pa.Array) -> pa.Array:
+        """Return values [N] of any type without blanks around texts, and with null for those that mean "missing".
+
+        Raises WrongValueError for text that is not UTF-8.
+        """
+        if arrow.classify_type(values.type) != "text":
+            return self._without_marks(values)
+        texts = arrow.cast(values, pa.string(), "text in UTF-8")
+        if self.trimmed and _may_have_blanks(texts):
+            texts = pc.utf8_trim_whitespace(texts)
+        if self.missing:
+            is_missing = pc.is_in(texts, value_set=pa.array(self.missing, pa.string()))
+            texts = pc.if_else(is_missing, pa.scalar(None, pa.string()), texts)
+        return texts
+
+    def _without_marks(self, values: pa.Array) -> pa.Array:
+        """Return typed values, null where a mark has the same value."""
+        if not self.missing:
+            return values
+        if pa.types.is_floating(values.type):
+            marks = pa.array(self._numbers, pa.float64())
+            is_missing = pc.is_in(values.cast(pa.float64()), value_set=marks)
+        else:
+            is_missing = pc.is_in(values.cast(pa.string()), value_set=pa.array(self.missing, pa.string()))
+        return pc.if_else(is_missing, pa.scalar(None, values.type), values)
+
+    @cached_property
+    def _numbers(self) -> list[float]:
+        """The marks that are numbers."""
+        found = []
+        for mark in self.missing:
+            try:
+                found.append(float(mark))
+            except ValueError:
+                continue
+        return found
+
+    def label(self, array: pa.Array) -> pa.Array:
+        """Return labels, with null for those that mean "missing"."""
+        if not self.missing:
+            return array
+        array, _ = _readable(arrow.decoded(array))
+        return self.clean(array)
+
+    def numbers(self, array: pa.Array) -> npt.NDArray[np.float64]:
+        """Return numbers as `columns.as_numbers` does, NaN for those that mean "missing"."""
+        return self._known(arrow.as_numbers(self._with_points(array)))
+
+    def numbers_where_readable(self, array: pa.Array) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+        """Return numbers as `columns.numbers_where_readable` does, NaN for those that mean "missing"."""
+        if self.is_usual:
+            return arrow.numbers_where_readable(array)
+        array, no_text = _readable(arrow.decoded(array))
+        numbers, wrong = arrow.numbers_where_readable(self._with_points(array))
+        return self._known(numbers), wrong | no_text
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether numbers have no marks of their own and a point."""
+        return not self.missing and self.decimal == "."
+
+    def _with_points(self, array: pa.Array) -> pa.Array:
+        """Return text with decimal points, and null for marks; anything else as it is."""
+        if self.is_usual:
+            return array
+        array = arrow.decoded(array)
+        if arrow.classify_type(array.type) != "text":
+            return array
+        texts = self.clean(array)
+        if self.decimal != ".":
+            texts = pc.replace_substring(pc.replace_substring(texts, ".", ""), self.decimal, ".")
+        return texts
+
+    def _known(self, numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        return np.where(np.isin(numbers, self._numbers), np.nan, numbers) if self._numbers else numbers
+
+    def values(self, array: pa.Array) -> tuple[Codes, pa.StringArray]:
+        """Dictionary-encode values as text: codes int32 [n], and the texts, "" for a missing value.
+
+        Raises as `columns.as_text` does.
+        """
+        return arrow.as_text(array, self.clean)
+
+    def bags(self, array: pa.Array) -> tuple[Codes, pa.StringArray, Codes]:
+        """Dictionary-encode the values of lists, or of text with separators, without missing values.
+
+        Returns codes int32 [N], the texts, and the number of values of each row, int32 [n].
+        """
+        if arrow.classify_type(array.type) == "list":
+            lengths = arrow.list_lengths(array).astype(np.int32)
+            try:
+                codes, texts = self.values(array.flatten())
+            except WrongValueError as error:
+                error.row = arrow.find_row(error.row, lengths)
+                raise
+        else:
+            which, whole = arrow.as_text(array)
+            lists = self.split(whole)
+            codes, texts = self.values(lists.flatten())
+            codes, lengths = ragged.take(
+                codes, ragged.offsets_of(pc.list_value_length(lists).to_numpy(zero_copy_only=False)), which
+            )
+        there = pc.not_equal(texts, "").to_numpy(zero_copy_only=False)[codes]
+        codes, lengths = self.known(codes, lengths, there)
+        return codes, texts, lengths
+
+    def known(
+        self, values: npt.NDArray[Any], lengths: npt.NDArray[Any], there: npt.NDArray[np.bool_]
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
+        """Return values [N] of rows with these lengths [n], without missing ones and those beyond `length`.
+
+        `there` [N] marks the values that are not missing.
+        """
+        ends = ragged.offsets_of(there)[ragged.offsets_of(lengths)]
+        kept, lengths = values[there], np.diff(ends).astype(np.int32)
+        if self.length is None or lengths.max(initial=0) <= self.length:
+            return kept, lengths
+        short = np.minimum(lengths, self.length)
+        starts = ends[:-1] if self.end == "first" else ends[1:] - short
+        return kept[ragged.places_of(starts, short)], short
+
+    def flat_values(self, array: pa.Array) -> tuple[pa.Array, Codes]:
+        """Return the concatenated values of a bag, [N], missing ones included, and the lengths, int32 [n]."""
+        if arrow.classify_type(array.type) == "list":
+            return array.flatten(), arrow.list_lengths(array).astype(np.int32)
+        codes, whole = arrow.as_text(array)
+        lists = self.split(whole)
+        ends = ragged.offsets_of(pc.list_value_length(lists).to_numpy(zero_copy_only=False))
+        values, lengths = ragged.take(np.arange(ends[-1]), ends, codes)
+        return lists.flatten().take(pa.array(values)), lengths
+
+    def split(self, texts: pa.StringArray) -> pa.ListArray:
+        """Return the values in texts; a text in square brackets, as Python and JSON write lists, loses its brackets."""
+        assert self.separator is not None
+        if not self.trimmed:
+            return pc.split_pattern(texts, self.separator)
+        in_brackets = pc.match_substring_regex(texts, r"^(?s:\s*\[.*\]\s*)$").to_numpy(zero_copy_only=False)
+        if not in_brackets.any():
+            return pc.split_pattern(texts, self.separator)
+        inside = pc.replace_substring_regex(texts, r"^(?s:\s*\[(.*)\]\s*)$", r"\1")
+        lists = pc.split_pattern(pc.if_else(pa.array(in_brackets), inside, texts), self.separator)
+        values, ends = lists.flatten(), ragged.offsets_of(pc.list_value_length(lists).to_numpy(zero_copy_only=False))
+        from_list = np.repeat(in_brackets, np.diff(ends))
+        stripped = pc.utf8_trim_whitespace(values)
+        cut = ~pc.match_substring_regex(stripped, _QUOTED).to_numpy(zero_copy_only=False) & from_list
+        plain = pc.replace_substring_regex(stripped, "^(?s:['\"](.*)['\"])$", r"\1")
+        values = pc.if_else(pa.array(from_list), plain, values)
+        lists = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), values)
+        if not cut.any():
+            return lists
+        rows = lists.to_pylist()  # a separator is inside quotes: few lists have one
+        for row in np.unique(np.searchsorted(ends, np.flatnonzero(cut), "right") - 1).tolist():
+            rows[row] = _parse_list(texts[row].as_py(), rows[row])
+        return pa.array(rows, pa.list_(pa.string()))
+
+    def in_buckets(self, texts: pa.StringArray) -> pa.StringArray:
+        """Return the numbers of the texts' hash buckets as text, if values are hashed; "" stays as it is."""
+        if self.buckets is None or not len(texts):
+            return texts
+        numbers = pa.array(hash_texts(*arrow.get_buffers(texts)) % np.uint64(self.buckets)).cast(pa.string())
+        return pc.if_else(pc.equal(texts, ""), texts, numbers)
+
+
+def _readable(array: pa.Array) -> tuple[pa.Array, npt.NDArray[np.bool_]]:
+    """Return text that is UTF-8, null where it is not, and a mask of these, bool [n]; anything but text as it is."""
+    if arrow.classify_type(array.type) != "text":
+        return array, np.zeros(len(array), np.bool_)
+    return arrow.cast_where_possible(array, pa.string())
+
+
+def _may_have_blanks(texts: pa.StringArray) -> bool:
+    """Return whether a text may begin or end with a blank: with a control character, a space, or outside ASCII."""
+    if texts.null_count:
+        texts = pc.fill_null(texts, "")
+    offsets, data = arrow.get_buffers(texts)
+    filled = np.flatnonzero(np.diff(offsets))
+    ends = np.concatenate([data[offsets[:-1][filled]], data[offsets[1:][filled] - 1]])
+    return bool(((ends <= ord(" ")) | (ends >= 128)).any())
+
+
+def _parse_list(text: str, otherwise: list[str]) -> list[str]:
+    """Parse a list of numbers and quoted texts; return `otherwise` if it is none."""
+    try:
+        found = ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return otherwise
+    if not isinstance(found, list) or not all(isinstance(value, str | int | float | None) for value in found):
+        return otherwise
+    return ["" if value is None else str(value) for value in found]
+
+
+def own_settings(options: Mapping[str, Any]) -> dict[str, Reading]:
+    """Return the settings of single features from a manifest's options; raise UserError if they are wrong."""
+    try:
+        features = dict(options.get("features") or {})
+        return {name: Reading(**{**one, "missing": tuple(one.get("missing", ()))}) for name, one in features.items()}
+    except (TypeError, ValueError, AttributeError):
+        raise UserError("manifest.json has wrong settings of features; preprocess the data again") from None
+
+
+def all_readings(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Reading]:
+    """Return how the values of the label and of each feature are read, from a manifest's options.
+
+    Raises UserError for invalid settings.
+    """
+    own, found = own_settings(options), {}
+    for name in names:
+        one = own.get(name, Reading())
+        found[name] = replace(
+            one,
+            trimmed=bool(options.get("trimmed", False)),
+            missing=tuple(dict.fromkeys([*(options.get("missing") or ()), *one.missing])),
+            separator=(options.get("bags") or {}).get(name),
+            decimal=options.get("decimal") or ".",
+        )
+    return found

@@ -1,0 +1,196 @@
+"""Scaling and clipping of single numeric columns in ways of their own."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.core.errors import UserError
+from hostdev.data.preprocess import dense
+from hostdev.data.preprocess.dense import MODES, Numbers
+
+_NAMES = {"max": ("dense_max",), "log": ("dense_max",), "standard": ("dense_mean", "dense_deviation")}
+CLIP = "dense_clip"  # the statistic with the limits of clipped columns
+_DIGIT = 16  # bits of a key that one pass of a selection looks at
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaled:
+    """How a numeric column is scaled.
+
+    Attributes:
+        mode: One of `dense.MODES`; None: as --dense says.
+        clip: Two quantiles of the training rows' numbers; a number beyond them becomes the nearer one. None: no limits.
+    """
+
+    mode: str | None = None
+    clip: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode is not None and self.mode not in MODES:
+            raise UserError(f"scaling is one of {', '.join(MODES)}, not {self.mode!r}")
+        if self.clip is not None and not 0 <= self.clip[0] < self.clip[1] <= 1:
+            raise UserError(f"clip has two quantiles, 0 <= low < high <= 1, not {list(self.clip)}")
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the manifest's entry."""
+        return {"mode": self.mode, "clip": None if self.clip is None else list(self.clip)}
+
+
+def from_json(content: Mapping[str, Any]) -> Scaled:
+    """Read the result of `as_json`; raise UserError, TypeError or KeyError for anything else."""
+    clip = content["clip"]
+    return Scaled(mode=content["mode"], clip=None if clip is None else (float(clip[0]), float(clip[1])))
+
+
+def own(options: Mapping[str, Any]) -> dict[str, Scaled]:
+    """Return the columns that are scaled in their own ways, from a manifest's options.
+
+    Raises UserError for invalid settings.
+    """
+    try:
+        return {name: from_json(content) for name, content in (options.get("scaling") or {}).items()}
+    except (TypeError, KeyError, ValueError, AttributeError, IndexError):
+        raise UserError(
+            "the data set's manifest.json has wrong settings of scaling; preprocess the data again"
+        ) from None
+
+
+class ByColumn:
+    """The scaling of numbers whose columns are scaled in several ways, or clipped.
+
+    Args:
+        names: Names of the columns.
+        parts: Indices of columns, and the scaling of these columns.
+        clips: Quantiles by column.
+        limits: The learned limits of clipped columns; None: `find_limits` learns them.
+    """
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        parts: Sequence[tuple[npt.NDArray[np.int64], dense.Scaling]],
+        clips: Mapping[str, tuple[float, float]],
+        limits: Mapping[str, Sequence[float]] | None = None,
+    ) -> None:
+        self._names, self._parts, self._clips = names, parts, clips
+        self._low, self._high = np.full(len(names), -np.inf), np.full(len(names), np.inf)
+        for name, (low, high) in (limits or {}).items():
+            self._low[names.index(name)], self._high[names.index(name)] = low, high
+
+    def find_limits(self, numbers: Callable[[], Iterator[Numbers]]) -> None:
+        """Learn the limits from the training rows' numbers, float64 [n, columns], which are read several times."""
+        for name, quantiles in self._clips.items():
+            column = self._names.index(name)
+            found = select(lambda column=column: (some[:, column] for some in numbers()), quantiles)  # type: ignore[misc]
+            if found is not None:
+                self._low[column], self._high[column] = found
+
+    def observe(self, numbers: Numbers) -> None:
+        """Update the statistics with the numbers of training rows, float64 [n, columns]."""
+        clipped = np.clip(numbers, self._low, self._high)
+        for columns, scaling in self._parts:
+            scaling.observe(np.ascontiguousarray(clipped[:, columns]))
+
+    def transform(self, numbers: Numbers) -> npt.NDArray[np.float32]:
+        """Return the scaled numbers, float32 [n, columns]."""
+        clipped, scaled = np.clip(numbers, self._low, self._high), np.empty(numbers.shape, np.float32)
+        for columns, scaling in self._parts:
+            scaled[:, columns] = scaling.transform(np.ascontiguousarray(clipped[:, columns]))
+        return scaled
+
+    def statistics(self) -> dict[str, Any]:
+        """Return the statistics of all columns, 0 where a column's scaling has none, and the limits."""
+        found = {name: np.zeros(len(self._names)) for names in _NAMES.values() for name in names}
+        for columns, scaling in self._parts:
+            for name, values in scaling.statistics().items():
+                found[name][columns] = values
+        limits = {
+            name: [self._low[i], self._high[i]] for i, name in enumerate(self._names) if np.isfinite(self._high[i])
+        }
+        return {**{name: values.tolist() for name, values in found.items()}, CLIP: limits}
+
+
+def make(mode: str, names: tuple[str, ...], own: Mapping[str, Scaled], *, signed: bool) -> dense.Scaling:
+    """Return the scaling of columns, of which some are scaled in their `own` ways."""
+    if not own:
+        return dense.make_scaling(mode, names, signed=signed)
+    parts = [(columns, dense.make_scaling(of, some, signed=signed)) for of, columns, some in _by_mode(mode, names, own)]
+    return ByColumn(names, parts, _clips(own))
+
+
+def fixed(
+    mode: str, names: tuple[str, ...], own: Mapping[str, Scaled], statistics: Mapping[str, Any], *, signed: bool
+) -> dense.Scaling:
+    """Return an already learned scaling from a manifest's statistics."""
+    if not own:
+        return dense.fixed_scaling(mode, names, statistics, signed=signed)
+    parts = []
+    for of, columns, some in _by_mode(mode, names, own):
+        mine = {name: np.array(statistics[name], np.float64)[columns] for name in _NAMES[of]}
+        parts.append((columns, dense.fixed_scaling(of, some, mine, signed=signed)))
+    return ByColumn(names, parts, _clips(own), statistics[CLIP])
+
+
+def largest(
+    mode: str, names: tuple[str, ...], own: Mapping[str, Scaled], statistics: Mapping[str, Any]
+) -> npt.NDArray[np.float64]:
+    """Return the largest valid number of each column, float64 [columns]; see `dense.largest`."""
+    found = np.empty(len(names))
+    for of, columns, _ in _by_mode(mode, names, own):
+        mine = {name: np.array(statistics[name], np.float64)[columns] for name in _NAMES[of]}
+        found[columns] = dense.largest(of, mine, len(columns))
+    for name in statistics.get(CLIP, {}) if own else ():  # a larger number becomes the limit
+        found[names.index(name)] = np.finfo(np.float64).max
+    return found
+
+
+def _by_mode(
+    mode: str, names: tuple[str, ...], own: Mapping[str, Scaled]
+) -> Iterator[tuple[str, npt.NDArray[np.int64], tuple[str, ...]]]:
+    """Yield each mode with the indices and the names of its columns."""
+    modes = [own[name].mode or mode if name in own else mode for name in names]
+    for of in dict.fromkeys(modes):
+        columns = np.array([i for i, one in enumerate(modes) if one == of], np.int64)
+        yield of, columns, tuple(names[i] for i in columns)
+
+
+def _clips(own: Mapping[str, Scaled]) -> dict[str, tuple[float, float]]:
+    return {name: one.clip for name, one in own.items() if one.clip is not None}
+
+
+def select(numbers: Callable[[], Iterable[Numbers]], quantiles: Sequence[float]) -> list[float] | None:
+    """Return quantiles of numbers, exactly: the number of rank floor(q * (n - 1)) among the n that are not NaN.
+
+    The numbers, float64, come in parts, and are read several times in place of being held; None if there are none.
+    """
+    total = sum(int(np.count_nonzero(~np.isnan(some))) for some in numbers())
+    return [_select(numbers, int(q * (total - 1))) for q in quantiles] if total else None
+
+
+def _select(numbers: Callable[[], Iterable[Numbers]], rank: int) -> float:
+    """Return the number of a rank, from 0, digit by digit of its key, from the highest."""
+    known = np.uint64(0)
+    for shift in range(64 - _DIGIT, -1, -_DIGIT):
+        counts = np.zeros(1 << _DIGIT, np.int64)
+        for some in numbers():
+            keys = _keys(some[~np.isnan(some)])
+            if shift < 64 - _DIGIT:
+                keys = keys[keys >> np.uint64(shift + _DIGIT) == known]
+            digits = (keys >> np.uint64(shift)) & np.uint64((1 << _DIGIT) - 1)
+            counts += np.bincount(digits.astype(np.int64), minlength=len(counts))
+        ends = np.cumsum(counts)
+        digit = int(np.searchsorted(ends, rank, "right"))
+        rank -= int(ends[digit - 1]) if digit else 0
+        known = known << np.uint64(_DIGIT) | np.uint64(digit)
+    is_positive = known >> np.uint64(63)
+    bits = known ^ np.uint64(1 << 63) if is_positive else ~known
+    return float(np.uint64(bits).view(np.float64))
+
+
+def _keys(numbers: Numbers) -> npt.NDArray[np.uint64]:
+    """Return integers in the order of the numbers; both zeros have one key."""
+    bits = (np.ascontiguousarray(numbers) + 0.0).view(np.uint64)
+    return np.where(bits >> np.uint64(63), ~bits, bits ^ np.uint64(1 << 63))

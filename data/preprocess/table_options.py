@@ -1,0 +1,140 @@
+"""The roles of a table's columns, and how their values are read."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hostdev.core.errors import UserError
+from hostdev.data.preprocess.naming import listed
+from hostdev.data.preprocess.raw import Layout
+from hostdev.data.preprocess.reading import Reading
+from hostdev.data.preprocess.scaling import Scaled
+from hostdev.data.schema import Column
+
+_USUAL: dict[str, Any] = {  # what a manifest does not store; without "trimmed", blanks are kept
+    "encoding": "utf-8",
+    "skipped_lines": 0,
+    "missing": (),
+    "decimal": ".",
+    "trimmed": False,
+    "features": {},
+    "thresholds": {},
+    "scaling": {},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableOptions:
+    """The roles of a table's columns."""
+
+    label: str
+    positive: str | None = None  # condition for positive labels, such as ">3"; None: labels are 0/1 or false/true
+    numeric: tuple[str, ...] = ()
+    categorical: tuple[str, ...] = ()
+    bags: tuple[tuple[str, str | None], ...] = ()  # name, and the separator of values in its text
+    share: tuple[tuple[str, str], ...] = ()  # a column, and the column whose ids it shares
+    test_column: tuple[str, str] | None = None  # a column, and its value in test rows
+    test_after: tuple[str, str] | None = None  # a column; test rows have a larger or later value
+    columns: tuple[str, ...] | None = None  # names for text without a header
+    delimiter: str | None = None  # the separator in text files; None: a comma or a tab
+    quotes: bool = True  # text files may have values in double quotes
+    encoding: str = "utf-8"  # of text files
+    skipped_lines: int = 0  # at the beginning of each text file
+    missing: tuple[str, ...] = ()  # values that mean "missing", in every column
+    decimal: str = "."  # the decimal point of numbers in text
+    trimmed: bool = True  # blanks around texts are dropped; False: as in an earlier data set that kept them
+    features: Mapping[str, Reading] = field(default_factory=dict)  # how single features are read
+    thresholds: Mapping[str, int] = field(default_factory=dict)  # by feature with ids, in place of --threshold
+    scaling: Mapping[str, Scaled] = field(default_factory=dict)  # by numeric feature, in place of --dense
+
+    def __post_init__(self) -> None:
+        with_ids = [*self.categorical, *(name for name, _ in self.bags)]
+        names = [self.label, *self.numeric, *with_ids]
+        for name in names:
+            if names.count(name) > 1:
+                raise UserError(
+                    f"column {name!r} is named twice among --label, --numeric, --categorical and --bag; name it once"
+                )
+        if not with_ids:
+            raise UserError("no column has ids; name at least one with --categorical or --bag")
+        owners = dict(self.share)
+        for name, owner in self.share:
+            for one in (name, owner):
+                if one not in with_ids:
+                    raise UserError(
+                        f"--share {name}={owner}: {one!r} is not a column of --categorical or --bag, which "
+                        f"are {listed(with_ids)}"
+                    )
+            if name == owner:
+                raise UserError(f"--share {name}={owner}: a column cannot share its own ids; name another column")
+            if owner in owners:
+                raise UserError(f"--share {name}={owner}: {owner!r} shares another column's ids; name that column")
+        if len(owners) < len(self.share):
+            raise UserError("--share names a column twice; name it once")
+        for name, separator in self.bags:
+            if separator == "":
+                raise UserError(f"--bag {name}=: the separator is empty; leave = out for lists in Parquet and Arrow")
+        if self.columns is not None and len(set(self.columns)) < len(self.columns):
+            raise UserError("--columns names a column twice; give each column its own name")
+        for one_of, value in (("--delimiter", self.delimiter), ("--columns", self.columns)):
+            if value is not None and not value:
+                raise UserError(f"{one_of} is empty")
+        if self.skipped_lines < 0:
+            raise UserError(f"--skip-lines must be at least 0, not {self.skipped_lines}")
+        for settings, among in ((self.features, names), (self.thresholds, with_ids), (self.scaling, self.numeric)):
+            for name in settings:
+                if name not in among:
+                    raise UserError(f"{name!r} has settings, but is none of the columns {listed(among) or '(none)'}")
+        for name in self.thresholds:
+            if name in owners:
+                raise UserError(f"{name!r} shares the ids of {owners[name]!r}; give the threshold of that column")
+
+    def layout(self) -> Layout:
+        """Return the columns of the data set."""
+        owners = dict(self.share)
+
+        def of(kind: str, names: Iterable[str]) -> tuple[Column, ...]:
+            return tuple(Column(name, kind, owners.get(name, name)) for name in names)
+
+        return Layout(
+            self.label,
+            self.numeric,
+            of("id", self.categorical),
+            of("bag", (name for name, _ in self.bags)),
+            thresholds=self.thresholds,
+            scaling=self.scaling,
+        )
+
+    def reading(self, name: str) -> Reading:
+        """Return how the values of the label or of a feature are read."""
+        found = self.features.get(name, Reading())
+        return replace(
+            found,
+            trimmed=self.trimmed,
+            missing=tuple(dict.fromkeys([*self.missing, *found.missing])),
+            separator=dict(self.bags).get(name),
+            decimal=self.decimal,
+        )
+
+    def column(self, name: str) -> str:
+        """Return the name of the column that the label or a feature is read from."""
+        return self.reading(name).column or name
+
+    def roles(self) -> tuple[str, ...]:
+        """Return the names of the label and of all features."""
+        return (self.label, *self.numeric, *self.categorical, *(name for name, _ in self.bags))
+
+    def used(self) -> tuple[str, ...]:
+        """Return the names of all columns that are read."""
+        return tuple(dict.fromkeys([*map(self.column, self.roles()), *self.split()]))
+
+    def split(self) -> tuple[str, ...]:
+        """Return the names of the columns that select test rows."""
+        return tuple(pair[0] for pair in (self.test_column, self.test_after) if pair is not None)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the entry that the manifest stores, without what is as usual."""
+        found = {**vars(self), "bags": dict(self.bags), "share": dict(self.share)}
+        found["features"] = {name: settings for name, one in self.features.items() if (settings := one.as_json())}
+        found["scaling"] = {name: one.as_json() for name, one in self.scaling.items()}
+        return {name: value for name, value in found.items() if name not in _USUAL or value != _USUAL[name]}

@@ -1,0 +1,252 @@
+"""Rows of a table's file as raw rows: labels, numbers and values by the roles of the columns.
+
+A row whose label, number or --test-after column cannot be read is set aside, like a malformed line of text.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hostdev.core.errors import UserError
+from hostdev.data.preprocess import columns as arrow
+from hostdev.data.preprocess.columns import Positive, WrongValueError
+from hostdev.data.preprocess.comparing import is_after, is_after_where_readable
+from hostdev.data.preprocess.files import Chunk, TableFile
+from hostdev.data.preprocess.forms import PADDED, each_form
+from hostdev.data.preprocess.naming import short
+from hostdev.data.preprocess.raw import Bags, Layout, RawRows, WrongRowError
+from hostdev.data.preprocess.reading import Reading
+from hostdev.data.preprocess.rejected import RejectedLines
+from hostdev.data.preprocess.serving import large_float
+from hostdev.data.preprocess.table_options import TableOptions
+from hostdev.kernels.forms import FRACTION, LARGE_FLOAT, TEXT, WHOLE
+from hostdev.kernels.strings import TextMap, hash_texts
+
+_NOTHING = np.zeros(2, np.int32), np.zeros(0, np.uint8)  # the text "", for a missing value
+_SHOWN = 40  # characters of each value of a row that is set aside
+_NO_NUMBER = (
+    "; a missing number is empty, NA, or a value that --missing gives; a column whose values are no numbers belongs "
+    "into --categorical"
+)
+
+Mask = npt.NDArray[np.bool_]
+
+
+def value_type(found: pa.DataType) -> pa.DataType:
+    """Return the type of a column's values inside lists and dictionaries."""
+    while arrow.classify_type(found) == "list" or pa.types.is_dictionary(found):
+        found = found.value_type
+    return found
+
+
+@dataclass
+class _Rows:
+    """Some rows of a chunk."""
+
+    chunk: Chunk
+    batch: pa.RecordBatch
+    places: npt.NDArray[np.int64] | None = None  # the rows' indices in the chunk; None: they are all of it
+
+    def column(self, name: str) -> pa.Array:
+        """Return the column of a name."""
+        return self.batch.column(self.batch.schema.get_field_index(name))
+
+    def number(self, row: int) -> int:
+        """Return the number in the file, from 1, of the row at an index."""
+        return self.chunk.number(row if self.places is None else int(self.places[row]))
+
+    def take(self, places: npt.NDArray[np.int64]) -> "_Rows":
+        """Return the rows at these indices of the chunk."""
+        return _Rows(self.chunk, self.batch.take(pa.array(places)), places)
+
+
+@dataclass
+class _Read:
+    """The columns of which a single value may be unreadable, and the mask of rows with one, bool [n]."""
+
+    label: npt.NDArray[np.float32]
+    numbers: npt.NDArray[np.float64]
+    test: Mask | None
+    wrong: Mask
+
+
+class RowParser:
+    """Turns the rows of files into raw rows.
+
+    Args:
+        files: All files of the table, whose types must agree.
+    """
+
+    def __init__(self, options: TableOptions, files: Sequence[TableFile]) -> None:
+        self._options, self._files, self._layout = options, files, options.layout()
+        self._positive = None if options.positive is None else Positive.parse(options.positive)
+        self._readings = {name: options.reading(name) for name in options.roles()}
+        self._columns = {name: options.column(name) for name in options.roles()}
+        self._owners = dict(options.share)
+
+    def parse(self, file: TableFile, chunk: Chunk, *, hashed: bool) -> RawRows:
+        """Return a chunk's rows; a key is the number of the value's text within its id space, or the text's hash.
+
+        Raises WrongRowError for an invalid value of a column with ids, and UserError for values of a type that cannot
+        be read.
+        """
+        rows, rejected, column = _Rows(chunk, chunk.batch), chunk.rejected, self._columns[self._options.label]
+        layout, keys = self._layout, _Keys(self._layout, hashed=hashed)
+        try:
+            read = self._read(rows)
+            if read.wrong.any():
+                rejected = rejected.merge(self._rejected(file, rows, np.flatnonzero(read.wrong)))
+                rows = rows.take(np.flatnonzero(~read.wrong))
+            bags: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]] = []
+            ids, forms = np.empty((len(layout.ids), len(rows.batch)), np.int64), {}
+            for i, of in enumerate(layout.ids):
+                column, reading = self._columns[of.name], self._readings[of.name]
+                codes, texts = reading.values(rows.column(column))
+                forms[of.name] = self._forms(of.name, file, codes, texts)
+                ids[i] = keys.find(of.space, codes, reading.in_buckets(texts))
+            for of in layout.bags:
+                column, reading = self._columns[of.name], self._readings[of.name]
+                codes, texts, lengths = reading.bags(rows.column(column))
+                forms[of.name] = self._forms(of.name, file, None, texts)
+                bags.append((keys.find(of.space, codes, reading.in_buckets(texts)), lengths))
+        except WrongValueError as error:
+            reason = f"column {column!r}: {error}"
+            raise WrongRowError(file.input.name, rows.number(error.row), reason) from None
+        except pa.ArrowMemoryError:
+            raise
+        except pa.ArrowException as error:  # an unforeseen type or value
+            raise UserError(
+                f"{file.input.name}, column {column!r}: its values, of type {short(file.get_type(column))}, cannot be "
+                f"read ({short(error)}); write them as another type, such as text"
+            ) from error
+        kept = ~read.wrong
+        label, numbers, test = read.label[kept], read.numbers[kept], read.test
+        return keys.rows(label, numbers, ids, tuple(bags), rejected, None if test is None else test[kept], forms)
+
+    def _read(self, rows: _Rows) -> _Read:
+        """Read labels, numbers, and which rows are for testing."""
+        options, n = self._options, len(rows.batch)
+        found = self._readings[options.label].label(rows.column(self._columns[options.label]))
+        try:
+            label, wrong = arrow.as_labels(found, self._positive), np.zeros(n, np.bool_)
+        except WrongValueError:
+            label = arrow.labels_where_readable(found, self._positive)
+            wrong = np.isnan(label)
+        numbers = np.empty((n, len(options.numeric)))
+        for i, name in enumerate(options.numeric):
+            numbers[:, i], unread = self._readings[name].numbers_where_readable(rows.column(self._columns[name]))
+            wrong = wrong | unread
+        test = None
+        if options.test_column is not None:
+            name, value = options.test_column
+            codes, texts = Reading(trimmed=options.trimmed).values(rows.column(name))
+            test = pc.equal(texts, value).to_numpy(zero_copy_only=False)[codes]
+        if options.test_after is not None:
+            test, unread = is_after_where_readable(rows.column(options.test_after[0]), options.test_after[1])
+            wrong = wrong | unread
+        return _Read(label, numbers, test, wrong)
+
+    def _rejected(self, file: TableFile, rows: _Rows, places: npt.NDArray[np.int64]) -> RejectedLines:
+        """Return the rows at these indices as malformed lines."""
+
+        def look(i: int) -> tuple[str, str]:
+            row = rows.take(places[i : i + 1])
+            shown = (f"{name}={short(value, _SHOWN)}" for name, value in row.batch.to_pylist()[0].items())
+            return self._reason(row), ", ".join(shown)
+
+        numbers = [rows.number(place) - rows.chunk.first + file.lines_before for place in places.tolist()]
+        return RejectedLines(file.input.name, numbers, look)
+
+    def _reason(self, row: _Rows) -> str:
+        """Return why a row cannot be read."""
+        options = self._options
+        column = self._columns[options.label]
+        try:
+            arrow.as_labels(self._readings[options.label].label(row.column(column)), self._positive)
+            for name in options.numeric:
+                column = self._columns[name]
+                self._readings[name].numbers(row.column(column))
+            if options.test_after is not None:
+                column = options.test_after[0]
+                is_after(row.column(column), options.test_after[1])
+        except WrongValueError as error:
+            hint = _NO_NUMBER if column in map(self._columns.get, options.numeric) else ""
+            return f"column {column!r}: {error}{hint}"
+        raise AssertionError("all values of the row can be read")
+
+    def _forms(self, name: str, file: TableFile, codes: arrow.Codes | None, texts: pa.StringArray) -> frozenset[int]:
+        """Return the forms in which a column's values are written.
+
+        `codes` maps rows to texts; None if unknown.
+        Raises WrongValueError for ambiguous text, or text that differs from the same value in another file.
+        """
+        each = each_form(texts)
+        forms = frozenset(np.unique(each).tolist())
+        wrong = None
+        if LARGE_FLOAT in forms and TEXT not in forms:
+            wrong = LARGE_FLOAT
+        where = self._typed_numbers.get(self._owners.get(name, name))
+        if wrong is None and where and arrow.classify_type(value_type(file.get_type(self._columns[name]))) == "text":
+            wrong = next((form for form in sorted(forms) if form in PADDED or WHOLE < form < FRACTION), None)
+        if wrong is not None:
+            number = int(np.flatnonzero(each == wrong)[0])
+            row = 0 if codes is None else int(np.flatnonzero(codes == number)[0])
+            shown = texts[number].as_py()
+            raise WrongValueError(
+                row,
+                large_float(shown)
+                if wrong == LARGE_FLOAT
+                else f"the column has text such as {shown!r}, but {where}, so that one value would get two ids; "
+                "write the values the same way in both",
+            )
+        return forms
+
+    @cached_property
+    def _typed_numbers(self) -> dict[str, str]:
+        """By id space, a description of a column with a numeric type: name, type and file."""
+        found = {}
+        for file in reversed(self._files):
+            for name in self._options.roles():
+                column = self._columns[name]
+                if arrow.classify_type(of := value_type(file.get_type(column))) == "number":
+                    found[self._owners.get(name, name)] = f"column {column!r} is {of} in {file.input.name}"
+        return found
+
+
+class _Keys:
+    """The keys of values: numbers of distinct texts within an id space, or their hashes."""
+
+    def __init__(self, layout: Layout, *, hashed: bool) -> None:
+        self._layout, self._hashed = layout, hashed
+        self._seen = {space: TextMap() for space in layout.spaces}
+
+    def find(self, space: str, codes: arrow.Codes, texts: pa.StringArray) -> npt.NDArray[np.int64]:
+        """Return the keys of values given as codes [n] of texts, int64 [n]."""
+        offsets, content = arrow.get_buffers(texts)
+        if self._hashed:
+            return hash_texts(offsets, content).view(np.int64)[codes]
+        return self._seen[space].add(offsets, content).astype(np.int64)[codes]
+
+    def rows(
+        self,
+        label: npt.NDArray[np.float32],
+        numbers: npt.NDArray[np.float64],
+        ids: npt.NDArray[np.int64],
+        bags: Bags,
+        rejected: RejectedLines,
+        test: Mask | None,
+        forms: dict[str, frozenset[int]],
+    ) -> RawRows:
+        """Return rows whose values have these keys; `ids` is int64 [columns, n]."""
+        if self._hashed:
+            by_space, missing = None, dict.fromkeys(self._seen, int(hash_texts(*_NOTHING).view(np.int64)[0]))
+        else:
+            seen = self._seen.items()
+            by_space = {space: arrow.make_texts(*values.take(np.arange(len(values)))) for space, values in seen}
+            missing = {space: int(values.find(*_NOTHING)[0]) for space, values in seen}
+        return RawRows(label, numbers, ids.T, bags, rejected, test, texts=by_space, missing=missing, forms=forms)

@@ -1,0 +1,74 @@
+"""Quality within groups of rows, such as those of one user, over all predictions of a command."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from hostdev.core.errors import UserError
+from hostdev.core.progress import counted
+from hostdev.data.preprocess import columns as arrow
+from hostdev.data.preprocess.naming import listed
+from hostdev.data.preprocess.unlabelled import Part
+from hostdev.data.schema import Schema
+from hostdev.kernels.strings import hash_texts
+from hostdev.train.ranking import rank
+
+Keys = npt.NDArray[np.uint64]
+
+
+class Groups:
+    """Collects scores and labels by the values of a column: 13 bytes a row.
+
+    Args:
+        column: The column's name in raw rows. In a data set, a column with one id a row; rows whose value is out of
+            vocabulary are left out.
+        schema: The data set's schema.
+    """
+
+    def __init__(self, column: str, schema: Schema) -> None:
+        self._column, self._schema = column, schema
+        self._parts: list[tuple[Keys, npt.NDArray[np.float32], npt.NDArray[np.bool_]]] = []
+        self._rare = 0
+
+    def add(self, logits: npt.NDArray[np.float32], known: npt.NDArray[np.bool_], part: Part) -> None:
+        """Add the rows of a part that have a label and a finite score, `known` [n]."""
+        keys, known = (self._values(part), known) if part.more is not None else self._ids(part, known)
+        self._parts.append((keys[known], logits[known], part.batch.label[known] != 0))
+
+    def _values(self, part: Part) -> Keys:
+        """Return a hash of each row's value."""
+        assert part.more is not None
+        column = arrow.decoded(part.more[self._column])
+        if arrow.classify_type(column.type) in ("list", "nested"):
+            raise UserError(f"--by {self._column}: the column has lists; give one with a value in each row")
+        if pa.types.is_floating(column.type):
+            column = column.cast(pa.string())
+        codes, texts = arrow.as_text(column)
+        keys = hash_texts(*arrow.get_buffers(texts))[codes]
+        return keys if part.places is None else keys[part.places]
+
+    def _ids(self, part: Part, known: npt.NDArray[np.bool_]) -> tuple[Keys, npt.NDArray[np.bool_]]:
+        """Return each row's id, and the rows whose value has an id of its own."""
+        if self._column not in self._schema.ids:
+            raise UserError(
+                f"--by {self._column}: the data set has no such column with one id a row; it has "
+                f"{listed(self._schema.ids) or 'none'}"
+            )
+        ids = part.batch.ids[:, self._schema.ids.index(self._column)]
+        is_rare = ids < self._schema.first_value
+        self._rare += int(np.count_nonzero(known & is_rare))
+        return ids.astype(np.uint64), known & ~is_rare
+
+    def lines(self, k: int) -> Iterator[str]:
+        """Yield lines with the figures."""
+        keys, logits, labels = (np.concatenate(some) for some in zip(*self._parts, strict=True))
+        found = rank(keys, logits, labels, k)
+        yield (
+            f"by {self._column}: GAUC {found.gauc:.4f} over the {found.mixed:,} of {counted(found.groups, 'value')} "
+            f"with both labels   NDCG@{k} {found.ndcg:.4f}   recall@{k} {found.recall:.4f} over the "
+            f"{found.positive:,} with a positive row"
+        )
+        if self._rare:
+            yield f"         {counted(self._rare, 'row')} left out, whose {self._column} is out of vocabulary"
