@@ -1,0 +1,110 @@
+"""What `predict` writes and prints beside the probabilities: kept columns, CSV, figures within groups, calibration."""
+
+import io
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+
+from hostdev.commands import predict, preprocess, train
+from hostdev.core import cli
+from hostdev.data import manifest
+from hostdev.data.shards import ShardReader
+from hostdev.predict.output import kept_columns
+from hostdev.train.ranking import rank
+from tests.data import movies
+
+
+def run(module, *arguments):
+    return cli.run(module.PROG, module.main, list(map(str, arguments)))
+
+
+@pytest.fixture(scope="module")
+def films(tmp_path_factory):
+    path = tmp_path_factory.mktemp("films")
+    movies.make(rows=1500, users=40, items=30).write_csv(path / "films.csv")
+    flags = ["--label", "liked", "--categorical", "user,item", "--bag", "genres=|", "--out", path / "data"]
+    assert run(preprocess, "table", path / "films.csv", *flags) == 0
+    options = ["--data", path / "data", "--batch-size", 300, "--epochs", 1, "--device", "cpu", "--emb-dim", 4]
+    assert run(train, *options, "--checkpoint-every", 100, "--run-dir", path / "run") == 0
+    return path
+
+
+def test_kept_columns_and_groups_of_a_file(films, tmp_path, capsys):
+    """The columns of the file beside each probability; figures of a column that is no feature; malformed lines too."""
+    frame = pd.read_csv(films / "films.csv", dtype=str)
+    frame["shop"] = [f"s{i % 7}" for i in range(len(frame))]
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    lines = (tmp_path / "t.csv").read_text().splitlines()
+    (tmp_path / "t.csv").write_text("\n".join([*lines[:5], "too,few", *lines[5:]]) + "\n")
+    capsys.readouterr()
+    for name in ("p.parquet", "p.csv"):
+        more = ["--keep", "item,shop", "--by", "shop", "--at", 3]
+        assert (
+            run(predict, "--checkpoint", films / "run", "--data", tmp_path / "t.csv", "--out", tmp_path / name, *more)
+            == 0
+        )
+    printed = capsys.readouterr().out
+    found = pq.read_table(tmp_path / "p.parquet").to_pandas()
+    assert list(found.columns) == ["probability", "label", "item", "shop"]
+    assert found.loc[4].isna().all()
+    found = found.drop(index=4).reset_index(drop=True)
+    assert found["item"].tolist() == frame["item"].tolist()
+    assert found["shop"].tolist() == frame["shop"].tolist()
+    text = pd.read_csv(tmp_path / "p.csv")
+    assert len(text) == len(frame) + 1
+    np.testing.assert_allclose(text["probability"].drop(index=4), found["probability"], rtol=1e-6)
+    groups = frame["shop"].str[1:].to_numpy(np.uint64)
+    expected = rank(groups, found["probability"].to_numpy(np.float32), found["label"].to_numpy() == 1, 3)
+    assert (
+        f"by shop: GAUC {expected.gauc:.4f} over the 7 of 7 values with both labels   NDCG@3 {expected.ndcg:.4f}   "
+        f"recall@3 {expected.recall:.4f} over the 7 with a positive row\n"
+    ) in printed
+    calibration = found["probability"].astype(float).sum() / found["label"].sum()
+    assert f"   calibration {calibration:.4f}" in printed
+
+
+def test_groups_of_a_data_set(films, tmp_path, capsys):
+    capsys.readouterr()
+    options = ["--checkpoint", films / "run", "--data", films / "data", "--split", "train"]
+    assert run(predict, *options, "--out", tmp_path / "p.parquet", "--by", "user") == 0
+    printed = capsys.readouterr().out
+    found = manifest.read(films / "data")
+    [batch] = ShardReader(films / "data", found, "train").batches(1 << 20)
+    probability = pq.read_table(tmp_path / "p.parquet")["probability"].to_numpy()
+    ids = batch.ids[:, 0]
+    kept = ids >= found.schema.first_value
+    expected = rank(ids[kept].astype(np.uint64), probability[kept], batch.label[kept] == 1, 10)
+    shown = re.search(
+        r"by user: GAUC (\S+) over the (\d+) of (\d+) values .* NDCG@10 (\S+)   recall@10 (\S+) ", printed
+    )
+    assert [int(shown[i]) for i in (2, 3)] == [expected.mixed, expected.groups]
+    close = pytest.approx([expected.gauc, expected.ndcg, expected.recall], abs=1e-3)  # logits have fewer equal ones
+    assert [float(shown[i]) for i in (1, 4, 5)] == close
+    for more, message in (
+        (["--by", "genres"], "--by genres: the data set has no such column with one id a row; it has user, item"),
+        (["--keep", "user"], "--keep has no effect on "),
+    ):
+        assert run(predict, *options, "--out", tmp_path / "q.parquet", *more) == 2
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "q.parquet").exists()
+
+
+def test_standard_input(films, tmp_path):
+    command = [sys.executable, "-m", "hostdev.predict", "--checkpoint", films / "run", "--data", "-", "--out", "p.csv"]
+    with (films / "films.csv").open("rb") as rows:
+        subprocess.run(command, cwd=tmp_path, stdin=rows, check=True, capture_output=True)
+    assert run(predict, *command[3:5], "--data", films / "films.csv", "--out", tmp_path / "q.csv") == 0
+    assert (tmp_path / "p.csv").read_bytes() == (tmp_path / "q.csv").read_bytes()
+    assert len(pd.read_csv(io.BytesIO((tmp_path / "p.csv").read_bytes()))) == 1500
+
+
+def test_a_column_of_a_file_that_it_has_not(films, tmp_path, capsys):
+    options = ["--checkpoint", films / "run", "--data", films / "films.csv", "--out", tmp_path / "p.csv"]
+    assert run(predict, *options, "--keep", "nothing") == 2
+    assert "films.csv has no column 'nothing'; it has" in capsys.readouterr().err
+    assert kept_columns('"a,b", c') == ["a,b", "c"]
