@@ -25,6 +25,7 @@ from hostdev.data.schema import Column, Schema, Space
 
 FORMAT = "hostdev-shards"
 VERSION = 2
+SPLITS = ("train", "test", "validation")
 REJECTED_FILE = "rejected.tsv"
 
 
@@ -67,25 +68,32 @@ class Manifest:
     statistics: dict[str, Any]
     sources: list[dict[str, Any]]
     kinds: dict[str, Any] = field(default_factory=dict)  # by id column: its types and text forms in the source files
+    validation: list[Shard] = field(default_factory=list)  # empty: there are no rows for it
 
     @property
     def vocabulary_size(self) -> int:
         """Number of rows of a table that all columns share, fixed ids included."""
         return self.schema.rows
 
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """The names of the splits: "train", "test", and "validation" if there are rows for it."""
+        return SPLITS if self.validation else SPLITS[:2]
+
     def rows(self, split: str) -> int:
-        """Return the number of rows of "train" or "test"."""
+        """Return the number of rows of a split."""
         return sum(shard.rows for shard in self.shards(split))
 
     def shards(self, split: str) -> list[Shard]:
-        """Return the shards of "train" or "test"."""
-        return self.train if split == "train" else self.test
+        """Return the shards of a split."""
+        found: list[Shard] = {"train": self.train, "test": self.test, "validation": self.validation}[split]
+        return found
 
     @property
     def identity(self) -> str:
         """Checksum of the rows and the schema, which training and evaluation depend on."""
         content: dict[str, Any] = {"schema": self.schema.as_json(), "id_type": self.id_type}
-        content |= {split: [[shard.rows, shard.sha256] for shard in self.shards(split)] for split in ("train", "test")}
+        content |= {split: [[shard.rows, shard.sha256] for shard in self.shards(split)] for split in self.splits}
         return json_checksum(content)
 
     def uses(self, split: str) -> int:
@@ -97,8 +105,9 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Write manifest.json into `folder`; its last field is the checksum of the other fields."""
         content = {"format": FORMAT, "version": VERSION, **asdict(self), "schema": self.schema.as_json()}
-        if not self.kinds:
-            del content["kinds"]
+        for name in ("kinds", "validation"):
+            if not content[name]:
+                del content[name]
         content["sha256"] = json_checksum(content)
         (folder / FILE_NAME).write_text(json.dumps(content, indent=2) + "\n")
 
@@ -126,6 +135,7 @@ def read(folder: Path) -> Manifest:
         raise UserError(f"{path} is broken (a wrong checksum: it is damaged or was changed); preprocess the data again")
     content.setdefault("rejected_sha256", None)
     content.setdefault("kinds", {})
+    content.setdefault("validation", [])
     known = {field.name for field in fields(Manifest)}
     if found[1] == 1:
         known = known - {"schema"} | {"vocabulary_size", "dense_names", "categorical_names"}
@@ -136,7 +146,7 @@ def read(folder: Path) -> Manifest:
         )
     try:
         content["schema"] = _version_1(content) if found[1] == 1 else schemas.from_json(content["schema"])
-        for split in ("train", "test"):
+        for split in SPLITS:
             content[split] = json_files.parse(list[Shard], content[split], split)
         _check_names(folder, content)
     except (TypeError, ValueError) as error:
@@ -156,7 +166,7 @@ def _without_checksum(content: dict[str, Any]) -> dict[str, Any]:
 
 def _check_names(folder: Path, content: dict[str, Any]) -> None:
     """Raise ValueError for file names outside the data set's folder."""
-    for split in ("train", "test"):
+    for split in SPLITS:
         for shard in content[split]:
             inside(folder, shard.file)
     if isinstance(content["vocabulary"], str):
@@ -218,7 +228,7 @@ def _wrong_counts(column: Any, uses: int) -> str | None:
 
 def _check(found: Manifest, path: Path) -> None:
     """Raise UserError if a value of the manifest is invalid."""
-    shards = [*found.train, *found.test]
+    shards = [*found.train, *found.test, *found.validation]
     statistics = found.statistics if isinstance(found.statistics, dict) else {}
     for what, right in (
         ("id_type", found.id_type in ("int32", "int64")),
@@ -243,7 +253,7 @@ def _has_bag_values(found: Manifest) -> bool:
     """Return whether the statistics have the number of values of each bag."""
     values = found.statistics.get("bag_values", {}) if isinstance(found.statistics, dict) else None
     return isinstance(values, dict) and all(
-        isinstance(values.get(bag), dict) and all(type(values[bag].get(split)) is int for split in ("train", "test"))
+        isinstance(values.get(bag), dict) and all(type(values[bag].get(split)) is int for split in found.splits)
         for bag in found.schema.bags
     )
 

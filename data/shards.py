@@ -19,7 +19,7 @@ class ShardReader:
     Args:
         root: The data set's folder.
         manifest: The data set's manifest.
-        split: "train" or "test".
+        split: "train", "test" or "validation".
         shuffle_window: Number of consecutive shards (in the epoch's order) that are shuffled together.
     """
 
@@ -36,7 +36,7 @@ class ShardReader:
     def require(self, batch_size: int) -> None:
         """Raise UserError unless a batch of this size can be filled."""
         if batch_size > self.rows:
-            kind = "training" if self._split == "train" else "test"
+            kind = "training" if self._split == "train" else self._split
             smaller = max(1, min(1000, self.rows // 20))
             raise UserError(
                 f"--batch-size {batch_size} is larger than the {self.rows} {kind} rows of {self._root}; use a "

@@ -18,7 +18,7 @@ from hostdev.core.errors import UserError
 from hostdev.core.progress import bar
 from hostdev.core.workers import Workers
 from hostdev.data import schema as schemas
-from hostdev.data.manifest import REJECTED_FILE, Manifest, Shard
+from hostdev.data.manifest import REJECTED_FILE, SPLITS, Manifest, Shard
 from hostdev.data.manifest_values import check_scaling
 from hostdev.data.preprocess import scaling as scalings
 from hostdev.data.preprocess import second_pass
@@ -26,7 +26,7 @@ from hostdev.data.preprocess.dense import Scaling
 from hostdev.data.preprocess.earlier_vocabulary import EARLIER, KNOWN_SHARES, Earlier
 from hostdev.data.preprocess.first_pass import FirstPass
 from hostdev.data.preprocess.options import Options
-from hostdev.data.preprocess.pieces import SPLITS, Facts, Piece
+from hostdev.data.preprocess.pieces import Facts, Piece
 from hostdev.data.preprocess.raw import Layout, Source
 from hostdev.data.preprocess.shard_memory import ShardMemory
 from hostdev.data.preprocess.vocabulary import HashBuckets, Vocabulary
@@ -73,6 +73,8 @@ class _Build:
         self._known_shares: dict[str, float] | None = None  # by id space: share of occurrences with an earlier id
         self._padded: dict[str, list[Any]] = {}  # by bag: a value that makes up most of it, and its share
         self._layout: Layout = source.layout
+        has_validation = source.has_validation or options.validation_fraction is not None
+        self._splits = SPLITS if has_validation else SPLITS[:2]
         buckets = options.hash_buckets
         self._hashed = None if buckets is None else HashBuckets(buckets, self._layout)
         self._facts: list[Facts] = []
@@ -87,17 +89,18 @@ class _Build:
         id_type = (
             "int32" if self._hashed is None else self._hashed.schema.id_type
         )  # the size of a vocabulary is not known yet
-        shards_held = ShardMemory(self._layout, self._options.rows_per_shard, self._threads, id_type)
+        shards_held = ShardMemory(self._layout, self._options.rows_per_shard, self._threads, id_type, len(self._splits))
         first = FirstPass(
             self._source,
             self._work,
-            test_fraction=self._options.test_fraction,
+            fractions=(self._options.test_fraction, self._options.validation_fraction),
+            splits=len(self._splits),
             seed=self._options.seed,
             hashed=self._hashed,
             shards=shards_held,
             survey=None if self._earlier is None else self._earlier.survey(),
         )
-        entries = entries[: _count_sound(entries, self._layout, self._options.dense)]
+        entries = entries[: _count_sound(entries, self._layout, self._options.dense, len(self._splits))]
         pieces = [entry for entry in entries if "piece" in entry]
         facts = [Facts.from_json(entry["piece"]) for entry in pieces]
         with Workers(self._threads, "hostdev-preprocess") as workers, workers.drop_queued_on_error():
@@ -137,7 +140,7 @@ class _Build:
 
     def _rows(self) -> dict[str, int]:
         """Return the number of rows of each split; raise UserError if a required split is empty."""
-        rows = {split: sum(fact.rows[i] for fact in self._facts) for i, split in enumerate(SPLITS)}
+        rows = {split: sum(fact.rows[i] for fact in self._facts) for i, split in enumerate(self._splits)}
         total = sum(rows.values())
         if total == 0:
             raise UserError("the input has no rows")
@@ -145,8 +148,11 @@ class _Build:
         if rule is not None and self._earlier is None and not any(sum(fact.positives) for fact in self._facts):
             raise UserError(f"none of the {total} labels is positive by --positive {rule}; give another rule")
         for split, count in rows.items():
-            if count == 0 and (split == "train" or self._options.test_fraction != 0):
-                how = "--test-fraction" if self._options.test_fraction is not None else "--test-column or --test-after"
+            if count == 0 and (split != "test" or self._options.test_fraction != 0):
+                by_column = "--{0}-column or --{0}-after".format("validation" if split == "validation" else "test")
+                how = "--test-fraction" if self._options.test_fraction is not None else by_column
+                if split == "validation" and self._options.validation_fraction is not None:
+                    how = "--validation-fraction"
                 raise UserError(f"none of the {total} rows is in the {split} split; give more rows or another {how}")
         return rows
 
@@ -195,14 +201,14 @@ class _Build:
         """Write the missing shards; return all shards by split, and the statistics of their ids."""
         folder = self._work.result
         written = {entry["shard"]["file"]: entry["shard"] for entry in entries if "shard" in entry}
-        shards: dict[str, list[Shard]] = {split: [] for split in SPLITS}
+        shards: dict[str, list[Shard]] = {split: [] for split in self._splits}
         names = [*schema.ids, *schema.bags]
         whole: dict[str, float] = {}
         by_column: dict[str, dict[str, float]] = {}
         told: dict[str, list[str]] = {APART: [], SQUEEZED: []}
         rows_in_all = sum(sum(fact.rows) for fact in self._facts)
         with bar(rows_in_all, "second pass", "rows", unit_scale=True) as progress:
-            for i, split in enumerate(SPLITS):
+            for i, split in enumerate(self._splits):
                 (folder / split).mkdir(exist_ok=True)
 
                 def write(ranges: Sequence[second_pass.Range], name: str, i: int = i) -> dict[str, Any]:
@@ -267,6 +273,7 @@ class _Build:
             id_type=schema.id_type,
             train=shards["train"],
             test=shards["test"],
+            validation=shards.get("validation", []),
             vocabulary=None if vocabulary is None else vocabulary.name,
             vocabulary_sha256=None if vocabulary is None else checksum(vocabulary),
             rejected_sha256=checksum(folder / REJECTED_FILE),
@@ -305,7 +312,7 @@ class _Build:
 
     def _by_split(self, of: Callable[[Facts, int], float]) -> dict[str, float]:
         """Return the sum over pieces by split."""
-        return {split: sum(of(fact, i) for fact in self._facts) for i, split in enumerate(SPLITS)}
+        return {split: sum(of(fact, i) for fact in self._facts) for i, split in enumerate(self._splits)}
 
     def _bag_values(self) -> dict[str, Any]:
         bags = enumerate(self._layout.bags)
@@ -317,12 +324,12 @@ class _Build:
         names = [*self._layout.dense, *(column.name for column in self._layout.ids)]
         return {
             split: {name: sum(fact.missing[i][k] for fact in self._facts) / rows[split] for k, name in enumerate(names)}
-            for i, split in enumerate(SPLITS)
+            for i, split in enumerate(self._splits)
             if rows[split]
         }
 
 
-def _count_sound(entries: Sequence[dict[str, Any]], layout: Layout, mode: str) -> int:
+def _count_sound(entries: Sequence[dict[str, Any]], layout: Layout, mode: str, splits: int) -> int:
     """Return the number of leading journal entries that are valid and in order."""
     order = ("piece", "parsed", "learned", "shard")
     stage = 0
@@ -335,6 +342,8 @@ def _count_sound(entries: Sequence[dict[str, Any]], layout: Layout, mode: str) -
             if kind == "piece":
                 fact = Facts.from_json(content)
                 columns = len(layout.dense) + len(layout.columns)
+                if len(fact.rows) != splits:
+                    return number
                 if {*map(len, fact.missing)} != {columns} or {*map(len, fact.bag_values)} != {len(layout.bags)}:
                     return number
             elif kind == "learned":

@@ -17,7 +17,6 @@ from hostdev.data import manifest
 from hostdev.data.manifest import REJECTED_FILE, Manifest, Shard
 from hostdev.data.preprocess.counting import Counter, count_bytes, require_room
 from hostdev.data.preprocess.earlier_vocabulary import recorded
-from hostdev.data.preprocess.pieces import SPLITS
 from hostdev.data.preprocess.stored import (
     REMEDY,
     DamagedError,
@@ -111,7 +110,7 @@ def check(folder: Path) -> Report:
         largest = max((space.values for space in found.schema.spaces), default=0)
         require_room(folder, ids, max(ids * count_bytes(uses), 8 * largest))
         counter = Counter(ids, uses)
-    totals = {split: _check_shards(folder, found, split, counter, report) for split in SPLITS}
+    totals = {split: _check_shards(folder, found, split, counter, report) for split in found.splits}
     if vocabulary is not None and counter is not None:
         counts = counter.total() if totals["train"].known else None
         about = f"{found.schema.rows:,} ids{_format_kept(found)}, {format_bytes(get_size(vocabulary.path))}"
@@ -121,8 +120,10 @@ def check(folder: Path) -> Report:
             about += f", {_NO_CHECKSUM}"
         report.say(vocabulary.path, about, [*wrong, *_wrong_ids(vocabulary, found, counts)])
     _check_rejected(folder, found, report)
-    lines = [f"{path}: {what}; {REMEDY}" for split in SPLITS for what in _wrong_statistics(found, split, totals[split])]
-    unknown = [split for split in SPLITS if not totals[split].known]
+    lines = [
+        f"{path}: {what}; {REMEDY}" for split in found.splits for what in _wrong_statistics(found, split, totals[split])
+    ]
+    unknown = [split for split in found.splits if not totals[split].known]
     notes = [f"statistics of {' and '.join(unknown)} rows not compared"] if unknown else []
     notes += [_NO_CHECKSUM] if found.rejected_sha256 is None else []
     report.say(path, ", ".join(notes), lines)

@@ -93,7 +93,10 @@ class Positive:
 
     def __post_init__(self) -> None:
         if self.orders and not _is_number(self.value):
-            raise UserError(f"--positive {self.op}{self.value}: {self.value!r} is not a number")
+            text = f"{self.op}{self.value}"
+            raise UserError(
+                f"--positive {text}: {self.value!r} is not a number; if labels are the text {text!r}, write '={text}'"
+            )
 
     @property
     def orders(self) -> bool:

@@ -22,6 +22,11 @@ from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.data.preprocess.table import Table
 from hostdev.kernels.pool import host_threads
 
+_SPLIT_FLAGS = {
+    kind: {f"--{kind}": f"{kind}_files"}
+    | {f"--{kind}-{how}": f"{kind}_{how}" for how in ("fraction", "column", "after")}
+    for kind in ("test", "validation")
+}
 _LEAST_MEMORY = 64 << 20  # bytes: with less, DuckDB cannot sort
 
 
@@ -30,9 +35,10 @@ def summary(manifest: Manifest, out: Path, seconds: float) -> str:
     statistics = manifest.statistics
     rows = statistics["rows"]
     shares = statistics["label_mean"]
+    more = f", {rows['validation']:,} validation" if "validation" in rows else ""
     lines = [
-        f"{out}: {rows['train']:,} training and {rows['test']:,} test rows in "
-        f"{len(manifest.train) + len(manifest.test)} shards, {manifest.vocabulary_size:,} ids, "
+        f"{out}: {rows['train']:,} training{more} and {rows['test']:,} test rows in "
+        f"{sum(len(manifest.shards(split)) for split in manifest.splits)} shards, {manifest.vocabulary_size:,} ids, "
         f"labels {shares['train']:.1%} positive, {seconds:.1f} s"
     ]
     lines += growth(manifest)
@@ -103,15 +109,18 @@ def _open_query(arguments: argparse.Namespace) -> TableFile:
 
 def table_options(arguments: argparse.Namespace, earlier: Earlier | None = None) -> Options:
     """Make `Options` from the parsed flags of `table` or `query`."""
-    splits = [flag for flag in ("test_fraction", "test_column", "test_after") if getattr(arguments, flag) is not None]
-    flags = ["--" + flag.replace("_", "-") for flag in splits]
-    if len(flags) > 1:
-        raise UserError(f"{flags[0]} and {flags[1]} both say which rows are for testing; leave one of them out")
+    test, validation = (
+        [flag for flag, name in _SPLIT_FLAGS[kind].items() if getattr(arguments, name, None) is not None]
+        for kind in ("test", "validation")
+    )
+    for flags, what in ((test, "testing"), (validation, "validation")):
+        if len(flags) > 1:
+            raise UserError(f"{flags[0]} and {flags[1]} both say which rows are for {what}; leave one of them out")
     options = parse_options(arguments, **{"threshold": THRESHOLD, **earlier_flags.defaults(earlier)})
-    if splits in ([], ["test_fraction"]):
+    if test in ([], ["--test-fraction"]):
         return options
-    if arguments.seed is not None:
-        raise UserError(f"--seed has no effect with {flags[0]}; leave it out")
+    if arguments.seed is not None and arguments.validation_fraction is None:
+        raise UserError(f"--seed has no effect with {test[0]}; leave it out")
     return replace(options, test_fraction=None)
 
 

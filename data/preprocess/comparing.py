@@ -24,32 +24,36 @@ from hostdev.data.preprocess.columns import (
 from hostdev.data.preprocess.naming import short
 
 _TIME_OF_DAY = re.compile(r"(\d\d):(\d\d)(?::(\d\d)(?:\.(\d{1,9}))?)?", re.ASCII)
+_FLAG = "--test-after"
 _EXACT = 2.0**53  # a float64 of this size or more may stand for several integers
 _DIGITS = 400  # more digits than any float64 or decimal has
 
 
-def is_after(array: pa.Array, value: str) -> npt.NDArray[np.bool_]:
+def is_after(array: pa.Array, value: str, flag: str = _FLAG) -> npt.NDArray[np.bool_]:
     """Return a mask of the times or numbers after `value`, bool [n].
 
-    Integers and decimals are compared exactly, and numbers in text with a point or an exponent as float64.
+    Integers and decimals are compared exactly, and numbers in text with a point or an exponent as float64. `flag` is
+    named in errors.
 
     Raises:
         WrongValueError: A value of the array is missing or cannot be compared.
         UserError: `value` cannot be compared with the array's type.
     """
-    later, wrong = is_after_where_readable(array, value)
+    later, wrong = is_after_where_readable(array, value, flag)
     if not wrong.any():
         return later
     row = int(np.flatnonzero(wrong)[0])
     array = decoded(array)
     text = "" if not array[row].is_valid else str(array[row].as_py())
     if text.strip() in MISSING_NUMBERS:
-        raise WrongValueError(row, "the value is missing, but --test-after needs a value in every row")
+        raise WrongValueError(row, f"the value is missing, but {flag} needs a value in every row")
     what = "a number" if _find_type(value) == pa.float64() else f"a time like {value}"
     raise WrongValueError(row, f"{short(repr(text), 43)} is not {what}")
 
 
-def is_after_where_readable(array: pa.Array, value: str) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+def is_after_where_readable(
+    array: pa.Array, value: str, flag: str = _FLAG
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
     """Return a mask of the times or numbers after `value`, bool [n], and a mask of values that are no such, bool [n].
 
     Raises UserError if `value` cannot be compared with the array's type.
@@ -62,7 +66,7 @@ def is_after_where_readable(array: pa.Array, value: str) -> tuple[npt.NDArray[np
     found = array.type if pa.types.is_temporal(array.type) else _find_type(value)
     if found is None or (pa.types.is_temporal(found) and classify_type(array.type) in ("number", "bool")):
         raise UserError(
-            f"--test-after: {value!r} is neither a number nor a date or time such as 2024-12-31 or 2024-12-31T12:00:00"
+            f"{flag}: {value!r} is neither a number nor a date or time such as 2024-12-31 or 2024-12-31T12:00:00"
         )
     limit: Any = None
     if pa.types.is_temporal(found):
@@ -73,8 +77,7 @@ def is_after_where_readable(array: pa.Array, value: str) -> tuple[npt.NDArray[np
                 limit = pa.scalar(value).cast(found)
         except (ValueError, pa.ArrowNotImplementedError):
             raise UserError(
-                f"--test-after: {value!r} cannot be compared with a column of type {found}; write it as "
-                f"{_example(found)}"
+                f"{flag}: {value!r} cannot be compared with a column of type {found}; write it as {_example(found)}"
             ) from None
     try:
         as_found, not_cast = array.cast(found, safe=False), np.zeros(len(array), np.bool_)

@@ -46,6 +46,7 @@ class CriteoText:
 
     layout = LAYOUT
     unit = "B"
+    has_validation = False
     signed = False
     kinds = None
 

@@ -24,10 +24,21 @@ from hostdev.data.preprocess.row_groups import GroupSize, RowGroups, open_parque
 CHUNK_ROWS = 1 << 16
 CHUNK_VALUES = 1 << 21  # list elements
 CHUNK_BYTES = 1 << 25  # bytes of text
-_SUFFIXES = (".parquet", ".arrow", ".feather", ".ipc", ".csv", ".tsv", ".tab", ".txt", *COMPRESSED)
+_SUFFIXES = (".parquet", ".arrow", ".feather", ".ipc", ".csv", ".tsv", ".tab", ".txt", ".zip", *COMPRESSED)
 _PART = re.compile(r"part-[0-9]+[^.]*")  # text that Hadoop and Spark write, without a suffix
 _FEATHER_1 = b"FEA1"
 _FORMATS = ((b"PAR1", "Parquet"), (b"ARROW1", "an Arrow file"), (b"\xff\xff\xff\xff", "an Arrow stream"))
+_PANDAS = "write it as Parquet, such as pandas.{}(...).to_parquet(...)"
+_OTHERS = (
+    (b"\x89HDF\r\n", "HDF5", _PANDAS.format("read_hdf")),
+    (b"ORC", "ORC", _PANDAS.format("read_orc")),
+    (b"\xd0\xcf\x11\xe0", "an Excel workbook", "save the sheet as CSV"),
+    (b"\x93NUMPY", "a NumPy array", "write it as Parquet, such as pandas.DataFrame(...).to_parquet(...)"),
+    (b"SQLite f", "a SQLite database", "write a query's rows as CSV, such as sqlite3 -csv -header FILE 'SELECT ...'"),
+    *((bytes([0x80, version, 0x95]), "a pickle", _PANDAS.format("read_pickle")) for version in (4, 5)),
+    *((bytes([0x80, version]), "a pickle", _PANDAS.format("read_pickle")) for version in (2, 3)),
+    (b"RDX2\n", "R's .rda", "write a data frame as CSV, with write.csv"),
+)
 _PRINTED = frozenset(range(ord(" "), 256)) | set(b"\t\r\n")
 
 
@@ -273,6 +284,9 @@ def find_format(source: AnyInput) -> str:
     start = source.head(8)
     if start.startswith(_FEATHER_1):
         raise UserError(f"{source.name}: this is Feather version 1; write it again as version 2, or as Parquet")
+    for magic, name, way in _OTHERS:
+        if start.startswith(magic):
+            raise UserError(f"{source.name}: this is {name}, which is not read; {way}")
     found = next((name for magic, name in _FORMATS if start.startswith(magic)), "text")
     if found == "Parquet" and _continues_as_text(source, start):
         return "text"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from hostdev.core.errors import HostdevError, UserError
 from hostdev.core.progress import bar, counted
@@ -30,7 +31,8 @@ class FirstPass:
     """Parses a source into pieces, resuming after an earlier process's pieces.
 
     Args:
-        test_fraction: Share of rows drawn for testing with `seed`; None if the source chooses them.
+        fractions: Shares of rows drawn with `seed` for testing and for validation; None: none are drawn.
+        splits: Number of splits.
         hashed: The hash that maps values to ids; None if values are counted.
         shards: The second pass's memory requirement.
         survey: Describes further values that will be held in memory; None if there are none.
@@ -41,14 +43,16 @@ class FirstPass:
         source: Source,
         work: Work,
         *,
-        test_fraction: float | None,
+        fractions: tuple[float | None, float | None],
+        splits: int,
         seed: int,
         hashed: HashBuckets | None,
         shards: ShardMemory,
         survey: Survey | None = None,
     ) -> None:
         self._source, self._work, self._shards = source, work, shards
-        self._fraction, self._key, self._hashed = test_fraction, key64(seed, "test split"), hashed
+        (self._fraction, self._validation), self._splits = fractions, splits
+        self._key, self._hashed = key64(seed, "test split"), hashed
         self.facts: list[Facts] = []  # one for each written piece
         self._input = self._lines = self._rows = self._rejected = 0  # parsed so far; `_lines` only in this input
         self._first: Rejected | None = None
@@ -115,14 +119,25 @@ class FirstPass:
         self._check_rejected(self._source.most_rows)  # fails early, as more lines cannot help
 
         def write() -> Written:
-            test = rows.test
-            if self._fraction is not None:
-                counters = np.arange(begin, begin + len(rows), dtype=np.uint64)
-                test = uniform(self._key, counters) < self._fraction
-            assert test is not None
-            return write_piece(self.path(number), rows, test, self._source.layout, self._hashed)
+            splits = self._draw(rows, begin)
+            return write_piece(self.path(number), rows, splits, self._splits, self._source.layout, self._hashed)
 
         return workers.submit(write)
+
+    def _draw(self, rows: RawRows, begin: int) -> npt.NDArray[np.uint8]:
+        """Return the number of each row's split; the rows that the source leaves for training may be drawn for others.
+
+        `begin` is the number of rows before these. A test row stays one, whatever is drawn for validation.
+        """
+        splits = np.zeros(len(rows), np.uint8) if rows.splits is None else rows.splits
+        if self._fraction is None and self._validation is None:
+            return splits
+        drawn = uniform(self._key, np.arange(begin, begin + len(rows), dtype=np.uint64))
+        test = self._fraction or 0.0
+        found = (drawn < test) * np.uint8(1)
+        if self._validation is not None:
+            found[(drawn >= test) & (drawn < test + self._validation)] = 2
+        return np.where(splits == 0, found, splits)
 
     def _note(self, block: Block, result: Written) -> None:
         """Record the next finished piece."""

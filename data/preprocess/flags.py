@@ -62,6 +62,28 @@ def add_split(to: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="rows whose column has a larger number or a later time are for testing",
     )
+    to.add_argument(
+        "--validation-column",
+        metavar="NAME=VALUE",
+        help="rows whose column has this value are for validation, which training watches in place of the test rows",
+    )
+    to.add_argument(
+        "--validation-after",
+        metavar="NAME=VALUE",
+        help="of the rows that are not for testing, those with a larger number or a later time are for validation",
+    )
+
+
+def add_split_files(to: argparse.ArgumentParser) -> None:
+    """Add the flags that give files of test and validation rows."""
+    for kind in ("test", "validation"):
+        to.add_argument(
+            f"--{kind}",
+            dest=f"{kind}_files",
+            action="append",
+            metavar="FILE",
+            help=f"a table whose rows are for {kind}",
+        )
 
 
 def add_earlier(to: argparse.ArgumentParser) -> None:

@@ -13,7 +13,6 @@ from hostdev.core.memory import available_bytes
 from hostdev.data import manifest
 from hostdev.data.manifest import Manifest, Shard
 from hostdev.data.preprocess.counting import Counter, count_bytes, require_room
-from hostdev.data.preprocess.pieces import SPLITS
 from hostdev.data.preprocess.stored import DamagedError, Part, each_shard, get_size, read_parts, wrong_values
 from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
 from hostdev.data.schema import Space
@@ -120,7 +119,7 @@ class Information:
         """The share of missing values by split and column; empty if the manifest does not record it."""
         recorded = self.found.statistics.get("missing")
         known = recorded if isinstance(recorded, dict) else {}
-        return {split: known[split] for split in SPLITS if isinstance(known.get(split), dict)}
+        return {split: known[split] for split in self.found.splits if isinstance(known.get(split), dict)}
 
     @property
     def hashed(self) -> bool:
@@ -136,7 +135,7 @@ def gather(folder: Path) -> Information:
     """Summarize all rows of a data set; raise UserError for a damaged file or too little memory."""
     found = manifest.read(folder)
     if found.vocabulary is None:
-        totals = {split: _totals(folder, found, split, None) for split in SPLITS}
+        totals = {split: _totals(folder, found, split, None) for split in found.splits}
         curves = _count_hashed(folder, found, totals["test"])
     else:
         vocabulary = StoredVocabulary(folder, found)
@@ -144,9 +143,9 @@ def gather(folder: Path) -> Information:
         require_room(folder, found.schema.rows, found.schema.rows + 16 * largest)  # mask; sorted counts and their sums
         known = vocabulary.counts > 0
         known[: found.schema.first_value] = False
-        totals = {split: _totals(folder, found, split, known) for split in SPLITS}
+        totals = {split: _totals(folder, found, split, known) for split in found.splits}
         curves = {name: make_curve(vocabulary.get_counts(space)) for name, space in vocabulary.spaces.items()}
-    nbytes = {split: sum(get_size(folder / shard.file) for shard in found.shards(split)) for split in SPLITS}
+    nbytes = {split: sum(get_size(folder / shard.file) for shard in found.shards(split)) for split in found.splits}
     return Information(folder, found, nbytes, totals, curves)
 
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from hostdev.core import pictures
 from hostdev.data.preprocess.info import PLACES, Information, shortened
-from hostdev.data.preprocess.pieces import SPLITS
 
-_COLORS = {"train": "C0", "test": "C1"}
+_COLORS = {"train": "C0", "test": "C1", "validation": "C4"}
+_SHOWN = ("train", "test")  # splits that have bars of their own
 _NAMED = 6  # curves with a color and a name
 _SIDE_BY_SIDE = 30  # columns that fit a half-width panel
 _MOST_NAMES = 120  # names on an axis
@@ -60,7 +60,8 @@ def _draw_labels(axes: Any, info: Information) -> None:
     low, high = np.maximum(0, whole - chance), np.minimum(1, whole + chance)
     axes.fill_between(place, low, high, color="grey", alpha=0.15, linewidth=0, label="95% by chance alone")
     axes.plot(place, mean, color=_COLORS["train"], marker=".", linewidth=1, label=f"training, in {has.sum()} parts")
-    for split, name in zip(SPLITS, ("training", "test"), strict=True):
+    for split in info.found.splits:
+        name = "training" if split == "train" else split
         if not info.found.rows(split):
             continue
         share = info.totals[split].label_mean
@@ -103,10 +104,10 @@ def _rates(info: Information) -> tuple[str, list[str], dict[str, list[float]]]:
     dense = info.found.schema.dense
     if info.missing:
         every = [*dense, *(column.name for column in info.found.schema.columns)]
-        names = [name for name in every if any(name in info.missing.get(split, {}) for split in SPLITS)]
-        rates = {split: [info.missing.get(split, {}).get(name, np.nan) for name in names] for split in SPLITS}
+        names = [name for name in every if any(name in info.missing.get(split, {}) for split in _SHOWN)]
+        rates = {split: [info.missing.get(split, {}).get(name, np.nan) for name in names] for split in _SHOWN}
         return "Missing values", names, rates
-    zeros = {split: (info.totals[split].zeros / max(1, info.found.rows(split))).tolist() for split in SPLITS}
+    zeros = {split: (info.totals[split].zeros / max(1, info.found.rows(split))).tolist() for split in _SHOWN}
     return "Numeric columns: zeros, missing values among them", list(dense), zeros
 
 
@@ -128,7 +129,7 @@ def _draw_rates(axes: Any, names: Sequence[str], rates: dict[str, list[float]], 
     for split, name, side in (("train", "training rows", -0.2), ("test", "test rows", 0.2)):
         axes.bar(place + side, rates[split], 0.4, color=_COLORS[split], label=name)
     _name_bars(axes, names, wide=wide)
-    largest = max((rate for split in SPLITS for rate in rates[split] if rate > 0), default=0.0)
+    largest = max((rate for split in _SHOWN for rate in rates[split] if rate > 0), default=0.0)
     axes.set(ylabel="share of rows", ylim=(0, max(0.01, 1.05 * largest)))
     if not largest:
         axes.text(0.5, 0.5, "none", transform=axes.transAxes, ha="center")

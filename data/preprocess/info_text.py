@@ -6,7 +6,6 @@ from hostdev.core.memory import format_bytes
 from hostdev.core.progress import counted
 from hostdev.data.preprocess.earlier_vocabulary import growth
 from hostdev.data.preprocess.info import TOPS, Curve, Information, shortened
-from hostdev.data.preprocess.pieces import SPLITS
 from hostdev.data.schema import Column
 
 _MOST_NAME = 24  # characters of a column's name
@@ -25,7 +24,7 @@ def format_lines(info: Information) -> Iterator[str]:
     yield from growth(found)
     yield ""
     yield f"{'split':<8}{'rows':>16}{'shards':>9}{'on disk':>12}{'label mean':>13}"
-    for split in SPLITS:
+    for split in found.splits:
         mean = f"{info.totals[split].label_mean:.2%}" if found.rows(split) else _NO_FIGURE
         yield (
             f"{split:<8}{found.rows(split):>16,}{len(found.shards(split)):>9,}{format_bytes(info.nbytes[split]):>12}{mean:>13}"
@@ -39,14 +38,14 @@ def format_lines(info: Information) -> Iterator[str]:
 
 
 def _numeric(info: Information) -> Iterator[str]:
-    names, found = info.found.schema.dense, info.found
-    both = [(info.totals[split], found.rows(split)) for split in SPLITS]
+    names, found, splits = info.found.schema.dense, info.found, info.found.splits
+    both = [(info.totals[split], found.rows(split)) for split in splits]
     groups = [
         *_missing(info, names),
-        ("zeros", SPLITS, [[_share(n, of) for n in totals.zeros] for totals, of in both]),
-        ("mean", SPLITS, [_figures(totals.sums / max(1, of), of) for totals, of in both]),
-        ("min", SPLITS, [_figures(totals.low, of) for totals, of in both]),
-        ("max", SPLITS, [_figures(totals.high, of) for totals, of in both]),
+        ("zeros", splits, [[_share(n, of) for n in totals.zeros] for totals, of in both]),
+        ("mean", splits, [_figures(totals.sums / max(1, of), of) for totals, of in both]),
+        ("min", splits, [_figures(totals.low, of) for totals, of in both]),
+        ("max", splits, [_figures(totals.high, of) for totals, of in both]),
     ]
     yield from _table("numeric, scaled", names, groups)
 
@@ -57,17 +56,20 @@ def _figures(values: Iterable[float], rows: int) -> list[str]:
 
 def _features(info: Information) -> Iterator[str]:
     columns = info.found.schema.columns
-    train, test = (info.totals[split] for split in SPLITS)
+    train, test, splits = info.totals["train"], info.totals["test"], info.found.splits
     curves = [info.curves[column.space] for column in columns]
     rows = info.found.rows("train")
-    out = [[_share(*pair) for pair in zip(totals.out, totals.uses, strict=True)] for totals in (train, test)]
+    out = [
+        [_share(*pair) for pair in zip(totals.out, totals.uses, strict=True)]
+        for totals in map(info.totals.__getitem__, splits)
+    ]
     top = [[f"{curve.top[i]:.1%}" if curve.ids else _NO_FIGURE for curve in curves] for i in range(len(TOPS))]
     whose = "" if info.hashed else " in vocabulary"
     groups: list[_Group] = [
         ("ids", ["used"], [[f"{curve.ids:,}" for curve in curves]]),
         ("uses", ["a row"], [[f"{uses / rows:.1f}" for uses in train.uses]]),
         *_missing(info, [column.name for column in columns]),
-        *([] if info.hashed else [("out of vocabulary", SPLITS, out)]),
+        *([] if info.hashed else [("out of vocabulary", splits, out)]),
         ("test uses", ["seen"], [[_share(*pair) for pair in zip(test.seen, test.uses, strict=True)]]),
         (f"training uses{whose} of the top", [f"{n:,}" for n in TOPS], top),
         ("ids that have", ["50%", "90%"], [[f"{n:,}" for n in ns] for ns in zip(*_parts(curves), strict=True)]),
@@ -84,9 +86,10 @@ def _parts(curves: Sequence[Curve]) -> list[tuple[int, int]]:
 
 def _missing(info: Information, names: Sequence[str]) -> list[_Group]:
     """Return the columns of missing rates, if known."""
-    rates = [info.missing.get(split, {}) for split in SPLITS]
+    splits = info.found.splits
+    rates = [info.missing.get(split, {}) for split in splits]
     cells = [[f"{of[name]:.1%}" if name in of else _NO_FIGURE for name in names] for of in rates]
-    return [("missing", SPLITS, cells)] if info.missing else []
+    return [("missing", splits, cells)] if info.missing else []
 
 
 def _table(title: str, names: Sequence[str], groups: Sequence[_Group]) -> Iterator[str]:

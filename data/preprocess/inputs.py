@@ -7,6 +7,7 @@ import gzip
 import os
 import sys
 import tarfile
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 
 from hostdev.core.errors import HostdevError, TransientError, UserError
+from hostdev.data.preprocess import zipped
 
 STANDARD_INPUT = Path("-")
 HEAD_BYTES = 1 << 20  # bytes of standard input that are available before reading
@@ -23,13 +25,12 @@ HEAD_BYTES = 1 << 20  # bytes of standard input that are available before readin
 _BZIP2 = (b"BZh%d" % level + block for level in range(1, 10) for block in (b"1AY&SY", b"\x17\x72\x45\x38\x50\x90"))
 _CODECS = {b"\x1f\x8b": "gzip", **dict.fromkeys(_BZIP2, "bz2"), b"\x28\xb5\x2f\xfd": "zstd", b"\x04\x22\x4d\x18": "lz4"}
 COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")  # suffixes of the codecs
-_ZIP = b"PK\x03\x04"
-_OTHERS = {b"\xfd7zXZ": "xz", _ZIP: "zip", b"7z\xbc\xaf": "7z", b"\x1f\x9d": "compress"}
-_OTHER_SUFFIXES = {".xz": "xz", ".zip": "zip", ".7z": "7z", ".z": "compress"}
+_OTHERS = {b"\xfd7zXZ": "xz", b"7z\xbc\xaf": "7z", b"\x1f\x9d": "compress"}
+_OTHER_SUFFIXES = {".xz": "xz", ".7z": "7z", ".z": "compress"}
 _TAR_MAGIC, _TAR_AT = b"ustar", 257
 _MAGIC_BYTES = 512
 _LARGEST_EMPTY = 512  # largest size in bytes of a compressed file with empty content
-_ERRORS = (OSError, EOFError, pa.ArrowException, tarfile.TarError, zlib.error)  # raised by reading
+_ERRORS = (OSError, EOFError, pa.ArrowException, tarfile.TarError, zlib.error, zipfile.BadZipFile)  # of reading
 _SKIPPED_AT_ONCE = 1 << 22
 
 
@@ -85,7 +86,7 @@ class Stream:
 
 
 class Input:
-    """A plain or compressed file, or a file in a tar archive.
+    """A plain or compressed file, or a file in a tar or zip archive.
 
     `wanted` selects an archive's file by its name without folders; None expects a single file.
     """
@@ -96,8 +97,11 @@ class Input:
         if path.stat().st_size == 0:
             raise UserError(f"{path}: the file is empty")
         self.path, self.name = path, str(path)
-        self._codec = _read_codec(path)
+        self._codec, self._zipped = _read_codec(path), ""
         self._wanted = wanted
+        if self._codec == "zip":
+            self._zipped = zipped.find_member(path, wanted)
+            self.name = f"{path}:{self._zipped}"
         with self._decompressed() as stream:
             start = stream.read(_MAGIC_BYTES)
         self._archive = start[_TAR_AT : _TAR_AT + len(_TAR_MAGIC)] == _TAR_MAGIC
@@ -131,7 +135,7 @@ class Input:
 
     def describe(self) -> dict[str, Any]:
         """Return the absolute path and size."""
-        member = {"member": self._member} if self._archive else {}
+        member = {"member": self._member} if self._archive else {"member": self._zipped} if self._zipped else {}
         return {"file": str(self.path.resolve()), "bytes": self.path.stat().st_size, **member}
 
     def stamp(self) -> list[Any] | None:
@@ -146,6 +150,10 @@ class Input:
     @contextmanager
     def _decompressed(self) -> Iterator[Stream]:
         with self.path.open("rb", buffering=0 if self._codec is None else -1) as file:
+            if self._zipped:
+                with zipfile.ZipFile(file) as archive, archive.open(self._zipped) as content:
+                    yield Stream(content, self.name, file.tell)
+                return
             if self._codec is None:
                 yield Stream(file, str(self.path), file.tell, seekable=True)
                 return
@@ -190,6 +198,8 @@ class ReadOnce:
         if not start:
             raise UserError(f"{self.name}: the file is empty")
         codec = _codec(start, self.name)
+        if codec == "zip":
+            raise UserError(f"{self.name}: a .zip file can be read only from a file, not from a pipe")
         decompressed = raw if codec is None else _decompressing(raw, codec, padded=True)
         self._stream = Stream(decompressed, self.name, lambda: raw.taken)
         self._head = self._stream.read(HEAD_BYTES)
@@ -243,8 +253,7 @@ def refuse_unread(path: Path, start: bytes) -> None:
     by_name = _OTHER_SUFFIXES.get(path.suffix.lower())
     if by_name is not None:
         raise _not_read(by_name, str(path))
-    if not (start.startswith(_ZIP) and path.suffix):  # other formats are zip files, too: .xlsx, .npz
-        _codec(start, str(path))
+    _codec(start, str(path))
 
 
 def is_empty(path: Path) -> bool:
@@ -272,6 +281,8 @@ def _codec(start: bytes, name: str) -> str | None:
     for magic, other in _OTHERS.items():
         if start.startswith(magic):
             raise _not_read(other, name)
+    if start.startswith(zipped.MAGIC):
+        return "zip"
     return next((codec for magic, codec in _CODECS.items() if start.startswith(magic)), None)
 
 

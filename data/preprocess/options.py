@@ -7,7 +7,7 @@ from typing import Any
 from hostdev.core.errors import UserError
 from hostdev.data.preprocess.dense import MODES
 
-FLAGS = ("threshold", "hash_buckets", "dense", "test_fraction", "rows_per_shard")
+FLAGS = ("threshold", "hash_buckets", "dense", "test_fraction", "validation_fraction", "rows_per_shard")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +18,7 @@ class Options:
     hash_buckets: int | None = None  # number of hash buckets for ids, instead of a vocabulary
     dense: str = "max"  # scaling of the numeric columns: "max", "log" or "standard"
     test_fraction: float | None = 0.1  # share of test rows, drawn by seed and row number; None: the source decides
+    validation_fraction: float | None = None  # share of rows for validation, drawn likewise; None: no rows are drawn
     seed: int = 2020
     rows_per_shard: int = 1 << 18
 
@@ -30,13 +31,26 @@ class Options:
             raise UserError(f"--dense must be one of {', '.join(MODES)}, not {self.dense}")
         if self.test_fraction is not None and not 0 <= self.test_fraction < 1:
             raise UserError(f"--test-fraction must be at least 0 and less than 1, not {self.test_fraction}")
+        if self.validation_fraction is not None:
+            if not 0 < self.validation_fraction < 1:
+                raise UserError(
+                    f"--validation-fraction must be more than 0 and less than 1, not {self.validation_fraction}"
+                )
+            if self.validation_fraction + (self.test_fraction or 0) >= 1:
+                raise UserError("--test-fraction and --validation-fraction together leave no rows for training")
         if self.rows_per_shard < 1:
             raise UserError(f"--rows-per-shard must be at least 1, not {self.rows_per_shard}")
 
     def as_json(self) -> dict[str, Any]:
         """Return the entry that the manifest stores, without options that have no effect."""
-        drawn = self.test_fraction is not None
-        return {name: value for name, value in asdict(self).items() if drawn or name not in ("test_fraction", "seed")}
+        found = asdict(self)
+        if self.validation_fraction is None:
+            del found["validation_fraction"]
+            if self.test_fraction is None:
+                del found["seed"]
+        if self.test_fraction is None:
+            del found["test_fraction"]
+        return found
 
 
 def add_options(to: argparse.ArgumentParser, default: Options | None = None) -> None:
@@ -55,6 +69,12 @@ def add_options(to: argparse.ArgumentParser, default: Options | None = None) -> 
         type=float,
         metavar="F",
         help=f"share of the rows for testing, 0 for none (default {default.test_fraction})",
+    )
+    to.add_argument(
+        "--validation-fraction",
+        type=float,
+        metavar="F",
+        help="share of the rows for validation, which training watches in place of the test rows (default: none)",
     )
     to.add_argument(
         "--rows-per-shard", type=int, metavar="N", help=f"maximum rows per file (default {default.rows_per_shard})"

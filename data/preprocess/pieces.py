@@ -1,7 +1,7 @@
 """Parsed rows on disk between the first and the second pass, in pieces with their own dictionaries.
 
-A piece holds the rows of one block, training rows before test rows. It has a dictionary for each id space and stores a
-value as its number there. Training rows' values come first, in order of first occurrence, with occurrence counts.
+A piece holds the rows of one block, split by split, training rows first. It has a dictionary for each id space and
+stores a value as its number there. Training rows' values come first, in order of first occurrence, with their counts.
 Values of different pieces are therefore compared once per piece, not once per row.
 
 A piece is an Arrow file with one record whose columns are lists. Readers map it and copy nothing.
@@ -31,8 +31,6 @@ from hostdev.kernels.unique import IdMap, id_map, tally
 
 Array = npt.NDArray[Any]
 
-SPLITS = ("train", "test")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
@@ -51,10 +49,10 @@ class Facts:
         forms: How the values of each column with ids are written (`kernels.forms`).
     """
 
-    rows: tuple[int, int]
-    positives: tuple[int, int]
-    missing: tuple[tuple[int, ...], tuple[int, ...]]
-    bag_values: tuple[tuple[int, ...], tuple[int, ...]]
+    rows: tuple[int, ...]
+    positives: tuple[int, ...]
+    missing: tuple[tuple[int, ...], ...]
+    bag_values: tuple[tuple[int, ...], ...]
     lines: int
     rejected: int
     end: Place
@@ -69,14 +67,14 @@ class Facts:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
         """Parse the result of `as_json`; raise ValueError, TypeError or KeyError if it is malformed."""
-        pairs = ("rows", "positives", "missing", "bag_values", "end")
+        by_split = ("rows", "positives", "missing", "bag_values")
         counts = [n for name in ("rows", "positives", "end") for n in content[name]]
         counts += [n for name in ("missing", "bag_values") for each in content[name] for n in each]
         counts += [content[name] for name in ("lines", "rejected", "size")]
         if not all(type(n) is int and 0 <= n < 2**63 for n in counts) or not isinstance(content["checksum"], str):
             raise ValueError("a count or the checksum is invalid")
-        if any(len(content[name]) != 2 for name in pairs):
-            raise ValueError("a field does not have two values")
+        if len({len(content[name]) for name in by_split}) > 1 or len(content["end"]) != 2:
+            raise ValueError("a field does not have a value for each split")
         counted = {name: tuple(content[name]) for name in ("rows", "positives")}
         lists = {name: tuple(map(tuple, content[name])) for name in ("missing", "bag_values")}
         return cls(**{**content, **counted, **lists, "end": Place(*content["end"])})
@@ -109,18 +107,18 @@ class Piece:
 
 
 def write_piece(
-    path: Path, rows: RawRows, test: npt.NDArray[np.bool_], layout: Layout, hashed: HashBuckets | None
+    path: Path, rows: RawRows, splits: npt.NDArray[np.uint8], count: int, layout: Layout, hashed: HashBuckets | None
 ) -> "tuple[dict[str, Any], Survey | None]":
-    """Write rows as a piece; `test` marks the test rows.
+    """Write rows as a piece; `splits` [n] has the number of each row's split, of `count` ones.
 
     `hashed` turns keys into ids; None counts them for a vocabulary.
     Returns fields of Facts, and a survey of the values (None if they are hashed).
     """
-    part = rows.take(np.concatenate([np.flatnonzero(~test), np.flatnonzero(test)]))
-    n = int(len(test) - np.count_nonzero(test)), int(np.count_nonzero(test))
+    part = rows.take(np.argsort(splits, kind="stable"))
+    n = tuple(np.bincount(splits, minlength=count).tolist())
     label = part.label.astype(np.uint8)
-    values = [_halves(lengths, n[0]) for _, lengths in part.bags]
-    ends = [n] * len(layout.ids) + values  # for each column with ids: numbers of values in training and in test rows
+    values = [_sums(lengths, n) for _, lengths in part.bags]
+    ends = [n] * len(layout.ids) + values  # for each column with ids: numbers of values by split
     content: dict[str, Any] = {"label": label, "numbers": narrowed(part.numbers.ravel())}
     content |= {f"lengths {i}": lengths for i, (_, lengths) in enumerate(part.bags)}
     if hashed is not None:
@@ -132,14 +130,14 @@ def write_piece(
         codes, is_missing, dictionaries = _encoded(part, layout, ends)
         content |= dictionaries
     content |= {f"codes {i}": column for i, column in enumerate(codes)}
-    missing = [_halves(column, n[0]) for column in np.isnan(part.numbers).T]
-    missing += [_halves(column, first) for column, (first, _) in zip(is_missing, ends, strict=True)]
+    missing = [_sums(column, n) for column in np.isnan(part.numbers).T]
+    missing += [_sums(column, mine) for column, mine in zip(is_missing, ends, strict=True)]
     content |= rows.rejected.columns()
     facts = {
         "rows": n,
-        "positives": _halves(label, n[0]),
-        "missing": tuple(zip(*missing, strict=True)) if missing else ((), ()),
-        "bag_values": tuple(zip(*values, strict=True)) if values else ((), ()),
+        "positives": _sums(label, n),
+        "missing": tuple(zip(*missing, strict=True)) if missing else ((),) * count,
+        "bag_values": tuple(zip(*values, strict=True)) if values else ((),) * count,
         "rejected": len(rows.rejected),
         "lines": len(rows) + len(rows.rejected),
         "checksum": write_lists(path, content),
@@ -191,11 +189,11 @@ def survey(piece: Piece, spaces: int) -> Survey:
 
 
 def _encoded(
-    part: RawRows, layout: Layout, ends: list[tuple[int, int]]
+    part: RawRows, layout: Layout, ends: list[tuple[int, ...]]
 ) -> tuple[list[Array], list[npt.NDArray[np.bool_]], dict[str, Any]]:
     """Encode values as numbers in dictionaries.
 
-    `ends` has the number of values of each column in the training rows and in the test rows.
+    `ends` has the number of values of each column in the rows of each split, training rows first.
     Returns the columns' numbers, masks of missing values, and the id spaces' keys and occurrence counts.
     """
     columns = [*part.keys.T, *(keys for keys, _ in part.bags)]
@@ -239,9 +237,11 @@ def _in_order(rows: RawRows, layout: Layout, space: str) -> npt.NDArray[np.int64
     return keys
 
 
-def _halves(values: Array, first: int) -> tuple[int, int]:
-    """Return the sums of `values[:first]` and `values[first:]`."""
-    return int(values[:first].sum(dtype=np.int64)), int(values[first:].sum(dtype=np.int64))
+def _sums(values: Array, lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the sums of consecutive parts of these lengths."""
+    ends = np.cumsum(lengths).tolist()
+    starts = [0, *ends[:-1]]
+    return tuple(int(values[a:b].sum(dtype=np.int64)) for a, b in zip(starts, ends, strict=True))
 
 
 def _narrow(codes: Array, size: int) -> Array:

@@ -68,7 +68,7 @@ class RawRows:
     keys: npt.NDArray[np.int64]  # [n, columns with one id per row]
     bags: Bags = ()  # for each bag, the concatenated keys of all rows [N] and the rows' lengths [n]
     rejected: RejectedLines = field(default_factory=RejectedLines)
-    test: npt.NDArray[np.bool_] | None = None  # [n], marks test rows; None: they are drawn later
+    splits: npt.NDArray[np.uint8] | None = None  # [n], the number of each row's split (`manifest.SPLITS`); None: drawn
     texts: Mapping[str, pa.Array] | None = None  # by id space, the values; keys are indices into them
     missing: Mapping[str, int] = field(default_factory=dict)  # by id space, the key of a missing value
     forms: Mapping[str, frozenset[int]] = field(default_factory=dict)  # by column with ids, how its values are written
@@ -114,6 +114,8 @@ class Source(Protocol):
     unit: str
     most_rows: int
     """Upper bound of the number of well-formed rows."""
+    has_validation: bool
+    """Whether some rows are chosen for validation."""
     signed: bool
     """Whether negative numbers are scaled like positive ones; Criteo's negative numbers are markers."""
 

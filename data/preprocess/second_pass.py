@@ -148,7 +148,7 @@ def build_shard(
     for one in ranges:
         path, fact = paths[one.piece], facts[one.piece]
         piece, known = Piece(path), None if hashed else Piece(ids_path(path))
-        before = fact.rows[0] * split
+        before = sum(fact.rows[:split])
         rows = slice(before + one.start, before + one.stop)
         here = slice(done, done + one.stop - one.start)
         label[here] = piece.array("label")[rows]

@@ -6,7 +6,7 @@ import numpy as np
 
 from hostdev.core.errors import TransientError
 from hostdev.core.memory import available_bytes, format_bytes
-from hostdev.data.preprocess.pieces import SPLITS, Facts
+from hostdev.data.preprocess.pieces import Facts
 from hostdev.data.preprocess.raw import Layout
 
 _OVERHEAD = 16 << 20  # overhead per thread
@@ -18,23 +18,24 @@ class ShardMemory:
 
     Args:
         threads: Number of threads; each writes one shard at a time.
+        splits: Number of splits.
     """
 
-    def __init__(self, layout: Layout, rows_per_shard: int, threads: int, id_type: str) -> None:
+    def __init__(self, layout: Layout, rows_per_shard: int, threads: int, id_type: str, splits: int) -> None:
         self._layout, self._most, self._threads = layout, rows_per_shard, threads
         self._id_bytes = np.dtype(id_type).itemsize
-        self._rows, self._values, self._piece_rows = [0] * len(SPLITS), [0] * len(SPLITS), 0
+        self._rows, self._values, self._piece_rows = [0] * splits, [0] * splits, 0
 
     def add_pieces(self, facts: Sequence[Facts]) -> None:
         """Add the rows of pieces.
 
         Raises TransientError unless all shards that are written concurrently fit into free memory.
         """
-        for i in range(len(SPLITS)):
+        for i in range(len(self._rows)):
             self._rows[i] += sum(fact.rows[i] for fact in facts)
             self._values[i] += sum(sum(fact.bag_values[i]) for fact in facts)
         self._piece_rows = max([self._piece_rows, *(sum(fact.rows) for fact in facts)])
-        shard, threads, rows = max(map(self._shard, range(len(SPLITS))), key=lambda found: found[0] * found[1])
+        shard, threads, rows = max(map(self._shard, range(len(self._rows))), key=lambda found: found[0] * found[1])
         free = available_bytes()
         if threads * shard > free:
             held = "a thread would hold" if threads == 1 else f"{threads} threads would each hold"

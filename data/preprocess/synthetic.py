@@ -105,6 +105,7 @@ class Synthetic:
 
     layout = LAYOUT
     unit = "rows"
+    has_validation = False
     signed = False
     format_keys = staticmethod(hex_text)
     kinds = None

@@ -17,6 +17,7 @@ from hostdev.data.preprocess.forms import NUMBERS, Written
 from hostdev.data.preprocess.inputs import Input, open_input
 from hostdev.data.preprocess.naming import about_blanks, listed, short
 from hostdev.data.preprocess.raw import BEGINNING, Block, Place, RawRows
+from hostdev.data.preprocess.sparse_text import SparseText, find_kind
 from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.preprocess.table_rows import RowParser, value_type
 from hostdev.kernels.forms import INTEGER, TEXT, WHOLE
@@ -35,19 +36,23 @@ class Table:
     format_keys = None
 
     def __init__(self, files: Sequence[Path | TableFile], options: TableOptions) -> None:
+        chosen = (list(map(Path, names)) for names in (options.test_files, options.validation_files))
         self._options = options
         self._positive = None if options.positive is None else Positive.parse(options.positive)
         self._used = options.used()
         self._owners = dict(options.share)  # columns with the ids of another column
-        paths = expand([file for file in files if isinstance(file, Path)], is_table)
-        opened = [file for file in files if not isinstance(file, Path)]
-        self._files = [*(open_table(path, options) for path in paths), *opened]
+        groups = [[file for file in files if isinstance(file, Path)], *chosen]
+        paths = [expand(group, is_table) if group else [] for group in groups]
+        opened: list[list[TableFile]] = [[open_table(path, options) for path in group] for group in paths]
+        opened[0] += [file for file in files if not isinstance(file, Path)]
+        self._files = [file for group in opened for file in group]
+        self._splits = [split for split, group in enumerate(opened) for _ in group]  # 0: by the options
         self._types: dict[
             str, tuple[str, pa.DataType, TableFile, str]
         ] = {}  # by id space: the first known type and its column
         for file in self._files:
             self._check_columns(file)
-        self.layout = options.layout()
+        self.layout, self.has_validation = options.layout(), options.has_validation()
         self._parser = RowParser(options, self._files)
         self.total = sum(file.input.size for file in self._files)
         self.most_rows = sum(file.most_rows for file in self._files)
@@ -74,12 +79,12 @@ class Table:
         """Iterate over the rows from `start` on."""
         for number, file in enumerate(self._files[start.input :], start.input):
             for part in file.parts(self._used, start.offset if number == start.input else 0):
-                yield Block((file, part), file.input.name, Place(number, part.offset), part.taken)
+                yield Block((file, part, self._splits[number]), file.input.name, Place(number, part.offset), part.taken)
 
     def parse(self, block: Block, *, hashed: bool = False) -> RawRows:
         """Parse a block's rows; a key is the number of the value's text within its id space, or the text's hash."""
-        file, part = block.content
-        return self._parser.parse(file, file.parse(part, self._used), hashed=hashed)
+        file, part, split = block.content
+        return self._parser.parse(file, file.parse(part, self._used), hashed=hashed, split=split)
 
     def kinds(self, forms: Mapping[str, Mapping[int, frozenset[int]]]) -> dict[str, Any]:
         """Return the manifest's entries on columns with ids: the types in the files, and the forms of the values.
@@ -165,7 +170,7 @@ class Table:
         if kind == "nested":
             return f"it is of type {shown}, which is nested or unknown; only plain values and lists of these are read"
         if kind == "list" and name in self._options.split():
-            return f"it is of type {shown}, a list; --test-column and --test-after take a column with one value per row"
+            return f"it is of type {shown}, a list; rows are chosen by a column with one value per row"
         if name == self._options.label and kind == "other" and self._positive is not None and self._positive.orders:
             return (
                 f"it is of type {shown}, and --positive {self._options.positive} compares numbers; make it a "
@@ -193,6 +198,9 @@ def open_table(path: Path, options: TableOptions) -> TableFile:
     source = open_input(path)
     found = find_format(source)
     if found == "text":
+        as_usual = options.columns is None and options.delimiter is None and options.encoding == "utf-8"
+        if as_usual and (kind := find_kind(source)) is not None:
+            return SparseText(source, kind)
         return DelimitedFile(
             source,
             columns=options.columns,

@@ -36,10 +36,13 @@ def parse_table_options(arguments: argparse.Namespace, earlier: Earlier | None =
     else:
         what["decimal"] = what.get("decimal") or "."
     how = {} if is_query else text_options(arguments)
+    for name in ("test_column", "test_after", "validation_column", "validation_after"):
+        value = getattr(arguments, name)
+        how[name] = None if value is None else _pair("--" + name.replace("_", "-"), value)
     return TableOptions(
         **what,
-        test_column=None if arguments.test_column is None else _pair("--test-column", arguments.test_column),
-        test_after=None if arguments.test_after is None else _pair("--test-after", arguments.test_after),
+        test_files=() if is_query else tuple(arguments.test_files or ()),
+        validation_files=() if is_query else tuple(arguments.validation_files or ()),
         **how,
     )
 

@@ -12,6 +12,10 @@ from hostdev.data.preprocess.scaling import Scaled
 from hostdev.data.schema import Column
 
 _USUAL: dict[str, Any] = {  # what a manifest does not store; without "trimmed", blanks are kept
+    "validation_column": None,
+    "validation_after": None,
+    "test_files": (),
+    "validation_files": (),
     "encoding": "utf-8",
     "skipped_lines": 0,
     "missing": (),
@@ -35,6 +39,10 @@ class TableOptions:
     share: tuple[tuple[str, str], ...] = ()  # a column, and the column whose ids it shares
     test_column: tuple[str, str] | None = None  # a column, and its value in test rows
     test_after: tuple[str, str] | None = None  # a column; test rows have a larger or later value
+    validation_column: tuple[str, str] | None = None  # likewise, of the rows that are no test rows
+    validation_after: tuple[str, str] | None = None
+    test_files: tuple[str, ...] = ()  # whose rows are for testing
+    validation_files: tuple[str, ...] = ()  # whose rows are for validation
     columns: tuple[str, ...] | None = None  # names for text without a header
     delimiter: str | None = None  # the separator in text files; None: a comma or a tab
     quotes: bool = True  # text files may have values in double quotes
@@ -130,7 +138,12 @@ class TableOptions:
 
     def split(self) -> tuple[str, ...]:
         """Return the names of the columns that select test rows."""
-        return tuple(pair[0] for pair in (self.test_column, self.test_after) if pair is not None)
+        pairs = (self.test_column, self.test_after, self.validation_column, self.validation_after)
+        return tuple(pair[0] for pair in pairs if pair is not None)
+
+    def has_validation(self) -> bool:
+        """Return whether some rows are chosen for validation."""
+        return bool(self.validation_files or self.validation_column or self.validation_after)
 
     def as_json(self) -> dict[str, Any]:
         """Return the entry that the manifest stores, without what is as usual."""

@@ -28,6 +28,7 @@ from hostdev.kernels.forms import FRACTION, LARGE_FLOAT, TEXT, WHOLE
 from hostdev.kernels.strings import TextMap, hash_texts
 
 _NOTHING = np.zeros(2, np.int32), np.zeros(0, np.uint8)  # the text "", for a missing value
+_FLAGS = {1: "--test-after", 2: "--validation-after"}
 _SHOWN = 40  # characters of each value of a row that is set aside
 _NO_NUMBER = (
     "; a missing number is empty, NA, or a value that --missing gives; a column whose values are no numbers belongs "
@@ -71,7 +72,7 @@ class _Read:
 
     label: npt.NDArray[np.float32]
     numbers: npt.NDArray[np.float64]
-    test: Mask | None
+    splits: npt.NDArray[np.uint8] | None
     wrong: Mask
 
 
@@ -89,8 +90,10 @@ class RowParser:
         self._columns = {name: options.column(name) for name in options.roles()}
         self._owners = dict(options.share)
 
-    def parse(self, file: TableFile, chunk: Chunk, *, hashed: bool) -> RawRows:
-        """Return a chunk's rows; a key is the number of the value's text within its id space, or the text's hash.
+    def parse(self, file: TableFile, chunk: Chunk, *, hashed: bool, split: int = 0) -> RawRows:
+        """Return a chunk's rows, all of one split if it is not 0.
+
+        A key is the number of the value's text within its id space, or the text's hash.
 
         Raises WrongRowError for an invalid value of a column with ids, and UserError for values of a type that cannot
         be read.
@@ -98,7 +101,7 @@ class RowParser:
         rows, rejected, column = _Rows(chunk, chunk.batch), chunk.rejected, self._columns[self._options.label]
         layout, keys = self._layout, _Keys(self._layout, hashed=hashed)
         try:
-            read = self._read(rows)
+            read = self._read(rows, split)
             if read.wrong.any():
                 rejected = rejected.merge(self._rejected(file, rows, np.flatnonzero(read.wrong)))
                 rows = rows.take(np.flatnonzero(~read.wrong))
@@ -125,11 +128,11 @@ class RowParser:
                 f"read ({short(error)}); write them as another type, such as text"
             ) from error
         kept = ~read.wrong
-        label, numbers, test = read.label[kept], read.numbers[kept], read.test
-        return keys.rows(label, numbers, ids, tuple(bags), rejected, None if test is None else test[kept], forms)
+        label, numbers, splits = read.label[kept], read.numbers[kept], read.splits
+        return keys.rows(label, numbers, ids, tuple(bags), rejected, None if splits is None else splits[kept], forms)
 
-    def _read(self, rows: _Rows) -> _Read:
-        """Read labels, numbers, and which rows are for testing."""
+    def _read(self, rows: _Rows, split: int) -> _Read:
+        """Read labels, numbers, and each row's split."""
         options, n = self._options, len(rows.batch)
         found = self._readings[options.label].label(rows.column(self._columns[options.label]))
         try:
@@ -141,15 +144,18 @@ class RowParser:
         for i, name in enumerate(options.numeric):
             numbers[:, i], unread = self._readings[name].numbers_where_readable(rows.column(self._columns[name]))
             wrong = wrong | unread
-        test = None
-        if options.test_column is not None:
-            name, value = options.test_column
-            codes, texts = Reading(trimmed=options.trimmed).values(rows.column(name))
-            test = pc.equal(texts, value).to_numpy(zero_copy_only=False)[codes]
-        if options.test_after is not None:
-            test, unread = is_after_where_readable(rows.column(options.test_after[0]), options.test_after[1])
-            wrong = wrong | unread
-        return _Read(label, numbers, test, wrong)
+        splits = np.full(n, split, np.uint8)
+        pairs = (options.validation_column, options.validation_after), (options.test_column, options.test_after)
+        for number, (column, after) in zip((2, 1), pairs, strict=True):  # a test row is no row for validation
+            if split == 0 and column is not None:
+                codes, texts = Reading(trimmed=options.trimmed).values(rows.column(column[0]))
+                splits[pc.equal(texts, column[1]).to_numpy(zero_copy_only=False)[codes]] = number
+            if split == 0 and after is not None:
+                later, unread = is_after_where_readable(rows.column(after[0]), after[1], _FLAGS[number])
+                splits[later] = number
+                wrong = wrong | unread
+        chosen = split or options.split() or options.test_files or options.validation_files
+        return _Read(label, numbers, splits if chosen else None, wrong)
 
     def _rejected(self, file: TableFile, rows: _Rows, places: npt.NDArray[np.int64]) -> RejectedLines:
         """Return the rows at these indices as malformed lines."""
@@ -171,9 +177,10 @@ class RowParser:
             for name in options.numeric:
                 column = self._columns[name]
                 self._readings[name].numbers(row.column(column))
-            if options.test_after is not None:
-                column = options.test_after[0]
-                is_after(row.column(column), options.test_after[1])
+            for number, after in ((2, options.validation_after), (1, options.test_after)):
+                if after is not None:
+                    column = after[0]
+                    is_after(row.column(column), after[1], _FLAGS[number])
         except WrongValueError as error:
             hint = _NO_NUMBER if column in map(self._columns.get, options.numeric) else ""
             return f"column {column!r}: {error}{hint}"
@@ -239,7 +246,7 @@ class _Keys:
         ids: npt.NDArray[np.int64],
         bags: Bags,
         rejected: RejectedLines,
-        test: Mask | None,
+        splits: npt.NDArray[np.uint8] | None,
         forms: dict[str, frozenset[int]],
     ) -> RawRows:
         """Return rows whose values have these keys; `ids` is int64 [columns, n]."""
@@ -249,4 +256,4 @@ class _Keys:
             seen = self._seen.items()
             by_space = {space: arrow.make_texts(*values.take(np.arange(len(values)))) for space, values in seen}
             missing = {space: int(values.find(*_NOTHING)[0]) for space, values in seen}
-        return RawRows(label, numbers, ids.T, bags, rejected, test, texts=by_space, missing=missing, forms=forms)
+        return RawRows(label, numbers, ids.T, bags, rejected, splits, texts=by_space, missing=missing, forms=forms)

@@ -18,6 +18,7 @@ from hostdev.data.preprocess.encoding import Encoding, WrongRowError
 from hostdev.data.preprocess.files import ArrowTable, Chunk, ParquetTable, TableFile, chunks, find_format
 from hostdev.data.preprocess.inputs import HEAD_BYTES, AnyInput, Input, open_input
 from hostdev.data.preprocess.naming import about_blanks, listed
+from hostdev.data.preprocess.sparse_text import SparseText, find_kind
 
 
 class Part(NamedTuple):
@@ -55,8 +56,11 @@ def rows_in(path: Path, encoding: Encoding, options: Mapping[str, Any], more: Se
         if more:
             raise UserError(f"{source.name} is Criteo's text, whose columns have no names: {more[0]!r} is none")
         return _Criteo(source, encoding)
-    if found == "text":
-        file: TableFile = DelimitedFile(source, columns=_columns(source, options), **_text_options(options))
+    as_usual = options.get("columns") is None and options.get("delimiter") is None
+    if found == "text" and as_usual and (kind := find_kind(source)) is not None:
+        file: TableFile = SparseText(source, kind)
+    elif found == "text":
+        file = DelimitedFile(source, columns=_columns(source, options), **_text_options(options))
     else:
         if not isinstance(source, Input):
             raise UserError(f"{source.name}: {found} can be read only from a file, not from a pipe")

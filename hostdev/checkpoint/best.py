@@ -10,7 +10,7 @@ from hostdev.core.errors import HostdevError
 
 
 class Best(NamedTuple):
-    """A run's best evaluation so far: the first with the highest test AUC.
+    """A run's best evaluation so far: the first with the highest AUC of the validation rows, or of the test rows.
 
     Attributes:
         stops_early: Whether the run has --early-stop, which keeps the checkpoint of this step.
@@ -31,7 +31,7 @@ def of_run(newest: Checkpoint) -> Best | None:
     found: Best | None = None
     try:
         stops_early = more["settings"].get("early_stop") is not None
-        for epoch, step, (auc, *_), _ in more["quality"]:
+        for epoch, step, (auc, *_), *_ in more["quality"]:
             if math.isfinite(auc) and (found is None or auc > found.auc):
                 found = Best(int(step), int(epoch), float(auc), stops_early)
     except (KeyError, TypeError, ValueError, AttributeError):

@@ -19,7 +19,7 @@ def parser(prog: str = PROG) -> cli.Parser:
     made.add_argument(
         "--data", type=Path, required=True, metavar="FILE|DIR", help="raw rows (- for standard input), or a data set"
     )
-    made.add_argument("--split", choices=("train", "test"), help="rows of a data set (default test)")
+    made.add_argument("--split", choices=("train", "test", "validation"), help="rows of a data set (default test)")
     made.add_argument("--out", type=Path, required=True, metavar="FILE", help="a new file, NAME.parquet or NAME.csv")
     made.add_argument(
         "--keep", metavar="NAMES", help="columns of FILE, separated by commas, to write beside the probabilities"

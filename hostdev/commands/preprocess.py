@@ -24,6 +24,7 @@ def parser(prog: str = PROG) -> cli.Parser:
     table.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new data set's folder")
     flags.add_table(table)
     flags.add_split(table)
+    flags.add_split_files(table)
     query = commands.add_parser("query", help="from an SQL query over files", allow_abbrev=False)
     query.add_argument("sql", nargs="?", metavar="SQL", help="one SELECT in DuckDB's dialect; quote it for the shell")
     query.add_argument("--query", type=Path, metavar="FILE", help="a file with the query, instead of SQL")

@@ -119,7 +119,7 @@ def _open_rows(arguments: argparse.Namespace, predictor: Predictor) -> _Work:
                 f"({differs}); give a file of raw rows"
             )
         if not found.rows(split):
-            other = next((name for name in ("train", "test") if found.rows(name)), None)
+            other = next((name for name in found.splits if found.rows(name)), None)
             raise UserError(f"--data {path} has no {split} rows" + (f"; give --split {other}" if other else ""))
         reader = ShardReader(path, found, split)
         known = predictor.data.schema.rows

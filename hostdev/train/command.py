@@ -105,7 +105,7 @@ def _train(settings: TrainConfig, session: ProcessSession | None) -> dict[str, A
             ending.close_saver(save=False)
             run.discard()
             raise
-        rows = {split: found.rows(split) for split in ("train", "test")}
+        rows = {split: found.rows(split) for split in found.splits}
         device, trainer = backend.describe(run.device), run.trainer
         memory = trainer.host_budget.describe()
         checkpoints = run.saver.describe() if run.saver is not None else None
@@ -113,6 +113,8 @@ def _train(settings: TrainConfig, session: ProcessSession | None) -> dict[str, A
         print(report.start_lines(*trained, memory, checkpoints, trainer.cut, found.statistics), flush=True)
         try:
             status = run.train(stop)
+            if (result := report.result_line(run.quality)) is not None and status != "interrupted":
+                print(result, flush=True)
             if status != "interrupted":
                 digest = run.trainer.state_sha256()
                 ending.count_exchanged()

@@ -85,7 +85,7 @@ def _series(quality: Quality, name: str) -> list[tuple[str, str, list[float]]]:
     """Return label, colour and values of a metric over the evaluations, on test and on training samples."""
     both = [(getattr(point.test, name), getattr(point.training, name, np.nan)) for point in quality.points]
     return [
-        ("test rows", _TEST, [pair[0] for pair in both]),
+        (f"{quality.split} rows", _TEST, [pair[0] for pair in both]),
         ("training rows, a sample", _TRAINING, [pair[1] for pair in both]),
     ]
 

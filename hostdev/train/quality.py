@@ -12,40 +12,56 @@ class Point(NamedTuple):
 
     epoch: int  # from 1
     step: int  # since the start of training
-    test: Evaluation
+    test: Evaluation  # on the validation rows, or on the test rows if there are none
     training: Evaluation | None  # on a subset of the training samples
+    final: Evaluation | None = None  # on the test rows, if validation rows were evaluated and this may be the result
 
 
 class Quality:
-    """The evaluations of a run. The best is the first one with the highest test AUC.
+    """The evaluations of a run. The best is the first one with the highest AUC.
 
     Args:
         patience: Epochs without a better AUC before training stops. None: no early stop.
+        split: The rows that are evaluated: "test" or "validation".
     """
 
-    def __init__(self, patience: int | None = None) -> None:
+    def __init__(self, patience: int | None = None, split: str = "test") -> None:
         self.points: list[Point] = []
+        self.split = split
         self.best: Point | None = None
         self._patience = patience
 
     def add(self, point: Point) -> None:
         """Add the next epoch's evaluation. A NaN AUC, as with a single label, is never the best."""
         self.points.append(point)
-        if np.isfinite(point.test.auc) and (self.best is None or point.test.auc > self.best.test.auc):
+        if self.is_better(point.test):
             self.best = point
+
+    def is_better(self, evaluation: Evaluation) -> bool:
+        """Return whether an evaluation is better than all before."""
+        return bool(np.isfinite(evaluation.auc)) and (self.best is None or evaluation.auc > self.best.test.auc)
+
+    @property
+    def result(self) -> Evaluation | None:
+        """The evaluation of the test rows: after the best epoch if training may stop early, else after the last."""
+        if self.split == "test":
+            return self.points[-1].test if self.points else None
+        point = self.best if self._patience is not None else self.points[-1] if self.points else None
+        return None if point is None else point.final
 
     def as_values(self) -> list[Any]:
         """Return the evaluations as lists of numbers for a checkpoint."""
         return [
-            [point.epoch, point.step, list(point.test), None if point.training is None else list(point.training)]
-            for point in self.points
+            [epoch, step, list(test), *(None if one is None else list(one) for one in (training, final))]
+            for epoch, step, test, training, final in self.points
         ]
 
     def restore(self, values: list[Any], before_epoch: float = np.inf) -> None:
         """Add the evaluations of `as_values` from epochs before `before_epoch`."""
-        for epoch, step, test, training in values:
+        for epoch, step, test, *others in values:  # checkpoints of earlier versions have one value fewer
             if epoch < before_epoch:
-                self.add(Point(epoch, step, Evaluation(*test), None if training is None else Evaluation(*training)))
+                found = [None if one is None else Evaluation(*one) for one in others]
+                self.add(Point(epoch, step, Evaluation(*test), *found))
 
     @property
     def is_enough(self) -> bool:
@@ -55,11 +71,14 @@ class Quality:
 
     def summary(self) -> dict[str, Any]:
         """Return the entries in summary.json; None for unknown values."""
-        last, best = self.points[-1] if self.points else None, self.best
+        last, best, result = self.points[-1] if self.points else None, self.best, self.result
         training = last.training if last is not None else None
+        watched = last.test if last is not None and self.split == "validation" else None
+        validation = {"validation_auc": watched.auc, "validation_logloss": watched.logloss} if watched else {}
         return {
-            "auc": _finite(last and last.test.auc),
-            "logloss": _finite(last and last.test.logloss),
+            "auc": _finite(result and result.auc),
+            "logloss": _finite(result and result.logloss),
+            **{name: _finite(value) for name, value in validation.items()},
             "training_auc": _finite(training and training.auc),
             "training_logloss": _finite(training and training.logloss),
             "best_epoch": best and best.epoch,

@@ -40,10 +40,11 @@ def start_lines(
     arithmetic = config["precision"] + " with TF32" * config["tf32"]
     epochs = f"{config['epochs']} epoch{'s' * (config['epochs'] > 1)}"
     inexact = f"NOT EXACT: --staleness {config['staleness']} lets lookups miss updates; runs differ"
-    evaluated = "" if rows["test"] else "; nothing is evaluated"
+    evaluated = "" if rows["test"] or rows.get("validation") else "; nothing is evaluated"
+    validation = f", {rows['validation']:,} validation" if rows.get("validation") else ""
     lines = [
         *([inexact] if config["staleness"] else []),
-        f"data     {data}: {rows['train']:,} training and {rows['test']:,} test rows{evaluated}",
+        f"data     {data}: {rows['train']:,} training{validation} and {rows['test']:,} test rows{evaluated}",
         *(f"         {line}" for line in unknown_lines(statistics or {})),
         f"tables   {tables_line(tables.values(), on_host=config['host_device_mix'])} of {where}",
         *map(_cache_line, caches),
@@ -90,11 +91,26 @@ def _cache_line(cache: EmbeddingCache) -> str:
     )
 
 
-def evaluation_line(point: Point) -> str:
-    """Return a line with the model's quality after an epoch."""
+def evaluation_line(point: Point, split: str) -> str:
+    """Return a line with the model's quality after an epoch on the rows of a split."""
     test, training = point.test, point.training
     auc, loss = [f" (training {x:.4f})" for x in (training.auc, training.logloss)] if training else ["", ""]
-    return f"epoch {point.epoch}: AUC {test.auc:.4f}{auc}, log loss {test.logloss:.4f}{loss} on {test.rows:,} test rows"
+    return (
+        f"epoch {point.epoch}: AUC {test.auc:.4f}{auc}, log loss {test.logloss:.4f}{loss} on {test.rows:,} {split} rows"
+    )
+
+
+def result_line(quality: Quality) -> str | None:
+    """Return a line with the quality on the test rows, if validation rows were evaluated during training."""
+    found = quality.result
+    if quality.split == "test" or found is None:
+        return None
+    epoch = next(point.epoch for point in quality.points if point.final is found)
+    which = "the best on validation rows" if quality.best is not None and quality.best.final is found else "the last"
+    return (
+        f"test rows, after epoch {epoch} ({which}): AUC {found.auc:.4f}, log loss {found.logloss:.4f} on "
+        f"{found.rows:,} rows"
+    )
 
 
 def early_stop_line(quality: Quality, patience: int | None) -> str:

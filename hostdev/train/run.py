@@ -41,7 +41,7 @@ from hostdev.train.processes import ProcessSession, make_run_dir
 from hostdev.train.quality import Point, Quality
 from hostdev.train.sample import TrainingSample
 from hostdev.train.schedule import Schedule
-from hostdev.train.trainer import Trainer
+from hostdev.train.trainer import Evaluation, Trainer
 
 _SAMPLE = 1000  # samples that show a batch's ids before the first step
 _COMPILING = 8  # processes that compile kernels at the same time, at most
@@ -76,16 +76,17 @@ class Run:
         self.settings, self.data = settings, found
         self.epochs, self.batch_size = settings.epochs, settings.batch_size
         self.train_rows = ShardReader(data, found, "train", shuffle_window=settings.shuffle_window)
-        self.test_rows = ShardReader(data, found, "test")
+        self.watched = "validation" if found.validation else "test"  # the rows that are evaluated after each epoch
+        self.test_rows, self.watched_rows = (ShardReader(data, found, split) for split in ("test", self.watched))
         self.train_rows.require(self.batch_size)
-        self.sample = TrainingSample(data, found, self.test_rows.rows, settings.seed)
-        evaluation_steps = self.test_rows.steps(self.batch_size) + self.sample.steps(self.batch_size)
+        self.sample = TrainingSample(data, found, self.watched_rows.rows, settings.seed)
+        evaluation_steps = self.watched_rows.steps(self.batch_size) + self.sample.steps(self.batch_size)
         self.schedule = Schedule(
             self.epochs, self.train_rows.steps(self.batch_size), settings.max_steps, evaluation_steps
         )
-        if settings.early_stop is not None and not self.test_rows.rows:
+        if settings.early_stop is not None and not self.watched_rows.rows:
             raise UserError(
-                f"--early-stop {settings.early_stop} needs test rows, and {data} has none; omit --early-stop"
+                f"--early-stop {settings.early_stop} needs validation or test rows, and {data} has none; omit it"
             )
         self.device = backend.select(settings.device)
         backend.set_tf32(self.device, settings.tf32)
@@ -146,7 +147,7 @@ class Run:
                 layout=get_layout(settings) if self.world.has_parts else None,
                 sample=sample,
             )
-            self.progress, self.quality = Progress(), Quality(settings.early_stop)
+            self.progress, self.quality = Progress(), Quality(settings.early_stop, self.watched)
             if self.ranks is None:
                 start = checkpointing.begin(settings, found, start, self._resume)
             elif start is not None:  # rank 0 has verified it
@@ -188,7 +189,7 @@ class Run:
             )
         epoch, within = self.schedule.find(self.steps)
         is_unfinished = within < self.schedule.epoch_steps and self.steps < self.schedule.steps
-        self.quality = Quality(self.settings.early_stop)
+        self.quality = Quality(self.settings.early_stop, self.watched)
         # if --max-steps ended the epoch early, its evaluation is dropped: the epoch continues and is evaluated again
         self.quality.restore(more["quality"], epoch if is_unfinished else np.inf)
         self.trainer.load(start.chain, check=self.ranks is None)
@@ -214,7 +215,7 @@ class Run:
             with self.timeline.span("epoch", epoch):
                 self._train_epoch(epoch, within, stop)
             within = 0
-            evaluated = not self.test_rows.rows or any(point.step >= self.steps for point in self.quality.points)
+            evaluated = not self.watched_rows.rows or any(point.step >= self.steps for point in self.quality.points)
             if not evaluated and not self._is_stopped(stop):
                 with self.timeline.span("evaluation", epoch):
                     self._evaluate(epoch, stop)
@@ -296,7 +297,7 @@ class Run:
         progress.update()
 
     def _evaluate(self, epoch: int, stop: GracefulStop) -> None:
-        """Evaluate the test samples and about as many training samples, and print the result."""
+        """Evaluate the watched samples and about as many training samples, and print the result."""
         with bar(
             self.schedule.evaluation_steps, f"epoch {epoch}/{self.epochs}, evaluation", "step", left=self._left.seconds
         ) as progress:
@@ -311,14 +312,29 @@ class Run:
                     itertools.takewhile(lambda _: not self._is_stopped(stop), batches), count, self.files.path
                 )
                 for batches in (
-                    rows.batches(self.batch_size, part=self._part) for rows in (self.test_rows, self.sample)
+                    rows.batches(self.batch_size, part=self._part) for rows in (self.watched_rows, self.sample)
                 )
             )
         if self._is_stopped(stop) or test is None:
             return
-        self.quality.add(Point(epoch, self.steps, test, training))
+        final = None
+        is_last = self.steps == self.schedule.steps
+        may_be_result = is_last if self.settings.early_stop is None else self.quality.is_better(test)
+        if self.watched == "validation" and self.test_rows.rows and may_be_result:
+            final = self._evaluate_test_rows(stop)
+            if final is None:
+                return
+        self.quality.add(Point(epoch, self.steps, test, training, final))
         self.files.write_evaluation(self.quality.points[-1])
-        print(report.evaluation_line(self.quality.points[-1]), flush=True)
+        print(report.evaluation_line(self.quality.points[-1], self.watched), flush=True)
+
+    def _evaluate_test_rows(self, stop: GracefulStop) -> Evaluation | None:
+        """Evaluate the test samples, whose figures decide nothing; return None after a signal."""
+        with bar(self.test_rows.steps(self.batch_size), "test rows", "step") as progress:
+            batches = self.test_rows.batches(self.batch_size, part=self._part)
+            until = itertools.takewhile(lambda _: not self._is_stopped(stop), batches)
+            found = self.trainer.evaluate(until, progress.update, self.files.path)
+        return None if self._is_stopped(stop) else found
 
     def _keep_best(self) -> None:
         """With --early-stop, keep a checkpoint if the last evaluation is the best so far."""
