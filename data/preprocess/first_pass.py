@@ -22,6 +22,7 @@ from hostdev.data.preprocess.work import Work
 from hostdev.kernels.counter import key64, uniform
 
 MAX_REJECTED = 0.01
+_CHECKED_AT_ONCE = 8  # pieces: to ask the system for its free memory takes as long as some rows
 _SOME, _MOST = 10_000, 0.5  # more than this share of at least so many rows: reading ends at once
 
 Written = tuple[dict[str, Any], Survey | None]
@@ -57,6 +58,7 @@ class FirstPass:
         self._input = self._lines = self._rows = self._rejected = 0  # parsed so far; `_lines` only in this input
         self._first: Rejected | None = None
         self._survey = survey
+        self._unchecked: list[Facts] = []  # of pieces whose memory is to be checked
 
     def path(self, number: int) -> Path:
         """Return the path of a piece's file."""
@@ -70,8 +72,11 @@ class FirstPass:
             piece = Piece(self.path(number))
             if one.rejected and self._first is None:
                 self._first = next(piece.rejected())
-            self._require_memory(None if self._hashed is not None else survey(piece, len(self._source.layout.spaces)))
+            if self._hashed is None:
+                found = survey(piece, len(self._source.layout.spaces))
+                self._survey = found if self._survey is None else self._survey.merge(found)
         self.facts = list(facts)
+        self._check_memory()
 
     def run(self, workers: Workers, threads: int) -> None:
         """Parse the remaining blocks.
@@ -98,6 +103,7 @@ class FirstPass:
                     progress.update(written.size)
                 if isinstance(block, HostdevError):
                     raise block
+        self._check_memory()
         self._check_rejected(self._rows)
         self._source.check_unchanged()
 
@@ -145,15 +151,18 @@ class FirstPass:
         facts = Facts(**found, end=block.end, size=block.size)
         self._work.note(piece=facts.as_json())
         self.facts.append(facts)
-        self._shards.add_pieces([facts])
-        self._require_memory(survey)
+        self._unchecked.append(facts)
+        if survey is not None:
+            self._survey = survey if self._survey is None else self._survey.merge(survey)
+        if len(self._unchecked) == _CHECKED_AT_ONCE:
+            self._check_memory()
 
-    def _require_memory(self, survey: Survey | None) -> None:
-        """Add a survey; raise TransientError if the surveyed values would not fit into memory."""
-        if survey is None:
-            return
-        self._survey = survey if self._survey is None else self._survey.merge(survey)
-        require_memory(self._survey.values(), self._survey.text_bytes())
+    def _check_memory(self) -> None:
+        """Raise TransientError if the shards or the surveyed values would not fit into memory."""
+        self._shards.add_pieces(self._unchecked)
+        self._unchecked = []
+        if self._survey is not None:
+            require_memory(self._survey.values(), self._survey.text_bytes())
 
     def _pass(self, source: int, lines: int, rows: int, rejected: int) -> None:
         """Add parsed lines and rows to the counts."""

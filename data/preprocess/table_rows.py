@@ -24,10 +24,11 @@ from hostdev.data.preprocess.reading import Reading
 from hostdev.data.preprocess.rejected import RejectedLines
 from hostdev.data.preprocess.serving import large_float
 from hostdev.data.preprocess.table_options import TableOptions
-from hostdev.kernels.forms import FRACTION, LARGE_FLOAT, TEXT, WHOLE
+from hostdev.kernels.forms import EMPTY, FRACTION, INTEGER, LARGE_FLOAT, TEXT, WHOLE
 from hostdev.kernels.strings import TextMap, hash_texts
 
 _NOTHING = np.zeros(2, np.int32), np.zeros(0, np.uint8)  # the text "", for a missing value
+_INTEGERS = frozenset({INTEGER})
 _FLAGS = {1: "--test-after", 2: "--validation-after"}
 _SHOWN = 40  # characters of each value of a row that is set aside
 _NO_NUMBER = (
@@ -192,6 +193,8 @@ class RowParser:
         `codes` maps rows to texts; None if unknown.
         Raises WrongValueError for ambiguous text, or text that differs from the same value in another file.
         """
+        if pa.types.is_integer(value_type(file.get_type(self._columns[name]))):
+            return _INTEGERS if pc.all(pc.not_equal(texts, "")).as_py() else _INTEGERS | {EMPTY}
         each = each_form(texts)
         forms = frozenset(np.unique(each).tolist())
         wrong = None

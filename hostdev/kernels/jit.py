@@ -123,7 +123,7 @@ fetch_or: Any = intrinsic(_fetch_or)
 load: Any = intrinsic(_load)
 
 _ask_to_write = _prefetch(1, 3)
-_ask_to_read = _prefetch(0, 2)
+ask_to_read = _prefetch(0, 2)
 _ask_to_read_once = _prefetch(0, 0)
 
 
@@ -140,7 +140,7 @@ def prefetch_to_read(array, row, nbytes):
     """Prefetch the first `nbytes` of array[row] into the L2 cache; the row need not exist."""
     address = array.ctypes.data + np.int64(row) * np.int64(array.strides[0])
     for offset in range(0, nbytes, 64):
-        _ask_to_read(address + offset)
+        ask_to_read(address + offset)
 
 
 @inline

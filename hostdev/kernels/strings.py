@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.kernels.jit import kernel
+from hostdev.kernels.jit import ask_to_read, inline, kernel
 
 Positions = npt.NDArray[np.int32]
 
 _EMPTY = -1
+_AHEAD = 8  # texts between a prefetch and its use
 _SPARE_BITS = 1  # the table is at most half full
 _MOST_TEXTS = 2**31 - 2
 # The most bytes per text in the map: 20 for its hash and end, with a quarter more for growth; 16 for slots, of which a
@@ -55,10 +56,31 @@ def _look_for(data, begin, length, h, table, shift, known, ends, texts):
         slot = (slot + one) & mask
 
 
+@inline
+def _prefetch(i, hashes, table, shift, ends, places):
+    """Prefetch for the texts that are looked up next: a slot, then the hash and the end of its text, then its bytes.
+
+    `places` are the addresses of table, known, ends and texts.
+    """
+    n = np.uint64(len(hashes))
+    ahead = i + np.uint64(3 * _AHEAD)
+    if ahead < n:
+        ask_to_read(places[0] + np.int64((hashes[ahead] * _PHI) >> shift) * 4)
+    ahead = i + np.uint64(2 * _AHEAD)
+    if ahead < n:
+        position = max(np.int64(table[(hashes[ahead] * _PHI) >> shift]), 0)
+        ask_to_read(places[1] + position * 8)
+        ask_to_read(places[2] + position * 8)
+    ahead = i + np.uint64(_AHEAD)
+    if ahead < n:
+        ask_to_read(places[3] + ends[max(np.int64(table[(hashes[ahead] * _PHI) >> shift]), 0)])
+
+
 @kernel
-def _add(offsets, data, hashes, start, table, shift, known, ends, texts, count, positions):
+def _add(offsets, data, hashes, start, table, shift, known, ends, texts, places, count, positions):
     """Insert texts from `start` on; stop early if one does not fit. Return (next text to insert, number of texts)."""
     for i in range(start, len(hashes)):
+        _prefetch(np.uint64(i), hashes, table, np.uint64(shift), ends, places)
         h, begin = hashes[i], np.int64(offsets[i])
         length = np.int64(offsets[i + 1]) - begin
         slot, position = _look_for(data, begin, length, h, table, shift, known, ends, texts)
@@ -75,8 +97,9 @@ def _add(offsets, data, hashes, start, table, shift, known, ends, texts, count, 
 
 
 @kernel
-def _find(offsets, data, hashes, table, shift, known, ends, texts, positions):
+def _find(offsets, data, hashes, table, shift, known, ends, texts, places, positions):
     for i in range(len(hashes)):
+        _prefetch(np.uint64(i), hashes, table, np.uint64(shift), ends, places)
         begin = np.int64(offsets[i])
         length = np.int64(offsets[i + 1]) - begin
         _, positions[i] = _look_for(data, begin, length, hashes[i], table, shift, known, ends, texts)
@@ -139,6 +162,7 @@ class TextMap:
                 self._known,
                 self._ends,
                 self._texts,
+                self._places(),
                 self._count,
                 positions,
             )
@@ -150,8 +174,14 @@ class TextMap:
         """Return each text's position, int32 [N]; -1 for an unknown text. Several threads may call it at once."""
         hashes = hash_texts(offsets, data)
         positions = np.empty(len(hashes), np.int32)
-        _find(offsets, data, hashes, self._table, self._shift, self._known, self._ends, self._texts, positions)
+        table = self._table, self._shift, self._known, self._ends, self._texts
+        _find(offsets, data, hashes, *table, self._places(), positions)
         return positions
+
+    def _places(self) -> tuple[int, int, int, int]:
+        """Return the addresses of the map's arrays."""
+        table, known, ends, texts = self._table, self._known, self._ends, self._texts
+        return table.ctypes.data, known.ctypes.data, ends.ctypes.data, texts.ctypes.data
 
     def lengths(self, positions: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         """Return the number of bytes of each text at positions [N], int64 [N]."""

@@ -105,5 +105,5 @@ def test_entries_that_no_version_writes(killed, tmp_path):
 
 
 def test_the_order_of_entries():
-    assert build_module._count_sound([{"parsed": True}], LAYOUT, "log") == 0
-    assert build_module._count_sound([{"shard": {}}], LAYOUT, "log") == 0
+    assert build_module._count_sound([{"parsed": True}], LAYOUT, "log", 2) == 0
+    assert build_module._count_sound([{"shard": {}}], LAYOUT, "log", 2) == 0

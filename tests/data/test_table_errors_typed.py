@@ -126,10 +126,9 @@ TABLE = {"y": [0, 1, 1], "c": ["a", "b", "c"], "x": [1.0, 2.5, None]}
             "x",
             [["a"]] * 3,
             ["--bag", "x", "--test-column", "x=a"],
-            "it is of type list<element: string>, a list; --test-column and --test-after take a column with one "
-            "value per row",
+            "it is of type list<element: string>, a list; rows are chosen by a column with one value per row",
         ),
-        ("x", [[1]] * 3, ["--bag", "x", "--test-after", "x=1"], "a list; --test-column and --test-after take a column"),
+        ("x", [[1]] * 3, ["--bag", "x", "--test-after", "x=1"], "a list; rows are chosen by a column"),
         (
             "x",
             [True, False, True],
