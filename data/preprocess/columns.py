@@ -333,9 +333,9 @@ def as_labels(array: pa.Array, positive: Positive | None) -> npt.NDArray[np.floa
         return _ORDERS[positive.op](numbers, float(positive.value)).astype(np.float32)  # type: ignore[no-any-return]
     array = decoded(array)
     if positive is None and pa.types.is_integer(array.type) and not array.null_count:
-        numbers = array.to_numpy(zero_copy_only=False)
-        if not len(numbers) or (numbers.min() >= 0 and numbers.max() <= 1):
-            return numbers.astype(np.float32)
+        given = array.to_numpy(zero_copy_only=False)
+        if not len(given) or (given.min() >= 0 and given.max() <= 1):
+            return np.asarray(given, np.float32)
     if pa.types.is_floating(array.type):
         array = array.cast(pa.string())  # keeps fractions, unlike `as_text`: `_parse_labels` reports or compares them
     codes, values = as_text(array)

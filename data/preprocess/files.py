@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -120,18 +120,22 @@ def split_batch(batch: pa.RecordBatch, first: int, each: float) -> Iterator[Part
 
     `first` is the number of the file's rows before the batch, `each` the approximate bytes of a row in the file.
     """
-    start = 0
+    start, kinds = 0, [arrow.classify_type(column.type) for column in batch.columns]
+    lists = [i for i, kind in enumerate(kinds) if kind == "list"]
+    texts = [i for i, kind in enumerate(kinds) if kind in ("list", "text")]
     while start < len(batch):
         part = batch.slice(start, CHUNK_ROWS)
-        part = part.slice(0, _fitting(map(arrow.list_lengths, part.columns), CHUNK_VALUES, len(part)))
-        part = part.slice(0, _fitting(map(arrow.text_lengths, part.columns), CHUNK_BYTES, len(part)))
+        part = part.slice(0, _fitting([arrow.list_lengths(part.column(i)) for i in lists], CHUNK_VALUES, len(part)))
+        part = part.slice(0, _fitting([arrow.text_lengths(part.column(i)) for i in texts], CHUNK_BYTES, len(part)))
         start += len(part)
         yield Part(part, first + start, int(len(part) * each))
 
 
-def _fitting(sizes: Iterable[npt.NDArray[np.int64]], most: int, n: int) -> int:
+def _fitting(sizes: Sequence[npt.NDArray[np.int64]], most: int, n: int) -> int:
     """Return how many of the first n rows, at least one, fit into `most`; `sizes` has an array [n] for each column."""
-    ends = np.cumsum(sum(sizes, np.zeros(n, np.int64)))
+    if not sizes:
+        return n
+    ends = np.cumsum(sum(sizes[1:], sizes[0]))
     return max(1, int(np.searchsorted(ends, most, "right")))
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from hostdev.core.errors import HostdevError, UserError
 from hostdev.core.progress import bar, counted
 from hostdev.core.workers import Workers
-from hostdev.data.preprocess.pieces import Facts, Piece, Survey, survey, write_piece
+from hostdev.data.preprocess.pieces import Facts, Piece, Survey, merge, survey, write_piece
 from hostdev.data.preprocess.raw import BEGINNING, Block, RawRows, Source, WrongRowError
 from hostdev.data.preprocess.rejected import Rejected
 from hostdev.data.preprocess.shard_memory import ShardMemory
@@ -57,7 +57,7 @@ class FirstPass:
         self.facts: list[Facts] = []  # one for each written piece
         self._input = self._lines = self._rows = self._rejected = 0  # parsed so far; `_lines` only in this input
         self._first: Rejected | None = None
-        self._survey = survey
+        self._surveys = [] if survey is None else [survey]
         self._unchecked: list[Facts] = []  # of pieces whose memory is to be checked
 
     def path(self, number: int) -> Path:
@@ -73,8 +73,7 @@ class FirstPass:
             if one.rejected and self._first is None:
                 self._first = next(piece.rejected())
             if self._hashed is None:
-                found = survey(piece, len(self._source.layout.spaces))
-                self._survey = found if self._survey is None else self._survey.merge(found)
+                self._surveys.append(survey(piece, len(self._source.layout.spaces)))
         self.facts = list(facts)
         self._check_memory()
 
@@ -152,8 +151,7 @@ class FirstPass:
         self._work.note(piece=facts.as_json())
         self.facts.append(facts)
         self._unchecked.append(facts)
-        if survey is not None:
-            self._survey = survey if self._survey is None else self._survey.merge(survey)
+        self._surveys += [survey] if survey is not None else []
         if len(self._unchecked) == _CHECKED_AT_ONCE:
             self._check_memory()
 
@@ -161,8 +159,9 @@ class FirstPass:
         """Raise TransientError if the shards or the surveyed values would not fit into memory."""
         self._shards.add_pieces(self._unchecked)
         self._unchecked = []
-        if self._survey is not None:
-            require_memory(self._survey.values(), self._survey.text_bytes())
+        if self._surveys:
+            self._surveys = [merge(self._surveys)]
+            require_memory(self._surveys[0].values(), self._surveys[0].text_bytes())
 
     def _pass(self, source: int, lines: int, rows: int, rejected: int) -> None:
         """Add parsed lines and rows to the counts."""

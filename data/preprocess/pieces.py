@@ -8,7 +8,7 @@ A piece is an Arrow file with one record whose columns are lists. Readers map it
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -157,13 +157,6 @@ class Survey:
     registers: Array
     texts: tuple[Sample, ...] | None
 
-    def merge(self, other: "Survey") -> "Survey":
-        """Return the survey of the values of both surveys."""
-        registers = np.maximum(self.registers, other.registers)
-        if self.texts is None or other.texts is None:
-            return Survey(registers, None)
-        return Survey(registers, tuple(map(join, self.texts, other.texts)))
-
     def values(self) -> float:
         """Estimate the number of values."""
         return sum(map(estimate, self.registers))
@@ -171,6 +164,13 @@ class Survey:
     def text_bytes(self) -> float | None:
         """Estimate the bytes of the texts; None for integers."""
         return None if self.texts is None else sum(map(total, self.texts))
+
+
+def merge(surveys: Sequence[Survey]) -> Survey:
+    """Return the survey of the values of one or more surveys, all of texts or all of integers."""
+    registers = np.maximum.reduce([one.registers for one in surveys])
+    texts = [one.texts for one in surveys if one.texts is not None]
+    return Survey(registers, tuple(map(join, *texts)) if len(texts) == len(surveys) else None)
 
 
 def survey(piece: Piece, spaces: int) -> Survey:

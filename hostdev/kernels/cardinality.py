@@ -70,13 +70,14 @@ def draw_sample(keys: npt.NDArray[np.uint64], weights: npt.NDArray[np.int64]) ->
     return Sample(keys, weights)
 
 
-def join(a: Sample, b: Sample) -> Sample:
-    """Return the sample of the union of two samples' sets; a key in both must have the same weight in both."""
-    if len(a.keys) > _SAMPLED:  # most of b's keys drop out, so few are left to sort
-        there = _priorities(*b) >= _priorities(*a).min()
-        b = Sample(b.keys[there], b.weights[there])
-    keys, first = np.unique(np.concatenate([a.keys, b.keys]), return_index=True)
-    return draw_sample(keys, np.concatenate([a.weights, b.weights])[first])
+def join(*samples: Sample) -> Sample:
+    """Return the sample of the union of the samples' sets; a key must have the same weight in all."""
+    keys, weights = (np.concatenate(each) for each in zip(*samples, strict=True))
+    if len(samples[0].keys) > _SAMPLED:  # most of the others' keys drop out, so few are left to sort
+        there = _priorities(keys, weights) >= _priorities(*samples[0]).min()
+        keys, weights = keys[there], weights[there]
+    keys, first = np.unique(keys, return_index=True)
+    return draw_sample(keys, weights[first])
 
 
 def total(sample: Sample) -> float:

@@ -68,12 +68,12 @@ def _prefetch(i, hashes, table, shift, ends, places):
         ask_to_read(places[0] + np.int64((hashes[ahead] * _PHI) >> shift) * 4)
     ahead = i + np.uint64(2 * _AHEAD)
     if ahead < n:
-        position = max(np.int64(table[(hashes[ahead] * _PHI) >> shift]), 0)
+        position = np.maximum(np.int64(table[(hashes[ahead] * _PHI) >> shift]), np.int64(0))
         ask_to_read(places[1] + position * 8)
         ask_to_read(places[2] + position * 8)
     ahead = i + np.uint64(_AHEAD)
     if ahead < n:
-        ask_to_read(places[3] + ends[max(np.int64(table[(hashes[ahead] * _PHI) >> shift]), 0)])
+        ask_to_read(places[3] + ends[np.maximum(np.int64(table[(hashes[ahead] * _PHI) >> shift]), np.int64(0))])
 
 
 @kernel
