@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hostdev.core.errors import UserError
+from hostdev.core.progress import counted
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.columns import MISSING_NUMBERS
 from hostdev.data.preprocess.files import TableFile
@@ -278,4 +279,4 @@ def write(file: TableFile, label: str | None, out: Path) -> list[str]:
     kinds = re.findall(r'^kind = "(\w+)"', text, re.M)
     counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
     left = text.count("# left out: ")
-    return [f"{out}: {counts or 'no feature'}{f', {left} columns left out' if left else ''}; read it, then", *told]
+    return [f"{out}: {counts or 'no feature'}{f', {counted(left, "column")} left out' if left else ''}; read it, then", *told]
