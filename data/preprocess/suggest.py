@@ -279,4 +279,5 @@ def write(file: TableFile, label: str | None, out: Path) -> list[str]:
     kinds = re.findall(r'^kind = "(\w+)"', text, re.M)
     counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
     left = text.count("# left out: ")
-    return [f"{out}: {counts or 'no feature'}{f', {counted(left, "column")} left out' if left else ''}; read it, then", *told]
+    more = f", {counted(left, 'column')} left out" if left else ""
+    return [f"{out}: {counts or 'no feature'}{more}; read it, then", *told]
