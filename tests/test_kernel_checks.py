@@ -85,6 +85,7 @@ CHECKS = {
     "kernels.stream": dict.fromkeys(("_mark", "_order"), (OWN,)),
     "kernels.strings": {
         "_hash": (ARROW, TEXTS),
+        "_prefetch": (OWN,),
         "_add": (ARROW, TEXTS),
         "_look_for": (ARROW, TEXTS),
         "_take": (OWN,),

@@ -47,7 +47,7 @@ AGAINST = {
     "data": {"hostdev.core", "hostdev.kernels"},
 }
 # Options that several commands have, each with its own meaning. Every other option is added in one place.
-SHARED_OPTIONS = {"--out", "--mesh"}
+SHARED_OPTIONS = {"--out", "--mesh", "--label", "--keep"}  # the last keeps checkpoints, or columns of a file
 
 UPPER = ("hostdev.pipeline", "hostdev.runtime", "hostdev.train", "hostdev.checkpoint", "hostdev.predict")
 

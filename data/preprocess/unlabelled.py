@@ -56,8 +56,8 @@ def rows_in(path: Path, encoding: Encoding, options: Mapping[str, Any], more: Se
         if more:
             raise UserError(f"{source.name} is Criteo's text, whose columns have no names: {more[0]!r} is none")
         return _Criteo(source, encoding)
-    as_usual = options.get("columns") is None and options.get("delimiter") is None
-    if found == "text" and as_usual and (kind := find_kind(source)) is not None:
+    given = [options.get(name) for name in ("columns", "delimiter", "skipped_lines", "encoding")]
+    if found == "text" and not any(given) and options.get("quotes", True) and (kind := find_kind(source)) is not None:
         file: TableFile = SparseText(source, kind)
     elif found == "text":
         file = DelimitedFile(source, columns=_columns(source, options), **_text_options(options))
