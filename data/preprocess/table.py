@@ -198,8 +198,8 @@ def open_table(path: Path, options: TableOptions) -> TableFile:
     source = open_input(path)
     found = find_format(source)
     if found == "text":
-        given = options.columns, options.delimiter, options.skipped_lines, options.encoding != "utf-8"
-        if not any(given) and options.quotes and (kind := find_kind(source)) is not None:
+        told = options.columns, options.delimiter, options.skipped_lines, options.encoding != "utf-8"
+        if not any(told) and options.quotes and (kind := find_kind(source)) is not None:
             return SparseText(source, kind)
         return DelimitedFile(
             source,
