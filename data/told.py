@@ -24,7 +24,7 @@ def lines(statistics: Mapping[str, Any]) -> Iterator[str]:
     yield from unknown_lines(statistics)
     for name in statistics.get(SQUEEZED, ()):
         yield (
-            f"{name}: few numbers are so large that 99.9% of the others are nearly equal when scaled; use --dense log, "
+            f"{name}: a few numbers are so large that 99.9% of the others are nearly equal when scaled; use --dense log, "
             "or clip them in a file of --features"
         )
     for name in statistics.get(APART, ()):
