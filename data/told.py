@@ -24,8 +24,8 @@ def lines(statistics: Mapping[str, Any]) -> Iterator[str]:
     yield from unknown_lines(statistics)
     for name in statistics.get(SQUEEZED, ()):
         yield (
-            f"{name}: a few numbers are so large that 99.9% of the others are nearly equal when scaled; use --dense log, "
-            "or clip them in a file of --features"
+            f"{name}: a few numbers are so large that 99.9% of the others are nearly equal when scaled; use --dense "
+            "log, or clip them in a file of --features"
         )
     for name in statistics.get(APART, ()):
         yield f"{name}: no value is one of the column whose ids it shares (--share); are they written the same way?"
