@@ -21,7 +21,6 @@ from hostdev.data.preprocess.columns import Codes, WrongValueError
 from hostdev.kernels.strings import hash_texts
 
 ENDS = ("first", "last")
-_SHOWN = 60  # characters of a list in a message
 _QUOTED = "^(?s:'[^']*'|\"[^\"]*\"|[^'\"]*)$"  # one value of a list, with its quotes if it has some
 
 
@@ -57,6 +56,11 @@ class Reading:
             field.name: getattr(self, field.name) for field in stored if getattr(self, field.name) != field.default
         }
         return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+
+    def within(self, missing: Iterable[str], decimal: str, separator: str | None, *, trimmed: bool) -> "Reading":
+        """Return these settings of a feature together with those of all columns, and a bag's separator."""
+        every = tuple(dict.fromkeys([*missing, *self.missing]))
+        return replace(self, trimmed=trimmed, missing=every, separator=separator, decimal=decimal)
 
     def clean(self, values: pa.Array) -> pa.Array:
         """Return values [N] of any type without blanks around texts, and with null for those that mean "missing".
@@ -265,12 +269,8 @@ def all_readings(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, 
     """
     own, found = own_settings(options), {}
     for name in names:
-        one = own.get(name, Reading())
-        found[name] = replace(
-            one,
-            trimmed=bool(options.get("trimmed", False)),
-            missing=tuple(dict.fromkeys([*(options.get("missing") or ()), *one.missing])),
-            separator=(options.get("bags") or {}).get(name),
-            decimal=options.get("decimal") or ".",
-        )
+        missing, decimal = options.get("missing") or (), options.get("decimal") or "."
+        separator = (options.get("bags") or {}).get(name)
+        trimmed = bool(options.get("trimmed", False))
+        found[name] = own.get(name, Reading()).within(missing, decimal, separator, trimmed=trimmed)
     return found

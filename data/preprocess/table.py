@@ -11,14 +11,14 @@ from hostdev.core.progress import note
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.columns import Positive
 from hostdev.data.preprocess.delimited import DelimitedFile
-from hostdev.data.preprocess.files import ArrowTable, ParquetTable, TableFile, find_format, is_table
+from hostdev.data.preprocess.files import TableFile, find_format, is_table
 from hostdev.data.preprocess.folders import expand
 from hostdev.data.preprocess.forms import NUMBERS, Written
-from hostdev.data.preprocess.inputs import Input, open_input
+from hostdev.data.preprocess.inputs import open_input
 from hostdev.data.preprocess.naming import about_blanks, listed, short
+from hostdev.data.preprocess.opening import open_file
 from hostdev.data.preprocess.raw import BEGINNING, Block, Place, RawRows
-from hostdev.data.preprocess.sparse_text import SparseText, find_kind
-from hostdev.data.preprocess.table_options import TableOptions
+from hostdev.data.preprocess.table_options import TEXT_OPTIONS, TableOptions
 from hostdev.data.preprocess.table_rows import RowParser, value_type
 from hostdev.kernels.forms import INTEGER, TEXT, WHOLE
 
@@ -194,30 +194,11 @@ def _type_name(found: pa.DataType) -> str:
 
 
 def open_table(path: Path, options: TableOptions) -> TableFile:
-    """Open a file in the format that its first bytes show."""
+    """Open a file in the format that its first bytes show; refuse options that have no effect on it."""
     source = open_input(path)
     found = find_format(source)
-    if found == "text":
-        told = options.columns, options.delimiter, options.skipped_lines, options.encoding != "utf-8"
-        if not any(told) and options.quotes and (kind := find_kind(source)) is not None:
-            return SparseText(source, kind)
-        return DelimitedFile(
-            source,
-            columns=options.columns,
-            delimiter=options.delimiter,
-            quotes=options.quotes,
-            encoding=options.encoding,
-            skipped_lines=options.skipped_lines,
-        )
-    for flag, given in (
-        ("--columns", options.columns is not None),
-        ("--delimiter", options.delimiter is not None),
-        ("--no-quotes", not options.quotes),
-        ("--encoding", options.encoding != "utf-8"),
-        ("--skip-lines", options.skipped_lines > 0),
-    ):
-        if given:
+    text = {name: getattr(options, name) for name in TEXT_OPTIONS}
+    for name, flag in TEXT_OPTIONS.items():
+        if found != "text" and text[name] != TableOptions.__dataclass_fields__[name].default:
             raise UserError(f"{flag} has no effect on {source.name}, which is {found}; leave it out")
-    if not isinstance(source, Input):
-        raise UserError(f"{source.name}: {found} can be read only from a file, not from a pipe")
-    return ParquetTable(source) if found == "Parquet" else ArrowTable(source, stream=found == "an Arrow stream")
+    return open_file(source, found, **text)

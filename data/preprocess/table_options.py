@@ -1,7 +1,7 @@
 """The roles of a table's columns, and how their values are read."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from hostdev.core.errors import UserError
@@ -11,6 +11,13 @@ from hostdev.data.preprocess.reading import Reading
 from hostdev.data.preprocess.scaling import Scaled
 from hostdev.data.schema import Column
 
+TEXT_OPTIONS = {  # on how text files are read, with their flags
+    "columns": "--columns",
+    "delimiter": "--delimiter",
+    "quotes": "--no-quotes",
+    "encoding": "--encoding",
+    "skipped_lines": "--skip-lines",
+}
 _USUAL: dict[str, Any] = {  # what a manifest does not store; without "trimmed", blanks are kept
     "validation_column": None,
     "validation_after": None,
@@ -115,18 +122,12 @@ class TableOptions:
 
     def reading(self, name: str) -> Reading:
         """Return how the values of the label or of a feature are read."""
-        found = self.features.get(name, Reading())
-        return replace(
-            found,
-            trimmed=self.trimmed,
-            missing=tuple(dict.fromkeys([*self.missing, *found.missing])),
-            separator=dict(self.bags).get(name),
-            decimal=self.decimal,
-        )
+        own, separator = self.features.get(name, Reading()), dict(self.bags).get(name)
+        return own.within(self.missing, self.decimal, separator, trimmed=self.trimmed)
 
     def column(self, name: str) -> str:
         """Return the name of the column that the label or a feature is read from."""
-        return self.reading(name).column or name
+        return self.features.get(name, Reading()).column or name
 
     def roles(self) -> tuple[str, ...]:
         """Return the names of the label and of all features."""
@@ -137,7 +138,7 @@ class TableOptions:
         return tuple(dict.fromkeys([*map(self.column, self.roles()), *self.split()]))
 
     def split(self) -> tuple[str, ...]:
-        """Return the names of the columns that select test rows."""
+        """Return the names of the columns that select test or validation rows."""
         pairs = (self.test_column, self.test_after, self.validation_column, self.validation_after)
         return tuple(pair[0] for pair in pairs if pair is not None)
 

@@ -15,10 +15,10 @@ from hostdev.data.preprocess import criteo
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.delimited import DelimitedFile
 from hostdev.data.preprocess.encoding import Encoding, WrongRowError
-from hostdev.data.preprocess.files import ArrowTable, Chunk, ParquetTable, TableFile, chunks, find_format
-from hostdev.data.preprocess.inputs import HEAD_BYTES, AnyInput, Input, open_input
+from hostdev.data.preprocess.files import Chunk, TableFile, chunks, find_format
+from hostdev.data.preprocess.inputs import HEAD_BYTES, AnyInput, open_input
 from hostdev.data.preprocess.naming import about_blanks, listed
-from hostdev.data.preprocess.sparse_text import SparseText, find_kind
+from hostdev.data.preprocess.opening import open_file
 
 
 class Part(NamedTuple):
@@ -56,15 +56,8 @@ def rows_in(path: Path, encoding: Encoding, options: Mapping[str, Any], more: Se
         if more:
             raise UserError(f"{source.name} is Criteo's text, whose columns have no names: {more[0]!r} is none")
         return _Criteo(source, encoding)
-    given = [options.get(name) for name in ("columns", "delimiter", "skipped_lines", "encoding")]
-    if found == "text" and not any(given) and options.get("quotes", True) and (kind := find_kind(source)) is not None:
-        file: TableFile = SparseText(source, kind)
-    elif found == "text":
-        file = DelimitedFile(source, columns=_columns(source, options), **_text_options(options))
-    else:
-        if not isinstance(source, Input):
-            raise UserError(f"{source.name}: {found} can be read only from a file, not from a pipe")
-        file = ParquetTable(source) if found == "Parquet" else ArrowTable(source, stream=found == "an Arrow stream")
+    text = _text_options(options)
+    file = open_file(source, found, columns=_columns(source, options) if found == "text" else None, **text)
     return _Table(file, encoding, more)
 
 

@@ -1,0 +1,36 @@
+"""Opening of a table's file in the format that its first bytes show."""
+
+from collections.abc import Sequence
+
+from hostdev.core.errors import UserError
+from hostdev.data.preprocess.delimited import DelimitedFile
+from hostdev.data.preprocess.files import ArrowTable, ParquetTable, TableFile
+from hostdev.data.preprocess.inputs import AnyInput, Input
+from hostdev.data.preprocess.sparse_text import SparseText, find_kind
+
+
+def open_file(
+    source: AnyInput,
+    found: str,
+    *,
+    columns: Sequence[str] | None,
+    delimiter: str | None,
+    quotes: bool,
+    encoding: str,
+    skipped_lines: int,
+) -> TableFile:
+    """Open a file whose format is `found` (`files.find_format`); the options are those of `DelimitedFile`.
+
+    Text is sparse text only if no option says how to read it. Raises UserError for a broken file, and for formats that
+    cannot be read from a pipe.
+    """
+    if found == "text":
+        is_told = columns is not None or delimiter is not None or skipped_lines or encoding != "utf-8" or not quotes
+        if not is_told and (kind := find_kind(source)) is not None:
+            return SparseText(source, kind)
+        return DelimitedFile(
+            source, columns=columns, delimiter=delimiter, quotes=quotes, encoding=encoding, skipped_lines=skipped_lines
+        )
+    if not isinstance(source, Input):
+        raise UserError(f"{source.name}: {found} can be read only from a file, not from a pipe")
+    return ParquetTable(source) if found == "Parquet" else ArrowTable(source, stream=found == "an Arrow stream")
