@@ -14,10 +14,11 @@ _OPTIONS: dict[str, Any] = {
     "threshold": int | None,
 }
 _SCALES = ("dense_max", "dense_mean", "dense_deviation")  # a value for each numeric column
-_CLIP = "dense_clip"  # limits by column
-_NEEDED = {"max": _SCALES[:1], "log": _SCALES[:1], "standard": _SCALES[1:]}
-_BY_COLUMN = "by column"  # numeric columns are scaled in several ways, as options.scaling says
-_ALL = {**_NEEDED, _BY_COLUMN: (*_SCALES, _CLIP)}
+CLIP = "dense_clip"  # limits by column
+SCALING_STATISTICS = (*_SCALES, CLIP)
+STATISTICS_OF = {"max": _SCALES[:1], "log": _SCALES[:1], "standard": _SCALES[1:]}
+BY_COLUMN = "by column"  # numeric columns are scaled in several ways, as options.scaling says
+_ALL = {**STATISTICS_OF, BY_COLUMN: SCALING_STATISTICS}
 
 
 def check_values(options: dict[str, Any], statistics: dict[str, Any], dense: tuple[str, ...]) -> None:
@@ -25,11 +26,11 @@ def check_values(options: dict[str, Any], statistics: dict[str, Any], dense: tup
     for name, kind in _OPTIONS.items():
         if name in options:
             parse(kind, options[name], f"options.{name}")
-    if "dense" in options and options["dense"] not in _NEEDED:
-        raise ValueError("options.dense is not one of " + ", ".join(_NEEDED))
+    if "dense" in options and options["dense"] not in STATISTICS_OF:
+        raise ValueError("options.dense is not one of " + ", ".join(STATISTICS_OF))
     if not 1 <= (options.get("hash_buckets") or 1) <= 2**62:
         raise ValueError("options.hash_buckets is not in 1..2^62")
-    for name in (*_SCALES, _CLIP):
+    for name in SCALING_STATISTICS:
         if name in statistics:
             _check_scale(name, statistics[name], dense)
 
@@ -43,7 +44,7 @@ def check_scaling(mode: str, statistics: dict[str, Any], dense: tuple[str, ...])
 
 
 def _check_scale(name: str, values: Any, dense: tuple[str, ...]) -> None:
-    if name == _CLIP:
+    if name == CLIP:
         limits = parse(dict[str, list[float]], values, f"statistics.{name}")
         if not set(limits) <= set(dense) or any(len(two) != 2 for two in limits.values()):
             raise ValueError(f"statistics.{name} must have two limits for each of some numeric columns")
@@ -56,7 +57,7 @@ def check_learned(
 ) -> None:
     """Raise ValueError unless a validated manifest has all values that encoding new rows needs."""
     buckets, bags = options.get("hash_buckets"), options.get("bags") or {}
-    mode = _BY_COLUMN if options.get("scaling") and "dense" in options else options.get("dense", "")
+    mode = BY_COLUMN if options.get("scaling") and "dense" in options else options.get("dense", "")
     for name in _ALL.get(mode, ("dense",)):
         if name not in (statistics if name != "dense" else options):
             raise ValueError(f"{name} is missing")

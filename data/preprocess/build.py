@@ -19,7 +19,7 @@ from hostdev.core.progress import bar
 from hostdev.core.workers import Workers
 from hostdev.data import schema as schemas
 from hostdev.data.manifest import REJECTED_FILE, SPLITS, Manifest, Shard
-from hostdev.data.manifest_values import check_scaling
+from hostdev.data.manifest_values import BY_COLUMN, check_scaling
 from hostdev.data.preprocess import scaling as scalings
 from hostdev.data.preprocess import second_pass
 from hostdev.data.preprocess.dense import Scaling
@@ -351,7 +351,7 @@ def _count_sound(entries: Sequence[dict[str, Any]], layout: Layout, mode: str, s
                 if (schema.dense, schema.columns) != (layout.dense, layout.columns):
                     return number
                 list(map(str.lower, content["checksums"]))
-                mode = "by column" if layout.scaling else mode
+                mode = BY_COLUMN if layout.scaling else mode
                 check_scaling(mode, json_files.parse(dict[str, Any], content["scaling"]), layout.dense)
                 json_files.parse(dict[str, list[Any]], content[PADDED])
                 if content.get(KNOWN_SHARES) is not None:

@@ -13,7 +13,7 @@ from hostdev.core.checksums import checksum, json_checksum
 from hostdev.core.errors import UserError
 from hostdev.data import manifest
 from hostdev.data.manifest import Manifest
-from hostdev.data.manifest_values import check_learned
+from hostdev.data.manifest_values import SCALING_STATISTICS, check_learned
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import criteo, scaling
 from hostdev.data.preprocess.dense import Numbers, Scaling
@@ -212,8 +212,7 @@ def _identity(folder: Path, found: Manifest, schema: Schema) -> str:
     vocabulary = found.vocabulary_sha256
     if found.vocabulary is not None and vocabulary is None:  # an old manifest without the checksum
         vocabulary = checksum(folder / found.vocabulary)
-    names = ("dense_max", "dense_mean", "dense_deviation", scaling.CLIP)
-    learned = {name: found.statistics[name] for name in names if name in found.statistics}
+    learned = {name: found.statistics[name] for name in SCALING_STATISTICS if name in found.statistics}
     return json_checksum(
         {
             "schema": schema.as_json(),

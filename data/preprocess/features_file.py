@@ -9,7 +9,7 @@ from typing import Any
 
 from hostdev.core.errors import UserError, in_words
 from hostdev.data.preprocess.naming import listed, short
-from hostdev.data.preprocess.reading import ENDS, Reading
+from hostdev.data.preprocess.reading import DECIMALS, ENDS, Reading
 from hostdev.data.preprocess.scaling import Scaled
 
 _TOP = {"label": str, "positive": str, "missing": list, "decimal": str, "features": dict}
@@ -53,6 +53,8 @@ def read_features(path: Path) -> FeaturesFile:
     by_kind: dict[str, list[str]] = {kind: [] for kind in _KINDS}
     for name, settings in parsed.items():
         by_kind[settings["kind"]].append(name)
+    if content.get("decimal", ".") not in DECIMALS:
+        raise UserError(f"{where}: decimal is one of {' '.join(DECIMALS)}, not {content['decimal']!r}")
     given = {name: content[name] for name in _TOP if name in content and name != "features"}
     if "missing" in given:
         given["missing"] = tuple(given["missing"])

@@ -66,7 +66,7 @@ class FirstPass:
 
     def resume(self, facts: list[Facts]) -> None:
         """Resume after finished pieces; raise TransientError if their values or shards would not fit into memory."""
-        self._shards.add_pieces(facts)
+        self._unchecked = list(facts)
         for number, one in enumerate(facts):
             self._pass(one.end.input, one.lines, sum(one.rows), one.rejected)
             piece = Piece(self.path(number))

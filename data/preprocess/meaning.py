@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from hostdev.data.batch import Batch
 from hostdev.data.manifest import Manifest
+from hostdev.data.manifest_values import SCALING_STATISTICS
 from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
 from hostdev.data.schema import Schema
 
@@ -94,9 +95,8 @@ def _buckets(data: Manifest) -> tuple[str, ...]:
 def _scaling(data: Manifest) -> tuple[str, ...]:
     if not data.schema.dense:
         return ()
-    names = ("dense_max", "dense_mean", "dense_deviation", "dense_clip")
     own = [str(data.options["scaling"])] if "scaling" in data.options else []
-    learned = [str(data.statistics[name]) for name in names if name in data.statistics]
+    learned = [str(data.statistics[name]) for name in SCALING_STATISTICS if name in data.statistics]
     return (str(data.options.get("dense")), *own, *learned)
 
 

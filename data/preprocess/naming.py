@@ -1,9 +1,23 @@
-"""Names of columns and types in messages: shortened, with visible blanks."""
+"""Names of columns and types: parsed from flags; shortened for messages, with visible blanks."""
 
+import csv
 from collections.abc import Sequence
 from typing import Any
 
+from hostdev.core.errors import UserError
+
 _MOST_NAMES, _MOST_LETTERS, _EACH = 30, 240, 60
+
+
+def parse_names(texts: Sequence[str] | None) -> tuple[str, ...]:
+    """Parse comma-separated names; a name with a comma is in double quotes."""
+    try:
+        return tuple(name for text in texts or () for name in next(csv.reader([text], skipinitialspace=True)))
+    except csv.Error:
+        raise UserError(
+            f"{', '.join(map(repr, texts or ()))}: not a list of names with commas between them; put a name "
+            "with a comma or a line end in it in double quotes"
+        ) from None
 
 
 def listed(names: Sequence[Any]) -> str:

@@ -21,6 +21,7 @@ from hostdev.data.preprocess.columns import Codes, WrongValueError
 from hostdev.kernels.strings import hash_texts
 
 ENDS = ("first", "last")
+DECIMALS = (".", ",")
 _QUOTED = "^(?s:'[^']*'|\"[^\"]*\"|[^'\"]*)$"  # one value of a list, with its quotes if it has some
 
 

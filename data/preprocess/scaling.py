@@ -8,11 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.errors import UserError
+from hostdev.data.manifest_values import CLIP, STATISTICS_OF
 from hostdev.data.preprocess import dense
 from hostdev.data.preprocess.dense import MODES, Numbers
 
-_NAMES = {"max": ("dense_max",), "log": ("dense_max",), "standard": ("dense_mean", "dense_deviation")}
-CLIP = "dense_clip"  # the statistic with the limits of clipped columns
 _DIGIT = 16  # bits of a key that one pass of a selection looks at
 
 
@@ -103,7 +102,7 @@ class ByColumn:
 
     def statistics(self) -> dict[str, Any]:
         """Return the statistics of all columns, 0 where a column's scaling has none, and the limits."""
-        found = {name: np.zeros(len(self._names)) for names in _NAMES.values() for name in names}
+        found = {name: np.zeros(len(self._names)) for names in STATISTICS_OF.values() for name in names}
         for columns, scaling in self._parts:
             for name, values in scaling.statistics().items():
                 found[name][columns] = values
@@ -129,7 +128,7 @@ def fixed(
         return dense.fixed_scaling(mode, names, statistics, signed=signed)
     parts = []
     for of, columns, some in _by_mode(mode, names, own):
-        mine = {name: np.array(statistics[name], np.float64)[columns] for name in _NAMES[of]}
+        mine = {name: np.array(statistics[name], np.float64)[columns] for name in STATISTICS_OF[of]}
         parts.append((columns, dense.fixed_scaling(of, some, mine, signed=signed)))
     return ByColumn(names, parts, _clips(own), statistics[CLIP])
 
@@ -140,7 +139,7 @@ def largest(
     """Return the largest valid number of each column, float64 [columns]; see `dense.largest`."""
     found = np.empty(len(names))
     for of, columns, _ in _by_mode(mode, names, own):
-        mine = {name: np.array(statistics[name], np.float64)[columns] for name in _NAMES[of]}
+        mine = {name: np.array(statistics[name], np.float64)[columns] for name in STATISTICS_OF[of]}
         found[columns] = dense.largest(of, mine, len(columns))
     for name in statistics.get(CLIP, {}) if own else ():  # a larger number becomes the limit
         found[names.index(name)] = np.finfo(np.float64).max

@@ -5,6 +5,7 @@ It is a proposal to be read and changed: what a column means, its values do not 
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,8 +72,8 @@ class Suggestion:
     more: dict[str, str]  # by setting, a reason of its own
 
 
-def suggest(file: TableFile, label: str | None) -> tuple[str, list[str]]:
-    """Return a file of features as text, and lines about it for the user.
+def suggest(file: TableFile, label: str | None) -> tuple[str, list[Suggestion], bool]:
+    """Return a file of features as text, what it has of each column, and whether it has a label.
 
     Raises UserError if the file has no rows, or no column of this label.
     """
@@ -94,8 +95,7 @@ def suggest(file: TableFile, label: str | None) -> tuple[str, list[str]]:
         lines.append(f"missing = {_toml(marks)}  # they stand among other values, and look like none")
     for one in found:
         lines += ["", *_lines(one)]
-    told = [] if chosen is not None else ["no column looks like a label: give one with --label NAME"]
-    return "\n".join(lines) + "\n", told
+    return "\n".join(lines) + "\n", found, chosen is not None
 
 
 def _sample(file: TableFile) -> pa.Table:
@@ -274,10 +274,11 @@ def write(file: TableFile, label: str | None, out: Path) -> list[str]:
     """Write a proposal into the new file `out`; return lines about it."""
     if out.exists():
         raise UserError(f"{out} exists already; give another name with --out, or remove it")
-    text, told = suggest(file, label)
+    text, found, has_label = suggest(file, label)
     out.write_text(text, encoding="utf-8")
-    kinds = re.findall(r'^kind = "(\w+)"', text, re.M)
-    counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
-    left = text.count("# left out: ")
+    counts = Counter("" if one.settings is None else one.settings["kind"] for one in found)
+    left = counts.pop("", 0)
+    each = ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "no feature"
     more = f", {counted(left, 'column')} left out" if left else ""
-    return [f"{out}: {counts or 'no feature'}{more}; read it, then", *told]
+    told = [] if has_label else ["no column looks like a label: give one with --label NAME"]
+    return [f"{out}: {each}{more}; read it, then", *told]

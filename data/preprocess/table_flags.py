@@ -2,8 +2,6 @@
 
 import argparse
 import codecs
-import csv
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +10,7 @@ from hostdev.core.errors import UserError
 from hostdev.data.preprocess import earlier_flags
 from hostdev.data.preprocess.earlier_vocabulary import Earlier
 from hostdev.data.preprocess.features_file import read_features
+from hostdev.data.preprocess.naming import parse_names
 from hostdev.data.preprocess.reading import Reading
 from hostdev.data.preprocess.table_options import TableOptions
 
@@ -50,7 +49,7 @@ def parse_table_options(arguments: argparse.Namespace, earlier: Earlier | None =
 def text_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of `TableOptions` on how text files are read."""
     return {
-        "columns": None if arguments.columns is None else _names([arguments.columns]),
+        "columns": None if arguments.columns is None else parse_names([arguments.columns]),
         "delimiter": None if arguments.delimiter is None else _parse_delimiter(arguments.delimiter),
         "quotes": not arguments.no_quotes,
         "encoding": _parse_encoding(arguments.encoding),
@@ -61,7 +60,7 @@ def text_options(arguments: argparse.Namespace) -> dict[str, Any]:
 def _roles(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of `TableOptions` on the label, the features, and how their values are read."""
     named = {"label": arguments.label, "positive": arguments.positive}
-    named |= {"missing": _names(arguments.missing), "decimal": arguments.decimal}
+    named |= {"missing": parse_names(arguments.missing), "decimal": arguments.decimal}
     if arguments.features is not None:
         if twice := [name for name in _ROLES if getattr(arguments, name)]:
             raise UserError(f"--{twice[0]} has no effect with --features, whose file says what the columns are")
@@ -93,8 +92,8 @@ def _roles(arguments: argparse.Namespace) -> dict[str, Any]:
             raise UserError(f"--padding and --last are for columns of --bag, but {name!r} is none")
     return {
         **named,
-        "numeric": _names(arguments.numeric),
-        "categorical": _names(arguments.categorical),
+        "numeric": parse_names(arguments.numeric),
+        "categorical": parse_names(arguments.categorical),
         "bags": bags,
         "share": tuple(_pair("--share", text) for text in arguments.share or ()),
         "features": features,
@@ -118,17 +117,6 @@ def _parse_encoding(name: str | None) -> str:
         return codecs.lookup(name or "utf-8").name
     except LookupError:
         raise UserError(f"--encoding {name}: not an encoding of Python, such as latin-1 or cp1252") from None
-
-
-def _names(texts: Sequence[str] | None) -> tuple[str, ...]:
-    """Parse comma-separated names; a name with a comma is in double quotes."""
-    try:
-        return tuple(name for text in texts or () for name in next(csv.reader([text], skipinitialspace=True)))
-    except csv.Error:
-        raise UserError(
-            f"{', '.join(map(repr, texts or ()))}: not a list of names with commas between them; put a name "
-            "with a comma or a line end in it in double quotes"
-        ) from None
 
 
 def _pair(flag: str, text: str) -> tuple[str, str]:

@@ -76,6 +76,11 @@ class _Read:
     splits: npt.NDArray[np.uint8] | None
     wrong: Mask
 
+    def take(self, places: npt.NDArray[np.int64]) -> "_Read":
+        """Return the rows at these indices."""
+        splits = None if self.splits is None else self.splits[places]
+        return _Read(self.label[places], self.numbers[places], splits, self.wrong[places])
+
 
 class RowParser:
     """Turns the rows of files into raw rows.
@@ -105,7 +110,8 @@ class RowParser:
             read = self._read(rows, split)
             if read.wrong.any():
                 rejected = rejected.merge(self._rejected(file, rows, np.flatnonzero(read.wrong)))
-                rows = rows.take(np.flatnonzero(~read.wrong))
+                kept = np.flatnonzero(~read.wrong)
+                rows, read = rows.take(kept), read.take(kept)
             bags: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]] = []
             ids, forms = np.empty((len(layout.ids), len(rows.batch)), np.int64), {}
             for i, of in enumerate(layout.ids):
@@ -128,9 +134,7 @@ class RowParser:
                 f"{file.input.name}, column {column!r}: its values, of type {short(file.get_type(column))}, cannot be "
                 f"read ({short(error)}); write them as another type, such as text"
             ) from error
-        kept = ~read.wrong
-        label, numbers, splits = read.label[kept], read.numbers[kept], read.splits
-        return keys.rows(label, numbers, ids, tuple(bags), rejected, None if splits is None else splits[kept], forms)
+        return keys.rows(read.label, read.numbers, ids, tuple(bags), rejected, read.splits, forms)
 
     def _read(self, rows: _Rows, split: int) -> _Read:
         """Read labels, numbers, and each row's split."""
@@ -148,10 +152,12 @@ class RowParser:
         splits = np.full(n, split, np.uint8)
         pairs = (options.validation_column, options.validation_after), (options.test_column, options.test_after)
         for number, (column, after) in zip((2, 1), pairs, strict=True):  # a test row is no row for validation
-            if split == 0 and column is not None:
+            if split:
+                break
+            if column is not None:
                 codes, texts = Reading(trimmed=options.trimmed).values(rows.column(column[0]))
                 splits[pc.equal(texts, column[1]).to_numpy(zero_copy_only=False)[codes]] = number
-            if split == 0 and after is not None:
+            if after is not None:
                 later, unread = is_after_where_readable(rows.column(after[0]), after[1], _FLAGS[number])
                 splits[later] = number
                 wrong = wrong | unread

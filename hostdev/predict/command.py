@@ -45,7 +45,8 @@ def run(arguments: argparse.Namespace, prog: str) -> None:
         )
     for warning in told:
         note(f"{prog}: {warning.message}")
-    work = _open_rows(arguments, predictor)
+    kept = kept_columns(arguments.keep)
+    work = _open_rows(arguments, predictor, kept)
     chosen = f" ({predictor.why})" if predictor.why else ""
     print(f"model    {predictor.settings['model']} of {predictor.path}{chosen}", flush=True)
     unknown = None if arguments.data.is_dir() else UnknownValues(predictor.encoding)
@@ -59,7 +60,7 @@ def run(arguments: argparse.Namespace, prog: str) -> None:
         with (
             naming(out),
             Scores(out.parent) as scores,
-            Output(partial, is_csv=out.suffix.lower() == ".csv", more=kept_columns(arguments.keep)) as output,
+            Output(partial, is_csv=out.suffix.lower() == ".csv", more=kept) as output,
             bar(work.total, "predicting", work.unit, unit_scale=True) as progress,
         ):
             for part in work.parts:
@@ -104,9 +105,8 @@ class _Work(NamedTuple):
     parts: Iterator[Part]
 
 
-def _open_rows(arguments: argparse.Namespace, predictor: Predictor) -> _Work:
+def _open_rows(arguments: argparse.Namespace, predictor: Predictor, kept: list[str]) -> _Work:
     path: Path = arguments.data
-    kept = kept_columns(arguments.keep)
     if path.is_dir():
         if kept:
             raise UserError(f"--keep has no effect on {path}, a data set, which has ids only; give a file of raw rows")

@@ -29,7 +29,8 @@ class Groups:
 
     def __init__(self, column: str, schema: Schema) -> None:
         self._column, self._schema = column, schema
-        self._parts: list[tuple[Keys, npt.NDArray[np.float32], npt.NDArray[np.bool_]]] = []
+        none = np.zeros(0, np.uint64), np.zeros(0, np.float32), np.zeros(0, np.bool_)
+        self._parts: list[tuple[Keys, npt.NDArray[np.float32], npt.NDArray[np.bool_]]] = [none]
         self._rare = 0
 
     def add(self, logits: npt.NDArray[np.float32], known: npt.NDArray[np.bool_], part: Part) -> None:

@@ -1,6 +1,5 @@
 """The file of predictions: Parquet or CSV, a line for each row of the input, and columns kept from it."""
 
-import csv
 import os
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +12,7 @@ import pyarrow.parquet as pq
 from pyarrow import csv as arrow_csv
 
 from hostdev.core.errors import UserError
+from hostdev.data.preprocess.naming import parse_names
 from hostdev.data.preprocess.unlabelled import Part
 from hostdev.predict.predictor import probabilities
 
@@ -21,9 +21,7 @@ NAMES = ("probability", "label")
 
 def kept_columns(text: str | None) -> list[str]:
     """Parse the comma-separated names of --keep; raise UserError for names of the output's own columns."""
-    if text is None:
-        return []
-    names = next(csv.reader([text], skipinitialspace=True))
+    names = list(parse_names(None if text is None else [text]))
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"--keep names {twice[0]!r} twice; name it once")
     if own := [name for name in names if name in NAMES]:
@@ -53,7 +51,8 @@ class Output:
     ) -> None:
         try:
             if kind is None and self._writer is None:  # no rows
-                self._open(pa.schema([(name, pa.float32()) for name in NAMES]))
+                fields = [*((name, pa.float32()) for name in NAMES), *((name, pa.string()) for name in self._more)]
+                self._open(pa.schema(fields))
             if self._writer is not None:
                 self._writer.close()
         finally:

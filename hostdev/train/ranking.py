@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
 
 
 class Ranked(NamedTuple):
@@ -32,6 +32,28 @@ class Ranked(NamedTuple):
     positive: int
 
 
+class _Runs(NamedTuple):
+    """Runs of equal scores within groups, in the order of falling scores, int64.
+
+    Each row of a run has the run's mean gain at any place of the run.
+
+    Attributes:
+        group: Number of each run's group.
+        place: Number of the group's rows before each run.
+        sizes: Rows of each run.
+        positives: Positive rows of each run.
+        group_sizes: Rows of each group.
+        group_positives: Positive rows of each group.
+    """
+
+    group: Counts
+    place: Counts
+    sizes: Counts
+    positives: Counts
+    group_sizes: Counts
+    group_positives: Counts
+
+
 def rank(
     groups: npt.NDArray[np.uint64], scores: npt.NDArray[np.float32], labels: npt.NDArray[np.bool_], k: int
 ) -> Ranked:
@@ -41,64 +63,46 @@ def rank(
         return Ranked(np.nan, np.nan, np.nan, 0, 0, 0)
     order = np.lexsort((-scores, groups))
     groups, scores, labels = groups[order], scores[order], labels[order]
-    starts = np.flatnonzero(np.concatenate([[True], groups[1:] != groups[:-1]]))
-    sizes = np.diff(starts, append=n)
-    positives = np.add.reduceat(labels.astype(np.int64), starts)
-    # Runs of equal scores within a group: each row of one has the run's mean gain at any place of the run.
-    is_first = np.concatenate([[True], (groups[1:] != groups[:-1]) | (scores[1:] != scores[:-1])])
-    runs = np.flatnonzero(is_first)
-    run_sizes = np.diff(runs, append=n)
-    run_positives = np.add.reduceat(labels.astype(np.int64), runs)
-    group_of_run = np.searchsorted(starts, runs, "right") - 1
-    place = runs - starts[group_of_run]  # rows of the group before the run
+    is_new_group = np.concatenate([[True], groups[1:] != groups[:-1]])
+    starts = np.flatnonzero(is_new_group)
+    begins = np.flatnonzero(is_new_group | np.concatenate([[True], scores[1:] != scores[:-1]]))
+    group = np.searchsorted(starts, begins, "right") - 1
+    sizes, run_sizes = np.diff(starts, append=n), np.diff(begins, append=n)
+    positives, run_positives = (np.add.reduceat(labels.astype(np.int64), each) for each in (starts, begins))
+    runs = _Runs(group, begins - starts[group], run_sizes, run_positives, sizes, positives)
     return Ranked(
-        *_gauc(run_sizes, run_positives, group_of_run, sizes, positives),
-        *_at_k(place, run_sizes, run_positives, group_of_run, sizes, positives, k),
+        _gauc(runs),
+        *_at_k(runs, k),
         groups=len(starts),
         mixed=int(np.count_nonzero((positives > 0) & (positives < sizes))),
         positive=int(np.count_nonzero(positives)),
     )
 
 
-def _gauc(
-    run_sizes: npt.NDArray[np.int64],
-    run_positives: npt.NDArray[np.int64],
-    group: npt.NDArray[np.int64],
-    sizes: npt.NDArray[np.int64],
-    positives: npt.NDArray[np.int64],
-) -> tuple[float]:
+def _gauc(runs: _Runs) -> float:
     """Return the weighted mean AUC; pairs are counted in integers."""
-    run_negatives = run_sizes - run_positives
-    ends = np.cumsum(run_negatives)
-    before = np.concatenate([[0], np.cumsum(sizes - positives)])[group]
-    below = (sizes - positives)[group] - (ends - before)  # negatives of the group with lower scores
-    twice = np.zeros(len(sizes), np.int64)
-    np.add.at(twice, group, run_positives * (2 * below + run_negatives))
-    pairs = positives * (sizes - positives)
+    negatives, group_negatives = runs.sizes - runs.positives, runs.group_sizes - runs.group_positives
+    before = np.concatenate([[0], np.cumsum(group_negatives)])[runs.group]
+    below = group_negatives[runs.group] - (np.cumsum(negatives) - before)  # the group's negatives with lower scores
+    twice = np.zeros(len(runs.group_sizes), np.int64)
+    np.add.at(twice, runs.group, runs.positives * (2 * below + negatives))
+    pairs = runs.group_positives * group_negatives
     mixed = pairs > 0
     if not mixed.any():
-        return (float("nan"),)
-    return (float(np.average(twice[mixed] / (2 * pairs[mixed]), weights=sizes[mixed])),)
+        return float("nan")
+    return float(np.average(twice[mixed] / (2 * pairs[mixed]), weights=runs.group_sizes[mixed]))
 
 
-def _at_k(
-    place: npt.NDArray[np.int64],
-    run_sizes: npt.NDArray[np.int64],
-    run_positives: npt.NDArray[np.int64],
-    group: npt.NDArray[np.int64],
-    sizes: npt.NDArray[np.int64],
-    positives: npt.NDArray[np.int64],
-    k: int,
-) -> tuple[float, float]:
+def _at_k(runs: _Runs, k: int) -> tuple[float, float]:
     """Return NDCG and recall at k."""
-    some = positives > 0
+    some = runs.group_positives > 0
     if not some.any():
         return float("nan"), float("nan")
     discounts = np.concatenate([[0.0], np.cumsum(1 / np.log2(np.arange(2, k + 2)))])  # sums over the first places
-    low, high = np.minimum(place, k), np.minimum(place + run_sizes, k)
-    share = run_positives / run_sizes
-    gain, found = np.zeros(len(sizes)), np.zeros(len(sizes))
-    np.add.at(gain, group, share * (discounts[high] - discounts[low]))
-    np.add.at(found, group, share * (high - low))
-    best = discounts[np.minimum(positives, k)]
-    return float(np.mean(gain[some] / best[some])), float(np.mean(found[some] / positives[some]))
+    low, high = np.minimum(runs.place, k), np.minimum(runs.place + runs.sizes, k)
+    share = runs.positives / runs.sizes
+    gain, found = np.zeros(len(some)), np.zeros(len(some))
+    np.add.at(gain, runs.group, share * (discounts[high] - discounts[low]))
+    np.add.at(found, runs.group, share * (high - low))
+    best = discounts[np.minimum(runs.group_positives, k)]
+    return float(np.mean(gain[some] / best[some])), float(np.mean(found[some] / runs.group_positives[some]))

@@ -94,6 +94,16 @@ def test_groups_of_a_data_set(films, tmp_path, capsys):
         assert not (tmp_path / "q.parquet").exists()
 
 
+def test_no_rows(films, tmp_path, capsys):
+    """A file with columns and no row: no figures, and a file with columns."""
+    frame = pd.read_csv(films / "films.csv", dtype=str).head(0)
+    frame.astype(str).to_parquet(tmp_path / "none.parquet")
+    options = ["--checkpoint", films / "run", "--data", tmp_path / "none.parquet", "--out", tmp_path / "p.csv"]
+    assert run(predict, *options, "--by", "user", "--keep", "item") == 0, capsys.readouterr().err
+    assert "by user: GAUC nan over the 0 of 0 values" in capsys.readouterr().out
+    assert (tmp_path / "p.csv").read_text() == '"probability","label","item"\n'
+
+
 def test_standard_input(films, tmp_path):
     command = [sys.executable, "-m", "hostdev.predict", "--checkpoint", films / "run", "--data", "-", "--out", "p.csv"]
     with (films / "films.csv").open("rb") as rows:

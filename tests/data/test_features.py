@@ -288,6 +288,7 @@ def test_a_file_of_features(tmp_path, prepared):
         ("[features.u]\nkind = 'categorical'\nthreshold = true", "threshold must be a whole number, not True"),
         ("[features]\nu = 3", "feature 'u': write its settings as [features.NAME]"),
         ("label = 'y'", "the file has no features"),
+        ("decimal = ';'\n[features.u]\nkind = 'categorical'", "decimal is one of . ,, not ';'"),
         ("features.u = ", "the file is not TOML: Invalid value (at end of document)"),
         ("lable = 'y'\n[features.u]\nkind = 'bag'", "'lable' is no key; did you mean label?"),
         ("[features.u]\nkind = 'categorical'\ncolumn = 'v'", "has no column 'v'; it has y, u"),
