@@ -36,7 +36,7 @@ def add_roles(to: argparse.ArgumentParser) -> None:
     to.add_argument(
         "--positive",
         metavar="RULE",
-        help="labels that are positive, if not 1 or true: '>3', '>=3', '<3', '<=3', '!=no' or a value",
+        help="which labels are positive: '>3', '>=3', '<3', '<=3', '!=no' or a value (default: 1 or true)",
     )
     add("--numeric", "NAMES", "columns of numbers, separated by commas")
     add("--categorical", "NAMES", "columns of values that become ids, separated by commas")

@@ -1,6 +1,6 @@
 """How a column's values are read, in training and in serving: blanks, marks of missing values, lists, hash buckets.
 
-Here values are still those of the file; the ids and numbers that they become are the business of other modules.
+Values here are those of the file; other modules turn them into ids and numbers.
 """
 
 import ast

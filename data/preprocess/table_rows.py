@@ -1,6 +1,7 @@
 """Rows of a table's file as raw rows: labels, numbers and values by the roles of the columns.
 
-A row whose label, number or --test-after column cannot be read is set aside, like a malformed line of text.
+A row whose label, number or column of --test-after or --validation-after cannot be read is set aside, like a
+malformed line of text.
 """
 
 from collections.abc import Sequence

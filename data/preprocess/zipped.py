@@ -1,4 +1,4 @@
-"""The one table in a .zip file, and what other files with zip's first bytes are."""
+"""Finds the table in a .zip file, and recognizes other formats that are zip archives (.xlsx, .npz)."""
 
 import zipfile
 from collections.abc import Callable

@@ -43,7 +43,7 @@ class SparseOptimizer(Protocol):
         """Largest absolute value of a row's summed gradient."""
 
     def clip_limit(self, dim: int) -> np.float32 | None:
-        """Return the mean square above which the gradient of a row of `dim` columns is clipped; None: it never is."""
+        """Return the mean square above which a row's gradient (`dim` columns) is clipped, or None for no clipping."""
 
     def scalars(self, step: int, dim: int) -> Scalars:
         """Return the kernel's scalars at the table's step 1, 2, 3, ... for rows of `dim` columns."""

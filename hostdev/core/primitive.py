@@ -197,7 +197,7 @@ def _statistics(ops: list[OpTimes]) -> dict[str, Any]:
 
 
 class Primitive:
-    """An op with a name, attributes and timing; its `run` is an argument or defined by a subclass.
+    """An op with a name, attributes and timing; pass `run`, or define it in a subclass.
 
     The attribute "primitive_target" is "CPU" (the host) or "DEVICE", the default.
 
@@ -205,7 +205,7 @@ class Primitive:
         name: The op's name, such as "EmbeddingLookup".
         run: The implementation.
         nbytes: Returns the bytes that a call with its arguments reads and writes; None: the method of the class.
-        scope: The part of the model that the op works for, such as "deep".
+        scope: The part of the model that the op belongs to, such as "deep".
         log: Collects the durations; None: a log of the op's own.
     """
 

@@ -1,4 +1,4 @@
-"""A channel: the collectives of a group of ranks, by torch.distributed."""
+"""Collective operations within a group of ranks, using torch.distributed."""
 
 import contextlib
 import json

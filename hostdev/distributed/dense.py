@@ -130,7 +130,7 @@ class DenseGradients:
             parameter.grad = None
 
     def _send(self, bucket: int) -> None:
-        """Take a bucket's gradients and submit it; all ranks do so in the same order."""
+        """Collect a bucket's gradients and submit them for summation; every rank submits buckets in the same order."""
         self._take(bucket)
         self._hand_on(bucket)
 

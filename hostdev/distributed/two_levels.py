@@ -23,7 +23,7 @@ class TwoLevelChannel(Channel):
     Args:
         rank: This rank within the channel.
         hosts: The ranks of each host, in the order of their first ranks.
-        group: The group of torch.distributed of the hosts' first ranks; None on other ranks.
+        group: The torch.distributed process group of each host's first rank; None on other ranks.
         lost: Called when a rank stops answering.
         links: Result of `connect_host` for this host's ranks.
     """

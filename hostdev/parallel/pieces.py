@@ -254,7 +254,7 @@ def best_cut(
 
 
 def with_extra_value(pieces: Sequence[Piece]) -> list[Piece]:
-    """Return the pieces with one more value that passes unchanged from the last input to the end."""
+    """Return pieces that take an extra last input and return it unchanged as the last output."""
 
     def append_extra(call: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
         def both(*values: Any) -> tuple[Any, ...]:

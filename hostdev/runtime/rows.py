@@ -259,7 +259,7 @@ class Rows(FeatureRows):
 
     @property
     def is_due(self) -> bool:
-        """Whether the optimizer should step with this batch, the last of those whose gradients are summed."""
+        """Whether the optimizer should step after this batch, the last one of an accumulation of gradients."""
         return self._due
 
     @property

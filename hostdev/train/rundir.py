@@ -25,8 +25,8 @@ class RunDir:
     """A new folder with the open logs of one run.
 
     Args:
-        path: The folder; None for a new one in runs/, named by the time.
-        again: Whether the folder may hold the run that is resumed; its logs stay until `restart`.
+        path: The folder; None to create one in runs/, named after the current time.
+        again: Whether to accept a folder that holds the run being resumed; its logs are kept until `restart`.
         ops_log: Limit of ops.log in bytes, as in `RotatedFile`; 0 for no ops.log.
 
     Raises:
