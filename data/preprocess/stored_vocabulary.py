@@ -93,7 +93,9 @@ class StoredVocabulary:
             if not right.all():
                 number = int(at[right.argmin()])
                 name = self.table["field"][number].as_py()
-                raise DamagedError(self.path, f"id {number} belongs to {name!r}, which is out of order or not in the schema")
+                raise DamagedError(
+                    self.path, f"id {number} belongs to {name!r}, which is out of order or not in the schema"
+                )
             sizes += np.bincount(values, minlength=fixed)
             last = int(values[-1]) if len(values) else last
         edges = fixed + np.concatenate([[0], np.cumsum(sizes[dense:])])

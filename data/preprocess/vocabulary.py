@@ -112,7 +112,7 @@ class Vocabulary:
         self._begun = empty if earlier is None else earlier.spaces
 
     def count(self, space: int, keys: Any, uses: npt.NDArray[Any]) -> None:
-        """Add `uses` [N], the occurrence counts of N distinct values, to an id space; threads may count different ones."""
+        """Add the occurrence counts `uses` [N] of N distinct values of an id space; threads may count different spaces."""
         self._values[space].count(keys, uses)
 
     def size(self, space: int) -> int:

@@ -70,7 +70,9 @@ class Reduction:
                 "clip model.parameters() alone"
             )
         if not self.has_sums(reduced=reduced):
-            raise ValueError("rows.parameters() returns the step's summed gradients; call it after the last reduce() of the step")
+            raise ValueError(
+                "rows.parameters() returns the step's summed gradients; call it after the last reduce() of the step"
+            )
 
     @property
     def has_rows(self) -> bool:
