@@ -112,7 +112,7 @@ class Vocabulary:
         self._begun = empty if earlier is None else earlier.spaces
 
     def count(self, space: int, keys: Any, uses: npt.NDArray[Any]) -> None:
-        """Add the occurrence counts `uses` [N] of N distinct values of an id space; threads may count different spaces."""
+        """Add the occurrence counts `uses` [N] of an id space's distinct values; threads may count several spaces."""
         self._values[space].count(keys, uses)
 
     def size(self, space: int) -> int:
