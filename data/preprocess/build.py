@@ -18,6 +18,7 @@ from hostdev.core.errors import UserError
 from hostdev.core.progress import bar
 from hostdev.core.workers import Workers
 from hostdev.data import schema as schemas
+from hostdev.data.advice import APART, PADDED, SQUEEZED, UNKNOWN
 from hostdev.data.manifest import REJECTED_FILE, SPLITS, Manifest, Shard
 from hostdev.data.manifest_values import BY_COLUMN, check_scaling
 from hostdev.data.preprocess import scaling as scalings
@@ -33,7 +34,6 @@ from hostdev.data.preprocess.vocabulary import HashBuckets, Vocabulary
 from hostdev.data.preprocess.work import Work, claim
 from hostdev.data.preprocess.writer import write_shard
 from hostdev.data.schema import Schema
-from hostdev.data.told import APART, PADDED, SQUEEZED, UNKNOWN
 from hostdev.kernels.pool import host_threads
 
 VOCABULARY_FILE = "vocabulary.arrow"

@@ -8,7 +8,7 @@ from pathlib import Path
 from hostdev.core.errors import UserError, in_words
 from hostdev.core.memory import available_bytes, format_bytes, parse_bytes
 from hostdev.core.progress import counted
-from hostdev.data import told
+from hostdev.data import advice
 from hostdev.data.manifest import REJECTED_FILE, Manifest
 from hostdev.data.preprocess import earlier_flags, looking, table_flags
 from hostdev.data.preprocess.build import build
@@ -44,7 +44,7 @@ def summary(manifest: Manifest, out: Path, seconds: float) -> str:
     lines += growth(manifest)
     for bag, values in statistics.get("bag_values", {}).items():
         lines.append(f"{bag}: {values['train'] / rows['train']:.1f} values a training row")
-    lines += told.lines(statistics)
+    lines += advice.lines(statistics)
     for split, share in shares.items():
         if share in (0, 1) and rows[split]:
             what = "nothing can be learned from them" if split == "train" else "their AUC is undefined"

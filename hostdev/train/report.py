@@ -7,7 +7,7 @@ from typing import Any
 from hostdev.cache.cache import EmbeddingCache
 from hostdev.core.memory import TableShape, format_bytes
 from hostdev.core.table_dtypes import FP32
-from hostdev.data.told import unknown_lines
+from hostdev.data.advice import unknown_lines
 from hostdev.kernels.numa import in_words
 from hostdev.train.quality import Point, Quality
 from hostdev.train.rundir import CONFIG, CURVE, EVAL_LOG, LOSS_LOG, OPS_LOG, SUMMARY
