@@ -14,11 +14,12 @@ class Batch:
     """B samples, with ids in the schema's shared id range.
 
     Attributes:
-        label: float32 [B], 0 or 1.
+        label: float32 [B], or [B, labels] if the schema has several: 0 or 1, or any number for regression.
         dense: float32 [B, dense columns], scaled.
         ids: int32 or int64 [B, columns of kind "id"].
         bags: By column of kind "bag": concatenated ids [N] with the dtype of `ids`, and lengths int32 [B].
         whole: Size of the step's batch if this is a slice of it; None: this is the full batch.
+        weight: float32 [B], the samples' weights in the loss; None if all are 1.
     """
 
     label: npt.NDArray[np.float32]
@@ -26,6 +27,7 @@ class Batch:
     ids: npt.NDArray[Any]
     bags: dict[str, tuple[npt.NDArray[Any], npt.NDArray[np.int32]]]
     whole: int | None = None
+    weight: npt.NDArray[np.float32] | None = None
 
     def __len__(self) -> int:
         """Return B."""
@@ -44,4 +46,6 @@ class Batch:
                 name: (values[ends[name][start] : ends[name][stop]], lengths[start:stop])
                 for name, (values, lengths) in self.bags.items()
             }
-            yield Batch(self.label[start:stop], self.dense[start:stop], self.ids[start:stop], bags, self.step_rows)
+            weight = None if self.weight is None else self.weight[start:stop]
+            label, dense, ids = self.label[start:stop], self.dense[start:stop], self.ids[start:stop]
+            yield Batch(label, dense, ids, bags, self.step_rows, weight)

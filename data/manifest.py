@@ -32,10 +32,14 @@ REJECTED_FILE = "rejected.tsv"
 def shard_schema(schema: Schema, id_type: str) -> pa.Schema:
     """Return the Arrow schema of a shard with ids of type "int32" or "int64".
 
-    The fields are label, the fixed-size lists dense and cat (omitted if empty), and "bag:NAME" for each bag.
+    The fields are label (a fixed-size list if there are several), weight (if there is one), the fixed-size lists dense
+    and cat (omitted if empty), and "bag:NAME" for each bag.
     """
     ids = pa.int32() if id_type == "int32" else pa.int64()
-    columns = [("label", pa.float32())]
+    several = len(schema.labels) > 1
+    columns = [("label", pa.list_(pa.float32(), len(schema.labels)) if several else pa.float32())]
+    if schema.targets.weight is not None:
+        columns.append(("weight", pa.float32()))
     if schema.dense:
         columns.append(("dense", pa.list_(pa.float32(), len(schema.dense))))
     if schema.ids:

@@ -18,10 +18,11 @@ from hostdev.kernels.pool import run_tasks
 class Piece:
     """Rows of one record batch; bags are concatenated values [N] and offsets [n + 1]."""
 
-    label: npt.NDArray[np.float32]  # [n]
+    label: npt.NDArray[np.float32]  # [n], or [n, labels] if there are several
     dense: npt.NDArray[np.float32]  # [n, dense columns]
     ids: npt.NDArray[Any]  # [n, columns with one id]
     bags: dict[str, tuple[npt.NDArray[Any], ragged.Offsets]]
+    weight: npt.NDArray[np.float32] | None = None  # [n]
 
     def __len__(self) -> int:
         return len(self.label)
@@ -39,9 +40,8 @@ class Rows:
         self.pieces, self._order = pieces, order  # keeps the memory behind the addresses alive
         starts = ragged.offsets_of(np.array([len(piece) for piece in pieces]))
         self._first, self._size = starts[:-1], int(starts[-1])
-        self.columns = tuple(
-            get_addresses([getattr(piece, name) for piece in pieces]) for name in ("label", "dense", "ids")
-        )
+        names = ("label", "dense", "ids") + (() if pieces[0].weight is None else ("weight",))
+        self.columns = tuple(get_addresses([getattr(piece, name) for piece in pieces]) for name in names)
         self.bags = {
             name: tuple(get_addresses([piece.bags[name][part] for piece in pieces]) for part in (0, 1))
             for name in pieces[0].bags
@@ -71,12 +71,14 @@ def gathered(ranges: Sequence[Range], whole: int | None) -> Batch:
         (rows, rows.places(start, stop), part) for (rows, start, stop), part in zip(ranges, _slices(ends), strict=True)
     ]
     like = ranges[0][0].pieces[0]
-    label = np.empty((ends[-1], 1), np.float32)
+    label = np.empty((ends[-1], *(like.label.shape[1:] or (1,))), np.float32)
+    weight = None if like.weight is None else np.empty((ends[-1], 1), np.float32)
     dense, ids = (np.empty((ends[-1], each.shape[1]), each.dtype) for each in (like.dense, like.ids))
     lengths = {name: np.empty(ends[-1], np.int32) for name in like.bags}
+    columns = (label, dense, ids) if weight is None else (label, dense, ids, weight)
     tasks = []
     for rows, places, part in found:
-        for addresses, out in zip(rows.columns, (label, dense, ids), strict=True):
+        for addresses, out in zip(rows.columns, columns, strict=True):
             if out.shape[1]:
                 tasks += take_tasks(places, addresses, out[part])
         for name, (_, offsets) in rows.bags.items():
@@ -90,7 +92,8 @@ def gathered(ranges: Sequence[Range], whole: int | None) -> Batch:
             values, offsets = rows.bags[name]
             tasks += list_tasks(places, offsets, values, begins[part.start : part.stop + 1], bags[name][0])
     run_tasks(tasks)
-    return Batch(label[:, 0], dense, ids, bags, whole)
+    labels = label[:, 0] if like.label.ndim == 1 else label
+    return Batch(labels, dense, ids, bags, whole, None if weight is None else weight[:, 0])
 
 
 def _slices(ends: Sequence[int]) -> list[slice]:

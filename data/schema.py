@@ -14,6 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.data.targets import SINGLE_LABEL, Targets
+from hostdev.data.targets import from_json as parse_targets
+
 KINDS = ("id", "bag")
 
 
@@ -87,11 +90,12 @@ class Schema:
     """The columns of a data set and its total number of ids.
 
     Attributes:
-        label: Name of the label column.
+        label: Name of the label column, or of the first one.
         dense: Names of the dense columns.
         columns: The id and bag columns.
         spaces: The columns' id spaces.
         rows: Total number of ids: the rows of a table that all columns share.
+        targets: Further labels, labels that can be any number, and the column of weights.
     """
 
     label: str
@@ -99,9 +103,13 @@ class Schema:
     columns: tuple[Column, ...]
     spaces: tuple[Space, ...]
     rows: int
+    targets: Targets = SINGLE_LABEL
 
     def __post_init__(self) -> None:
-        names = [self.label, *self.dense, *(column.name for column in self.columns)]
+        weight = () if self.targets.weight is None else (self.targets.weight,)
+        names = [*self.labels, *weight, *self.dense, *(column.name for column in self.columns)]
+        if unknown := set(self.targets.numeric) - set(self.labels):
+            raise ValueError(f"{min(unknown)!r} is not a label")
         if twice := _twice(names):
             raise ValueError(f"column {twice!r} occurs twice")
         spaces = [space.name for space in self.spaces]
@@ -128,6 +136,11 @@ class Schema:
                 end = first + size
 
     @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of all labels, in the order of `Batch.label`."""
+        return (self.label, *self.targets.more)
+
+    @property
     def ids(self) -> tuple[str, ...]:
         """Names of the columns with one id per sample, in the order of `Batch.ids`."""
         return tuple(column.name for column in self.columns if column.kind == "id")
@@ -148,8 +161,11 @@ class Schema:
         return len(self.dense) + len(self.spaces)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the schema as manifests store it; `more` is omitted if empty."""
+        """Return the schema as manifests store it; `more` and `targets` are omitted if empty."""
         content = asdict(self)
+        del content["targets"]
+        if targets := self.targets.as_json():
+            content["targets"] = targets
         for space in content["spaces"]:
             if not space["more"]:
                 del space["more"]
@@ -164,13 +180,14 @@ def from_json(content: Any) -> Schema:
     columns = tuple(Column(**column) for column in content.pop("columns", ()))
     spaces = tuple(_space(space) for space in content.pop("spaces", ()))
     dense = tuple(content.pop("dense", ()))
+    targets = parse_targets(content.pop("targets", {}))
     texts = [content.get("label"), *dense, *(text for column in columns for text in vars(column).values())]
     numbers = [content.get("rows"), *(n for space in spaces for n in _numbers(space))]
     if not all(isinstance(text, str) for text in [*texts, *(space.name for space in spaces)]):
         raise TypeError("a name in the schema is not text")
     if not all(type(number) is int for number in numbers):
         raise TypeError("an id or a number of ids in the schema is not an integer")
-    return Schema(dense=dense, columns=columns, spaces=spaces, **content)
+    return Schema(dense=dense, columns=columns, spaces=spaces, targets=targets, **content)
 
 
 def _space(content: Any) -> Space:

@@ -21,6 +21,7 @@ from hostdev.core.errors import UserError, raise_if_transient
 from hostdev.data import ragged
 from hostdev.data.manifest import Manifest, Shard, shard_schema
 from hostdev.data.rows import Piece
+from hostdev.data.targets import find_wrong
 from hostdev.kernels.buffers import scratch
 from hostdev.kernels.lookup import first_outside
 
@@ -121,11 +122,11 @@ class ShardFiles:
                     row = int(np.searchsorted(offsets, position, "right")) - 1
                     raise outside(first + row, name, values[position])
         for first, piece in _numbered(pieces):
-            wrong = np.flatnonzero((piece.label != 0) & (piece.label != 1))
-            if len(wrong):
+            if found := find_wrong(piece.label, piece.weight, schema.labels, schema.targets):
+                column, fault, at, values = found
                 raise UserError(
-                    f"shard {path}, row {first + wrong[0]}: label {piece.label[wrong[0]]} is not 0 or 1; "
-                    "preprocess the data again"
+                    f"shard {path}, row {first + at[0]}, {column}: {values[at[0]]} is {fault}; preprocess the data "
+                    "again"
                 )
 
 
@@ -158,7 +159,9 @@ def piece_of(batch: pa.RecordBatch, found: Manifest) -> Piece:
     for name in schema.bags:
         column = batch[f"bag:{name}"]
         bags[name] = as_numpy(inside(column)), ragged.offsets_of(np.diff(as_numpy(column.offsets)))
-    return Piece(as_numpy(batch["label"]), dense, ids, bags)
+    label = as_numpy(inside(batch["label"])).reshape((n, len(schema.labels)) if schema.targets.more else n)
+    weight = None if schema.targets.weight is None else as_numpy(batch["weight"])
+    return Piece(label, dense, ids, bags, weight)
 
 
 def inside(array: Any) -> Any:

@@ -183,6 +183,7 @@ def train(
         ranks=ranks,
         layout=layout,
         sample=batches[0],
+        schema=schema,
     )
     for group in trainer.runtime.group_specs:
         names.append([(table.name, ["weights", *table.slots]) for table in group.tables])

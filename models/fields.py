@@ -17,6 +17,15 @@ from hostdev.runtime.spec import Bag, Feature
 FIELDS = "fields"
 
 
+def require_single_label(schema: Schema, model: str) -> None:
+    """Raise UserError if the data has several labels, and the model predicts a single one."""
+    if schema.targets.more:
+        raise UserError(
+            f"{model} predicts one label, but the data has {len(schema.labels)}: {', '.join(schema.labels)}; use "
+            "--model mmoe or shared_bottom, or preprocess the data with one --label"
+        )
+
+
 def bag_feature(column: str) -> str:
     """Return the name of a bag's feature, which differs from FIELDS."""
     return f"bag:{column}"

@@ -55,7 +55,7 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def forward(self, dense: Tensor, rows: Rows) -> Tensor:
-        """Return logits float32 [B].
+        """Return logits float32 [B], or [B, labels] if the schema has several labels; predictions for numeric labels.
 
         Args:
             dense: float32 [B, nd].

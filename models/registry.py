@@ -18,6 +18,8 @@ NAMES: dict[str, str] = {
     "deepfm": "hostdev.models.deepfm.network:DeepFM",
     "dlrm": "hostdev.models.dlrm.network:DLRM",
     "dcn": "hostdev.models.dcn.network:DCN",
+    "shared_bottom": "hostdev.models.shared_bottom.network:SharedBottom",
+    "mmoe": "hostdev.models.mmoe.network:MMoE",
 }
 
 

@@ -6,6 +6,7 @@ and the options.
 """
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -144,9 +145,14 @@ class _Build:
         total = sum(rows.values())
         if total == 0:
             raise UserError("the input has no rows")
-        rule = self._source.options().get("positive")
-        if rule is not None and self._earlier is None and not any(sum(fact.positives) for fact in self._facts):
-            raise UserError(f"none of the {total} labels is positive by --positive {rule}; give another rule")
+        options = self._source.options()
+        for k, name in enumerate(self._layout.labels):
+            rule = options.get("positives", {}).get(name, options.get("positive"))
+            if rule is None or self._earlier is not None or name in self._layout.targets.numeric:
+                continue
+            if not any(each[k] for fact in self._facts for each in fact.labels):
+                of = f" {name!r}" if self._layout.targets.more else ""
+                raise UserError(f"none of the {total} labels{of} is positive by --positive {rule}; give another rule")
         for split, count in rows.items():
             if count == 0 and (split != "test" or self._options.test_fraction != 0):
                 by_column = "--{0}-column or --{0}-after".format("validation" if split == "validation" else "test")
@@ -267,7 +273,6 @@ class _Build:
                 for line in Piece(path).rejected() if fact.rejected else ():
                     file.write(f"{line.file}\t{line.line}\t{line.reason}\t{line.text}\n")
         vocabulary = folder / VOCABULARY_FILE if self._hashed is None else None
-        positives = self._by_split(lambda fact, i: fact.positives[i])
         manifest = Manifest(
             schema=schema,
             id_type=schema.id_type,
@@ -285,7 +290,7 @@ class _Build:
             statistics={
                 "rows": rows,
                 "rejected": sum(fact.rejected for fact in self._facts),
-                "label_mean": {split: found / max(1, rows[split]) for split, found in positives.items()},
+                **self._label_means(rows),
                 **scaling.statistics(),
                 **uses,
                 **self._bag_values(),
@@ -313,6 +318,15 @@ class _Build:
     def _by_split(self, of: Callable[[Facts, int], float]) -> dict[str, float]:
         """Return the sum over pieces by split."""
         return {split: sum(of(fact, i) for fact in self._facts) for i, split in enumerate(self._splits)}
+
+    def _label_means(self, rows: dict[str, int]) -> dict[str, Any]:
+        """Return the mean of the first label by split, and by label those of further labels."""
+        means = {}
+        for k, name in enumerate(self._layout.labels):
+            sums = {split: math.fsum(fact.labels[i][k] for fact in self._facts) for i, split in enumerate(self._splits)}
+            means[name] = {split: found / max(1, rows[split]) for split, found in sums.items()}
+        first, *more = self._layout.labels
+        return {"label_mean": means[first], **({"label_means": {name: means[name] for name in more}} if more else {})}
 
     def _bag_values(self) -> dict[str, Any]:
         bags = enumerate(self._layout.bags)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,11 @@ from hostdev.data.preprocess.stored import (
     wrong_values,
 )
 from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
+from hostdev.data.targets import columns_of
 
 _NO_CHECKSUM = "no checksum recorded"
 _SHOWN = 40  # characters shown of a value
-_CLOSE = 1e-9  # tolerance for shares that differ only by the order of a sum
+_CLOSE = 1e-9  # relative tolerance for means that differ only by the order of a sum
 
 
 class DamagedDataError(UserError):
@@ -68,7 +70,7 @@ class Totals:
 
     known: bool = True
     rows: int = 0
-    positive: int = 0
+    labels: list[float] = field(default_factory=list)  # the sum of each label's values
     uses: int = 0
     out: int = 0
     bags: dict[str, int] = field(default_factory=dict)
@@ -76,8 +78,9 @@ class Totals:
     def add(self, other: "Totals") -> None:
         """Add the sums over other rows."""
         self.known = self.known and other.known
-        for name in ("rows", "positive", "uses", "out"):
+        for name in ("rows", "uses", "out"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.labels = [a + b for a, b in zip_longest(self.labels, other.labels, fillvalue=0.0)]
         for name, values in other.bags.items():
             self.bags[name] = self.bags.get(name, 0) + values
 
@@ -250,7 +253,8 @@ def _check_shard(folder: Path, found: Manifest, shard: Shard, counter: Counter |
 
 def _add_part(totals: Totals, part: Part, found: Manifest, counter: Counter | None) -> None:
     totals.rows += len(part.label)
-    totals.positive += int(part.label.sum(dtype=np.float64))
+    sums = [float(values.sum(dtype=np.float64)) for values in columns_of(part.label)]
+    totals.labels = [a + b for a, b in zip_longest(totals.labels, sums, fillvalue=0.0)]
     for ids in (part.ids.ravel(), *(values for values, _ in part.bags.values())):
         totals.uses += len(ids)
         totals.out += int((ids < found.schema.first_value).sum())
@@ -260,6 +264,15 @@ def _add_part(totals: Totals, part: Part, found: Manifest, counter: Counter | No
         totals.bags[name] = totals.bags.get(name, 0) + len(values)
 
 
+def _label_means(found: Manifest, recorded: dict[str, Any], totals: Totals) -> Iterator[tuple[str, Any, float]]:
+    """Yield the name of each label's mean, its values in the statistics by split, and the mean of the rows."""
+    means = [total / max(1, totals.rows) for total in totals.labels or [0.0] * len(found.schema.labels)]
+    yield "label_mean", recorded.get("label_mean"), means[0]
+    for name, mean in zip(found.schema.targets.more, means[1:], strict=True):
+        more = recorded.get("label_means")
+        yield f"label_means of {name!r}", more.get(name) if isinstance(more, dict) else None, mean
+
+
 def _wrong_statistics(found: Manifest, split: str, totals: Totals) -> Iterator[str]:
     """Iterate over findings about statistics of a split that differ from its rows."""
     if not totals.known:
@@ -267,7 +280,7 @@ def _wrong_statistics(found: Manifest, split: str, totals: Totals) -> Iterator[s
     recorded = found.statistics
     expected: list[tuple[str, Any, float]] = [
         ("rows", recorded.get("rows"), totals.rows),
-        ("label_mean", recorded.get("label_mean"), totals.positive / max(1, totals.rows)),
+        *_label_means(found, recorded, totals),
         ("out_of_vocabulary", recorded.get("out_of_vocabulary"), totals.out / max(1, totals.uses)),
         *(
             (f"bag_values of {name!r}", recorded["bag_values"][name], totals.bags.get(name, 0))
@@ -277,14 +290,15 @@ def _wrong_statistics(found: Manifest, split: str, totals: Totals) -> Iterator[s
     for what, given, right in expected:
         value = given.get(split) if isinstance(given, dict) else None
         is_number = isinstance(value, int | float) and abs(value) < 2**63
-        if value is None or not is_number or not abs(value - right) <= _CLOSE:
+        if value is None or not is_number or not abs(value - right) <= _CLOSE * max(1, abs(right)):
             shown = printable(str(value), _SHOWN)
             yield f"{what} of the {split} rows is {shown} in the statistics, but {right} in the rows"
 
 
 def _find_extra_files(folder: Path, found: Manifest) -> Iterator[Path]:
     """Iterate over files in a data set's folder that do not belong to it."""
-    own = {manifest.FILE_NAME, REJECTED_FILE, found.vocabulary, *(shard.file for shard in [*found.train, *found.test])}
+    shards = (shard.file for split in found.splits for shard in found.shards(split))
+    own = {manifest.FILE_NAME, REJECTED_FILE, found.vocabulary, *shards}
     for path in sorted(folder.rglob("*")):
         if not path.is_dir() and path.relative_to(folder).as_posix() not in own:
             yield path

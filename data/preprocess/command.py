@@ -34,25 +34,45 @@ def summary(manifest: Manifest, out: Path, seconds: float) -> str:
     """Return the command's output: sizes, and notes on labels and malformed lines."""
     statistics = manifest.statistics
     rows = statistics["rows"]
-    shares = statistics["label_mean"]
     more = f", {rows['validation']:,} validation" if "validation" in rows else ""
     lines = [
         f"{out}: {rows['train']:,} training{more} and {rows['test']:,} test rows in "
         f"{sum(len(manifest.shards(split)) for split in manifest.splits)} shards, {manifest.vocabulary_size:,} ids, "
-        f"labels {shares['train']:.1%} positive, {seconds:.1f} s"
+        f"{_labels(manifest, 'train')}, {seconds:.1f} s"
     ]
     lines += growth(manifest)
     for bag, values in statistics.get("bag_values", {}).items():
         lines.append(f"{bag}: {values['train'] / rows['train']:.1f} values a training row")
     lines += advice.lines(statistics)
-    for split, share in shares.items():
-        if share in (0, 1) and rows[split]:
-            what = "nothing can be learned from them" if split == "train" else "their AUC is undefined"
-            lines.append(f"all labels of the {split} rows are {share:.0f}: {what}")
+    for name, means in _label_means(manifest).items():
+        of = f"all labels {name!r}" if manifest.schema.targets.more else "all labels"
+        for split, share in means.items():
+            if share in (0, 1) and rows[split] and name not in manifest.schema.targets.numeric:
+                what = "nothing can be learned from them" if split == "train" else "their AUC is undefined"
+                lines.append(f"{of} of the {split} rows are {share:.0f}: {what}")
     if statistics["rejected"]:
         what = counted(statistics["rejected"], "row")
         lines.append(f"{what} could not be read: {out / REJECTED_FILE} has each with its file, line and reason")
     return "\n".join(lines)
+
+
+def _label_means(manifest: Manifest) -> dict[str, dict[str, float]]:
+    """Return the labels' means by label and split."""
+    statistics = manifest.statistics
+    return {manifest.schema.label: statistics["label_mean"], **statistics.get("label_means", {})}
+
+
+def _labels(manifest: Manifest, split: str) -> str:
+    """Return the labels' means in a split as text."""
+    schema = manifest.schema
+    each = []
+    for name, means in _label_means(manifest).items():
+        of = f" {name!r}" if schema.targets.more else ""
+        mean = means[split]
+        each.append(
+            f"labels{of} {mean:.4g} on average" if name in schema.targets.numeric else f"labels{of} {mean:.1%} positive"
+        )
+    return ", ".join(each)
 
 
 def run(arguments: argparse.Namespace) -> None:

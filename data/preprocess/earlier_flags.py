@@ -53,9 +53,13 @@ def columns(given: Mapping[str, Any], earlier: Earlier) -> dict[str, Any]:
     from the earlier data set; the order of names does not matter.
     """
     options = earlier.found.options
+    targets = earlier.schema.targets
     there = {
-        "label": options["label"],
+        "labels": earlier.schema.labels,
+        "numeric_labels": targets.numeric,
+        "weight": targets.weight,
         "positive": options.get("positive"),
+        "positives": options.get("positives", {}),
         "numeric": tuple(options.get("numeric", ())),
         "categorical": tuple(options.get("categorical", ())),
         "bags": tuple((name, options["bags"][name]) for name in earlier.schema.bags),
@@ -69,7 +73,12 @@ def columns(given: Mapping[str, Any], earlier: Earlier) -> dict[str, Any]:
     }
     for name, value in given.items():
         if value and not _is_same(value, there[name]):
-            flag = {"bags": "bag", "features": "padding or --last"}.get(name, name)
+            flag = {
+                "bags": "bag",
+                "features": "padding or --last",
+                "labels": "label",
+                "numeric_labels": "task regression --label",
+            }.get(name, name)
             shown = _shown(there[name]) or "none"
             raise UserError(f"--{flag} {_shown(value)}: {earlier.folder} has {shown}; {_SAME}")
     return there

@@ -74,7 +74,9 @@ class Earlier:
         """Raise UserError unless new rows have the same columns, scaling and kind of ids."""
         mine, theirs = self.schema, source.layout
         for what, here, there in (
-            ("label", theirs.label, mine.label),
+            ("labels", ", ".join(theirs.labels), ", ".join(mine.labels)),
+            ("labels of --task regression", ", ".join(theirs.targets.numeric), ", ".join(mine.targets.numeric)),
+            ("--weight", theirs.targets.weight, mine.targets.weight),
             ("numeric columns", ", ".join(theirs.dense), ", ".join(mine.dense)),
             ("columns with ids", _listed(theirs.columns), _listed(mine.columns)),
             ("--dense", dense, self.found.options["dense"]),

@@ -21,10 +21,11 @@ from hostdev.data.manifest import Manifest
 from hostdev.data.manifest_values import check_learned
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import criteo, scaling
-from hostdev.data.preprocess.columns import Positive, WrongValueError
+from hostdev.data.preprocess.columns import WrongValueError
 from hostdev.data.preprocess.dense import LARGEST
 from hostdev.data.preprocess.forms import Written
 from hostdev.data.preprocess.known import Vocabulary, written_by_space
+from hostdev.data.preprocess.labels import Labels
 from hostdev.data.preprocess.naming import listed
 from hostdev.data.preprocess.raw import Layout
 from hostdev.data.preprocess.reading import all_readings
@@ -64,11 +65,11 @@ class Encoding:
         of = scaled, self.schema.dense, scaling.own(data.options)
         self._scaling = scaling.fixed(*of, data.statistics, signed=not self.is_criteo)
         self._most = scaling.largest(*of, data.statistics)
-        names = (self.schema.label, *self.schema.dense, *(column.name for column in self.schema.columns))
+        names = (*self.schema.labels, *self.schema.dense, *(column.name for column in self.schema.columns))
         self._readings = all_readings({} if self.is_criteo else data.options, names)
         self._sources = {name: reading.column or name for name, reading in self._readings.items()}
-        rule = data.options.get("positive")
-        self._positive = Positive.parse(rule) if rule is not None else None
+        rules = data.options.get("positive"), data.options.get("positives", {})
+        self._labels = Labels(self.schema.labels, self.schema.targets, *rules, self._readings)
         self._spaces = {space.name: space for space in self.schema.spaces}
         self._path = vocabulary
         self._type = np.dtype(data.id_type)
@@ -81,7 +82,9 @@ class Encoding:
             columns = self.schema.columns
             ids, bags = (tuple(column for column in columns if column.kind == kind) for kind in ("id", "bag"))
             hashed = criteo.LAYOUT.hashed if self.is_criteo else None
-            return HashBuckets(buckets, Layout(self.schema.label, self.schema.dense, ids, bags, hashed))
+            return HashBuckets(
+                buckets, Layout(self.schema.label, self.schema.dense, ids, bags, hashed, targets=self.schema.targets)
+            )
         assert self._path is not None
         return Vocabulary(self._path, self._data)
 
@@ -117,8 +120,13 @@ class Encoding:
         """The out-of-vocabulary share of training values by id space; empty if ids are hashed."""
         return {} if isinstance(self._known, HashBuckets) else self._known.rates
 
+    @property
+    def label_columns(self) -> list[str]:
+        """The names of the columns with labels."""
+        return list(map(self._labels.column, self.schema.labels))
+
     def columns(self) -> list[str]:
-        """Return the names of the required columns, without the label."""
+        """Return the names of the required columns, without the labels."""
         names = (*self.schema.dense, *(column.name for column in self.schema.columns))
         return list(dict.fromkeys(self._sources[name] for name in names))
 
@@ -146,7 +154,7 @@ class Encoding:
                 raise WrongRowError(error.row, column, str(error)) from None
             if len(large := np.flatnonzero(np.abs(numbers[:, i]) > self._most[i])):
                 raise WrongRowError(int(large[0]), column, f"{numbers[large[0], i]:g} is too large a number")
-        return self._encoded(rows, np.full(len(rows), np.nan, np.float32), numbers)
+        return self._encoded(rows, self._no_labels(len(rows)), numbers)
 
     def encode_readable(self, rows: pa.RecordBatch) -> tuple[Batch, Ids]:
         """Encode the rows with readable numbers; return the batch and the rows' ascending indices, int64 [m].
@@ -154,10 +162,7 @@ class Encoding:
         Missing or unreadable labels are NaN. Raises as `encode` does, except for numbers and labels.
         """
         self._require_types(rows)
-        label = np.full(len(rows), np.nan, np.float32)
-        if self.schema.label in rows.schema.names:
-            found = self._readings[self.schema.label].label(_plain(rows[self.schema.label]))
-            label = arrow.labels_where_readable(found, self._positive)
+        label = self._labels.read(lambda name: _plain(rows[name]), len(rows), rows.schema.names)
         numbers = np.empty((len(rows), len(self.schema.dense)))
         unreadable = np.zeros(len(rows), np.bool_)
         for i, name in enumerate(self.schema.dense):
@@ -244,7 +249,10 @@ class Encoding:
         if ids is None:
             return None
         ids = np.ascontiguousarray(ids.T.astype(self._type))
-        return Batch(np.full(n, np.nan, np.float32), self._scaling.transform(dense), ids, {})
+        return Batch(self._no_labels(n), self._scaling.transform(dense), ids, {})
+
+    def _no_labels(self, n: int) -> npt.NDArray[np.float32]:
+        return np.full((n, len(self.schema.labels)) if self.schema.targets.more else n, np.nan, np.float32)
 
     @cached_property
     def _has_own_numbers(self) -> bool:

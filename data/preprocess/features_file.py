@@ -8,11 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from hostdev.core.errors import UserError, in_words
+from hostdev.data.preprocess.flags import TASKS
 from hostdev.data.preprocess.naming import listed, short
 from hostdev.data.preprocess.reading import DECIMALS, ENDS, Reading
 from hostdev.data.preprocess.scaling import Scaled
 
-_TOP = {"label": str, "positive": str, "missing": list, "decimal": str, "features": dict}
+_TOP = {
+    "label": str,
+    "labels": dict,
+    "task": str,
+    "weight": str,
+    "positive": str,
+    "missing": list,
+    "decimal": str,
+    "features": dict,
+}
+_LABEL = {"task": str, "positive": str, "column": str, "missing": list}
 _ANY = {"kind": str, "column": str, "missing": list}
 _IDS = {**_ANY, "share": str, "threshold": int, "buckets": int}
 _KINDS: dict[str, dict[str, type]] = {
@@ -55,20 +66,52 @@ def read_features(path: Path) -> FeaturesFile:
         by_kind[settings["kind"]].append(name)
     if content.get("decimal", ".") not in DECIMALS:
         raise UserError(f"{where}: decimal is one of {' '.join(DECIMALS)}, not {content['decimal']!r}")
-    given = {name: content[name] for name in _TOP if name in content and name != "features"}
+    given = {name: content[name] for name in _TOP if name in content and name not in ("features", "labels")}
     if "missing" in given:
         given["missing"] = tuple(given["missing"])
+    if "label" in given:
+        given["label"] = (given["label"],)
+    labels = _labels(where, content)
+    read = {**labels.pop("readings"), **{name: one["reading"] for name, one in parsed.items()}}
     roles = {
         **given,
+        **labels,
         "numeric": tuple(by_kind["numeric"]),
         "categorical": tuple(by_kind["categorical"]),
         "bags": tuple((name, parsed[name].get("separator")) for name in by_kind["bag"]),
         "share": tuple((name, one["share"]) for name, one in parsed.items() if "share" in one),
-        "features": {name: one["reading"] for name, one in parsed.items() if one["reading"] != Reading()},
+        "features": {name: one for name, one in read.items() if one != Reading()},
         "thresholds": {name: one["threshold"] for name, one in parsed.items() if "threshold" in one},
         "scaling": {name: one["scaled"] for name, one in parsed.items() if one["scaled"] != Scaled()},
     }
-    return FeaturesFile(roles, frozenset(given))
+    return FeaturesFile(roles, frozenset(given) | ({"label"} if "labels" in content else frozenset()))
+
+
+def _labels(where: str, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Check `task` and [labels.NAME]; return labels, numeric_labels, positives, and readings by label."""
+    settings: dict[str, Any] = content.get("labels", {})
+    if settings and "label" in content:
+        raise UserError(f"{where}: both label and [labels.{next(iter(settings))}] are given; leave one of them out")
+    for name, one in settings.items():
+        if not isinstance(one, dict):
+            raise UserError(f"{where}: write the settings of label {name!r} as [labels.{name}]")
+        _check_keys(f"{where}, label {name!r}", one, _LABEL, " of a label")
+        if one.get("task", content.get("task")) == "regression" and "positive" in one:
+            raise UserError(f"{where}, label {name!r}: positive has no effect on a label of regression; leave it out")
+    for task in [content.get("task"), *(one.get("task") for one in settings.values())]:
+        if task not in (None, *TASKS):
+            raise UserError(f"{where}: task is one of {', '.join(TASKS)}, not {task!r}")
+    names = tuple(settings) or ((content["label"],) if "label" in content else ())
+    tasks = {name: settings.get(name, {}).get("task", content.get("task")) for name in names}
+    return {
+        "labels": tuple(settings),
+        "numeric_labels": tuple(name for name, task in tasks.items() if task == "regression"),
+        "positives": {name: one["positive"] for name, one in settings.items() if "positive" in one},
+        "readings": {
+            name: Reading(column=one.get("column"), missing=tuple(one.get("missing", ())))
+            for name, one in settings.items()
+        },
+    }
 
 
 def _feature(where: str, settings: Any) -> dict[str, Any]:

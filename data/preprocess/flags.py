@@ -6,6 +6,7 @@ from typing import Any
 
 from hostdev.core import cli
 
+TASKS = ("binary", "regression")
 THRESHOLD = 1  # values seen once carry no information; they train the out-of-vocabulary id instead
 
 
@@ -32,7 +33,13 @@ def add_roles(to: argparse.ArgumentParser) -> None:
     def add(flag: str, metavar: str, text: str) -> None:
         to.add_argument(flag, action="append", metavar=metavar, help=text)
 
-    to.add_argument("--label", metavar="NAME", help="the column with the label: 0 or 1, true or false")
+    add("--label", "NAMES", "the column with the label, 0 or 1, true or false; or several columns, separated by commas")
+    to.add_argument(
+        "--task",
+        choices=TASKS,
+        help="binary: predict the probability of a positive label (default); regression: labels are any numbers",
+    )
+    to.add_argument("--weight", metavar="NAME", help="the column with each row's weight in the loss")
     to.add_argument(
         "--positive",
         metavar="RULE",

@@ -16,6 +16,7 @@ from hostdev.data.preprocess.counting import Counter, count_bytes, require_room
 from hostdev.data.preprocess.stored import DamagedError, Part, each_shard, get_size, read_parts, wrong_values
 from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
 from hostdev.data.schema import Space
+from hostdev.data.targets import columns_of
 
 Counts = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.float64]
@@ -51,7 +52,8 @@ class Totals:
     """Totals over the rows of a split, which is divided into PLACES parts, with C dense columns and F columns with ids.
 
     Attributes:
-        positive: Number of rows with label 1 in each part of the split [PLACES].
+        labels: Sum of each label's values in each part of the split [labels, PLACES].
+        squares: Sum of the squares of each label's values [labels].
         rows: Number of rows in each part of the split [PLACES].
         zeros: Number of zeros in each dense column [C].
         sums: Sum of each dense column's scaled numbers [C].
@@ -62,7 +64,8 @@ class Totals:
         seen: For each column, the number of occurrences of ids that training rows use, too [F].
     """
 
-    positive: Counts
+    labels: Numbers
+    squares: Numbers
     rows: Counts
     zeros: Counts
     sums: Numbers
@@ -81,7 +84,8 @@ class Totals:
             return np.zeros(n, np.int64)
 
         return Totals(
-            positive=zeros(PLACES),
+            labels=np.zeros((len(found.schema.labels), PLACES)),
+            squares=np.zeros(len(found.schema.labels)),
             rows=zeros(PLACES),
             zeros=zeros(dense),
             sums=np.zeros(dense),
@@ -98,10 +102,14 @@ class Totals:
             combine = {"low": np.minimum, "high": np.maximum}.get(name, np.add)
             setattr(self, name, combine(getattr(self, name), values))
 
-    @property
-    def label_mean(self) -> float:
-        """The share of positive labels; 0 if there are no rows."""
-        return float(self.positive.sum() / max(1, self.rows.sum()))
+    def label_mean(self, label: int) -> float:
+        """Return the mean of label number `label`, which is the share of positive ones if it is 0 or 1."""
+        return float(self.labels[label].sum() / max(1, self.rows.sum()))
+
+    def label_deviation(self, label: int) -> float:
+        """Return the standard deviation of label number `label`."""
+        square = self.squares[label] / max(1, self.rows.sum())
+        return float(np.sqrt(max(0.0, square - self.label_mean(label) ** 2)))
 
 
 @dataclass(frozen=True)
@@ -189,7 +197,9 @@ def _add_part(
     rows = begin + part.start + np.arange(len(part.label))
     place = rows * PLACES // whole
     totals.rows += np.bincount(place, minlength=PLACES)
-    totals.positive += np.bincount(place[part.label == 1], minlength=PLACES)
+    for i, values in enumerate(columns_of(part.label)):
+        totals.labels[i] += np.bincount(place, values, minlength=PLACES)
+        totals.squares[i] += np.square(values, dtype=np.float64).sum()
     if found.schema.dense:
         totals.zeros += (part.dense == 0).sum(axis=0)
         totals.sums += part.dense.sum(axis=0, dtype=np.float64)

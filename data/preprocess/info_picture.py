@@ -54,23 +54,33 @@ def _draw_labels(axes: Any, info: Information) -> None:
     train = info.totals["train"]
     has = train.rows > 0
     place = (np.flatnonzero(has) + 0.5) / PLACES
-    mean = train.positive[has] / train.rows[has]
-    whole = train.label_mean
-    chance = _DEVIATIONS * np.sqrt(whole * (1 - whole) / train.rows[has])
-    low, high = np.maximum(0, whole - chance), np.minimum(1, whole + chance)
-    axes.fill_between(place, low, high, color="grey", alpha=0.15, linewidth=0, label="95% by chance alone")
-    axes.plot(place, mean, color=_COLORS["train"], marker=".", linewidth=1, label=f"training, in {has.sum()} parts")
-    for split in info.found.splits:
-        name = "training" if split == "train" else split
-        if not info.found.rows(split):
-            continue
-        share = info.totals[split].label_mean
-        axes.axhline(share, color=_COLORS[split], linestyle="--", linewidth=1, label=f"{name}: {share:.2%}")
+    schema = info.found.schema
+    are_shares = not schema.targets.numeric
+    for number, label in enumerate(schema.labels):
+        of = f"{label}, " if schema.targets.more else ""
+        color = _COLORS["train"] if not number else f"C{number + 3}"
+        mean, whole = train.labels[number, has] / train.rows[has], train.label_mean(number)
+        chance = _DEVIATIONS * train.label_deviation(number) / np.sqrt(train.rows[has])
+        low, high = whole - chance, whole + chance
+        if are_shares:
+            low, high = np.maximum(0, low), np.minimum(1, high)
+        axes.fill_between(
+            place, low, high, color="grey", alpha=0.15, linewidth=0, label="95% by chance alone" if not number else None
+        )
+        axes.plot(place, mean, color=color, marker=".", linewidth=1, label=f"{of}training, in {has.sum()} parts")
+        for split in info.found.splits:
+            name = "training" if split == "train" else split
+            if not info.found.rows(split):
+                continue
+            share = info.totals[split].label_mean(number)
+            shown = f"{of}{name}: {share:{'.2%' if label not in schema.targets.numeric else '.4g'}}"
+            axes.axhline(share, color=_COLORS[split], linestyle="--", linewidth=1, label=shown)
     axes.set(xlabel="position in the training rows", ylabel="label mean", xlim=(0, 1))
-    bottom, above = axes.get_ylim()
-    axes.set_ylim(max(0, bottom), min(1, above))
+    if are_shares:
+        bottom, above = axes.get_ylim()
+        axes.set_ylim(max(0, bottom), min(1, above))
+        _percent(axes.yaxis)
     _percent(axes.xaxis)
-    _percent(axes.yaxis)
     axes.grid(alpha=0.3)
 
 

@@ -23,11 +23,15 @@ def format_lines(info: Information) -> Iterator[str]:
     )
     yield from growth(found)
     yield ""
-    yield f"{'split':<8}{'rows':>16}{'shards':>9}{'on disk':>12}{'label mean':>13}"
+    labels = found.schema.labels
+    titles = ["label mean"] if len(labels) == 1 else [f"mean of {label}" for label in labels]
+    titles = [f"{title:>{max(13, len(title) + 2)}}" for title in titles]
+    yield f"{'split':<8}{'rows':>16}{'shards':>9}{'on disk':>12}" + "".join(titles)
     for split in found.splits:
-        mean = f"{info.totals[split].label_mean:.2%}" if found.rows(split) else _NO_FIGURE
+        shown = [f"{_label_mean(info, split, number):>{len(title)}}" for number, title in enumerate(titles)]
         yield (
-            f"{split:<8}{found.rows(split):>16,}{len(found.shards(split)):>9,}{format_bytes(info.nbytes[split]):>12}{mean:>13}"
+            f"{split:<8}{found.rows(split):>16,}{len(found.shards(split)):>9,}{format_bytes(info.nbytes[split]):>12}"
+            + "".join(shown)
         )
     if found.schema.dense:
         yield ""
@@ -35,6 +39,13 @@ def format_lines(info: Information) -> Iterator[str]:
     if found.schema.columns:
         yield ""
         yield from _features(info)
+
+
+def _label_mean(info: Information, split: str, label: int) -> str:
+    if not info.found.rows(split):
+        return _NO_FIGURE
+    schema, mean = info.found.schema, info.totals[split].label_mean(label)
+    return f"{mean:.4g}" if schema.labels[label] in schema.targets.numeric else f"{mean:.2%}"
 
 
 def _numeric(info: Information) -> Iterator[str]:

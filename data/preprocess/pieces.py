@@ -24,6 +24,7 @@ from hostdev.data.preprocess.raw import Layout, Place, RawRows
 from hostdev.data.preprocess.rejected import Rejected, read_rejected
 from hostdev.data.preprocess.vocabulary import HashBuckets
 from hostdev.data.preprocess.writer import write_arrow
+from hostdev.data.targets import columns_of
 from hostdev.kernels.cardinality import Sample, draw_sample, estimate, join, make_registers, total
 from hostdev.kernels.columns import narrowed
 from hostdev.kernels.strings import hash_texts
@@ -38,7 +39,7 @@ class Facts:
 
     Attributes:
         rows: Number of rows by split.
-        positives: Number of rows with label 1 by split.
+        labels: Sums of the labels' values by split and label.
         missing: Number of missing values by split and column, numeric columns first.
         bag_values: Number of values by split and bag.
         lines: Number of input rows, including malformed ones.
@@ -50,7 +51,7 @@ class Facts:
     """
 
     rows: tuple[int, ...]
-    positives: tuple[int, ...]
+    labels: tuple[tuple[float, ...], ...]
     missing: tuple[tuple[int, ...], ...]
     bag_values: tuple[tuple[int, ...], ...]
     lines: int
@@ -67,17 +68,18 @@ class Facts:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
         """Parse the result of `as_json`; raise ValueError, TypeError or KeyError if it is malformed."""
-        by_split = ("rows", "positives", "missing", "bag_values")
-        counts = [n for name in ("rows", "positives", "end") for n in content[name]]
+        by_split = ("rows", "labels", "missing", "bag_values")
+        counts = [n for name in ("rows", "end") for n in content[name]]
         counts += [n for name in ("missing", "bag_values") for each in content[name] for n in each]
         counts += [content[name] for name in ("lines", "rejected", "size")]
         if not all(type(n) is int and 0 <= n < 2**63 for n in counts) or not isinstance(content["checksum"], str):
             raise ValueError("a count or the checksum is invalid")
         if len({len(content[name]) for name in by_split}) > 1 or len(content["end"]) != 2:
             raise ValueError("a field does not have a value for each split")
-        counted = {name: tuple(content[name]) for name in ("rows", "positives")}
-        lists = {name: tuple(map(tuple, content[name])) for name in ("missing", "bag_values")}
-        return cls(**{**content, **counted, **lists, "end": Place(*content["end"])})
+        if not all(type(value) in (int, float) for each in content["labels"] for value in each):
+            raise ValueError("a sum of labels is not a number")
+        lists = {name: tuple(map(tuple, content[name])) for name in ("labels", "missing", "bag_values")}
+        return cls(**{**content, **lists, "rows": tuple(content["rows"]), "end": Place(*content["end"])})
 
 
 class Piece:
@@ -94,7 +96,11 @@ class Piece:
 
     def __len__(self) -> int:
         """Return the number of rows."""
-        return len(self._record["label"].values)
+        return len(self._record["label 0"].values)
+
+    def labels(self, count: int) -> list[Array]:
+        """Return the values of each of `count` labels."""
+        return [self.array(f"label {i}") for i in range(count)]
 
     def keys(self, space: int) -> Array | pa.LargeStringArray:
         """Return the values of id space number `space`: integers or texts."""
@@ -116,10 +122,16 @@ def write_piece(
     """
     part = rows.take(np.argsort(splits, kind="stable"))
     n = tuple(np.bincount(splits, minlength=count).tolist())
-    label = part.label.astype(np.uint8)
+    labels = [
+        column.astype(np.uint8) if name not in layout.targets.numeric else column
+        for name, column in zip(layout.labels, columns_of(part.label), strict=True)
+    ]
     values = [_sums(lengths, n) for _, lengths in part.bags]
     ends = [n] * len(layout.ids) + values  # for each column with ids: numbers of values by split
-    content: dict[str, Any] = {"label": label, "numbers": narrowed(part.numbers.ravel())}
+    content: dict[str, Any] = {f"label {i}": np.ascontiguousarray(column) for i, column in enumerate(labels)}
+    content["numbers"] = narrowed(part.numbers.ravel())
+    if part.weight is not None:
+        content["weight"] = part.weight
     content |= {f"lengths {i}": lengths for i, (_, lengths) in enumerate(part.bags)}
     if hashed is not None:
         ids, bags = hashed.encode(part)
@@ -135,7 +147,7 @@ def write_piece(
     content |= rows.rejected.columns()
     facts = {
         "rows": n,
-        "positives": _sums(label, n),
+        "labels": tuple(zip(*(_label_sums(column, n) for column in labels), strict=True)),
         "missing": tuple(zip(*missing, strict=True)) if missing else ((),) * count,
         "bag_values": tuple(zip(*values, strict=True)) if values else ((),) * count,
         "rejected": len(rows.rejected),
@@ -242,6 +254,15 @@ def _sums(values: Array, lengths: tuple[int, ...]) -> tuple[int, ...]:
     ends = np.cumsum(lengths).tolist()
     starts = [0, *ends[:-1]]
     return tuple(int(values[a:b].sum(dtype=np.int64)) for a, b in zip(starts, ends, strict=True))
+
+
+def _label_sums(values: Array, lengths: tuple[int, ...]) -> tuple[float, ...]:
+    """Return the sums of a label's values in consecutive parts of these lengths; integers if all values are 0 or 1."""
+    if values.dtype == np.uint8:
+        return _sums(values, lengths)
+    ends = np.cumsum(lengths).tolist()
+    starts = [0, *ends[:-1]]
+    return tuple(float(values[a:b].sum(dtype=np.float64)) for a, b in zip(starts, ends, strict=True))
 
 
 def _narrow(codes: Array, size: int) -> Array:

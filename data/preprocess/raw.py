@@ -12,6 +12,7 @@ from hostdev.data import ragged
 from hostdev.data.preprocess.rejected import RejectedLines
 from hostdev.data.preprocess.scaling import Scaled
 from hostdev.data.schema import Column
+from hostdev.data.targets import SINGLE_LABEL, Targets
 
 Bags = tuple[tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]], ...]
 
@@ -27,6 +28,7 @@ class Layout:
         hashed: The hash key of each id space if values are hashed; None: its name.
         thresholds: By id space, a threshold of its own for the vocabulary.
         scaling: By numeric column, a scaling of its own.
+        targets: Further labels, labels that can be any number, and the column of weights.
     """
 
     label: str
@@ -36,6 +38,12 @@ class Layout:
     hashed: tuple[str | int, ...] | None = None
     thresholds: Mapping[str, int] = field(default_factory=dict)
     scaling: Mapping[str, Scaled] = field(default_factory=dict)
+    targets: Targets = SINGLE_LABEL
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of all labels."""
+        return (self.label, *self.targets.more)
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -63,7 +71,7 @@ class RawRows:
     A key represents a value of the column's id space: the value itself, its hash, or its number in `texts`.
     """
 
-    label: npt.NDArray[np.float32]  # [n], 0 or 1
+    label: npt.NDArray[np.float32]  # [n], or [n, labels] if there are several
     numbers: npt.NDArray[np.float64]  # [n, numeric columns], NaN where missing
     keys: npt.NDArray[np.int64]  # [n, columns with one id per row]
     bags: Bags = ()  # for each bag, the concatenated keys of all rows [N] and the rows' lengths [n]
@@ -72,6 +80,7 @@ class RawRows:
     texts: Mapping[str, pa.Array] | None = None  # by id space, the values; keys are indices into them
     missing: Mapping[str, int] = field(default_factory=dict)  # by id space, the key of a missing value
     forms: Mapping[str, frozenset[int]] = field(default_factory=dict)  # by column with ids, how its values are written
+    weight: npt.NDArray[np.float32] | None = None  # [n]; None: all are 1
 
     def __len__(self) -> int:
         """Return n."""
@@ -83,7 +92,15 @@ class RawRows:
         keys = np.empty((self.keys.shape[1], len(rows)), np.int64)
         for i, column in enumerate(keys):
             np.take(self.keys[:, i], rows, out=column)
-        return RawRows(self.label[rows], self.numbers[rows], keys.T, bags, texts=self.texts, missing=self.missing)
+        return RawRows(
+            self.label[rows],
+            self.numbers[rows],
+            keys.T,
+            bags,
+            texts=self.texts,
+            missing=self.missing,
+            weight=None if self.weight is None else self.weight[rows],
+        )
 
 
 class Place(NamedTuple):

@@ -31,7 +31,7 @@ Array = npt.NDArray[Any]
 
 def get_numbers(piece: Piece, columns: int) -> npt.NDArray[np.float64]:
     """Return the numeric columns of a piece, float64 [n, columns]."""
-    return piece.array("numbers").reshape(len(piece.array("label")), columns).astype(np.float64)
+    return piece.array("numbers").reshape(len(piece), columns).astype(np.float64)
 
 
 def learn(
@@ -139,7 +139,9 @@ def build_shard(
 ) -> Rows:
     """Build the rows of a shard, with ids and scaled numbers."""
     n, columns = sum(one.stop - one.start for one in ranges), len(layout.ids)
-    label = np.empty(n, np.float32)
+    several = bool(layout.targets.more)
+    label = np.empty((n, len(layout.labels)), np.float32)
+    weight = None if layout.targets.weight is None else np.empty(n, np.float32)
     dense = np.empty((n, len(layout.dense)), np.float32)
     ids = np.empty((n, columns), schema.id_type)
     bags: list[list[tuple[Array, Array]]] = [[] for _ in layout.bags]
@@ -151,7 +153,10 @@ def build_shard(
         before = sum(fact.rows[:split])
         rows = slice(before + one.start, before + one.stop)
         here = slice(done, done + one.stop - one.start)
-        label[here] = piece.array("label")[rows]
+        for i, values in enumerate(piece.labels(len(layout.labels))):
+            label[here, i] = values[rows]
+        if weight is not None:
+            weight[here] = piece.array("weight")[rows]
         dense[here] = scaling.transform(get_numbers(piece, len(layout.dense))[rows])
         for i, column in enumerate(layout.ids):
             codes = piece.array(f"codes {i}")[rows]
@@ -165,7 +170,8 @@ def build_shard(
         done = here.stop
     joined = (tuple(map(np.concatenate, zip(*bag, strict=True))) for bag in bags)
     named = zip(layout.bags, joined, strict=True)
-    return Rows(label, dense, ids, {bag.name: (values, ragged.offsets_of(lengths)) for bag, (values, lengths) in named})
+    found = {bag.name: (values, ragged.offsets_of(lengths)) for bag, (values, lengths) in named}
+    return Rows(label if several else label[:, 0], dense, ids, found, weight)
 
 
 def out_of_vocabulary(rows: Rows, schema: Schema) -> tuple[list[int], list[int]]:

@@ -18,6 +18,7 @@ from hostdev.data.manifest import Manifest, Shard, shard_schema
 from hostdev.data.rows import Piece
 from hostdev.data.schema import Column, Schema
 from hostdev.data.shard_files import inside, piece_of, types
+from hostdev.data.targets import find_wrong
 from hostdev.kernels.pool import host_threads
 
 T = TypeVar("T")
@@ -34,7 +35,7 @@ class DamagedError(UserError):
         super().__init__(f"{path}: {what}; {REMEDY}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Part(Piece):
     """Consecutive rows of a shard, as views of its memory."""
 
@@ -162,9 +163,10 @@ def wrong_values(part: Part, schema: Schema) -> list[Wrong]:
             allowed = f"{space.oov} or in {space.in_words()}" if space.values else f"{space.oov}"
             first = f"row {part.start + row}: {ids[at[0]]} is not {allowed}"
             found.append(Wrong("id", f"of column {column.name!r} outside its range", len(at), first))
-    at = np.flatnonzero((part.label != 0) & (part.label != 1))
-    if len(at):
-        found.append(Wrong("label", "not 0 or 1", len(at), f"row {part.start + at[0]}: {part.label[at[0]]}"))
+    if wrong := find_wrong(part.label, part.weight, schema.labels, schema.targets):
+        name, fault, at, values = wrong
+        kind = "weight" if name == schema.targets.weight else "label"
+        found.append(Wrong(kind, fault, len(at), f"row {part.start + at[0]}: {values[at[0]]}"))
     finite = np.isfinite(part.dense)
     if not finite.all():
         row, number = np.argwhere(~finite)[0]

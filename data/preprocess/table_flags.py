@@ -13,6 +13,7 @@ from hostdev.data.preprocess.features_file import read_features
 from hostdev.data.preprocess.naming import parse_names
 from hostdev.data.preprocess.reading import Reading
 from hostdev.data.preprocess.table_options import TableOptions
+from hostdev.data.targets import Targets
 
 _ESCAPES = {"\\t": "\t", "tab": "\t"}
 _ROLES = ("numeric", "categorical", "bag", "share", "padding", "last")  # flags that a file of features replaces
@@ -26,14 +27,21 @@ def parse_table_options(arguments: argparse.Namespace, earlier: Earlier | None =
                 raise UserError(f"--{name.replace('_', '-')} {text!r} is not text in UTF-8")
     is_query = arguments.command == "query"  # its text is read by the engine
     what = _roles(arguments)
+    task = what.pop("task")
     if earlier is not None:
         if arguments.features is not None:
             raise UserError("--features has no effect with --vocabulary, which takes the features from that data set")
         what = earlier_flags.columns(what, earlier)
-    elif what["label"] is None:
+        if task is not None and set(what["numeric_labels"]) != set(what["labels"] if task == "regression" else ()):
+            raise UserError(f"--task {task} is not that of {earlier.folder}; leave it out, as --vocabulary keeps it")
+    elif not what["labels"]:
         raise UserError("the following arguments are required: --label")
     else:
         what["decimal"] = what.get("decimal") or "."
+    label, *more = what.pop("labels")
+    what["label"] = label
+    numeric, weight = what.pop("numeric_labels"), what.pop("weight")
+    what["targets"] = Targets(more=tuple(more), numeric=tuple(numeric), weight=weight)
     how = {} if is_query else text_options(arguments)
     for name in ("test_column", "test_after", "validation_column", "validation_after"):
         value = getattr(arguments, name)
@@ -59,7 +67,8 @@ def text_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _roles(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of `TableOptions` on the label, the features, and how their values are read."""
-    named = {"label": arguments.label, "positive": arguments.positive}
+    named = {"label": parse_names(arguments.label), "positive": arguments.positive}
+    named |= {"weight": arguments.weight, "task": arguments.task}
     named |= {"missing": parse_names(arguments.missing), "decimal": arguments.decimal}
     if arguments.features is not None:
         if twice := [name for name in _ROLES if getattr(arguments, name)]:
@@ -68,10 +77,10 @@ def _roles(arguments: argparse.Namespace) -> dict[str, Any]:
         for name in found.given:
             if named[name]:
                 raise UserError(f"--{name} and {name} in {arguments.features} are both given; leave one of them out")
-        return {
-            **{name: value for name, value in named.items() if value or name in ("label", "positive")},
-            **found.roles,
+        kept = {
+            name: value for name, value in named.items() if value or name in ("label", "positive", "weight", "task")
         }
+        return _with_labels({**kept, **found.roles})
     features: dict[str, Reading] = {}
     for text in arguments.padding or ():
         name, value = _pair("--padding", text)
@@ -90,7 +99,7 @@ def _roles(arguments: argparse.Namespace) -> dict[str, Any]:
     for name in features:
         if name not in dict(bags):
             raise UserError(f"--padding and --last are for columns of --bag, but {name!r} is none")
-    return {
+    roles = {
         **named,
         "numeric": parse_names(arguments.numeric),
         "categorical": parse_names(arguments.categorical),
@@ -98,6 +107,14 @@ def _roles(arguments: argparse.Namespace) -> dict[str, Any]:
         "share": tuple(_pair("--share", text) for text in arguments.share or ()),
         "features": features,
     }
+    return _with_labels(roles)
+
+
+def _with_labels(roles: dict[str, Any]) -> dict[str, Any]:
+    """Replace `label` by all labels, and add those that can be any number."""
+    labels = roles.pop("label") or roles.get("labels", ())
+    numeric = labels if roles["task"] == "regression" else roles.get("numeric_labels", ())
+    return {**roles, "labels": labels, "numeric_labels": numeric}
 
 
 def _parse_delimiter(text: str) -> str:

@@ -10,6 +10,7 @@ from hostdev.data.preprocess.raw import Layout
 from hostdev.data.preprocess.reading import Reading
 from hostdev.data.preprocess.scaling import Scaled
 from hostdev.data.schema import Column
+from hostdev.data.targets import SINGLE_LABEL, Targets
 
 TEXT_OPTIONS = {  # on how text files are read, with their flags
     "columns": "--columns",
@@ -31,6 +32,8 @@ _USUAL: dict[str, Any] = {  # what a manifest does not store; without "trimmed",
     "features": {},
     "thresholds": {},
     "scaling": {},
+    "targets": {},
+    "positives": {},
 }
 
 
@@ -61,15 +64,20 @@ class TableOptions:
     features: Mapping[str, Reading] = field(default_factory=dict)  # how single features are read
     thresholds: Mapping[str, int] = field(default_factory=dict)  # by feature with ids, in place of --threshold
     scaling: Mapping[str, Scaled] = field(default_factory=dict)  # by numeric feature, in place of --dense
+    targets: Targets = SINGLE_LABEL  # further labels, labels that can be any number, and weights
+    positives: Mapping[str, str] = field(default_factory=dict)  # by label, in place of `positive`
 
     def __post_init__(self) -> None:
         with_ids = [*self.categorical, *(name for name, _ in self.bags)]
-        names = [self.label, *self.numeric, *with_ids]
+        names = [*self.targets_names(), *self.numeric, *with_ids]
         for name in names:
             if names.count(name) > 1:
                 raise UserError(
-                    f"column {name!r} is named twice among --label, --numeric, --categorical and --bag; name it once"
+                    f"column {name!r} is named twice among --label, --weight, --numeric, --categorical and --bag; name "
+                    "it once"
                 )
+        if self.positive is not None and len(self.targets.numeric) == len(self.labels()):
+            raise UserError("--positive has no effect on labels of --task regression; leave it out")
         if not with_ids:
             raise UserError("no column has ids; name at least one with --categorical or --bag")
         owners = dict(self.share)
@@ -118,10 +126,19 @@ class TableOptions:
             of("bag", (name for name, _ in self.bags)),
             thresholds=self.thresholds,
             scaling=self.scaling,
+            targets=self.targets,
         )
 
+    def labels(self) -> tuple[str, ...]:
+        """Return the names of all labels."""
+        return (self.label, *self.targets.more)
+
+    def targets_names(self) -> tuple[str, ...]:
+        """Return the names of all labels and of the weight, if there is one."""
+        return (*self.labels(), *(() if self.targets.weight is None else (self.targets.weight,)))
+
     def reading(self, name: str) -> Reading:
-        """Return how the values of the label or of a feature are read."""
+        """Return how the values of a label, a weight or a feature are read."""
         own, separator = self.features.get(name, Reading()), dict(self.bags).get(name)
         return own.within(self.missing, self.decimal, separator, trimmed=self.trimmed)
 
@@ -130,8 +147,8 @@ class TableOptions:
         return self.features.get(name, Reading()).column or name
 
     def roles(self) -> tuple[str, ...]:
-        """Return the names of the label and of all features."""
-        return (self.label, *self.numeric, *self.categorical, *(name for name, _ in self.bags))
+        """Return the names of all labels, the weight and all features."""
+        return (*self.targets_names(), *self.numeric, *self.categorical, *(name for name, _ in self.bags))
 
     def used(self) -> tuple[str, ...]:
         """Return the names of all columns that are read."""
@@ -150,5 +167,6 @@ class TableOptions:
         """Return the entry that the manifest stores, without what is as usual."""
         found = {**vars(self), "bags": dict(self.bags), "share": dict(self.share)}
         found["features"] = {name: settings for name, one in self.features.items() if (settings := one.as_json())}
+        found["targets"] = self.targets.as_json()
         found["scaling"] = {name: one.as_json() for name, one in self.scaling.items()}
         return {name: value for name, value in found.items() if name not in _USUAL or value != _USUAL[name]}

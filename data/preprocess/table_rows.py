@@ -15,16 +15,18 @@ import pyarrow.compute as pc
 
 from hostdev.core.errors import UserError
 from hostdev.data.preprocess import columns as arrow
-from hostdev.data.preprocess.columns import Positive, WrongValueError
+from hostdev.data.preprocess.columns import WrongValueError
 from hostdev.data.preprocess.comparing import is_after, is_after_where_readable
 from hostdev.data.preprocess.files import Chunk, TableFile
 from hostdev.data.preprocess.forms import PADDED, each_form
+from hostdev.data.preprocess.labels import Labels, WrongLabelError
 from hostdev.data.preprocess.naming import short
 from hostdev.data.preprocess.raw import Bags, Layout, RawRows, WrongRowError
 from hostdev.data.preprocess.reading import Reading
 from hostdev.data.preprocess.rejected import RejectedLines
 from hostdev.data.preprocess.serving import large_float
 from hostdev.data.preprocess.table_options import TableOptions
+from hostdev.data.targets import columns_of
 from hostdev.kernels.forms import EMPTY, FRACTION, INTEGER, LARGE_FLOAT, TEXT, WHOLE
 from hostdev.kernels.strings import TextMap, hash_texts
 
@@ -76,11 +78,13 @@ class _Read:
     numbers: npt.NDArray[np.float64]
     splits: npt.NDArray[np.uint8] | None
     wrong: Mask
+    weight: npt.NDArray[np.float32] | None
 
     def take(self, places: npt.NDArray[np.int64]) -> "_Read":
         """Return the rows at these indices."""
         splits = None if self.splits is None else self.splits[places]
-        return _Read(self.label[places], self.numbers[places], splits, self.wrong[places])
+        weight = None if self.weight is None else self.weight[places]
+        return _Read(self.label[places], self.numbers[places], splits, self.wrong[places], weight)
 
 
 class RowParser:
@@ -92,8 +96,9 @@ class RowParser:
 
     def __init__(self, options: TableOptions, files: Sequence[TableFile]) -> None:
         self._options, self._files, self._layout = options, files, options.layout()
-        self._positive = None if options.positive is None else Positive.parse(options.positive)
         self._readings = {name: options.reading(name) for name in options.roles()}
+        rules = options.positive, options.positives
+        self._labels = Labels(options.labels(), options.targets, *rules, self._readings)
         self._columns = {name: options.column(name) for name in options.roles()}
         self._owners = dict(options.share)
 
@@ -135,17 +140,15 @@ class RowParser:
                 f"{file.input.name}, column {column!r}: its values, of type {short(file.get_type(column))}, cannot be "
                 f"read ({short(error)}); write them as another type, such as text"
             ) from error
-        return keys.rows(read.label, read.numbers, ids, tuple(bags), rejected, read.splits, forms)
+        return keys.rows(read.label, read.weight, read.numbers, ids, tuple(bags), rejected, read.splits, forms)
 
     def _read(self, rows: _Rows, split: int) -> _Read:
         """Read labels, numbers, and each row's split."""
         options, n = self._options, len(rows.batch)
-        found = self._readings[options.label].label(rows.column(self._columns[options.label]))
-        try:
-            label, wrong = arrow.as_labels(found, self._positive), np.zeros(n, np.bool_)
-        except WrongValueError:
-            label = arrow.labels_where_readable(found, self._positive)
-            wrong = np.isnan(label)
+        label, weight = self._labels.read(rows.column, n), self._labels.weights(rows.column)
+        wrong: Mask = np.logical_or.reduce(list(map(np.isnan, columns_of(label))))
+        if weight is not None:
+            wrong = wrong | np.isnan(weight)
         numbers = np.empty((n, len(options.numeric)))
         for i, name in enumerate(options.numeric):
             numbers[:, i], unread = self._readings[name].numbers_where_readable(rows.column(self._columns[name]))
@@ -163,7 +166,7 @@ class RowParser:
                 splits[later] = number
                 wrong = wrong | unread
         chosen = split or options.split() or options.test_files or options.validation_files
-        return _Read(label, numbers, splits if chosen else None, wrong)
+        return _Read(label, numbers, splits if chosen else None, wrong, weight)
 
     def _rejected(self, file: TableFile, rows: _Rows, places: npt.NDArray[np.int64]) -> RejectedLines:
         """Return the rows at these indices as malformed lines."""
@@ -178,10 +181,9 @@ class RowParser:
 
     def _reason(self, row: _Rows) -> str:
         """Return why a row cannot be read."""
-        options = self._options
-        column = self._columns[options.label]
+        options, column = self._options, ""
         try:
-            arrow.as_labels(self._readings[options.label].label(row.column(column)), self._positive)
+            self._labels.require(row.column)
             for name in options.numeric:
                 column = self._columns[name]
                 self._readings[name].numbers(row.column(column))
@@ -189,6 +191,8 @@ class RowParser:
                 if after is not None:
                     column = after[0]
                     is_after(row.column(column), after[1], _FLAGS[number])
+        except WrongLabelError as error:
+            return f"column {error.column!r}: {error}"
         except WrongValueError as error:
             hint = _NO_NUMBER if column in map(self._columns.get, options.numeric) else ""
             return f"column {column!r}: {error}{hint}"
@@ -252,6 +256,7 @@ class _Keys:
     def rows(
         self,
         label: npt.NDArray[np.float32],
+        weight: npt.NDArray[np.float32] | None,
         numbers: npt.NDArray[np.float64],
         ids: npt.NDArray[np.int64],
         bags: Bags,
@@ -266,4 +271,15 @@ class _Keys:
             seen = self._seen.items()
             by_space = {space: arrow.make_texts(*values.take(np.arange(len(values)))) for space, values in seen}
             missing = {space: int(values.find(*_NOTHING)[0]) for space, values in seen}
-        return RawRows(label, numbers, ids.T, bags, rejected, splits, texts=by_space, missing=missing, forms=forms)
+        return RawRows(
+            label,
+            numbers,
+            ids.T,
+            bags,
+            rejected,
+            splits,
+            texts=by_space,
+            missing=missing,
+            forms=forms,
+            weight=weight,
+        )

@@ -68,13 +68,16 @@ def _text_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _columns(source: AnyInput, options: Mapping[str, Any]) -> list[str] | None:
-    """Return column names for text without a header, without the label if the first line has one value fewer."""
+    """Return column names for text without a header, without labels and weight if the first line lacks their values."""
     names = options.get("columns")
     if names is None:
         return None
     first = DelimitedFile(source, **_text_options(options)).names
-    if len(first) == len(names) - 1:
-        return [name for name in names if name != options["label"]]
+    targets = options.get("targets", {})
+    labels = [options["label"], *targets.get("more", ())]
+    for absent in (labels, [*labels, targets.get("weight")]):
+        if len(first) == len(left := [name for name in names if name not in absent]):
+            return left
     return list(names)
 
 
@@ -135,9 +138,9 @@ class _Table:
             )
         if twice := [name for name in needed if file.names.count(name) > 1]:
             raise UserError(f"{file.input.name} has {file.names.count(twice[0])} columns named {twice[0]!r}; keep one")
-        label = encoding.schema.label
-        self.labelled = file.names.count(label) == 1
-        self._used = [*encoding.columns(), *([label] if self.labelled else [])]
+        labels = [name for name in encoding.label_columns if file.names.count(name) == 1]
+        self.labelled = bool(labels)
+        self._used = list(dict.fromkeys([*encoding.columns(), *labels]))
 
     def parts(self) -> Iterator[Part]:
         """Iterate over the rows."""

@@ -161,7 +161,9 @@ class Vocabulary:
             new = Space(space.name, space.oov, first, size)
             spaces.append(new if self._earlier is None else space.grown(first, size))
             first += size
-        self.schema = Schema(self._layout.label, self._layout.dense, self._layout.columns, tuple(spaces), first)
+        self.schema = Schema(
+            self._layout.label, self._layout.dense, self._layout.columns, tuple(spaces), first, self._layout.targets
+        )
         return self.schema
 
     def _new(self, space: int) -> Iterator[Ids]:
@@ -267,7 +269,7 @@ class HashBuckets:
         self._buckets = np.uint64(buckets)
         dense, first = len(layout.dense), len(layout.dense) + len(layout.spaces)
         spaces = tuple(Space(name, dense + i, first, buckets) for i, name in enumerate(layout.spaces))
-        self.schema = Schema(layout.label, layout.dense, layout.columns, spaces, first + buckets)
+        self.schema = Schema(layout.label, layout.dense, layout.columns, spaces, first + buckets, layout.targets)
         names = zip(layout.spaces, layout.hashed or layout.spaces, strict=True)
         keys = {space: key64(0, "bucket", name) for space, name in names}
         self._keys = np.array([keys[column.space] for column in layout.columns], np.uint64)

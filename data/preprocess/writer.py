@@ -4,8 +4,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from hostdev.core.checksums import Digest, HashedFile
@@ -42,13 +44,21 @@ def _batches(rows: Piece, kinds: pa.Schema) -> Iterator[pa.RecordBatch]:
     start, n = 0, len(rows)
     while start < n:
         stop = min([n, *(int(np.searchsorted(begin, begin[start] + MOST_VALUES, "right")) - 1 for begin in offsets)])
-        columns = [pa.array(rows.label[start:stop])]
+        label = rows.label[start:stop]
+        columns = [pa.array(label) if label.ndim == 1 else _fixed_size_list(label)]
+        if rows.weight is not None:
+            columns.append(pa.array(rows.weight[start:stop]))
         for values in (rows.dense[start:stop], rows.ids[start:stop]):
             if values.shape[1]:
-                columns.append(pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), values.shape[1]))
+                columns.append(_fixed_size_list(values))
         for (values, _), begin in zip(rows.bags.values(), offsets, strict=True):
             part = begin[start : stop + 1]
             inside = pa.array(values[part[0] : part[-1]])
             columns.append(pa.ListArray.from_arrays(pa.array(part - part[0], pa.int32()), inside))
         yield pa.record_batch(columns, schema=kinds)
         start = stop
+
+
+def _fixed_size_list(values: npt.NDArray[Any]) -> pa.Array:
+    """Return the rows of values [n, k] as lists."""
+    return pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), values.shape[1])

@@ -10,15 +10,19 @@ from hostdev.core.errors import HostdevError
 
 
 class Best(NamedTuple):
-    """A run's best evaluation so far: the first with the highest AUC of the validation rows, or of the test rows.
+    """A run's best evaluation so far, on the validation rows or else on the test rows.
+
+    It is the first with the highest AUC, or with the lowest RMSE if all labels are numbers.
 
     Attributes:
+        metric: "AUC" or "RMSE".
         stops_early: Whether the run has --early-stop, which keeps the checkpoint of this step.
     """
 
     step: int
     epoch: int
-    auc: float
+    metric: str
+    value: float
     stops_early: bool
 
 
@@ -31,9 +35,12 @@ def of_run(newest: Checkpoint) -> Best | None:
     found: Best | None = None
     try:
         stops_early = more["settings"].get("early_stop") is not None
-        for epoch, step, (auc, *_), *_ in more["quality"]:
-            if math.isfinite(auc) and (found is None or auc > found.auc):
-                found = Best(int(step), int(epoch), float(auc), stops_early)
+        for epoch, step, (auc, logloss, *others), *_ in more["quality"]:
+            rmse = others[1] if len(others) > 1 else math.nan
+            is_auc = math.isnan(rmse) or math.isfinite(logloss)
+            value, sign = (auc, 1) if is_auc else (rmse, -1)
+            if math.isfinite(value) and (found is None or sign * value > sign * found.value):
+                found = Best(int(step), int(epoch), "AUC" if is_auc else "RMSE", float(value), stops_early)
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
     return found

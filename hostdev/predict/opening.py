@@ -109,7 +109,7 @@ def _chosen(path: Path, which: str | None) -> tuple[Found, str]:
         return Found(found.chain, found.broken), f"the newest; {told}"
     is_newest = chain[-1].path == found.chain[-1].path
     return Found(chain, found.broken), (
-        f"the best{', and the newest' if is_newest else ''}: AUC {known.auc:.4f} after epoch {known.epoch}"
+        f"the best{', and the newest' if is_newest else ''}: {known.metric} {known.value:.4f} after epoch {known.epoch}"
     )
 
 

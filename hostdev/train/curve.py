@@ -1,4 +1,4 @@
-"""curve.png: a run's losses by step and its AUC by epoch, on test and training samples."""
+"""curve.png: a run's losses by step and its AUC or RMSE by epoch, on test and training samples."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from hostdev.train.quality import Quality
 _SMOOTHED_PARTS = 25  # the loss is smoothed over 1 / 25 of all steps
 _MOST_POINTS = 4000
 _MOST_EPOCH_LINES = 30
-_LEAST_AUC_RANGE = 0.02  # least range of the axis, so that small differences look small
+_LEAST_RANGE = 0.02  # least range of the axis, so that small differences look small
 _TEST, _TRAINING = "C1", "C2"  # colours
 
 
@@ -27,7 +27,7 @@ def draw(path: Path, losses: Sequence[float], rows: Sequence[int], quality: Qual
     figure = pictures.figure(12, 4.6)
     left, right = figure.subplots(1, 2)
     _draw_losses(left, np.array(losses), np.array(rows), quality)
-    _draw_auc(right, quality)
+    _draw_metric(right, quality)
     figure.savefig(path, dpi=100)
 
 
@@ -44,13 +44,17 @@ def _draw_losses(axes: Any, losses: npt.NDArray[Any], rows: npt.NDArray[Any], qu
     axes.plot(middle[some], smooth[some], color="C0", marker=dots, label=label)
     at = [point.step for point in quality.points]
     shown = [*np.percentile(losses, [1, 99]), *smooth]
-    for name, color, values in _series(quality, "logloss"):
+    is_logloss = not quality.points or set(quality.points[0].test.figures()) == {"AUC", "log loss"}
+    is_logloss = is_logloss and not any(point.test.labels for point in quality.points)
+    for name, color, values in _series(quality, "logloss") if is_logloss else ():
         if np.isfinite(values).any():
             axes.plot(at, values, color=color, marker="o", linestyle="--", linewidth=1, label=name)
             shown += values
     bottom, top = np.nanmin(shown), np.nanmax(shown)
     margin = 0.06 * (top - bottom) or 0.01
-    axes.set(xlabel="step", ylabel="log loss", title="Loss", ylim=(bottom - margin, top + margin))
+    axes.set(
+        xlabel="step", ylabel="log loss" if is_logloss else "loss", title="Loss", ylim=(bottom - margin, top + margin)
+    )
     if 1 < len(at) <= _MOST_EPOCH_LINES:
         for end in at[:-1]:
             axes.axvline(end, color="grey", linewidth=0.5)
@@ -59,18 +63,19 @@ def _draw_losses(axes: Any, losses: npt.NDArray[Any], rows: npt.NDArray[Any], qu
     axes.legend(fontsize=9)
 
 
-def _draw_auc(axes: Any, quality: Quality) -> None:
+def _draw_metric(axes: Any, quality: Quality) -> None:
     epochs = [point.epoch for point in quality.points]
-    for name, color, values in _series(quality, "auc"):
+    metric = quality.points[-1].test.metric if quality.points else "AUC"
+    for name, color, values in _series(quality, metric.lower()):
         if np.isfinite(values).any():
             axes.plot(epochs, values, color=color, marker="o", label=f"{name}: {values[-1]:.4f} at the end")
     if quality.best is not None:
-        epoch, auc = quality.best.epoch, quality.best.test.auc
+        epoch, value = quality.best.epoch, quality.best.test.value
         ring = {"marker": "o", "markersize": 13, "markerfacecolor": "none", "linestyle": "none", "color": _TEST}
-        axes.plot([epoch], [auc], **ring, label=f"best: {auc:.4f} after epoch {epoch}")
-    axes.set(xlabel="epoch", ylabel="AUC", title="AUC after each epoch")
+        axes.plot([epoch], [value], **ring, label=f"best: {value:.4f} after epoch {epoch}")
+    axes.set(xlabel="epoch", ylabel=metric, title=f"{metric} after each epoch")
     bottom, top = axes.get_ylim()
-    margin = max(0.0, _LEAST_AUC_RANGE - (top - bottom)) / 2
+    margin = max(0.0, _LEAST_RANGE - (top - bottom)) / 2
     axes.set_ylim(bottom - margin, top + margin)
     axes.set_xlim(min(epochs, default=1) - 0.5, max(epochs, default=1) + 0.5)
     _format_integers(axes)
@@ -78,7 +83,7 @@ def _draw_auc(axes: Any, quality: Quality) -> None:
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=9)
     else:
-        axes.text(0.5, 0.5, "no AUC", transform=axes.transAxes, ha="center")
+        axes.text(0.5, 0.5, f"no {metric}", transform=axes.transAxes, ha="center")
 
 
 def _series(quality: Quality, name: str) -> list[tuple[str, str, list[float]]]:

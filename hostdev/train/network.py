@@ -16,8 +16,9 @@ from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.world import ALONE_WORLD
 from hostdev.host.table import HostTable
 from hostdev.kernels.norm import total
+from hostdev.models.losses import TargetLoss
 from hostdev.models.model import Model
-from hostdev.models.wide_deep.loss import deep_l2, wide_loss
+from hostdev.models.wide_deep.loss import deep_l2
 from hostdev.parallel.averages import Averages
 from hostdev.parallel.parts import broadcast_parameters
 from hostdev.parallel.state import DenseState, get_dense_state
@@ -45,6 +46,7 @@ class Setup(NamedTuple):
         lr: Learning rate of Adam.
         tables: The tables, by name.
         log: Times the passes and the optimizer.
+        loss: Computes a micro-batch's loss from the model's outputs, labels and weights.
     """
 
     model: Model
@@ -56,6 +58,7 @@ class Setup(NamedTuple):
     lr: float
     tables: Mapping[str, Table]
     log: OpLog
+    loss: TargetLoss
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -160,14 +163,14 @@ class WholeNetwork(Network):
         micro_batches = self.setup.micro_batches.here if many else None
         loop = self.setup.runtime.train(parts, **self._reading, micro_batches=micro_batches, reduce_early=many)
         with loop:
-            for (batch, dense, label), rows in loop:
-                outcome = self._step(rows, batch, dense, label)
+            for (batch, dense, label, weight), rows in loop:
+                outcome = self._step(rows, batch, dense, label, weight)
                 result = [Result(batch.step_rows, outcome)] if outcome is not None else []
-                del batch, dense, label, rows, outcome  # the loop reads ahead once these are released
+                del batch, dense, label, weight, rows, outcome  # the loop reads ahead once these are released
                 if result:
                     yield result.pop()
 
-    def _step(self, rows: Rows, batch: Batch, dense: Tensor, label: Tensor) -> Outcome | None:
+    def _step(self, rows: Rows, batch: Batch, dense: Tensor, label: Tensor, weight: Tensor | None) -> Outcome | None:
         """Queue a micro-batch's passes; after a step's last one, also queue Adam and return the outcome, else None."""
         micro = self.setup.micro_batches
         if self._table_l2 is not None:
@@ -177,7 +180,7 @@ class WholeNetwork(Network):
         if len(batch):
             micro.seed_layers(micro.number)
             with self.timeline.span("forward", rows.number), self._averages.watching(micro.number):
-                wide, objective, deep = self._forward(self, rows, dense, label, micro.weight(batch))
+                wide, objective, deep = self._forward(self, rows, dense, (label, weight), micro.weight(batch))
             squares = self._table_l2() if self._table_l2 is not None else None
             with self.timeline.span("backward", rows.number):
                 self._backward(objective)
@@ -191,10 +194,13 @@ class WholeNetwork(Network):
         return self.finish(rows, batch, losses, squares)
 
     def objective(
-        self, rows: Rows, dense: Tensor, label: Tensor, weight: float | None
+        self, rows: Rows, dense: Tensor, targets: tuple[Tensor, Tensor | None], weight: float | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the detached wide loss, the deep loss (`weight` x wide loss + L2 term), and the deep loss detached."""
-        wide = wide_loss(self._logits(dense, rows), label)
+        """Return the detached wide loss, the deep loss (`weight` x wide loss + L2 term), and the deep loss detached.
+
+        `targets` are the labels, and the samples' weights if there are any.
+        """
+        wide = self.setup.loss(self._logits(dense, rows), *targets)
         objective = wide if weight is None else wide * weight
         if self.setup.l2 != "none":
             unique, counts = rows.unique(DEEP)
@@ -209,7 +215,7 @@ class WholeNetwork(Network):
     def score(self, parts: Iterable[Batch]) -> Scored:
         """Yield the logits and the batch of each local micro-batch; no logits if it has no samples."""
         with closing(self.setup.runtime.predict(parts, **self._reading)) as loop:
-            for (batch, dense, _), rows in loop:
+            for (batch, dense, *_), rows in loop:
                 outcome = None
                 if len(batch):
                     outcome = rows.to_host([self._logits(dense, rows)], lambda results: results[0])

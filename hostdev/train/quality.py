@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hostdev.train.trainer import Evaluation
+from hostdev.train.evaluation import Evaluation
 
 
 class Point(NamedTuple):
@@ -18,16 +18,17 @@ class Point(NamedTuple):
 
 
 class Quality:
-    """The evaluations of a run. The best is the first one with the highest AUC.
+    """The evaluations of a run. The best is the first one with the highest AUC (or the lowest RMSE for regression).
 
     Args:
         patience: Epochs without a better AUC before training stops. None: no early stop.
         split: The rows that are evaluated: "test" or "validation".
+        labels: Names of all labels.
     """
 
-    def __init__(self, patience: int | None = None, split: str = "test") -> None:
+    def __init__(self, patience: int | None = None, split: str = "test", labels: tuple[str, ...] = ("label",)) -> None:
         self.points: list[Point] = []
-        self.split = split
+        self.split, self.labels = split, labels
         self.best: Point | None = None
         self._patience = patience
 
@@ -39,7 +40,7 @@ class Quality:
 
     def is_better(self, evaluation: Evaluation) -> bool:
         """Return whether an evaluation is better than all before."""
-        return bool(np.isfinite(evaluation.auc)) and (self.best is None or evaluation.auc > self.best.test.auc)
+        return bool(np.isfinite(evaluation.score)) and (self.best is None or evaluation.score > self.best.test.score)
 
     @property
     def result(self) -> Evaluation | None:
@@ -52,7 +53,7 @@ class Quality:
     def as_values(self) -> list[Any]:
         """Return the evaluations as lists of numbers for a checkpoint."""
         return [
-            [epoch, step, list(test), *(None if one is None else list(one) for one in (training, final))]
+            [epoch, step, test.as_values(), *(None if one is None else one.as_values() for one in (training, final))]
             for epoch, step, test, training, final in self.points
         ]
 
@@ -60,12 +61,12 @@ class Quality:
         """Add the evaluations of `as_values` from epochs before `before_epoch`."""
         for epoch, step, test, *others in values:  # checkpoints of earlier versions have one value fewer
             if epoch < before_epoch:
-                found = [None if one is None else Evaluation(*one) for one in others]
-                self.add(Point(epoch, step, Evaluation(*test), *found))
+                found = [None if one is None else Evaluation.from_values(one) for one in others]
+                self.add(Point(epoch, step, Evaluation.from_values(test), *found))
 
     @property
     def is_enough(self) -> bool:
-        """Whether none of the last `patience` epochs has improved the best AUC."""
+        """Whether none of the last `patience` epochs has improved on the best one."""
         since = len(self.points) - (self.points.index(self.best) + 1 if self.best is not None else 0)
         return self._patience is not None and since >= self._patience
 
@@ -75,7 +76,7 @@ class Quality:
         training = last.training if last is not None else None
         watched = last.test if last is not None and self.split == "validation" else None
         validation = {"validation_auc": watched.auc, "validation_logloss": watched.logloss} if watched else {}
-        return {
+        found: dict[str, Any] = {
             "auc": _finite(result and result.auc),
             "logloss": _finite(result and result.logloss),
             **{name: _finite(value) for name, value in validation.items()},
@@ -84,6 +85,21 @@ class Quality:
             "best_epoch": best and best.epoch,
             "best_auc": _finite(best and best.test.auc),
         }
+        any_point = last.test if last is not None else None
+        if any_point is not None and np.isfinite(any_point.rmse):
+            found |= {
+                "rmse": _finite(result and result.rmse),
+                "mae": _finite(result and result.mae),
+                "validation_rmse": _finite(watched and watched.rmse),
+                "training_rmse": _finite(training and training.rmse),
+                "best_rmse": _finite(best and best.test.rmse),
+            }
+        if result is not None and result.labels:
+            found["labels"] = {
+                name: {metric: _finite(value) for metric, value in each._asdict().items()}
+                for name, each in zip(self.labels, result.labels, strict=True)
+            }
+        return found
 
 
 def _finite(value: float | None) -> float | None:

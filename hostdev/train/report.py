@@ -1,5 +1,6 @@
 """The text that a run prints: the lines at its start and the summary at its end."""
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from hostdev.core.memory import TableShape, format_bytes
 from hostdev.core.table_dtypes import FP32
 from hostdev.data.advice import unknown_lines
 from hostdev.kernels.numa import in_words
+from hostdev.train.evaluation import Evaluation
 from hostdev.train.quality import Point, Quality
 from hostdev.train.rundir import CONFIG, CURVE, EVAL_LOG, LOSS_LOG, OPS_LOG, SUMMARY
 
@@ -91,13 +93,24 @@ def _cache_line(cache: EmbeddingCache) -> str:
     )
 
 
-def evaluation_line(point: Point, split: str) -> str:
-    """Return a line with the model's quality after an epoch on the rows of a split."""
+def evaluation_line(point: Point, split: str, labels: tuple[str, ...]) -> str:
+    """Return a line with the model's quality after an epoch on the rows of a split, for all labels."""
     test, training = point.test, point.training
-    auc, loss = [f" (training {x:.4f})" for x in (training.auc, training.logloss)] if training else ["", ""]
-    return (
-        f"epoch {point.epoch}: AUC {test.auc:.4f}{auc}, log loss {test.logloss:.4f}{loss} on {test.rows:,} {split} rows"
+    others = training.figures() if training else {}
+    shown = (
+        f"{name} {value:.4f}" + (f" (training {others[name]:.4f})" if name in others else "")
+        for name, value in test.figures().items()
     )
+    return f"epoch {point.epoch}: {', '.join(shown)} on {test.rows:,} {split} rows{_by_label(test, labels)}"
+
+
+def _by_label(found: Evaluation, labels: tuple[str, ...]) -> str:
+    """Return the figures of each of several labels; nothing for a single label."""
+    each = (
+        f"{name} {'AUC' if math.isnan(one.rmse) else 'RMSE'} {one.auc if math.isnan(one.rmse) else one.rmse:.4f}"
+        for name, one in zip(labels, found.labels, strict=False)
+    )
+    return f": {', '.join(each)}" if found.labels else ""
 
 
 def result_line(quality: Quality) -> str | None:
@@ -108,17 +121,19 @@ def result_line(quality: Quality) -> str | None:
     epoch = next(point.epoch for point in quality.points if point.final is found)
     which = "the best on validation rows" if quality.best is not None and quality.best.final is found else "the last"
     return (
-        f"test rows, after epoch {epoch} ({which}): AUC {found.auc:.4f}, log loss {found.logloss:.4f} on "
-        f"{found.rows:,} rows"
+        f"test rows, after epoch {epoch} ({which}): "
+        + ", ".join(f"{name} {value:.4f}" for name, value in found.figures().items())
+        + f" on {found.rows:,} rows{_by_label(found, quality.labels)}"
     )
 
 
 def early_stop_line(quality: Quality, patience: int | None) -> str:
     """Return a line that says why a run stops before its last epoch."""
-    last, best = quality.points[-1].epoch, quality.best
-    found = f"the best is {best.test.auc:.4f}, after epoch {best.epoch}" if best is not None else "no epoch has an AUC"
+    last, best, metric = quality.points[-1].epoch, quality.best, quality.points[-1].test.metric
+    none = f"no epoch has an {metric}"
+    found = none if best is None else f"the best is {best.test.value:.4f}, after epoch {best.epoch}"
     epochs = "the last epoch" if patience == 1 else f"the last {patience} epochs"
-    return f"stopped after epoch {last} (--early-stop {patience}): no better AUC in {epochs}; {found}"
+    return f"stopped after epoch {last} (--early-stop {patience}): no better {metric} in {epochs}; {found}"
 
 
 def summary_lines(
@@ -142,11 +157,12 @@ def summary_lines(
     files = [LOSS_LOG, EVAL_LOG, *ops, CONFIG, SUMMARY, *([CURVE] if undrawn is None else [])]
     removed = [name for name in files if not (run_dir / name).exists()]
     files = [name for name in files if name not in removed]
-    best = (
-        f"AUC {summary['best_auc']:.4f} after epoch {summary['best_epoch']} of {epochs}"
-        if summary["best_epoch"]
-        else ""
-    )
+    best = ""
+    if summary["best_epoch"]:
+        metric, value = (
+            ("AUC", summary["best_auc"]) if summary["best_auc"] is not None else ("RMSE", summary["best_rmse"])
+        )
+        best = f"{metric} {value:.4f} after epoch {summary['best_epoch']} of {epochs}"
     lines += [
         "",
         *([f"best           {best}"] if best else []),
@@ -168,6 +184,7 @@ def summary_lines(
 def _quality(summary: dict[str, Any]) -> str:
     speed = f"{summary['samples_per_second']:,.0f} samples/s over {summary['steps']:,} steps on {summary['device']}"
     quality = {"AUC": summary["auc"], "log loss": summary["logloss"]}
+    quality |= {"RMSE": summary.get("rmse"), "MAE": summary.get("mae")}
     return "   ".join([*(f"{name} {value:.4f}" for name, value in quality.items() if value is not None), speed])
 
 

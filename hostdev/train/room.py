@@ -122,7 +122,7 @@ def measure_free_after_step(
         logits = model(dense, rows)
     torch.accelerator.synchronize(device)
     between = free_bytes(device)  # with everything that the backward pass needs
-    wide_loss(logits, torch.zeros(samples, device=device)).backward()  # type: ignore[no-untyped-call]
+    wide_loss(logits, torch.zeros_like(logits)).backward()  # type: ignore[no-untyped-call]
     adam.step()
     torch.accelerator.synchronize(device)
     after = free_bytes(device)  # torch's allocator still holds its peak

@@ -34,6 +34,7 @@ from hostdev.train import checkpointing, report, starting
 from hostdev.train.build import estimate_uses, get_layout, make_cache_specs, model_of, seed_torch, warm_up_kernels
 from hostdev.train.checkpointing import CheckpointSchedule, Progress
 from hostdev.train.config import TrainConfig
+from hostdev.train.evaluation import Evaluation
 from hostdev.train.interrupt import GracefulStop
 from hostdev.train.losses import NonFiniteLossError
 from hostdev.train.network import Result
@@ -41,7 +42,7 @@ from hostdev.train.processes import ProcessSession, make_run_dir
 from hostdev.train.quality import Point, Quality
 from hostdev.train.sample import TrainingSample
 from hostdev.train.schedule import Schedule
-from hostdev.train.trainer import Evaluation, Trainer
+from hostdev.train.trainer import Trainer
 
 _SAMPLE = 1000  # samples that show a batch's ids before the first step
 _COMPILING = 8  # processes that compile kernels at the same time, at most
@@ -146,8 +147,9 @@ class Run:
                 dense_exchange=settings.dense_exchange or EXCHANGES[0],
                 layout=get_layout(settings) if self.world.has_parts else None,
                 sample=sample,
+                schema=found.schema,
             )
-            self.progress, self.quality = Progress(), Quality(settings.early_stop, self.watched)
+            self.progress, self.quality = Progress(), Quality(settings.early_stop, self.watched, found.schema.labels)
             if self.ranks is None:
                 start = checkpointing.begin(settings, found, start, self._resume)
             elif start is not None:  # rank 0 has verified it
@@ -189,7 +191,7 @@ class Run:
             )
         epoch, within = self.schedule.find(self.steps)
         is_unfinished = within < self.schedule.epoch_steps and self.steps < self.schedule.steps
-        self.quality = Quality(self.settings.early_stop, self.watched)
+        self.quality = Quality(self.settings.early_stop, self.watched, self.data.schema.labels)
         # if --max-steps ended the epoch early, its evaluation is dropped: the epoch continues and is evaluated again
         self.quality.restore(more["quality"], epoch if is_unfinished else np.inf)
         self.trainer.load(start.chain, check=self.ranks is None)
@@ -326,7 +328,7 @@ class Run:
                 return
         self.quality.add(Point(epoch, self.steps, test, training, final))
         self.files.write_evaluation(self.quality.points[-1])
-        print(report.evaluation_line(self.quality.points[-1], self.watched), flush=True)
+        print(report.evaluation_line(self.quality.points[-1], self.watched, self.data.schema.labels), flush=True)
 
     def _evaluate_test_rows(self, stop: GracefulStop) -> Evaluation | None:
         """Evaluate the test samples, whose figures decide nothing; return None after a signal."""

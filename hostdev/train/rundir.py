@@ -13,6 +13,7 @@ from hostdev.checkpoint.folder import FOLDER, names_in
 from hostdev.core import locks
 from hostdev.core.errors import UserError, naming
 from hostdev.core.rotation import RotatedFile
+from hostdev.train.evaluation import Evaluation
 from hostdev.train.quality import Point
 
 LOSS_LOG, EVAL_LOG, OPS_LOG = "loss.log", "eval.log", "ops.log"
@@ -97,11 +98,9 @@ class RunDir:
     def write_evaluation(self, point: Point) -> None:
         """Append a line to eval.log."""
         test, training = point.test, point.training
-        line = f"epoch: {point.epoch} step: {point.step}, auc is {test.auc:.6f}, logloss is {test.logloss:.6f}, "
-        line += f"rows: {test.rows}"
+        line = f"epoch: {point.epoch} step: {point.step}, {_figures(test)}, rows: {test.rows}"
         if training is not None:
-            line += f", training auc is {training.auc:.6f}, training logloss is {training.logloss:.6f}, "
-            line += f"training rows: {training.rows}"
+            line += f", {_figures(training, 'training ')}, training rows: {training.rows}"
         with naming(self.path):
             self.eval.write(f"{line}\n")
 
@@ -145,6 +144,12 @@ class RunDir:
     def has_logs(self) -> bool:
         """Whether the logs still exist."""
         return (self.path / LOSS_LOG).exists()
+
+
+def _figures(found: Evaluation, prefix: str = "") -> str:
+    """Return an evaluation's figures as text for eval.log."""
+    figures = found.figures().items()
+    return ", ".join(f"{prefix}{name.lower().replace(' ', '')} is {value:.6f}" for name, value in figures)
 
 
 def _locked(path: Path) -> IO[str]:

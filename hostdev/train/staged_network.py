@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hostdev.core.primitive import Primitive
 from hostdev.data.batch import Batch
-from hostdev.models.wide_deep.loss import deep_l2, wide_loss
+from hostdev.models.wide_deep.loss import deep_l2
 from hostdev.parallel.layout import Layout
 from hostdev.parallel.state import DenseState
 from hostdev.pipeline.outcome import Outcome
@@ -78,8 +78,8 @@ class StagedNetwork(Network):
             return _given(step, number)
 
         def loss(number: int, logits: Tensor, extra: Tensor | None) -> tuple[Tensor, Tensor]:
-            (batch, _, label), _ = step.micro_batch(number)
-            wide = wide_loss(logits, label)
+            (batch, _, label, weight), _ = step.micro_batch(number)
+            wide = self.setup.loss(logits, label, weight)
             objective = wide * (micro.weight(batch) or 1.0)
             objective = objective if extra is None else objective + extra
             return objective, torch.stack([wide.detach(), objective.detach()])
@@ -97,7 +97,7 @@ class StagedNetwork(Network):
             for step in loop:
                 found = dict(self._staged.predict(step, partial(_given, step)))
                 for number in range(len(step.sizes)):
-                    (batch, _, _), _ = step.micro_batch(number)
+                    (batch, *_), _ = step.micro_batch(number)
                     scores = found.get(number)
                     yield None if scores is None else scores.float().cpu().numpy(), batch
 
@@ -120,5 +120,5 @@ def _call(call: Callable[..., Any], *values: Any, **named: Any) -> Any:
 
 
 def _given(step: Step, number: int) -> tuple[Tensor, Rows]:
-    (_, dense, _), rows = step.micro_batch(number)
+    (_, dense, *_), rows = step.micro_batch(number)
     return dense, rows

@@ -4,7 +4,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.distributed.process_group import Ranks
-from hostdev.train.scores import Figures, Scores
+from hostdev.train.scores import Figures
+from hostdev.train.target_scores import TargetScores
 
 _AT_ONCE = 1 << 20  # number of samples over all ranks at which they are sent
 
@@ -16,16 +17,17 @@ class Together:
 
     Args:
         to: Receives the scores on rank 0.
+        labels: Number of labels.
     """
 
-    def __init__(self, ranks: Ranks, to: Scores) -> None:
-        self._ranks, self._to = ranks, to
+    def __init__(self, ranks: Ranks, to: TargetScores, labels: int = 1) -> None:
+        self._ranks, self._to, self._labels = ranks, to, labels
         self._parts: list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]] = []
         self._sizes: list[int] = []  # this rank's samples in each waiting batch
         self._mine = self._all = 0  # this rank's samples in the batch, and all ranks' in the waiting batches
 
     def add(self, logits: npt.NDArray[np.float32], labels: npt.NDArray[np.float32]) -> None:
-        """Add samples of this rank's part of a batch, as `Scores.add` does; the arrays are kept, not copied."""
+        """Add samples of this rank's part of a batch, as `TargetScores.add` does; the arrays are kept, not copied."""
         self._parts.append((logits, labels))
         self._mine += len(logits)
 
@@ -36,11 +38,11 @@ class Together:
         if self._all >= _AT_ONCE:
             self._send()
 
-    def figures(self) -> Figures:
-        """Return the figures of all samples, on every rank."""
+    def figures(self) -> list[Figures]:
+        """Return the figures of each label on all samples, on every rank."""
         self._send()
         found = self._to.figures() if self._ranks.rank == 0 else None
-        return Figures(*self._ranks.control.share(found)[0])
+        return [Figures(*each) for each in self._ranks.control.share(found)[0]]
 
     def _send(self) -> None:
         control = self._ranks.control
@@ -48,8 +50,9 @@ class Together:
         mine = zip(*self._parts, strict=True) if self._parts else ([], [])
         by_rank = []
         for values in mine:
-            all_of_it = control.gather(np.concatenate([np.empty(0, np.float32), *values]))
-            by_rank.append([np.split(each, edge) for each, edge in zip(all_of_it, edges, strict=True)])
+            all_of_it = control.gather(np.concatenate([np.empty(0, np.float32), *(each.ravel() for each in values)]))
+            shaped = [each if self._labels == 1 else each.reshape(-1, self._labels) for each in all_of_it]
+            by_rank.append([np.split(each, edge) for each, edge in zip(shaped, edges, strict=True)])
         if self._ranks.rank == 0:
             logits, labels = by_rank
             for batch in range(len(self._sizes)):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +19,14 @@ from hostdev.core.micro_batches import EXCHANGES
 from hostdev.core.primitive import OpLog
 from hostdev.core.timeline import Timeline
 from hostdev.data.batch import Batch
+from hostdev.data.schema import Schema
 from hostdev.device.backend import is_accelerator
 from hostdev.device.table import DeviceTable
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.world import ALONE_WORLD
 from hostdev.host.server import ParameterServer
 from hostdev.host.table import HostTable
+from hostdev.models.losses import TargetLoss
 from hostdev.models.model import Model
 from hostdev.parallel.averages import require_own_averages
 from hostdev.parallel.layout import Layout
@@ -33,20 +35,13 @@ from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.runtime.digest import names_in_checkpoint, state_sha256
 from hostdev.runtime.runtime import Runtime
 from hostdev.runtime.spec import CacheSpec, Feature
+from hostdev.train.evaluation import Evaluation, evaluation_of
 from hostdev.train.micro_batches import MicroBatches
 from hostdev.train.network import DEEP, Result, Setup, Table, WholeNetwork
 from hostdev.train.room import HostBudget, estimate_host_memory, make_host_budget, require_copies, require_room
-from hostdev.train.scores import Scores
 from hostdev.train.staged_network import StagedNetwork
+from hostdev.train.target_scores import TargetScores
 from hostdev.train.together import Together
-
-
-class Evaluation(NamedTuple):
-    """The quality of the model on a split."""
-
-    auc: float
-    logloss: float
-    rows: int
 
 
 class Trainer:
@@ -65,6 +60,7 @@ class Trainer:
         l2: Regularization of the table "deep": "none", "batch" or "table".
         layout: Stages and slices of the model, if the ranks' mesh has any.
         sample: A batch with the shapes of the model's inputs; required with `layout`.
+        schema: Gives the labels and the weights; None: a single label of 0 or 1.
 
     The arguments cache, depth, log, timeline, dense_exchange and hooks are those of `Runtime`.
     """
@@ -92,6 +88,7 @@ class Trainer:
         sample: Batch | None = None,
         dense_exchange: str = EXCHANGES[0],
         hooks: PipelineHooks | None = None,
+        schema: Schema | None = None,
     ) -> None:
         _require_options(model, l2, cached=cache is not None, micro_batches=micro_batches)
         require_own_averages(model)
@@ -136,7 +133,10 @@ class Trainer:
             hooks=hooks,
         )
         rate = model.lr if lr is None else lr
-        setup = Setup(model, self.runtime, self._micro_batches, ranks, l2, precision, rate, self.tables, log)
+        self._loss = TargetLoss() if schema is None else TargetLoss(schema.labels, schema.targets)
+        setup = Setup(
+            model, self.runtime, self._micro_batches, ranks, l2, precision, rate, self.tables, log, self._loss
+        )
         reading = {"ids": model.ids, "send": _get_tensors, "background": True}  # both draw no random numbers
         if layout is None:
             self._network: WholeNetwork | StagedNetwork = WholeNetwork(setup, reading)
@@ -177,7 +177,7 @@ class Trainer:
     def evaluate(
         self, batches: Iterable[Batch], progress: Callable[[], object] = lambda: None, folder: Path | None = None
     ) -> Evaluation | None:
-        """Return AUC and log loss over batches; None if there are none. The model's training mode is kept.
+        """Return the quality of the predictions of batches; None if there are none. The training mode is kept.
 
         Args:
             progress: Called after each batch.
@@ -188,10 +188,10 @@ class Trainer:
         try:
             with (
                 torch.no_grad(),
-                Scores(folder) as scores,
+                TargetScores(self._loss.labels, self._loss.targets, folder) as scores,
                 closing(self._network.score(self._micro_batches.divide(batches))) as scored,
             ):
-                together = None if self.ranks is None else Together(self.ranks, scores)
+                together = None if self.ranks is None else Together(self.ranks, scores, len(self._loss.labels))
                 to = scores if together is None else together
                 for number, (logits, batch) in enumerate(scored, 1):
                     if logits is not None:
@@ -203,11 +203,12 @@ class Trainer:
                 found = to.figures()
         finally:
             self.model.train(training)
-        if not found.rows:
+        rows, not_finite = found[0].rows, max(each.not_finite for each in found)
+        if not rows:
             return None
-        if found.not_finite:
-            raise UserError(f"{found.not_finite} of {found.rows} predictions are not finite; the model has diverged")
-        return Evaluation(found.auc, found.logloss, found.rows)
+        if not_finite:
+            raise UserError(f"{not_finite} of {rows} predictions are not finite; the model has diverged")
+        return evaluation_of(found)
 
     def state_sha256(self) -> str:
         """Return the digest of the tables and the dense state."""
@@ -288,9 +289,10 @@ def _bind(feature: Feature, tables: Mapping[str, Table], precision: str) -> Feat
     return replace(feature, tables=found[0] if single else found, dtype=dtypes[0] if single else dtypes)
 
 
-def _get_tensors(batch: Batch) -> tuple[Batch, Tensor, Tensor]:
-    """Return a batch, and its dense columns and labels as tensors to send to the device."""
-    return batch, torch.from_numpy(batch.dense), torch.from_numpy(batch.label)
+def _get_tensors(batch: Batch) -> tuple[Batch, Tensor, Tensor, Tensor | None]:
+    """Return a batch, and its dense columns, labels and weights as tensors to send to the device."""
+    weight = None if batch.weight is None else torch.from_numpy(batch.weight)
+    return batch, torch.from_numpy(batch.dense), torch.from_numpy(batch.label), weight
 
 
 def _has_generator(device: torch.device) -> bool:

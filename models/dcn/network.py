@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hostdev.core.optimizers import Adagrad, SparseOptimizer
 from hostdev.core.pieces import Piece, run
 from hostdev.data.schema import Schema
-from hostdev.models.fields import collect_ids, concatenate_fields, make_features
+from hostdev.models.fields import collect_ids, concatenate_fields, make_features, require_single_label
 from hostdev.models.layers import he_normal, in_float32, initialize, pass_through, perceptron, with_zero_biases
 from hostdev.models.model import Batch, Ids, Model, Rows
 from hostdev.runtime.spec import TableSpec
@@ -63,6 +63,7 @@ class DCN(Model):
         structure: str = "stacked",
     ) -> None:
         super().__init__()
+        require_single_label(schema, "DCN")
         if structure not in STRUCTURES:
             raise ValueError(f"the structure of DCN must be one of {', '.join(STRUCTURES)}, not {structure!r}")
         if rank is not None and rank < 1:

@@ -19,7 +19,7 @@ from hostdev.core.initializers import Constant, Initializer, Normal
 from hostdev.core.optimizers import LazyAdam, SparseOptimizer
 from hostdev.core.pieces import Piece, run
 from hostdev.data.schema import Schema
-from hostdev.models.fields import collect_ids, concatenate_fields, make_features
+from hostdev.models.fields import collect_ids, concatenate_fields, make_features, require_single_label
 from hostdev.models.layers import glorot_normal, hidden_pieces, in_float32, initialize, perceptron
 from hostdev.models.model import Batch, Ids, Model, Rows
 from hostdev.runtime.spec import TableSpec
@@ -57,6 +57,7 @@ class DeepFM(Model):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
+        require_single_label(schema, "DeepFM")
         optimizer = optimizer or LazyAdam(lr=1e-3)
         self.schema = schema
         self.tables = {

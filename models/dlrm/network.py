@@ -24,7 +24,7 @@ from hostdev.core.initializers import Initializer, Normal
 from hostdev.core.optimizers import RowWiseAdagrad, SparseOptimizer
 from hostdev.core.pieces import Piece, run
 from hostdev.data.schema import Schema
-from hostdev.models.fields import collect_ids, concatenate_fields, make_features
+from hostdev.models.fields import collect_ids, concatenate_fields, make_features, require_single_label
 from hostdev.models.layers import glorot_normal, hidden_pieces, in_float32, initialize, perceptron
 from hostdev.models.model import Batch, Ids, Model, Rows
 from hostdev.runtime.spec import TableSpec
@@ -59,6 +59,7 @@ class DLRM(Model):
         top: Sequence[int] = TOP,
     ) -> None:
         super().__init__()
+        require_single_label(schema, "DLRM")
         self.schema = schema
         self.tables = {"vectors": TableSpec(schema.rows, dim, optimizer or RowWiseAdagrad(lr=1e-2))}
         self.features = make_features(schema, "vectors")

@@ -17,7 +17,7 @@ from hostdev.core.initializers import Normal
 from hostdev.core.optimizers import FTRL, LazyAdam, SparseOptimizer
 from hostdev.core.pieces import Piece, run
 from hostdev.data.schema import Schema
-from hostdev.models.fields import FIELDS, collect_bags, concatenate_fields, make_features
+from hostdev.models.fields import FIELDS, collect_bags, concatenate_fields, make_features, require_single_label
 from hostdev.models.layers import hidden_pieces, in_float32, initialize, perceptron
 from hostdev.models.model import Batch, Ids, Model, Rows
 from hostdev.runtime.spec import Bag, TableSpec
@@ -50,6 +50,7 @@ class WideDeep(Model):
         layers: Sequence[int] = LAYERS,
     ) -> None:
         super().__init__()
+        require_single_label(schema, "Wide & Deep")
         self.schema = schema
         self.tables = {
             "wide": TableSpec(schema.rows, 1, FTRL()),

@@ -81,10 +81,10 @@ def test_the_figures(tables, monkeypatch, kind, most_rows, threads):
     for split, of_split in (("train", train), ("test", test)):
         totals = found.totals[split]
         label, dense = np.array([row[0] for row in of_split]), np.array([row[1] for row in of_split])
-        assert totals.label_mean == label.mean()
+        assert totals.label_mean(0) == label.mean()
         parts = [label[(np.arange(len(label)) * info.PLACES // len(label)) == i] for i in range(info.PLACES)]
         assert totals.rows.tolist() == list(map(len, parts))
-        assert totals.positive.tolist() == [int(part.sum()) for part in parts]
+        assert totals.labels[0].tolist() == [int(part.sum()) for part in parts]
         assert totals.zeros.tolist() == (dense == 0).sum(axis=0).tolist()
         np.testing.assert_allclose(totals.sums, dense.sum(axis=0), rtol=1e-12)
         assert totals.low.tolist() == dense.min(axis=0).tolist()

@@ -1,0 +1,107 @@
+"""Labels and weights of raw rows, by a data set's targets."""
+
+from collections.abc import Callable, Container, Mapping
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from hostdev.core.errors import UserError
+from hostdev.data.preprocess import columns as arrow
+from hostdev.data.preprocess.columns import Positive, WrongValueError
+from hostdev.data.preprocess.reading import Reading
+from hostdev.data.targets import Targets
+
+Values = npt.NDArray[np.float32]
+GetColumn = Callable[[str], pa.Array]  # from a column's name to the column [n]
+
+
+class Labels:
+    """Reads the labels and weights of rows.
+
+    Args:
+        names: Names of all labels.
+        rule: The rule for positive labels that have no rule of their own; None: 1 or true.
+        rules: Rules by label.
+        readings: How the values of labels and weights are read, by name.
+    """
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        targets: Targets,
+        rule: str | None,
+        rules: Mapping[str, str],
+        readings: Mapping[str, Reading],
+    ) -> None:
+        self._names, self._targets, self._readings = names, targets, readings
+        self._rules = {
+            name: None if text is None else Positive.parse(text)
+            for name in names
+            if name not in targets.numeric
+            for text in [rules.get(name, rule)]
+        }
+
+    def column(self, name: str) -> str:
+        """Return the column that a label or the weight is read from."""
+        return self._readings[name].column or name
+
+    def read(self, get: GetColumn, n: int, known: Container[str] | None = None) -> Values:
+        """Return the labels of n rows, float32 [n], or [n, labels] if there are several; NaN where one is unreadable.
+
+        Args:
+            known: Names of the columns that exist, or None if all do; labels of other columns are NaN.
+        """
+        each = [
+            self._label(name, get) if known is None or self.column(name) in known else np.full(n, np.nan, np.float32)
+            for name in self._names
+        ]
+        return each[0] if len(each) == 1 else np.stack(each, 1)
+
+    def weights(self, get: GetColumn) -> Values | None:
+        """Return the weights, float32 [n], NaN where one is missing or negative; None if the rows have no weights."""
+        name = self._targets.weight
+        if name is None:
+            return None
+        found = self._numbers(name, get)
+        found[found < 0] = np.nan
+        return found
+
+    def require(self, get: GetColumn) -> None:
+        """Raise WrongLabelError for the first label or weight of a row that cannot be read."""
+        for name in (*self._names, *(() if self._targets.weight is None else (self._targets.weight,))):
+            column = self.column(name)
+            try:
+                if name in self._rules:
+                    arrow.as_labels(self._readings[name].label(get(column)), self._rules[name])
+                elif np.isnan(self._numbers(name, get)).any():
+                    self._readings[name].numbers(get(column))  # raises for text that is not a number
+                    what = "label" if name in self._names else "weight"
+                    raise WrongValueError(0, f"the {what} is missing, negative or too large")
+            except WrongValueError as error:
+                raise WrongLabelError(column, error) from None
+
+    def _label(self, name: str, get: GetColumn) -> Values:
+        if name not in self._rules:
+            return self._numbers(name, get)
+        found = self._readings[name].label(get(self.column(name)))
+        try:
+            return arrow.as_labels(found, self._rules[name])
+        except WrongValueError:
+            return arrow.labels_where_readable(found, self._rules[name])
+
+    def _numbers(self, name: str, get: GetColumn) -> Values:
+        """Return a column of numbers, NaN where a value is missing, unreadable or too large for float32."""
+        numbers, unread = self._readings[name].numbers_where_readable(get(self.column(name)))
+        with np.errstate(over="ignore"):
+            found = np.asarray(numbers).astype(np.float32)
+        found[unread | ~np.isfinite(found)] = np.nan
+        return found
+
+
+class WrongLabelError(UserError):
+    """A label or weight cannot be read."""
+
+    def __init__(self, column: str, error: WrongValueError) -> None:
+        self.column = column
+        super().__init__(str(error))

@@ -1,0 +1,66 @@
+"""What a data set gives a model to predict: one or more labels, and a weight for each sample."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Targets:
+    """The targets besides the first label; by default there are none, and the first label is 0 or 1.
+
+    Attributes:
+        more: Names of further labels.
+        numeric: Names of the labels that can be any number; the others are 0 or 1.
+        weight: Name of the column with the samples' weights, or None.
+    """
+
+    more: tuple[str, ...] = ()
+    numeric: tuple[str, ...] = ()
+    weight: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the values that differ from the defaults."""
+        found = {"more": list(self.more), "numeric": list(self.numeric), "weight": self.weight}
+        return {name: value for name, value in found.items() if value}
+
+
+SINGLE_LABEL = Targets()
+
+
+def from_json(content: Any) -> Targets:
+    """Parse the result of `as_json`; raise ValueError or TypeError if it is invalid."""
+    if not isinstance(content, dict):
+        raise TypeError("the targets are not an object")
+    names = [*content.get("more", ()), *content.get("numeric", ())]
+    weight = content.get("weight")
+    if not all(isinstance(name, str) for name in names) or not isinstance(weight, str | None):
+        raise TypeError("a name in the targets is not text")
+    lists = {name: tuple(content[name]) for name in ("more", "numeric") if name in content}
+    return Targets(**{**content, **lists})
+
+
+def columns_of(label: npt.NDArray[np.float32]) -> list[npt.NDArray[np.float32]]:
+    """Return each label's values [n], from labels [n] or [n, labels]."""
+    return [label] if label.ndim == 1 else list(label.T)
+
+
+def find_wrong(
+    label: npt.NDArray[np.float32], weight: npt.NDArray[np.float32] | None, labels: tuple[str, ...], targets: Targets
+) -> tuple[str, str, npt.NDArray[np.int64], npt.NDArray[np.float32]] | None:
+    """Find invalid labels or weights of n samples.
+
+    Returns the column's name, the fault, the indices of the samples, and the column's values; None if all are valid.
+    """
+    for name, values in zip(labels, columns_of(label), strict=True):
+        is_number = name in targets.numeric
+        wrong = np.flatnonzero(~np.isfinite(values) if is_number else (values != 0) & (values != 1))
+        if len(wrong):
+            return name, "not finite" if is_number else "not 0 or 1", wrong, values
+    if weight is not None and targets.weight is not None:
+        wrong = np.flatnonzero(~(np.isfinite(weight) & (weight >= 0)))
+        if len(wrong):
+            return targets.weight, "not a finite weight of at least 0", wrong, weight
+    return None

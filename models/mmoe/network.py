@@ -1,0 +1,94 @@
+"""MMoE: experts on all fields, a gate that mixes them for each label, and a tower on each mixture.
+
+Source: Ma et al., "Modeling Task Relationships in Multi-task Learning with Multi-gate Mixture-of-Experts", KDD 2018,
+equations 5 to 7. The paper's synthetic experiments have 8 experts; the other sizes are ours.
+
+Shapes: B samples, nd dense columns, F columns of ids (bags included), D columns of a vector, E experts, K labels.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hostdev.core.optimizers import LazyAdam, SparseOptimizer
+from hostdev.core.pieces import Piece, run
+from hostdev.data.schema import Schema
+from hostdev.models.fields import collect_ids, concatenate_fields, make_features
+from hostdev.models.layers import glorot_normal, initialize, perceptron, with_zero_biases
+from hostdev.models.model import Batch, Ids, Model, Rows
+from hostdev.models.towers import Towers
+from hostdev.runtime.spec import TableSpec
+
+EXPERTS = 8
+EXPERT = (256, 128)
+TOWER = (64,)
+
+
+class MMoE(Model):
+    """outputs = tower_k(sum over experts of g_k(x)_e * expert_e(x)), with g_k(x) = softmax(W_k x) and all fields x.
+
+    x are the dense columns and the rows of the table "vectors".
+
+    Args:
+        schema: The data's schema.
+        dim: D, columns of the table "vectors".
+        seed: Seed of the initial values: layers after Glorot, biases 0, vectors N(0, 0.01^2).
+        optimizer: The table's optimizer; None: LazyAdam with Adam's defaults.
+        experts: E, the number of experts.
+        expert: Widths of each expert's layers.
+        tower: Widths of each tower's hidden layers.
+    """
+
+    default_dim = 16
+    lr = 1e-3
+
+    def __init__(
+        self,
+        schema: Schema,
+        dim: int,
+        *,
+        seed: int,
+        optimizer: SparseOptimizer | None = None,
+        experts: int = EXPERTS,
+        expert: Sequence[int] = EXPERT,
+        tower: Sequence[int] = TOWER,
+    ) -> None:
+        super().__init__()
+        if experts < 1 or not expert:
+            raise ValueError("MMoE needs at least one expert with at least one layer")
+        self.schema = schema
+        self.tables = {"vectors": TableSpec(schema.rows, dim, optimizer or LazyAdam(lr=1e-3))}
+        self.features = make_features(schema, "vectors")
+        n = len(schema.dense) + len(schema.columns) * dim
+        self.experts = nn.ModuleList(perceptron([n, *expert], linear=False) for _ in range(experts))
+        self.gates = nn.ModuleList(nn.Linear(n, experts, bias=False) for _ in schema.labels)
+        self.towers = Towers(len(schema.labels), expert[-1], tower)
+        initialize(self, seed, with_zero_biases(glorot_normal))
+
+    def ids(self, batch: Batch) -> dict[str, Ids]:
+        """Return the ids of the feature "fields", and of each bag."""
+        return collect_ids(self.schema, batch)
+
+    def forward(self, dense: Tensor, rows: Rows) -> Tensor:
+        """Return logits or predictions, float32 [B, K], or [B] for a single label; gates are float32 under autocast."""
+        outputs: Tensor = run(self.pieces(), dense, rows)
+        return outputs
+
+    def pieces(self) -> list[Piece]:
+        """Return the network's segments in order: "input", "experts" with the gates, and "towers"."""
+        return [
+            Piece("input", self._input),
+            Piece("experts", self._mixtures, (self.experts, self.gates)),
+            Piece("towers", self.towers, (self.towers,)),
+        ]
+
+    def _input(self, dense: Tensor, rows: Rows) -> Tensor:
+        return torch.cat([dense, concatenate_fields(rows, self.features).flatten(1).float()], 1)
+
+    def _mixtures(self, inputs: Tensor) -> tuple[Tensor, ...]:
+        """Return each label's mixture of the experts, float32 [B, expert's last width]."""
+        found = torch.stack([expert(inputs) for expert in self.experts], 1).float()  # [B, E, width]
+        with torch.autocast(inputs.device.type, enabled=False):
+            weights = [torch.softmax(gate(inputs.float()), 1) for gate in self.gates]
+        return tuple((each.unsqueeze(2) * found).sum(1) for each in weights)

@@ -1,0 +1,76 @@
+"""Shared bottom: one ReLU network on all fields, and a tower on its output for each label.
+
+Source: Caruana, "Multitask Learning", Machine Learning 28, 1997, in the form that Ma et al. (KDD 2018) compare MMoE
+with. The sizes are ours.
+
+Shapes: B samples, nd dense columns, F columns of ids (bags included), D columns of a vector.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hostdev.core.optimizers import LazyAdam, SparseOptimizer
+from hostdev.core.pieces import Piece, run
+from hostdev.data.schema import Schema
+from hostdev.models.fields import collect_ids, concatenate_fields, make_features
+from hostdev.models.layers import glorot_normal, initialize, perceptron, with_zero_biases
+from hostdev.models.model import Batch, Ids, Model, Rows
+from hostdev.models.towers import Towers
+from hostdev.runtime.spec import TableSpec
+
+BOTTOM = (256, 128)
+TOWER = (64,)
+
+
+class SharedBottom(Model):
+    """outputs = tower_k(bottom(dense, v_1, v_2, ...)) for label k, with rows v of the table "vectors".
+
+    Args:
+        schema: The data's schema.
+        dim: D, columns of the table "vectors".
+        seed: Seed of the initial values: layers after Glorot, biases 0, vectors N(0, 0.01^2).
+        optimizer: The table's optimizer; None: LazyAdam with Adam's defaults.
+        bottom: Widths of the shared layers.
+        tower: Widths of each tower's hidden layers.
+    """
+
+    default_dim = 16
+    lr = 1e-3
+
+    def __init__(
+        self,
+        schema: Schema,
+        dim: int,
+        *,
+        seed: int,
+        optimizer: SparseOptimizer | None = None,
+        bottom: Sequence[int] = BOTTOM,
+        tower: Sequence[int] = TOWER,
+    ) -> None:
+        super().__init__()
+        self.schema = schema
+        self.tables = {"vectors": TableSpec(schema.rows, dim, optimizer or LazyAdam(lr=1e-3))}
+        self.features = make_features(schema, "vectors")
+        widths = [len(schema.dense) + len(schema.columns) * dim, *bottom]
+        self.bottom = perceptron(widths, linear=False)
+        self.towers = Towers(len(schema.labels), widths[-1], tower)
+        initialize(self, seed, with_zero_biases(glorot_normal))
+
+    def ids(self, batch: Batch) -> dict[str, Ids]:
+        """Return the ids of the feature "fields", and of each bag."""
+        return collect_ids(self.schema, batch)
+
+    def forward(self, dense: Tensor, rows: Rows) -> Tensor:
+        """Return logits or predictions, float32 [B, labels], or [B] for a single label."""
+        outputs: Tensor = run(self.pieces(), dense, rows)
+        return outputs
+
+    def pieces(self) -> list[Piece]:
+        """Return the network's segments in order: "input", the layers "bottom.0", "bottom.1", ..., and "towers"."""
+        bottom = [Piece(f"bottom.{i}", layer, (layer,)) for i, layer in enumerate(self.bottom)]
+        return [Piece("input", self._input), *bottom, Piece("towers", self.towers, (self.towers,))]
+
+    def _input(self, dense: Tensor, rows: Rows) -> Tensor:
+        return torch.cat([dense, concatenate_fields(rows, self.features).flatten(1).float()], 1)
