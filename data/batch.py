@@ -18,7 +18,7 @@ class Batch:
         dense: float32 [B, dense columns], scaled.
         ids: int32 or int64 [B, columns of kind "id"].
         bags: By column of kind "bag": concatenated ids [N] with the dtype of `ids`, and lengths int32 [B].
-        whole: Size of the step's batch if this is a slice of it; None: this is the full batch.
+        whole: Size of the step's full batch if this is a slice of it, or None if this is the full batch.
     """
 
     label: npt.NDArray[np.float32]
@@ -28,7 +28,7 @@ class Batch:
     whole: int | None = None
 
     def __len__(self) -> int:
-        """Return B."""
+        """Return the number of samples, B."""
         return len(self.label)
 
     @property

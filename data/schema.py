@@ -61,7 +61,7 @@ class Space:
         return found
 
     def id_at(self, number: int) -> int:
-        """Return the id of value number `number`, counted from 0 in ascending order of ids."""
+        """Return the id of the value at index `number`, from 0, in ascending order of ids."""
         for first, size in self.segments:
             if number < size:
                 return first + number
@@ -69,7 +69,7 @@ class Space:
         raise IndexError(f"space {self.name!r} has {self.values} values")
 
     def in_words(self) -> str:
-        """Return the ranges of the values' ids as text, such as "4..7, 20..22" or ""."""
+        """Return the values' id ranges as text, such as "4..7, 20..22" or ""."""
         return ", ".join(f"{first}..{first + size - 1}" for first, size in self.segments)
 
 
@@ -91,7 +91,7 @@ class Schema:
         dense: Names of the dense columns.
         columns: The id and bag columns.
         spaces: The columns' id spaces.
-        rows: Total number of ids: the rows of a table that all columns share.
+        rows: Total number of ids, which is the number of rows of a table that all columns share.
     """
 
     label: str

@@ -43,7 +43,7 @@ def summary(manifest: Manifest, out: Path, seconds: float) -> str:
     ]
     lines += growth(manifest)
     for bag, values in statistics.get("bag_values", {}).items():
-        lines.append(f"{bag}: {values['train'] / rows['train']:.1f} values a training row")
+        lines.append(f"{bag}: {values['train'] / rows['train']:.1f} values per training row")
     lines += advice.lines(statistics)
     for split, share in shares.items():
         if share in (0, 1) and rows[split]:
@@ -51,7 +51,7 @@ def summary(manifest: Manifest, out: Path, seconds: float) -> str:
             lines.append(f"all labels of the {split} rows are {share:.0f}: {what}")
     if statistics["rejected"]:
         what = counted(statistics["rejected"], "row")
-        lines.append(f"{what} could not be read: {out / REJECTED_FILE} has each with its file, line and reason")
+        lines.append(f"{what} could not be read: {out / REJECTED_FILE} lists them with file, line and reason")
     return "\n".join(lines)
 
 
@@ -88,10 +88,10 @@ def make_source(arguments: argparse.Namespace, earlier: Earlier | None = None) -
 
 
 def _open_query(arguments: argparse.Namespace) -> TableFile:
-    """Open the query that the flags give."""
+    """Open the query that the flags specify."""
     if (arguments.sql is None) == (arguments.query is None):
         how = "neither is given" if arguments.sql is None else "both are given"
-        raise UserError(f"the query comes as an argument, or from a file with --query FILE; {how}")
+        raise UserError(f"give the query either as an argument or with --query FILE; {how}")
     sql = arguments.sql
     if sql is None:
         try:
@@ -115,7 +115,7 @@ def table_options(arguments: argparse.Namespace, earlier: Earlier | None = None)
     )
     for flags, what in ((test, "testing"), (validation, "validation")):
         if len(flags) > 1:
-            raise UserError(f"{flags[0]} and {flags[1]} both say which rows are for {what}; leave one of them out")
+            raise UserError(f"{flags[0]} and {flags[1]} both select rows for {what}; leave one of them out")
     options = parse_options(arguments, **{"threshold": THRESHOLD, **earlier_flags.defaults(earlier)})
     if test in ([], ["--test-fraction"]):
         return options

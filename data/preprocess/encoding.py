@@ -52,7 +52,7 @@ class Encoding:
 
     Args:
         data: The data set's manifest.
-        vocabulary: The vocabulary's file; None if ids are hashed.
+        vocabulary: The vocabulary file, or None if ids are hashed.
     """
 
     def __init__(self, data: Manifest, vocabulary: Path | None) -> None:
@@ -99,12 +99,12 @@ class Encoding:
 
     @property
     def separators(self) -> Mapping[str, str | None]:
-        """The separator of each bag's text, by column; None for a bag of lists."""
+        """The separator of each bag's text by column, or None for a bag of lists."""
         return {self._sources[name]: self._readings[name].separator for name in self.schema.bags}
 
     @property
     def numeric_columns(self) -> set[str]:
-        """The columns that have numbers only, and no ids."""
+        """The columns that are used only as numbers, not for ids."""
         ids = {self._sources[column.name] for column in self.schema.columns}
         return {self._sources[name] for name in self.schema.dense} - ids
 
@@ -145,7 +145,7 @@ class Encoding:
             except WrongValueError as error:
                 raise WrongRowError(error.row, column, str(error)) from None
             if len(large := np.flatnonzero(np.abs(numbers[:, i]) > self._most[i])):
-                raise WrongRowError(int(large[0]), column, f"{numbers[large[0], i]:g} is too large a number")
+                raise WrongRowError(int(large[0]), column, f"{numbers[large[0], i]:g} is too large")
         return self._encoded(rows, np.full(len(rows), np.nan, np.float32), numbers)
 
     def encode_readable(self, rows: pa.RecordBatch) -> tuple[Batch, Ids]:
@@ -175,14 +175,14 @@ class Encoding:
         for name in self.schema.dense:
             kind = arrow.classify_type(found := rows.schema.field(self._sources[name]).type)
             if kind in ("list", "nested", "other"):
-                raise UserError(f"column {self._sources[name]!r} is of type {found}; a number in each row is expected")
+                raise UserError(f"column {self._sources[name]!r} is of type {found}; expected one number per row")
         for column in self.schema.columns:
             name = self._sources[column.name]
             kind, separator = arrow.classify_type(found := rows.schema.field(name).type), self._separator(column)
             if column.kind == "id" and kind in ("list", "nested"):
-                raise UserError(f"column {name!r} is of type {found}; one value in each row is expected")
+                raise UserError(f"column {name!r} is of type {found}; expected one value per row")
             if column.kind == "bag" and kind != "list" and (kind == "nested" or not separator):
-                raise UserError(f"column {name!r} is of type {found}; a list of values in each row is expected")
+                raise UserError(f"column {name!r} is of type {found}; expected a list of values per row")
             try:
                 require_type(found.value_type if kind == "list" else found, self._written[column.space])
             except WrongTypeError as error:
@@ -252,7 +252,7 @@ class Encoding:
         return any(not self._readings[name].is_usual for name in self.schema.dense)
 
     def _find_few(self, texts: list[str], n: int) -> Ids | None:
-        """Return the ids of n values of each column in turn, int64 [columns, n]; None if `encode` has to find them."""
+        """Return the ids of n values per column, int64 [columns, n], or None if only `encode` can find them."""
         known, columns = self._known, self.schema.columns
         kinds = [self._written[column.space].kind for column in columns for _ in range(n)]
         try:
@@ -285,14 +285,14 @@ class Encoding:
         return np.array([known.ids_of(each, i) for i, each in enumerate(keys)], np.int64).reshape(len(columns), n)
 
     def _may_be_reformatted(self, column: Column, text: str) -> bool:
-        """Return whether training may have hashed another text for a value than this one."""
+        """Return whether training may have hashed a different text for this value."""
         written = self._written[column.space]
         if written.kind == "number" and written.has_plain_integers:
             return _PLAIN_INTEGER.fullmatch(text) is None
         return written.kind not in ("text", "unknown")
 
     def _get_text(self, column: Column, value: Any) -> str | None:
-        """Return the text that a value had in training; None for a type that only `encode` supports."""
+        """Return the text that a value had in training, or None for a type that only `encode` supports."""
         reading, written = self._readings[column.name], self._written[column.space]
         if reading.missing or reading.buckets is not None:
             return None
@@ -341,7 +341,7 @@ class Encoding:
             return known.ids_of(keys, self.schema.columns.index(column)), missing
         ids, verbatim = np.full(len(values), -1, np.int64), np.zeros(len(values), np.bool_)
         if arrow.classify_type(values.type) == "text" and found.texts[0] is not found.fallback:
-            ids = known.find(column.space, found.fallback)  # the text occurs verbatim
+            ids = known.find(column.space, found.fallback)  # the exact text occurred in training
             verbatim = ids >= 0
         for texts in found.texts:
             there = texts.is_valid().to_numpy(zero_copy_only=False)
@@ -372,13 +372,13 @@ def _require_learned(data: Manifest) -> None:
     try:
         check_learned(data.options, data.statistics, data.schema, data.id_type, data.vocabulary)
         if data.options.get("preset") != "table" and shape != (criteo.DENSE, criteo.CATEGORICAL):
-            raise ValueError("a wrong value of preset")
+            raise ValueError("an invalid value of preset")
     except ValueError as error:
         raise UserError(f"the data set's manifest.json is broken ({error}); preprocess the data again") from None
 
 
 def _has_plain_ends(text: str) -> bool:
-    """Return whether a text certainly neither begins nor ends with a blank."""
+    """Return whether a text certainly neither begins nor ends with whitespace."""
     return text == "" or all(" " < letter <= "~" or letter.isalnum() for letter in (text[0], text[-1]))
 
 

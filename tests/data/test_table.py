@@ -59,7 +59,7 @@ def test_a_whole_table(tmp_path, in_process):
     assert (code, error) == (0, "")
     assert out.splitlines()[0].startswith("data: 5 training and 1 test rows in 2 shards, 15 ids, labels 40.0% positive")
     assert out.splitlines()[1:] == [
-        "tags: 1.2 values a training row",
+        "tags: 1.2 values per training row",
         "all labels of the test rows are 1: their AUC is undefined",
     ]
     found = manifest.read(tmp_path / "data")
