@@ -224,7 +224,7 @@ def of_two(**changed):
         (of_two(user=["a", 3]), "column 'user' does not have values of one kind: "),
         (of_two(genres=["a", ["b"]]), "column 'genres' does not have values of one kind: "),
         (of_two(user=["a", "\ud800"]), "column 'user' does not have values of one kind: "),
-        (of_two(age=np.ones((2, 2))), "column 'age' is of type list<.*>; a number"),
+        (of_two(age=np.ones((2, 2))), "column 'age' is of type list<.*>; expected one number"),
         (pd.DataFrame(of_two(age=[1, "x"])), "column 'age' does not have numbers of one kind: "),
         (pd.DataFrame([[1, 2]], columns=["user", "user"]), "the rows have no column 'age'; they have user, user"),
         (pa.table([[1.0], [2.0]], ["age", "age"]), "the rows have 2 columns named 'age'"),
