@@ -1,4 +1,4 @@
-"""The order of a data set's rows: a function of the seed, the epoch and the shuffle window."""
+"""The order of a data set's rows, computed from the seed, the epoch and the shuffle window."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -198,7 +198,7 @@ class _Build:
     def _write_shards(
         self, entries: Sequence[dict[str, Any]], schema: Schema, scaling: Scaling, workers: Workers
     ) -> tuple[dict[str, list[Shard]], dict[str, Any]]:
-        """Write the missing shards; return all shards by split, and the statistics of their ids."""
+        """Write the missing shards; return all shards by split, and their id statistics."""
         folder = self._work.result
         written = {entry["shard"]["file"]: entry["shard"] for entry in entries if "shard" in entry}
         shards: dict[str, list[Shard]] = {split: [] for split in self._splits}

@@ -63,7 +63,7 @@ class Totals:
 
     Attributes:
         known: Whether every row was readable and valid, so that the sums can be compared.
-        out: Out-of-vocabulary occurrences.
+        out: Number of out-of-vocabulary occurrences.
     """
 
     known: bool = True

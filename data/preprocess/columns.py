@@ -37,7 +37,7 @@ _SHOWN = 40  # characters of a wrong value in a message
 
 
 def get_buffers(texts: pa.Array) -> tuple[npt.NDArray[Any], npt.NDArray[np.uint8]]:
-    """Return texts without nulls as offsets, int32 or int64 [n + 1], and bytes."""
+    """Return the offsets, int32 or int64 [n + 1], and the bytes of texts without nulls."""
     _, offsets, data = texts.buffers()
     dtype = np.dtype(np.int64 if pa.types.is_large_string(texts.type) else np.int32)
     begin = np.zeros(1, dtype)
@@ -402,7 +402,7 @@ def _is_number(text: str) -> bool:
 
 
 def cast(array: pa.Array, to: pa.DataType, what: str, *, safe: bool = True) -> pa.Array:
-    """Cast an array; raise WrongValueError for the first value that is not `what`."""
+    """Cast an array; raise WrongValueError ("... is not `what`") for the first invalid value."""
     try:
         return array.cast(to, safe=safe)
     except pa.ArrowInvalid:

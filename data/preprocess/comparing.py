@@ -1,4 +1,4 @@
-"""The comparison of a column with a number or a time (`--test-after`)."""
+"""Comparison of a column with a number or a time (`--test-after`)."""
 
 import math
 import re
@@ -32,8 +32,8 @@ _DIGITS = 400  # more digits than any float64 or decimal has
 def is_after(array: pa.Array, value: str, flag: str = _FLAG) -> npt.NDArray[np.bool_]:
     """Return a mask of the times or numbers after `value`, bool [n].
 
-    Integers and decimals are compared exactly, and numbers in text with a point or an exponent as float64. `flag` is
-    named in errors.
+    Integers and decimals are compared exactly; numbers in text with a point or an exponent are compared as float64.
+    Errors name `flag`.
 
     Raises:
         WrongValueError: A value of the array is missing or cannot be compared.

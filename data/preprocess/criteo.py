@@ -73,7 +73,7 @@ class CriteoText:
                 yield Block(lines.text, source.name, Place(number, lines.offset), lines.taken)
 
     def parse(self, block: Block, *, hashed: bool = False) -> RawRows:
-        """Parse a block's rows; the keys are the 32-bit values."""
+        """Parse a block's rows; their keys are the 32-bit categorical values."""
         return parse(block.content, file=block.file)
 
     def describe(self) -> list[dict[str, Any]]:

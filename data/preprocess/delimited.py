@@ -33,7 +33,7 @@ _STAND_IN = b"\x1f"  # replaces a delimiter of several characters: the unit sepa
 
 
 class DelimitedFile:
-    """A text file of rows.
+    """A delimited text file.
 
     Args:
         columns: The column names, or None to read them from the first row.
@@ -162,7 +162,7 @@ class DelimitedFile:
                 raise WrongRowError(
                     self.input.name,
                     row,
-                    f"a quoted value spans {len(lines) + 1:,} lines, most of which look like rows; it begins "
+                    f"a quoted value spans {len(lines) + 1:,} lines, most of which look like rows; it begins with "
                     f"{short(value.partition(chr(10))[0], 60)!r}; close its quotes, or give --no-quotes if quotes are "
                     "ordinary characters",
                 )
@@ -301,7 +301,7 @@ class _RowEnds:
         return int(end)
 
     def check_closed(self) -> None:
-        """Raise UserError if quotes are open at the end of the text."""
+        """Raise UserError if quotes are still open at the end of the text."""
         state, _, opened = self._state
         if state != IN_QUOTES:
             return

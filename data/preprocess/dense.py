@@ -166,7 +166,7 @@ class Standard:
 
     @property
     def _subtracted(self) -> Numbers:
-        """The mean, or for a constant column its value, from which the mean may differ by rounding."""
+        """The mean; for a constant column, its exact value, since the computed mean may be rounded."""
         return np.where(self.deviation > 0, self.mean, np.where(self._count > 0, self._low, 0.0))
 
     def statistics(self) -> dict[str, Any]:

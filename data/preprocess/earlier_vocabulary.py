@@ -110,7 +110,7 @@ class Earlier:
         return made
 
     def survey(self) -> Survey | None:
-        """Return a survey of the earlier values, which new values share memory with, or None if ids are hashed."""
+        """Return a survey of the earlier values, which are in memory with the new ones; None if ids are hashed."""
         if self.buckets is not None:
             return None
         stored, registers, texts = self._stored(), [], []

@@ -315,7 +315,7 @@ class Encoding:
         return Batch(rows.label, self._scaling.transform(rows.numbers), ids.astype(self._type), {})
 
     def _find_ids(self, column: Column, values: pa.Array) -> tuple[Ids, npt.NDArray[np.bool_]]:
-        """Return the ids of values [N] of any type and the mask of missing ones [N]."""
+        """Return the ids of values [N] of any type, and a mask of missing values [N]."""
         codes, some = arrow.distinct(arrow.decoded(values))
         try:
             ids, missing = self._find_distinct_ids(column, some)
@@ -324,7 +324,7 @@ class Encoding:
         return ids[codes], missing[codes]
 
     def _find_distinct_ids(self, column: Column, values: pa.Array) -> tuple[Ids, npt.NDArray[np.bool_]]:
-        """Return the ids of distinct values [N] and the mask of those that a bag skips [N]."""
+        """Return the ids of distinct values [N], and a mask of the values that a bag skips [N]."""
         known, written, reading = self._known, self._written[column.space], self._readings[column.name]
         if column.kind == "bag" or reading.missing:  # training skips a bag's missing values
             written = Written(written.forms | {EMPTY}, written.types)
@@ -367,7 +367,7 @@ class Encoding:
 
 
 def _require_learned(data: Manifest) -> None:
-    """Raise UserError unless a manifest has every entry that encoding new rows needs."""
+    """Raise UserError unless a manifest has every entry needed to encode new rows."""
     shape = len(data.schema.dense), len(data.schema.ids)
     try:
         check_learned(data.options, data.statistics, data.schema, data.id_type, data.vocabulary)

@@ -55,7 +55,7 @@ class FirstPass:
         (self._fraction, self._validation), self._splits = fractions, splits
         self._key, self._hashed = key64(seed, "test split"), hashed
         self.facts: list[Facts] = []  # one for each written piece
-        self._input = self._lines = self._rows = self._rejected = 0  # parsed so far; `_lines` only in this input
+        self._input = self._lines = self._rows = self._rejected = 0  # counts so far; `_lines` only in this input
         self._first: Rejected | None = None
         self._surveys = [] if survey is None else [survey]
         self._unchecked: list[Facts] = []  # pieces whose memory has not been checked yet
@@ -188,7 +188,7 @@ class FirstPass:
 
 
 def _until_error(blocks: Iterator[Block]) -> Iterator[Block | HostdevError | None]:
-    """Yield the blocks, then the error that ended them, or None."""
+    """Yield the blocks, then the error that ended the iteration, or None."""
     try:
         yield from blocks
     except HostdevError as error:  # reported after the errors of in-flight blocks

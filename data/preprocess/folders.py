@@ -47,7 +47,7 @@ def _inside(top: Path, is_taken: Callable[[Path, bytes], bool] | None) -> list[P
     if empty:
         note(f"skipped in {top} as empty: {_listed(empty, top)}")
     if others:
-        note(f"skipped in {top} as not tables by name or content: {_listed(others, top)}; to read a file, name it")
+        note(f"skipped in {top}, not tables by name or content: {_listed(others, top)}; to read a file, name it")
     return taken
 
 

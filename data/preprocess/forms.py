@@ -98,7 +98,7 @@ class Written:
 
     @cached_property
     def missing(self) -> str | None:
-        """The text of a missing value, or None if there are several."""
+        """The text of missing values, or None if they had several."""
         words = self.forms & MISSING
         if kernel.EMPTY in words or not words or self.kind in ("text", "unknown"):
             return ""
@@ -152,7 +152,7 @@ def from_json(content: Mapping[str, Any]) -> Written:
 
 
 def find_forms(texts: pa.Array) -> frozenset[int]:
-    """Return the set of forms of texts without nulls."""
+    """Return the set of forms in `texts`, which must not have nulls."""
     return frozenset(np.unique(each_form(texts)).tolist())
 
 

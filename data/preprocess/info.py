@@ -31,7 +31,7 @@ class Curve:
 
     Attributes:
         ids: Number of ids used in training rows.
-        top: Share of occurrences of the TOPS most frequent ids, float64 [4].
+        top: Share of occurrences of the n most frequent ids for each n in TOPS, float64 [4].
         half: Number of the most frequent ids that make up 50% of the occurrences.
         most: Number of the most frequent ids that make up 90% of the occurrences.
         ranks: Log-spaced sample of ranks from 1, int64 [N].
@@ -106,7 +106,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class Information:
-    """The summary of a data set: `nbytes`, the shards' size, and `totals` are by split, `curves` by id space."""
+    """The summary of a data set; `nbytes` (the shards' size) and `totals` are by split, `curves` by id space."""
 
     folder: Path
     found: Manifest
@@ -140,7 +140,7 @@ def gather(folder: Path) -> Information:
     else:
         vocabulary = StoredVocabulary(folder, found)
         largest = max((space.values for space in vocabulary.spaces.values()), default=0)
-        require_room(folder, found.schema.rows, found.schema.rows + 16 * largest)  # mask; sorted counts and their sums
+        require_room(folder, found.schema.rows, found.schema.rows + 16 * largest)  # mask; sorted counts and sums
         known = vocabulary.counts > 0
         known[: found.schema.first_value] = False
         totals = {split: _totals(folder, found, split, known) for split in found.splits}
@@ -162,7 +162,7 @@ def make_curve(counts: npt.NDArray[Any]) -> Curve:
 
 
 def _totals(folder: Path, found: Manifest, split: str, known: npt.NDArray[np.bool_] | None) -> Totals:
-    """Sum over the rows of a split; `known`, bool [V], marks the ids that training rows use."""
+    """Return the totals of a split; `known`, bool [V], marks the ids that training rows use."""
     shards = found.shards(split)
     begins = dict(
         zip((shard.file for shard in shards), accumulate((each.rows for each in shards), initial=0), strict=False)

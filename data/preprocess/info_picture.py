@@ -58,7 +58,7 @@ def _draw_labels(axes: Any, info: Information) -> None:
     whole = train.label_mean
     chance = _DEVIATIONS * np.sqrt(whole * (1 - whole) / train.rows[has])
     low, high = np.maximum(0, whole - chance), np.minimum(1, whole + chance)
-    axes.fill_between(place, low, high, color="grey", alpha=0.15, linewidth=0, label="95% by chance alone")
+    axes.fill_between(place, low, high, color="grey", alpha=0.15, linewidth=0, label="95% range by chance")
     axes.plot(place, mean, color=_COLORS["train"], marker=".", linewidth=1, label=f"training, in {has.sum()} parts")
     for split in info.found.splits:
         name = "training" if split == "train" else split

@@ -14,7 +14,7 @@ _Group = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, heads, cel
 
 
 def format_lines(info: Information) -> Iterator[str]:
-    """Iterate over the lines of a data set's summary."""
+    """Yield the lines of a data set's summary."""
     found = info.found
     ids = f"{found.schema.rows:,} ids" + ", hashed" * info.hashed
     yield (

@@ -220,7 +220,7 @@ def test_what_a_folder_has_beside_tables(tmp_path, capsys):
     source = Table([tmp_path / "in"], COLUMNS)
     assert names_of(source, tmp_path / "in") == ["a.csv", "x", "x.pq"]
     assert capsys.readouterr().err == (
-        f"skipped in {tmp_path / 'in'} as not tables by name or content: 5 files (book.xlsx, k.dat, readme.md and 2 "
+        f"skipped in {tmp_path / 'in'}, not tables by name or content: 5 files (book.xlsx, k.dat, readme.md and 2 "
         "more); to read a file, name it\n"
     )
     assert names_of(Table([tmp_path / "in" / "k.dat"], COLUMNS), tmp_path / "in") == ["k.dat"]
@@ -230,7 +230,7 @@ def test_what_a_folder_has_beside_tables(tmp_path, capsys):
     (tmp_path / "in" / "x.pq").unlink()
     (tmp_path / "in" / "x").unlink()
     (tmp_path / "in" / "a.csv").unlink()
-    with pytest.raises(UserError, match=r"no readable file; it has 6 files \(book.xlsx, k.dat, .*only if named"):
+    with pytest.raises(UserError, match=r"no readable file; it has 6 files \(book.xlsx, k.dat, .*only if you name"):
         Table([tmp_path / "in"], COLUMNS)
 
 
