@@ -40,7 +40,7 @@ class DelimitedFile:
         delimiter: The separator, of one or more characters; with several, quotes are ordinary characters. None selects
             by suffix: a tab for .tsv and .tab, a comma for .csv; otherwise a tab if the first line has one, or a comma.
         quotes: Allow double-quoted values that contain delimiters and line ends (RFC 4180).
-        encoding: Python's name of the text's encoding.
+        encoding: The text's encoding, as a Python codec name.
         skipped_lines: Number of lines before the first row or the header.
     """
 
@@ -84,7 +84,7 @@ class DelimitedFile:
 
     @property
     def other_delimiter(self) -> str | None:
-        """A likely --delimiter value if the first line has one value that contains a common delimiter, or None."""
+        """The common delimiter inside a first line that has only one value, as a --delimiter value, or None."""
         if len(self.names) > 1:
             return None
         return next((shown for text, shown in _USUAL.items() if text in self.names[0]), None)

@@ -46,7 +46,7 @@ def fixed_scaling(mode: str, names: tuple[str, ...], statistics: Mapping[str, An
 
 
 class _Fixed:
-    """`Standard` with a fixed mean and deviation."""
+    """Standardization with a fixed mean and deviation."""
 
     def __init__(self, names: tuple[str, ...], mean: Numbers, deviation: Numbers) -> None:
         self._names, self._mean, self._deviation = names, mean, deviation

@@ -98,7 +98,7 @@ class Written:
 
     @cached_property
     def missing(self) -> str | None:
-        """The text of missing values, or None if they had several."""
+        """The text that missing values had, or None if it varied."""
         words = self.forms & MISSING
         if kernel.EMPTY in words or not words or self.kind in ("text", "unknown"):
             return ""
