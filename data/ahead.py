@@ -13,7 +13,7 @@ from hostdev.data.order import Window
 from hostdev.data.rows import Piece, Rows
 
 _THREADS = 2
-_AHEAD = 2  # number of shards to open in advance; one window if that has more
+_AHEAD = 2  # number of shards to open in advance, or one window if it has more
 
 
 def opened(

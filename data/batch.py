@@ -30,7 +30,7 @@ class Batch:
     weight: npt.NDArray[np.float32] | None = None
 
     def __len__(self) -> int:
-        """Return B."""
+        """Return the number of samples, B."""
         return len(self.label)
 
     @property

@@ -1,4 +1,4 @@
-"""Checks that a folder is a data set. This module imports little, so that a wrong path is reported at once."""
+"""A check that a folder is a data set. This module imports little, so that a wrong path is reported at once."""
 
 from pathlib import Path
 

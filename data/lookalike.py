@@ -30,7 +30,7 @@ def cache_folder() -> Path:
 
 
 def there() -> Path | None:
-    """Return the synthetic data set's folder if it exists."""
+    """Return the synthetic data set's folder, or None if it does not exist."""
     folder = _folder()
     return folder if (folder / FILE_NAME).is_file() else None
 

@@ -1,6 +1,6 @@
-"""A data set's manifest: the content and the origin of its shards. It is written in format version 2, read in 1 and 2.
+"""A data set's manifest, which describes its shards and their sources. Writes format version 2, reads 1 and 2.
 
-Version 1 has Criteo's columns only. It lists their names without id ranges, so every column gets the full range.
+Version 1 supports only Criteo's columns. It has no id ranges, so every column gets the full range.
 """
 
 import json
@@ -65,23 +65,23 @@ class Manifest:
     id_type: str  # "int32" or "int64"
     train: list[Shard]
     test: list[Shard]
-    vocabulary: str | None  # Arrow file: column or id space, value and count by id; None: ids are hashed
+    vocabulary: str | None  # Arrow file: column or id space, value and count by id; None if ids are hashed
     vocabulary_sha256: str | None  # None in older data sets
     rejected_sha256: str | None  # None in older data sets, which have no checksum of the manifest either
     options: dict[str, Any]
     statistics: dict[str, Any]
     sources: list[dict[str, Any]]
     kinds: dict[str, Any] = field(default_factory=dict)  # by id column: its types and text forms in the source files
-    validation: list[Shard] = field(default_factory=list)  # empty: there are no rows for it
+    validation: list[Shard] = field(default_factory=list)  # empty if there are no validation rows
 
     @property
     def vocabulary_size(self) -> int:
-        """Number of rows of a table that all columns share, fixed ids included."""
+        """Number of rows of a table that all columns share, including fixed ids."""
         return self.schema.rows
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """The names of the splits: "train", "test", and "validation" if there are rows for it."""
+        """The names of the splits: "train", "test", and "validation" if it has rows."""
         return SPLITS if self.validation else SPLITS[:2]
 
     def rows(self, split: str) -> int:
@@ -101,7 +101,7 @@ class Manifest:
         return json_checksum(content)
 
     def uses(self, split: str) -> int:
-        """Return the number of id occurrences in a split, dense columns included."""
+        """Return the number of id occurrences in a split, including dense columns."""
         each = len(self.schema.dense) + len(self.schema.ids)
         bags = sum(self.statistics["bag_values"][name][split] for name in self.schema.bags)
         return self.rows(split) * each + int(bags)
@@ -182,7 +182,7 @@ def _version_1(content: dict[str, Any]) -> Schema:
     rows, dense, names = (content.pop(key) for key in ("vocabulary_size", "dense_names", "categorical_names"))
     fixed = len(dense) + len(names)
     if type(rows) is not int or rows < fixed:
-        raise ValueError("a wrong value of vocabulary_size")
+        raise ValueError("an invalid value of vocabulary_size")
     return Schema(
         label="label",
         dense=tuple(dense),
@@ -193,9 +193,9 @@ def _version_1(content: dict[str, Any]) -> Schema:
 
 
 def read_counts(folder: Path, found: Manifest) -> npt.NDArray[np.int64]:
-    """Return the training occurrences of each id, int64 [vocabulary_size], as a copy from the vocabulary.
+    """Return a copy of the vocabulary's counts: the training occurrences of each id, int64 [vocabulary_size].
 
-    Raises UserError if the ids are hashed, or the vocabulary is missing, damaged or of another data set.
+    Raises UserError if the ids are hashed, or the vocabulary is missing, damaged or from another data set.
     """
     if found.vocabulary is None:
         raise UserError(f"{folder} has no vocabulary with counts: its ids are hashed; use another --cache-policy")
@@ -218,7 +218,7 @@ def read_counts(folder: Path, found: Manifest) -> npt.NDArray[np.int64]:
 
 
 def _wrong_counts(column: Any, uses: int) -> str | None:
-    """Return the problem with a vocabulary's column of counts, whose sum must be `uses`, or None."""
+    """Return the problem with a vocabulary's counts, which must add up to `uses`, or None."""
     if column.type != pa.int64():
         return f"its counts are {column.type}, not int64"
     if column.null_count:
@@ -250,11 +250,11 @@ def _check(found: Manifest, path: Path) -> None:
         ("kinds", _has_kinds(found.kinds)),
     ):
         if not right:
-            raise UserError(f"{path} is broken (a wrong value of {what}); preprocess the data again")
+            raise UserError(f"{path} is broken (an invalid value of {what}); preprocess the data again")
 
 
 def _has_bag_values(found: Manifest) -> bool:
-    """Return whether the statistics have the number of values of each bag."""
+    """Return whether the statistics have each bag's number of values."""
     values = found.statistics.get("bag_values", {}) if isinstance(found.statistics, dict) else None
     return isinstance(values, dict) and all(
         isinstance(values.get(bag), dict) and all(type(values[bag].get(split)) is int for split in found.splits)
@@ -263,7 +263,7 @@ def _has_bag_values(found: Manifest) -> bool:
 
 
 def _has_kinds(kinds: Any) -> bool:
-    """Return whether `kinds` has types and forms by column."""
+    """Return whether `kinds` maps columns to types and forms."""
     return isinstance(kinds, dict) and all(
         isinstance(kind, dict)
         and set(kind) == {"types", "forms"}
@@ -273,7 +273,7 @@ def _has_kinds(kinds: Any) -> bool:
 
 
 def _has_rates(missing: Any) -> bool:
-    """Return whether `missing` has shares of missing values by split and column."""
+    """Return whether `missing` maps splits and columns to shares of missing values."""
     return isinstance(missing, dict) and all(
         isinstance(of_split, dict) and all(isinstance(rate, int | float) for rate in of_split.values())
         for of_split in missing.values()

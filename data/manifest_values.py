@@ -17,7 +17,7 @@ _SCALES = ("dense_max", "dense_mean", "dense_deviation")  # a value for each num
 CLIP = "dense_clip"  # limits by column
 SCALING_STATISTICS = (*_SCALES, CLIP)
 STATISTICS_OF = {"max": _SCALES[:1], "log": _SCALES[:1], "standard": _SCALES[1:]}
-BY_COLUMN = "by column"  # numeric columns are scaled in several ways, as options.scaling says
+BY_COLUMN = "by column"  # numeric columns have different scalings, given by options.scaling
 _ALL = {**STATISTICS_OF, BY_COLUMN: SCALING_STATISTICS}
 
 
@@ -47,7 +47,7 @@ def _check_scale(name: str, values: Any, dense: tuple[str, ...]) -> None:
     if name == CLIP:
         limits = parse(dict[str, list[float]], values, f"statistics.{name}")
         if not set(limits) <= set(dense) or any(len(two) != 2 for two in limits.values()):
-            raise ValueError(f"statistics.{name} must have two limits for each of some numeric columns")
+            raise ValueError(f"statistics.{name} must map numeric columns to two limits each")
     elif len(parse(list[float], values, f"statistics.{name}")) != len(dense):
         raise ValueError(f"statistics.{name} must have one value for each of the {len(dense)} numeric columns")
 
@@ -55,7 +55,7 @@ def _check_scale(name: str, values: Any, dense: tuple[str, ...]) -> None:
 def check_learned(
     options: dict[str, Any], statistics: dict[str, Any], schema: Schema, id_type: str, vocabulary: str | None
 ) -> None:
-    """Raise ValueError unless a validated manifest has all values that encoding new rows needs."""
+    """Raise ValueError unless a validated manifest has all values needed to encode new rows."""
     buckets, bags = options.get("hash_buckets"), options.get("bags") or {}
     mode = BY_COLUMN if options.get("scaling") and "dense" in options else options.get("dense", "")
     for name in _ALL.get(mode, ("dense",)):
@@ -72,4 +72,4 @@ def check_learned(
         ("id_type", id_type == "int64" or schema.rows <= 2**31),
     ):
         if not right:
-            raise ValueError(f"a wrong value of {what}")
+            raise ValueError(f"an invalid value of {what}")

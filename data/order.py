@@ -1,4 +1,4 @@
-"""The order of a data set's rows: a function of the seed, the epoch and the shuffle window."""
+"""The order of a data set's rows, computed from the seed, the epoch and the shuffle window."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Window:
     Attributes:
         shards: The shards' numbers in the split, from 0.
         rows: Total number of rows.
-        key: Key of the permutation of the rows; None: stored order.
+        key: Key of the row permutation, or None for stored order.
     """
 
     shards: tuple[int, ...]
@@ -24,7 +24,7 @@ class Window:
     key: int | None
 
     def order(self) -> npt.NDArray[np.int64] | None:
-        """Return the permutation of the concatenated shards' rows, int64 [rows]; None: stored order."""
+        """Return the permutation of the concatenated shards' rows, int64 [rows], or None for stored order."""
         return None if self.key is None else permutation(self.rows, self.key)
 
 
@@ -33,7 +33,7 @@ def windows_of(rows: Sequence[int], seed: int | None, epoch: int, width: int) ->
 
     Args:
         rows: Number of rows of each shard.
-        seed: Seed of the order of shards and rows; None: the data set's order.
+        seed: Seed for shuffling shards and rows, or None for stored order.
         width: Number of shards in a window; the last window may have fewer.
     """
     if seed is None:

@@ -33,7 +33,7 @@ class Rows:
 
     Args:
         pieces: The pieces, at least one.
-        order: Permutation of the rows, int64 [n]; None: stored order.
+        order: Permutation of the rows, int64 [n], or None for stored order.
     """
 
     def __init__(self, pieces: Sequence[Piece], order: npt.NDArray[np.int64] | None) -> None:
@@ -48,7 +48,7 @@ class Rows:
         }
 
     def places(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Return where the rows [start, stop) of the order are stored, in the encoding of kernels.pieces."""
+        """Return the locations of rows [start, stop) of the order, encoded as in kernels.pieces."""
         rows = np.arange(start, stop) if self._order is None else self._order[start:stop]
         return places_of(rows, self._first)
 
@@ -63,8 +63,8 @@ def gathered(ranges: Sequence[Range], whole: int | None) -> Batch:
     """Copy rows into a batch, in order, with the host threads.
 
     Args:
-        ranges: At least one range, of rows with the same columns.
-        whole: Size of the step's batch if this is a slice of it; None: this is the full batch.
+        ranges: At least one range; all rows have the same columns.
+        whole: Size of the step's full batch if this is a slice of it, or None if this is the full batch.
     """
     ends = np.cumsum([0, *(stop - start for _, start, stop in ranges)]).tolist()
     found = [

@@ -64,7 +64,7 @@ class Space:
         return found
 
     def id_at(self, number: int) -> int:
-        """Return the id of value number `number`, counted from 0 in ascending order of ids."""
+        """Return the id of the value at index `number`, from 0, in ascending order of ids."""
         for first, size in self.segments:
             if number < size:
                 return first + number
@@ -72,7 +72,7 @@ class Space:
         raise IndexError(f"space {self.name!r} has {self.values} values")
 
     def in_words(self) -> str:
-        """Return the ranges of the values' ids as text, such as "4..7, 20..22" or ""."""
+        """Return the values' id ranges as text, such as "4..7, 20..22" or ""."""
         return ", ".join(f"{first}..{first + size - 1}" for first, size in self.segments)
 
 

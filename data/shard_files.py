@@ -38,7 +38,7 @@ class ShardFiles:
     def __init__(self, root: Path, manifest: Manifest) -> None:
         self._root = root
         self._manifest = manifest
-        self._intact: dict[str, tuple[int, ...]] = {}  # each verified file's state at its verification
+        self._intact: dict[str, tuple[int, ...]] = {}  # by file: its state when it was verified
 
     def open(self, shard: Shard, stop: Event) -> list[Piece]:
         """Return a shard's record batches, memory-mapped.
@@ -65,7 +65,7 @@ class ShardFiles:
         if len(table) != shard.rows:
             raise UserError(f"shard {path} has {len(table)} rows, not {shard.rows}; preprocess the data again")
         try:
-            table.validate(full=True)  # the lists' offsets
+            table.validate(full=True)  # also checks the lists' offsets
         except pa.ArrowInvalid as error:
             raise UserError(f"shard {path} is broken ({error}); preprocess the data again") from None
         if any(chunk.null_count or inside(chunk).null_count for column in table.columns for chunk in column.chunks):

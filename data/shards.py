@@ -1,4 +1,4 @@
-"""Reads batches from Arrow shards: background threads open and check files, and host threads gather the rows."""
+"""Batches from Arrow shards: background threads open and check files, and host threads gather the rows."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -14,7 +14,7 @@ from hostdev.data.shard_files import ShardFiles
 
 
 class ShardReader:
-    """Reads one split of a data set in batches.
+    """A reader that yields one split of a data set in batches.
 
     Args:
         root: The data set's folder.
@@ -40,7 +40,7 @@ class ShardReader:
             smaller = max(1, min(1000, self.rows // 20))
             raise UserError(
                 f"--batch-size {batch_size} is larger than the {self.rows} {kind} rows of {self._root}; use a "
-                f"smaller one, such as --batch-size {smaller}"
+                f"smaller batch size, such as --batch-size {smaller}"
             )
 
     def steps(self, batch_size: int) -> int:
@@ -53,8 +53,8 @@ class ShardReader:
         """Yield the batches of one epoch; the last may be smaller. Closing the iterator ends its reader threads.
 
         Args:
-            seed: Shuffle the shards and the rows of each window by seed and epoch; None: stored order.
-            skip: Number of batches to skip; windows that lie entirely before them are not read.
+            seed: Seed for shuffling shards and the rows of each window, or None for stored order.
+            skip: Number of batches to skip; windows that contain only skipped rows are not read.
             part: (i, n): yield slice i, from 0, of the n slices of each batch; a slice may be empty.
 
         Raises:

@@ -45,11 +45,11 @@ def build(
 ) -> Manifest:
     """Write a data set into the new folder `out` and return its manifest.
 
-    The folder appears under its name only when it is complete. An interruption or a TransientError keeps the finished
-    work next to it, for the next call with the same arguments; a UserError leaves nothing.
+    The folder appears under its name only when it is complete. After an interruption or a
+    TransientError, finished work stays next to it for the next call with the same arguments; a UserError removes it.
 
     Args:
-        threads: Number of threads; None for as many as host kernels use.
+        threads: Number of threads, or None for the number that host kernels use.
         earlier: A data set whose ids and scaling are kept; new values get ids after its own.
 
     Raises:
@@ -72,7 +72,7 @@ class _Build:
         self._source, self._work, self._options, self._threads = source, work, options, threads
         self._earlier = earlier
         self._known_shares: dict[str, float] | None = None  # by id space: share of occurrences with an earlier id
-        self._padded: dict[str, list[Any]] = {}  # by bag: a value that makes up most of it, and its share
+        self._padded: dict[str, list[Any]] = {}  # by bag: a value that makes up most of its values, and its share
         self._layout: Layout = source.layout
         has_validation = source.has_validation or options.validation_fraction is not None
         self._splits = SPLITS if has_validation else SPLITS[:2]
@@ -204,7 +204,7 @@ class _Build:
     def _write_shards(
         self, entries: Sequence[dict[str, Any]], schema: Schema, scaling: Scaling, workers: Workers
     ) -> tuple[dict[str, list[Shard]], dict[str, Any]]:
-        """Write the missing shards; return all shards by split, and the statistics of their ids."""
+        """Write the missing shards; return all shards by split, and their id statistics."""
         folder = self._work.result
         written = {entry["shard"]["file"]: entry["shard"] for entry in entries if "shard" in entry}
         shards: dict[str, list[Shard]] = {split: [] for split in self._splits}
@@ -266,7 +266,7 @@ class _Build:
         shards: dict[str, list[Shard]],
         uses: dict[str, Any],
     ) -> Manifest:
-        """Write the malformed lines and the manifest; `uses` has statistics of the ids."""
+        """Write the malformed lines and the manifest; `uses` has the id statistics."""
         folder = self._work.result
         with (folder / REJECTED_FILE).open("w", encoding="utf-8", errors="replace") as file:
             for path, fact in zip(self._paths, self._facts, strict=True):
@@ -305,7 +305,7 @@ class _Build:
         return manifest
 
     def _kinds(self) -> dict[str, Any]:
-        """Return how the values of id columns are written, if the source distinguishes kinds of values."""
+        """Return the types and text forms of id columns; empty if the source has values of one kind only."""
         if self._source.kinds is None:
             return {}
         forms: dict[str, dict[int, frozenset[int]]] = {}
@@ -316,7 +316,7 @@ class _Build:
         return self._source.kinds(forms)
 
     def _by_split(self, of: Callable[[Facts, int], float]) -> dict[str, float]:
-        """Return the sum over pieces by split."""
+        """Return the sum of `of` over all pieces, by split."""
         return {split: sum(of(fact, i) for fact in self._facts) for i, split in enumerate(self._splits)}
 
     def _label_means(self, rows: dict[str, int]) -> dict[str, Any]:
@@ -384,10 +384,10 @@ class _Done(Shard):
     """The journal entry of a written shard.
 
     Attributes:
-        out: By column with ids, the number of ids that are out of vocabulary.
-        uses: By column with ids, the number of ids.
-        apart: In the first shard, the columns that share ids of another column without a value in common.
-        squeezed: In the first shard, the numeric columns whose largest numbers leave all others nearly equal.
+        out: Number of out-of-vocabulary ids of each column with ids.
+        uses: Number of ids of each column with ids.
+        apart: In the first shard, the columns that share another column's ids but have no value in common with it.
+        squeezed: In the first shard, the numeric columns where a few huge numbers make all others nearly equal.
     """
 
     out: list[int]
@@ -397,7 +397,7 @@ class _Done(Shard):
 
 
 def _count_intact(paths: Sequence[Path], checksums: Sequence[str], workers: Workers) -> int:
-    """Return the number of leading files whose CRC-32 is as expected."""
+    """Return the number of leading files whose CRC-32 matches."""
 
     def check(path: Path, expected: str) -> bool:
         return path.is_file() and checksum(path, Crc32) == expected

@@ -1,4 +1,4 @@
-"""preprocess check DIR: read a whole data set and report everything that contradicts its manifest."""
+"""The command `preprocess check DIR`: read a whole data set and report everything that contradicts its manifest."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -65,7 +65,7 @@ class Totals:
 
     Attributes:
         known: Whether every row was readable and valid, so that the sums can be compared.
-        out: Out-of-vocabulary occurrences.
+        out: Number of out-of-vocabulary occurrences.
     """
 
     known: bool = True
@@ -148,7 +148,7 @@ def _check_rejected(folder: Path, found: Manifest, report: Report) -> None:
 
 
 def _open_vocabulary(folder: Path, found: Manifest, report: Report) -> tuple[StoredVocabulary | None, list[str]]:
-    """Return the vocabulary, None if absent or unreadable, and the findings about its id ranges."""
+    """Return the vocabulary, or None if absent or unreadable, and the findings about its id ranges."""
     if found.vocabulary is None:
         return None, []
     try:
@@ -175,12 +175,12 @@ def _format_kept(found: Manifest) -> str:
 
 
 def _is_version_1(found: Manifest) -> bool:
-    """Return whether the manifest is of version 1, which has a vocabulary but no id range for each space."""
+    """Return whether the manifest has version 1 and a vocabulary, and thus no id range for each space."""
     return len(found.schema.spaces) > 1 and len({(space.first, space.size) for space in found.schema.spaces}) == 1
 
 
 def _wrong_ids(vocabulary: StoredVocabulary, found: Manifest, counts: npt.NDArray[Any] | None) -> Iterator[str]:
-    """Iterate over findings about values and counts; `counts` [ids] are of the training rows, None if unknown."""
+    """Yield findings about values and counts; `counts` [ids] are of the training rows, or None if unknown."""
     path, fixed = vocabulary.path, found.schema.first_value
     values = vocabulary.table["value"]
     if values.slice(0, fixed).null_count != fixed or values.null_count != fixed:
@@ -211,7 +211,7 @@ def _wrong_ids(vocabulary: StoredVocabulary, found: Manifest, counts: npt.NDArra
             first = begin + int(at[0])
     if differ:
         yield (
-            f"{path}: {counted(differ, 'wrong count')} of occurrences in training, the first of id {first} "
+            f"{path}: {counted(differ, 'wrong count')} of training occurrences, the first for id {first} "
             f"({vocabulary.text(first)}): {vocabulary.counts[first]:,}, not {counts[first]:,}; {REMEDY}"
         )
 
@@ -274,7 +274,7 @@ def _label_means(found: Manifest, recorded: dict[str, Any], totals: Totals) -> I
 
 
 def _wrong_statistics(found: Manifest, split: str, totals: Totals) -> Iterator[str]:
-    """Iterate over findings about statistics of a split that differ from its rows."""
+    """Yield findings about statistics of a split that contradict its rows."""
     if not totals.known:
         return
     recorded = found.statistics

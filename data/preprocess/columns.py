@@ -32,12 +32,12 @@ _BINARY = {
     pa.large_string(): pa.large_binary(),
     pa.string_view(): pa.binary_view(),
 }
-TEXT_OR_WHOLE = "text or whole numbers"  # a result of `get_written_form`
+TEXT_OR_WHOLE = "text or integers"  # a result of `get_written_form`
 _SHOWN = 40  # characters of a wrong value in a message
 
 
 def get_buffers(texts: pa.Array) -> tuple[npt.NDArray[Any], npt.NDArray[np.uint8]]:
-    """Return texts without nulls as offsets, int32 or int64 [n + 1], and bytes."""
+    """Return the offsets, int32 or int64 [n + 1], and the bytes of texts without nulls."""
     _, offsets, data = texts.buffers()
     dtype = np.dtype(np.int64 if pa.types.is_large_string(texts.type) else np.int32)
     begin = np.zeros(1, dtype)
@@ -53,7 +53,7 @@ def make_texts(offsets: npt.NDArray[np.int64], data: npt.NDArray[np.uint8]) -> p
 
 
 class WrongValueError(Exception):
-    """A column has an invalid value; `row` is the value's row in the chunk, from 0."""
+    """An invalid value in a column; `row` is its row in the chunk, from 0."""
 
     def __init__(self, row: int, reason: str) -> None:
         super().__init__(reason)
@@ -112,8 +112,8 @@ class Positive:
                 return Positive("=" if op == "==" else op, text.removeprefix(op).strip())
         if (found := _COMPARISON.fullmatch(text)) is not None:
             raise UserError(
-                f"--positive {text}: give only the comparison, '{found[2]}', as the column is that of --label; a value "
-                f"with such a sign in it is '={text}'"
+                f"--positive {text}: give only the comparison, '{found[2]}', which applies to the --label column; "
+                f"for a value that contains such a sign, write '={text}'"
             )
         return Positive("=", text.strip())
 
@@ -151,7 +151,7 @@ def list_lengths(array: pa.Array) -> npt.NDArray[np.int64]:
 
 
 def text_lengths(array: pa.Array) -> npt.NDArray[np.int64]:
-    """Return the bytes of text in each row, int64 [n], including texts in lists."""
+    """Return the number of text bytes in each row, int64 [n], including texts in lists."""
     found = array.type
     if classify_type(found) == "list":
         ends = ragged.offsets_of(text_lengths(array.flatten()))[ragged.offsets_of(list_lengths(array))]
@@ -175,9 +175,9 @@ def _whole_numbers(array: pa.Array) -> npt.NDArray[np.int64]:
 
 
 def get_written_form(found: pa.DataType) -> str | None:
-    """Return a name shared by the types (for lists: value types) that write equal values as the same text.
+    """Return a name for all types (for lists: value types) that write equal values as the same text.
 
-    Text counts as whole numbers, since CSV writes these as text. None: the type has no values and fits every type.
+    Text and numbers share a name, since CSV stores numbers as text. The name is None for nulls, which fit all types.
     """
     if pa.types.is_dictionary(found) or classify_type(found) == "list":
         return get_written_form(found.value_type)
@@ -191,8 +191,8 @@ def get_written_form(found: pa.DataType) -> str | None:
 def as_text(array: pa.Array, clean: Callable[[pa.Array], pa.Array] | None = None) -> tuple[Codes, pa.StringArray]:
     """Dictionary-encode values as text; return codes, int32 [n], and the texts, with "" for a missing value.
 
-    Floats must be whole numbers, not too large to be exact, and are written without a decimal point. WrongValueError
-    is raised for any other float and for text that is not UTF-8.
+    Floats must be integers small enough to be exact, and are written without a decimal point. Raises WrongValueError
+    for any other float and for text that is not UTF-8.
 
     `clean` changes the distinct values before they become text; two may then have the same text.
     """
@@ -207,9 +207,9 @@ def as_text(array: pa.Array, clean: Callable[[pa.Array], pa.Array] | None = None
 
 
 def distinct(array: pa.Array) -> tuple[Codes, pa.Array]:
-    """Dictionary-encode values: codes int32 [n], and the distinct values, also null, in order of first occurrence."""
+    """Dictionary-encode values: codes int32 [n], and the distinct values, including null, by first occurrence."""
     if pa.types.is_integer(array.type) and not pa.types.is_uint64(array.type) and not array.null_count:
-        ids = array.cast(pa.int64()).to_numpy(zero_copy_only=False)  # several times as fast as Arrow's own
+        ids = array.cast(pa.int64()).to_numpy(zero_copy_only=False)  # several times faster than Arrow's encoding
         seen = id_map(ids)
         codes = seen.add(ids)
         return codes, pa.array(seen.ids.copy()).cast(array.type)
@@ -220,7 +220,7 @@ def distinct(array: pa.Array) -> tuple[Codes, pa.Array]:
 
 
 def _encode(array: pa.Array) -> pa.DictionaryArray:
-    """Dictionary-encode values, nulls too; half floats as float32, since pyarrow 19 has no dictionary of them."""
+    """Dictionary-encode values and nulls; half floats become float32, since pyarrow 19 cannot encode them."""
     return (array.cast(pa.float32()) if pa.types.is_float16(array.type) else array).dictionary_encode("encode")
 
 
@@ -239,16 +239,14 @@ def decoded(array: pa.Array) -> pa.Array:
 
 
 def _whole(values: pa.Array) -> pa.Array:
-    """Return floats as int64, null for NaN; raise WrongValueError for a fraction or too large a number."""
+    """Return floats as int64, null for NaN; raise WrongValueError for a fraction or a number that is too large."""
     whole_numbers_below_limit(values)
     numbers = values.cast(pa.float64()).to_numpy(zero_copy_only=False)
     missing = np.isnan(numbers)
     wrong = np.flatnonzero(~missing & ~(np.floor(numbers) == numbers))
     if len(wrong):
         at = int(wrong[0])
-        raise WrongValueError(
-            at, f"{numbers[at]:g} is not a whole number; categorical values must be whole numbers or text"
-        )
+        raise WrongValueError(at, f"{numbers[at]:g} is not an integer; categorical values must be integers or text")
     return pa.array(np.where(missing, 0, numbers).astype(np.int64), mask=missing)
 
 
@@ -259,21 +257,21 @@ def whole_numbers_below_limit(values: pa.Array) -> None:
     if len(wrong := np.flatnonzero(np.isinf(numbers))):
         raise WrongValueError(
             int(wrong[0]),
-            f"{numbers[wrong[0]]} is not a whole number; categorical values must be whole numbers or text",
+            f"{numbers[wrong[0]]} is not an integer; categorical values must be integers or text",
         )
     if len(wrong := np.flatnonzero(np.abs(numbers) >= 2.0**digits)):
         at = int(wrong[0])
         raise WrongValueError(
             at,
-            f"{numbers[at]:.17g} is a {values.type} of 2^{digits} or more, which may stand for "
-            "several whole numbers; write the column as integers, or as text",
+            f"{numbers[at]:.17g} is a {values.type} of 2^{digits} or more, which may represent "
+            "several integers; write the column as integers or text",
         )
 
 
 def as_numbers(array: pa.Array) -> npt.NDArray[np.float64]:
     """Return numbers, or parse them from text, as float64 [n], NaN for a missing value.
 
-    true and false are 1 and 0, also as text in any case: a boolean column has the same numbers in CSV and Parquet.
+    true and false become 1 and 0, also as text in any case, so that CSV and Parquet give the same numbers.
     Raises WrongValueError for values that are not finite numbers.
     """
     array = decoded(array)
@@ -311,7 +309,7 @@ def numbers_where_readable(array: pa.Array) -> tuple[npt.NDArray[np.float64], np
 
 
 def trimmed(texts: pa.Array) -> pa.Array:
-    """Strip texts; return null for those that stand for a missing number."""
+    """Strip whitespace from texts; replace missing-value markers with null."""
     texts = pc.utf8_trim_whitespace(texts)
     return pc.if_else(pc.is_in(texts, value_set=pa.array(MISSING_NUMBERS)), pa.scalar(None, pa.string()), texts)
 
@@ -350,8 +348,8 @@ def as_labels(array: pa.Array, positive: Positive | None) -> npt.NDArray[np.floa
             else f"{text[:_SHOWN]!r} is not 0 or 1, true or false; give a rule for positive labels, "
             "such as --positive '>3' or --positive yes"
             if positive is None
-            else f"{text[:_SHOWN]!r} is not a number, as --positive {positive.value} is, so that the label is not "
-            "known; remove the row, or select rows with `preprocess query`",
+            else f"{text[:_SHOWN]!r} is not a number, unlike --positive {positive.value}, so the label is unknown; "
+            "remove the row, or select rows with `preprocess query`",
         )
     return labels
 
@@ -385,14 +383,14 @@ def _parse_labels(texts: list[str], positive: Positive | None) -> npt.NDArray[np
     def label(text: str) -> float:
         found = _parse_exactly(text)
         if text in missing or (positive.op == "=" and isinstance(value, Decimal) and isinstance(found, str)):
-            return np.nan  # such as ? where labels are numbers: it is not known, and no negative
+            return np.nan  # such as ? among numeric labels: unknown, not negative
         return float((found == value) == (positive.op == "="))
 
     return np.array([label(text) for text in texts], np.float32)
 
 
 def _parse_exactly(text: str) -> str | Decimal:
-    """Parse a number exactly; return any other text as it is."""
+    """Parse a number exactly; return any other text unchanged."""
     return Decimal(text) if _NUMBER.fullmatch(text) else text
 
 
@@ -404,7 +402,7 @@ def _is_number(text: str) -> bool:
 
 
 def cast(array: pa.Array, to: pa.DataType, what: str, *, safe: bool = True) -> pa.Array:
-    """Cast an array; raise WrongValueError for the first value that is not `what`."""
+    """Cast an array; raise WrongValueError ("... is not `what`") for the first invalid value."""
     try:
         return array.cast(to, safe=safe)
     except pa.ArrowInvalid:

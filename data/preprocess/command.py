@@ -42,7 +42,7 @@ def summary(manifest: Manifest, out: Path, seconds: float) -> str:
     ]
     lines += growth(manifest)
     for bag, values in statistics.get("bag_values", {}).items():
-        lines.append(f"{bag}: {values['train'] / rows['train']:.1f} values a training row")
+        lines.append(f"{bag}: {values['train'] / rows['train']:.1f} values per training row")
     lines += advice.lines(statistics)
     for name, means in _label_means(manifest).items():
         of = f"all labels {name!r}" if manifest.schema.targets.more else "all labels"
@@ -52,7 +52,7 @@ def summary(manifest: Manifest, out: Path, seconds: float) -> str:
                 lines.append(f"{of} of the {split} rows are {share:.0f}: {what}")
     if statistics["rejected"]:
         what = counted(statistics["rejected"], "row")
-        lines.append(f"{what} could not be read: {out / REJECTED_FILE} has each with its file, line and reason")
+        lines.append(f"{what} could not be read: {out / REJECTED_FILE} lists them with file, line and reason")
     return "\n".join(lines)
 
 
@@ -108,10 +108,10 @@ def make_source(arguments: argparse.Namespace, earlier: Earlier | None = None) -
 
 
 def _open_query(arguments: argparse.Namespace) -> TableFile:
-    """Open the query that the flags give."""
+    """Open the query that the flags specify."""
     if (arguments.sql is None) == (arguments.query is None):
         how = "neither is given" if arguments.sql is None else "both are given"
-        raise UserError(f"the query comes as an argument, or from a file with --query FILE; {how}")
+        raise UserError(f"give the query either as an argument or with --query FILE; {how}")
     sql = arguments.sql
     if sql is None:
         try:
@@ -135,7 +135,7 @@ def table_options(arguments: argparse.Namespace, earlier: Earlier | None = None)
     )
     for flags, what in ((test, "testing"), (validation, "validation")):
         if len(flags) > 1:
-            raise UserError(f"{flags[0]} and {flags[1]} both say which rows are for {what}; leave one of them out")
+            raise UserError(f"{flags[0]} and {flags[1]} both select rows for {what}; leave one of them out")
     options = parse_options(arguments, **{"threshold": THRESHOLD, **earlier_flags.defaults(earlier)})
     if test in ([], ["--test-fraction"]):
         return options

@@ -1,4 +1,4 @@
-"""The comparison of a column with a number or a time (`--test-after`)."""
+"""Comparison of a column with a number or a time (`--test-after`)."""
 
 import math
 import re
@@ -25,15 +25,15 @@ from hostdev.data.preprocess.naming import short
 
 _TIME_OF_DAY = re.compile(r"(\d\d):(\d\d)(?::(\d\d)(?:\.(\d{1,9}))?)?", re.ASCII)
 _FLAG = "--test-after"
-_EXACT = 2.0**53  # a float64 of this size or more may stand for several integers
+_EXACT = 2.0**53  # a float64 of this size or more may represent several integers
 _DIGITS = 400  # more digits than any float64 or decimal has
 
 
 def is_after(array: pa.Array, value: str, flag: str = _FLAG) -> npt.NDArray[np.bool_]:
     """Return a mask of the times or numbers after `value`, bool [n].
 
-    Integers and decimals are compared exactly, and numbers in text with a point or an exponent as float64. `flag` is
-    named in errors.
+    Integers and decimals are compared exactly; numbers in text with a point or an exponent are compared as float64.
+    Errors name `flag`.
 
     Raises:
         WrongValueError: A value of the array is missing or cannot be compared.
@@ -54,7 +54,7 @@ def is_after(array: pa.Array, value: str, flag: str = _FLAG) -> npt.NDArray[np.b
 def is_after_where_readable(
     array: pa.Array, value: str, flag: str = _FLAG
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Return a mask of the times or numbers after `value`, bool [n], and a mask of values that are no such, bool [n].
+    """Return masks of the times or numbers after `value`, bool [n], and of missing or unreadable values, bool [n].
 
     Raises UserError if `value` cannot be compared with the array's type.
     """
@@ -77,7 +77,7 @@ def is_after_where_readable(
                 limit = pa.scalar(value).cast(found)
         except (ValueError, pa.ArrowNotImplementedError):
             raise UserError(
-                f"{flag}: {value!r} cannot be compared with a column of type {found}; write it as {_example(found)}"
+                f"{flag}: {value!r} cannot be compared with a column of type {found}; write it like {_example(found)}"
             ) from None
     try:
         as_found, not_cast = array.cast(found, safe=False), np.zeros(len(array), np.bool_)
@@ -136,7 +136,7 @@ def _is_integer_larger(numbers: npt.NDArray[Any], value: str) -> npt.NDArray[np.
 
 
 def _float_at_most(value: str) -> float:
-    """Return the largest float that does not exceed a whole number; round any other number as usual."""
+    """Return the largest float that does not exceed an integer; round any other number to the nearest float."""
     found = float(value)
     if np.isfinite(found) and (exact := Decimal(value)) == exact.to_integral_value() and found > exact:
         return float(np.nextafter(found, -np.inf))
@@ -155,7 +155,7 @@ def _parse_time_of_day(value: str) -> pa.Scalar:
 
 
 def _find_type(value: str) -> pa.DataType | None:
-    """Return the type in which to compare text with `value`: float64 or a timestamp; None for NaN and other text."""
+    """Return the type for comparing text with `value`: float64 or a timestamp; None if `value` is NaN or other text."""
     for found in (pa.float64(), pa.timestamp("us"), pa.timestamp("us", "UTC")):
         try:
             pa.scalar(value).cast(found)
@@ -166,7 +166,7 @@ def _find_type(value: str) -> pa.DataType | None:
 
 
 def _is_ordered(value: str) -> bool:
-    """Return whether Python, too, parses `value` as a number, and the number is not NaN."""
+    """Return whether Python also parses `value` as a number, other than NaN."""
     try:
         return not math.isnan(float(value))
     except ValueError:  # such as nan(abc)

@@ -1,4 +1,4 @@
-"""Counts of id occurrences, by several threads."""
+"""Counting of id occurrences with several threads."""
 
 from pathlib import Path
 from queue import SimpleQueue
@@ -14,7 +14,7 @@ from hostdev.kernels.unique import tally
 
 
 def count_bytes(uses: int) -> int:
-    """Return the size of a counter of up to `uses` occurrences: 4 or 8 bytes."""
+    """Return the bytes needed to count up to `uses` occurrences: 4 or 8."""
     return 4 if uses < 2**32 else 8
 
 
@@ -28,7 +28,7 @@ def require_room(folder: Path, ids: int, needed: int) -> None:
 
 
 class Counter:
-    """A counter of each id's occurrences. Threads count in arrays of their own if memory and the work allow.
+    """A counter of each id's occurrences. Threads use separate arrays if memory and the amount of work allow.
 
     Args:
         ids: Number of ids.
@@ -52,7 +52,7 @@ class Counter:
             self._free.put(array)
 
     def total(self) -> npt.NDArray[Any]:
-        """Return the occurrences of each id, uint32 or uint64 [ids], after all counting."""
+        """Return the occurrences of each id, uint32 or uint64 [ids]; call it after all counting."""
         total = self._arrays[0]
         for other in self._arrays[1:]:
             total += other

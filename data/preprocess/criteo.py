@@ -1,4 +1,4 @@
-"""Criteo's text format, a tab-separated line for each row: label, 13 integers, 26 categoricals of 8 hex digits."""
+"""Criteo's text format: per row, a tab-separated line with a label, 13 integers and 26 values of 8 hex digits."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -62,7 +62,7 @@ class CriteoText:
         self._block_bytes = block_bytes or BLOCK_BYTES
 
     def blocks(self, start: Place = BEGINNING) -> Iterator[Block]:
-        """Iterate over the text in whole lines."""
+        """Yield the text in blocks of complete lines."""
         for number, source in enumerate(self._inputs[start.input :], start.input):
 
             def too_long(name: str = source.name) -> UserError:
@@ -73,7 +73,7 @@ class CriteoText:
                 yield Block(lines.text, source.name, Place(number, lines.offset), lines.taken)
 
     def parse(self, block: Block, *, hashed: bool = False) -> RawRows:
-        """Parse a block's rows; the keys are the 32-bit values."""
+        """Parse a block's rows; their keys are the 32-bit categorical values."""
         return parse(block.content, file=block.file)
 
     def describe(self) -> list[dict[str, Any]]:
@@ -81,7 +81,7 @@ class CriteoText:
         return [source.describe() for source in self._inputs]
 
     def stamp(self) -> list[Any] | None:
-        """Return each file's path, size and modification time; None if an input is readable only once."""
+        """Return each file's path, size and modification time; None if an input can be read only once."""
         stamps = [source.stamp() for source in self._inputs]
         return None if None in stamps else [*stamps, self._block_bytes]
 

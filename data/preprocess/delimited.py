@@ -27,20 +27,20 @@ BLOCK_BYTES = 1 << 24
 MOST_COLUMNS = 1 << 16
 _USUAL = {"\t": "tab", ";": "';'", "|": "'|'", ",": ","}  # delimiters, quoted for a shell
 _SHOWN = 120  # characters of a header in a message
-_MANY_LINES = 20  # in one value: then it may have swallowed rows
+_MANY_LINES = 20  # a quoted value with so many lines may have swallowed rows
 _ROWLIKE = 0.8  # share of its lines with as many delimiters as a row
-_STAND_IN = b"\x1f"  # replaces a delimiter of several characters: the unit separator, absent from text
+_STAND_IN = b"\x1f"  # replaces a delimiter of several characters: the unit separator, unusual in text
 
 
 class DelimitedFile:
-    """A text file of rows.
+    """A delimited text file.
 
     Args:
-        columns: The column names; None to read them from the first row.
+        columns: The column names, or None to read them from the first row.
         delimiter: The separator, of one or more characters; with several, quotes are ordinary characters. None selects
             by suffix: a tab for .tsv and .tab, a comma for .csv; otherwise a tab if the first line has one, or a comma.
         quotes: Allow double-quoted values that contain delimiters and line ends (RFC 4180).
-        encoding: Python's name of the text's encoding.
+        encoding: The text's encoding, as a Python codec name.
         skipped_lines: Number of lines before the first row or the header.
     """
 
@@ -70,7 +70,7 @@ class DelimitedFile:
             if len(columns) != len(self.names):
                 hint = f"; give --delimiter {other}" if (other := self.other_delimiter) else ""
                 raise UserError(
-                    f"{text.name}: the first line has {len(self.names)} values between {self.shown}, "
+                    f"{text.name}: the first line has {len(self.names)} values separated by {self.shown}, "
                     f"but --columns names {len(columns)} columns{hint}"
                 )
             _refuse_header(text, columns, self.names)
@@ -84,7 +84,7 @@ class DelimitedFile:
 
     @property
     def other_delimiter(self) -> str | None:
-        """A likely value of --delimiter if the first line has one value, with a usual delimiter in it; else None."""
+        """The common delimiter inside a first line that has only one value, as a --delimiter value, or None."""
         if len(self.names) > 1:
             return None
         return next((shown for text, shown in _USUAL.items() if text in self.names[0]), None)
@@ -94,7 +94,7 @@ class DelimitedFile:
         return pa.string()
 
     def parts(self, used: Sequence[str], offset: int) -> Iterator[Part]:
-        """Iterate over the text from a byte offset on, some MiB of whole rows at a time."""
+        """Yield the text from a byte offset, a few MiB of complete rows at a time."""
         ends = _RowEnds(self.input, self._delimiter, offset) if self._quotes else None
         last_end = newline if ends is None else ends.last
         begin = offset
@@ -131,7 +131,7 @@ class DelimitedFile:
         return chunk
 
     def _without_headers(self, chunk: Chunk) -> Chunk:
-        """Set aside rows that are the header again, as concatenated files have them."""
+        """Set aside rows that repeat the header, as in concatenated files."""
         batch = chunk.batch
         again = pc.equal(batch.column(0), batch.schema.names[0])
         for name, column in (
@@ -143,12 +143,12 @@ class DelimitedFile:
             return chunk
         numbers = np.array([chunk.number(place) for place in places.tolist()], np.int64)
         header = self._delimiter.decode().join(self.names)
-        aside = RejectedLines(self.input.name, numbers + self.lines_before, lambda i: ("the header again", header))
+        aside = RejectedLines(self.input.name, numbers + self.lines_before, lambda i: ("a repeated header", header))
         skipped = np.sort(np.concatenate([chunk.skipped, numbers]))
         return Chunk(batch.filter(pc.invert(again)), 0, chunk.rejected.merge(aside), chunk.size, skipped)
 
     def _refuse_swallowed(self, text: bytes, wrong: "_WrongRows", chunk: Chunk, header: int) -> None:
-        """Raise WrongRowError if a value in quotes has many rows in it, because a quote before them is not closed."""
+        """Raise WrongRowError if a quoted value contains many rows, because a quote before them is not closed."""
         delimiter = self._delimiter.decode() if len(self._delimiter) == 1 else _STAND_IN.decode()
         columns = [str(i) for i in range(len(self.names))]
         found = [(number - header, wrong.text(i)) for i, number in enumerate(wrong.numbers().tolist())]
@@ -162,7 +162,7 @@ class DelimitedFile:
                 raise WrongRowError(
                     self.input.name,
                     row,
-                    f"a value in quotes goes on for {len(lines) + 1:,} lines, most of which look like rows; it begins "
+                    f"a quoted value spans {len(lines) + 1:,} lines, most of which look like rows; it begins with "
                     f"{short(value.partition(chr(10))[0], 60)!r}; close its quotes, or give --no-quotes if quotes are "
                     "ordinary characters",
                 )
@@ -177,7 +177,7 @@ class DelimitedFile:
         values = lines.partition(b"\n")[0].count(self._delimiter) + 1
         if values > MOST_COLUMNS:  # Arrow's parser needs some KiB for each value
             raise UserError(
-                f"{self.input.name}: the first line has {values:,} values between {self.shown}, more than "
+                f"{self.input.name}: the first line has {values:,} values separated by {self.shown}, more than "
                 f"{MOST_COLUMNS:,}; check --delimiter"
             )
         try:
@@ -199,8 +199,8 @@ class DelimitedFile:
         if len(self._delimiter) > 1:
             if _STAND_IN in text:
                 raise UserError(
-                    f"{self.input.name}: the file has the character 1F (hexadecimal), so that a delimiter "
-                    "of several characters cannot be read; remove that character"
+                    f"{self.input.name}: the file contains the character 1F (hexadecimal), which a delimiter "
+                    "of several characters does not allow; remove that character"
                 )
             text = text.replace(self._delimiter, _STAND_IN)
         return text if text.endswith(b"\n") else text + b"\n"  # Arrow ignores a single row without a line end
@@ -238,7 +238,7 @@ class DelimitedFile:
 
 
 def _refuse_header(source: AnyInput | Recoded, columns: Sequence[str], first: Sequence[str]) -> None:
-    """Raise UserError if the first row is a header, although the columns are named."""
+    """Raise UserError if the first row is a header, although --columns names the columns."""
     same = sum(name.strip().lower() == value.strip().lower() for name, value in zip(columns, first, strict=True))
     if 2 * same >= len(columns):
         raise UserError(
@@ -283,7 +283,7 @@ class _WrongRows:
 
 
 class _RowEnds:
-    """Finds the row ends in chunks of quoted text; the first chunk is at `offset` in the input, where a row begins."""
+    """Finds row ends in chunks of quoted text; the first chunk is at `offset` in the input, where a row begins."""
 
     def __init__(self, source: AnyInput | Recoded, delimiter: bytes, offset: int) -> None:
         self._source, self._delimiter, self._offset = source, delimiter, offset
@@ -301,7 +301,7 @@ class _RowEnds:
         return int(end)
 
     def check_closed(self) -> None:
-        """Raise UserError if quotes are open at the end of the text."""
+        """Raise UserError if quotes are still open at the end of the text."""
         state, _, opened = self._state
         if state != IN_QUOTES:
             return

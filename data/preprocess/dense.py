@@ -24,7 +24,7 @@ class Scaling(Protocol):
     def transform(self, numbers: Numbers) -> npt.NDArray[np.float32]:
         """Return scaled numbers, float32 [n, columns]; computed in float64 and rounded once.
 
-        Raises UserError if a scaled number exceeds float32.
+        Raises UserError if a scaled number exceeds the range of float32.
         """
 
     def statistics(self) -> dict[str, Any]:
@@ -32,12 +32,12 @@ class Scaling(Protocol):
 
 
 def make_scaling(mode: str, names: tuple[str, ...], *, signed: bool) -> Scaling:
-    """Return the scaling of a mode; with `signed`, numbers below 0 are scaled symmetrically to those above."""
+    """Return a mode's scaling; if `signed`, negative numbers are scaled symmetrically to positive ones."""
     return Standard(names) if mode == "standard" else ByMaximum(mode, names, signed=signed)
 
 
 def fixed_scaling(mode: str, names: tuple[str, ...], statistics: Mapping[str, Any], *, signed: bool) -> Scaling:
-    """Return an already learned scaling from a manifest's statistics."""
+    """Return a fixed scaling from a manifest's statistics."""
     if mode != "standard":
         made = ByMaximum(mode, names, signed=signed)
         made.maximum = np.array(statistics["dense_max"], np.float64)
@@ -46,7 +46,7 @@ def fixed_scaling(mode: str, names: tuple[str, ...], statistics: Mapping[str, An
 
 
 class _Fixed:
-    """`Standard` with a fixed mean and deviation."""
+    """Standardization with a fixed mean and deviation."""
 
     def __init__(self, names: tuple[str, ...], mean: Numbers, deviation: Numbers) -> None:
         self._names, self._mean, self._deviation = names, mean, deviation
@@ -65,9 +65,10 @@ class _Fixed:
 
 
 class ByMaximum:
-    """`max`: x / maximum. `log`: log1p(max(x, 0)) / log1p(maximum). A column whose maximum is 0 is not divided.
+    """Scaling by the maximum: x / maximum in mode `max`, log1p(max(x, 0)) / log1p(maximum) in mode `log`.
 
-    For signed numbers, the maximum is max |x| and the logarithm is sign(x) log1p(|x|).
+    A column whose maximum is 0 is not divided. For signed numbers, the maximum is max |x| and the logarithm is
+    sign(x) log1p(|x|).
     """
 
     def __init__(self, mode: str, names: tuple[str, ...], *, signed: bool) -> None:
@@ -98,15 +99,15 @@ class ByMaximum:
 
 
 class Standard:
-    """(x - mean) / standard deviation; a constant column is not divided.
+    """Standardization: (x - mean) / standard deviation; a constant column is not divided.
 
     Moments of fixed-size blocks of training rows are merged in order (Chan, Golub & LeVeque, 1979), so that they
-    depend on the rows only, not on the sizes of `observe`'s calls.
+    depend only on the rows, not on their division among calls of `observe`.
     """
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self._names = names
-        self._rest: list[Numbers] = []  # rows not summed yet, less than a block
+        self._rest: list[Numbers] = []  # rows not summed yet, fewer than a block
         self._waiting = 0
         self._count, self._mean, self._squares = (np.zeros(len(names)) for _ in range(3))
         self._low, self._high = np.full(len(names), np.inf), np.full(len(names), -np.inf)
@@ -165,7 +166,7 @@ class Standard:
 
     @property
     def _subtracted(self) -> Numbers:
-        """The mean; for a constant column its value, from which the mean may differ by rounding."""
+        """The mean; for a constant column, its exact value, since the computed mean may be rounded."""
         return np.where(self.deviation > 0, self.mean, np.where(self._count > 0, self._low, 0.0))
 
     def statistics(self) -> dict[str, Any]:
@@ -176,8 +177,8 @@ class Standard:
 def largest(mode: str, statistics: Mapping[str, Any], columns: int) -> Numbers:
     """Return the largest valid number of each column, float64 [columns].
 
-    A larger number could exceed float32, unscaled or scaled. With scaling `max`, numbers up to the training maximum are
-    always valid; with `log`, all numbers are.
+    A larger number could exceed the range of float32, unscaled or scaled. With scaling `max`, numbers up to the
+    training maximum are always valid; with `log`, all numbers are.
     """
     if mode == "log":
         return np.full(columns, np.finfo(np.float64).max)

@@ -47,9 +47,9 @@ def defaults(earlier: Earlier | None) -> dict[str, Any]:
 
 
 def columns(given: Mapping[str, Any], earlier: Earlier) -> dict[str, Any]:
-    """Return the arguments of `TableOptions` that name columns, from the earlier data set and in its order.
+    """Return the `TableOptions` arguments about columns, taken from the earlier data set in its order.
 
-    `given` holds the flags' values by the same names, None or empty if unset. Raises UserError if a set value differs
+    `given` maps the same names to the flags' values, None or empty if unset. Raises UserError if a set value differs
     from the earlier data set; the order of names does not matter.
     """
     options = earlier.found.options
@@ -85,7 +85,7 @@ def columns(given: Mapping[str, Any], earlier: Earlier) -> dict[str, Any]:
 
 
 def _is_same(value: Any, known: Any) -> bool:
-    """Return whether a flag's value says what an earlier data set has."""
+    """Return whether a flag's value equals that of the earlier data set."""
     if isinstance(value, Mapping):
         mine, theirs = ({name: one.as_json() for name, one in each.items()} for each in (value, known))
         return mine == theirs

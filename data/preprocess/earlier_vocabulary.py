@@ -53,12 +53,12 @@ class Earlier:
 
     @property
     def buckets(self) -> int | None:
-        """The number of hash buckets; None if there is a vocabulary."""
+        """The number of hash buckets, or None if there is a vocabulary."""
         return self.found.options.get("hash_buckets")
 
     @property
     def is_table(self) -> bool:
-        """Whether `preprocess table` made the data set, and not `criteo` or `synthetic`."""
+        """Whether the data set was made by `preprocess table` or `query`, not by `criteo` or `synthetic`."""
         return bool(self.found.options.get("preset") == "table")
 
     def as_json(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class Earlier:
         return made
 
     def survey(self) -> Survey | None:
-        """Return a survey of the earlier values, which share memory with the new ones; None if ids are hashed."""
+        """Return a survey of the earlier values, which are in memory with the new ones; None if ids are hashed."""
         if self.buckets is not None:
             return None
         stored, registers, texts = self._stored(), [], []
@@ -138,7 +138,7 @@ class Earlier:
         return stored
 
     def _keys(self, stored: StoredVocabulary, number: int) -> Iterator[Any]:
-        """Iterate over the values of an id space in the order of their ids, as `Vocabulary.count` takes them."""
+        """Yield an id space's values in the order of their ids, as `Vocabulary.count` expects them."""
         for chunk in stored.values(self.schema.spaces[number]).chunks:
             for start in range(0, len(chunk), _AT_ONCE):
                 values = chunk.slice(start, _AT_ONCE)
@@ -195,7 +195,7 @@ def _require_whole(folder: Path, found: Manifest) -> None:
             *((name, not is_table or isinstance(options.get(name, []), list)) for name in ("numeric", "categorical")),
         ):
             if not right:
-                raise ValueError(f"a wrong value of {what}")
+                raise ValueError(f"an invalid value of {what}")
     except ValueError as error:
         path = folder / manifest.FILE_NAME
         raise UserError(f"{path} is broken ({error}); preprocess the data again") from None
@@ -206,7 +206,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _make_schema(found: Manifest, stored: StoredVocabulary) -> Schema:
-    """Return the schema with the vocabulary's id ranges, which a manifest of version 1 lacks."""
+    """Return the schema with the vocabulary's id ranges, which a version 1 manifest lacks."""
     return replace(found.schema, spaces=tuple(stored.spaces[space.name] for space in found.schema.spaces))
 
 
@@ -240,7 +240,7 @@ def _shorten_path(path: str) -> str:
 
 
 def recorded(found: Manifest) -> Mapping[str, Any] | None:
-    """Return the manifest's entry made by `Earlier.as_json`; None if absent or invalid."""
+    """Return the manifest's entry made by `Earlier.as_json`, or None if absent or invalid."""
     earlier = found.options.get(EARLIER)
     types = {"path": str, "identity": str, "ids": int, "frozen": bool}
     if isinstance(earlier, dict) and all(type(earlier.get(name)) is kind for name, kind in types.items()):
@@ -249,7 +249,7 @@ def recorded(found: Manifest) -> Mapping[str, Any] | None:
 
 
 def growth(found: Manifest) -> list[str]:
-    """Return lines of text on what a data set reuses from an earlier one; no lines if it reuses nothing."""
+    """Return lines that describe what a data set reuses from an earlier one; empty if nothing."""
     earlier = recorded(found)
     if earlier is None:
         return []

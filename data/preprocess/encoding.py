@@ -53,7 +53,7 @@ class Encoding:
 
     Args:
         data: The data set's manifest.
-        vocabulary: The vocabulary's file; None if ids are hashed.
+        vocabulary: The vocabulary file, or None if ids are hashed.
     """
 
     def __init__(self, data: Manifest, vocabulary: Path | None) -> None:
@@ -102,12 +102,12 @@ class Encoding:
 
     @property
     def separators(self) -> Mapping[str, str | None]:
-        """The separator of each bag's text, by column; None for a bag of lists."""
+        """The separator of each bag's text by column, or None for a bag of lists."""
         return {self._sources[name]: self._readings[name].separator for name in self.schema.bags}
 
     @property
     def numeric_columns(self) -> set[str]:
-        """The columns that have numbers only, and no ids."""
+        """The columns that are used only as numbers, not for ids."""
         ids = {self._sources[column.name] for column in self.schema.columns}
         return {self._sources[name] for name in self.schema.dense} - ids
 
@@ -180,14 +180,14 @@ class Encoding:
         for name in self.schema.dense:
             kind = arrow.classify_type(found := rows.schema.field(self._sources[name]).type)
             if kind in ("list", "nested", "other"):
-                raise UserError(f"column {self._sources[name]!r} is of type {found}; a number in each row is expected")
+                raise UserError(f"column {self._sources[name]!r} is of type {found}; expected one number per row")
         for column in self.schema.columns:
             name = self._sources[column.name]
             kind, separator = arrow.classify_type(found := rows.schema.field(name).type), self._separator(column)
             if column.kind == "id" and kind in ("list", "nested"):
-                raise UserError(f"column {name!r} is of type {found}; one value in each row is expected")
+                raise UserError(f"column {name!r} is of type {found}; expected one value per row")
             if column.kind == "bag" and kind != "list" and (kind == "nested" or not separator):
-                raise UserError(f"column {name!r} is of type {found}; a list of values in each row is expected")
+                raise UserError(f"column {name!r} is of type {found}; expected a list of values per row")
             try:
                 require_type(found.value_type if kind == "list" else found, self._written[column.space])
             except WrongTypeError as error:
@@ -260,7 +260,7 @@ class Encoding:
         return any(not self._readings[name].is_usual for name in self.schema.dense)
 
     def _find_few(self, texts: list[str], n: int) -> Ids | None:
-        """Return the ids of n values of each column in turn, int64 [columns, n]; None if `encode` has to find them."""
+        """Return the ids of n values per column, int64 [columns, n], or None if only `encode` can find them."""
         known, columns = self._known, self.schema.columns
         kinds = [self._written[column.space].kind for column in columns for _ in range(n)]
         try:
@@ -293,14 +293,14 @@ class Encoding:
         return np.array([known.ids_of(each, i) for i, each in enumerate(keys)], np.int64).reshape(len(columns), n)
 
     def _may_be_reformatted(self, column: Column, text: str) -> bool:
-        """Return whether training may have hashed another text for a value than this one."""
+        """Return whether training may have hashed a different text for this value."""
         written = self._written[column.space]
         if written.kind == "number" and written.has_plain_integers:
             return _PLAIN_INTEGER.fullmatch(text) is None
         return written.kind not in ("text", "unknown")
 
     def _get_text(self, column: Column, value: Any) -> str | None:
-        """Return the text that a value had in training; None for a type that only `encode` supports."""
+        """Return the text that a value had in training, or None for a type that only `encode` supports."""
         reading, written = self._readings[column.name], self._written[column.space]
         if reading.missing or reading.buckets is not None:
             return None
@@ -323,7 +323,7 @@ class Encoding:
         return Batch(rows.label, self._scaling.transform(rows.numbers), ids.astype(self._type), {})
 
     def _find_ids(self, column: Column, values: pa.Array) -> tuple[Ids, npt.NDArray[np.bool_]]:
-        """Return the ids of values [N] of any type and the mask of missing ones [N]."""
+        """Return the ids of values [N] of any type, and a mask of missing values [N]."""
         codes, some = arrow.distinct(arrow.decoded(values))
         try:
             ids, missing = self._find_distinct_ids(column, some)
@@ -332,7 +332,7 @@ class Encoding:
         return ids[codes], missing[codes]
 
     def _find_distinct_ids(self, column: Column, values: pa.Array) -> tuple[Ids, npt.NDArray[np.bool_]]:
-        """Return the ids of distinct values [N] and the mask of those that a bag skips [N]."""
+        """Return the ids of distinct values [N], and a mask of the values that a bag skips [N]."""
         known, written, reading = self._known, self._written[column.space], self._readings[column.name]
         if column.kind == "bag" or reading.missing:  # training skips a bag's missing values
             written = Written(written.forms | {EMPTY}, written.types)
@@ -349,7 +349,7 @@ class Encoding:
             return known.ids_of(keys, self.schema.columns.index(column)), missing
         ids, verbatim = np.full(len(values), -1, np.int64), np.zeros(len(values), np.bool_)
         if arrow.classify_type(values.type) == "text" and found.texts[0] is not found.fallback:
-            ids = known.find(column.space, found.fallback)  # the text occurs verbatim
+            ids = known.find(column.space, found.fallback)  # the exact text occurred in training
             verbatim = ids >= 0
         for texts in found.texts:
             there = texts.is_valid().to_numpy(zero_copy_only=False)
@@ -375,18 +375,18 @@ class Encoding:
 
 
 def _require_learned(data: Manifest) -> None:
-    """Raise UserError unless a manifest has every entry that encoding new rows needs."""
+    """Raise UserError unless a manifest has every entry needed to encode new rows."""
     shape = len(data.schema.dense), len(data.schema.ids)
     try:
         check_learned(data.options, data.statistics, data.schema, data.id_type, data.vocabulary)
         if data.options.get("preset") != "table" and shape != (criteo.DENSE, criteo.CATEGORICAL):
-            raise ValueError("a wrong value of preset")
+            raise ValueError("an invalid value of preset")
     except ValueError as error:
         raise UserError(f"the data set's manifest.json is broken ({error}); preprocess the data again") from None
 
 
 def _has_plain_ends(text: str) -> bool:
-    """Return whether a text certainly neither begins nor ends with a blank."""
+    """Return whether a text certainly neither begins nor ends with whitespace."""
     return text == "" or all(" " < letter <= "~" or letter.isalnum() for letter in (text[0], text[-1]))
 
 

@@ -1,4 +1,4 @@
-"""The file of --features: a TOML file with the kind and the settings of every feature."""
+"""The --features file: TOML with the kind and the settings of every feature."""
 
 import difflib
 import tomllib
@@ -31,16 +31,16 @@ _KINDS: dict[str, dict[str, type]] = {
     "categorical": _IDS,
     "bag": {**_IDS, "separator": str, "length": int, "end": str},
 }
-_TYPES = {str: "a text in quotes", int: "a whole number", list: 'a list, such as ["NA", "?"]', dict: "a table"}
+_TYPES = {str: "a quoted string", int: "an integer", list: 'a list, such as ["NA", "?"]', dict: "a table"}
 
 
 @dataclass(frozen=True)
 class FeaturesFile:
-    """The content of a file of features, as the arguments of `TableOptions` of the same names.
+    """The content of a features file, as arguments of `TableOptions`.
 
     Attributes:
         roles: Arguments for the label and the features.
-        given: Names of settings for all columns that the file has: label, positive, missing, decimal.
+        given: Names of the file's settings for all columns: some of label, positive, missing, decimal.
     """
 
     roles: Mapping[str, Any]
@@ -48,7 +48,7 @@ class FeaturesFile:
 
 
 def read_features(path: Path) -> FeaturesFile:
-    """Read a file of features; raise UserError, which names the feature and the key, if it is wrong."""
+    """Read a features file; raise UserError, which names the feature and the key, if it is invalid."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
@@ -121,18 +121,18 @@ def _feature(where: str, settings: Any) -> dict[str, Any]:
     kind = settings.get("kind")
     if kind not in _KINDS:
         what = "kind is missing" if kind is None else f"kind is {short(repr(kind))}"
-        raise UserError(f"{where}: {what}; it is one of {', '.join(_KINDS)}")
+        raise UserError(f"{where}: {what}; it must be one of {', '.join(_KINDS)}")
     _check_keys(where, settings, _KINDS[kind], f" of a {kind} feature")
     for name, least in (("length", 1), ("buckets", 1), ("threshold", 0)):
         if settings.get(name, least) < least:
             raise UserError(f"{where}: {name} must be at least {least}, not {settings[name]}")
     if settings.get("end", "last") not in ENDS:
-        raise UserError(f"{where}: end is one of {', '.join(ENDS)}, not {settings['end']!r}")
+        raise UserError(f"{where}: end must be one of {', '.join(ENDS)}, not {settings['end']!r}")
     if settings.get("separator") == "":
         raise UserError(f"{where}: the separator is empty; leave it out for lists in Parquet and Arrow")
     clip = settings.get("clip")
     if clip is not None and (len(clip) != 2 or not all(isinstance(q, int | float) for q in clip)):
-        raise UserError(f"{where}: clip has two quantiles, such as [0.001, 0.999], not {clip}")
+        raise UserError(f"{where}: clip must be two quantiles, such as [0.001, 0.999], not {clip}")
     try:
         scaled = Scaled(mode=settings.get("scaling"), clip=None if clip is None else (float(clip[0]), float(clip[1])))
     except UserError as error:
@@ -148,13 +148,13 @@ def _feature(where: str, settings: Any) -> dict[str, Any]:
 
 
 def _check_keys(where: str, content: Mapping[str, Any], known: Mapping[str, type], of: str = "") -> None:
-    """Raise UserError for an unknown key, or a value of another type."""
+    """Raise UserError for an unknown key or a value of the wrong type."""
     for name, value in content.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {near[0]}?" if near else f"; the keys are {listed(list(known))}"
-            raise UserError(f"{where}: {name!r} is no key{of}{hint}")
+            hint = f"; did you mean {near[0]}?" if near else f"; valid keys are {listed(list(known))}"
+            raise UserError(f"{where}: {name!r} is not a key{of}{hint}")
         if not isinstance(value, known[name]) or isinstance(value, bool):
             raise UserError(f"{where}: {name} must be {_TYPES[known[name]]}, not {short(repr(value))}")
     if not all(isinstance(mark, str) for mark in content.get("missing", ())):
-        raise UserError(f"{where}: the values of missing must be texts in quotes, also numbers")
+        raise UserError(f"{where}: the values of missing must be quoted strings, even numbers")

@@ -1,4 +1,4 @@
-"""Readers of tables in files, some rows at a time: Parquet, Arrow (IPC files and streams, Feather) and text."""
+"""Readers of table files, some rows at a time: Parquet, Arrow (IPC files and streams, Feather) and text."""
 
 import os
 import re
@@ -25,7 +25,7 @@ CHUNK_ROWS = 1 << 16
 CHUNK_VALUES = 1 << 21  # list elements
 CHUNK_BYTES = 1 << 25  # bytes of text
 _SUFFIXES = (".parquet", ".arrow", ".feather", ".ipc", ".csv", ".tsv", ".tab", ".txt", ".zip", *COMPRESSED)
-_PART = re.compile(r"part-[0-9]+[^.]*")  # text that Hadoop and Spark write, without a suffix
+_PART = re.compile(r"part-[0-9]+[^.]*")  # names of text files that Hadoop and Spark write
 _FEATHER_1 = b"FEA1"
 _FORMATS = ((b"PAR1", "Parquet"), (b"ARROW1", "an Arrow file"), (b"\xff\xff\xff\xff", "an Arrow stream"))
 _PANDAS = "write it as Parquet, such as pandas.{}(...).to_parquet(...)"
@@ -47,7 +47,7 @@ class Part(NamedTuple):
 
     content: Any
     offset: int  # end position in the file, in the format's unit
-    taken: int  # approximate bytes that the rows take in the file
+    taken: int  # approximate size of the rows in the file, in bytes
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Chunk:
 
     Attributes:
         batch: The requested columns.
-        first: Number of the file's rows before these, malformed ones included.
-        size: Approximate bytes that the rows take in the file.
+        first: Number of rows before the chunk in the file, including malformed ones.
+        size: Approximate size of the rows in the file, in bytes.
         skipped: Positions of the malformed rows (`rejected`) in the chunk, from 1, int64.
     """
 
@@ -69,11 +69,11 @@ class Chunk:
 
     @property
     def lines(self) -> int:
-        """The number of rows, malformed ones included."""
+        """The number of rows, including malformed ones."""
         return len(self.batch) + len(self.skipped)
 
     def number(self, row: int) -> int:
-        """Return the number in the file, from 1, of the chunk's row at an index from 0."""
+        """Return the number in the file, from 1, of the chunk's row at index `row`, from 0."""
         number = row + 1
         for skipped in self.skipped.tolist():
             number += skipped <= number
@@ -89,7 +89,7 @@ class TableFile(Protocol):
 
     names: tuple[str, ...]
     most_rows: int
-    """An upper bound of the number of rows."""
+    """An upper bound on the number of rows."""
     lines_before: int
     """The number of lines before the first row."""
 
@@ -97,14 +97,14 @@ class TableFile(Protocol):
         """Return a column's type."""
 
     def parts(self, used: Sequence[str], offset: int) -> Iterator[Part]:
-        """Iterate over the rows' `used` columns, from offset 0 or a part's end."""
+        """Yield the `used` columns of the rows, starting at offset 0 or at a part's end."""
 
     def parse(self, part: Part, used: Sequence[str]) -> Chunk:
         """Parse a part's rows; thread-safe."""
 
 
 def chunks(file: TableFile, used: Sequence[str]) -> Iterator[Chunk]:
-    """Iterate over a file's rows, parsed in this thread."""
+    """Yield a file's rows in chunks, parsed in this thread."""
     first = 0
     for part in file.parts(used, 0):
         try:
@@ -118,7 +118,7 @@ def chunks(file: TableFile, used: Sequence[str]) -> Iterator[Chunk]:
 def split_batch(batch: pa.RecordBatch, first: int, each: float) -> Iterator[Part]:
     """Split a batch into parts within the chunk limits.
 
-    `first` is the number of the file's rows before the batch, `each` the approximate bytes of a row in the file.
+    `first` is the number of rows before the batch in the file, `each` the approximate bytes per row in the file.
     """
     start, kinds = 0, [arrow.classify_type(column.type) for column in batch.columns]
     lists = [i for i, kind in enumerate(kinds) if kind == "list"]
@@ -140,7 +140,7 @@ def _fitting(sizes: Sequence[npt.NDArray[np.int64]], most: int, n: int) -> int:
 
 
 def _rows_at_once(size: GroupSize) -> int:
-    """Return the number of a row group's rows to decode at once: half of a chunk if they are large."""
+    """Return how many rows of a row group to decode at once: half a chunk if the rows are large."""
     per_row = max(size.list_values / CHUNK_VALUES, size.text_bytes / CHUNK_BYTES) / max(1, size.rows)
     return CHUNK_ROWS if 2 * CHUNK_ROWS * per_row <= 1 else max(1, int(0.5 / per_row))
 
@@ -155,7 +155,7 @@ def _names(path: Path, schema: pa.Schema) -> tuple[str, ...]:
 
 def _no_name(path: Path, error: UnicodeDecodeError) -> UserError:
     shown = printable(error.object.decode(errors="backslashreplace"), 80)
-    return UserError(f"{path}: the name of a column, '{shown}', is not UTF-8; rename the column")
+    return UserError(f"{path}: the column name '{shown}' is not UTF-8; rename the column")
 
 
 def _is_list_of_dictionary(found: pa.DataType) -> bool:
@@ -186,7 +186,7 @@ class ParquetTable:
         return self._schema.field(name).type
 
     def parts(self, used: Sequence[str], offset: int) -> Iterator[Part]:
-        """Iterate over the rows, starting at row number `offset`, from 0."""
+        """Yield the rows, starting at row number `offset`, from 0."""
         path = self.input.path
         each = self.input.size / max(1, self.most_rows)
         try:
@@ -194,7 +194,7 @@ class ParquetTable:
             with open_parquet(path) as file, RowGroups.open(path, used) as groups:
                 first = int(np.searchsorted(groups.ends, offset, "right"))  # the group that contains the row
                 row = int(groups.ends[first - 1]) if first else 0
-                while first < len(groups.ends):  # some groups at a time, as the reader caches what it has read
+                while first < len(groups.ends):  # a few groups at a time, as the reader caches all it reads
                     rows = _rows_at_once(groups.size(first))
                     last = first + 1
                     if not alone:
@@ -206,7 +206,7 @@ class ParquetTable:
                         row += len(batch)
                         yield from split_batch(rest, row - len(rest), each)
                     first = last
-        except UnicodeDecodeError as error:  # a column's name in a row group, which the schema has in UTF-8
+        except UnicodeDecodeError as error:  # a column name in a row group; the schema's are valid
             raise unreadable(str(path), "the Parquet file is broken", error) from None
         except (pa.ArrowException, OSError) as error:
             raise unreadable(str(path), "the Parquet file is broken", error) from None
@@ -243,7 +243,7 @@ class ArrowTable:
         return self._schema.field(name).type
 
     def parts(self, used: Sequence[str], offset: int) -> Iterator[Part]:
-        """Iterate over the rows, starting at row number `offset`, from 0."""
+        """Yield the rows, starting at row number `offset`, from 0."""
         fields = [self.names.index(name) for name in used]
         options = pa.ipc.IpcReadOptions(included_fields=fields)
         row, before = 0, 0
@@ -267,7 +267,7 @@ class ArrowTable:
     def _batches(
         self, source: pa.MemoryMappedFile, options: pa.ipc.IpcReadOptions
     ) -> Iterator[tuple[pa.RecordBatch, int]]:
-        """Iterate over record batches, each with the approximate file position of its end."""
+        """Yield record batches, each with the approximate file position of its end."""
         if self._stream:
             for batch in pa.ipc.open_stream(source, options=options):
                 yield batch, source.tell()
@@ -290,7 +290,7 @@ def find_format(source: AnyInput) -> str:
         raise UserError(f"{source.name}: this is Feather version 1; write it again as version 2, or as Parquet")
     for magic, name, way in _OTHERS:
         if start.startswith(magic):
-            raise UserError(f"{source.name}: this is {name}, which is not read; {way}")
+            raise UserError(f"{source.name}: this is {name}, which is not supported; {way}")
     found = next((name for magic, name in _FORMATS if start.startswith(magic)), "text")
     if found == "Parquet" and _continues_as_text(source, start):
         return "text"

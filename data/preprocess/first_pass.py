@@ -22,8 +22,8 @@ from hostdev.data.preprocess.work import Work
 from hostdev.kernels.counter import key64, uniform
 
 MAX_REJECTED = 0.01
-_CHECKED_AT_ONCE = 8  # pieces: to ask the system for its free memory takes as long as some rows
-_SOME, _MOST = 10_000, 0.5  # more than this share of at least so many rows: reading ends at once
+_CHECKED_AT_ONCE = 8  # pieces per memory check, since asking the system for free memory is slow
+_SOME, _MOST = 10_000, 0.5  # stop early if more than _MOST of at least _SOME rows are malformed
 
 Written = tuple[dict[str, Any], Survey | None]
 
@@ -32,11 +32,11 @@ class FirstPass:
     """Parses a source into pieces, resuming after an earlier process's pieces.
 
     Args:
-        fractions: Shares of rows drawn with `seed` for testing and for validation; None: none are drawn.
+        fractions: Shares of rows drawn with `seed` for testing and for validation, or None to draw none.
         splits: Number of splits.
         hashed: The hash that maps values to ids; None if values are counted.
         shards: The second pass's memory requirement.
-        survey: Describes further values that will be held in memory; None if there are none.
+        survey: A survey of further values that will be in memory, or None if there are none.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class FirstPass:
         (self._fraction, self._validation), self._splits = fractions, splits
         self._key, self._hashed = key64(seed, "test split"), hashed
         self.facts: list[Facts] = []  # one for each written piece
-        self._input = self._lines = self._rows = self._rejected = 0  # parsed so far; `_lines` only in this input
+        self._input = self._lines = self._rows = self._rejected = 0  # counts so far; `_lines` only in this input
         self._first: Rejected | None = None
         self._surveys = [] if survey is None else [survey]
-        self._unchecked: list[Facts] = []  # of pieces whose memory is to be checked
+        self._unchecked: list[Facts] = []  # pieces whose memory has not been checked yet
 
     def path(self, number: int) -> Path:
         """Return the path of a piece's file."""
@@ -110,7 +110,7 @@ class FirstPass:
         return self._source.parse(block, hashed=self._hashed is not None)
 
     def _write(self, block: Block, parsed: Future[RawRows], workers: Workers, number: int) -> Future[Written]:
-        """Submit the writing of a block's rows, whose position in the source is now known."""
+        """Submit a task that writes a block's rows, whose position in the source is now known."""
         before = self._lines if block.end.input == self._input else 0
         try:
             rows = parsed.result()
@@ -130,9 +130,9 @@ class FirstPass:
         return workers.submit(write)
 
     def _draw(self, rows: RawRows, begin: int) -> npt.NDArray[np.uint8]:
-        """Return the number of each row's split; the rows that the source leaves for training may be drawn for others.
+        """Return each row's split number; training rows of the source may be drawn for testing or validation.
 
-        `begin` is the number of rows before these. A test row stays one, whatever is drawn for validation.
+        `begin` is the number of preceding rows. The validation fraction does not change which rows are test rows.
         """
         splits = np.zeros(len(rows), np.uint8) if rows.splits is None else rows.splits
         if self._fraction is None and self._validation is None:
@@ -171,9 +171,9 @@ class FirstPass:
         self._rejected += rejected
 
     def _check_rejected(self, accepted: int) -> None:
-        """Raise UserError if more than 1% of `accepted` rows plus those so far that cannot be read are of the latter.
+        """Raise UserError if more than 1% of `accepted` plus malformed rows, or most of the first rows, are malformed.
 
-        It is raised at once if most of the first rows are: then an option is wrong.
+        The second case indicates a wrong option, so it is reported early.
         """
         if self._first is None:
             return
@@ -188,7 +188,7 @@ class FirstPass:
 
 
 def _until_error(blocks: Iterator[Block]) -> Iterator[Block | HostdevError | None]:
-    """Iterate over blocks, then yield the error that ended them, or None."""
+    """Yield the blocks, then the error that ended the iteration, or None."""
     try:
         yield from blocks
     except HostdevError as error:  # reported after the errors of in-flight blocks

@@ -11,20 +11,20 @@ THRESHOLD = 1  # values seen once carry no information; they train the out-of-vo
 
 
 def add_table(to: argparse.ArgumentParser) -> None:
-    """Add the flags of `TableOptions`, but for those of `add_split`."""
+    """Add the flags of `TableOptions`, except those of `add_split`."""
     add_roles(to)
     add_text(to)
 
 
 def add_text(to: argparse.ArgumentParser) -> None:
-    """Add the flags on how text files are read."""
+    """Add the flags for reading text files."""
     to.add_argument("--columns", metavar="NAMES", help="the columns' names, comma-separated, for text without a header")
     to.add_argument(
-        "--delimiter", metavar="TEXT", help="separator of values in text; tab for a tab (default: detected)"
+        "--delimiter", metavar="TEXT", help="separator of values in text, or the word tab (default: detected)"
     )
     to.add_argument("--no-quotes", action="store_true", help="treat quotes in text as ordinary characters")
     to.add_argument("--encoding", metavar="NAME", help="the encoding of text, such as latin-1 (default utf-8)")
-    to.add_argument("--skip-lines", type=int, metavar="N", help="lines at the beginning of each text file to pass over")
+    to.add_argument("--skip-lines", type=int, metavar="N", help="lines to skip at the start of each text file")
 
 
 def add_roles(to: argparse.ArgumentParser) -> None:
@@ -45,39 +45,39 @@ def add_roles(to: argparse.ArgumentParser) -> None:
         metavar="RULE",
         help="which labels are positive: '>3', '>=3', '<3', '<=3', '!=no' or a value (default: 1 or true)",
     )
-    add("--numeric", "NAMES", "columns of numbers, separated by commas")
-    add("--categorical", "NAMES", "columns of values that become ids, separated by commas")
+    add("--numeric", "NAMES", "numeric columns, separated by commas")
+    add("--categorical", "NAMES", "columns whose values become ids, separated by commas")
     add("--bag", "NAME=SEP", "a column with any number of values: text split by SEP, or a list in Parquet and Arrow")
     add("--share", "NAME=OTHER", "give the values of column NAME the ids of column OTHER")
-    add("--padding", "NAME=VALUE", "a value that only fills up the lists of --bag NAME, and is left out")
-    add("--last", "NAME=N", "of a longer list of --bag NAME, keep the last N values")
-    add("--missing", "VALUES", "values that mean there is none, separated by commas, in every column: '\\N,?'")
+    add("--padding", "NAME=VALUE", "a padding value in the lists of --bag NAME, which is left out")
+    add("--last", "NAME=N", "keep only the last N values of a longer list of --bag NAME")
+    add("--missing", "VALUES", "missing-value markers in every column, separated by commas, such as '\\N,?'")
     to.add_argument("--decimal", choices=(".", ","), help="the decimal point of numbers in text (default .)")
     to.add_argument(
         "--features",
         type=Path,
         metavar="FILE",
-        help="a TOML file with the kind and the settings of every feature, in place of the flags for columns",
+        help="a TOML file with the kind and the settings of every feature, instead of the column flags",
     )
 
 
 def add_split(to: argparse.ArgumentParser) -> None:
     """Add the flags that choose test rows by a column instead of --test-fraction."""
-    to.add_argument("--test-column", metavar="NAME=VALUE", help="rows whose column has this value are for testing")
+    to.add_argument("--test-column", metavar="NAME=VALUE", help="rows with this value in column NAME are for testing")
     to.add_argument(
         "--test-after",
         metavar="NAME=VALUE",
-        help="rows whose column has a larger number or a later time are for testing",
+        help="rows with a larger number or a later time in column NAME are for testing",
     )
     to.add_argument(
         "--validation-column",
         metavar="NAME=VALUE",
-        help="rows whose column has this value are for validation, which training watches in place of the test rows",
+        help="rows with this value in column NAME are for validation, which training monitors instead of the test rows",
     )
     to.add_argument(
         "--validation-after",
         metavar="NAME=VALUE",
-        help="of the rows that are not for testing, those with a larger number or a later time are for validation",
+        help="non-test rows with a larger number or a later time in column NAME are for validation",
     )
 
 
@@ -89,7 +89,7 @@ def add_split_files(to: argparse.ArgumentParser) -> None:
             dest=f"{kind}_files",
             action="append",
             metavar="FILE",
-            help=f"a table whose rows are for {kind}",
+            help=f"a table with {kind} rows",
         )
 
 
@@ -109,7 +109,7 @@ def add_earlier(to: argparse.ArgumentParser) -> None:
 
 
 def add_looking(to: Any) -> None:
-    """Add the sub-commands `check` and `info` to those of `hostdev.data.preprocess`."""
+    """Add the subcommands `check`, `info` and `suggest` to `hostdev.data.preprocess`."""
 
     def add(name: str, what: str) -> argparse.ArgumentParser:
         made: argparse.ArgumentParser = to.add_parser(
@@ -126,7 +126,7 @@ def add_looking(to: Any) -> None:
         metavar="FILE",
         help="a new file for the picture (default: info.png, or a numbered name if that exists)",
     )
-    what = "look at a table's first rows, and write a file of features for --features"
+    what = "look at a table's first rows and write a features file for --features"
     made: argparse.ArgumentParser = to.add_parser("suggest", help=what, description=what + ".", allow_abbrev=False)
     made.add_argument("file", type=Path, metavar="FILE", help="a table in CSV, TSV, Parquet or Arrow")
     made.add_argument("--label", metavar="NAME", help="the column with the label (default: by its name)")

@@ -17,7 +17,7 @@ def expand(paths: Sequence[Path], is_taken: Callable[[Path, bytes], bool] | None
     """Return the files of the paths; a folder's files are sorted by the numbers in their names.
 
     `is_taken(path, first_bytes)` selects a folder's files; None selects all. Hidden files and names with a leading
-    underscore, which other programs write for their own use, are skipped silently; other skipped files are logged.
+    underscore, which other programs use internally, are skipped silently; other skipped files are logged.
 
     Raises:
         UserError: A folder has the same file plain and compressed, an unsupported compression, or no readable file.
@@ -41,18 +41,18 @@ def _inside(top: Path, is_taken: Callable[[Path, bytes], bool] | None) -> list[P
             refuse_unread(file, _start(file))
             others.append(file)
     if not taken:
-        left = f"; it has {_listed(others, top)}, which are read only if named" if others else ""
+        left = f"; it has {_listed(others, top)}, which are read only if you name them" if others else ""
         raise UserError(f"{top}: the folder has no readable file{left}")
     _refuse_two_forms(taken)
     if empty:
         note(f"skipped in {top} as empty: {_listed(empty, top)}")
     if others:
-        note(f"skipped in {top} as not tables by name or content: {_listed(others, top)}; name files to read them")
+        note(f"skipped in {top}, not tables by name or content: {_listed(others, top)}; to read a file, name it")
     return taken
 
 
 def _files(top: Path) -> Iterator[Path]:
-    """Iterate over the files of a folder tree, following links, each folder once."""
+    """Yield the files of a folder tree, following links, but each folder only once."""
     seen = {_identity(top)}
     for folder, folders, names in os.walk(top, onerror=_raise, followlinks=True):
         inside = [Path(folder) / name for name in sorted(folders) if not _is_hidden(name)]
@@ -84,7 +84,7 @@ def _order(name: str) -> tuple[list[tuple[int, str]], str]:
 
 
 def _start(file: Path) -> bytes:
-    """Return a file's first bytes; none for pipes, which can be read only once."""
+    """Return a file's first bytes, or none for pipes, which can be read only once."""
     if not file.is_file():
         return b""
     with file.open("rb") as source:
@@ -105,7 +105,7 @@ def _refuse_two_forms(files: Sequence[Path]) -> None:
 
 
 def _check_repeated(files: Sequence[Path]) -> None:
-    """Report each file that is given twice, under one name or two; raise UserError if standard input is."""
+    """Print a note for each file given twice, also under two names; raise UserError for repeated standard input."""
     if files.count(STANDARD_INPUT) > 1:
         raise UserError("- is standard input, which can be read only once; name it once")
     seen: dict[tuple[int, int], Path] = {}

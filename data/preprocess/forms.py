@@ -79,7 +79,7 @@ class Written:
 
     @cached_property
     def kind(self) -> str:
-        """The kind of the values: "number", "bool", "timestamp" (dates, too), "time", "unknown", or else "text"."""
+        """The kind of the values: "number", "bool", "timestamp" (also dates), "time", "unknown", or else "text"."""
         seen = self.forms - MISSING
         if not seen:
             return "unknown"
@@ -88,7 +88,7 @@ class Written:
 
     @cached_property
     def is_typed(self) -> bool:
-        """Whether the files stored values of this kind, not their text."""
+        """Whether the files stored typed values, not text."""
         return bool(self.types) and "text" not in self.types
 
     @cached_property
@@ -98,7 +98,7 @@ class Written:
 
     @cached_property
     def missing(self) -> str | None:
-        """The text of a missing value; None if there are several."""
+        """The text that missing values had, or None if it varied."""
         words = self.forms & MISSING
         if kernel.EMPTY in words or not words or self.kind in ("text", "unknown"):
             return ""
@@ -106,13 +106,13 @@ class Written:
 
     @cached_property
     def zone(self) -> str | None:
-        """The time zone of the columns' types; None if they have none, or several."""
+        """The time zone of the columns' types, or None if they have none or several."""
         zones = {found.partition("tz=")[2].rstrip("]") for found in self.types if "tz=" in found}
         return zones.pop() if len(zones) == 1 else None
 
     @cached_property
     def shown(self) -> str:
-        """The values' description for messages."""
+        """A description of the values for messages."""
         if self.is_typed:
             return f"of type {' or '.join(self.types)}"
         examples = [EXAMPLES[form] for form in sorted(self.forms - MISSING - {kernel.TEXT})][:3]
@@ -132,7 +132,7 @@ class Written:
 class Texts(NamedTuple):
     """The texts that N values may have had in training.
 
-    `texts` holds for each form the values' text [N], null where impossible; the first also has missing values' text.
+    `texts` has an array [N] for each form, with null for impossible texts; the first also has missing values' text.
     `fallback` [N] is used where all are null; `doubtful` [N] marks values that may have had yet another form.
     """
 
@@ -152,7 +152,7 @@ def from_json(content: Mapping[str, Any]) -> Written:
 
 
 def find_forms(texts: pa.Array) -> frozenset[int]:
-    """Return the set of forms of texts without nulls."""
+    """Return the set of forms in `texts`, which must not have nulls."""
     return frozenset(np.unique(each_form(texts)).tolist())
 
 

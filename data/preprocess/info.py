@@ -1,4 +1,4 @@
-"""preprocess info DIR: a summary of a data set, from all of its rows."""
+"""The command `preprocess info DIR`: a summary of a data set, from all of its rows."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,17 +22,17 @@ Counts = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.float64]
 
 TOPS = (1, 10, 100, 1000)
-PLACES = 50  # equal, consecutive parts of a split's rows
+PLACES = 50  # number of equal, consecutive parts of a split's rows
 _MOST_POINTS = 200  # points of a curve
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Distribution of an id space's training occurrences over its ids, without the out-of-vocabulary ones.
+    """Distribution of an id space's training occurrences over its ids, except the out-of-vocabulary id.
 
     Attributes:
         ids: Number of ids used in training rows.
-        top: Share of occurrences of the TOPS most frequent ids, float64 [4].
+        top: Share of occurrences of the n most frequent ids for each n in TOPS, float64 [4].
         half: Number of the most frequent ids that make up 50% of the occurrences.
         most: Number of the most frequent ids that make up 90% of the occurrences.
         ranks: Log-spaced sample of ranks from 1, int64 [N].
@@ -61,7 +61,7 @@ class Totals:
         high: Maximum of each dense column's scaled numbers [C].
         uses: Number of id occurrences in each column [F].
         out: Number of out-of-vocabulary occurrences in each column [F].
-        seen: For each column, the number of occurrences of ids that training rows use, too [F].
+        seen: Number of occurrences in each column of ids that training rows also use [F].
     """
 
     labels: Numbers
@@ -77,7 +77,7 @@ class Totals:
 
     @staticmethod
     def empty(found: Manifest) -> "Totals":
-        """Return the sums for a split without rows."""
+        """Return the totals for a split without rows."""
         dense, columns = len(found.schema.dense), len(found.schema.columns)
 
         def zeros(n: int) -> Counts:
@@ -97,7 +97,7 @@ class Totals:
         )
 
     def add(self, other: "Totals") -> None:
-        """Add the sums over other rows."""
+        """Add the totals over other rows."""
         for name, values in vars(other).items():
             combine = {"low": np.minimum, "high": np.maximum}.get(name, np.add)
             setattr(self, name, combine(getattr(self, name), values))
@@ -114,7 +114,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class Information:
-    """The summary of a data set: `nbytes`, the shards' size, and `totals` are by split, `curves` by id space."""
+    """The summary of a data set; `nbytes` (the shards' size) and `totals` are by split, `curves` by id space."""
 
     folder: Path
     found: Manifest
@@ -148,7 +148,7 @@ def gather(folder: Path) -> Information:
     else:
         vocabulary = StoredVocabulary(folder, found)
         largest = max((space.values for space in vocabulary.spaces.values()), default=0)
-        require_room(folder, found.schema.rows, found.schema.rows + 16 * largest)  # mask; sorted counts and their sums
+        require_room(folder, found.schema.rows, found.schema.rows + 16 * largest)  # mask; sorted counts and sums
         known = vocabulary.counts > 0
         known[: found.schema.first_value] = False
         totals = {split: _totals(folder, found, split, known) for split in found.splits}
@@ -158,7 +158,7 @@ def gather(folder: Path) -> Information:
 
 
 def make_curve(counts: npt.NDArray[Any]) -> Curve:
-    """Return the curve of ids with these counts [V], in any order; takes 16 bytes of memory for each id."""
+    """Return the curve of ids with these counts [V], in any order; takes 16 bytes of memory per id."""
     ordered = np.sort(counts)[::-1]
     used = int(np.count_nonzero(counts))
     sums = np.cumsum(ordered[:used], dtype=np.int64)
@@ -170,7 +170,7 @@ def make_curve(counts: npt.NDArray[Any]) -> Curve:
 
 
 def _totals(folder: Path, found: Manifest, split: str, known: npt.NDArray[np.bool_] | None) -> Totals:
-    """Sum over the rows of a split; `known`, bool [V], marks the ids that training rows use."""
+    """Return the totals of a split; `known`, bool [V], marks the ids that training rows use."""
     shards = found.shards(split)
     begins = dict(
         zip((shard.file for shard in shards), accumulate((each.rows for each in shards), initial=0), strict=False)
@@ -214,7 +214,7 @@ def _add_part(
 
 
 def _count_hashed(folder: Path, found: Manifest, test: Totals) -> dict[str, Curve]:
-    """Count the training occurrences of each bucket by id space, and add to `test.seen`.
+    """Return the curve of each id space from counts of its hash buckets, and add to `test.seen`.
 
     Each pass over the rows handles as many id spaces as fit into memory, at `count_bytes` bytes for each bucket.
     """

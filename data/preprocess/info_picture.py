@@ -11,7 +11,7 @@ from hostdev.core import pictures
 from hostdev.data.preprocess.info import PLACES, Information, shortened
 
 _COLORS = {"train": "C0", "test": "C1", "validation": "C4"}
-_SHOWN = ("train", "test")  # splits that have bars of their own
+_SHOWN = ("train", "test")  # splits that are drawn as bars
 _NAMED = 6  # curves with a color and a name
 _SIDE_BY_SIDE = 30  # columns that fit a half-width panel
 _MOST_NAMES = 120  # names on an axis
@@ -110,7 +110,7 @@ def _draw_curves(axes: Any, info: Information) -> None:
 
 
 def _rates(info: Information) -> tuple[str, list[str], dict[str, list[float]]]:
-    """Return a title, columns, and by split their rates of missing values, or of zeros if missing ones are unknown."""
+    """Return a title, column names and, by split, their missing rates, or rates of zeros if those are unknown."""
     dense = info.found.schema.dense
     if info.missing:
         every = [*dense, *(column.name for column in info.found.schema.columns)]
@@ -118,7 +118,7 @@ def _rates(info: Information) -> tuple[str, list[str], dict[str, list[float]]]:
         rates = {split: [info.missing.get(split, {}).get(name, np.nan) for name in names] for split in _SHOWN}
         return "Missing values", names, rates
     zeros = {split: (info.totals[split].zeros / max(1, info.found.rows(split))).tolist() for split in _SHOWN}
-    return "Numeric columns: zeros, missing values among them", list(dense), zeros
+    return "Numeric columns: zeros, including missing values", list(dense), zeros
 
 
 def _draw_coverage(axes: Any, info: Information, *, wide: bool) -> None:
@@ -127,14 +127,14 @@ def _draw_coverage(axes: Any, info: Information, *, wide: bool) -> None:
     rest = "not in training rows" if info.hashed else "out of vocabulary"
     names = [column.name for column in info.found.schema.columns]
     place = np.arange(len(names))
-    axes.bar(place, seen, 0.8, color="C2", label="in training rows, too")
+    axes.bar(place, seen, 0.8, color="C2", label="also in training rows")
     axes.bar(place, np.where(test.uses > 0, 1 - seen, 0), 0.8, bottom=seen, color="C3", alpha=0.5, label=rest)
     _name_bars(axes, names, wide=wide)
     axes.set(ylabel="share of uses", ylim=(0, 1))
 
 
 def _draw_rates(axes: Any, names: Sequence[str], rates: dict[str, list[float]], *, wide: bool) -> None:
-    """Draw two bars for each name: the rates of training and of test rows."""
+    """Draw two bars for each name, with the rates of training and test rows."""
     place = np.arange(len(names))
     for split, name, side in (("train", "training rows", -0.2), ("test", "test rows", 0.2)):
         axes.bar(place + side, rates[split], 0.4, color=_COLORS[split], label=name)

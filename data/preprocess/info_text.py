@@ -14,7 +14,7 @@ _Group = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, heads, cel
 
 
 def format_lines(info: Information) -> Iterator[str]:
-    """Iterate over the lines of a data set's summary."""
+    """Yield the lines of a data set's summary."""
     found = info.found
     ids = f"{found.schema.rows:,} ids" + ", hashed" * info.hashed
     yield (
@@ -78,7 +78,7 @@ def _features(info: Information) -> Iterator[str]:
     whose = "" if info.hashed else " in vocabulary"
     groups: list[_Group] = [
         ("ids", ["used"], [[f"{curve.ids:,}" for curve in curves]]),
-        ("uses", ["a row"], [[f"{uses / rows:.1f}" for uses in train.uses]]),
+        ("uses", ["per row"], [[f"{uses / rows:.1f}" for uses in train.uses]]),
         *_missing(info, [column.name for column in columns]),
         *([] if info.hashed else [("out of vocabulary", splits, out)]),
         ("test uses", ["seen"], [[_share(*pair) for pair in zip(test.seen, test.uses, strict=True)]]),
@@ -96,7 +96,7 @@ def _parts(curves: Sequence[Curve]) -> list[tuple[int, int]]:
 
 
 def _missing(info: Information, names: Sequence[str]) -> list[_Group]:
-    """Return the columns of missing rates, if known."""
+    """Return the table columns of missing rates, if known."""
     splits = info.found.splits
     rates = [info.missing.get(split, {}) for split in splits]
     cells = [[f"{of[name]:.1%}" if name in of else _NO_FIGURE for name in names] for of in rates]

@@ -30,7 +30,7 @@ _OTHER_SUFFIXES = {".xz": "xz", ".7z": "7z", ".z": "compress"}
 _TAR_MAGIC, _TAR_AT = b"ustar", 257
 _MAGIC_BYTES = 512
 _LARGEST_EMPTY = 512  # largest size in bytes of a compressed file with empty content
-_ERRORS = (OSError, EOFError, pa.ArrowException, tarfile.TarError, zlib.error, zipfile.BadZipFile)  # of reading
+_ERRORS = (OSError, EOFError, pa.ArrowException, tarfile.TarError, zlib.error, zipfile.BadZipFile)  # raised by reading
 _SKIPPED_AT_ONCE = 1 << 22
 
 
@@ -53,7 +53,7 @@ class Stream:
     def read(self, size: int) -> bytes:
         """Return the next `size` bytes, fewer only at the end.
 
-        Raises UserError for unreadable content, and TransientError for errors of the system.
+        Raises UserError for unreadable content, and TransientError for system errors.
         """
         pieces: list[bytes] = []
         while size > 0:
@@ -79,7 +79,7 @@ class Stream:
             raise UserError(f"{self._name}: the file became shorter; run again once nothing writes to it")
 
     def pieces(self, size: int) -> Iterator[bytes]:
-        """Iterate over the next `size` bytes, some MiB at a time."""
+        """Yield the next `size` bytes, a few MiB at a time."""
         while size > 0 and (piece := self.read(min(size, _SKIPPED_AT_ONCE))):
             yield piece
             size -= len(piece)
@@ -199,7 +199,7 @@ class ReadOnce:
             raise UserError(f"{self.name}: the file is empty")
         codec = _codec(start, self.name)
         if codec == "zip":
-            raise UserError(f"{self.name}: a .zip file can be read only from a file, not from a pipe")
+            raise UserError(f"{self.name}: a .zip archive can be read only from a file, not from a pipe")
         decompressed = raw if codec is None else _decompressing(raw, codec, padded=True)
         self._stream = Stream(decompressed, self.name, lambda: raw.taken)
         self._head = self._stream.read(HEAD_BYTES)
@@ -234,13 +234,13 @@ def open_input(path: Path, wanted: Callable[[str], bool] | None = None) -> AnyIn
     """Open a file, or standard input for "-"; raise UserError if it is missing or empty."""
     if path == STANDARD_INPUT:
         if sys.stdin is None:  # the shell closed it with <&-
-            raise UserError("standard input is closed; give it to the command, as with < FILE, or name a file")
+            raise UserError("standard input is closed; redirect it, as with < FILE, or name a file")
         return ReadOnce(path, sys.stdin.buffer)
     return ReadOnce(path, path.open("rb")) if path.is_fifo() else Input(path, wanted)
 
 
 def unreadable(name: str, what: str, error: Exception) -> HostdevError:
-    """Return the error for an unreadable file: TransientError if the system reports it, UserError for bad content."""
+    """Return the error for an unreadable file: TransientError for system errors, UserError for bad content."""
     if isinstance(error, MemoryError):
         return TransientError(f"{name}: there is not enough memory to read the file ({_reason(error)})")
     if isinstance(error, OSError) and error.errno is not None:
@@ -294,7 +294,7 @@ def _decompressing(file: Any, codec: str, *, padded: bool = False) -> Any:
 
 
 def _ends_in_zero(file: BinaryIO) -> bool:
-    """Return whether the last byte is zero (padding or a length); Arrow decompresses other files a fifth faster."""
+    """Return whether the last byte is zero (padding or a length); if not, Arrow can decompress, a fifth faster."""
     file.seek(-1, os.SEEK_END)
     last = file.read(1)
     file.seek(0)

@@ -236,17 +236,17 @@ def widen_field(columns):
 @pytest.mark.parametrize(
     ("change", "messages"),
     [
-        (move_a_use, ["2 wrong counts of occurrences in training, the first of id 40 ('C1' value "]),
+        (move_a_use, ["2 wrong counts of training occurrences, the first for id 40 ('C1' value "]),
         (
             lambda columns: columns["count"].__setitem__(5, 7),
             [
                 "its counts add up to ",
-                "1 wrong count of occurrences in training, the first of id 5 ('I6'): 7, not ",
+                "1 wrong count of training occurrences, the first for id 5 ('I6'): 7, not ",
             ],
         ),
         (
             lambda columns: columns["count"].__setitem__(40, -1),
-            ["it has counts below 0", "1 wrong count of occurrences in training, the first of id 40 "],
+            ["it has counts below 0", "1 wrong count of training occurrences, the first for id 40 "],
         ),
         (copy_value, ["ids 39 and 40 are both 'C1' value "]),
         (
@@ -316,7 +316,7 @@ def test_version_1(tmp_path):
     edit_vocabulary(tmp_path, move_a_use)
     edit_manifest(tmp_path, lambda content: content.pop("vocabulary_sha256"))
     [found] = wrong(tmp_path)
-    assert found.startswith("vocabulary.arrow: 2 wrong counts of occurrences in training, the first of id 40 ")
+    assert found.startswith("vocabulary.arrow: 2 wrong counts of training occurrences, the first for id 40 ")
     assert "no checksum recorded: DAMAGED" in "\n".join(check(tmp_path).lines)
 
 

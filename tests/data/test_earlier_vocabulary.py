@@ -434,7 +434,7 @@ def change(**values):
 def test_a_manifest_that_lacks_what_is_kept_is_refused(grown, edit, what):
     edit_manifest(grown, edit)
     with pytest.raises(
-        UserError, match=rf"manifest.json is broken \((a wrong value of )?{what}.*\); preprocess the data"
+        UserError, match=rf"manifest.json is broken \((an invalid value of )?{what}.*\); preprocess the data"
     ):
         read_earlier(grown)
 

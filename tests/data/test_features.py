@@ -128,7 +128,7 @@ def test_marks_of_missing_values(tmp_path, prepared):
     flags = ("--label", "y", "--numeric", "x", "--categorical", "u", "--bag", "g=|", "--threshold", 0)
     marks = ("--missing", r"?,\N,-1", "--test-fraction", 0)
     folder, found, printed = prepared(path, *flags, *marks)
-    assert f"1 row could not be read: {'d'}/rejected.tsv has each with its file, line and reason" in printed
+    assert f"1 row could not be read: {'d'}/rejected.tsv lists them with file, line and reason" in printed
     [line] = (folder / "rejected.tsv").read_text().splitlines()
     assert line.split("\t") == [str(path), "12", "column 'y': the value is missing", "y=?, x=1, u=u1, g=a"]
     assert found.statistics["missing"]["train"] == {"x": 2 / 399, "u": 1 / 399}
@@ -178,7 +178,7 @@ def test_a_header_in_the_middle_of_a_file(tmp_path, prepared):
     assert found.rows("train") == 300
     assert found.statistics["label_mean"]["train"] == 0.5
     [line] = (folder / "rejected.tsv").read_text().splitlines()
-    assert line.split("\t")[1:] == ["152", "the header again", "y,u"]
+    assert line.split("\t")[1:] == ["152", "a repeated header", "y,u"]
 
 
 FEATURES = r"""
@@ -274,23 +274,26 @@ def test_a_file_of_features(tmp_path, prepared):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[features.u]\nkind = 'categorical'\ntreshold = 3", "feature 'u': 'treshold' is no key of a categorical"),
-        ("[features.u]\nkind = 'id'", "feature 'u': kind is 'id'; it is one of numeric, categorical, bag"),
+        ("[features.u]\nkind = 'categorical'\ntreshold = 3", "feature 'u': 'treshold' is not a key of a categorical"),
+        ("[features.u]\nkind = 'id'", "feature 'u': kind is 'id'; it must be one of numeric, categorical, bag"),
         ("[features.u]\ncolumn = 'v'", "feature 'u': kind is missing"),
-        ("[features.u]\nkind = 'numeric'\nlength = 3", "'length' is no key of a numeric feature"),
+        ("[features.u]\nkind = 'numeric'\nlength = 3", "'length' is not a key of a numeric feature"),
         ("[features.u]\nkind = 'bag'\nlength = 0", "feature 'u': length must be at least 1, not 0"),
-        ("[features.u]\nkind = 'bag'\nend = 'middle'", "feature 'u': end is one of first, last, not 'middle'"),
-        ("[features.u]\nkind = 'numeric'\nclip = [0.9]", "clip has two quantiles, such as [0.001, 0.999], not [0.9]"),
+        ("[features.u]\nkind = 'bag'\nend = 'middle'", "feature 'u': end must be one of first, last, not 'middle'"),
+        (
+            "[features.u]\nkind = 'numeric'\nclip = [0.9]",
+            "clip must be two quantiles, such as [0.001, 0.999], not ",
+        ),
         ("[features.u]\nkind = 'numeric'\nclip = [0.9, 0.1]", "0 <= low < high <= 1, not [0.9, 0.1]"),
         ("[features.u]\nkind = 'numeric'\nscaling = 'cube'", "scaling is one of max, log, standard, not 'cube'"),
-        ("[features.u]\nkind = 'categorical'\nmissing = [0]", "the values of missing must be texts in quotes"),
+        ("[features.u]\nkind = 'categorical'\nmissing = [0]", "the values of missing must be quoted strings"),
         ("[features.u]\nkind = 'categorical'\nmissing = 0", "missing must be a list"),
-        ("[features.u]\nkind = 'categorical'\nthreshold = true", "threshold must be a whole number, not True"),
+        ("[features.u]\nkind = 'categorical'\nthreshold = true", "threshold must be an integer, not True"),
         ("[features]\nu = 3", "feature 'u': write its settings as [features.NAME]"),
         ("label = 'y'", "the file has no features"),
-        ("decimal = ';'\n[features.u]\nkind = 'categorical'", "decimal is one of . ,, not ';'"),
+        ("decimal = ';'\n[features.u]\nkind = 'categorical'", "decimal must be one of . ,, not ';'"),
         ("features.u = ", "the file is not TOML: Invalid value (at end of document)"),
-        ("lable = 'y'\n[features.u]\nkind = 'bag'", "'lable' is no key; did you mean label?"),
+        ("lable = 'y'\n[features.u]\nkind = 'bag'", "'lable' is not a key; did you mean label?"),
         ("[features.u]\nkind = 'categorical'\ncolumn = 'v'", "has no column 'v'; it has y, u"),
         ("label = 'u'\n[features.u]\nkind = 'categorical'", "--label and label in "),
     ],

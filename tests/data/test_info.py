@@ -238,7 +238,7 @@ def test_the_picture(monkeypatch, tmp_path, features, numbers):
     forget_missing(tmp_path / "data")
     figure = drawn(monkeypatch, tmp_path / "data", tmp_path)
     titles = [axes.get_title() for axes in figure.axes]
-    rates = ["Numeric columns: zeros, missing values among them"] * (numbers > 0)
+    rates = ["Numeric columns: zeros, including missing values"] * (numbers > 0)
     assert titles == ["Label mean by position", "Frequency curves", *rates, "Ids of the test rows"]
     curves, coverage = figure.axes[1], figure.axes[-1]
     assert len([line for line in curves.get_lines() if len(line.get_xdata())]) == features

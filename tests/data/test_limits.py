@@ -31,7 +31,7 @@ def test_a_line_of_commas_is_no_header(tmp_path, capsys):
     (tmp_path / "commas.csv.bz2").write_bytes(bz2.compress(b"," * 900_000))
     table = ["table", tmp_path / "commas.csv.bz2", "--label", "y", "--categorical", "c", "--out", tmp_path / "out"]
     assert run(*table) == 2
-    assert "the first line has 900,001 values between commas, more than 65,536" in capsys.readouterr().err
+    assert "the first line has 900,001 values separated by commas, more than 65,536" in capsys.readouterr().err
 
 
 def test_many_columns_are_read(tmp_path):
@@ -100,7 +100,7 @@ def test_a_column_s_name_in_no_encoding(tmp_path, kind):
         with pa.ipc.new_file(path, table.schema) as writer:
             writer.write_table(table)
     path.write_bytes(path.read_bytes().replace(b"NAMEX", b"NAM\xff\xfe"))
-    with pytest.raises(UserError, match=r"the name of a column, 'NAM\\xff\\xfe', is not UTF-8"):
+    with pytest.raises(UserError, match=r"the column name 'NAM\\xff\\xfe' is not UTF-8"):
         Table([path], OPTIONS)
 
 

@@ -140,5 +140,5 @@ def test_a_manifest_with_a_broken_schema(own_data, change, message):
 )
 def test_a_manifest_with_a_wrong_value(own_data, change, what):
     edit_manifest(own_data, change)
-    with pytest.raises(UserError, match=f"manifest.json is broken .a wrong value of {what}.; preprocess the data"):
+    with pytest.raises(UserError, match=f"manifest.json is broken .an invalid value of {what}.; preprocess the data"):
         manifest.read(own_data)

@@ -70,11 +70,17 @@ def test_formats_that_are_named(tmp_path, refused):
     for protocol in (2, 3, 4, 5):
         (tmp_path / f"t{protocol}.pkl").write_bytes(pickle.dumps({"a": 1}, protocol))
     for name, what in (
-        ("t.orc", "this is ORC, which is not read; write it as Parquet, such as pandas.read_orc(...).to_parquet(...)"),
+        (
+            "t.orc",
+            "this is ORC, which is not supported; write it as Parquet, such as pandas.read_orc(...).to_parq",
+        ),
         ("t.h5", "this is HDF5"),
-        ("t.xls", "this is an Excel workbook, which is not read; save the sheet as CSV"),
+        ("t.xls", "this is an Excel workbook, which is not supported; save the sheet as CSV"),
         ("t.npy", "this is a NumPy array"),
-        ("t.db", "this is a SQLite database, which is not read; write a query's rows as CSV, such as sqlite3 -csv"),
+        (
+            "t.db",
+            "this is a SQLite database, which is not supported; write a query's rows as CSV, such as sqlite3",
+        ),
         *((f"t{protocol}.pkl", "this is a pickle") for protocol in (2, 3, 4, 5)),
     ):
         assert f"{name}: {what}" in refused(name)

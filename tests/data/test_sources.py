@@ -220,8 +220,8 @@ def test_what_a_folder_has_beside_tables(tmp_path, capsys):
     source = Table([tmp_path / "in"], COLUMNS)
     assert names_of(source, tmp_path / "in") == ["a.csv", "x", "x.pq"]
     assert capsys.readouterr().err == (
-        f"skipped in {tmp_path / 'in'} as not tables by name or content: 5 files (book.xlsx, k.dat, readme.md and 2 "
-        "more); name files to read them\n"
+        f"skipped in {tmp_path / 'in'}, not tables by name or content: 5 files (book.xlsx, k.dat, readme.md and 2 "
+        "more); to read a file, name it\n"
     )
     assert names_of(Table([tmp_path / "in" / "k.dat"], COLUMNS), tmp_path / "in") == ["k.dat"]
     before = source.stamp()
@@ -230,7 +230,7 @@ def test_what_a_folder_has_beside_tables(tmp_path, capsys):
     (tmp_path / "in" / "x.pq").unlink()
     (tmp_path / "in" / "x").unlink()
     (tmp_path / "in" / "a.csv").unlink()
-    with pytest.raises(UserError, match=r"no readable file; it has 6 files \(book.xlsx, k.dat, .*only if named"):
+    with pytest.raises(UserError, match=r"no readable file; it has 6 files \(book.xlsx, k.dat, .*only if you name"):
         Table([tmp_path / "in"], COLUMNS)
 
 
@@ -280,7 +280,7 @@ def test_names_with_the_same_numbers_are_in_order(tmp_path, monkeypatch):
 def test_standard_input_that_is_closed(monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     for read in (lambda: Table([Path("-")], COLUMNS), lambda: CriteoText([Path("-")])):
-        with pytest.raises(UserError, match=r"^standard input is closed; give it to the command, as with < FILE"):
+        with pytest.raises(UserError, match=r"^standard input is closed; redirect it, as with < FILE"):
             read()
 
 

@@ -85,8 +85,8 @@ def test_files(tmp_path, path):
     [
         (["--validation-fraction", 0], "--validation-fraction must be more than 0 and less than 1"),
         (["--validation-fraction", 0.95], "together leave no rows for training"),
-        (["--validation-fraction", 0.1, "--validation-after", "x=3"], "both say which rows are for validation"),
-        (["--test", "t.csv", "--test-fraction", 0.1], "--test and --test-fraction both say which rows are for testing"),
+        (["--validation-fraction", 0.1, "--validation-after", "x=3"], "both select rows for validation"),
+        (["--test", "t.csv", "--test-fraction", 0.1], "--test and --test-fraction both select rows for testing"),
         (["--validation-column", "s=z"], "none of the 300 rows is in the validation split"),
         (["--validation", "no.csv"], "no.csv: no such file"),
         (["--validation-after", "u=3"], "column 'u': 'u1' is not a number"),

@@ -59,7 +59,7 @@ def test_a_whole_table(tmp_path, in_process):
     assert (code, error) == (0, "")
     assert out.splitlines()[0].startswith("data: 5 training and 1 test rows in 2 shards, 15 ids, labels 40.0% positive")
     assert out.splitlines()[1:] == [
-        "tags: 1.2 values a training row",
+        "tags: 1.2 values per training row",
         "all labels of the test rows are 1: their AUC is undefined",
     ]
     found = manifest.read(tmp_path / "data")
@@ -181,7 +181,9 @@ def test_labels_that_are_missing_are_no_labels(tmp_path, rule):
 def test_labels_that_are_not_known_are_no_negatives(tmp_path, label):
     columns = {"y": ["1", "0", label, "1"], "c": ["a"] * 4, "s": [0, 0, 0, 1]}
     path = twins.write_text(tmp_path / "t.tsv", columns, "\t")
-    with pytest.raises(UserError, match=f":4: column 'y': {re.escape(repr(label))} is not a number, as --positive 1"):
+    with pytest.raises(
+        UserError, match=f":4: column 'y': {re.escape(repr(label))} is not a number, unlike --positive 1"
+    ):
         twins.build_table(path, tmp_path / "out", label="y", positive="1", categorical=("c",), test_column=("s", "1"))
 
 

@@ -79,9 +79,12 @@ from tests.data.conftest import GOOD
         (["--label", "y", "--test-column", "t=z"], "none of the 20 rows is in the test split"),
         (
             ["--label", "y", "--test-column", "t=1", "--test-after", "t=3"],
-            "--test-column and --test-after both say which ",
+            "--test-column and --test-after both select rows ",
         ),
-        (["--label", "y", "--test-fraction", ".1", "--test-after", "t=3"], "--test-fraction and --test-after both say"),
+        (
+            ["--label", "y", "--test-fraction", ".1", "--test-after", "t=3"],
+            "--test-fraction and --test-after both",
+        ),
         (
             ["--label", "y", "--seed", "1", "--test-after", "t=3"],
             "--seed has no effect with --test-after; leave it out",
@@ -95,7 +98,7 @@ from tests.data.conftest import GOOD
         (["--label", "y", "--dense", "minmax"], "invalid choice: 'minmax'"),
         (
             ["--label", "y", "--columns", "a,b"],
-            "good.csv: the first line has 5 values between commas, but --columns names 2 columns",
+            "good.csv: the first line has 5 values separated by commas, but --columns names 2 columns",
         ),
         (["--label", "y", "--columns", "y,c,c,d,e"], "--columns names a column twice"),
         (["--label", "y", "--delimiter", ""], "--delimiter is empty"),
@@ -105,7 +108,7 @@ from tests.data.conftest import GOOD
         ),
         (
             ["--label", "y", "--delimiter", ";", "--columns", "a,b"],
-            "the first line has 1 values between ';', but --columns names 2 columns; give --delimiter ,",
+            "the first line has 1 values separated by ';', but --columns names 2 columns; give --delimiter ,",
         ),
         (
             ["--label", "y", "--columns", "y,x,c,g,t"],
@@ -175,7 +178,7 @@ def test_no_column_with_ids(refused, good):
             "t.csv, line 3: the quotes that begin here are never closed; if quotes are ordinary"
             " characters, give --no-quotes",
         ),
-        ("y::c\n1::a\x1f\n0::b\n", ["--delimiter", "::"], "t.csv: the file has the character 1F (hexadecimal)"),
+        ("y::c\n1::a\x1f\n0::b\n", ["--delimiter", "::"], "t.csv: the file contains the character 1F (hexadecimal)"),
     ],
 )
 def test_wrong_text(refused, tmp_path, text, options, message):
@@ -352,7 +355,7 @@ def test_a_quote_that_swallows_rows(refused, tmp_path, changed):
     (tmp_path / "t.csv").write_text(rows_with(changed))
     lines = max(changed) - 10
     message = refused(tmp_path / "t.csv", "--label", "y", label=())
-    assert f"t.csv, row 11, a value in quotes goes on for {lines} lines, most of which look like rows" in message
+    assert f"t.csv, row 11, a quoted value spans {lines} lines, most of which look like rows" in message
     assert "--no-quotes" in message
 
 
