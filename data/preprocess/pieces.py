@@ -1,10 +1,10 @@
 """Parsed rows on disk between the first and the second pass, in pieces with their own dictionaries.
 
 A piece holds the rows of one block, split by split, training rows first. It has a dictionary for each id space and
-stores a value as its number there. Training rows' values come first, in order of first occurrence, with their counts.
-Values of different pieces are therefore compared once per piece, not once per row.
+stores each value as an index into it. The values of training rows come first, in order of first occurrence, with their
+counts. Values of different pieces are therefore compared once per piece, not once per row.
 
-A piece is an Arrow file with one record whose columns are lists. Readers map it and copy nothing.
+A piece is an Arrow file with one record whose columns are lists. Readers map it without copying.
 """
 
 import os
@@ -34,7 +34,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Facts about a piece that are available without reading it.
+    """Statistics of a piece that are available without reading it.
 
     Attributes:
         rows: Number of rows by split.
@@ -109,16 +109,16 @@ class Piece:
 def write_piece(
     path: Path, rows: RawRows, splits: npt.NDArray[np.uint8], count: int, layout: Layout, hashed: HashBuckets | None
 ) -> "tuple[dict[str, Any], Survey | None]":
-    """Write rows as a piece; `splits` [n] has the number of each row's split, of `count` ones.
+    """Write rows as a piece; `splits` [n] has the index of each row's split, less than `count`.
 
-    `hashed` turns keys into ids; None counts them for a vocabulary.
+    `hashed` turns keys into ids; if it is None, keys are counted for a vocabulary.
     Returns fields of Facts, and a survey of the values (None if they are hashed).
     """
     part = rows.take(np.argsort(splits, kind="stable"))
     n = tuple(np.bincount(splits, minlength=count).tolist())
     label = part.label.astype(np.uint8)
     values = [_sums(lengths, n) for _, lengths in part.bags]
-    ends = [n] * len(layout.ids) + values  # for each column with ids: numbers of values by split
+    ends = [n] * len(layout.ids) + values  # for each column with ids, the number of values in each split
     content: dict[str, Any] = {"label": label, "numbers": narrowed(part.numbers.ravel())}
     content |= {f"lengths {i}": lengths for i, (_, lengths) in enumerate(part.bags)}
     if hashed is not None:
@@ -148,33 +148,33 @@ def write_piece(
 
 @dataclass(frozen=True)
 class Survey:
-    """Estimates of the number and length of the training rows' values (see kernels/cardinality.py).
+    """Estimates of how many distinct values the training rows have, and of their size (see kernels/cardinality.py).
 
     `registers` is uint8 [id spaces, R], the estimator's registers.
-    `texts` samples hashes and lengths of each id space's values to estimate their bytes; None for integers.
+    `texts` has sampled hashes and lengths of each id space's values, to estimate their bytes; None for integers.
     """
 
     registers: Array
     texts: tuple[Sample, ...] | None
 
     def values(self) -> float:
-        """Estimate the number of values."""
+        """Estimate the number of distinct values."""
         return sum(map(estimate, self.registers))
 
     def text_bytes(self) -> float | None:
-        """Estimate the bytes of the texts; None for integers."""
+        """Estimate the bytes of the texts, or return None for integers."""
         return None if self.texts is None else sum(map(total, self.texts))
 
 
 def merge(surveys: Sequence[Survey]) -> Survey:
-    """Return the survey of the values of one or more surveys, all of texts or all of integers."""
+    """Merge one or more surveys, all of texts or all of integers."""
     registers = np.maximum.reduce([one.registers for one in surveys])
     texts = [one.texts for one in surveys if one.texts is not None]
     return Survey(registers, tuple(map(join, *texts)) if len(texts) == len(surveys) else None)
 
 
 def survey(piece: Piece, spaces: int) -> Survey:
-    """Estimate the number and the bytes of the values of a piece's training rows."""
+    """Survey the values in a piece's training rows."""
     registers, texts = [], []
     for space in range(spaces):
         keys = piece.keys(space)[: len(piece.array(f"uses {space}"))]
@@ -191,10 +191,10 @@ def survey(piece: Piece, spaces: int) -> Survey:
 def _encoded(
     part: RawRows, layout: Layout, ends: list[tuple[int, ...]]
 ) -> tuple[list[Array], list[npt.NDArray[np.bool_]], dict[str, Any]]:
-    """Encode values as numbers in dictionaries.
+    """Encode values as dictionary indices.
 
-    `ends` has the number of values of each column in the rows of each split, training rows first.
-    Returns the columns' numbers, masks of missing values, and the id spaces' keys and occurrence counts.
+    `ends` has each column's number of values in each split, training rows first.
+    Returns the columns' indices, masks of missing values, and the id spaces' keys and occurrence counts.
     """
     columns = [*part.keys.T, *(keys for keys, _ in part.bags)]
     codes: list[Array] = [np.empty(0)] * len(columns)
@@ -222,7 +222,7 @@ def _encoded(
 
 
 def _in_order(rows: RawRows, layout: Layout, space: str) -> npt.NDArray[np.int64]:
-    """Return the rows' keys of an id space, row by row, in the order of the columns."""
+    """Return an id space's keys, row by row, in column order within a row."""
     ones = [i for i, column in enumerate(layout.ids) if column.space == space]
     bags = [bag for bag, column in zip(rows.bags, layout.bags, strict=True) if column.space == space]
     lengths = np.sum([bag[1] for bag in bags], axis=0, dtype=np.int64) + np.full(len(rows), len(ones))
@@ -238,7 +238,7 @@ def _in_order(rows: RawRows, layout: Layout, space: str) -> npt.NDArray[np.int64
 
 
 def _sums(values: Array, lengths: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the sums of consecutive parts of these lengths."""
+    """Return the sums of consecutive segments with these lengths."""
     ends = np.cumsum(lengths).tolist()
     starts = [0, *ends[:-1]]
     return tuple(int(values[a:b].sum(dtype=np.int64)) for a, b in zip(starts, ends, strict=True))

@@ -105,7 +105,7 @@ def require_checksum(path: Path, expected: str) -> None:
 
 
 def _map_batches(path: Path, expected: pa.Schema) -> list[pa.RecordBatch]:
-    """Map a file of this schema into memory."""
+    """Map a file with this schema into memory."""
     try:
         file = pa.ipc.open_file(pa.memory_map(os.fsencode(path)))
         batches = [file.get_batch(i) for i in range(file.num_record_batches)]

@@ -293,7 +293,7 @@ def test_another_delimiter(refused, tmp_path, delimiter, shown):
 
 
 def test_names_that_are_none(refused, good):
-    assert refused(good, columns=("--categorical", "a\rb")).startswith("'a\\rb': not a list of names with commas")
+    assert refused(good, columns=("--categorical", "a\rb")).startswith("'a\\rb': not a comma-separated list of names")
 
 
 @pytest.mark.parametrize(
@@ -301,9 +301,9 @@ def test_names_that_are_none(refused, good):
     [
         (
             "y, c",
-            "it has y, ' c'; ' c' differs by blanks: remove the blanks from the file, or include them in NAME, as '\"",
+            "it has y, ' c'; ' c' differs in whitespace: remove it from the file, or include it in NAME, as '\"",
         ),
-        ("y,c ", "it has y, 'c '; 'c ' differs by blanks"),
+        ("y,c ", "it has y, 'c '; 'c ' differs in whitespace"),
         ("y,d", "it has y, d (from its first line; if that is a row, give --columns)"),
     ],
 )
