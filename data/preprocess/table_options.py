@@ -1,4 +1,4 @@
-"""The roles of a table's columns, and how their values are read."""
+"""Options for the roles of a table's columns and for reading their values."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,14 +11,14 @@ from hostdev.data.preprocess.reading import Reading
 from hostdev.data.preprocess.scaling import Scaled
 from hostdev.data.schema import Column
 
-TEXT_OPTIONS = {  # on how text files are read, with their flags
+TEXT_OPTIONS = {  # options for reading text files, with their flags
     "columns": "--columns",
     "delimiter": "--delimiter",
     "quotes": "--no-quotes",
     "encoding": "--encoding",
     "skipped_lines": "--skip-lines",
 }
-_USUAL: dict[str, Any] = {  # what a manifest does not store; without "trimmed", blanks are kept
+_USUAL: dict[str, Any] = {  # values that the manifest omits; whitespace is kept unless it has "trimmed"
     "validation_column": None,
     "validation_after": None,
     "test_files": (),
@@ -36,31 +36,31 @@ _USUAL: dict[str, Any] = {  # what a manifest does not store; without "trimmed",
 
 @dataclass(frozen=True, kw_only=True)
 class TableOptions:
-    """The roles of a table's columns."""
+    """Options for the roles of a table's columns and for reading their values."""
 
     label: str
-    positive: str | None = None  # condition for positive labels, such as ">3"; None: labels are 0/1 or false/true
+    positive: str | None = None  # condition for positive labels, such as ">3"; None if labels are 0/1 or false/true
     numeric: tuple[str, ...] = ()
     categorical: tuple[str, ...] = ()
     bags: tuple[tuple[str, str | None], ...] = ()  # name, and the separator of values in its text
     share: tuple[tuple[str, str], ...] = ()  # a column, and the column whose ids it shares
     test_column: tuple[str, str] | None = None  # a column, and its value in test rows
     test_after: tuple[str, str] | None = None  # a column; test rows have a larger or later value
-    validation_column: tuple[str, str] | None = None  # likewise, of the rows that are no test rows
+    validation_column: tuple[str, str] | None = None  # likewise, among rows that are not test rows
     validation_after: tuple[str, str] | None = None
-    test_files: tuple[str, ...] = ()  # whose rows are for testing
-    validation_files: tuple[str, ...] = ()  # whose rows are for validation
+    test_files: tuple[str, ...] = ()  # files of test rows
+    validation_files: tuple[str, ...] = ()  # files of validation rows
     columns: tuple[str, ...] | None = None  # names for text without a header
-    delimiter: str | None = None  # the separator in text files; None: a comma or a tab
+    delimiter: str | None = None  # the separator in text files; None for a comma or a tab
     quotes: bool = True  # text files may have values in double quotes
     encoding: str = "utf-8"  # of text files
     skipped_lines: int = 0  # at the beginning of each text file
-    missing: tuple[str, ...] = ()  # values that mean "missing", in every column
-    decimal: str = "."  # the decimal point of numbers in text
-    trimmed: bool = True  # blanks around texts are dropped; False: as in an earlier data set that kept them
-    features: Mapping[str, Reading] = field(default_factory=dict)  # how single features are read
-    thresholds: Mapping[str, int] = field(default_factory=dict)  # by feature with ids, in place of --threshold
-    scaling: Mapping[str, Scaled] = field(default_factory=dict)  # by numeric feature, in place of --dense
+    missing: tuple[str, ...] = ()  # missing-value markers in all columns
+    decimal: str = "."  # the decimal separator of numbers in text
+    trimmed: bool = True  # surrounding whitespace is removed; False for earlier data sets, which kept it
+    features: Mapping[str, Reading] = field(default_factory=dict)  # reading settings by feature
+    thresholds: Mapping[str, int] = field(default_factory=dict)  # by feature with ids, instead of --threshold
+    scaling: Mapping[str, Scaled] = field(default_factory=dict)  # by numeric feature, instead of --dense
 
     def __post_init__(self) -> None:
         with_ids = [*self.categorical, *(name for name, _ in self.bags)]
@@ -99,7 +99,7 @@ class TableOptions:
         for settings, among in ((self.features, names), (self.thresholds, with_ids), (self.scaling, self.numeric)):
             for name in settings:
                 if name not in among:
-                    raise UserError(f"{name!r} has settings, but is none of the columns {listed(among) or '(none)'}")
+                    raise UserError(f"{name!r} has settings, but is not one of the columns {listed(among) or '(none)'}")
         for name in self.thresholds:
             if name in owners:
                 raise UserError(f"{name!r} shares the ids of {owners[name]!r}; give the threshold of that column")
@@ -121,7 +121,7 @@ class TableOptions:
         )
 
     def reading(self, name: str) -> Reading:
-        """Return how the values of the label or of a feature are read."""
+        """Return the settings for reading the label or a feature."""
         own, separator = self.features.get(name, Reading()), dict(self.bags).get(name)
         return own.within(self.missing, self.decimal, separator, trimmed=self.trimmed)
 
@@ -147,7 +147,7 @@ class TableOptions:
         return bool(self.validation_files or self.validation_column or self.validation_after)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the entry that the manifest stores, without what is as usual."""
+        """Return the manifest's entry, without values that equal `_USUAL`."""
         found = {**vars(self), "bags": dict(self.bags), "share": dict(self.share)}
         found["features"] = {name: settings for name, one in self.features.items() if (settings := one.as_json())}
         found["scaling"] = {name: one.as_json() for name, one in self.scaling.items()}

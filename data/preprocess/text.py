@@ -21,7 +21,7 @@ LONGEST = 4  # maximum blocks per line; a longer line is an error, wherever bloc
 
 
 def newline(piece: bytes) -> int:
-    """Return the length of a piece up to its last newline; 0 if it has none."""
+    """Return the length of a piece up to and including its last newline, or 0 if it has none."""
     return piece.rfind(b"\n") + 1
 
 

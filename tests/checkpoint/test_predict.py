@@ -424,7 +424,7 @@ def test_mapped_tables_are_the_checkpoints(trained, number):
         (["--data", "nowhere"], "--data nowhere: there is no such file or data set"),
         (["--checkpoint", "nowhere"], "there is no file or folder nowhere"),
         (["--out", "p.txt"], "--out p.txt: call the file p.parquet or p.csv, as which predictions are written"),
-        (["--keep", "user"], "is Criteo's text, whose columns have no names: 'user' is none"),
+        (["--keep", "user"], "is Criteo text, whose columns have no names; there is no column 'user'"),
         (["--keep", "label"], "--keep label: the predictions have a column of that name"),
         (["--keep", "a,a"], "--keep names 'a' twice"),
         (["--at", "5"], "--at has no effect without --by NAME"),

@@ -185,7 +185,7 @@ def test_two_files_of_text_that_write_numbers_otherwise(tmp_path, capsys):
     files = [tmp_path / name for name in ("b.csv", "a.csv")]
     assert line == (
         f"column 'u' has numbers such as '1' in {files[0]} and '1.0' in {files[1]}, which are different values; "
-        "write them alike if they mean the same"
+        "write them the same way if they should be equal"
     )
 
 
