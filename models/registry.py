@@ -71,7 +71,7 @@ def make(
         name: As in `find`.
         dim: Number of embedding columns.
         seed: Seed of all initial values.
-        optimizer: The tables' optimizer; None: the model's own.
+        optimizer: The tables' optimizer, or None for the model's default.
         options: Further arguments of the model's constructor, such as layers.
 
     Raises:
@@ -127,6 +127,6 @@ def _load(name: str) -> Any:
             for key, value in vars(imported).items()
             if getattr(value, "__module__", None) == module and isinstance(value, type)
         ]
-        there = f"; its classes are {', '.join(classes)}" if classes else ", and no class at all"
+        there = f"; its classes are {', '.join(classes)}" if classes else ", and it defines no class"
         raise UserError(f"model {name!r}: module {module!r} has no {attribute!r}{there}")
     return getattr(imported, attribute)

@@ -55,7 +55,7 @@ def rows_in(path: Path, encoding: Encoding, options: Mapping[str, Any], more: Se
     if encoding.is_criteo and found == "text":
         if more:
             raise UserError(
-                f"{source.name} is Criteo text, whose columns have no names, so there is no column {more[0]!r}"
+                f"{source.name} is Criteo text, whose columns have no names; there is no column {more[0]!r}"
             )
         return _Criteo(source, encoding)
     text = _text_options(options)

@@ -357,7 +357,7 @@ def test_check_finds_what_is_wrong_with_a_grown_vocabulary(grown):
     assert wrong(grown)[0].startswith(f"vocabulary.arrow: ids {a.first} and {new} are both 'a' value ")
     edit_vocabulary(grown, lambda columns: columns["field"].__setitem__(new, "g"))
     assert wrong(grown)[0].startswith(f"vocabulary.arrow: id {new} belongs to 'g', not 'a'")
-    with pytest.raises(UserError, match="is of 'g', not of 'a'; preprocess the data again"):
+    with pytest.raises(UserError, match="belongs to 'g', not 'a'; preprocess the data again"):
         read_earlier(grown)
     assert not g.has(np.array([a.first, new, a.oov, g.oov])).any()
 

@@ -156,7 +156,7 @@ def test_a_model_of_ones_own(mine):
             "shop.models:Mime",
             "module 'shop.models' has no 'Mime'; its classes are Mine, WithDim, NoIds, NoForward, NoSeed",
         ),
-        ("shop.empty:Mine", "module 'shop.empty' has no 'Mine', and no class at all"),
+        ("shop.empty:Mine", "module 'shop.empty' has no 'Mine', and it defines no class"),
         ("shop.models:function", "model 'shop.models:function' must be a subclass of torch.nn.Module, not <function"),
         ("builtins:dict", "model 'builtins:dict' must be a subclass of torch.nn.Module, not <class 'dict'>"),
         (
