@@ -29,9 +29,10 @@ class Batch(Protocol):
 
 
 class Model(nn.Module):
-    """A network over rows of embedding tables. It specifies the tables, but does not know where or when they change.
+    """A network over rows of embedding tables.
 
-    A model class has this constructor, and these attributes and methods; inheritance is optional::
+    It specifies the tables, but does not know where they are stored or when they change. A model class has this
+    constructor, and these attributes and methods; inheritance is optional::
 
         def __init__(self, schema: Schema, dim: int, *, seed: int, optimizer: SparseOptimizer | None = None): ...
 

@@ -18,7 +18,7 @@ class Options:
     hash_buckets: int | None = None  # number of hash buckets for ids, instead of a vocabulary
     dense: str = "max"  # scaling of the numeric columns: "max", "log" or "standard"
     test_fraction: float | None = 0.1  # share of test rows, drawn by seed and row number; None if the source decides
-    validation_fraction: float | None = None  # share of validation rows, drawn likewise; None to draw none
+    validation_fraction: float | None = None  # share of validation rows, drawn likewise; None to draw no rows
     seed: int = 2020
     rows_per_shard: int = 1 << 18
 

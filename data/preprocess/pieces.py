@@ -148,7 +148,7 @@ def write_piece(
 
 @dataclass(frozen=True)
 class Survey:
-    """Estimates of how many distinct values the training rows have, and of their size (see kernels/cardinality.py).
+    """Estimates of the number and length of the distinct values in training rows (see kernels/cardinality.py).
 
     `registers` is uint8 [id spaces, R], the estimator's registers.
     `texts` has sampled hashes and lengths of each id space's values, to estimate their bytes; None for integers.
@@ -250,7 +250,7 @@ def _narrow(codes: Array, size: int) -> Array:
 
 
 def write_lists(path: Path, content: Mapping[str, Any]) -> str:
-    """Write arrays of any lengths into an Arrow file atomically; return its CRC-32."""
+    """Write arrays of any length to an Arrow file atomically; return its CRC-32."""
     arrays = {name: values if isinstance(values, pa.Array) else pa.array(values) for name, values in content.items()}
     lists = [pa.LargeListArray.from_arrays([0, len(values)], values) for values in arrays.values()]
     record = pa.RecordBatch.from_arrays(lists, names=list(arrays))

@@ -124,7 +124,7 @@ class Source(Protocol):
         """Function that maps keys to values ("" for a missing one), or None if rows have `texts`."""
 
     def blocks(self, start: Place) -> Iterator[Block]:
-        """Iterate over the rows from `start` on: BEGINNING or the end of a block."""
+        """Iterate over blocks of rows from `start` on, which is BEGINNING or the end of a block."""
 
     def parse(self, block: Block, *, hashed: bool) -> RawRows:
         """Parse a block's rows; thread-safe.

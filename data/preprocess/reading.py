@@ -195,7 +195,7 @@ class Reading:
         return lists.flatten().take(pa.array(values)), lengths
 
     def split(self, texts: pa.StringArray) -> pa.ListArray:
-        """Split texts into values; a text in square brackets is parsed as a list in Python or JSON."""
+        """Split texts into values; a text in square brackets is parsed as a Python or JSON list."""
         assert self.separator is not None
         if not self.trimmed:
             return pc.split_pattern(texts, self.separator)

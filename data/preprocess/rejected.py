@@ -51,7 +51,7 @@ class RejectedLines:
         return RejectedLines(self.file, self.numbers + lines, self._look)
 
     def merge(self, other: "RejectedLines") -> "RejectedLines":
-        """Merge two objects' lines, from the same part of a file, in the order of their numbers."""
+        """Merge with other lines from the same part of a file, in the order of line numbers."""
         first = len(self)
         numbers = np.concatenate([self.numbers, other.numbers])
         order = np.argsort(numbers, kind="stable")

@@ -194,7 +194,7 @@ def apart(rows: Rows, schema: Schema) -> list[str]:
 
 
 def squeezed(rows: Rows, names: Sequence[str], mode: str) -> list[str]:
-    """Return the numeric columns whose outliers make nearly all other scaled numbers almost equal."""
+    """Return the numeric columns where outliers push nearly all other scaled numbers close to 0."""
     least = {"max": 0.01, "standard": 0.1}.get(mode, 0.0)  # logarithms limit outliers
     found = []
     for name, numbers in zip(names, np.abs(rows.dense).T, strict=True):

@@ -2,11 +2,11 @@
 
     1 3:1 11:1              LIBSVM: a label, then index:value
     1 0:3:1 1:11:0.5        libffm: a label, then field:index:value
-    click:0 1:737395 1:9 2:210498938   slots: name:value, where a name may come several times
+    click:0 1:737395 1:9 2:210498938   slots: name:value, where a name may occur several times
 
 LIBSVM becomes the columns `label` and `features`, a bag of indices, if all values are 1; otherwise each index becomes a
-numeric column. libffm becomes `label` and a bag `field N` for each field. Each slot becomes a bag of its name, except
-the first, which is the label.
+numeric column. libffm becomes `label` and a bag `field N` for each field. Each slot becomes a bag with its name,
+except the first, which is the label.
 """
 
 import re
@@ -111,7 +111,9 @@ class SparseText:
         skipped = np.array(wrong, np.int64)
 
         def look(i: int) -> tuple[str, str]:
-            return f"not {self._kind}, or has a column that the first MiB lacks", short(lines[wrong[i] - 1], 200)
+            return f"not in {self._kind} format, or has a column that the first MiB lacks", short(
+                lines[wrong[i] - 1], 200
+            )
 
         batch = pa.RecordBatch.from_arrays(arrays, names=list(used))
         return Chunk(batch, 0, RejectedLines(self.input.name, skipped, look), part.taken, skipped)

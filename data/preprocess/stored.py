@@ -70,7 +70,7 @@ def read_parts(folder: Path, found: Manifest, shard: Shard, *, known: bool = Fal
     """Iterate over a shard's rows, in parts of bounded size.
 
     Args:
-        known: Skip the checks of checksum and values, because the shard was read before.
+        known: Skip checking the checksum and values, because the shard was read before.
 
     Raises:
         DamagedError: Checksum, schema, number of rows or lists are wrong, or values are missing.

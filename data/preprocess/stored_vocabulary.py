@@ -63,7 +63,7 @@ class StoredVocabulary:
         return pieces[0] if len(pieces) == 1 else np.concatenate([np.zeros(0, np.int64), *pieces])
 
     def _owners(self) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
-        """Yield each chunk's first id, and for each of its ids the fixed id of its column or id space, or -1."""
+        """Yield each chunk's first id, and each id's owner as the fixed id of a column or id space, or -1."""
         numbers = {name: i for i, name in enumerate(self._names)}
         start = 0
         for chunk in self.table["field"].chunks:

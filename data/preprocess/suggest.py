@@ -40,7 +40,7 @@ _SKEWED = 100.0  # a maximum above this many times the median suggests log scali
 
 @dataclass
 class _Column:
-    """A sampled column: its type in the file, its values as text, the known (not missing) values, and their markers."""
+    """A sampled column: its type in the file, all values as text, the known values, and missing-value markers."""
 
     name: str
     type: pa.DataType
@@ -169,7 +169,7 @@ def _suggest(column: _Column) -> Suggestion:
     if distinct <= 1:
         return Suggestion(column.name, None, "fewer than two distinct values", {})
     if kind == "other" or _TIMES.fullmatch(column.name):
-        why = "a time: split with --test-after, or take hour and weekday in `preprocess query`"
+        why = "a time: split with --test-after, or extract hour and weekday with `preprocess query`"
         return Suggestion(column.name, None, why, {})
     numbers = column.numbers if kind in ("text", "number") else None
     if numbers is not None:

@@ -188,7 +188,7 @@ def _standard(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
 def write_text(source: Synthetic, path: Path, *, wait: bool = False) -> None:
     """Write rows as Criteo text, atomically; raise UserError if the file exists.
 
-    With `wait`, wait for another process that writes the same file, and raise UserError afterwards.
+    With `wait`, first wait for another process that is writing the same file.
     """
     if os.path.lexists(path):
         raise UserError(f"{path} exists already; remove it or choose another --tsv")

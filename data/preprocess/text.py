@@ -13,7 +13,7 @@ class Lines(NamedTuple):
 
     text: bytes
     offset: int  # end of the lines in the input, in decompressed bytes
-    taken: int  # bytes of the file, compressed, that the lines took
+    taken: int  # bytes that the lines took in the (compressed) file
     is_last: bool = False  # the rest of the input, without a newline
 
 

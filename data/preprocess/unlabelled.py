@@ -1,4 +1,4 @@
-"""Raw rows for predictions, encoded like a data set: Criteo's text with or without labels, or any table."""
+"""Raw rows for predictions, encoded like a data set: Criteo text with or without labels, or any table."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -70,7 +70,7 @@ def _text_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _columns(source: AnyInput, options: Mapping[str, Any]) -> list[str] | None:
-    """Return column names for text without a header, without the label if the first line has one value fewer."""
+    """Return the column names for text without a header; omit the label if the first line has one value fewer."""
     names = options.get("columns")
     if names is None:
         return None
@@ -81,7 +81,7 @@ def _columns(source: AnyInput, options: Mapping[str, Any]) -> list[str] | None:
 
 
 class _Criteo:
-    """Text in Criteo's format; a line with 39 values has no label."""
+    """Criteo text; a line with 39 values has no label."""
 
     def __init__(self, source: AnyInput, encoding: Encoding) -> None:
         self._text, self._encoding = CriteoText(inputs=[source]), encoding

@@ -112,7 +112,7 @@ class Vocabulary:
         self._begun = empty if earlier is None else earlier.spaces
 
     def count(self, space: int, keys: Any, uses: npt.NDArray[Any]) -> None:
-        """Add the occurrence counts `uses` [N] of an id space's distinct values; threads may count several spaces."""
+        """Add the occurrence counts `uses` [N] of an id space's distinct values; thread-safe across id spaces."""
         self._values[space].count(keys, uses)
 
     def size(self, space: int) -> int:
@@ -258,7 +258,7 @@ def require_memory(values: float, text_bytes: float | None) -> None:
 
 
 class HashBuckets:
-    """Ids first + hash(space, value) mod buckets: values may collide, and no value is out of vocabulary.
+    """Ids by hashing: first + hash(space, value) mod buckets. Values may collide, and none is out of vocabulary.
 
     The hash does not depend on the seed: separately built data sets share their ids.
     """

@@ -33,7 +33,7 @@ def parser(prog: str = PROG) -> cli.Parser:
     add_options(made, Options(threshold=THRESHOLD))
     config.add_flags(made)
     for action in made._actions:
-        if action.dest in ("data", "host_device_mix"):  # --data is refused, and --host-device-mix is always on
+        if action.dest in ("data", "host_device_mix"):  # --data is rejected, and --host-device-mix is always on
             action.help = argparse.SUPPRESS
     return made
 

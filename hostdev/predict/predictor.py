@@ -104,7 +104,7 @@ class Predictor:
 
     @property
     def batch_size(self) -> int:
-        """Rows per computation: the training's batch size, so that results equal the evaluation's bit for bit."""
+        """Rows per computation: the training's batch size, so that results match the evaluation bit for bit."""
         return int(self.settings["batch_size"])
 
     def __call__(self, rows: Any) -> Probabilities:  # Any, as pandas may not be installed

@@ -156,7 +156,7 @@ def _require_valid(name: str, values: Any) -> None:
 
 
 def _combine_chunks(array: Any) -> pa.Array:
-    """Return an array that is not chunked."""
+    """Return a chunked array as a single array; return others unchanged."""
     array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
     return array.chunk(0) if isinstance(array, pa.ChunkedArray) else array
 

@@ -13,7 +13,7 @@ def wide_loss(logits: Tensor, label: Tensor) -> Tensor:
 
 
 def deep_l2(rows: Tensor, uses: Tensor | None, places: Tensor | None = None) -> Tensor:
-    """Return the deep loss's L2 term of the looked-up rows, 8e-5 / 2 * sum of squares.
+    """Return the L2 term of the deep loss for the looked-up rows, 8e-5 / 2 * sum of squares.
 
     Args:
         rows: float32 [U, D], the batch's unique deep rows, not weighted.
