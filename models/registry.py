@@ -52,7 +52,7 @@ def default_dim(name: "str | type[Any]") -> int:
     """Return the default number of a model's embedding columns; raise UserError if it has none."""
     dim = getattr(find(name), "default_dim", None)
     if isinstance(dim, bool) or not isinstance(dim, int) or dim < 1:
-        raise UserError(f"model {name!r} has no default_dim, the number of embedding columns; give it with --emb-dim N")
+        raise UserError(f"model {name!r} has no default_dim; give the number of embedding columns with --emb-dim N")
     return dim
 
 

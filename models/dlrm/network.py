@@ -5,8 +5,9 @@ arXiv:1906.00091, 2019, with the sizes of MLPerf Training's DLRM benchmark (bott
 D = 128) and the initial values of the authors' code. The table uses that code's row-wise Adagrad with its learning rate
 of 0.01 (optim/rwsadagrad.py).
 
-Deviations: the authors train the dense layers with SGD or Adagrad; here Adam is used, at its default of 1e-3. Their
-vectors start uniform within 1 / sqrt(rows of a column's table); here they start normal, as all columns share one table.
+Deviations: the authors train the dense layers with SGD or Adagrad; here Adam is used, at its default of 1e-3. They
+initialize vectors uniformly within 1 / sqrt(rows of a column's table); here the distribution is normal, because all
+columns share one table.
 
 Shapes: B samples, F columns of ids (bags included), n = F + 1 vectors (F without dense columns) of D columns each.
 """
