@@ -109,7 +109,7 @@ def test_the_models_of_here(name):
 def test_columns_where_the_user_does_not_say(mine):
     assert [default_dim(name) for name in NAMES] == [80, 10, 128, 128]
     assert default_dim("shop.models:WithDim") == 7
-    with pytest.raises(UserError, match="model 'shop.models:Mine' has no default_dim, .*--emb-dim N"):
+    with pytest.raises(UserError, match="model 'shop.models:Mine' has no default_dim; .*--emb-dim N"):
         default_dim("shop.models:Mine")
 
 
