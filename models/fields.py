@@ -1,7 +1,7 @@
 """Fields: columns of ids, all looked up in the same tables, with one row per column and sample.
 
-F columns of kind "id" form one feature without pooling, whose rows are [B, F, D]. Each bag is a feature of its own,
-pooled by the mean, and counts as one more field.
+F columns of kind "id" form one feature without pooling, whose rows are [B, F, D]. Each bag is a separate feature with
+mean pooling, and counts as one more field.
 """
 
 from collections.abc import Iterable
@@ -51,7 +51,7 @@ def collect_bags(schema: Schema, batch: Batch) -> dict[str, Ids]:
 
 
 def concatenate_fields(rows: Rows, features: Iterable[str], table: int | None = None) -> Tensor:
-    """Return the rows of all fields, [B, fields, D]; `table`: the table's index in features with several tables."""
+    """Return the rows of all fields, [B, fields, D]; `table` is the table's index if features have several tables."""
     parts = [rows[name] if table is None else rows[name][table] for name in features]
     parts = [part if part.dim() == 3 else part.unsqueeze(1) for part in parts]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)

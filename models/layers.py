@@ -13,7 +13,7 @@ from hostdev.core.pieces import Piece
 
 
 def perceptron(widths: Sequence[int], *, dropout: float = 0.0, linear: bool = True) -> nn.Sequential:
-    """Return layers from each width to the next, each with a ReLU and dropout; the last has neither if `linear`."""
+    """Return linear layers with these widths, each with ReLU and dropout; the last has neither if `linear`."""
     modules: list[nn.Module] = []
     for inputs, outputs in itertools.pairwise(widths):
         modules += [nn.Linear(inputs, outputs), nn.ReLU()]
@@ -23,7 +23,7 @@ def perceptron(widths: Sequence[int], *, dropout: float = 0.0, linear: bool = Tr
 
 
 def hidden_pieces(name: str, layers: nn.Sequential, *, alone: bool = False) -> list[Piece]:
-    """Return all layers but the last as segments; unless `alone`, each maps a pair to a pair (see `pass_through`)."""
+    """Return all layers except the last as segments; unless `alone`, each maps pairs to pairs (see `pass_through`)."""
     return [
         Piece(f"{name}.{number}", layer if alone else partial(pass_through, layer), (layer,))
         for number, layer in enumerate(list(layers)[:-1])
@@ -43,7 +43,7 @@ def in_float32(last: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def initialize(module: nn.Module, seed: int, init: Callable[[str, Tensor], Initializer]) -> None:
-    """Set each parameter to values that depend on the seed and the parameter's name; `init` returns its initializer."""
+    """Set each parameter to values drawn by seed and parameter name; `init` returns its initializer."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             values = initial_array(tuple(parameter.shape), init(name, parameter), seed, f"dense/{name}")
@@ -51,12 +51,12 @@ def initialize(module: nn.Module, seed: int, init: Callable[[str, Tensor], Initi
 
 
 def glorot_normal(weight: Tensor) -> Normal:
-    """Return the initializer of Glorot & Bengio (AISTATS 2010) for a weight [outputs, inputs]."""
+    """Return the Glorot initializer (Glorot & Bengio, AISTATS 2010) for a weight [outputs, inputs]."""
     return Normal(math.sqrt(2 / sum(weight.shape)))
 
 
 def he_normal(weight: Tensor) -> Normal:
-    """Return the initializer of He et al. (ICCV 2015) for a weight [outputs, inputs]."""
+    """Return the He initializer (He et al., ICCV 2015) for a weight [outputs, inputs]."""
     return Normal(math.sqrt(2 / weight.shape[1]))
 
 

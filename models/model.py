@@ -1,4 +1,4 @@
-"""The interface of a model for training."""
+"""The interface of trainable models."""
 
 from typing import Any, ClassVar, Protocol
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hostdev.runtime.spec import Bag, Feature, TableSpec
 
 Ids = npt.NDArray[Any] | Bag
-Rows = dict[str, Any]  # by feature: Tensor, or a tuple of Tensors if the feature has several tables
+Rows = dict[str, Any]  # by feature: a Tensor, or a tuple of Tensors if the feature has several tables
 
 
 class Batch(Protocol):
@@ -29,9 +29,10 @@ class Batch(Protocol):
 
 
 class Model(nn.Module):
-    """A network over rows of tables. It specifies the tables, but does not know where they are or when they change.
+    """A network over rows of embedding tables.
 
-    A model class has this constructor, and these attributes and methods; inheritance is optional::
+    It specifies the tables, but does not know where they are stored or when they change. A model class has this
+    constructor, and these attributes and methods; inheritance is optional::
 
         def __init__(self, schema: Schema, dim: int, *, seed: int, optimizer: SparseOptimizer | None = None): ...
 
@@ -51,7 +52,7 @@ class Model(nn.Module):
     features: dict[str, Feature]
 
     def ids(self, batch: Batch) -> dict[str, Ids]:
-        """Return the ids of each feature: [B] or [B, k], or a Bag. This runs on the host, maybe in another thread."""
+        """Return each feature's ids: [B], [B, k] or a Bag. This runs on the host, possibly in another thread."""
         raise NotImplementedError
 
     def forward(self, dense: Tensor, rows: Rows) -> Tensor:
@@ -59,7 +60,7 @@ class Model(nn.Module):
 
         Args:
             dense: float32 [B, nd].
-            rows: The looked-up rows of each feature, multiplied by the ids' weights: [B, D] with pooling, otherwise the
-                ids' shape and D; a tuple of such tensors if the feature has several tables.
+            rows: The looked-up rows of each feature, multiplied by the ids' weights: [B, D] with pooling, otherwise
+                [*ids.shape, D]; a tuple of such tensors if the feature has several tables.
         """
         raise NotImplementedError

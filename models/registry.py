@@ -54,7 +54,7 @@ def default_dim(name: "str | type[Any]") -> int:
     """Return the default number of a model's embedding columns; raise UserError if it has none."""
     dim = getattr(find(name), "default_dim", None)
     if isinstance(dim, bool) or not isinstance(dim, int) or dim < 1:
-        raise UserError(f"model {name!r} has no default_dim, the number of embedding columns; give it with --emb-dim N")
+        raise UserError(f"model {name!r} has no default_dim; give the number of embedding columns with --emb-dim N")
     return dim
 
 
@@ -73,7 +73,7 @@ def make(
         name: As in `find`.
         dim: Number of embedding columns.
         seed: Seed of all initial values.
-        optimizer: The tables' optimizer; None: the model's own.
+        optimizer: The tables' optimizer, or None for the model's default.
         options: Further arguments of the model's constructor, such as layers.
 
     Raises:
@@ -129,6 +129,6 @@ def _load(name: str) -> Any:
             for key, value in vars(imported).items()
             if getattr(value, "__module__", None) == module and isinstance(value, type)
         ]
-        there = f"; its classes are {', '.join(classes)}" if classes else ", and no class at all"
+        there = f"; its classes are {', '.join(classes)}" if classes else ", and it defines no class"
         raise UserError(f"model {name!r}: module {module!r} has no {attribute!r}{there}")
     return getattr(imported, attribute)

@@ -1,4 +1,4 @@
-"""Lookup of the ids of values in a data set's vocabulary, whose file is checked once, when it is loaded."""
+"""Lookup of values' ids in a data set's vocabulary, whose file is checked when it is loaded."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -22,11 +22,11 @@ Ids = npt.NDArray[np.int64]
 
 
 class Vocabulary:
-    """The ids of all values: one map of texts, each prefixed with the out-of-vocabulary id of its id space.
+    """Map from values to ids; each key is a text, prefixed with the out-of-vocabulary id of its id space.
 
     Attributes:
         written: How the values of each id space are written.
-        rates: By id space, the share of the training rows' values that is out of vocabulary.
+        rates: By id space, the share of out-of-vocabulary values in training rows.
 
     Raises:
         UserError: The file `path` does not match the data set's manifest.
@@ -49,7 +49,7 @@ class Vocabulary:
             raise self._broken(in_words(error)) from None
         owners = self._owners(table, [*schema.dense, *(space.name for space in schema.spaces)], schema.rows)
         if not np.array_equal(owners[: self._first], np.arange(self._first)):
-            raise self._broken("its first ids are not those of the columns")
+            raise self._broken("its first ids do not match the columns")
         # The file assigns ids to id spaces, because manifests of version 1 do not.
         starts = np.flatnonzero(np.diff(owners[self._first :], prepend=-2)) + self._first
         ends = [*starts.tolist(), len(table)]
@@ -58,7 +58,7 @@ class Vocabulary:
             segments.setdefault(int(owners[first]), []).append((first, last - first))
         by_oov = {space.oov: space for space in schema.spaces}
         if not segments.keys() <= by_oov.keys():
-            raise self._broken("an id belongs to no column with ids")
+            raise self._broken("an id does not belong to a column with ids")
         everything = (self._first, schema.rows)
         recorded = any((space.first, space.first + space.size) != everything for space in schema.spaces)
         self._prefixes = {space.name: f"{space.oov}\0" for space in schema.spaces if space.oov in segments}
@@ -71,7 +71,7 @@ class Vocabulary:
         for space in schema.spaces:
             found = tuple(segments.get(space.oov, ()))
             if found != space.segments if recorded else len(found) > 1:
-                raise self._broken(f"its ids of {space.name!r} are not those of the manifest")
+                raise self._broken(f"its ids of {space.name!r} differ from the manifest")
             self.written[space.name] = Written(forms[space.name])
             rare = table["count"][space.oov].as_py()
             self.rates[space.name] = rare / max(1, known[space.name] + rare)
@@ -79,7 +79,7 @@ class Vocabulary:
             raise self._broken("a value has two ids in one id space")
 
     def _owners(self, table: pa.Table, names: list[str], rows: int) -> npt.NDArray[np.int64]:
-        """Return the index in `names` of each id's column or space; raise UserError unless `table` is a vocabulary."""
+        """Return each id's column or id space, as an index into `names`; raise UserError for an invalid vocabulary."""
         schema = table.schema
         field = schema.types[0] if schema.types and pa.types.is_dictionary(schema.types[0]) else None
         kinds = [field and field.value_type, *schema.types[1:]]
@@ -97,7 +97,7 @@ class Vocabulary:
         return np.concatenate(found)
 
     def _add(self, space: str, values: pa.ChunkedArray) -> frozenset[int]:
-        """Add values of an id space to the map; return how they are written."""
+        """Add values of an id space to the map; return the forms in which they are written."""
         forms: frozenset[int] = frozenset()
         for chunk in values.chunks if len(values) else ():
             self._texts.add(*arrow.get_buffers(self._named(space, chunk)))
@@ -112,24 +112,24 @@ class Vocabulary:
 
     def find(self, space: str, texts: pa.Array) -> Ids:
         """Return the id of each text, -1 for an unknown text."""
-        if space not in self._prefixes:  # no value of it is frequent enough
+        if space not in self._prefixes:  # none of its values is frequent enough
             return np.full(len(texts), -1, np.int64)
         return self._ids(*arrow.get_buffers(self._named(space, texts)))
 
     def find_few(self, spaces: Sequence[str], texts: Sequence[str]) -> Ids:
-        """Return the id of each text in its own id space, -1 for an unknown text."""
+        """Return the id of each text in the id space at the same index, -1 for an unknown text."""
         found = [(self._prefixes.get(space, "?") + text).encode() for space, text in zip(spaces, texts, strict=True)]
         offsets = ragged.offsets_of(np.fromiter(map(len, found), np.int64, len(found)))
         return self._ids(offsets, np.frombuffer(b"".join(found), np.uint8))
 
     def _ids(self, offsets: npt.NDArray[np.int64], data: npt.NDArray[np.uint8]) -> Ids:
-        """Return the ids of texts; the map holds the values in the order of their ids."""
+        """Return the ids of texts; the map stores values in id order."""
         found = self._texts.find(offsets, data).astype(np.int64)
         return np.where(found < 0, -1, found + self._first)
 
 
 def written_by_space(data: Manifest, inferred: Mapping[str, Written]) -> dict[str, Written]:
-    """Return how the values of each id space were written; `inferred` serves columns that the manifest lacks."""
+    """Return the forms of each id space's values, from `inferred` for columns that the manifest lacks."""
     found: dict[str, Written] = {}
     for column in data.schema.columns:
         if column.name not in data.kinds:

@@ -37,7 +37,7 @@ def _suggest(arguments: argparse.Namespace) -> None:
 
 
 def _as_flags(arguments: argparse.Namespace) -> list[str]:
-    """Return the flags on how text is read, as they were given."""
+    """Return the flags for reading text that the user gave."""
     named = {"--columns": arguments.columns, "--delimiter": arguments.delimiter, "--encoding": arguments.encoding}
     named["--skip-lines"] = arguments.skip_lines
     flags = [text for flag, value in named.items() if value is not None for text in (flag, str(value))]

@@ -1,4 +1,4 @@
-"""Comparison of the meaning of ids and numbers in two data sets: columns, values of ids, hash buckets, scaling."""
+"""Comparison of two data sets: whether columns, ids, hash buckets and scaled numbers have the same meaning."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ _SHOWN = 120  # characters of a value or a list of columns
 
 
 def difference(there: Manifest, theirs: Path, here: Manifest, root: Path) -> str | None:
-    """Describe how a data set differs from a checkpoint's; None if the common ids and the numbers mean the same.
+    """Describe how a data set differs from a checkpoint's, or return None if common ids and numbers mean the same.
 
     Args:
         there: Manifest of the checkpoint's data set.
@@ -40,8 +40,8 @@ def difference(there: Manifest, theirs: Path, here: Manifest, root: Path) -> str
         ("hashed features", _hashed(there), _hashed(here)),
     ):
         if a != b:
-            order = " in another order" if sorted(a) == sorted(b) else ""
-            return f"other {what}{order}: {_shown(a)} in the checkpoint, {_shown(b)} in the data set"
+            order = " in a different order" if sorted(a) == sorted(b) else ""
+            return f"different {what}{order}: {_shown(a)} in the checkpoint, {_shown(b)} in the data set"
     if there.vocabulary is None or here.vocabulary is None:
         return None
     return _compare_ids(StoredVocabulary(theirs, there), StoredVocabulary(root, here))
@@ -59,14 +59,14 @@ def _compare_ids(there: StoredVocabulary, here: StoredVocabulary) -> str | None:
             pairs = zip(a.to_pylist(), b.to_pylist(), strict=True)
             number = start + next(i for i, (x, y) in enumerate(pairs) if x != y)
             one, other = (each.text(number)[:_SHOWN] for each in (there, here))
-            return f"other ids: id {number} is {one} in the checkpoint, {other} in the data set"
+            return f"different ids: id {number} is {one} in the checkpoint, {other} in the data set"
     return None
 
 
 def with_known_ids(batch: Batch, schema: Schema, known: int) -> Batch:
-    """Replace each id from `known` on with the out-of-vocabulary id of its column.
+    """Replace each id >= `known` with the out-of-vocabulary id of its column.
 
-    The batch's data set, which has `schema`, kept the first `known` ids of another data set.
+    `schema` describes the batch's data set, whose first `known` ids are from another data set.
     """
     if schema.rows <= known:
         return batch

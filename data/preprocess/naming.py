@@ -1,4 +1,4 @@
-"""Names of columns and types: parsed from flags; shortened for messages, with visible blanks."""
+"""Names of columns and types: parsed from flags, and shortened for messages with visible whitespace."""
 
 import csv
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ def parse_names(texts: Sequence[str] | None) -> tuple[str, ...]:
         return tuple(name for text in texts or () for name in next(csv.reader([text], skipinitialspace=True)))
     except csv.Error:
         raise UserError(
-            f"{', '.join(map(repr, texts or ()))}: not a list of names with commas between them; put a name "
-            "with a comma or a line end in it in double quotes"
+            f"{', '.join(map(repr, texts or ()))}: not a comma-separated list of names; put a name that contains "
+            "a comma or line end in double quotes"
         ) from None
 
 
 def listed(names: Sequence[Any]) -> str:
-    """Format as many names as fit into a message; quote names with blanks around them."""
+    """Format as many names as fit into a message; quote names that begin or end with whitespace."""
     shown: list[str] = []
     for name in map(str, names[:_MOST_NAMES]):
         text = short(repr(name) if name != name.strip() or not name else name, _EACH)
@@ -40,11 +40,11 @@ def short(value: Any, most: int = 100) -> str:
 
 
 def about_blanks(name: str, names: Sequence[str]) -> str:
-    """Return a hint if `name` matches one of `names` except for blanks around it, else an empty text."""
+    """Return a hint if `name` matches one of `names` except for surrounding whitespace, else an empty string."""
     found = next((one for one in names if one != name and one.strip() == name.strip()), None)
     if found is None:
         return ""
     return (
-        f"; {short(found, _EACH)!r} differs by blanks: remove the blanks from the file, or include them in NAME, as "
+        f"; {short(found, _EACH)!r} differs in whitespace: remove it from the file, or include it in NAME, as "
         f"'{short(chr(34) + found + chr(34), _EACH)}'"
     )

@@ -1,4 +1,4 @@
-"""Opening of a table's file in the format that its first bytes show."""
+"""Opens a table's file in the format that its first bytes show."""
 
 from collections.abc import Sequence
 
@@ -19,10 +19,10 @@ def open_file(
     encoding: str,
     skipped_lines: int,
 ) -> TableFile:
-    """Open a file whose format is `found` (`files.find_format`); the options are those of `DelimitedFile`.
+    """Open a file of format `found` (see `files.find_format`) with the options of `DelimitedFile`.
 
-    Text is sparse text only if no option says how to read it. Raises UserError for a broken file, and for formats that
-    cannot be read from a pipe.
+    Text can be sparse text only if all options have their defaults. Raises UserError for a broken file, and for formats
+    that cannot be read from a pipe.
     """
     if found == "text":
         is_told = columns is not None or delimiter is not None or skipped_lines or encoding != "utf-8" or not quotes

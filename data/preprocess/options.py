@@ -14,11 +14,11 @@ FLAGS = ("threshold", "hash_buckets", "dense", "test_fraction", "validation_frac
 class Options:
     """Options for the conversion of rows to shards."""
 
-    threshold: int | None = 100  # values seen at most this often in training rows are out of vocabulary; None: hashed
+    threshold: int | None = 100  # values seen at most this often in training rows are out of vocabulary; None to hash
     hash_buckets: int | None = None  # number of hash buckets for ids, instead of a vocabulary
     dense: str = "max"  # scaling of the numeric columns: "max", "log" or "standard"
-    test_fraction: float | None = 0.1  # share of test rows, drawn by seed and row number; None: the source decides
-    validation_fraction: float | None = None  # share of rows for validation, drawn likewise; None: no rows are drawn
+    test_fraction: float | None = 0.1  # share of test rows, drawn by seed and row number; None if the source decides
+    validation_fraction: float | None = None  # share of validation rows, drawn likewise; None to draw no rows
     seed: int = 2020
     rows_per_shard: int = 1 << 18
 
@@ -42,7 +42,7 @@ class Options:
             raise UserError(f"--rows-per-shard must be at least 1, not {self.rows_per_shard}")
 
     def as_json(self) -> dict[str, Any]:
-        """Return the entry that the manifest stores, without options that have no effect."""
+        """Return the manifest's entry, without options that have no effect."""
         found = asdict(self)
         if self.validation_fraction is None:
             del found["validation_fraction"]
@@ -62,7 +62,9 @@ def add_options(to: argparse.ArgumentParser, default: Options | None = None) -> 
         metavar="N",
         help=f"a value seen at most N times in training rows is out of vocabulary (default {default.threshold})",
     )
-    to.add_argument("--hash-buckets", type=int, metavar="N", help="hash values into N ids instead of a vocabulary")
+    to.add_argument(
+        "--hash-buckets", type=int, metavar="N", help="hash values into N ids instead of using a vocabulary"
+    )
     to.add_argument("--dense", choices=MODES, help=f"scaling of the numeric columns (default {default.dense})")
     to.add_argument(
         "--test-fraction",
@@ -74,7 +76,7 @@ def add_options(to: argparse.ArgumentParser, default: Options | None = None) -> 
         "--validation-fraction",
         type=float,
         metavar="F",
-        help="share of the rows for validation, which training watches in place of the test rows (default: none)",
+        help="share of the rows for validation; training evaluates on it instead of test rows (default: none)",
     )
     to.add_argument(
         "--rows-per-shard", type=int, metavar="N", help=f"maximum rows per file (default {default.rows_per_shard})"

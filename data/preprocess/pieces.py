@@ -1,10 +1,10 @@
 """Parsed rows on disk between the first and the second pass, in pieces with their own dictionaries.
 
 A piece holds the rows of one block, split by split, training rows first. It has a dictionary for each id space and
-stores a value as its number there. Training rows' values come first, in order of first occurrence, with their counts.
-Values of different pieces are therefore compared once per piece, not once per row.
+stores each value as an index into it. The values of training rows come first, in order of first occurrence, with their
+counts. Values of different pieces are therefore compared once per piece, not once per row.
 
-A piece is an Arrow file with one record whose columns are lists. Readers map it and copy nothing.
+A piece is an Arrow file with one record whose columns are lists. Readers map it without copying.
 """
 
 import os
@@ -35,7 +35,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Facts about a piece that are available without reading it.
+    """Statistics of a piece that are available without reading it.
 
     Attributes:
         rows: Number of rows by split.
@@ -115,9 +115,9 @@ class Piece:
 def write_piece(
     path: Path, rows: RawRows, splits: npt.NDArray[np.uint8], count: int, layout: Layout, hashed: HashBuckets | None
 ) -> "tuple[dict[str, Any], Survey | None]":
-    """Write rows as a piece; `splits` [n] has the number of each row's split, of `count` ones.
+    """Write rows as a piece; `splits` [n] has the index of each row's split, less than `count`.
 
-    `hashed` turns keys into ids; None counts them for a vocabulary.
+    `hashed` turns keys into ids; if it is None, keys are counted for a vocabulary.
     Returns fields of Facts, and a survey of the values (None if they are hashed).
     """
     part = rows.take(np.argsort(splits, kind="stable"))
@@ -160,33 +160,33 @@ def write_piece(
 
 @dataclass(frozen=True)
 class Survey:
-    """Estimates of the number and length of the training rows' values (see kernels/cardinality.py).
+    """Estimates of the number and length of the distinct values in training rows (see kernels/cardinality.py).
 
     `registers` is uint8 [id spaces, R], the estimator's registers.
-    `texts` samples hashes and lengths of each id space's values to estimate their bytes; None for integers.
+    `texts` has sampled hashes and lengths of each id space's values, to estimate their bytes; None for integers.
     """
 
     registers: Array
     texts: tuple[Sample, ...] | None
 
     def values(self) -> float:
-        """Estimate the number of values."""
+        """Estimate the number of distinct values."""
         return sum(map(estimate, self.registers))
 
     def text_bytes(self) -> float | None:
-        """Estimate the bytes of the texts; None for integers."""
+        """Estimate the bytes of the texts, or return None for integers."""
         return None if self.texts is None else sum(map(total, self.texts))
 
 
 def merge(surveys: Sequence[Survey]) -> Survey:
-    """Return the survey of the values of one or more surveys, all of texts or all of integers."""
+    """Merge one or more surveys, all of texts or all of integers."""
     registers = np.maximum.reduce([one.registers for one in surveys])
     texts = [one.texts for one in surveys if one.texts is not None]
     return Survey(registers, tuple(map(join, *texts)) if len(texts) == len(surveys) else None)
 
 
 def survey(piece: Piece, spaces: int) -> Survey:
-    """Estimate the number and the bytes of the values of a piece's training rows."""
+    """Survey the values in a piece's training rows."""
     registers, texts = [], []
     for space in range(spaces):
         keys = piece.keys(space)[: len(piece.array(f"uses {space}"))]
@@ -203,10 +203,10 @@ def survey(piece: Piece, spaces: int) -> Survey:
 def _encoded(
     part: RawRows, layout: Layout, ends: list[tuple[int, ...]]
 ) -> tuple[list[Array], list[npt.NDArray[np.bool_]], dict[str, Any]]:
-    """Encode values as numbers in dictionaries.
+    """Encode values as dictionary indices.
 
-    `ends` has the number of values of each column in the rows of each split, training rows first.
-    Returns the columns' numbers, masks of missing values, and the id spaces' keys and occurrence counts.
+    `ends` has each column's number of values in each split, training rows first.
+    Returns the columns' indices, masks of missing values, and the id spaces' keys and occurrence counts.
     """
     columns = [*part.keys.T, *(keys for keys, _ in part.bags)]
     codes: list[Array] = [np.empty(0)] * len(columns)
@@ -234,7 +234,7 @@ def _encoded(
 
 
 def _in_order(rows: RawRows, layout: Layout, space: str) -> npt.NDArray[np.int64]:
-    """Return the rows' keys of an id space, row by row, in the order of the columns."""
+    """Return an id space's keys, row by row, in column order within a row."""
     ones = [i for i, column in enumerate(layout.ids) if column.space == space]
     bags = [bag for bag, column in zip(rows.bags, layout.bags, strict=True) if column.space == space]
     lengths = np.sum([bag[1] for bag in bags], axis=0, dtype=np.int64) + np.full(len(rows), len(ones))
@@ -250,7 +250,7 @@ def _in_order(rows: RawRows, layout: Layout, space: str) -> npt.NDArray[np.int64
 
 
 def _sums(values: Array, lengths: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the sums of consecutive parts of these lengths."""
+    """Return the sums of consecutive segments with these lengths."""
     ends = np.cumsum(lengths).tolist()
     starts = [0, *ends[:-1]]
     return tuple(int(values[a:b].sum(dtype=np.int64)) for a, b in zip(starts, ends, strict=True))
@@ -271,7 +271,7 @@ def _narrow(codes: Array, size: int) -> Array:
 
 
 def write_lists(path: Path, content: Mapping[str, Any]) -> str:
-    """Write arrays of any lengths into an Arrow file atomically; return its CRC-32."""
+    """Write arrays of any length to an Arrow file atomically; return its CRC-32."""
     arrays = {name: values if isinstance(values, pa.Array) else pa.array(values) for name, values in content.items()}
     lists = [pa.LargeListArray.from_arrays([0, len(values)], values) for values in arrays.values()]
     record = pa.RecordBatch.from_arrays(lists, names=list(arrays))

@@ -68,7 +68,7 @@ class WrongRowError(Exception):
 class RawRows:
     """n rows of a layout's columns, and the malformed lines between them.
 
-    A key represents a value of the column's id space: the value itself, its hash, or its number in `texts`.
+    A key represents a value of the column's id space: the value itself, its hash, or its index in `texts`.
     """
 
     label: npt.NDArray[np.float32]  # [n], or [n, labels] if there are several
@@ -76,7 +76,7 @@ class RawRows:
     keys: npt.NDArray[np.int64]  # [n, columns with one id per row]
     bags: Bags = ()  # for each bag, the concatenated keys of all rows [N] and the rows' lengths [n]
     rejected: RejectedLines = field(default_factory=RejectedLines)
-    splits: npt.NDArray[np.uint8] | None = None  # [n], the number of each row's split (`manifest.SPLITS`); None: drawn
+    splits: npt.NDArray[np.uint8] | None = None  # [n], each row's index in `manifest.SPLITS`; None if drawn later
     texts: Mapping[str, pa.Array] | None = None  # by id space, the values; keys are indices into them
     missing: Mapping[str, int] = field(default_factory=dict)  # by id space, the key of a missing value
     forms: Mapping[str, frozenset[int]] = field(default_factory=dict)  # by column with ids, how its values are written
@@ -87,7 +87,7 @@ class RawRows:
         return len(self.label)
 
     def take(self, rows: npt.NDArray[np.int64]) -> "RawRows":
-        """Return the rows with these numbers, without malformed lines."""
+        """Return the rows at these indices, without malformed lines."""
         bags = tuple(ragged.take(keys, ragged.offsets_of(lengths), rows) for keys, lengths in self.bags)
         keys = np.empty((self.keys.shape[1], len(rows)), np.int64)
         for i, column in enumerate(keys):
@@ -130,7 +130,7 @@ class Source(Protocol):
     """Total size in `unit`s, for the progress bar; 0 if unknown."""
     unit: str
     most_rows: int
-    """Upper bound of the number of well-formed rows."""
+    """Upper bound on the number of well-formed rows."""
     has_validation: bool
     """Whether some rows are chosen for validation."""
     signed: bool
@@ -138,10 +138,10 @@ class Source(Protocol):
 
     @property
     def format_keys(self) -> Callable[[npt.NDArray[np.int64]], pa.Array] | None:
-        """Function from keys to values, "" for a missing one; None: rows have `texts`."""
+        """Function that maps keys to values ("" for a missing one), or None if rows have `texts`."""
 
     def blocks(self, start: Place) -> Iterator[Block]:
-        """Iterate over the rows from `start` on: BEGINNING or the end of a block."""
+        """Iterate over blocks of rows from `start` on, which is BEGINNING or the end of a block."""
 
     def parse(self, block: Block, *, hashed: bool) -> RawRows:
         """Parse a block's rows; thread-safe.
@@ -152,16 +152,16 @@ class Source(Protocol):
 
     @property
     def kinds(self) -> Callable[[Mapping[str, Mapping[int, frozenset[int]]]], dict[str, Any]] | None:
-        """Function from forms by column and input to the manifest's entry; None: all values are of one kind."""
+        """Function that maps forms by column and input to the manifest's entry, or None if all values have one kind."""
 
     def describe(self) -> list[dict[str, Any]]:
-        """Return the manifest's entry on the origin of the rows."""
+        """Return the manifest's entry about where the rows come from."""
 
     def stamp(self) -> list[Any] | None:
-        """Return a fingerprint of the inputs; None if they can be read only once."""
+        """Return a fingerprint of the inputs, or None if they can be read only once."""
 
     def check_unchanged(self) -> None:
         """Raise UserError if an input has changed since the source was opened."""
 
     def options(self) -> dict[str, Any]:
-        """Return the manifest's entry on how the rows were read."""
+        """Return the manifest's entry about how the rows were read."""

@@ -1,6 +1,6 @@
-"""How a column's values are read, in training and in serving: blanks, marks of missing values, lists, hash buckets.
+"""Settings for reading values in training and serving: whitespace, missing-value markers, lists, hash buckets.
 
-Values here are those of the file; other modules turn them into ids and numbers.
+This module returns values as text or numbers; other modules turn them into ids and scaled numbers.
 """
 
 import ast
@@ -22,23 +22,23 @@ from hostdev.kernels.strings import hash_texts
 
 ENDS = ("first", "last")
 DECIMALS = (".", ",")
-_QUOTED = "^(?s:'[^']*'|\"[^\"]*\"|[^'\"]*)$"  # one value of a list, with its quotes if it has some
+_QUOTED = "^(?s:'[^']*'|\"[^\"]*\"|[^'\"]*)$"  # one value of a list, quoted or not
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How the values of a feature are read.
+    """Settings for reading the values of a feature.
 
     Attributes:
-        column: The file's column; None: the one with the feature's name.
-        trimmed: Whether blanks around texts are dropped, and text in square brackets is a list. Data sets of earlier
-            versions have the blanks in their values.
-        missing: Values that mean that there is none; a bag leaves them out.
-        separator: The text between a bag's values; None for lists.
-        length: The largest number of a bag's values; None: any.
-        end: Which values of a longer bag remain: the first or the last.
-        buckets: The number of hash buckets whose numbers replace the values; None: the values are kept.
-        decimal: The decimal point of numbers in text.
+        column: The column's name in the file, or None for the feature's name.
+        trimmed: Whether surrounding whitespace is removed, and text in square brackets is a list. False for data sets
+            of earlier versions, which kept the whitespace.
+        missing: Missing-value markers; bags omit them.
+        separator: Separator of a bag's values in text; None for lists.
+        length: Maximum number of values in a bag, or None for no limit.
+        end: Which values of a longer bag are kept: "first" or "last".
+        buckets: Number of hash buckets, whose numbers replace the values, or None to keep the values.
+        decimal: Decimal separator of numbers in text.
     """
 
     column: str | None = None
@@ -51,7 +51,7 @@ class Reading:
     decimal: str = "."
 
     def as_json(self) -> dict[str, Any]:
-        """Return the settings that differ from the defaults, but for those that a manifest stores elsewhere."""
+        """Return the settings that differ from the defaults, except those that the manifest stores elsewhere."""
         stored = (field for field in fields(self) if field.name not in ("trimmed", "separator", "decimal"))
         found = {
             field.name: getattr(self, field.name) for field in stored if getattr(self, field.name) != field.default
@@ -59,12 +59,12 @@ class Reading:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
     def within(self, missing: Iterable[str], decimal: str, separator: str | None, *, trimmed: bool) -> "Reading":
-        """Return these settings of a feature together with those of all columns, and a bag's separator."""
+        """Return a feature's settings combined with the settings of all columns and a bag's separator."""
         every = tuple(dict.fromkeys([*missing, *self.missing]))
         return replace(self, trimmed=trimmed, missing=every, separator=separator, decimal=decimal)
 
     def clean(self, values: pa.Array) -> pa.Array:
-        """Return values [N] of any type without blanks around texts, and with null for those that mean "missing".
+        """Trim texts and replace missing-value markers with null, in values [N] of any type.
 
         Raises WrongValueError for text that is not UTF-8.
         """
@@ -79,7 +79,7 @@ class Reading:
         return texts
 
     def _without_marks(self, values: pa.Array) -> pa.Array:
-        """Return typed values, null where a mark has the same value."""
+        """Return typed values, with null for those that equal a missing-value marker."""
         if not self.missing:
             return values
         if pa.types.is_floating(values.type):
@@ -91,7 +91,7 @@ class Reading:
 
     @cached_property
     def _numbers(self) -> list[float]:
-        """The marks that are numbers."""
+        """The missing-value markers that are numbers."""
         found = []
         for mark in self.missing:
             try:
@@ -101,18 +101,18 @@ class Reading:
         return found
 
     def label(self, array: pa.Array) -> pa.Array:
-        """Return labels, with null for those that mean "missing"."""
+        """Return labels, with null for missing-value markers."""
         if not self.missing:
             return array
         array, _ = _readable(arrow.decoded(array))
         return self.clean(array)
 
     def numbers(self, array: pa.Array) -> npt.NDArray[np.float64]:
-        """Return numbers as `columns.as_numbers` does, NaN for those that mean "missing"."""
+        """Return numbers as `columns.as_numbers` does, with NaN for missing-value markers."""
         return self._known(arrow.as_numbers(self._with_points(array)))
 
     def numbers_where_readable(self, array: pa.Array) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
-        """Return numbers as `columns.numbers_where_readable` does, NaN for those that mean "missing"."""
+        """Return numbers as `columns.numbers_where_readable` does, with NaN for missing-value markers."""
         if self.is_usual:
             return arrow.numbers_where_readable(array)
         array, no_text = _readable(arrow.decoded(array))
@@ -121,11 +121,11 @@ class Reading:
 
     @property
     def is_usual(self) -> bool:
-        """Whether numbers have no marks of their own and a point."""
+        """Whether there are no missing-value markers and numbers have a decimal point."""
         return not self.missing and self.decimal == "."
 
     def _with_points(self, array: pa.Array) -> pa.Array:
-        """Return text with decimal points, and null for marks; anything else as it is."""
+        """Return text with decimal points, and null for missing-value markers; return other types unchanged."""
         if self.is_usual:
             return array
         array = arrow.decoded(array)
@@ -172,9 +172,9 @@ class Reading:
     def known(
         self, values: npt.NDArray[Any], lengths: npt.NDArray[Any], there: npt.NDArray[np.bool_]
     ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
-        """Return values [N] of rows with these lengths [n], without missing ones and those beyond `length`.
+        """Drop missing values, and values beyond `length`, from rows of these lengths [n]; return values and lengths.
 
-        `there` [N] marks the values that are not missing.
+        `there` [N] marks the values [N] that are not missing.
         """
         ends = ragged.offsets_of(there)[ragged.offsets_of(lengths)]
         kept, lengths = values[there], np.diff(ends).astype(np.int32)
@@ -195,7 +195,7 @@ class Reading:
         return lists.flatten().take(pa.array(values)), lengths
 
     def split(self, texts: pa.StringArray) -> pa.ListArray:
-        """Return the values in texts; a text in square brackets, as Python and JSON write lists, loses its brackets."""
+        """Split texts into values; a text in square brackets is parsed as a Python or JSON list."""
         assert self.separator is not None
         if not self.trimmed:
             return pc.split_pattern(texts, self.separator)
@@ -213,13 +213,13 @@ class Reading:
         lists = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), values)
         if not cut.any():
             return lists
-        rows = lists.to_pylist()  # a separator is inside quotes: few lists have one
+        rows = lists.to_pylist()  # a separator inside quotes, which is rare
         for row in np.unique(np.searchsorted(ends, np.flatnonzero(cut), "right") - 1).tolist():
             rows[row] = _parse_list(texts[row].as_py(), rows[row])
         return pa.array(rows, pa.list_(pa.string()))
 
     def in_buckets(self, texts: pa.StringArray) -> pa.StringArray:
-        """Return the numbers of the texts' hash buckets as text, if values are hashed; "" stays as it is."""
+        """Replace each text except "" with its hash bucket's number as text, if values are hashed."""
         if self.buckets is None or not len(texts):
             return texts
         numbers = pa.array(hash_texts(*arrow.get_buffers(texts)) % np.uint64(self.buckets)).cast(pa.string())
@@ -227,14 +227,14 @@ class Reading:
 
 
 def _readable(array: pa.Array) -> tuple[pa.Array, npt.NDArray[np.bool_]]:
-    """Return text that is UTF-8, null where it is not, and a mask of these, bool [n]; anything but text as it is."""
+    """Replace text that is not UTF-8 with null; return the result and the mask of these rows, bool [n]."""
     if arrow.classify_type(array.type) != "text":
         return array, np.zeros(len(array), np.bool_)
     return arrow.cast_where_possible(array, pa.string())
 
 
 def _may_have_blanks(texts: pa.StringArray) -> bool:
-    """Return whether a text may begin or end with a blank: with a control character, a space, or outside ASCII."""
+    """Return whether a text may begin or end with whitespace: a control character, a space, or a non-ASCII byte."""
     if texts.null_count:
         texts = pc.fill_null(texts, "")
     offsets, data = arrow.get_buffers(texts)
@@ -244,7 +244,7 @@ def _may_have_blanks(texts: pa.StringArray) -> bool:
 
 
 def _parse_list(text: str, otherwise: list[str]) -> list[str]:
-    """Parse a list of numbers and quoted texts; return `otherwise` if it is none."""
+    """Parse a list of numbers and quoted texts; return `otherwise` if the text is not such a list."""
     try:
         found = ast.literal_eval(text.strip())
     except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -255,16 +255,16 @@ def _parse_list(text: str, otherwise: list[str]) -> list[str]:
 
 
 def own_settings(options: Mapping[str, Any]) -> dict[str, Reading]:
-    """Return the settings of single features from a manifest's options; raise UserError if they are wrong."""
+    """Return the per-feature settings in a manifest's options; raise UserError if they are invalid."""
     try:
         features = dict(options.get("features") or {})
         return {name: Reading(**{**one, "missing": tuple(one.get("missing", ()))}) for name, one in features.items()}
     except (TypeError, ValueError, AttributeError):
-        raise UserError("manifest.json has wrong settings of features; preprocess the data again") from None
+        raise UserError("manifest.json has invalid feature settings; preprocess the data again") from None
 
 
 def all_readings(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Reading]:
-    """Return how the values of the label and of each feature are read, from a manifest's options.
+    """Return the settings for reading the label and each feature, from a manifest's options.
 
     Raises UserError for invalid settings.
     """

@@ -1,4 +1,4 @@
-"""Text inputs as UTF-8 with newlines: other encodings and line ends, and lines at the beginning that are left out."""
+"""Converts text inputs with other encodings and line ends to UTF-8 with newlines, and skips leading lines."""
 
 import codecs
 from collections.abc import Iterator
@@ -12,12 +12,12 @@ _AT_ONCE = 1 << 22  # bytes
 
 
 class Recoded:
-    """An input whose bytes are changed to UTF-8 with newlines as line ends.
+    """An input converted to UTF-8 with newlines as line ends.
 
     Args:
         source: The input.
-        encoding: Python's name of its encoding.
-        skipped_lines: Number of lines at the beginning that are left out.
+        encoding: Python's name for its encoding.
+        skipped_lines: Number of lines to skip at the beginning.
         returns: Whether lines end with a carriage return alone.
     """
 
@@ -28,7 +28,7 @@ class Recoded:
         self.path, self.name, self.size = source.path, source.name, source.size
 
     def head(self, size: int) -> bytes:
-        """Return the first bytes, or fewer if some lines are left out."""
+        """Return at most the first `size` bytes, fewer if lines are skipped."""
         return _Recoder(_Given(self._source.head(size)), self.name, *self._how, whole=False).read(size)
 
     @contextmanager
@@ -51,7 +51,7 @@ class Recoded:
 
 
 def recode(source: AnyInput, *, encoding: str, skipped_lines: int, head: int) -> "AnyInput | Recoded":
-    """Return an input as UTF-8 with newlines; `source` itself if it is so, judging by its first `head` bytes."""
+    """Convert an input to UTF-8 with newlines; return `source` itself if its first `head` bytes need no conversion."""
     start = source.head(head)
     returns = b"\r" in start and b"\n" not in start and encoding == "utf-8"
     if encoding == "utf-8" and not skipped_lines and not returns:
@@ -60,7 +60,7 @@ def recode(source: AnyInput, *, encoding: str, skipped_lines: int, head: int) ->
 
 
 class _Recoder:
-    """Reads a stream of bytes as UTF-8; with `whole` false, the stream is only the beginning of an input."""
+    """Reads a byte stream as UTF-8; `whole` is false if the stream is only the beginning of an input."""
 
     def __init__(
         self, stream: Any, name: str, encoding: str, skipped_lines: int, returns: bool, *, whole: bool = True
@@ -92,7 +92,7 @@ class _Recoder:
                 f"{self._name}: byte {self._read + error.start:,} or a byte near it is not {self._encoding}; give "
                 "another --encoding"
             ) from None
-        except UnicodeEncodeError:  # an encoding with halves of characters
+        except UnicodeEncodeError:  # the encoding allows lone surrogates
             raise UserError(f"{self._name}: a character cannot be written as UTF-8; give another --encoding") from None
         self._read += len(piece)
         return text

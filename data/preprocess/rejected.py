@@ -23,8 +23,8 @@ class RejectedLines:
     """The malformed lines of a part of a file.
 
     Args:
-        numbers: int64 [n], line numbers within the part, from 1; `after` turns them into the file's.
-        look: Returns the reason and the text of line i in [0, n), on demand.
+        numbers: int64 [n], line numbers within the part, from 1; `after` turns them into line numbers of the file.
+        look: Returns the reason and the text of line i in [0, n); called on demand.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class RejectedLines:
         return RejectedLines(self.file, self.numbers + lines, self._look)
 
     def merge(self, other: "RejectedLines") -> "RejectedLines":
-        """Return the lines of both, which are of the same part of a file, in the order of their numbers."""
+        """Merge with other lines from the same part of a file, in the order of line numbers."""
         first = len(self)
         numbers = np.concatenate([self.numbers, other.numbers])
         order = np.argsort(numbers, kind="stable")
@@ -64,7 +64,7 @@ class RejectedLines:
         return RejectedLines(self.file or other.file, numbers[order], look)
 
     def columns(self) -> dict[str, pa.Array]:
-        """Return the columns file (one value; none if there are no lines), line, reason and text."""
+        """Return the columns "file" (one value, or none if there are no lines), "line", "reason" and "text"."""
         parts: dict[str, list[pa.Array]] = {"reason": [], "text": []}
         for start in range(0, len(self), _AT_ONCE):
             lines = [self[i] for i in range(start, min(start + _AT_ONCE, len(self)))]

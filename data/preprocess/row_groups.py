@@ -18,11 +18,11 @@ _BUFFER = 1 << 12  # bytes; without it, Arrow reads a column's whole chunk when 
 
 
 class GroupSize(NamedTuple):
-    """Sizes of a row group's columns that are read."""
+    """Sizes of the columns to read in a row group."""
 
     rows: int
     list_values: int
-    text_bytes: int  # decompressed, and still encoded
+    text_bytes: int  # decompressed but still encoded
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def open_parquet(path: Path, **options: Any) -> Iterator[pq.ParquetFile]:
 
 
 class RowGroups:
-    """The row groups of a Parquet file, which is untrusted, and their columns that are read.
+    """The row groups of an untrusted Parquet file, with the columns to read.
 
     Attributes:
         ends: Each row group's end as a row number, int64.
@@ -63,7 +63,7 @@ class RowGroups:
         return GroupSize(self._file.metadata.row_group(number).num_rows, values, text)
 
     def rows_for_text(self, number: int, rows: int) -> int:
-        """Return how many of a row group's rows, at most `rows`, may be decoded together within MOST_BYTES of text.
+        """Return how many rows of a row group, at most `rows`, can be decoded at once within MOST_BYTES of text.
 
         A dictionary can hide the size of decoded text.
         """
@@ -86,8 +86,8 @@ class RowGroups:
         """Return the metadata of a row group's columns, each with its path in the schema."""
         if self._last[0] == number:
             return self._last[1]
-        # `group.column` ends the process where a column's metadata is damaged. Arrow's reader, asked for 0 rows, looks
-        # at the same metadata, decodes nothing, and raises an error.
+        # `group.column` crashes the process if a column's metadata is damaged. Reading 0 rows checks the same metadata,
+        # decodes nothing, and raises an error instead.
         for _ in self._file.reader.iter_batches(0, row_groups=[number], column_indices=list(self._columns)):
             pass
         group = self._file.metadata.row_group(number)
@@ -95,13 +95,13 @@ class RowGroups:
             raise OSError(f"row group {number} has {group.num_columns} columns, not {len(self._file.schema)}")
         found = [(name, group.column(i)) for i, name in self._columns.items()]
         if [name for name, _ in found] != [column.path_in_schema for _, column in found]:
-            raise OSError(f"row group {number} has other columns than the schema")
+            raise OSError(f"row group {number} has different columns than the schema")
         self._last = number, found
         return found
 
 
 def _longest(column: Any) -> int:
-    """Return the bytes of the longest text in a column's dictionary; 0 if there is none."""
+    """Return the number of bytes in the longest text of a column's dictionary, or 0 if there is none."""
     values = column
     while pa.types.is_nested(values.type) and hasattr(values, "values"):
         values = values.values

@@ -1,4 +1,4 @@
-"""Scaling and clipping of single numeric columns in ways of their own."""
+"""Scaling and clipping of numbers with settings per column."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from hostdev.data.manifest_values import CLIP, STATISTICS_OF
 from hostdev.data.preprocess import dense
 from hostdev.data.preprocess.dense import MODES, Numbers
 
-_DIGIT = 16  # bits of a key that one pass of a selection looks at
+_DIGIT = 16  # bits of a key that each selection pass resolves
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scaled:
-    """How a numeric column is scaled.
+    """Scaling settings of a numeric column.
 
     Attributes:
-        mode: One of `dense.MODES`; None: as --dense says.
-        clip: Two quantiles of the training rows' numbers; a number beyond them becomes the nearer one. None: no limits.
+        mode: One of `dense.MODES`, or None for the mode of --dense.
+        clip: Two quantiles of the training rows' numbers, to which numbers are clipped, or None for no clipping.
     """
 
     mode: str | None = None
@@ -29,9 +29,9 @@ class Scaled:
 
     def __post_init__(self) -> None:
         if self.mode is not None and self.mode not in MODES:
-            raise UserError(f"scaling is one of {', '.join(MODES)}, not {self.mode!r}")
+            raise UserError(f"scaling must be one of {', '.join(MODES)}, not {self.mode!r}")
         if self.clip is not None and not 0 <= self.clip[0] < self.clip[1] <= 1:
-            raise UserError(f"clip has two quantiles, 0 <= low < high <= 1, not {list(self.clip)}")
+            raise UserError(f"clip must be two quantiles, 0 <= low < high <= 1, not {list(self.clip)}")
 
     def as_json(self) -> dict[str, Any]:
         """Return the manifest's entry."""
@@ -45,7 +45,7 @@ def from_json(content: Mapping[str, Any]) -> Scaled:
 
 
 def own(options: Mapping[str, Any]) -> dict[str, Scaled]:
-    """Return the columns that are scaled in their own ways, from a manifest's options.
+    """Return the per-column scaling settings in a manifest's options.
 
     Raises UserError for invalid settings.
     """
@@ -53,18 +53,18 @@ def own(options: Mapping[str, Any]) -> dict[str, Scaled]:
         return {name: from_json(content) for name, content in (options.get("scaling") or {}).items()}
     except (TypeError, KeyError, ValueError, AttributeError, IndexError):
         raise UserError(
-            "the data set's manifest.json has wrong settings of scaling; preprocess the data again"
+            "the data set's manifest.json has invalid scaling settings; preprocess the data again"
         ) from None
 
 
 class ByColumn:
-    """The scaling of numbers whose columns are scaled in several ways, or clipped.
+    """Scaling of numbers whose columns have different modes or are clipped.
 
     Args:
         names: Names of the columns.
-        parts: Indices of columns, and the scaling of these columns.
-        clips: Quantiles by column.
-        limits: The learned limits of clipped columns; None: `find_limits` learns them.
+        parts: Pairs of column indices and the scaling of these columns.
+        clips: Quantiles by clipped column.
+        limits: The learned limits of clipped columns, or None if `find_limits` will learn them.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class ByColumn:
         return scaled
 
     def statistics(self) -> dict[str, Any]:
-        """Return the statistics of all columns, 0 where a column's scaling has none, and the limits."""
+        """Return the clipping limits, and the statistics of all columns (0 where a column's scaling has none)."""
         found = {name: np.zeros(len(self._names)) for names in STATISTICS_OF.values() for name in names}
         for columns, scaling in self._parts:
             for name, values in scaling.statistics().items():
@@ -113,7 +113,7 @@ class ByColumn:
 
 
 def make(mode: str, names: tuple[str, ...], own: Mapping[str, Scaled], *, signed: bool) -> dense.Scaling:
-    """Return the scaling of columns, of which some are scaled in their `own` ways."""
+    """Return the scaling of columns; the per-column settings in `own` override `mode`."""
     if not own:
         return dense.make_scaling(mode, names, signed=signed)
     parts = [(columns, dense.make_scaling(of, some, signed=signed)) for of, columns, some in _by_mode(mode, names, own)]
@@ -123,7 +123,7 @@ def make(mode: str, names: tuple[str, ...], own: Mapping[str, Scaled], *, signed
 def fixed(
     mode: str, names: tuple[str, ...], own: Mapping[str, Scaled], statistics: Mapping[str, Any], *, signed: bool
 ) -> dense.Scaling:
-    """Return an already learned scaling from a manifest's statistics."""
+    """Return a scaling that was learned earlier, from a manifest's statistics."""
     if not own:
         return dense.fixed_scaling(mode, names, statistics, signed=signed)
     parts = []
@@ -141,7 +141,7 @@ def largest(
     for of, columns, _ in _by_mode(mode, names, own):
         mine = {name: np.array(statistics[name], np.float64)[columns] for name in STATISTICS_OF[of]}
         found[columns] = dense.largest(of, mine, len(columns))
-    for name in statistics.get(CLIP, {}) if own else ():  # a larger number becomes the limit
+    for name in statistics.get(CLIP, {}) if own else ():  # larger numbers are clipped
         found[names.index(name)] = np.finfo(np.float64).max
     return found
 
@@ -161,16 +161,16 @@ def _clips(own: Mapping[str, Scaled]) -> dict[str, tuple[float, float]]:
 
 
 def select(numbers: Callable[[], Iterable[Numbers]], quantiles: Sequence[float]) -> list[float] | None:
-    """Return quantiles of numbers, exactly: the number of rank floor(q * (n - 1)) among the n that are not NaN.
+    """Return exact quantiles: for each q, the number of rank floor(q * (n - 1)) among the n that are not NaN.
 
-    The numbers, float64, come in parts, and are read several times in place of being held; None if there are none.
+    `numbers` yields float64 arrays; it is called several times to save memory. Returns None if there are no numbers.
     """
     total = sum(int(np.count_nonzero(~np.isnan(some))) for some in numbers())
     return [_select(numbers, int(q * (total - 1))) for q in quantiles] if total else None
 
 
 def _select(numbers: Callable[[], Iterable[Numbers]], rank: int) -> float:
-    """Return the number of a rank, from 0, digit by digit of its key, from the highest."""
+    """Return the number of a rank, from 0, by radix selection on its key, most significant digit first."""
     known = np.uint64(0)
     for shift in range(64 - _DIGIT, -1, -_DIGIT):
         counts = np.zeros(1 << _DIGIT, np.int64)
@@ -190,6 +190,6 @@ def _select(numbers: Callable[[], Iterable[Numbers]], rank: int) -> float:
 
 
 def _keys(numbers: Numbers) -> npt.NDArray[np.uint64]:
-    """Return integers in the order of the numbers; both zeros have one key."""
+    """Map numbers to integers of the same order; both zeros get the same key."""
     bits = (np.ascontiguousarray(numbers) + 0.0).view(np.uint64)
     return np.where(bits >> np.uint64(63), ~bits, bits ^ np.uint64(1 << 63))

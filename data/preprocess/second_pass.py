@@ -23,7 +23,7 @@ from hostdev.data.rows import Piece as Rows
 from hostdev.data.schema import Schema
 from hostdev.kernels.columns import place_column
 
-_SOME = 20  # values of each of two columns, of which none is in the other, that are worth a line
+_SOME = 20  # minimum number of a column's values for a report about it
 _NEARLY_ALL = 0.999
 
 Array = npt.NDArray[Any]
@@ -84,7 +84,7 @@ def learn(
 
 
 def number(paths: Sequence[Path], vocabulary: Vocabulary, workers: Workers) -> list[str]:
-    """Write the ids of each piece's values to a file next to the piece; return the files' CRC-32."""
+    """Write the ids of each piece's values to a file next to the piece; return the CRC-32 of each file."""
 
     def ids(path: Path) -> str:
         piece, schema = Piece(path), vocabulary.schema
@@ -105,7 +105,7 @@ def ids_path(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Range:
-    """Rows [start, stop) of a split of a piece, counted within that split."""
+    """Rows [start, stop) of one split in a piece, counted within that split."""
 
     piece: int
     start: int
@@ -175,7 +175,7 @@ def build_shard(
 
 
 def out_of_vocabulary(rows: Rows, schema: Schema) -> tuple[list[int], list[int]]:
-    """Return the number of out-of-vocabulary ids, and of all ids, by column of the schema."""
+    """Count out-of-vocabulary ids, and all ids, in each column of the schema."""
     n, columns = rows.ids.shape
     unknown = np.flatnonzero(rows.ids.ravel() < schema.first_value)  # in one pass over the rows
     bags = [values for values, _ in rows.bags.values()]
@@ -185,7 +185,7 @@ def out_of_vocabulary(rows: Rows, schema: Schema) -> tuple[list[int], list[int]]
 
 
 def apart(rows: Rows, schema: Schema) -> list[str]:
-    """Return the columns that share another column's ids, but have no value in common with it in some rows."""
+    """Return the columns that share another column's ids but have no value in common with it in these rows."""
     ids = dict(
         zip([*schema.ids, *rows.bags], [*rows.ids.T, *(values for values, _ in rows.bags.values())], strict=True)
     )
@@ -200,8 +200,8 @@ def apart(rows: Rows, schema: Schema) -> list[str]:
 
 
 def squeezed(rows: Rows, names: Sequence[str], mode: str) -> list[str]:
-    """Return the numeric columns in which one or a few huge numbers have made all others nearly equal."""
-    least = {"max": 0.01, "standard": 0.1}.get(mode, 0.0)  # of the scaled numbers' size; a logarithm squeezes little
+    """Return the numeric columns where outliers push nearly all other scaled numbers close to 0."""
+    least = {"max": 0.01, "standard": 0.1}.get(mode, 0.0)  # logarithms limit outliers
     found = []
     for name, numbers in zip(names, np.abs(rows.dense).T, strict=True):
         known = numbers[numbers > 0]  # a missing number is 0

@@ -1,7 +1,7 @@
 """Conversion of served values of any type to the texts that training may have used, for lookup or hashing.
 
-A value may be served as another type than in training: 1.0 for "1", or a timestamp of another unit.
-It is therefore formatted in each form that training's values had; incompatible types are refused.
+A value may be served with a different type than in training: 1.0 for "1", or a timestamp in another unit.
+It is therefore formatted in each form that the values had in training; incompatible types are rejected.
 """
 
 from decimal import Decimal
@@ -24,7 +24,7 @@ _SHOWN = 40
 
 
 class WrongTypeError(Exception):
-    """A column's type does not determine which of training's values are meant."""
+    """A column's type does not determine which training values are meant."""
 
 
 def format_texts(values: pa.Array, written: Written, *, hashed: bool) -> Texts:
@@ -52,7 +52,7 @@ def format_texts(values: pa.Array, written: Written, *, hashed: bool) -> Texts:
 
 
 def _with_missing(found: Texts, missing: Mask, written: Written) -> Texts:
-    """Insert training's text for missing values into texts."""
+    """Replace missing values with the text that training used for them."""
     if not missing.any():
         return found
     if written.missing is None:
@@ -93,7 +93,7 @@ def _require_one(found: Texts, of: pa.DataType, written: Written) -> None:
 
 
 def _format_text(values: pa.StringArray, written: Written, *, hashed: bool) -> Texts:
-    """Return texts unchanged, except those in a form that training did not have but that can be converted."""
+    """Convert texts whose form did not occur in training, where possible; leave others unchanged."""
     values = pc.fill_null(values, "")
     plain = Texts([values], values, np.zeros(len(values), np.bool_))
     kind, typed = written.kind, written.is_typed
@@ -173,7 +173,7 @@ def _parse_timestamps(values: pa.Array, forms: Any, unlike: Mask, written: Writt
 
 
 def _part(values: pa.Array, some: Mask, written: Written, *, zoned: bool) -> Texts | None:
-    """Return training's texts for the selected timestamps, all with a zone or all without; None if there are none."""
+    """Return training's texts for selected timestamps, all with or all without a zone, or None if there are none."""
     if not some.any():
         return None
     texts = values.filter(pa.array(some))
@@ -230,13 +230,13 @@ def _format_numbers(values: pa.Array, written: Written) -> Texts:
         form > kernel.FRACTION and form <= kernel.FRACTION + kernel.MOST_DIGITS for form in written.forms
     ):
         raise WrongValueError(
-            fraction, f"{texts[fraction]} is not a whole number; categorical values must be whole numbers or text"
+            fraction, f"{texts[fraction]} is not an integer; categorical values must be integers or text"
         )
     return _numbers(pa.array(texts, pa.string()), written)
 
 
 def _numbers(texts: pa.StringArray, written: Written) -> Texts:
-    """Return training's texts for numbers, given as their shortest text."""
+    """Return training's texts for numbers, which are given as their shortest texts."""
     forms = written.forms
     whole = pc.invert(pc.match_substring(texts, "."))
     integers = pc.if_else(whole, texts, None)
@@ -254,7 +254,7 @@ def _numbers(texts: pa.StringArray, written: Written) -> Texts:
 
 
 def _with_digits(texts: pa.Array, digits: int) -> pa.Array:
-    """Pad numbers to `digits` digits after the point; null if a number has more."""
+    """Pad numbers with zeros to `digits` digits after the point; return null for a number that has more."""
     after = pc.subtract(pc.utf8_length(texts), pc.add(pc.find_substring(texts, "."), 1))
     padded = [
         None if text is None or n > digits else text + "0" * (digits - n)
@@ -264,7 +264,7 @@ def _with_digits(texts: pa.Array, digits: int) -> pa.Array:
 
 
 def _padded(integers: pa.Array, width: int) -> pa.Array:
-    """Pad non-negative integers with leading zeros; null for others, and for those that are not shorter."""
+    """Pad non-negative integers with zeros to `width`; return null for negative ones and those that are not shorter."""
     shorter = pc.and_(pc.less(pc.utf8_length(integers), width), pc.invert(pc.starts_with(integers, "-")))
     return pc.if_else(shorter, pc.utf8_lpad(integers, width, "0"), None)
 
@@ -309,8 +309,8 @@ def _format_times(values: pa.Array, written: Written, shown: str | None = None) 
 def large_float(shown: str) -> str:
     """Return the message for a float that may represent several integers."""
     return (
-        f"{shown} is a float of 2^53 or more, which may stand for several whole numbers; write the column as "
-        "integers, or as text of integers"
+        f"{shown} is a float of 2^53 or more, which may stand for several integers; write the column as "
+        "integers, or as integers in text"
     )
 
 

@@ -14,7 +14,7 @@ _NUMBER_BYTES = 24  # per number of a piece during scaling: three float64 copies
 
 
 class ShardMemory:
-    """Estimate of the memory for the shards of the rows counted so far.
+    """Memory estimate for the shards of all rows added so far.
 
     Args:
         threads: Number of threads; each writes one shard at a time.
@@ -46,9 +46,9 @@ class ShardMemory:
             )
 
     def _shard(self, split: int) -> tuple[int, int, int]:
-        """Estimate the bytes of a shard of a split; return them, the number of concurrent shards, and a shard's rows.
+        """Return the estimated bytes of a split's shard, the number of concurrent shards, and the rows per shard.
 
-        A bag's values are held twice, by piece and concatenated. Counting out-of-vocabulary ids takes a mask.
+        A bag's values are held twice: by piece and concatenated. Counting out-of-vocabulary ids needs a mask.
         """
         rows = min(self._rows[split], self._most)
         if rows == 0:

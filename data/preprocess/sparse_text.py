@@ -1,12 +1,12 @@
-"""Sparse text with an index before each value: LIBSVM, libffm, and named slots as in ad logs.
+"""Reader of sparse text, with an index before each value: LIBSVM, libffm, and named slots as in ad logs.
 
     1 3:1 11:1              LIBSVM: a label, then index:value
     1 0:3:1 1:11:0.5        libffm: a label, then field:index:value
-    click:0 1:737395 1:9 2:210498938   slots: name:value, where a name may come several times
+    click:0 1:737395 1:9 2:210498938   slots: name:value, where a name may occur several times
 
-LIBSVM has the columns `label` and `features`, the indices of the values that are 1; with other values, a numeric column
-for each index. libffm has `label` and a bag `field N` for each field. Slots are bags by their names, but for the first,
-which is the label.
+LIBSVM becomes the columns `label` and `features`, a bag of indices, if all values are 1; otherwise each index becomes a
+numeric column. libffm becomes `label` and a bag `field N` for each field. Each slot becomes a bag with its name,
+except the first, which is the label.
 """
 
 import re
@@ -31,12 +31,12 @@ _KINDS = {
     "libffm": re.compile(rf"{_NUMBER}(?: +\d+:\d+:{_NUMBER})+ *"),
     "slots": re.compile(r"[A-Za-z_][\w.]*:[01](?: +[\w.]+:[^\s:]+)+ *"),
 }
-_LOOKED_AT = 50  # lines that must all be of a kind
-_MOST = 4096  # numeric columns
+_LOOKED_AT = 50  # lines that must all have the same kind
+_MOST = 4096  # maximum number of numeric columns
 
 
 class _Row(NamedTuple):
-    """A label, and entries: the name of a column, an index or a value as text, and the number behind it."""
+    """A label, and entries: a column's name, an index or value as text, and the number after it."""
 
     label: str
     pairs: list[tuple[str, str, float]]
@@ -51,7 +51,7 @@ def find_kind(source: AnyInput) -> str | None:
 
 
 class SparseText:
-    """A file of sparse text; its columns are those of the first MiB, and a line with another one is malformed."""
+    """A file of sparse text; lines with columns that do not occur in the first MiB are malformed."""
 
     lines_before = 0
 
@@ -69,8 +69,8 @@ class SparseText:
         columns = sorted(found, key=lambda name: (len(name), name))
         if self._is_numeric and len(columns) > _MOST:
             raise UserError(
-                f"{source.name}: LIBSVM with {len(columns):,} indices and values other than 1; write it as Parquet "
-                "with a list of indices in each row"
+                f"{source.name}: LIBSVM text with values other than 1 has too many indices ({len(columns):,}); write "
+                "it as Parquet with a list of indices in each row"
             )
         if kind == "libffm" and others:
             note(f"{source.name}: values other than 1 are not used, since lists of ids have no weights")
@@ -111,13 +111,15 @@ class SparseText:
         skipped = np.array(wrong, np.int64)
 
         def look(i: int) -> tuple[str, str]:
-            return f"not a line of {self._kind} with columns of the first MiB", short(lines[wrong[i] - 1], 200)
+            return f"not in {self._kind} format, or has a column that the first MiB lacks", short(
+                lines[wrong[i] - 1], 200
+            )
 
         batch = pa.RecordBatch.from_arrays(arrays, names=list(used))
         return Chunk(batch, 0, RejectedLines(self.input.name, skipped, look), part.taken, skipped)
 
     def _row(self, line: str) -> _Row | None:
-        """Return a line's label and entries that are not 0; None for another line."""
+        """Return a line's label and nonzero entries, or None for a malformed line."""
         if _KINDS[self._kind].fullmatch(line) is None:
             return None
         first, *rest = line.partition("#")[0].split() if self._kind == "LIBSVM" else line.split()
@@ -128,7 +130,7 @@ class SparseText:
         return _Row(first, [entry for entry in named if entry[2] != 0])
 
     def _values(self, row: _Row) -> dict[str, Any] | None:
-        """Return a row's values by column, without those that are empty; None if it has a column of its own."""
+        """Return a row's nonempty values by column, or None if the columns cannot hold them."""
         found: dict[str, Any] = {self.names[0]: row.label}
         for name, index, value in row.pairs:
             if self._is_numeric:

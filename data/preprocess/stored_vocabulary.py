@@ -63,7 +63,7 @@ class StoredVocabulary:
         return pieces[0] if len(pieces) == 1 else np.concatenate([np.zeros(0, np.int64), *pieces])
 
     def _owners(self) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
-        """Yield each chunk's first id, and the fixed id of the column or id space of each of its ids, -1 if unknown."""
+        """Yield each chunk's first id, and each id's owner as the fixed id of a column or id space, or -1."""
         numbers = {name: i for i, name in enumerate(self._names)}
         start = 0
         for chunk in self.table["field"].chunks:
@@ -105,7 +105,7 @@ class StoredVocabulary:
         }
 
     def _grown_spaces(self) -> dict[str, Space]:
-        """Check the file against the schema's id spaces and return these; raise the same errors as `spaces`."""
+        """Return the schema's id spaces after checking the file against them; raise the same errors as `spaces`."""
         spaces, fixed = self._schema.spaces, self._schema.first_value
         begins = [(number, number) for number in range(fixed)]
         begins += sorted((first, space.oov) for space in spaces for first, _ in space.segments)
@@ -116,7 +116,7 @@ class StoredVocabulary:
             if len(wrong := np.flatnonzero(owners != right)):
                 number = int(ids[wrong[0]])
                 name = self.table["field"][number].as_py()
-                raise DamagedError(self.path, f"id {number} is of {name!r}, not of {self._names[right[wrong[0]]]!r}")
+                raise DamagedError(self.path, f"id {number} belongs to {name!r}, not {self._names[right[wrong[0]]]!r}")
         return {space.name: space for space in spaces}
 
     def values(self, space: Space) -> pa.ChunkedArray:

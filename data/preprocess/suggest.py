@@ -1,6 +1,6 @@
-"""`preprocess suggest`: a file of features for a table, from a look at its first rows, with a reason beside each line.
+"""`preprocess suggest`: proposes a features file for a table, based on its first rows, with a reason for each line.
 
-It is a proposal to be read and changed: what a column means, its values do not say.
+The user should review and edit it, because values do not show what a column means.
 """
 
 import json
@@ -22,7 +22,7 @@ from hostdev.data.preprocess.columns import MISSING_NUMBERS
 from hostdev.data.preprocess.files import TableFile
 from hostdev.data.preprocess.naming import listed, short
 
-ROWS = 100_000  # looked at
+ROWS = 100_000  # maximum number of rows to examine
 _MARKS = ("?", r"\N", "-", "unknown", "Unknown", "UNKNOWN", "missing", "none", "<NA>", "(null)")
 _SEPARATORS = ("|", ";", ",", "^", " ")
 _LABELS = re.compile(r"(is_)?(label|click(ed)?|target|y|conver(sion|ted)|purchased?|bought|liked?|churn(ed)?)", re.I)
@@ -31,16 +31,16 @@ _IDS = re.compile(
     r"(.*[^a-z])?(id|code|no|nr|number|zip|postcode|sku|isbn|asin|category|type|class)(_?\d+)?|C\d+", re.I
 )
 _TIMES = re.compile(r"(.*[^a-z])?(time|timestamp|date|datetime|day|ts|created_at)", re.I)
-_FEW = 100  # distinct whole numbers that may rather be values of one kind each
-_RARE = 0.01  # share of the rows that have a mark, from which it is taken for one
-_PADS = 0.5  # share of a bag's values that are one value, from which that one is taken for padding
-_SHARED = 0.5  # share of a bag's values that another column has, from which they share ids
-_SKEWED = 100.0  # a maximum of so many times the median calls for a logarithm
+_FEW = 100  # up to this many distinct integers may be categories
+_RARE = 0.01  # minimum share of rows with a text for it to be a missing-value marker
+_PADS = 0.5  # a value above this share of a bag's values may be padding
+_SHARED = 0.5  # a bag shares the ids of a column that has more than this share of its values
+_SKEWED = 100.0  # a maximum above this many times the median suggests log scaling
 
 
 @dataclass
 class _Column:
-    """A column of the sample: its type in the file, its values as text, and those that are not missing."""
+    """A sampled column: its type in the file, all values as text, the known values, and missing-value markers."""
 
     name: str
     type: pa.DataType
@@ -55,7 +55,7 @@ class _Column:
 
     @property
     def numbers(self) -> Any:
-        """The values as float64; None if some are no numbers."""
+        """The known values as float64, or None if some are not numbers."""
         try:
             return self.known.cast(pa.float64()).to_numpy(zero_copy_only=False)
         except pa.ArrowInvalid:
@@ -64,18 +64,18 @@ class _Column:
 
 @dataclass
 class Suggestion:
-    """The settings of a feature, or None with the reason to leave the column out."""
+    """Settings of a feature with the reason for them, or None with the reason to leave the column out."""
 
     name: str
     settings: dict[str, Any] | None
     reason: str
-    more: dict[str, str]  # by setting, a reason of its own
+    more: dict[str, str]  # further reasons, by setting
 
 
 def suggest(file: TableFile, label: str | None) -> tuple[str, list[Suggestion], bool]:
-    """Return a file of features as text, what it has of each column, and whether it has a label.
+    """Return a features file as text, the suggestion for each column, and whether there is a label.
 
-    Raises UserError if the file has no rows, or no column of this label.
+    Raises UserError if the file has no rows, or no column named `label`.
     """
     table = _sample(file)
     columns = [_column(name, file.get_type(name), table[name]) for name in file.names]
@@ -84,7 +84,7 @@ def suggest(file: TableFile, label: str | None) -> tuple[str, list[Suggestion], 
     chosen, rule, why = _label(columns, label)
     found = [_suggest(column) for column in columns if column.name != chosen]
     _share(found, {column.name: column for column in columns})
-    lines = [f"# Features of {file.input.name}, from its first {len(table):,} rows: read each line, and change it.", ""]
+    lines = [f"# Features of {file.input.name}, based on its first {len(table):,} rows; review and edit each line.", ""]
     if chosen is not None:
         lines.append(f"label = {_toml(chosen)}  # {why}")
         if rule is not None:
@@ -92,7 +92,7 @@ def suggest(file: TableFile, label: str | None) -> tuple[str, list[Suggestion], 
             lines.append(f"positive = {_toml(rule)}  # the label has {kinds:,} values")
     marks = sorted({mark for column in columns for mark in column.marks})
     if marks:
-        lines.append(f"missing = {_toml(marks)}  # they stand among other values, and look like none")
+        lines.append(f"missing = {_toml(marks)}  # these look like missing-value markers")
     for one in found:
         lines += ["", *_lines(one)]
     return "\n".join(lines) + "\n", found, chosen is not None
@@ -112,7 +112,7 @@ def _sample(file: TableFile) -> pa.Table:
 
 
 def _column(name: str, found: pa.DataType, values: pa.ChunkedArray) -> _Column:
-    """Return a column's values as text, and the marks among them."""
+    """Return a column with its values as text, and the missing-value markers among them."""
     array = values.combine_chunks()
     array = array.chunk(0) if isinstance(array, pa.ChunkedArray) else array
     if arrow.classify_type(found) in ("list", "nested"):
@@ -149,10 +149,10 @@ def _label(columns: Sequence[_Column], given: str | None) -> tuple[str | None, s
         if numbers is not None and len(numbers):
             middle = float(np.quantile(numbers, 0.5, method="lower"))
             above = middle if middle < numbers.max() else float(np.unique(numbers)[-2:][0])
-            return column.name, f">{above:g}", f"{why}; the rule takes what is above the middle: check it"
+            return column.name, f">{above:g}", f"{why}; the rule selects the larger values: check it"
         if len(values) == 2:
             rare = min(values, key=lambda value: pc.sum(pc.equal(column.known, value)).as_py())
-            return column.name, rare, f"{why}; the rule takes the rarer value: check it"
+            return column.name, rare, f"{why}; the rule selects the rarer value: check it"
     return (given, None, why) if given is not None else (None, None, "")
 
 
@@ -167,9 +167,9 @@ def _suggest(column: _Column) -> Suggestion:
         return _bag(column, None)
     distinct = column.distinct
     if distinct <= 1:
-        return Suggestion(column.name, None, "one value alone", {})
+        return Suggestion(column.name, None, "fewer than two distinct values", {})
     if kind == "other" or _TIMES.fullmatch(column.name):
-        why = "a time: split with --test-after, or take hour and weekday in `preprocess query`"
+        why = "a time: split with --test-after, or extract hour and weekday with `preprocess query`"
         return Suggestion(column.name, None, why, {})
     numbers = column.numbers if kind in ("text", "number") else None
     if numbers is not None:
@@ -179,18 +179,16 @@ def _suggest(column: _Column) -> Suggestion:
         return _bag(column, separator)
     if distinct > 0.9 * n and n > 100:
         length = pc.mean(pc.utf8_length(column.known)).as_py()
-        return Suggestion(column.name, None, f"nearly every row has a value of its own (of {length:.0f} letters)", {})
+        return Suggestion(column.name, None, f"nearly every row has a different value (of {length:.0f} characters)", {})
     return Suggestion(column.name, {"kind": "categorical"}, f"text, {distinct:,} values", {})
 
 
 def _numeric_or_ids(column: _Column, numbers: Any, distinct: int) -> Suggestion:
     whole = bool((numbers == np.floor(numbers)).all())
     if whole and _IDS.fullmatch(column.name):
-        return Suggestion(
-            column.name, {"kind": "categorical"}, f"whole numbers, named like ids; {distinct:,} values", {}
-        )
+        return Suggestion(column.name, {"kind": "categorical"}, f"integers, named like ids; {distinct:,} values", {})
     if whole and distinct <= _FEW and numbers.max() - numbers.min() < 2 * _FEW:
-        why = f'{distinct} whole numbers; as a number: kind = "numeric"'
+        why = f'{distinct} distinct integers; to use them as numbers: kind = "numeric"'
         return Suggestion(column.name, {"kind": "categorical"}, why, {})
     settings: dict[str, Any] = {"kind": "numeric"}
     reasons: dict[str, str] = {}
@@ -199,12 +197,12 @@ def _numeric_or_ids(column: _Column, numbers: Any, distinct: int) -> Suggestion:
     if middle and most > _SKEWED * middle:
         settings["scaling"] = "log"
         reasons["scaling"] = f"the largest is {most / middle:,.0f} times the median"
-    what = "whole numbers" if whole else "numbers"
+    what = "integers" if whole else "numbers"
     return Suggestion(column.name, settings, f"{what} from {numbers.min():g} to {numbers.max():g}", reasons)
 
 
 def _separator(column: _Column) -> str | None:
-    """Return the text between values if many texts have it and the parts come again."""
+    """Return a separator that many texts contain and whose parts repeat, or None."""
     texts = column.known.slice(0, 10_000)
     for separator in _SEPARATORS:
         having = pc.sum(pc.match_substring(texts, separator)).as_py() or 0
@@ -226,7 +224,9 @@ def _bag(column: _Column, separator: str | None) -> Suggestion:
         if most["counts"] > _PADS * len(values) and most["values"] in ("0", "-1", "", "<pad>", "PAD"):
             settings["missing"] = [most["values"]]
             reasons["missing"] = f"{most['counts'] / len(values):.0%} of all values: padding"
-    return Suggestion(column.name, settings, f"{lengths:.1f} values a row, {len(pc.unique(values)):,} in all", reasons)
+    return Suggestion(
+        column.name, settings, f"{lengths:.1f} values per row, {len(pc.unique(values)):,} distinct", reasons
+    )
 
 
 def _bag_values(column: _Column, separator: str | None) -> pa.Array:
@@ -236,7 +236,7 @@ def _bag_values(column: _Column, separator: str | None) -> pa.Array:
 
 
 def _share(found: Sequence[Suggestion], columns: Mapping[str, _Column]) -> None:
-    """Let bags share the ids of a column with ids that has most of their values."""
+    """Let bags share the ids of a categorical column that has most of their values."""
     ids = [one for one in found if one.settings is not None and one.settings["kind"] == "categorical"]
     for one in found:
         if one.settings is None or one.settings["kind"] != "bag":
@@ -247,7 +247,7 @@ def _share(found: Sequence[Suggestion], columns: Mapping[str, _Column]) -> None:
             both = pc.sum(pc.is_in(values, value_set=known.cast(values.type))).as_py() or 0
             if len(values) > 1 and both > _SHARED * len(values) and len(known) > 10:
                 one.settings["share"] = other.name
-                one.more["share"] = f"{both / len(values):.0%} of its values are values of {other.name}"
+                one.more["share"] = f"{both / len(values):.0%} of its values occur in {other.name}"
                 break
 
 
@@ -266,12 +266,12 @@ def _key(name: str) -> str:
 
 
 def _toml(value: Any) -> str:
-    """Format a text, a number or a list of texts in TOML, whose texts are those of JSON."""
+    """Format a string, a number or a list of strings as TOML, whose strings are written as in JSON."""
     return json.dumps(value)
 
 
 def write(file: TableFile, label: str | None, out: Path) -> list[str]:
-    """Write a proposal into the new file `out`; return lines about it."""
+    """Write the proposal to the new file `out`; return lines that describe it."""
     if out.exists():
         raise UserError(f"{out} exists already; give another name with --out, or remove it")
     text, found, has_label = suggest(file, label)
@@ -281,4 +281,4 @@ def write(file: TableFile, label: str | None, out: Path) -> list[str]:
     each = ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "no feature"
     more = f", {counted(left, 'column')} left out" if left else ""
     told = [] if has_label else ["no column looks like a label: give one with --label NAME"]
-    return [f"{out}: {each}{more}; read it, then", *told]
+    return [f"{out}: {each}{more}; review it, then run", *told]

@@ -1,6 +1,6 @@
 """Synthetic Criteo data of any length: Zipf-distributed categoricals, skewed integers, labels from a planted model.
 
-Row i is a pure function of (seed, i), so a longer data set begins with the shorter one.
+Row i is a pure function of (seed, i), so a longer data set begins with the rows of a shorter one.
 """
 
 import math
@@ -23,7 +23,7 @@ from hostdev.data.preprocess.raw import BEGINNING, Block, Place, RawRows
 from hostdev.kernels.counter import key64, mix64
 from hostdev.kernels.criteo import EMPTY
 
-GENERATOR_VERSION = 1  # must change when the rows of a seed change
+GENERATOR_VERSION = 1  # must change whenever the rows for a given seed change
 CHUNK_ROWS = 1 << 16
 _SQRT_12 = math.sqrt(12.0)
 
@@ -122,7 +122,7 @@ class Synthetic:
             yield self.parse(block)
 
     def blocks(self, start: Place = BEGINNING) -> Iterator[Block]:
-        """Iterate over the numbers of chunks of 65,536 rows."""
+        """Iterate over blocks, each with the number of a chunk of 65,536 rows."""
         for number in range(start.offset, -(-self.total // CHUNK_ROWS)):
             n = min(CHUNK_ROWS, self.total - number * CHUNK_ROWS)
             yield Block((number, n), "synthetic", Place(0, number + 1), n)
@@ -188,7 +188,7 @@ def _standard(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
 def write_text(source: Synthetic, path: Path, *, wait: bool = False) -> None:
     """Write rows as Criteo text, atomically; raise UserError if the file exists.
 
-    With `wait`, wait for another process that writes the same file, and then raise that error.
+    With `wait`, first wait for another process that is writing the same file.
     """
     if os.path.lexists(path):
         raise UserError(f"{path} exists already; remove it or choose another --tsv")

@@ -24,9 +24,9 @@ from hostdev.kernels.forms import INTEGER, TEXT, WHOLE
 
 
 class Table:
-    """The rows of the given files in order, of the tables in folders, or of standard input ("-").
+    """Rows of files in the given order, of the tables in folders, or of standard input ("-").
 
-    A file that is open already, such as a query's rows, is taken as it is.
+    A file that is already open, such as a query's rows, is used unchanged.
 
     Raises UserError for unreadable files and wrong columns, in the constructor or while reading.
     """
@@ -40,13 +40,13 @@ class Table:
         self._options = options
         self._positive = None if options.positive is None else Positive.parse(options.positive)
         self._used = options.used()
-        self._owners = dict(options.share)  # columns with the ids of another column
+        self._owners = dict(options.share)  # columns that share another column's ids
         groups = [[file for file in files if isinstance(file, Path)], *chosen]
         paths = [expand(group, is_table) if group else [] for group in groups]
         opened: list[list[TableFile]] = [[open_table(path, options) for path in group] for group in paths]
         opened[0] += [file for file in files if not isinstance(file, Path)]
         self._files = [file for group in opened for file in group]
-        self._splits = [split for split, group in enumerate(opened) for _ in group]  # 0: by the options
+        self._splits = [split for split, group in enumerate(opened) for _ in group]  # 0 if the options decide
         self._types: dict[
             str, tuple[str, pa.DataType, TableFile, str]
         ] = {}  # by id space: the first known type and its column
@@ -72,7 +72,7 @@ class Table:
             file.input.check_unchanged()
 
     def options(self) -> dict[str, Any]:
-        """Return the manifest's entry on the roles of the columns."""
+        """Return the manifest's entry about the roles of the columns."""
         return {"preset": "table", **self._options.as_json()}
 
     def blocks(self, start: Place = BEGINNING) -> Iterator[Block]:
@@ -82,15 +82,15 @@ class Table:
                 yield Block((file, part, self._splits[number]), file.input.name, Place(number, part.offset), part.taken)
 
     def parse(self, block: Block, *, hashed: bool = False) -> RawRows:
-        """Parse a block's rows; a key is the number of the value's text within its id space, or the text's hash."""
+        """Parse a block's rows; a key is the index of the value's text within its id space, or the text's hash."""
         file, part, split = block.content
         return self._parser.parse(file, file.parse(part, self._used), hashed=hashed, split=split)
 
     def kinds(self, forms: Mapping[str, Mapping[int, frozenset[int]]]) -> dict[str, Any]:
-        """Return the manifest's entries on columns with ids: the types in the files, and the forms of the values.
+        """Return the manifest's entries about columns with ids: their types in the files, and the forms of the values.
 
-        `forms` is by column and file number.
-        Prints a note for each column whose whole numbers are written in different ways in two files.
+        `forms` is indexed by column and file number.
+        Prints a note for each column whose integers are written differently in two files.
         """
         found = {}
         for column in self.layout.columns:
@@ -108,7 +108,7 @@ class Table:
                 names = [self._files[number].input.name for number in (plain, point)]
                 note(
                     f"column {column.name!r} has numbers such as '1' in {names[0]} and '1.0' in {names[1]}, which are "
-                    "different values; write them alike if they mean the same"
+                    "different values; write them the same way if they should be equal"
                 )
         return found
 
@@ -121,7 +121,7 @@ class Table:
             one = sorted(set(file.names) ^ set(first.names))
             difference = f"only one of them has {listed(one)}" if one else "some names occur twice"
             raise UserError(
-                f"{file.input.name} has other columns than {first.input.name}: {difference}; make them equal"
+                f"{file.input.name} has different columns than {first.input.name}: {difference}; make them equal"
             )
         for name in self._used:
             if file.names.count(name) > 1:
@@ -134,9 +134,9 @@ class Table:
             self._check_type(name, column, file)
 
     def _check_type(self, name: str, column: str, file: TableFile) -> None:
-        """Raise UserError if the type of a feature's column would give equal values other ids than before.
+        """Raise UserError if the type of a feature's column would give equal values different ids.
 
-        The types before are those in earlier files, and those of columns that share the ids.
+        The type is compared with the column's type in earlier files, and with columns that share its ids.
         """
         found, options = file.get_type(column), self._options
         written = arrow.get_written_form(found)
@@ -161,14 +161,14 @@ class Table:
         if not isinstance(file, DelimitedFile) or self._options.columns is not None:
             return ""
         if other := file.other_delimiter:
-            return f" (one name, as its first line has no {file.shown}; give --delimiter {other})"
-        return " (from its first line; if that is a row, give --columns)"
+            return f" (one name, because its first line has no {file.shown}; give --delimiter {other})"
+        return " (from its first line; if that is not a header, give --columns)"
 
     def _against(self, name: str, found: pa.DataType) -> str | None:
         """Return the reason why a column of this type cannot have its role, or None."""
         kind, bags, shown = arrow.classify_type(found), dict(self._options.bags), short(found)
         if kind == "nested":
-            return f"it is of type {shown}, which is nested or unknown; only plain values and lists of these are read"
+            return f"it is of type {shown}, which is nested or unknown; only plain values and lists of them can be read"
         if kind == "list" and name in self._options.split():
             return f"it is of type {shown}, a list; rows are chosen by a column with one value per row"
         if name == self._options.label and kind == "other" and self._positive is not None and self._positive.orders:
@@ -178,7 +178,7 @@ class Table:
             )
         if name in bags:
             if kind != "list" and bags[name] is None:
-                return f"it is of type {shown}, not a list; say what separates its values, such as --bag '{name}=|'"
+                return f"it is of type {shown}, not a list; give the separator of its values, such as --bag '{name}=|'"
             return None
         if kind == "list":
             return f"it is of type {shown}, a list; only --bag takes lists"
@@ -188,13 +188,13 @@ class Table:
 
 
 def _type_name(found: pa.DataType) -> str:
-    """Return the manifest's name of the type of a column's values; all kinds of text are "text"."""
+    """Return the manifest's name for the type of a column's values; every text type is "text"."""
     found = value_type(found)
     return "text" if arrow.classify_type(found) == "text" and not pa.types.is_null(found) else str(found)
 
 
 def open_table(path: Path, options: TableOptions) -> TableFile:
-    """Open a file in the format that its first bytes show; refuse options that have no effect on it."""
+    """Open a file in the format that its first bytes show; raise UserError for options that have no effect on it."""
     source = open_input(path)
     found = find_format(source)
     text = {name: getattr(options, name) for name in TEXT_OPTIONS}

@@ -1,4 +1,4 @@
-"""The options of `preprocess table` and `query` as flags."""
+"""Conversion of the flags of `preprocess table` and `query` to `TableOptions`."""
 
 import argparse
 import codecs
@@ -16,7 +16,7 @@ from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.targets import Targets
 
 _ESCAPES = {"\\t": "\t", "tab": "\t"}
-_ROLES = ("numeric", "categorical", "bag", "share", "padding", "last")  # flags that a file of features replaces
+_ROLES = ("numeric", "categorical", "bag", "share", "padding", "last")  # flags that a features file replaces
 
 
 def parse_table_options(arguments: argparse.Namespace, earlier: Earlier | None = None) -> TableOptions:
@@ -30,7 +30,7 @@ def parse_table_options(arguments: argparse.Namespace, earlier: Earlier | None =
     task = what.pop("task")
     if earlier is not None:
         if arguments.features is not None:
-            raise UserError("--features has no effect with --vocabulary, which takes the features from that data set")
+            raise UserError("--features has no effect with --vocabulary, which gives the features; leave it out")
         what = earlier_flags.columns(what, earlier)
         if task is not None and set(what["numeric_labels"]) != set(what["labels"] if task == "regression" else ()):
             raise UserError(f"--task {task} is not that of {earlier.folder}; leave it out, as --vocabulary keeps it")
@@ -55,7 +55,7 @@ def parse_table_options(arguments: argparse.Namespace, earlier: Earlier | None =
 
 
 def text_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of `TableOptions` on how text files are read."""
+    """Return the arguments of `TableOptions` for reading text files."""
     return {
         "columns": None if arguments.columns is None else parse_names([arguments.columns]),
         "delimiter": None if arguments.delimiter is None else _parse_delimiter(arguments.delimiter),
@@ -72,7 +72,7 @@ def _roles(arguments: argparse.Namespace) -> dict[str, Any]:
     named |= {"missing": parse_names(arguments.missing), "decimal": arguments.decimal}
     if arguments.features is not None:
         if twice := [name for name in _ROLES if getattr(arguments, name)]:
-            raise UserError(f"--{twice[0]} has no effect with --features, whose file says what the columns are")
+            raise UserError(f"--{twice[0]} has no effect with --features, whose file defines the columns")
         found = read_features(arguments.features)
         for name in found.given:
             if named[name]:
@@ -89,7 +89,7 @@ def _roles(arguments: argparse.Namespace) -> dict[str, Any]:
     for text in arguments.last or ():
         name, value = _pair("--last", text)
         if not value.isdecimal() or int(value) < 1:
-            raise UserError(f"--last {text}: write it as NAME=N with a number N from 1")
+            raise UserError(f"--last {text}: write it as NAME=N, where N is at least 1")
         features[name] = replace(features.get(name, Reading()), length=int(value))
     bags = tuple(
         (name, separator or (None if "=" not in text else ""))
@@ -126,14 +126,14 @@ def _parse_delimiter(text: str) -> str:
     try:
         return bytes.fromhex(text.removeprefix("\\x")).decode()
     except ValueError:
-        raise UserError(f"--delimiter {text}: write a code in two hexadecimal digits, such as \\x01") from None
+        raise UserError(f"--delimiter {text}: write the code with two hexadecimal digits, such as \\x01") from None
 
 
 def _parse_encoding(name: str | None) -> str:
     try:
         return codecs.lookup(name or "utf-8").name
     except LookupError:
-        raise UserError(f"--encoding {name}: not an encoding of Python, such as latin-1 or cp1252") from None
+        raise UserError(f"--encoding {name}: unknown to Python; give an encoding such as latin-1 or cp1252") from None
 
 
 def _pair(flag: str, text: str) -> tuple[str, str]:

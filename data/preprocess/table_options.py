@@ -1,4 +1,4 @@
-"""The roles of a table's columns, and how their values are read."""
+"""Options for the roles of a table's columns and for reading their values."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -12,14 +12,14 @@ from hostdev.data.preprocess.scaling import Scaled
 from hostdev.data.schema import Column
 from hostdev.data.targets import SINGLE_LABEL, Targets
 
-TEXT_OPTIONS = {  # on how text files are read, with their flags
+TEXT_OPTIONS = {  # options for reading text files, with their flags
     "columns": "--columns",
     "delimiter": "--delimiter",
     "quotes": "--no-quotes",
     "encoding": "--encoding",
     "skipped_lines": "--skip-lines",
 }
-_USUAL: dict[str, Any] = {  # what a manifest does not store; without "trimmed", blanks are kept
+_USUAL: dict[str, Any] = {  # values that the manifest omits; whitespace is kept unless it has "trimmed"
     "validation_column": None,
     "validation_after": None,
     "test_files": (),
@@ -39,22 +39,22 @@ _USUAL: dict[str, Any] = {  # what a manifest does not store; without "trimmed",
 
 @dataclass(frozen=True, kw_only=True)
 class TableOptions:
-    """The roles of a table's columns."""
+    """Options for the roles of a table's columns and for reading their values."""
 
     label: str
-    positive: str | None = None  # condition for positive labels, such as ">3"; None: labels are 0/1 or false/true
+    positive: str | None = None  # condition for positive labels, such as ">3"; None if labels are 0/1 or false/true
     numeric: tuple[str, ...] = ()
     categorical: tuple[str, ...] = ()
     bags: tuple[tuple[str, str | None], ...] = ()  # name, and the separator of values in its text
     share: tuple[tuple[str, str], ...] = ()  # a column, and the column whose ids it shares
     test_column: tuple[str, str] | None = None  # a column, and its value in test rows
     test_after: tuple[str, str] | None = None  # a column; test rows have a larger or later value
-    validation_column: tuple[str, str] | None = None  # likewise, of the rows that are no test rows
+    validation_column: tuple[str, str] | None = None  # likewise, among rows that are not test rows
     validation_after: tuple[str, str] | None = None
-    test_files: tuple[str, ...] = ()  # whose rows are for testing
-    validation_files: tuple[str, ...] = ()  # whose rows are for validation
+    test_files: tuple[str, ...] = ()  # files of test rows
+    validation_files: tuple[str, ...] = ()  # files of validation rows
     columns: tuple[str, ...] | None = None  # names for text without a header
-    delimiter: str | None = None  # the separator in text files; None: a comma or a tab
+    delimiter: str | None = None  # the separator in text files; None for a comma or a tab
     quotes: bool = True  # text files may have values in double quotes
     encoding: str = "utf-8"  # of text files
     skipped_lines: int = 0  # at the beginning of each text file
@@ -107,7 +107,7 @@ class TableOptions:
         for settings, among in ((self.features, names), (self.thresholds, with_ids), (self.scaling, self.numeric)):
             for name in settings:
                 if name not in among:
-                    raise UserError(f"{name!r} has settings, but is none of the columns {listed(among) or '(none)'}")
+                    raise UserError(f"{name!r} has settings, but is not one of the columns {listed(among) or '(none)'}")
         for name in self.thresholds:
             if name in owners:
                 raise UserError(f"{name!r} shares the ids of {owners[name]!r}; give the threshold of that column")
@@ -164,7 +164,7 @@ class TableOptions:
         return bool(self.validation_files or self.validation_column or self.validation_after)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the entry that the manifest stores, without what is as usual."""
+        """Return the manifest's entry, without values that equal `_USUAL`."""
         found = {**vars(self), "bags": dict(self.bags), "share": dict(self.share)}
         found["features"] = {name: settings for name, one in self.features.items() if (settings := one.as_json())}
         found["targets"] = self.targets.as_json()

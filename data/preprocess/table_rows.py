@@ -1,7 +1,7 @@
-"""Rows of a table's file as raw rows: labels, numbers and values by the roles of the columns.
+"""Conversion of a table's rows to raw rows: labels, numbers and values, by the columns' roles.
 
-A row whose label, number or column of --test-after or --validation-after cannot be read is set aside, like a
-malformed line of text.
+A row is rejected, like a malformed line of text, if its label, a number, or its value for --test-after or
+--validation-after cannot be read.
 """
 
 from collections.abc import Sequence
@@ -33,10 +33,10 @@ from hostdev.kernels.strings import TextMap, hash_texts
 _NOTHING = np.zeros(2, np.int32), np.zeros(0, np.uint8)  # the text "", for a missing value
 _INTEGERS = frozenset({INTEGER})
 _FLAGS = {1: "--test-after", 2: "--validation-after"}
-_SHOWN = 40  # characters of each value of a row that is set aside
+_SHOWN = 40  # characters per value of a rejected row
 _NO_NUMBER = (
-    "; a missing number is empty, NA, or a value that --missing gives; a column whose values are no numbers belongs "
-    "into --categorical"
+    "; a missing number is empty, NA, or a value given by --missing; if the column's values are not numbers, name it "
+    "with --categorical"
 )
 
 Mask = npt.NDArray[np.bool_]
@@ -55,14 +55,14 @@ class _Rows:
 
     chunk: Chunk
     batch: pa.RecordBatch
-    places: npt.NDArray[np.int64] | None = None  # the rows' indices in the chunk; None: they are all of it
+    places: npt.NDArray[np.int64] | None = None  # the rows' indices in the chunk; None for all rows
 
     def column(self, name: str) -> pa.Array:
-        """Return the column of a name."""
+        """Return the column with this name."""
         return self.batch.column(self.batch.schema.get_field_index(name))
 
     def number(self, row: int) -> int:
-        """Return the number in the file, from 1, of the row at an index."""
+        """Return the row's number in the file, from 1."""
         return self.chunk.number(row if self.places is None else int(self.places[row]))
 
     def take(self, places: npt.NDArray[np.int64]) -> "_Rows":
@@ -72,7 +72,7 @@ class _Rows:
 
 @dataclass
 class _Read:
-    """The columns of which a single value may be unreadable, and the mask of rows with one, bool [n]."""
+    """The columns that may have unreadable values, and a mask of the rows with such a value, bool [n]."""
 
     label: npt.NDArray[np.float32]
     numbers: npt.NDArray[np.float64]
@@ -88,7 +88,7 @@ class _Read:
 
 
 class RowParser:
-    """Turns the rows of files into raw rows.
+    """Converts the rows of files to raw rows.
 
     Args:
         files: All files of the table, whose types must agree.
@@ -103,9 +103,9 @@ class RowParser:
         self._owners = dict(options.share)
 
     def parse(self, file: TableFile, chunk: Chunk, *, hashed: bool, split: int = 0) -> RawRows:
-        """Return a chunk's rows, all of one split if it is not 0.
+        """Return a chunk's rows; all belong to `split` if it is not 0.
 
-        A key is the number of the value's text within its id space, or the text's hash.
+        A key is the index of the value's text within its id space, or the text's hash.
 
         Raises WrongRowError for an invalid value of a column with ids, and UserError for values of a type that cannot
         be read.
@@ -155,7 +155,7 @@ class RowParser:
             wrong = wrong | unread
         splits = np.full(n, split, np.uint8)
         pairs = (options.validation_column, options.validation_after), (options.test_column, options.test_after)
-        for number, (column, after) in zip((2, 1), pairs, strict=True):  # a test row is no row for validation
+        for number, (column, after) in zip((2, 1), pairs, strict=True):  # a test row is never a validation row
             if split:
                 break
             if column is not None:
@@ -229,7 +229,7 @@ class RowParser:
 
     @cached_property
     def _typed_numbers(self) -> dict[str, str]:
-        """By id space, a description of a column with a numeric type: name, type and file."""
+        """Descriptions, by id space, of a column with a numeric type: name, type and file."""
         found = {}
         for file in reversed(self._files):
             for name in self._options.roles():
@@ -240,7 +240,7 @@ class RowParser:
 
 
 class _Keys:
-    """The keys of values: numbers of distinct texts within an id space, or their hashes."""
+    """Assigns keys to values: indices of distinct texts within an id space, or hashes of the texts."""
 
     def __init__(self, layout: Layout, *, hashed: bool) -> None:
         self._layout, self._hashed = layout, hashed

@@ -13,7 +13,7 @@ class Lines(NamedTuple):
 
     text: bytes
     offset: int  # end of the lines in the input, in decompressed bytes
-    taken: int  # bytes of the file, compressed, that the lines took
+    taken: int  # bytes that the lines took in the (compressed) file
     is_last: bool = False  # the rest of the input, without a newline
 
 
@@ -21,7 +21,7 @@ LONGEST = 4  # maximum blocks per line; a longer line is an error, wherever bloc
 
 
 def newline(piece: bytes) -> int:
-    """Return the length of a piece up to its last newline; 0 if it has none."""
+    """Return the length of a piece up to and including its last newline, or 0 if it has none."""
     return piece.rfind(b"\n") + 1
 
 

@@ -15,7 +15,7 @@ _NANOSECONDS = 9  # digits
 
 
 def timestamps_from_text(texts: pa.StringArray, *, zoned: bool) -> pa.Array:
-    """Parse timestamps, all with a zone or all without, into Arrow's type, in nanoseconds if needed.
+    """Parse timestamps, all with or all without a zone, to Arrow's type, in nanoseconds if needed.
 
     Raises WrongValueError for a nonexistent date.
     """
@@ -33,7 +33,7 @@ def timestamps_from_text(texts: pa.StringArray, *, zoned: bool) -> pa.Array:
 
 
 def timestamp_texts(values: pa.Array, written: Written) -> Texts:
-    """Return texts for dates or timestamps in each of training's forms that has a time zone exactly if the values do.
+    """Format dates or timestamps in each training form with a time zone if they have one, else in each without.
 
     Raises WrongValueError if training had only dates and a value has a time.
     """

@@ -1,4 +1,4 @@
-"""Raw rows for predictions, encoded like a data set: Criteo's text with or without labels, or any table."""
+"""Raw rows for predictions, encoded like a data set: Criteo text with or without labels, or any table."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,17 +25,17 @@ class Part(NamedTuple):
     """Consecutive rows of a file."""
 
     batch: Batch
-    places: npt.NDArray[np.int64] | None  # the rows' line numbers in the part, from 0; None: all lines are rows
+    places: npt.NDArray[np.int64] | None  # the rows' line numbers in the part, from 0; None if all lines are rows
     lines: int
     size: int  # approximate bytes that the lines take in the file
-    more: pa.RecordBatch | None = None  # further columns of all lines, null for malformed ones
+    more: pa.RecordBatch | None = None  # additional columns for all lines, null for malformed ones
 
 
 class Rows(Protocol):
     """The rows of a file, encoded part by part."""
 
     total: int  # bytes
-    labelled: bool  # whether there is a column of labels; single labels may be missing
+    labelled: bool  # whether there is a label column; individual labels may be missing
 
     def parts(self) -> Iterator[Part]:
         """Iterate over the rows; raise UserError for unreadable input."""
@@ -47,14 +47,16 @@ def rows_in(path: Path, encoding: Encoding, options: Mapping[str, Any], more: Se
     Args:
         path: A file, or - for standard input.
         encoding: How its rows become ids and numbers.
-        options: The manifest's entry on how the data set's files were read.
-        more: Further columns to read.
+        options: The manifest's entry about how the data set's files were read.
+        more: Additional columns to read.
     """
     source = open_input(path)
     found = find_format(source)
     if encoding.is_criteo and found == "text":
         if more:
-            raise UserError(f"{source.name} is Criteo's text, whose columns have no names: {more[0]!r} is none")
+            raise UserError(
+                f"{source.name} is Criteo text, whose columns have no names; there is no column {more[0]!r}"
+            )
         return _Criteo(source, encoding)
     text = _text_options(options)
     file = open_file(source, found, columns=_columns(source, options) if found == "text" else None, **text)
@@ -62,7 +64,7 @@ def rows_in(path: Path, encoding: Encoding, options: Mapping[str, Any], more: Se
 
 
 def _text_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `DelimitedFile` on how text was read, but for the columns."""
+    """Return the arguments of `DelimitedFile` for reading text, except the columns."""
     usual = {"delimiter": None, "quotes": True, "encoding": "utf-8", "skipped_lines": 0}
     return {name: options.get(name, value) for name, value in usual.items()}
 
@@ -82,7 +84,7 @@ def _columns(source: AnyInput, options: Mapping[str, Any]) -> list[str] | None:
 
 
 class _Criteo:
-    """Text in Criteo's format; a line with 39 values has no label."""
+    """Criteo text; a line with 39 values has no label."""
 
     def __init__(self, source: AnyInput, encoding: Encoding) -> None:
         self._text, self._encoding = CriteoText(inputs=[source]), encoding
@@ -109,7 +111,7 @@ def _labelled(block: bytes) -> bytes:
 
 
 def _with_labels(block: bytes) -> tuple[bytes, npt.NDArray[np.int64]]:
-    """Replace missing and invalid labels by 0; return the text and the numbers of these lines, from 0."""
+    """Replace missing and invalid labels with 0; return the text and the numbers of these lines, from 0."""
     text = np.frombuffer(block, np.uint8)
     starts = np.concatenate([[0], np.flatnonzero(text == ord("\n")) + 1])
     starts = starts[starts + 1 < len(text)]  # a line of one character is always malformed
@@ -160,7 +162,7 @@ class _Table:
             yield Part(batch, places[kept], chunk.lines, chunk.size, more)
 
     def _further(self, chunk: Chunk) -> pa.RecordBatch | None:
-        """Return the further columns of a chunk's lines."""
+        """Return the additional columns of a chunk's lines."""
         if not self._more:
             return None
         columns = [chunk.batch.column(chunk.batch.schema.get_field_index(name)) for name in self._more]

@@ -23,17 +23,17 @@ Ids = npt.NDArray[np.int64]
 FormatKeys = Callable[[Ids], pa.Array]
 
 _WRITTEN_AT_ONCE = 1 << 20  # rows per batch of the vocabulary's file
-_WRITTEN_BYTES = 1 << 28  # limit of the texts in a batch
+_WRITTEN_BYTES = 1 << 28  # maximum bytes of text in a batch
 _AT_ONCE = 1 << 20  # values handled at a time
 _DIGITS = 20  # maximum number of an integer's digits
 _ID_BYTES = 8  # per value, once ids are assigned
 _WRITTEN_ROW = 64  # bytes per row during writing, plus two copies of its text
-_MOST = 0.5  # share of a bag's values from which one value is probably no value
+_MOST = 0.5  # a value above this share of a bag's values is probably padding
 _MARGIN = 1.03  # error margin of the estimates (see kernels/cardinality.py)
 
 
 class _Integers:
-    """The values of an id space that are integers."""
+    """The integer values of an id space."""
 
     def __init__(self, format_keys: FormatKeys) -> None:
         self._seen, self._format_keys = Dictionary(), format_keys
@@ -50,7 +50,7 @@ class _Integers:
         return self._seen.find(keys)
 
     def texts(self, numbers: Ids) -> pa.Array:
-        """Return the values with these numbers as text."""
+        """Return the values at these indices as text."""
         return self._format_keys(self._seen.keys[numbers])
 
     def lengths(self, numbers: Ids) -> Ids:
@@ -59,7 +59,7 @@ class _Integers:
 
 
 class _Texts:
-    """The values of an id space that are texts."""
+    """The text values of an id space."""
 
     def __init__(self) -> None:
         self._seen = TextMap()
@@ -80,7 +80,7 @@ class _Texts:
         return self._seen.find(*arrow.get_buffers(keys)).astype(np.int64)
 
     def texts(self, numbers: Ids) -> pa.Array:
-        """Return the values with these numbers, less than 2 GiB of text."""
+        """Return the values at these indices, less than 2 GiB of text."""
         return arrow.make_texts(*self._seen.take(numbers)).cast(pa.string())
 
     def lengths(self, numbers: Ids) -> Ids:
@@ -95,8 +95,8 @@ class Vocabulary:
     unseen value gets its id space's out-of-vocabulary id.
 
     Args:
-        threshold: Number of occurrences up to which a value gets no id, where the layout has no other one for its id
-            space; if None, no value gets a new id.
+        threshold: Values get an id if they occur more often than this. The layout can override it for an id space. If
+            it is None, no value gets a new id.
         format_keys: Returns the texts of integer values; None if values are texts.
         earlier: Schema of an earlier data set whose ids are kept. Count its values first, with 0 uses, in id order.
     """
@@ -112,7 +112,7 @@ class Vocabulary:
         self._begun = empty if earlier is None else earlier.spaces
 
     def count(self, space: int, keys: Any, uses: npt.NDArray[Any]) -> None:
-        """Add the occurrence counts `uses` [N] of an id space's distinct values; threads may count several spaces."""
+        """Add the occurrence counts `uses` [N] of an id space's distinct values; thread-safe across id spaces."""
         self._values[space].count(keys, uses)
 
     def size(self, space: int) -> int:
@@ -120,7 +120,7 @@ class Vocabulary:
         return len(self._values[space].uses)
 
     def known_shares(self) -> dict[str, float]:
-        """Return the share of occurrences that have earlier values, for each id space with values in both data sets."""
+        """Return the share of occurrences with earlier values, for each id space with values in both data sets."""
         shares = {}
         for space, values in zip(self._begun, self._values, strict=True):
             uses = int(values.uses.sum())
@@ -129,9 +129,9 @@ class Vocabulary:
         return shares
 
     def fillers(self) -> dict[str, list[Any]]:
-        """Return for each bag a value that makes up most of its values, and its share, if there is one.
+        """Return the value that makes up most of a bag's values, and its share, for each bag that has such a value.
 
-        A value that fills up lists to one length is such; the shares are those of the bag's id space.
+        Such a value is usually padding. Shares are computed over the bag's id space.
         """
         found: dict[str, list[Any]] = {}
         for number, space in enumerate(self._layout.spaces):
@@ -167,7 +167,7 @@ class Vocabulary:
         return self.schema
 
     def _new(self, space: int) -> Iterator[Ids]:
-        """Iterate over the numbers of the values that get new ids, in chunks that bound memory."""
+        """Yield the indices of the values that get new ids, in chunks that bound memory."""
         uses, begin = self._values[space].uses, self._begun[space].values
         if self._threshold is None:
             return
@@ -176,7 +176,7 @@ class Vocabulary:
             yield start + np.flatnonzero(uses[start : start + _AT_ONCE] > threshold)
 
     def _in_order(self) -> Iterator[tuple[int, Ids]]:
-        """Iterate over the values with ids, in id order: the number of an id space, and numbers of values in it."""
+        """Yield the values with ids, in id order, as the number of an id space and the indices of values in it."""
         earlier = []
         for number, space in enumerate(self._begun):
             place = 0
@@ -196,7 +196,7 @@ class Vocabulary:
         return found
 
     def write(self, path: Path, rows: int) -> None:
-        """Write a row per id: column or id space, value (null for the fixed ids), occurrences in the training rows.
+        """Write a row per id: column or id space, value (null for fixed ids), and occurrences in the training rows.
 
         A batch has at most 2^20 rows and 256 MiB of text, to bound memory.
         """
@@ -242,7 +242,7 @@ class Vocabulary:
 
 
 def require_memory(values: float, text_bytes: float | None) -> None:
-    """Raise TransientError unless free memory suffices to count and write this number of distinct values.
+    """Raise TransientError unless there is enough free memory to count and write this number of distinct values.
 
     `text_bytes` is the total length of text values; None for integers.
     """
@@ -260,7 +260,7 @@ def require_memory(values: float, text_bytes: float | None) -> None:
 
 
 class HashBuckets:
-    """Ids first + hash(space, value) mod buckets: values may collide, and no value is out of vocabulary.
+    """Ids by hashing: first + hash(space, value) mod buckets. Values may collide, and none is out of vocabulary.
 
     The hash does not depend on the seed: separately built data sets share their ids.
     """
@@ -284,5 +284,5 @@ class HashBuckets:
         return ids.T, bags
 
     def ids_of(self, keys: Ids, column: int) -> Ids:
-        """Return the ids of keys [N] of the layout's column number `column`."""
+        """Return the ids of keys [N] in column number `column` of the layout."""
         return hash_keys(np.ascontiguousarray(keys), self._keys[column], self._buckets, self.schema.first_value)

@@ -170,7 +170,7 @@ def claim(out: Path) -> Iterator[Work]:
 def _is_work(folder: Path) -> bool:
     """Return whether a folder is absent, empty or a work folder, which has a lock or a recipe file."""
     try:
-        names = {path.name for path in folder.iterdir()}  # once: another process may be removing it
+        names = {path.name for path in folder.iterdir()}  # listed once, as another process may be removing it
     except FileNotFoundError:
         return True
     return not names or _LOCK in names or _RECIPE in names
@@ -184,7 +184,7 @@ def _refuse_existing(out: Path) -> None:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     lock = None
-    while lock is None:  # retry if the lock's previous owner removed the folder
+    while lock is None:  # retry if the lock's previous holder removed the folder
         folder.mkdir(exist_ok=True)
         if not _is_work(folder):
             raise UserError(f"{folder} is the work folder, but has other files; move them, or choose another --out")
@@ -200,7 +200,7 @@ def _lock(folder: Path) -> IO[str] | None:
     except FileNotFoundError:
         return None
     if not locks.try_lock(lock):
-        note(f"another process works in {folder}; waiting for it")
+        note(f"another process is using {folder}; waiting for it")
         locks.await_lock(lock)
     if locks.is_same_file(folder / _LOCK, lock):
         return lock
@@ -209,7 +209,7 @@ def _lock(folder: Path) -> IO[str] | None:
 
 
 def _mark(last: str, text: str) -> str:
-    """Return the checksum at the start of a journal line; it chains `last`, the checksum of the lines before."""
+    """Return the checksum of a journal line, which includes `last`, the checksum of the previous line."""
     return sha256(f"{last} {text}".encode()).hexdigest()[:16]
 
 

@@ -1,4 +1,4 @@
-"""Writer of encoded rows to Arrow IPC shards, normally with one record batch each, whose columns can be mapped."""
+"""Writer of encoded rows to Arrow IPC shards, normally with one record batch each, so that columns can be mapped."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing

@@ -1,4 +1,4 @@
-"""Finds the table in a .zip file, and recognizes other formats that are zip archives (.xlsx, .npz)."""
+"""Finds the table in a .zip file, and recognizes other formats based on zip archives (.xlsx, .npz)."""
 
 import zipfile
 from collections.abc import Callable

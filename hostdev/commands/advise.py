@@ -39,7 +39,7 @@ def parser(prog: str = PROG) -> cli.Parser:
         type=int,
         default=WINDOW,
         metavar="N",
-        help=f"batches that lookahead knows in advance (default {WINDOW})",
+        help=f"number of future batches that the lookahead policy knows (default {WINDOW})",
     )
     made.add_argument(
         "--memory",

@@ -24,14 +24,14 @@ def parser(prog: str = PROG) -> cli.Parser:
             "path",
             type=Path,
             metavar="DIR",
-            help="a checkpoint, a folder of them, or a run directory; commands on one checkpoint use the newest",
+            help="a checkpoint, a folder of checkpoints, or a run directory; commands on one checkpoint use the newest",
         )
         return one
 
     add("info", "describe checkpoints")
     add(
         "verify",
-        "read every file of all checkpoints in DIR, compare checksums, and compute the digest of the newest's state",
+        "read every file of all checkpoints in DIR, compare checksums, and compute the newest state's digest",
     )
     of_diff = add("diff", "compare two checkpoints; exit code 1 if they differ")
     of_diff.add_argument("other", type=Path, metavar="OTHER", help="the other checkpoint")

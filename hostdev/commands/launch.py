@@ -13,7 +13,7 @@ from hostdev.launch import PROG, check, find_server, start
 def parser(prog: str = PROG) -> cli.Parser:
     """Return the parser of the command's flags."""
     made = cli.parser(prog, "Start this host's processes of a rank table; give the program and its options after --.")
-    made.add_argument("--rank-table", type=Path, metavar="FILE", help="JSON: the servers and their devices")
+    made.add_argument("--rank-table", type=Path, metavar="FILE", help="JSON file with the servers and their devices")
     made.add_argument("--server", metavar="ID", help="this host's server_id in the table (default: by name or address)")
     made.add_argument(
         "--log-dir", type=Path, metavar="DIR", help="a new folder for the logs of the ranks (default launch-TIME)"
@@ -30,7 +30,7 @@ def main(argv: Sequence[str], prog: str = PROG) -> int:
         own, command = own[:at], own[at + 1 :]
     options = parser(prog).parse_args(own)
     if options.check and command:
-        raise UserError("--check starts no program; leave out -- and what follows")
+        raise UserError("--check starts no program; leave out -- and everything after it")
     if options.rank_table is None:
         for name in ("server", "log_dir"):
             if getattr(options, name) is not None:

@@ -13,19 +13,21 @@ PROG = "hostdev.predict"
 def parser(prog: str = PROG) -> cli.Parser:
     """Return the parser of the command's flags."""
     made = cli.parser(prog, "Write the probability of a positive label for each row of a file or a data set.")
-    made.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="checkpoint, or a folder of them")
+    made.add_argument(
+        "--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint, or a folder of checkpoints"
+    )
     made.add_argument("--which", choices=WHICH, help="which checkpoint (default: best with --early-stop, else newest)")
-    made.add_argument("--model", metavar="package.module:Class", help="the class, if the model is your own")
+    made.add_argument("--model", metavar="package.module:Class", help="the model's class, if it is your own")
     made.add_argument(
         "--data", type=Path, required=True, metavar="FILE|DIR", help="raw rows (- for standard input), or a data set"
     )
     made.add_argument("--split", choices=("train", "test", "validation"), help="rows of a data set (default test)")
     made.add_argument("--out", type=Path, required=True, metavar="FILE", help="a new file, NAME.parquet or NAME.csv")
     made.add_argument(
-        "--keep", metavar="NAMES", help="columns of FILE, separated by commas, to write beside the probabilities"
+        "--keep", metavar="NAMES", help="columns of FILE, separated by commas, to write next to the probabilities"
     )
     made.add_argument(
-        "--by", metavar="NAME", help="print GAUC, NDCG and recall within the rows of each value of a column"
+        "--by", metavar="NAME", help="print GAUC, NDCG and recall of rows that are grouped by this column"
     )
     made.add_argument("--at", type=int, metavar="K", help="with --by: NDCG and recall at K (default 10)")
     made.add_argument("--device", default="cpu", metavar="NAME", help="where the dense layers run (default cpu)")
@@ -40,7 +42,7 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
         raise UserError(f"--out {out} exists; choose another file")
     if out.suffix.lower() not in (".parquet", ".csv"):
         name = out.stem or "p"
-        raise UserError(f"--out {out}: call the file {name}.parquet or {name}.csv, as which predictions are written")
+        raise UserError(f"--out {out}: predictions are written as Parquet or CSV; give {name}.parquet or {name}.csv")
     if arguments.at is not None and arguments.by is None:
         raise UserError("--at has no effect without --by NAME; give both")
     if arguments.at is not None and arguments.at < 1:

@@ -20,7 +20,7 @@ def parser(prog: str = PROG) -> cli.Parser:
     made = cli.parser(
         prog,
         "Preprocess Criteo text (or synthetic data) and train on it with --host-device-mix. "
-        "Takes the options of hostdev.data.preprocess and of hostdev.train.",
+        "Accepts the options of hostdev.data.preprocess and hostdev.train.",
     )
     made.add_argument("--criteo", type=Path, metavar="FILE", help=f"Criteo text; without it, {ROWS:,} synthetic rows")
     made.add_argument(
@@ -33,7 +33,7 @@ def parser(prog: str = PROG) -> cli.Parser:
     add_options(made, Options(threshold=THRESHOLD))
     config.add_flags(made)
     for action in made._actions:
-        if action.dest in ("data", "host_device_mix"):  # --data is refused, and --host-device-mix is always on
+        if action.dest in ("data", "host_device_mix"):  # --data is rejected, and --host-device-mix is always on
             action.help = argparse.SUPPRESS
     return made
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
     arguments.host_device_mix = True
     if arguments.epochs is None:
         arguments.epochs = EPOCHS
-    config.from_flags(arguments)  # checks the options before the work begins
+    config.from_flags(arguments)  # check the options before the work begins
     options = parse_options(arguments, threshold=THRESHOLD)
 
     if arguments.criteo is not None and str(arguments.criteo) != "-" and not arguments.criteo.exists():

@@ -60,7 +60,7 @@ def parser(prog: str = PROG) -> cli.Parser:
         "--micro-batches",
         type=int,
         metavar="M",
-        help="micro-batches shared by the processes (default: the fewest that suit all)",
+        help="number of micro-batches, divided among the processes (default: the smallest that suits all)",
     )
     return made
 

@@ -1,3 +1,3 @@
 """Probabilities from a checkpoint: `python -m hostdev.predict` for files, `hostdev.Predictor` in a program."""
 
-WHICH = ("best", "newest")  # which of a run's checkpoints predicts
+WHICH = ("best", "newest")  # choices of a run's checkpoint for predictions

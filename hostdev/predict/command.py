@@ -30,7 +30,7 @@ _AT = 10  # rows of each group for NDCG and recall
 
 
 def run(arguments: argparse.Namespace, prog: str) -> None:
-    """Predict as the parsed flags say; `prog` is the command's name in messages."""
+    """Predict according to the parsed flags; `prog` is the command's name in messages."""
     out: Path = arguments.out
     device = backend.select(arguments.device)
     backend.make_deterministic(device)
@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace, prog: str) -> None:
 
 
 class _Work(NamedTuple):
-    """The rows to predict: their amount `total` in `unit` ("row", or "B" for bytes), and if they are `labelled`."""
+    """The rows to predict; `unit` of `total` is "row", or "B" for bytes, and `labelled` tells if there are labels."""
 
     total: int
     unit: str

@@ -1,4 +1,4 @@
-"""Quality within groups of rows, such as those of one user, over all predictions of a command."""
+"""Prediction quality within groups of rows, such as one user's rows, over all predictions of a command."""
 
 from collections.abc import Iterator
 
@@ -19,10 +19,10 @@ Keys = npt.NDArray[np.uint64]
 
 
 class Groups:
-    """Collects scores and labels by the values of a column: 13 bytes a row.
+    """Collects scores and labels by the values of a column, in 13 bytes per row.
 
     Args:
-        column: The column's name in raw rows. In a data set, a column with one id a row; rows whose value is out of
+        column: The column's name. In a data set, the column must have one id per row, and rows whose value is out of
             vocabulary are left out.
         schema: The data set's schema.
     """
@@ -43,7 +43,7 @@ class Groups:
         assert part.more is not None
         column = arrow.decoded(part.more[self._column])
         if arrow.classify_type(column.type) in ("list", "nested"):
-            raise UserError(f"--by {self._column}: the column has lists; give one with a value in each row")
+            raise UserError(f"--by {self._column}: the column has lists; give a column with one value per row")
         if pa.types.is_floating(column.type):
             column = column.cast(pa.string())
         codes, texts = arrow.as_text(column)
@@ -51,10 +51,10 @@ class Groups:
         return keys if part.places is None else keys[part.places]
 
     def _ids(self, part: Part, known: npt.NDArray[np.bool_]) -> tuple[Keys, npt.NDArray[np.bool_]]:
-        """Return each row's id, and the rows whose value has an id of its own."""
+        """Return each row's id, and a mask of the `known` rows whose value is in the vocabulary."""
         if self._column not in self._schema.ids:
             raise UserError(
-                f"--by {self._column}: the data set has no such column with one id a row; it has "
+                f"--by {self._column}: the data set has no such column with one id per row; it has "
                 f"{listed(self._schema.ids) or 'none'}"
             )
         ids = part.batch.ids[:, self._schema.ids.index(self._column)]
@@ -63,7 +63,7 @@ class Groups:
         return ids.astype(np.uint64), known & ~is_rare
 
     def lines(self, k: int) -> Iterator[str]:
-        """Yield lines with the figures."""
+        """Yield report lines with the metrics; NDCG and recall are at `k`."""
         keys, logits, labels = (np.concatenate(some) for some in zip(*self._parts, strict=True))
         found = rank(keys, logits, labels, k)
         yield (
@@ -72,4 +72,4 @@ class Groups:
             f"{found.positive:,} with a positive row"
         )
         if self._rare:
-            yield f"         {counted(self._rare, 'row')} left out, whose {self._column} is out of vocabulary"
+            yield f"         {counted(self._rare, 'row')} left out because {self._column} is out of vocabulary"

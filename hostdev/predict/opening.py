@@ -1,4 +1,4 @@
-"""Opens a checkpoint of the command `train` for predictions: chooses one in a folder, and checks its content."""
+"""Opens a checkpoint of the `train` command for predictions: chooses one in a folder and checks its content."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ _LONGEST = 480  # maximum characters of a message about a file
 
 
 class Opened(NamedTuple):
-    """The content of a checkpoint of the command `train`.
+    """The content of a checkpoint of the `train` command.
 
     Attributes:
         why: The reason for the choice, such as "the best: AUC 0.8100 after epoch 4"; "" for a single checkpoint, or for
@@ -40,7 +40,7 @@ class Opened(NamedTuple):
 
     @property
     def chain(self) -> Chain:
-        """The checkpoint, with its parents."""
+        """The checkpoint and its parents."""
         return self.found.chain
 
     @property
@@ -50,14 +50,14 @@ class Opened(NamedTuple):
 
 
 def open_checkpoint(path: Path, which: str | None) -> Opened:
-    """Open the checkpoint at `path`, or one of those in a folder or run directory.
+    """Open the checkpoint at `path`, or choose one in a folder or run directory.
 
     Args:
         path: The checkpoint or the folder.
         which: "best" (by test AUC), "newest", or None: the best for a run with --early-stop, else the newest.
 
     Raises:
-        UserError: There is no checkpoint, the command `train` did not write it, or its content is invalid.
+        UserError: There is no checkpoint, the `train` command did not write it, or its content is invalid.
     """
     if which not in (None, *WHICH):
         raise UserError(f"there is no {which!r} checkpoint; use {' or '.join(WHICH)}, or name a checkpoint's folder")
@@ -94,16 +94,16 @@ def _chosen(path: Path, which: str | None) -> tuple[Found, str]:
     found = newest(path)
     if is_checkpoint(path):
         if which is not None:
-            raise UserError(f"{path} is a single checkpoint; name its parent folder, or do not ask for the {which}")
+            raise UserError(f"{path} is a single checkpoint; name its parent folder, or do not request the {which} one")
         return found, ""
     known = best.of_run(found.chain[-1])
     if which == "newest" or (which is None and (known is None or not known.stops_early)):
-        return found, "" if known is None or not known.stops_early else "the newest, as asked for"
+        return found, "" if known is None or not known.stops_early else "the newest, as requested"
     if known is None:
         raise UserError(f"{path} has no evaluation in its newest checkpoint, so there is no best one; use the newest")
     chain = best.find_best_chain(found.chain[-1].path.parent, known)
     if chain is None:
-        told = f"the best checkpoint, of step {known.step:,} after epoch {known.epoch}, is not in {path}"
+        told = f"the best checkpoint (step {known.step:,}, after epoch {known.epoch}) is not in {path}"
         if which == "best":
             raise UserError(f"{told}; only runs with --early-stop keep it; use the newest")
         return Found(found.chain, found.broken), f"the newest; {told}"
@@ -129,7 +129,7 @@ def _settings(found: Any) -> dict[str, Any]:
 
 
 def choose_model(settings: dict[str, Any], model: "str | type[Any] | None", path: Path) -> "str | type[Any]":
-    """Return the model's name or class; raise UserError if the checkpoint, but not the caller, names a custom class."""
+    """Return the model's name or class; raise UserError if only the checkpoint names a custom class."""
     if model is not None:
         return model
     if settings["model"] not in registry.NAMES:

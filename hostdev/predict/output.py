@@ -1,4 +1,4 @@
-"""The file of predictions: Parquet or CSV, a line for each row of the input, and columns kept from it."""
+"""Writer of the predictions file: Parquet or CSV, with a line for each input row, and columns kept from the input."""
 
 import os
 from pathlib import Path
@@ -20,7 +20,7 @@ NAMES = ("probability", "label")
 
 
 def kept_columns(text: str | None) -> list[str]:
-    """Parse the comma-separated names of --keep; raise UserError for names of the output's own columns."""
+    """Parse the comma-separated names of --keep; raise UserError for duplicates and for names in NAMES."""
     names = list(parse_names(None if text is None else [text]))
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"--keep names {twice[0]!r} twice; name it once")
@@ -30,18 +30,18 @@ def kept_columns(text: str | None) -> list[str]:
 
 
 class Output:
-    """Writes predictions as they come.
+    """Writes predictions part by part.
 
     Args:
         path: The new file.
-        is_csv: Whether it is CSV, else Parquet.
+        is_csv: Whether to write CSV instead of Parquet.
         more: Columns kept from the input.
     """
 
     def __init__(self, path: Path, *, is_csv: bool, more: list[str]) -> None:
         self._file = pa.OSFile(os.fsencode(path), "wb")
         self._is_csv, self._more = is_csv, more
-        self._writer: Any = None  # of Parquet or CSV, from the first rows on, which show the types
+        self._writer: Any = None  # for Parquet or CSV, made with the first rows, which determine the types
 
     def __enter__(self) -> Self:
         return self
@@ -74,7 +74,7 @@ class Output:
 
 
 def _flat(column: pa.Array) -> pa.Array:
-    """Return a column as CSV can hold it: a list as the text of its values with | between them."""
+    """Return a column in a form that CSV can hold: lists become text, with values separated by |."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     if not pa.types.is_nested(column.type):

@@ -54,7 +54,7 @@ class Predictor:
         which: "best" or "newest", to override the default choice.
 
     Raises:
-        UserError: The checkpoint is damaged, of another model, or not written by `python -m hostdev.train`.
+        UserError: The checkpoint is damaged, of a different model, or not written by `python -m hostdev.train`.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class Predictor:
         checkpoint: Path | str,
         *,
         device: torch.device | str = "cpu",
-        model: str | type[Any] | None = None,  # Any: the class's own instances
+        model: str | type[Any] | None = None,  # Any, as classes need not inherit from Model
         which: str | None = None,
-        _encodes: bool = True,  # whether raw rows may be given, not only those of a data set
+        _encodes: bool = True,  # whether raw rows will be given, not only batches of a data set
     ) -> None:
         opened = open_checkpoint(Path(checkpoint), which)
         for line in opened.found.notes():
@@ -104,10 +104,10 @@ class Predictor:
 
     @property
     def batch_size(self) -> int:
-        """Rows per computation: the training's batch size, so that results equal the evaluation's bit for bit."""
+        """Rows per computation: the training's batch size, so that results match the evaluation bit for bit."""
         return int(self.settings["batch_size"])
 
-    def __call__(self, rows: Any) -> Probabilities:  # Any: also frames of libraries that may be missing
+    def __call__(self, rows: Any) -> Probabilities:  # Any, as pandas may not be installed
         """Return the probability of each row, float32 [n].
 
         A value matches the same value in training even if its type differs (docs/serving.md). Unseen values are out of
@@ -146,11 +146,11 @@ class Predictor:
         raise UserError(f"row {row + 1}: the model's result is not a finite number{most if names else ''}")
 
     def predict(self, batch: Batch) -> Probabilities:
-        """Return the probability of each row of a batch with the data set's ids, float32 [n]."""
+        """Return the probability of each row in a batch with the data set's ids, float32 [n]."""
         return probabilities(self.logits_by_batch(batch))
 
     def logits_by_batch(self, batch: Batch) -> Probabilities:
-        """Return the logits of any number of rows, float32 [n], computed in batches of the training's size."""
+        """Return the logits of any number of rows, float32 [n], computed with the training's batch size."""
         size = self.batch_size
         logits = [self.logits(rows_of(batch, start, start + size)) for start in range(0, len(batch), size)]
         return np.concatenate(logits) if logits else np.empty(0, np.float32)
@@ -181,7 +181,7 @@ class Predictor:
             yield name, outputs[0] if feature.is_single else tuple(outputs)
 
     def _values(self, rows: Tensor, feature: Feature, ids: FeatureIds, dim: int) -> Tensor:
-        """Return a feature's rows as the model gets them: weighted or pooled if required, in the model's precision."""
+        """Return a feature's rows as the model expects them: weighted or pooled if required, in its precision."""
         dtype = torch.bfloat16 if self._bf16 and dim > 1 else torch.float32
         if ids.offsets is None and ids.weights is None:
             found = rows.to(dtype)

@@ -52,7 +52,7 @@ def as_columns(rows: Mapping[Any, Any], encoding: Encoding) -> dict[str, Any]:
 
 
 def _is_one_row(rows: Mapping[Any, Any], separators: Mapping[str, str | None]) -> bool:
-    """Return whether the bags of a model without other columns are one row; raise UserError if that is ambiguous.
+    """Return whether bags are one row, for a model without other columns; raise UserError if that is ambiguous.
 
     `separators` has an entry for each bag's column.
     """
@@ -116,7 +116,7 @@ def _array(name: str, values: Any, what: str) -> pa.Array:
         array = pa.array(values, from_pandas=True)
     except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"column {name!r} does not have {what} of one kind: {first}") from None
+        raise UserError(f"column {name!r} does not have {what} of one type: {first}") from None
     return _combine_chunks(array)
 
 
@@ -156,7 +156,7 @@ def _require_valid(name: str, values: Any) -> None:
 
 
 def _combine_chunks(array: Any) -> pa.Array:
-    """Return an array that is not chunked."""
+    """Return a chunked array as a single array; return others unchanged."""
     array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
     return array.chunk(0) if isinstance(array, pa.ChunkedArray) else array
 

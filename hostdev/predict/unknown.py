@@ -1,4 +1,4 @@
-"""Warnings about columns with far more out-of-vocabulary values than in training, a sign of another format."""
+"""Warnings about columns with far more out-of-vocabulary values than in training, a sign of a different format."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ import numpy as np
 from hostdev.data.batch import Batch
 from hostdev.data.preprocess.encoding import Encoding
 
-_SOME = 20  # fewest values whose share of unknown ones is meaningful
+_SOME = 20  # minimum number of values for a report
 _MOST = 0.5  # a share of unknown values above this is reported
 _TIMES = 2  # if it is also above this many times the share in training
 
@@ -43,7 +43,7 @@ class UnknownValues:
             self._unknown[place] += np.count_nonzero(values == self._oov[place])
 
     def lines(self) -> Iterator[str]:
-        """Yield a warning for each column that needs one and has not had one."""
+        """Yield a warning for each column that needs one and has not been reported before."""
         for place in np.flatnonzero((self._uses >= _SOME) & (self._unknown > self._most * self._uses)).tolist():
             column, uses = self._columns[place], int(self._uses[place])
             if column.name in self._warned:

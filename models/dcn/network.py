@@ -1,9 +1,9 @@
 """DCN-v2: cross layers, which multiply the input by linear maps of the previous layer's output, and a ReLU network.
 
 Source: Wang et al., "DCN V2: Improved Deep & Cross Network and Practical Lessons for Web-scale Learning to Rank
-Systems", WWW 2021: full and low-rank cross layers (one expert), stacked or parallel, initial values after He, Adam at
-1e-4 to 5e-4. Sizes, and Adagrad at 0.005 for the tables, are those of MLPerf Training's DLRM-DCNv2: D = 128, 3 cross
-layers of rank 512, 1024-1024-512-256-1, stacked.
+Systems", WWW 2021: full and low-rank cross layers (one expert), stacked or parallel, He initialization, Adam at 1e-4 to
+5e-4. Sizes, and Adagrad at 0.005 for the tables, follow MLPerf Training's DLRM-DCNv2: D = 128, 3 cross layers of rank
+512, 1024-1024-512-256-1, stacked.
 
 Deviations: dense columns are inputs directly, as in the paper; MLPerf applies a network to them first. The paper's
 gradient clipping and weight averaging are not part of this model.
@@ -38,12 +38,12 @@ class DCN(Model):
     Args:
         schema: The data's schema.
         dim: D, columns of the table "vectors".
-        seed: Seed of the initial values: layers after He, biases 0, vectors N(0, 0.01^2).
-        optimizer: The table's optimizer; None: Adagrad(lr=0.005).
+        seed: Seed of the initial values: He for layers, 0 for biases, N(0, 0.01^2) for vectors.
+        optimizer: The table's optimizer, or None for Adagrad(lr=0.005).
         layers: Widths of the hidden layers.
         cross_layers: L, the number of cross layers.
         rank: W_l = U_l V_l with U_l [n, rank] and V_l [rank, n] if these have fewer numbers (2 * rank < n); otherwise
-            W_l is full. None: always full.
+            W_l is full. None for always full.
         structure: "stacked" or "parallel".
     """
 

@@ -1,8 +1,8 @@
 """DeepFM: the sum of a factorization machine and a ReLU network over the same vectors.
 
 Source: Guo et al., "DeepFM: A Factorization-Machine based Neural Network for CTR Prediction", IJCAI 2017. Its settings
-for Criteo are 10 columns, layers 400-400-400, ReLU, Adam (the paper gives no learning rate: here Adam's default, 1e-3)
-and dropout 0.5.
+for Criteo are D = 10, layers 400-400-400, ReLU, Adam (the paper gives no learning rate; here Adam's default of 1e-3 is
+used) and dropout 0.5.
 
 Deviation: no dropout by default; a subclass may pass `dropout`. Dropout draws from torch's generator on the device,
 which --seed seeds before the model is built, and whose state is in checkpoints.
@@ -31,14 +31,15 @@ TABLES = ("first_order", "vectors")
 class DeepFM(Model):
     """logit = bias + sum of w_i x_i + sum over pairs of <v_i, v_j> x_i x_j + network(v_1 x_1, v_2 x_2, ...).
 
-    x_i is 1 for an id, and the value of a dense column. Dense columns occur in every sample, so their w_i and v_i are
-    parameters of the module; those of ids are rows of the tables "first_order" and "vectors".
+    x_i is 1 for an id, and the column's value for a dense column. Dense columns occur in every sample, so their w_i and
+    v_i are parameters of the module; w_i and v_i of ids are rows of the tables "first_order" and "vectors".
 
     Args:
         schema: The data's schema.
         dim: D, columns of the table "vectors".
-        seed: Seed of the initial values: vectors N(0, 0.01^2), first-order weights and biases 0, layers after Glorot.
-        optimizer: Both tables' optimizer; None: LazyAdam with Adam's defaults.
+        seed: Seed of the initial values: N(0, 0.01^2) for vectors, 0 for first-order weights and biases, Glorot for
+            layers.
+        optimizer: Both tables' optimizer, or None for LazyAdam with Adam's defaults.
         layers: Widths of the hidden layers.
         dropout: Dropout rate of the hidden layers.
     """
@@ -96,7 +97,7 @@ class DeepFM(Model):
         if self.dense_first_order is not None and self.dense_vectors is not None:
             first_order = first_order + (dense * self.dense_first_order).sum(1)
             vectors = torch.cat([dense.unsqueeze(2) * self.dense_vectors, vectors], 1)
-        # The sum of the products of all pairs: half the difference of the square of the sum and the sum of the squares.
+        # Sum over all pairs: sum_{i<j} v_i v_j = ((sum v_i)^2 - sum v_i^2) / 2.
         pairs = (vectors.sum(1).square() - vectors.square().sum(1)).sum(1) / 2
         return self.bias + first_order + pairs, vectors.flatten(1)
 

@@ -1,12 +1,13 @@
-"""DLRM: a network on the dense columns, dot products of all pairs of vectors, and a network on both results.
+"""DLRM: a network on the dense columns, dot products of all vector pairs, and a network on both results.
 
 Source: Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation Systems",
 arXiv:1906.00091, 2019, with the sizes of MLPerf Training's DLRM benchmark (bottom 512-256-D, top 1024-1024-512-256-1,
 D = 128) and the initial values of the authors' code. The table uses that code's row-wise Adagrad with its learning rate
 of 0.01 (optim/rwsadagrad.py).
 
-Deviations: the authors train the dense layers with SGD or Adagrad; here Adam is used, at its default of 1e-3. Their
-vectors start uniform within 1 / sqrt(rows of a column's table); here they start normal, as all columns share one table.
+Deviations: the authors train the dense layers with SGD or Adagrad; here Adam is used, at its default of 1e-3. They
+initialize vectors uniformly within 1 / sqrt(rows of a column's table); here the distribution is normal, because all
+columns share one table.
 
 Shapes: B samples, F columns of ids (bags included), n = F + 1 vectors (F without dense columns) of D columns each.
 """
@@ -39,8 +40,8 @@ class DLRM(Model):
     Args:
         schema: The data's schema.
         dim: D, the width of the bottom network's last layer.
-        seed: Seed of the initial values: layers after Glorot, biases N(0, 1 / outputs), vectors N(0, 0.01^2).
-        optimizer: The table's optimizer; None: RowWiseAdagrad(lr=0.01).
+        seed: Seed of the initial values: Glorot for layers, N(0, 1 / outputs) for biases, N(0, 0.01^2) for vectors.
+        optimizer: The table's optimizer, or None for RowWiseAdagrad(lr=0.01).
         bottom: Widths of the bottom network's hidden layers.
         top: Widths of the top network's hidden layers.
     """
@@ -108,7 +109,7 @@ class DLRM(Model):
 class _Pick(torch.autograd.Function):
     """Gathers values[:, places] from values [B, N]; the backward pass is a gather, too.
 
-    torch's own backward pass adds gradients to zeros by index: in any order or, with deterministic algorithms, after a
+    torch's own backward pass scatter-adds gradients to zeros: in any order or, with deterministic algorithms, after a
     sort. Here the places are distinct, so each gradient is a single value or 0.
 
     Args:

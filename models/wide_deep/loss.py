@@ -13,13 +13,13 @@ def wide_loss(logits: Tensor, label: Tensor) -> Tensor:
 
 
 def deep_l2(rows: Tensor, uses: Tensor | None, places: Tensor | None = None) -> Tensor:
-    """Return the L2 term of the deep loss on the looked-up rows, 8e-5 / 2 * sum of squares.
+    """Return the L2 term of the deep loss for the looked-up rows, 8e-5 / 2 * sum of squares.
 
     Args:
         rows: float32 [U, D], the batch's unique deep rows, not weighted.
         uses: float32 [U], occurrences of each row in the batch (`--l2 batch`); None counts each once (`--l2 table`,
             whose gradient reaches only the batch's rows, as with lazy optimizers).
-        places: int32 [U], the order in which rows are added; None: the order of `rows`.
+        places: int32 [U], the order in which rows are added, or None for the order of `rows`.
     """
     squares = rows.square().sum(1)
     terms = squares if uses is None else squares * uses

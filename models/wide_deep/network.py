@@ -1,8 +1,8 @@
 """Wide & Deep: the sum of a linear model and a ReLU network over the same fields.
 
 Source: Cheng et al., "Wide & Deep Learning for Recommender Systems", DLRS 2016. Sizes, initial values and learning
-rates are those of MindSpore's published model for Criteo. Like that model, this one also looks up a row for each dense
-column and multiplies the row by the column's value.
+rates follow MindSpore's published model for Criteo. Like that model, this one also looks up a row for each dense column
+and multiplies the row by the column's value.
 
 Shapes: B samples, nd dense columns, F columns of ids, D the deep dimension.
 """
@@ -33,7 +33,7 @@ class WideDeep(Model):
         schema: The data's schema; each dense column, column of ids and bag is a field.
         dim: D, columns of the deep table.
         seed: Seed of the initial values: N(0, 0.01^2) for all weights, biases and rows.
-        optimizer: The deep table's optimizer; None: LazyAdam(). The wide table always has FTRL.
+        optimizer: The deep table's optimizer, or None for LazyAdam(). The wide table always uses FTRL.
         layers: Widths of the hidden layers.
     """
 
@@ -80,7 +80,7 @@ class WideDeep(Model):
         """Return logits float32 [B]; under autocast, the last layer is float32.
 
         Args:
-            dense: Not used: the rows are already multiplied by the values.
+            dense: Unused, because the rows are already multiplied by its values.
             rows: A pair (wide, deep) for each feature, multiplied by the weights: wide in float32, deep in autocast's
                 dtype.
         """

@@ -59,7 +59,7 @@ def test_it_is_kept_and_taken(overfitted, tmp_path, capsys):
         assert run(predict, *arguments) == 0
         printed = capsys.readouterr().out
         assert f"AUC {found[epoch][0]:.4f}   log loss {found[epoch][1]:.4f}" in printed
-        assert ("(the best: AUC" if epoch >= 0 else "(the newest, as asked for)") in printed
+        assert ("(the best: AUC" if epoch >= 0 else "(the newest, as requested)") in printed
     predictor = hostdev.Predictor(overfitted / "run")
     assert predictor.path == best.find_best_chain(checkpoints, known)[-1].path
     assert predictor.why == f"the best: AUC {found[number][0]:.4f} after epoch {number + 1}"

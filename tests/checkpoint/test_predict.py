@@ -190,7 +190,7 @@ def test_values_that_training_has_not_seen(films):
         ({"user": ["a"], "item": ["b"], "age": ["old"], "genres": [""], "history": [""]}, "row 1, column 'age'"),
         (
             {"user": [0.5], "item": ["b"], "age": [1], "genres": [""], "history": [""]},
-            "column 'user': 0.5 is not a who",
+            "column 'user': 0.5 is not an int",
         ),
     ],
 )
@@ -274,7 +274,7 @@ def test_what_cannot_be_read_in_a_few_rows(trained):
     ):
         with pytest.raises(hostdev.UserError, match=message):
             predictor({**row, "I2": wrong})
-    with pytest.raises(hostdev.UserError, match="column 'C1' does not have values of one kind"):
+    with pytest.raises(hostdev.UserError, match="column 'C1' does not have values of one type"):
         predictor({**row, "C1": "\ud800"})
 
 
@@ -354,7 +354,7 @@ def test_an_error_that_remains_names_the_row_of_the_file(films, tmp_path, capsys
     pq.write_table(pa.table({**rows, "user": users}), tmp_path / "t.parquet")
     options = ["--data", tmp_path / "t.parquet", "--out", tmp_path / "p.parquet"]
     assert run(predict, "--checkpoint", films / "run", *OWN, *options) == 2
-    assert f"{tmp_path / 't.parquet'}, row 66001, column 'user': 0.5 is not a whole number" in capsys.readouterr().err
+    assert f"{tmp_path / 't.parquet'}, row 66001, column 'user': 0.5 is not an integer" in capsys.readouterr().err
     assert [each.name for each in tmp_path.iterdir()] == ["t.parquet"]
 
 
@@ -423,8 +423,8 @@ def test_mapped_tables_are_the_checkpoints(trained, number):
     [
         (["--data", "nowhere"], "--data nowhere: there is no such file or data set"),
         (["--checkpoint", "nowhere"], "there is no file or folder nowhere"),
-        (["--out", "p.txt"], "--out p.txt: call the file p.parquet or p.csv, as which predictions are written"),
-        (["--keep", "user"], "is Criteo's text, whose columns have no names: 'user' is none"),
+        (["--out", "p.txt"], "--out p.txt: predictions are written as Parquet or CSV; give p.parquet or p.csv"),
+        (["--keep", "user"], "is Criteo text, whose columns have no names; there is no column 'user'"),
         (["--keep", "label"], "--keep label: the predictions have a column of that name"),
         (["--keep", "a,a"], "--keep names 'a' twice"),
         (["--at", "5"], "--at has no effect without --by NAME"),

@@ -86,7 +86,7 @@ def test_groups_of_a_data_set(films, tmp_path, capsys):
     close = pytest.approx([expected.gauc, expected.ndcg, expected.recall], abs=1e-3)  # logits have fewer equal ones
     assert [float(shown[i]) for i in (1, 4, 5)] == close
     for more, message in (
-        (["--by", "genres"], "--by genres: the data set has no such column with one id a row; it has user, item"),
+        (["--by", "genres"], "--by genres: the data set has no such column with one id per row; it has user, item"),
         (["--keep", "user"], "--keep has no effect on "),
     ):
         assert run(predict, *options, "--out", tmp_path / "q.parquet", *more) == 2

@@ -126,7 +126,7 @@ DAY, NOON = datetime.date(2024, 1, 2), datetime.datetime(2024, 1, 2, 12)
         ([pd.Timestamp("2024-01-02 00:00:00.000000001"), None], "column 'u' has times finer than a microsecond"),
         ([1, 2**53 + 0.0], "row 2, column 'u': 9007199254740992 is a double of 2.53 or more"),
         ([np.datetime64("2024-01-02"), None], "column 'u' is of type date32.day., but its values were of type"),
-        ([0.5, 1], "row 1, column 'u': 0.5 is not a whole number"),
+        ([0.5, 1], "row 1, column 'u': 0.5 is not an integer"),
     ],
 )
 def test_values_that_arrow_would_change_are_refused(runs, values, message):

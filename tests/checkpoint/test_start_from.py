@@ -270,7 +270,7 @@ def others(days):
         (
             "order",
             [],
-            "order does not fit .* other columns with ids in another order: user, item, g.* in the checkpoint, item, u",
+            "order does not fit .* different columns with ids in a different order: user, item, g.* in the checkpoint",
         ),
         (
             "anew",
@@ -283,7 +283,7 @@ def others(days):
             r"rarer does not fit .* id \d+ is '.*' value '.*' in the checkpoint, '.*' value '.*' in the data set",
         ),
         ("scaled", [], "scaled does not fit .* scaling of numbers: max, .* in the checkpoint, log, .* in the data set"),
-        ("hashed", [], "hashed does not fit .* other hash buckets: none in the checkpoint, 300 in the data set"),
+        ("hashed", [], "hashed does not fit .* different hash buckets: none in the checkpoint, 300 in the data set"),
         ("two", ["--model", "dcn"], "was trained with --model deepfm, not --model dcn; give the checkpoint's model"),
         ("two", ["--emb-dim", 8], "table 'vectors' has 4 columns, but 8 in the program"),
         (
@@ -319,7 +319,7 @@ def test_other_ids_are_named(days, first, tmp_path):
     here = manifest.read(prepare(tmp_path / "1.csv", tmp_path / "reversed", *COLUMNS))
     here = replace(here, statistics=there.statistics)
     words = (
-        r"reversed does not fit .* trained on other ids: id \d+ is '.*' value '.*' in the checkpoint, '.*' value '.*'"
+        r"reversed does not fit .* trained on different ids: id \d+ is '.*' value '.*' in the checkpoint, '.*' value '"
     )
     with pytest.raises(hostdev.UserError, match=words):
         starting.require_same_meaning(first, days / "one", there, tmp_path / "reversed", here)

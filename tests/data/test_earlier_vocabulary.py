@@ -356,8 +356,8 @@ def test_check_finds_what_is_wrong_with_a_grown_vocabulary(grown):
     edit_vocabulary(grown, lambda columns: columns["value"].__setitem__(new, columns["value"][a.first]))
     assert wrong(grown)[0].startswith(f"vocabulary.arrow: ids {a.first} and {new} are both 'a' value ")
     edit_vocabulary(grown, lambda columns: columns["field"].__setitem__(new, "g"))
-    assert wrong(grown)[0].startswith(f"vocabulary.arrow: id {new} is of 'g', not of 'a'")
-    with pytest.raises(UserError, match="is of 'g', not of 'a'; preprocess the data again"):
+    assert wrong(grown)[0].startswith(f"vocabulary.arrow: id {new} belongs to 'g', not 'a'")
+    with pytest.raises(UserError, match="belongs to 'g', not 'a'; preprocess the data again"):
         read_earlier(grown)
     assert not g.has(np.array([a.first, new, a.oov, g.oov])).any()
 

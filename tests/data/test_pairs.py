@@ -185,7 +185,7 @@ def test_two_files_of_text_that_write_numbers_otherwise(tmp_path, capsys):
     files = [tmp_path / name for name in ("b.csv", "a.csv")]
     assert line == (
         f"column 'u' has numbers such as '1' in {files[0]} and '1.0' in {files[1]}, which are different values; "
-        "write them alike if they mean the same"
+        "write them the same way if they should be equal"
     )
 
 
@@ -205,7 +205,7 @@ def test_truth_values_as_numbers_and_a_header_with_blanks(tmp_path):
     column = lambda n: encoding.encode(pa.RecordBatch.from_pydict({"u": ["a"] * 3, "n": n})).dense[:, 0].tolist()  # noqa: E731
     assert column(["True", "FALSE", ""]) == column([True, False, None]) == column([1, 0, None]) == [1, 0, 0]
     (tmp_path / "blanks.csv").write_text("u, n\na,1\n")
-    with pytest.raises(UserError, match="has no column 'n'; it has u, ' n'; ' n' differs by blanks: remove the blanks"):
+    with pytest.raises(UserError, match="has no column 'n'; it has u, ' n'; ' n' differs in whitespace: remove it"):
         rows_in(tmp_path / "blanks.csv", encoding, {"preset": "table"})
 
 

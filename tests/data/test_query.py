@@ -126,7 +126,7 @@ def test_the_same_rows_on_any_number_of_threads(query, sql, many):
         ("SELECT * FROM 'events.parquet'", "of their files"),
         ("SELECT * FROM 'events.parquet' ORDER BY t", "of its ORDER BY, then of all columns"),
         ("SELECT u FROM (SELECT * FROM 'events.parquet' ORDER BY t)", "of its ORDER BY, then of all columns"),
-        ("SELECT count(*) FROM 'events.parquet' GROUP BY u", "of all columns, the first one first"),
+        ("SELECT count(*) FROM 'events.parquet' GROUP BY u", "of all columns, from left to right"),
     ],
 )
 def test_what_orders_the_rows_is_said(query, capsys, sql, order, tmp_path):
@@ -144,8 +144,8 @@ def test_a_doubt_is_said(data, monkeypatch, capsys, tmp_path):
     open_query("SELECT avg(p) FROM 'events.parquet'", QueryOptions(2, MEMORY, tmp_path / "spill"))
     lines = capsys.readouterr().err.splitlines()
     assert lines[1] == (
-        "query: one thread, as several could change the result: avg() adds floating-point numbers, "
-        "which avg(x::DECIMAL(18, 6)) adds exactly"
+        "query: one thread, because several could change the result: avg() adds floating-point numbers "
+        "(avg(x::DECIMAL(18, 6)) is exact)"
     )
     open_query("SELECT avg(p) FROM 'events.parquet'", QueryOptions(1, MEMORY, tmp_path / "spill"))
     assert "thread" not in capsys.readouterr().err
@@ -155,8 +155,8 @@ def test_a_doubt_is_said(data, monkeypatch, capsys, tmp_path):
     ("sql", "words"),
     [
         ("SELECT random() FROM 'events.parquet'", r"line 1, 'random\(\)'.* write draw\(id, 2020\)"),
-        ("SELECT u\nFROM 'events.parquet' WHERE t <\n now()", r"line 3, 'now\(\)'.*the time itself"),
-        ("SELECT current_date FROM 'events.parquet'", "current_date.*another value each time"),
+        ("SELECT u\nFROM 'events.parquet' WHERE t <\n now()", r"line 3, 'now\(\)'.*a fixed time"),
+        ("SELECT current_date FROM 'events.parquet'", "current_date.*a different value in each run"),
         ("SELECT uuid() FROM 'events.parquet'", r"write md5\(id\)"),
         ("SELECT * FROM 'events.parquet' USING SAMPLE 10", r"sample .*WHERE draw\(id, 2020\) < 0.1"),
         ("SELECT * FROM 'events.parquet' TABLESAMPLE 10%", "sample"),

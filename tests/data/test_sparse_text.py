@@ -79,7 +79,7 @@ def test_a_column_that_the_first_mib_has_not(tmp_path, monkeypatch):
     assert code == 0
     shown = [line.split("\t") for line in (tmp_path / "d" / "rejected.tsv").read_text().splitlines()]
     assert [line[1:3] for line in shown] == [
-        [n, "not a line of slots with columns of the first MiB"] for n in ("701", "801")
+        [n, "not in slots format, or has a column that the first MiB lacks"] for n in ("701", "801")
     ]
 
 

@@ -43,7 +43,7 @@ def test_a_proposal_for_each_kind_of_column(tmp_path, in_process):
     write(tmp_path / "t.csv", columns())
     code, printed, error = in_process(preprocess, "suggest", tmp_path / "t.csv")
     assert code == 0, error
-    first = "features.toml: 4 categorical, 1 bag, 2 numeric, 3 columns left out; read it, then"
+    first = "features.toml: 4 categorical, 1 bag, 2 numeric, 3 columns left out; review it, then run"
     assert printed.splitlines()[0] == first
     text = (tmp_path / "features.toml").read_text()
     found = tomllib.loads(text)
@@ -58,8 +58,8 @@ def test_a_proposal_for_each_kind_of_column(tmp_path, in_process):
     assert features["stars"] == features["country"] == {"kind": "categorical"}
     assert not {"time", "title", "version", "clicked"} & set(features)
     assert "# [features.time]  # left out: a time: split with --test-after" in text
-    assert "# [features.title]  # left out: nearly every row has a value of its own" in text
-    assert "# [features.version]  # left out: one value alone" in text
+    assert "# [features.title]  # left out: nearly every row has a different value" in text
+    assert "# [features.version]  # left out: fewer than two distinct values" in text
     assert 'scaling = "log"  # the largest is ' in text
     assert 'missing = ["0"]  # ' in text
     [line] = [line.strip() for line in printed.splitlines() if "preprocess table" in line]

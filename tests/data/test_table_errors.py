@@ -19,7 +19,8 @@ from tests.data.conftest import GOOD
     [
         (
             ["--label", "z"],
-            "good.csv has no column 'z'; it has y, x, c, g, t (from its first line; if that is a row, give --columns)",
+            "good.csv has no column 'z'; it has y, x, c, g, t (from its first line; if that is not a header, give "
+            "--columns)",
         ),
         (["--label", "y", "--numeric", "x,zz"], "good.csv has no column 'zz'; it has y, x, c, g, t"),
         (["--label", "y", "--bag", "zz=|"], "good.csv has no column 'zz'; it has"),
@@ -51,13 +52,13 @@ from tests.data.conftest import GOOD
         (["--label", "y", "--bag", "g="], "--bag g=: the separator is empty"),
         (
             ["--label", "y", "--bag", "g"],
-            "good.csv, column 'g': it is of type string, not a list; say what separates its "
+            "good.csv, column 'g': it is of type string, not a list; give the separator of its "
             "values, such as --bag 'g=|'",
         ),
         (
             ["--label", "y", "--numeric", "g"],
-            "good.csv:2: column 'g': 'a|b' is not a number; a missing number is empty, NA, or a value that --missing "
-            "gives; a column whose values are no numbers belongs into --categorical",
+            "good.csv:2: column 'g': 'a|b' is not a number; a missing number is empty, NA, or a value given by "
+            "--missing; if the column's values are not numbers, name it with --categorical",
         ),
         (
             ["--label", "x"],
@@ -104,7 +105,8 @@ from tests.data.conftest import GOOD
         (["--label", "y", "--delimiter", ""], "--delimiter is empty"),
         (
             ["--label", "y", "--delimiter", ";"],
-            "good.csv has no column 'y'; it has y,x,c,g,t (one name, as its first line has no ';'; give --delimiter ,)",
+            "good.csv has no column 'y'; it has y,x,c,g,t (one name, because its first line has no ';'; give "
+            "--delimiter ,)",
         ),
         (
             ["--label", "y", "--delimiter", ";", "--columns", "a,b"],
@@ -200,11 +202,11 @@ def test_files_with_different_columns(refused, good, tmp_path):
     (tmp_path / "other.tsv").write_text("c\tt\ty\tg\tz\n1\t2\t3\t4\t5\n")
     assert (
         refused(good, "other.csv")
-        == f"other.csv has other columns than {good}: only one of them has t; make them equal"
+        == f"other.csv has different columns than {good}: only one of them has t; make them equal"
     )
     assert (
         refused(good, "other.tsv")
-        == f"other.tsv has other columns than {good}: only one of them has x, z; make them equal"
+        == f"other.tsv has different columns than {good}: only one of them has x, z; make them equal"
     )
     assert "nowhere.csv: no such file" in refused(good, "nowhere.csv")
 
@@ -292,11 +294,11 @@ def test_a_row_that_is_too_long(refused, tmp_path, monkeypatch):
 def test_another_delimiter(refused, tmp_path, delimiter, shown):
     (tmp_path / "t.csv").write_text(GOOD.replace("|", "+").replace(",", delimiter))
     line = refused("t.csv")
-    assert line.endswith(f"(one name, as its first line has no commas; give --delimiter {shown})")
+    assert line.endswith(f"(one name, because its first line has no commas; give --delimiter {shown})")
 
 
 def test_names_that_are_none(refused, good):
-    assert refused(good, columns=("--categorical", "a\rb")).startswith("'a\\rb': not a list of names with commas")
+    assert refused(good, columns=("--categorical", "a\rb")).startswith("'a\\rb': not a comma-separated list of names")
 
 
 @pytest.mark.parametrize(
@@ -304,10 +306,10 @@ def test_names_that_are_none(refused, good):
     [
         (
             "y, c",
-            "it has y, ' c'; ' c' differs by blanks: remove the blanks from the file, or include them in NAME, as '\"",
+            "it has y, ' c'; ' c' differs in whitespace: remove it from the file, or include it in NAME, as '\"",
         ),
-        ("y,c ", "it has y, 'c '; 'c ' differs by blanks"),
-        ("y,d", "it has y, d (from its first line; if that is a row, give --columns)"),
+        ("y,c ", "it has y, 'c '; 'c ' differs in whitespace"),
+        ("y,d", "it has y, d (from its first line; if that is not a header, give --columns)"),
     ],
 )
 def test_blanks_around_names_are_seen(refused, tmp_path, header, hint):

@@ -20,7 +20,7 @@ TABLE = {"y": [0, 1, 1], "c": ["a", "b", "c"], "x": [1.0, 2.5, None]}
         ("c", [["a"]] * 3, [], "it is of type list<element: string>, a list; only --bag takes lists"),
         ("x", [["a"]] * 3, ["--numeric", "x"], "it is of type list<element: string>, a list; only --bag takes lists"),
         ("y", [[1]] * 3, [], "it is of type list<element: int64>, a list; only --bag takes lists"),
-        ("x", [5, 6, 7], ["--bag", "x"], "it is of type int64, not a list; say what separates its values"),
+        ("x", [5, 6, 7], ["--bag", "x"], "it is of type int64, not a list; give the separator of its values"),
         (
             "x",
             [datetime.date(2024, 1, 1)] * 3,

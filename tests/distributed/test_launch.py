@@ -74,7 +74,7 @@ def test_processes_that_reach_each_other(processes):
     ("flags", "words"),
     [
         ([], "give --rank-table FILE -- PROGRAM OPTIONS, or --check"),
-        (["--check", "--", "-m", "x"], "--check starts no program; leave out -- and what follows"),
+        (["--check", "--", "-m", "x"], "--check starts no program; leave out -- and everything after it"),
         (["--check"], "--check needs several processes"),
         (["--check", "--server", "a"], "--server has no effect without --rank-table; leave it out"),
         (["--log-dir", "x", "--check"], "--log-dir has no effect without --rank-table; leave it out"),

@@ -109,7 +109,7 @@ def test_the_models_of_here(name):
 def test_columns_where_the_user_does_not_say(mine):
     assert [default_dim(name) for name in NAMES] == [80, 10, 128, 128]
     assert default_dim("shop.models:WithDim") == 7
-    with pytest.raises(UserError, match="model 'shop.models:Mine' has no default_dim, .*--emb-dim N"):
+    with pytest.raises(UserError, match="model 'shop.models:Mine' has no default_dim; .*--emb-dim N"):
         default_dim("shop.models:Mine")
 
 
@@ -156,7 +156,7 @@ def test_a_model_of_ones_own(mine):
             "shop.models:Mime",
             "module 'shop.models' has no 'Mime'; its classes are Mine, WithDim, NoIds, NoForward, NoSeed",
         ),
-        ("shop.empty:Mine", "module 'shop.empty' has no 'Mine', and no class at all"),
+        ("shop.empty:Mine", "module 'shop.empty' has no 'Mine', and it defines no class"),
         ("shop.models:function", "model 'shop.models:function' must be a subclass of torch.nn.Module, not <function"),
         ("builtins:dict", "model 'builtins:dict' must be a subclass of torch.nn.Module, not <class 'dict'>"),
         (

@@ -1,5 +1,5 @@
-"""Rows that an SQL query selects: DuckDB runs it, in an order that is always the same.
+"""Rows selected by an SQL query, which DuckDB runs, in a deterministic order.
 
-`engine` holds DuckDB and the functions that it gets, `statement` is a query's parse tree, `settle` rewrites it so that
-its result does not depend on threads, `plan` finds what still does, and `source` reads the rows.
+`engine` configures DuckDB and adds SQL functions, `statement` is a query's parse tree, `settle` rewrites it so that its
+result does not depend on threads, `plan` finds expressions that still do, and `source` reads the rows.
 """

@@ -1,4 +1,4 @@
-"""DuckDB as hostdev sets it up: its threads and memory, its errors in one line, and functions for recommenders."""
+"""DuckDB as configured by hostdev: threads, memory, errors in one line, and SQL functions for recommenders."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -39,10 +39,10 @@ class Engine:
     """A connection to a new DuckDB in memory.
 
     Args:
-        threads: How many threads a query has.
+        threads: Number of threads per query.
         memory: Bytes that a query may use before it writes to `spill`.
-        spill: The folder for what does not fit, which DuckDB makes if needed.
-        tables: By name, tables of this process that a query may read: pandas, Arrow, ...
+        spill: Folder for data that does not fit in memory; DuckDB creates it if needed.
+        tables: Tables of this process that a query may read, by name: pandas, Arrow, ...
     """
 
     def __init__(self, threads: int, memory: int, spill: Path, tables: Mapping[str, Any] | None = None) -> None:
@@ -70,26 +70,26 @@ class Engine:
         self.connection.execute(f"SET threads = {threads}")
 
     def rows(self, sql: str, *parameters: Any) -> list[tuple[Any, ...]]:
-        """Return all rows of a small query."""
+        """Run a query and return all rows, which must be few."""
         with in_one_line():
             found: list[tuple[Any, ...]] = self.connection.execute(sql, list(parameters)).fetchall()
             return found
 
     @cached_property
     def aggregates(self) -> frozenset[str]:
-        """The names of all aggregates."""
+        """The names of all aggregate functions."""
         found = self.rows("SELECT DISTINCT function_name FROM duckdb_functions() WHERE function_type = 'aggregate'")
         return frozenset(name for (name,) in found)
 
     def schema(self, sql: str) -> pa.Schema:
-        """Return the columns of a query."""
+        """Return the schema of a query's result."""
         with in_one_line():
             return self.connection.sql(f"SELECT * FROM ({sql}) LIMIT 0").to_arrow_table().schema
 
     def stream(self, sql: str) -> Iterator[pa.RecordBatch]:
-        """Run a query; iterate over its rows, the next of which are read meanwhile.
+        """Run a query and iterate over its rows in batches; the next batch is read in the background.
 
-        Ctrl-C ends the query at once: it runs in a thread of its own, so that the caller's is free to notice.
+        The query runs in another thread, so that Ctrl-C can interrupt it at once.
         """
         pool = ThreadPoolExecutor(1, "hostdev-query")
         try:
@@ -108,12 +108,12 @@ class Engine:
             return self.connection.sql(sql).to_arrow_reader(_ROWS)
 
     def progress(self) -> float:
-        """Return how much of the running query is done, in percent; negative if that is unknown."""
+        """Return the progress of the running query in percent, negative if unknown."""
         return float(self.connection.query_progress())
 
 
 def _read(reader: pa.RecordBatchReader) -> pa.RecordBatch | None:
-    """Return the next rows; None at the end."""
+    """Return the next rows, or None at the end."""
     with in_one_line():
         try:
             return reader.read_next_batch()
@@ -123,7 +123,7 @@ def _read(reader: pa.RecordBatchReader) -> pa.RecordBatch | None:
 
 @contextmanager
 def in_one_line() -> Iterator[None]:
-    """Raise DuckDB's errors as UserError, or TransientError if memory or disk are short."""
+    """Convert DuckDB's errors to UserError, or to TransientError if memory or disk space is insufficient."""
     try:
         yield
     except (duckdb.Error, pa.ArrowException, OSError) as error:

@@ -1,7 +1,7 @@
-"""What a query reads, and what only types tell about it: sums of floating-point numbers, which depend on their order.
+"""Analysis of a query: the files that it reads, and its sums of floating-point numbers, which depend on their order.
 
-DuckDB's plan has all types, but DuckDB writes no plan that reads files as JSON. So the query is planned over empty
-tables that stand for the files.
+Only DuckDB's plan has the types, and DuckDB cannot write a plan as JSON if it reads files. So the query is planned over
+empty tables in place of the files.
 """
 
 import copy
@@ -17,11 +17,11 @@ from hostdev.data.preprocess.query.settle import SUMMING, implicit_name
 from hostdev.data.preprocess.query.statement import Node, parse, to_sql, walk
 
 _FLOATS = ("DOUBLE", "FLOAT")
-_LOCAL = frozenset(("range", "generate_series", "unnest", "repeat", "repeat_row"))  # functions that read nothing
+_LOCAL = frozenset(("range", "generate_series", "unnest", "repeat", "repeat_row"))  # functions that read no files
 
 
 def patterns(tree: Node, engine: Engine) -> list[str] | None:
-    """Return the names and patterns of the files that a query reads; None if it reads something else, too."""
+    """Return the names and patterns of the files that a query reads, or None if it also reads something else."""
     found: list[str] = []
     for node in _readers(tree):
         if node["type"] == "BASE_TABLE":
@@ -39,10 +39,10 @@ def patterns(tree: Node, engine: Engine) -> list[str] | None:
 
 
 def float_sums(tree: Node, engine: Engine) -> list[str]:
-    """Return the aggregates of a query that add floating-point numbers in no order, in words.
+    """Describe the aggregates of a query that add floating-point numbers in undefined order.
 
     Raises:
-        UserError: The query is wrong; for instance, it names a column that does not exist.
+        UserError: The query is invalid; for example, it names a column that does not exist.
     """
     tree_before, tree = tree, copy.deepcopy(tree)
     with in_one_line():
@@ -53,16 +53,16 @@ def float_sums(tree: Node, engine: Engine) -> list[str]:
         plan = json.loads(planner.execute("SELECT json_serialize_plan(?)", [to_sql(planner, tree)]).fetchall()[0][0])
     if plan.get("error"):
         message = printable(" ".join(str(plan.get("error_message")).split()), 200)
-        engine.schema(to_sql(engine.connection, tree_before))  # raises if the query is wrong
+        engine.schema(to_sql(engine.connection, tree_before))  # raises if the query is invalid
         return [f"DuckDB cannot show its plan ({message})"]
     found = []
     for node in walk(plan):
         if node.get("expression_class") not in ("BOUND_AGGREGATE", "BOUND_WINDOW"):
             continue
-        name = str(node.get("qname", {}).get("path", [""])[-1])  # row_number() and the like have none
+        name = str(node.get("qname", {}).get("path", [""])[-1])  # functions such as row_number() have none
         ordered = (node.get("order_bys") or {}).get("orders") or node.get("arg_orders")
         if name in SUMMING and not ordered and any(one["id"] in _FLOATS for one in node["arguments"]):
-            found.append(f"{name}() adds floating-point numbers, which {name}(x::DECIMAL(18, 6)) adds exactly")
+            found.append(f"{name}() adds floating-point numbers ({name}(x::DECIMAL(18, 6)) is exact)")
     return list(dict.fromkeys(found))
 
 
@@ -77,7 +77,7 @@ def _readers(tree: Node) -> Iterator[Node]:
 
 
 def _stand_in(tree: Node, engine: Engine, planner: Any) -> None:
-    """Replace what a query reads with empty tables of the same columns."""
+    """Replace the tables that a query reads with empty ones that have the same columns."""
     for number, node in enumerate(list(_readers(tree))):
         alone = copy.deepcopy(parse(planner, "SELECT * FROM x").tree)
         alone["statements"][0]["node"]["from_table"] = copy.deepcopy(node)

@@ -1,8 +1,8 @@
-"""Make a query's result independent of threads: the rows, their order, and the values in them.
+"""Makes a query's result independent of threads: the rows, their order, and their values.
 
-DuckDB promises the order of rows only where a query is a chain of scans, filters and expressions. Elsewhere, rows that
-an ORDER BY leaves equal come in the order in which threads finish. So this module appends to each order, whether of
-the result, of a LIMIT, of a window or of an aggregate, what tells the rows apart that it leaves equal.
+DuckDB guarantees the order of rows only if a query is a chain of scans, filters and expressions. Otherwise, rows that
+tie in an ORDER BY come in the order in which threads finish. So this module appends tie-breaking keys to each order: of
+the result, a LIMIT, a window or an aggregate.
 """
 
 import copy
@@ -23,19 +23,19 @@ from hostdev.data.preprocess.query.statement import (
 )
 
 CHANGING = {
-    "random": "draw(id, 2020), which draws from [0, 1) by a value and a seed",
+    "random": "draw(id, 2020), which maps a value and a seed to a number in [0, 1)",
     **dict.fromkeys(("uuid", "gen_random_uuid", "uuidv4", "uuidv7"), "md5(id)"),
     **dict.fromkeys(
         (
             *("now", "today", "current_date", "current_timestamp", "current_localtimestamp", "get_current_timestamp"),
             *("transaction_timestamp", "get_current_time", "current_localtime", "current_time", "localtimestamp"),
         ),
-        "the time itself, such as TIMESTAMP '2026-01-31 12:00:00'",
+        "a fixed time, such as TIMESTAMP '2026-01-31 12:00:00'",
     ),
     **dict.fromkeys(("nextval", "currval"), "row_number()"),
-    **dict.fromkeys(("setseed", "getenv", "current_setting", "getvariable"), "the value itself"),
+    **dict.fromkeys(("setseed", "getenv", "current_setting", "getvariable"), "the value as a constant"),
 }
-"""Functions whose value is another one each time, and what to write instead."""
+"""Functions whose value changes between runs, and what to write instead."""
 
 PICKING = frozenset(
     [
@@ -57,10 +57,10 @@ SUMMING = frozenset(
 """Aggregates whose value depends on the order in which floating-point numbers are added."""
 
 APPROXIMATE = frozenset(("approx_quantile", "reservoir_quantile", "approx_top_k"))
-"""Aggregates whose value depends on how threads divide the rows."""
+"""Aggregates whose value depends on how rows are divided among threads."""
 
 WINDOWS = frozenset(["last_items"])
-"""The engine's functions that are windows."""
+"""The engine's window functions."""
 
 _NUMBERING = frozenset(
     ("row_number", "ntile", "lag", "lead", "first_value", "last_value", "nth_value", "first", "last", "fill")
@@ -68,12 +68,12 @@ _NUMBERING = frozenset(
 
 
 class Settled(NamedTuple):
-    """A query whose result does not depend on threads, as far as its text tells.
+    """A query whose result does not depend on threads, as far as its text shows.
 
     Attributes:
         tree: The parse tree.
-        order: What orders the rows, in words.
-        doubts: What the result of several threads could depend on, in words.
+        order: Description of the order of the rows.
+        doubts: Descriptions of expressions whose value could depend on threads.
     """
 
     tree: Node
@@ -82,7 +82,7 @@ class Settled(NamedTuple):
 
 
 def refuse_changing(statement: Statement) -> None:
-    """Raise UserError if a query would select other rows when it is run again."""
+    """Raise UserError if a query could have a different result when it is run again."""
     for node in walk(statement.tree):
         name = node.get("function_name", "").lower()
         if node.get("class") == "COLUMN_REF" and len(node["column_names"]) == 1:
@@ -90,23 +90,23 @@ def refuse_changing(statement: Statement) -> None:
             name = found if found in ("current_date", "current_timestamp", "current_time", "localtimestamp") else name
         if name in CHANGING:
             raise UserError(
-                f"the query, {statement.place(node)}: {name}() has another value each time, and the data set would "
-                f"be another one; write {CHANGING[name]}"
+                f"the query, {statement.place(node)}: {name}() has a different value in each run, which would change "
+                f"the data set; write {CHANGING[name]}"
             )
         if node.get("sample") is not None:
             raise UserError(
-                "the query: a sample (USING SAMPLE, TABLESAMPLE) has other rows with another number of threads; select "
+                "the query: the rows of a sample (USING SAMPLE, TABLESAMPLE) depend on the number of threads; select "
                 "rows by a value, such as WHERE draw(id, 2020) < 0.1"
             )
 
 
 def settle(statement: Statement, aggregates: Set[str], *, windows: bool = True) -> Settled:
-    """Make the order of rows part of a query.
+    """Add tie-breaking keys to a query's orders, so that its result does not depend on threads.
 
     Args:
         statement: The query.
-        aggregates: The names of all aggregates.
-        windows: Whether to complete the orders of windows; DuckDB cannot bind every query that results.
+        aggregates: The names of all aggregate functions.
+        windows: Whether to add keys to windows, too; DuckDB cannot bind every resulting query.
     """
     tree = copy.deepcopy(statement.tree)
     doubts: list[str] = []
@@ -124,12 +124,12 @@ def settle(statement: Statement, aggregates: Set[str], *, windows: bool = True) 
         needs_order = (limited or picked or is_last) and not _keeps_order(select, tables, aggregates)
         if needs_order or any(_orders(select)):
             _order_all(select)
-    unsorted = "of their files" if keeps else "of all columns, the first one first"
+    unsorted = "of their files" if keeps else "of all columns, from left to right"
     return Settled(tree, "of its ORDER BY, then of all columns" if is_sorted else unsorted, doubts)
 
 
 def _settle_functions(statement: Statement, select: Node, doubts: list[str], *, windows: bool) -> None:
-    """Complete the orders inside of a SELECT's aggregates and windows."""
+    """Add tie-breaking keys to the orders inside a SELECT's aggregates and windows."""
     for node in own(select):
         name = node.get("function_name", "").lower()
         if node.get("class") == "WINDOW":
@@ -152,18 +152,18 @@ def _settle_window(statement: Statement, node: Node, select: Node, doubts: list[
         doubts.append(f"{statement.place(node)} has no ORDER BY inside its arguments")
     by_rows = any(str(node[end]).endswith("ROWS") for end in ("start", "end"))
     if name not in _NUMBERING and not by_rows:
-        return  # rows that the order leaves equal get the same value
+        return  # tied rows get the same value
     if node.get("arg_orders") and name in _NUMBERING:
         return
     keys = list(_keys_of(select)) if windows else []
     if keys:
         node["orders"] += [ordering(key) for key in keys]
     else:
-        doubts.append(f"{statement.place(node)} numbers rows that its ORDER BY may leave equal")
+        doubts.append(f"{statement.place(node)} numbers rows that may be equal in its ORDER BY")
 
 
 def _keys_of(select: Node) -> Iterator[Node]:
-    """Yield expressions that together tell the rows of a SELECT apart before its windows."""
+    """Yield expressions that together distinguish a SELECT's rows, before its windows are computed."""
     if select.get("group_expressions"):
         yield from copy.deepcopy(select["group_expressions"])
         return
@@ -175,7 +175,7 @@ def _keys_of(select: Node) -> Iterator[Node]:
 
 
 def _names_in(table: Node) -> Iterator[str]:
-    """Yield the names of the tables that a FROM clause joins; a subquery without a name gets one."""
+    """Yield the names of the tables that a FROM clause joins; give each unnamed subquery a name."""
     kind = table.get("type")
     if kind == "JOIN":
         yield from _names_in(table["left"])
@@ -194,7 +194,7 @@ def _names_in(table: Node) -> Iterator[str]:
 
 
 def implicit_name(table: str) -> str:
-    """Return the name by which columns refer to a table that is a file: its name without folder and suffix."""
+    """Return the table name that SQL uses for a file: the file's name without folder and suffix."""
     name = table.replace("\\", "/").rpartition("/")[2]
     return name.partition(".")[0] if "." in name else name
 
@@ -204,7 +204,7 @@ def _orders(select: Node) -> Iterator[Node]:
 
 
 def _order_all(select: Node) -> None:
-    """Append to a SELECT's ORDER BY what tells apart the rows that it leaves equal."""
+    """Append tie-breaking keys to a SELECT's ORDER BY."""
     if not any(_orders(select)):
         select["modifiers"].insert(0, {"type": "ORDER_MODIFIER", "orders": []})
     [order, *_] = _orders(select)
@@ -219,8 +219,8 @@ def _order_all(select: Node) -> None:
     if items and not any(map(_is_star, items)):
         keys = [number(i + 1) for i in range(len(items))]
     elif first is not select:
-        keys = [every_column()]  # alone, these are the columns of the result
-    else:  # COLUMNS(*) are those of the FROM clause
+        keys = [every_column()]  # for a UNION, the columns of the result
+    else:  # here COLUMNS(*) means the columns of the FROM clause
         keys = [every_column(), *(copy.deepcopy(item) | {"alias": ""} for item in items if not _is_star(item))]
     order["orders"] += [ordering(key) for key in keys]
 
@@ -240,7 +240,7 @@ def _named_tables(tree: Node) -> dict[str, Node]:
 
 
 def _keeps_order(node: Any, tables: dict[str, Node], aggregates: Set[str]) -> bool:
-    """Return whether DuckDB promises a SELECT's rows in the order of its files, however many threads there are."""
+    """Return whether DuckDB guarantees a SELECT's rows in the order of its files, for any number of threads."""
     kind = node.get("type")
     if kind == "SET_OPERATION_NODE":
         return (

@@ -1,4 +1,4 @@
-"""The rows that a query selects, as a table without a file."""
+"""Rows selected by a query, as a table without a file."""
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,15 +19,15 @@ from hostdev.data.preprocess.query.engine import Engine
 from hostdev.data.preprocess.query.statement import Statement, parse, to_sql
 
 NAME = "the query"
-_POLLED = 0.5  # seconds between two looks at the query's progress
+_POLLED = 0.5  # seconds between updates of the query's progress
 _DOUBTS = 3  # shown in a note
 
 
 class QueryInput:
-    """What a query reads, as `Input` is of a file.
+    """The input of a query, with the interface of `Input`.
 
     Args:
-        patterns: Names and patterns of the files that it reads; None if it reads something that files do not tell.
+        patterns: Names and patterns of the files that it reads, or None if it also reads something else.
     """
 
     name, plain, size, path = NAME, False, 0, Path("-")
@@ -43,7 +43,7 @@ class QueryInput:
         return {"query": self._sql, "engine": f"DuckDB {duckdb.__version__}", "files": files}
 
     def stamp(self) -> list[Any] | None:
-        """Return the query, and its files' paths, sizes and modification times; None if these are unknown."""
+        """Return the query, and its files' paths, sizes and modification times, or None if these are unknown."""
         return None if self._seen is None else [self._sql, duckdb.__version__, self._seen]
 
     def check_unchanged(self) -> None:
@@ -57,25 +57,25 @@ class QueryInput:
         found: list[list[Any]] = []
         for pattern in self._patterns:
             paths = [Path(name) for (name,) in self._engine.rows("SELECT file FROM glob(?) ORDER BY file", pattern)]
-            if not paths or not all(path.is_file() for path in paths):  # such as a table on the network
+            if not paths or not all(path.is_file() for path in paths):  # such as remote files
                 return None
             found += [[str(one.resolve()), one.stat().st_size, one.stat().st_mtime_ns] for one in paths]
         return found
 
 
 class QueryRows:
-    """The rows that a query selects, in an order that is always the same.
+    """Rows selected by a query, in a deterministic order.
 
     Args:
         sql: One SELECT statement in DuckDB's dialect.
         engine: The engine that runs it.
-        threads: How many threads it may have; it gets one where its result would depend on their number.
+        threads: Maximum number of threads; a query whose result could depend on threads gets one.
 
     Raises:
-        UserError: The query is wrong, or has another result each time.
+        UserError: The query is invalid, or its result changes between runs.
     """
 
-    most_rows = 2**62  # unknown before the query has ended
+    most_rows = 2**62  # unknown until the query ends
     lines_before = 0
 
     def __init__(self, sql: str, engine: Engine, threads: int) -> None:
@@ -94,7 +94,7 @@ class QueryRows:
         found = settle.settle(statement, self._engine.aggregates)
         try:
             self._engine.schema(to_sql(self._engine.connection, found.tree))
-        except UserError:  # where a table's name is not all of its columns
+        except UserError:  # a table's name does not always stand for all its columns
             plain = settle.settle(statement, self._engine.aggregates, windows=False)
             self._engine.schema(to_sql(self._engine.connection, plain.tree))
             return plain
@@ -105,7 +105,7 @@ class QueryRows:
         return self._schema.field(name).type
 
     def parts(self, used: Sequence[str], offset: int) -> Iterator[Part]:
-        """Iterate over the rows, starting at row number `offset`, from 0; the query runs from its beginning."""
+        """Iterate over the rows from index `offset` on; the query always runs from its beginning."""
         fields, row = [self.names.index(name) for name in used], 0
         batches = self._engine.stream(self._sql)
         with _shown(self._engine):
@@ -123,7 +123,7 @@ class QueryRows:
 
 @contextmanager
 def _shown(engine: Engine) -> Iterator[None]:
-    """Show how much of a query is done before its first row."""
+    """Show a query's progress until its first row."""
     done = threading.Event()
 
     def look() -> None:
@@ -145,12 +145,12 @@ def _shown(engine: Engine) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class QueryOptions:
-    """How a query runs.
+    """Settings for running a query.
 
     Attributes:
         threads: Number of threads.
-        memory: Bytes of memory, beside that of hostdev's own work.
-        spill: The folder for what does not fit in memory.
+        memory: Bytes of memory, in addition to hostdev's own.
+        spill: Folder for data that does not fit in memory.
         tables: Tables of this process that the query may read, by name: pandas, Arrow.
     """
 
@@ -167,12 +167,12 @@ def open_query(sql: str, options: QueryOptions) -> QueryRows:
     if found.doubts and options.threads > 1:
         more = f", and {len(found.doubts) - _DOUBTS} more" if len(found.doubts) > _DOUBTS else ""
         lines.append(
-            f"query: one thread, as several could change the result: {'; '.join(found.doubts[:_DOUBTS])}{more}"
+            f"query: one thread, because several could change the result: {'; '.join(found.doubts[:_DOUBTS])}{more}"
         )
     note("\n".join(lines))
     return found
 
 
 def spill_folder(out: Path) -> Path:
-    """Return the folder for what does not fit in memory: in the data set's work folder, which is removed at the end."""
+    """Return the folder for data that does not fit in memory, in the work folder, which is removed at the end."""
     return out.parent / f".{out.name}.partial" / "query"

@@ -1,4 +1,4 @@
-"""A query as DuckDB's parse tree, which is JSON: parsing, searching, and turning it into SQL again."""
+"""A query as DuckDB's JSON parse tree: parsing, searching, and conversion back to SQL."""
 
 import json
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ class Statement:
 
     Attributes:
         sql: The text, for messages.
-        tree: What `json_serialize_sql` returns for it.
+        tree: The parse tree from `json_serialize_sql`.
     """
 
     sql: str
@@ -33,7 +33,7 @@ class Statement:
         return node
 
     def place(self, node: Node) -> str:
-        """Return the part of the text that a node stands for, or where it begins."""
+        """Describe a node's place for messages: its line and its text."""
         start, length = node.get("query_location", -1), node.get("query_location_length", 0)
         if not 0 <= start < len(self.sql.encode()):
             return "the query"
@@ -49,7 +49,7 @@ def parse(connection: Any, sql: str) -> Statement:
         message = printable(str(tree.get("error_message", "it is not a query")), 300)
         if "SELECT" in message and "serialize" in message:
             message = "only SELECT can be read; settings, PIVOT without IN (...) and other statements cannot"
-        raise UserError(f"the query cannot be read: {message}{_where(sql, tree)}")
+        raise UserError(f"the query cannot be parsed: {message}{_where(sql, tree)}")
     if len(tree["statements"]) != 1:
         how = f"has {len(tree['statements'])} statements" if tree["statements"] else "is empty"
         raise UserError(f"the query {how}; give one SELECT")
@@ -62,7 +62,7 @@ def to_sql(connection: Any, tree: Node) -> str:
 
 
 def walk(node: Any) -> Iterator[Node]:
-    """Iterate over a node and all nodes below it, also those of subqueries."""
+    """Iterate over a node and all nodes below it, including subqueries."""
     waiting = [node]
     while waiting:
         one = waiting.pop()
@@ -74,7 +74,7 @@ def walk(node: Any) -> Iterator[Node]:
 
 
 def own(node: Any) -> Iterator[Node]:
-    """Iterate over the nodes below a SELECT, without those of other SELECTs inside it."""
+    """Iterate over the nodes below a SELECT, without nested SELECTs."""
     waiting = list(node.values())
     while waiting:
         one = waiting.pop()
@@ -91,7 +91,7 @@ def selects(node: Any) -> Iterator[Node]:
 
 
 def reference(*names: str) -> Node:
-    """Return the node of a column, or of a table as a struct of its columns."""
+    """Return the node for a column, or for a table as a struct of its columns."""
     return _node("COLUMN_REF", "COLUMN_REF", column_names=list(names))
 
 
@@ -103,12 +103,12 @@ def every_column() -> Node:
 
 
 def number(n: int) -> Node:
-    """Return the node of a number: in ORDER BY, that of a column of the result."""
+    """Return the node for a number, which in ORDER BY refers to a column of the result."""
     return _node("CONSTANT", "VALUE_CONSTANT", literal={"kind": "INTEGER", "text": str(n)})
 
 
 def _node(kind: str, name: str, **more: Any) -> Node:
-    """Return the node of an expression that stands nowhere in the text."""
+    """Return the node for an expression that does not occur in the query's text."""
     return {"class": kind, "type": name, "alias": "", "query_location": 2**64 - 1, "query_location_length": 0, **more}
 
 
@@ -123,7 +123,7 @@ def _call(connection: Any, function: str, argument: str) -> str:
 
 
 def _where(sql: str, tree: Node) -> str:
-    """Return the line of an error, if the parser tells its position."""
+    """Return the line of an error, or an empty string if the parser does not report it."""
     try:
         position = int(tree["position"])
     except (KeyError, ValueError):
