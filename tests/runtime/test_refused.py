@@ -130,7 +130,7 @@ def test_batches_that_have_no_ids():
 def test_features_that_are_none():
     table, other = table_of(), table_of(name="u")
     for features in ({}, [table], None, "x"):
-        with pytest.raises(ValueError, match=r"features must be a dict with .* tuple of tables or a hostdev.Feature"):
+        with pytest.raises(ValueError, match=r"features must be a dict from .* tuple of tables or a hostdev.Feature"):
             Runtime(features)
     for wrong, what in [
         ("t", "'t'"),
