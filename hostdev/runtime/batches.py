@@ -88,7 +88,7 @@ class Loop(Generic[Item]):
         self._body = BodyState()
 
     def __iter__(self) -> Body[Item]:
-        """Return an iterator for one `for` statement; raise ValueError if the loop is over, as in a second epoch."""
+        """Return an iterator for one `for` statement; raise ValueError if the loop is over, as at a second epoch."""
         spent = False
         with suppress(TypeError):  # the loader has no length
             spent = 0 < self._given == len(self)

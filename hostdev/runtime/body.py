@@ -27,7 +27,7 @@ class BodyState:
     """The outcome of a loop's last body, as far as known.
 
     Attributes:
-        raised: Whether an exception ended the body; None if it is not known to have ended.
+        raised: Whether an exception ended the body; None while that is unknown.
         abandoned: Whether an exception propagated out of the `for` statement, and the loop has not continued since.
     """
 

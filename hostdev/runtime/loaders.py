@@ -45,7 +45,7 @@ class RowsLoader(Generic[B]):
 
     Raises:
         TypeError: The loader has no `len`, and no length is given. To find the last batch, a framework would read such
-            a loader one batch ahead, and so would ask for each batch before the previous one's step.
+            a loader one batch ahead, and so would request each batch before the previous batch's step.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Random numbers for reading: at any depth, a loader, `ids` and `send` draw the same from global generators.
+"""Random streams for reading: a loader, `ids` and `send` draw the same numbers at any depth.
 
 A loop reads ahead of its body, and both may draw from the same global generator: torch's, NumPy's, Python's `random`,
 or the device's. The order of their draws would depend on how far ahead the loop reads. So each batch is read with its

@@ -299,9 +299,9 @@ class Runtime(FrameworkLoaders):
     ) -> PredictLoop[Any]:
         """Return an iterator of (batch, rows) like `train`, but without gradients; the tables do not change.
 
-        Within a loop over `train`, the rows are as of its last optimizer step. With a loader that has a length, the
-        loop ends when the body of the last batch ends, or when another loop begins after that batch was yielded. With
-        other ranks, every rank must call it, with the same number of batches.
+        Within a loop over `train`, the rows have the values after its last optimizer step. With a loader that has a
+        length, the loop ends when the body of the last batch ends, or when another loop begins after that batch was
+        yielded. With other ranks, every rank must call it, with the same number of batches.
 
         Args:
             batches: As for `train`.

@@ -53,7 +53,7 @@ class Scaled(Protocol):
 
 
 class Waiting(Scaled, Protocol):
-    """Gradients of a loop that ended before their step."""
+    """Gradients from a loop that ended before their step."""
 
     thread: int
 
@@ -79,7 +79,7 @@ class Watcher(Protocol):
 
     @property
     def losses(self) -> LossRecord:
-        """The scaled losses of its batch."""
+        """The record of the batch's scaled losses."""
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Record that an optimizer has taken a step."""
@@ -162,7 +162,7 @@ class _Scale:
 
 
 class _Seen(threading.local):
-    """The record of scalers' calls in a thread."""
+    """One thread's record of scaler calls."""
 
     def __init__(self) -> None:
         self.scales: WeakKeyDictionary[GradScaler, deque[_Scale]] = WeakKeyDictionary()
@@ -388,7 +388,7 @@ def losses_scaled() -> int:
 
 
 def scaler_since(since: int) -> tuple[GradScaler, float] | None:
-    """Return the scaler of the losses scaled after the first `since`, and its factor; None without such losses.
+    """Return the scaler of the losses scaled after the first `since`, and its factor, or None.
 
     Raises:
         ValueError: There were several scalers or factors.

@@ -38,7 +38,7 @@ class TableSettings:
         self._frozen -= self._check_names(names)
 
     def is_frozen(self, table: Table) -> bool:
-        """Return whether a table gets no gradients."""
+        """Return whether a table is frozen."""
         return table.name in self._frozen
 
     def _check_names(self, names: Iterable[str]) -> set[str]:

@@ -49,7 +49,7 @@ class TorchHooks:
         """Replace the functions that are not replaced yet.
 
         Raises:
-            RuntimeError: This version of torch lacks one of them; nothing is replaced then.
+            RuntimeError: This version of torch lacks one of them; then nothing is replaced.
         """
         with self.lock:
             found = [_get(one) for one in self._replacements]

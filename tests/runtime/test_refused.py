@@ -59,7 +59,7 @@ IDS = {
         r"offsets must be of shape \[B\] and begin with 0",
     ),
     "no offsets": (Bag(ARRAY, offsets=[]), ValueError, "feature 'x': the offsets are empty, but there are 6 ids"),
-    "weights of another shape": (Bag(ARRAY, weights=np.ones(5)), ValueError, r"weights .*\[5\], but ids \[6\]"),
+    "weights of another shape": (Bag(ARRAY, weights=np.ones(5)), ValueError, r"weights .*\[5\], but ids have \[6\]"),
     "weights that are text": (
         Bag(ARRAY, weights=["a"] * 6),
         TypeError,
