@@ -61,7 +61,7 @@ class DenseSteps:
         return optimizers_of([found for held in self._parameters if (found := held()) is not None])
 
     def require_on_time(self) -> None:
-        """Raise ValueError if all optimizers that stepped with a step's last batch also stepped with an earlier batch."""
+        """Raise ValueError if all optimizers that stepped with the last batch of a step also stepped before it."""
         if self.stepped and self.stepped <= self._early:
             raise ValueError(
                 "an optimizer stepped too early, before the last of the batches whose gradients are summed for a step; "

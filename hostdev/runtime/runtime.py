@@ -452,7 +452,7 @@ class Runtime(FrameworkLoaders):
 
     @property
     def is_saved(self) -> bool:
-        """Whether the program saves or loads the tables' checkpoints, itself or by Lightning's plugin."""
+        """Whether the program saves or loads the tables' checkpoints, itself or through Lightning's plugin."""
         return self.saves_with_framework or self._saved is not None
 
     @property

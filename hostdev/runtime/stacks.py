@@ -25,7 +25,7 @@ def resolve_stacks(stacks: Mapping[str, Sequence[str]] | None, bindings: Sequenc
     Raises:
         TypeError: `stacks` is not a dict of lists.
         ValueError: A stack has no features, an unknown one, one of another stack, or one with several tables; its
-            features differ in dimension or dtype; or a feature has the same name.
+            features differ in dimension or dtype; or it has the name of a feature.
     """
     if not isinstance(stacks, Mapping | None):
         raise TypeError(f"stacks must be a dict from names to lists of features, not {describe(stacks)}")
