@@ -1,4 +1,4 @@
-"""Support for frameworks: accelerate's state of the body's batch, and Lightning's checkpoints."""
+"""Support for Hugging Face accelerate's gradient state, and for Lightning's checkpoints."""
 
 from hostdev.frameworks import accelerate, lightning
 

@@ -1,9 +1,9 @@
-"""Supports Hugging Face accelerate's prepared loaders in a loop that reads ahead.
+"""Support for Hugging Face accelerate's prepared loaders in loops that read ahead.
 
 accelerate's `GradientState` tells a loop's body whether a batch is the loader's last one (`Accelerator.accumulate`
 steps there), and how many of its samples are padding. A prepared loader sets this state when it is read, but a hostdev
-loop reads several batches before the body sees them. So the loop records the state of each batch when it is read, and
-shows it to accelerate when the body gets the batch.
+loop reads several batches before the body sees them. So the loop records each batch's state when it reads the batch,
+and shows the state to accelerate when the body gets the batch.
 """
 
 import functools
@@ -16,27 +16,27 @@ from typing import Any, NamedTuple
 
 
 class _State(NamedTuple):
-    """accelerate's state of a batch."""
+    """accelerate's gradient state for one batch."""
 
     end_of_dataloader: bool
     remainder: int
 
 
 class _Shown:
-    """The active dataloader that accelerate sees, with the state of the body's batch."""
+    """The dataloader that accelerate sees as active; it has the state of the body's batch."""
 
     end_of_dataloader = False
     remainder = -1
 
 
 class _Reports:
-    """Stands in for the `GradientState` of a prepared loader while a loop reads the loader."""
+    """A substitute for a prepared loader's `GradientState` while a loop reads the loader."""
 
     def __init__(self) -> None:
         self._active: list[Any] = []
 
     def _add_dataloader(self, loader: Any) -> None:
-        if _reading.reports is None:  # after the hostdev loop, the program itself reads the loader
+        if _reading.reports is None:  # the hostdev loop is over; the program itself reads the loader
             loader.gradient_state = _gradient_state()
             loader.gradient_state._add_dataloader(loader)
             return
@@ -46,31 +46,31 @@ class _Reports:
         self._active = [one for one in self._active if one is not loader]
 
     def state(self) -> _State | None:
-        """Return the state of the innermost loader that is being read; None if there is none."""
+        """Return the state of the innermost loader that is being read, or None if no loader is."""
         if not self._active:
             return None
         return _State(bool(self._active[-1].end_of_dataloader), int(self._active[-1].remainder))
 
 
 class _Reading(threading.local):
-    """Each thread's recorder of prepared loaders' states, while the thread reads for a loop."""
+    """The recorder of prepared loaders' states for each thread that is reading for a loop."""
 
     reports: _Reports | None = None
 
 
 _reading = _Reading()
 _lock = threading.Lock()
-_readers: list[_Reports] = []  # the recorders of threads that are reading a batch
-_original: Callable[[Any], None]  # accelerate's function, while it is replaced
+_readers: list[_Reports] = []  # recorders of the threads that are reading a batch
+_original: Callable[[Any], None]  # accelerate's own `begin`, while it is replaced
 
 
 def is_imported() -> bool:
-    """Return whether the program uses accelerate."""
+    """Return whether the program has imported accelerate."""
     return "accelerate.data_loader" in sys.modules
 
 
 class States:
-    """accelerate's state of each batch that was read but not yielded yet.
+    """accelerate's state for each batch that was read but not yet yielded.
 
     One thread at a time reads batches; the loop's thread yields them in the same order.
     """
@@ -81,7 +81,7 @@ class States:
         self._shown: _Shown | None = None
 
     def reading(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches, and record each one's state unless an earlier loop over the loader has recorded it."""
+        """Yield the batches; record each batch's state, unless an earlier loop over the loader has done so."""
         known = len(self._noted)  # left over from an earlier loop
         while True:
             try:
@@ -96,7 +96,7 @@ class States:
             yield held.pop()  # keep no reference: only the caller may hold the batch
 
     def show(self) -> None:
-        """Show accelerate the state of the batch that is yielded now."""
+        """Show accelerate the state of the batch that is about to be yielded."""
         state = self._noted.popleft()
         if state is None:
             self.hide()
@@ -119,7 +119,7 @@ def _gradient_state() -> Any:
 
 @contextmanager
 def _reporting_to(reports: _Reports) -> Iterator[None]:
-    """A context in which prepared loaders that this thread begins to read use `reports`; it patches accelerate."""
+    """Patch accelerate so that prepared loaders that this thread begins to read use `reports`."""
     global _original
     mixin = sys.modules["accelerate.data_loader"].DataLoaderStateMixin
     with _lock:

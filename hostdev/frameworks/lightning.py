@@ -9,7 +9,7 @@ from typing import Any
 
 from hostdev.core.errors import UserError
 
-_ENTRY = "hostdev_tables"  # key in Lightning's checkpoint: the name of the tables' checkpoint
+_ENTRY = "hostdev_tables"  # key in Lightning's checkpoint for the name of the tables' checkpoint
 _PACKAGES = {"lightning": "lightning.fabric.plugins", "pytorch_lightning": "lightning_fabric.plugins"}
 
 
@@ -25,7 +25,7 @@ def checkpoint_io(runtime: Any) -> Any:
     load both, and `ModelCheckpoint` removes both. The packages `lightning` and `pytorch_lightning` are supported.
 
     Raises:
-        UserError: Neither package is installed. On loading, the plugin raises it for a checkpoint without tables.
+        UserError: Neither package is installed. The plugin also raises it when it loads a checkpoint without tables.
     """
     runtime.saves_with_framework = True
     loaded = [plugins for package, plugins in _PACKAGES.items() if package in sys.modules]
@@ -42,7 +42,7 @@ def checkpoint_io(runtime: Any) -> Any:
             checkpoint: dict[str, Any] = super().load_checkpoint(path, *args, **kwargs)
             if _ENTRY not in checkpoint:
                 raise UserError(f"{path} has no tables: it was saved by a Trainer without hostdev's checkpoint_io")
-            runtime.close_loaders()  # the Trainer may have left loops open, as after a fit
+            runtime.close_loaders()  # the Trainer may have left loops open, for example after `fit`
             runtime.load(_folder(path) / checkpoint.pop(_ENTRY))
             return checkpoint
 

@@ -1,4 +1,4 @@
-"""Reads and writes of tables while loops over them are open."""
+"""Checks of reads and writes of tables while loops over them are open."""
 
 import os
 import threading
@@ -59,7 +59,7 @@ class Access:
             loop.wrote(table, ids)
 
     def _require_body(self, table: Any, thread: int) -> None:
-        """Raise ValueError if the caller reads ahead, is a forked process, or is not in the loop's thread."""
+        """Raise ValueError if the caller is reading ahead, is a forked process, or is not in the loop's thread."""
         if is_reading_ahead():
             raise ValueError(
                 f"table {table.name!r}: the loader, `ids` or `send` used it, but these run ahead of the loop, before "
@@ -67,11 +67,11 @@ class Access:
             )
         if os.getpid() != self._process:
             raise ValueError(
-                f"table {table.name!r}: this process was forked, as a DataLoader's worker is, and has only a copy of "
+                f"table {table.name!r}: this is a forked process, such as a DataLoader worker, and has only a copy of "
                 "the table; read and write tables in the body of the loop"
             )
         if threading.get_ident() != thread:
             raise ValueError(
-                f"table {table.name!r} is being trained by a loop of another thread; read and write it after that "
+                f"table {table.name!r} is being trained by a loop in another thread; read and write it after that "
                 "loop or in its body, but not in its loader, `ids` or `send`"
             )

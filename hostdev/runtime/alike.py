@@ -23,7 +23,7 @@ def get_settings(
     dense_exchange: str,
     windows: Sequence[int | None],
 ) -> Mapping[str, Any]:
-    """Return, by name, the settings of a runtime that must be equal on all ranks: its tables, features and options.
+    """Return the settings of a runtime that must be equal on all ranks, by name: its tables, features and options.
 
     Args:
         bindings: The features.
@@ -31,7 +31,7 @@ def get_settings(
         groups: The tables.
         device: The type of the device, such as "cuda".
         depth: Number of batches that are read ahead.
-        dense_exchange: One of `EXCHANGES`: how the dense gradients are summed.
+        dense_exchange: How the dense gradients are summed, one of `EXCHANGES`.
         windows: For each group, the number of batches that its cache looks ahead; None without a cache. The size of
             a cache may differ between ranks, and so may a policy other than "lookahead".
     """
@@ -72,8 +72,8 @@ def make_marks(tables: Sequence[Table], frozen: Sequence[bool]) -> list[int]:
 
 
 def require_marks(largest: Sequence[int], step: int) -> None:
-    """Raise UnlikeError, on all ranks, if their `make_marks` differ; `largest` has the maxima over the ranks."""
-    whats = "the learning rates of the tables differ", "which tables are frozen differs"
+    """Raise UnlikeError on all ranks if their `make_marks` differ; `largest` has the maxima over the ranks."""
+    whats = "the learning rates of the tables differ", "the frozen tables differ"
     for what, most, least in zip(whats, largest[: len(whats)], largest[len(whats) :], strict=True):
         if most != -least:
             raise UnlikeError(f"step {step}: {what} between ranks; make the same change on all ranks, in the same step")

@@ -1,4 +1,4 @@
-"""The base of loops over batches with their rows, and the loop of `Runtime.predict`."""
+"""The base class of loops over batches with their rows, and the loop of `Runtime.predict`."""
 
 import atexit
 import threading
@@ -29,7 +29,7 @@ _open_loops: WeakSet[Any] = WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Close the open loops before Python exits: afterwards their threads are gone, and cannot finish the updates."""
+    """Close the open loops before Python exits: later their threads are gone, and cannot finish the updates."""
     with ExitStack() as stack:
         for loop in list(_open_loops):
             stack.callback(loop.close)
@@ -41,7 +41,7 @@ def reads_ahead(pipeline: Pipeline) -> bool:
 
 
 class Loop(Generic[Item]):
-    """The base of loops: yields the loader's batches in order, each with its rows.
+    """The base class of loops, which yield the loader's batches in order, each with its rows.
 
     Args:
         runtime: A `Runtime`, untyped because its module imports this one.
@@ -49,10 +49,10 @@ class Loop(Generic[Item]):
         reader: Turns the loader's batches into requests.
         by_step: Yield all batches of a step together.
         background: Read the batches in another thread.
-        read_ahead: Maximum number of batches to read beyond the body's; None: as many as depth and caches need.
+        read_ahead: Maximum number of batches to read ahead of the body; None for as many as depth and caches need.
         name: The name of the runtime's method, for messages.
-        features: The features that are looked up; None: all.
-        flags: The flags that stop a step that is not finite; None in a loop that takes no steps.
+        features: The features that are looked up; None for all.
+        flags: The flags that stop non-finite steps; None in a loop that takes no steps.
     """
 
     name = "train"
@@ -88,7 +88,7 @@ class Loop(Generic[Item]):
         self._body = BodyState()
 
     def __iter__(self) -> Body[Item]:
-        """Return an iterator for one `for` statement; raise ValueError if the loop is over, as in a second epoch."""
+        """Return an iterator for one `for` statement; raise ValueError if the loop is over, as at a second epoch."""
         spent = False
         with suppress(TypeError):  # the loader has no length
             spent = 0 < self._given == len(self)
@@ -152,7 +152,7 @@ class Loop(Generic[Item]):
             raise
 
     def close(self) -> None:
-        """End the loop early, so that the tables have all finished steps; raise the error of an outstanding update."""
+        """End the loop early, with all finished steps in the tables; raise the error of an outstanding update."""
         self._ended = True
         ranks = self._runtime.ranks
         if ranks is not None and self._pass is not None:
@@ -204,7 +204,7 @@ class Loop(Generic[Item]):
         return self._reader.requests(reading)
 
     def _find_place(self, reading: Reading) -> Place | None:
-        """Return the position at which the batches continue, for their random streams; None at their beginning."""
+        """Return the position at which the batches continue, for their random streams; None at the beginning."""
         return None if reading.kept is None else reading.kept.place
 
     @property

@@ -19,15 +19,15 @@ _GENERATOR = 0x20 | 0x80 | 0x200  # co_flags of generators and coroutines
 _LEAVING = {opmap[name] for name in ("POP_TOP", "POP_ITER", "END_FOR") if name in opmap}
 _CALLING = {number for name, number in opmap.items() if name.startswith("CALL")}
 _SUSPENDED = {opmap[name] for name in ("YIELD_VALUE", "RESUME", "SEND") if name in opmap}
-_DELEGATING = opmap["SEND"]  # of `yield from`
+_DELEGATING = opmap["SEND"]  # the opcode of `yield from`
 _ADVANCING = {opmap["FOR_ITER"], _DELEGATING}
 
 
 class BodyState:
-    """How the last body of a loop ended, as far as known.
+    """The outcome of a loop's last body, as far as known.
 
     Attributes:
-        raised: Whether an exception ended the body; None: the body has not ended.
+        raised: Whether an exception ended the body; None while that is unknown.
         abandoned: Whether an exception propagated out of the `for` statement, and the loop has not continued since.
     """
 
@@ -40,7 +40,7 @@ class BodyState:
         """Record that a body begins."""
         handled = sys.exception()
         self.raised, self.abandoned = None, False
-        self._handled = None if handled is None else id(handled)  # not itself: its frames hold the loop
+        self._handled = None if handled is None else id(handled)  # not the exception, whose frames hold the loop
 
     def has_raised(self) -> bool:
         """Return whether an exception ended the body."""
@@ -59,7 +59,7 @@ class Body(Iterator[Item]):
 
     def __init__(self, loop: Any) -> None:
         self._loop = loop
-        self._in_for: tuple[int, int] | None = None  # the statement's frame; None: a call of `next`, without a body
+        self._in_for: tuple[int, int] | None = None  # the statement's frame; None for a call of `next`
         self._in_yield_from = False
 
     def __iter__(self) -> "Body[Item]":

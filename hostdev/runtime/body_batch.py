@@ -23,15 +23,15 @@ class BodyBatch:
     Args:
         runtime: The runtime that has the features and tables.
         asks: Whether this rank looks up the rows of its samples.
-        flags: The flags that stop a step that is not finite; None in a loop that takes no steps.
-        features: The features that are looked up; None: all.
+        flags: The flags that stop non-finite steps; None in a loop that takes no steps.
+        features: The features that are looked up; None for all.
 
     Attributes:
         flight: The pipeline's batch.
-        micros: The loader's batches in it that have not been yielded yet.
+        micros: The loader's batches in it that were not yet yielded.
         leaves: The unique rows, by group and by table.
-        inverses: For each group, int32 [N]: the row of each id in the loader's batches that have not been yielded yet.
-        rows: The `Rows` that the loop has yielded for the pipeline's batch.
+        inverses: For each group, int32 [N]: the row of each id in `micros`.
+        rows: The `Rows` that were yielded for the pipeline's batch.
         reduction: Sums the gradients of the step's micro-batches; None if `Rows.reduce` has nothing to sum.
         losses: For each loss of a `backward`, float32 []: 0 if the loss is finite, else NaN.
         shares_rows: Whether one of the loader's batches may use only some of the rows.

@@ -1,4 +1,4 @@
-"""Carries the gradients of rows from a loop that ended before their step into the runtime's next step."""
+"""Carries the gradients of rows from a loop that ended before their step over to the next step."""
 
 from collections.abc import Sequence
 
@@ -41,7 +41,7 @@ class CarriedGradients:
             self._pending.drop()
 
     def first_batch(self) -> FirstBatch | None:
-        """Return the object that adds the gradients to those of a loop's first batch; None if no gradients wait."""
+        """Return the object that adds the gradients to those of a loop's first batch, or None if no gradients wait."""
         pending = self._pending
         if pending is None or not pending.is_kept():
             self.forget()

@@ -21,7 +21,7 @@ class CheckpointedState:
 
     @property
     def optimizer(self) -> TableOptimizer:
-        """The tables as a torch optimizer."""
+        """The tables' torch optimizer."""
         made: TableOptimizer = self._settings.make_optimizer(lambda: self._loops)
         return made
 
@@ -32,6 +32,6 @@ class CheckpointedState:
 
     @property
     def place(self) -> Place | None:
-        """The position of a loop over `train` in its batches."""
+        """The position of the open or last loop over `train` in its batches."""
         place: Place | None = self._loops.place
         return place

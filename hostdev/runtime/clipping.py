@@ -2,7 +2,7 @@
 
 A trainer clips the parameters of its optimizers, which do not include the rows of the batch. This module adds the
 rows, once per step, while the loop of a `train_loader` is open. Frameworks call `torch.nn.utils.clip_grad_norm_` and
-`clip_grad_value_` through their module, so the two are replaced there until the last such loop ends.
+`clip_grad_value_` through their module, so both are replaced there until the last such loop ends.
 """
 
 import functools
@@ -22,7 +22,7 @@ class Clipped(Protocol):
 
     @property
     def thread(self) -> int:
-        """The loop's thread."""
+        """The identifier of the loop's thread."""
 
     def take_clipped(self, given: Sequence[Tensor]) -> list[Tensor]:
         """Return the rows to clip together with these parameters."""

@@ -1,4 +1,4 @@
-"""Records which dense optimizers step with a loop's batches: this decides when the tables are updated."""
+"""The record of which dense optimizers step with a loop's batches, which decides when tables are updated."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,34 +12,34 @@ from hostdev.runtime.waiting import leaves_of, optimizers_of
 
 
 class DenseSteps:
-    """The record of optimizers' steps in the loop so far, and with its current batch.
+    """The record of optimizer steps in a loop and with its current batch.
 
     Attributes:
         any: Whether an optimizer has stepped with an earlier batch of the loop.
         without: Number of batches with gradients but without a step.
-        stepped: `id` of each optimizer that has stepped with the batch since its last micro-batch was yielded.
+        stepped: The `id` of each optimizer that stepped with the batch after its last micro-batch was yielded.
     """
 
     def __init__(self) -> None:
         self.any, self.without = False, 0
-        self._optimizers: WeakSet[Optimizer] = WeakSet()  # those that have stepped in the loop
+        self._optimizers: WeakSet[Optimizer] = WeakSet()  # optimizers that have stepped in the loop
         self.begin_batch()
 
     def begin_batch(self) -> None:
         """Forget the steps of the previous batch."""
         self.stepped: set[int] = set()
-        self._early: set[int] = set()  # `id` of each optimizer that stepped before that
-        self._parameters: list[ReferenceType[Tensor]] = []  # dense parameters that the batch's losses reach
+        self._early: set[int] = set()  # the `id` of each optimizer that stepped before that
+        self._parameters: list[ReferenceType[Tensor]] = []  # dense parameters that get gradients from the batch
         self._awaits: bool | None = None  # the result of `awaits`; None: unknown
 
     def note(self, optimizer: Optimizer, *, early: bool) -> None:
-        """Record that an optimizer has stepped with the batch; `early`: before its last micro-batch was yielded."""
+        """Record an optimizer's step with the batch; `early` if the last micro-batch was not yielded yet."""
         (self._early if early else self.stepped).add(id(optimizer))
         if not isinstance(optimizer, TableOptimizer):
             self._optimizers.add(optimizer)
 
     def expect_backward(self, roots: Iterable[Any], rows: set[int]) -> None:
-        """Record the dense parameters that get gradients from these tensors; `rows`: the `id` of each row tensor."""
+        """Record the dense parameters that `roots` give gradients to; `rows` has the `id` of each row tensor."""
         self._parameters += [ref(leaf) for leaf in leaves_of(roots) if id(leaf) not in rows]
 
     def forget_awaited(self) -> None:
@@ -55,13 +55,13 @@ class DenseSteps:
         return self._awaits
 
     def find_waiting(self) -> list[Optimizer]:
-        """Return the dense optimizers that have stepped in the loop; if none has, those with gradients of the batch."""
+        """Return the optimizers that have stepped in the loop, or, if none has, those of the batch's parameters."""
         if self.any:
             return list(self._optimizers)
         return optimizers_of([found for held in self._parameters if (found := held()) is not None])
 
     def require_on_time(self) -> None:
-        """Raise ValueError if all optimizers that stepped with a step's last batch also stepped with an earlier one."""
+        """Raise ValueError if all optimizers that stepped with the last batch of a step also stepped before it."""
         if self.stepped and self.stepped <= self._early:
             raise ValueError(
                 "an optimizer stepped too early, before the last of the batches whose gradients are summed for a step; "
@@ -76,7 +76,7 @@ class DenseSteps:
             raise ValueError(
                 f"{batches} with gradients had no optimizer step, but other batches had one. To "
                 "sum the gradients of N batches before a step, use runtime.train(..., accumulate=N), which also sums "
-                "those of the rows; to skip a batch, do not call backward(), or set the gradients of "
+                "the rows' gradients; to skip a batch, do not call backward(), or set the gradients of "
                 "rows.parameters() to None"
             )
         if self.stepped:

@@ -45,8 +45,8 @@ def state_sha256(tables: Iterable[_Table], dense: DenseState, ranks: Ranks | Non
 
     Args:
         tables: The tables.
-        dense: The dense parameters, their optimizer state and the buffers; only those of rank 0 count.
-        ranks: The joined processes; None: this process is alone.
+        dense: The dense parameters, their optimizer state and the buffers; only rank 0's are used.
+        ranks: The ranks; None for a single process.
     """
     digest = StateDigest(host_threads())
     for table in sorted(tables, key=lambda table: table.name):
@@ -80,12 +80,12 @@ def add_table(digest: StateDigest, table: _Table, ranks: Ranks | None = None) ->
 
 
 def _ranges(rows: Any, length: int) -> Callable[[Sequence[int]], Iterable[Fetch]]:
-    """Return the function that yields ranges of an array of the host, or of a tensor."""
+    """Return a function that yields ranges of a host array or a tensor."""
     return partial(_device_ranges if isinstance(rows, torch.Tensor) else ranges_of, rows, length)
 
 
 def _device_ranges(rows: torch.Tensor, length: int, numbers: Sequence[int]) -> Iterator[Fetch]:
-    """Yield ranges that are copied to the host by this thread."""
+    """Yield ranges, which this thread copies to the host."""
     for number in numbers:
         yield partial(np.asarray, fetched(rows[number * length : (number + 1) * length]))
 

@@ -18,7 +18,7 @@ from hostdev.host.table import HostTable
 Rows = npt.NDArray[np.float32]
 Ids = npt.NDArray[Any]
 
-_PART = 1 << 16  # rows that are processed at a time
+_PART = 1 << 16  # rows to process at a time
 
 
 class EMA:
@@ -36,12 +36,12 @@ class EMA:
                 ...
 
     With a step's weights w, average <- decay * average + (1 - decay) * w; it starts as a copy of the weights. The
-    result is as if each step averaged all rows, but the averages of unchanged rows are computed when they are read. An
-    average takes rows x (8 x dim + 8) bytes of host memory. `update` reads the table, which finishes the body's batch.
+    averages of unchanged rows are computed when they are read, with the same result. An EMA takes
+    rows x (8 x dim + 8) bytes of host memory. `update` reads the table, which finishes the body's batch.
 
     Args:
         table: A HostTable or a DeviceTable.
-        decay: The share of the previous average in the next one, in [0, 1).
+        decay: The weight of the previous average, in [0, 1).
 
     Raises:
         UserError: There is not enough host memory.
@@ -54,8 +54,9 @@ class EMA:
             raise ValueError(f"table {table.name!r}: decay must be in [0, 1), not {decay!r}")
         if table.history is not None:
             raise ValueError(
-                f"table {table.name!r}: EMA follows the rows that steps write, but each step of {table.optimizer!r} "
-                "changes all rows; use an optimizer without weight_decay, or LazyAdam in place of Adam"
+                f"table {table.name!r}: EMA tracks only the rows that a step writes, but each step of "
+                f"{table.optimizer!r} changes all rows; use an optimizer without weight_decay, or LazyAdam in place "
+                "of Adam"
             )
         needed, free = table.rows * (8 * table.dim + 8), available_bytes()
         if needed > free:
@@ -111,7 +112,7 @@ class EMA:
 
     @property
     def weights(self) -> Rows:
-        """The averages of all rows: a copy, float32 [rows, dim]."""
+        """A copy of the averages of all rows, float32 [rows, dim]."""
         out = np.empty_like(self._rows)
         for start in range(0, len(out), _PART):
             part = np.arange(start, min(len(out), start + _PART))
@@ -120,10 +121,10 @@ class EMA:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """A context in which the averages replace the table's weights; its end restores the weights bit for bit.
+        """Replace the table's weights by the averages in a `with` block, whose end restores them bit for bit.
 
         The optimizer state does not change. With dtype="bfloat16" the averages are rounded to nearest. A checkpoint
-        saved within the context has the averages. Writes to the weights within the context are lost.
+        saved within the block has the averages. Writes to the weights within the block are lost.
 
         Raises:
             ValueError: The table cannot be written, for example with other ranks in a loop at depth > 0.
@@ -148,7 +149,7 @@ class EMA:
         return {"decay": self.decay, "steps": self.steps, **tensors}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # Any: as `state_dict` returns it
-        """Load the result of `state_dict`; raise ValueError if it is of a table of another shape."""
+        """Load the result of `state_dict`; raise ValueError if its table had another shape."""
         shape = list(state["rows"].shape)
         if shape != list(self._rows.shape):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Groups the tables of features, and converts a batch's ids, as the caller gives them, to flat ids without padding."""
+"""Groups tables by their features, and converts a batch's ids from the caller's form to flat ids without padding."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -43,17 +43,17 @@ def on_host(group: GroupSpec) -> bool:
 
 
 def resolve(features: Mapping[str, FeatureTables]) -> tuple[list[FeatureBinding], list[GroupSpec]]:
-    """Return the features with the indices of their tables, and the groups.
+    """Return the bindings of the features, and the groups of tables.
 
     Args:
-        features: For each name, a table, a tuple of tables, or a `Feature` of these.
+        features: A table, a tuple of tables, or a `Feature` of these, by feature name.
 
     Raises:
-        TypeError: A feature has something that is not a table.
-        ValueError: There is no feature, a feature has a table twice, or two tables have the same name.
+        TypeError: A feature has an object that is not a table.
+        ValueError: There are no features, a feature has a table twice, or two tables have the same name.
     """
     if not isinstance(features, Mapping) or not features:
-        raise ValueError("features must be a dict with a table, a tuple of tables or a hostdev.Feature for each name")
+        raise ValueError("features must be a dict from names to a table, a tuple of tables or a hostdev.Feature")
     specs = {str(name): value if isinstance(value, Feature) else Feature(value) for name, value in features.items()}
     users: dict[int, list[int]] = {}  # the numbers of each table's features
     tables: dict[int, Table] = {}
@@ -66,7 +66,7 @@ def resolve(features: Mapping[str, FeatureTables]) -> tuple[list[FeatureBinding]
     names = [table.name for table in tables.values()]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"several tables are named {twice[0]!r}; give each its own name, for digests and errors")
+        raise ValueError(f"several tables are named {twice[0]!r}; give each table a unique name")
     groups: dict[tuple[Any, ...], GroupSpec] = {}
     for key, table in tables.items():
         same = (table.primitive_target, table.total_rows, *users[key])
@@ -93,7 +93,7 @@ def require_seeds(groups: Sequence[GroupSpec], ranks: World | None) -> None:
         for name, seed in others.items():
             if seeds.get(name, seed) != seed:
                 raise UserError(
-                    f"table {name!r} has the seed {seed} on rank {rank}, and {seeds[name]} on rank {ranks.rank}; give "
+                    f"table {name!r} has the seed {seed} on rank {rank}, but {seeds[name]} on rank {ranks.rank}; give "
                     "all ranks the same seed=, since torch.manual_seed may differ between them"
                 )
 
@@ -123,7 +123,7 @@ class FeatureIds(NamedTuple):
     values: npt.NDArray[Any]  # int32 or int64 [N], C-contiguous, without padding
     offsets: Tensor | None  # int32 [B + 1], where each bag begins, and the end; None: one row per id
     weights: Tensor | None  # float32 [N]
-    shape: tuple[int, ...] | None  # shape of the given ids; None if their rows are pooled
+    shape: tuple[int, ...] | None  # shape of the caller's ids; None if their rows are pooled
     samples: int
 
     def copy(self) -> "FeatureIds":
@@ -133,7 +133,7 @@ class FeatureIds(NamedTuple):
 
 
 def read_ids(name: str, feature: Feature, given: FeatureInput) -> FeatureIds:
-    """Return the ids of a feature.
+    """Convert a feature's ids from the caller's form.
 
     Args:
         name: The feature's name, for messages.
@@ -241,7 +241,7 @@ def _weights(name: str, given: Any, shape: tuple[int, ...]) -> npt.NDArray[np.fl
     if array.dtype.kind not in "fiu":
         raise TypeError(f"feature {name!r}: weights must be numbers, not {array.dtype}")
     if array.shape != shape:
-        raise ValueError(f"feature {name!r}: weights have shape {list(array.shape)}, but ids {list(shape)}")
+        raise ValueError(f"feature {name!r}: weights have shape {list(array.shape)}, but ids have {list(shape)}")
     return np.require(array, np.float32, ["C", "W"]).reshape(-1)  # writable: torch warns about read-only arrays
 
 

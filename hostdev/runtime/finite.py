@@ -30,7 +30,7 @@ class Flags:
         """Check gradients of rows, without a device sync.
 
         Args:
-            grads: The gradients of each table's rows, float32 [U, D]; one too large for its optimizer sets `stop`.
+            grads: Each table's row gradients, float32 [U, D]; a value too large for the table's optimizer sets `stop`.
             tables: The table of each of `grads`.
             losses: For each loss of a `backward`, float32 []: 0 if the loss is finite, else NaN.
         """
@@ -68,7 +68,7 @@ class Flags:
 
 
 def _scale(table: Any) -> int:
-    """Return p for which a gradient too large for the table's optimizer overflows float32 when multiplied by 2**p."""
+    """Return p such that a gradient too large for the table's optimizer overflows float32 if multiplied by 2**p."""
     return 128 - math.floor(math.log2(table.optimizer.largest_gradient))
 
 

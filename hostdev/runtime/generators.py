@@ -15,13 +15,13 @@ class Generator(Protocol):
     name: str
 
     def state(self) -> Any:
-        """Return the state, which can be compared by `==`."""
+        """Return the state, which can be compared with `==`."""
 
     def restore(self, state: Any) -> None:
-        """Set a state that `state` has returned."""
+        """Set the generator to a state that `state` has returned."""
 
     def seed(self, seed: int) -> None:
-        """Restart from a seed of 64 bits."""
+        """Restart from a 64-bit seed."""
 
     def draw(self) -> None:
         """Draw one number, which changes the state."""
@@ -42,12 +42,12 @@ def get_generators(device: torch.device) -> list[Generator]:
 
 
 def torch_state(generator: torch.Generator) -> bytes:
-    """Return the state of one of torch's generators, comparable by `==`."""
+    """Return the state of one of torch's generators, comparable with `==`."""
     return generator.get_state().numpy().tobytes()
 
 
 def set_torch_state(generator: torch.Generator, state: bytes) -> None:
-    """Set a state that `torch_state` has returned."""
+    """Set a generator to a state that `torch_state` has returned."""
     generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
@@ -97,9 +97,9 @@ _WORDS = 625  # 32-bit words in a Mersenne Twister: 624 of its state, and the po
 class _NumPy:
     """The generator behind the functions of `numpy.random`.
 
-    NumPy takes 35 us to return its state as a dict, and as long to set it. This class copies the bit generator's
-    memory. NumPy draws normal values in pairs and holds the second one outside that memory, so the class gets the dict,
-    too, unless the memory is the same as when NumPy last held no such value.
+    NumPy takes 35 us to return its state as a dict, and as long to set it, so this class copies the bit generator's
+    memory instead. NumPy draws normal values in pairs and holds the second one outside that memory, so the class also
+    gets the dict, unless the memory is the same as when NumPy last held no such value.
     """
 
     name = "NumPy"

@@ -41,32 +41,32 @@ class RowsLoader(Generic[B]):
     Args:
         open: Returns a loop over the given batches.
         loader: A DataLoader or another iterable.
-        length: Number of batches of an epoch; None: `len(loader)`.
+        length: Number of batches per epoch; None for `len(loader)`.
 
     Raises:
         TypeError: The loader has no `len`, and no length is given. To find the last batch, a framework would read such
-            a loader one batch ahead, and so would ask for each batch before the previous one's step.
+            a loader one batch ahead, and so would request each batch before the previous batch's step.
     """
 
     def __init__(
         self,
         open: Callable[[Iterable[Any]], Loop[tuple[B, Rows]]],
-        loader: Iterable[Any],  # of any type; the loop yields B
+        loader: Iterable[Any],  # Any: the loop yields B
         length: int | None,
     ) -> None:
         self._open, self._loader, self._length = open, loader, length
         if length is None and _length(loader) is None:
             raise TypeError(
-                f"the loader, a {type(loader).__name__}, has no len(): give the number of batches of an epoch, length=N"
+                f"the loader, a {type(loader).__name__}, has no len(): pass length=N, the number of batches per epoch"
             )
         if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
             raise ValueError(f"length must be a number of batches, 1 or more, not {length!r}")
         self._loop: Loop[tuple[B, Rows]] | None = None
-        self._given = 0  # batches of the epoch so far, with those that were skipped
+        self._given = 0  # batches of the epoch so far, including skipped ones
         self._skip = 0  # batches that the next epoch skips
 
     def __len__(self) -> int:
-        """Return the number of batches of an epoch."""
+        """Return the number of batches per epoch."""
         return len(self._loader) if self._length is None else self._length  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[tuple[B, Rows]]:
@@ -98,7 +98,7 @@ class RowsLoader(Generic[B]):
             loop.close()
 
     def close(self) -> None:
-        """Close the epoch's loop if it is open: a framework does not close a loop that it abandons."""
+        """Close the epoch's loop if it is open, since frameworks do not close loops that they abandon."""
         if self._loop is not None:
             self._loop.close()
 
@@ -125,7 +125,7 @@ class TrainLoader(RowsLoader[B]):
         self._runtime = runtime
         self._has_warned = False
         if length is not None and length % accumulate and iter(loader) is loader:
-            raise ValueError(f"length={length} of an iterator must be a multiple of accumulate={accumulate}")
+            raise ValueError(f"with an iterator, length={length} must be a multiple of accumulate={accumulate}")
 
     def _begin(self) -> None:
         self._runtime.close_loaders()
@@ -146,7 +146,7 @@ class TrainLoader(RowsLoader[B]):
         return {"given": self._given % len(self), "steps": self._runtime.pipeline.steps}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Skip the checkpoint's batches in the next epoch; raise UserError if the tables are at another step."""
+        """Make the next epoch skip the batches before the checkpoint; raise UserError if the tables' step differs."""
         steps = self._runtime.pipeline.steps
         if state["steps"] != steps:
             raise UserError(
@@ -158,7 +158,7 @@ class TrainLoader(RowsLoader[B]):
 
 
 def close_loaders(loaders: Iterable[RowsLoader[Any]], kind: type[RowsLoader[Any]]) -> None:
-    """Close the loops of loaders of one kind, which frameworks may have left open."""
+    """Close the loops that frameworks may have left open, of all loaders of type `kind`."""
     for loader in list(loaders):
         if isinstance(loader, kind):
             loader.close()
@@ -211,12 +211,12 @@ class FrameworkLoaders:
         after the batch at which it saved.
 
         Args:
-            loader: As for `batches` of `train`.
+            loader: As `batches` of `train`.
             ids: As for `train`.
             send: As for `train`.
             accumulate: The trainer's number of batches per step, such as `accumulate_grad_batches`.
-            length: Number of batches of an epoch; None: `len(loader)`. An iterator continues in each epoch where
-                the previous one ended.
+            length: Number of batches per epoch; None for `len(loader)`. An iterator continues in each epoch where the
+                previous epoch ended.
 
         Raises:
             TypeError: The loader has no `len`, and no length is given.
@@ -252,16 +252,16 @@ class FrameworkLoaders:
         self.loaders.add(made)
         return made
 
-    def close_loaders(self, kind: type[RowsLoader[Any]] = RowsLoader) -> None:  # Any: of whatever batches
-        """Close the loops of all loaders, or of one kind, which frameworks may have left open."""
+    def close_loaders(self, kind: type[RowsLoader[Any]] = RowsLoader) -> None:  # Any: any batches
+        """Close the loops that frameworks may have left open, of all loaders or those of type `kind`."""
         close_loaders(self.loaders, kind)
 
     def __copy__(self) -> "FrameworkLoaders":
-        """Return itself: a copy of a module that holds a runtime shares the runtime and its tables."""
+        """Return the runtime itself: copies of a module that holds a runtime share its tables."""
         return self
 
     def __deepcopy__(self, memo: dict[int, object]) -> "FrameworkLoaders":
-        """Return itself, as `__copy__` does."""
+        """Return the runtime itself, as `__copy__` does."""
         return self
 
     def __reduce__(self) -> str:

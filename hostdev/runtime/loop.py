@@ -37,9 +37,9 @@ class TrainLoop(Loop[Item]):
     When the loop asks for the next batch, the gradients of the rows are applied to the tables in the background; a
     batch without gradients is skipped and changes nothing.
 
-    If dense optimizers step in the loop, the tables are updated with each batch in which one has stepped. Otherwise
-    they are updated at the end of each body in which `backward` has run, whether the loop continues, is left by `break`
-    or is closed. A body that raises an exception has not reached its end, and changes nothing.
+    If dense optimizers step in the loop, the tables are updated with each batch in which an optimizer has stepped.
+    Otherwise they are updated at the end of each body in which `backward` has run, whether the loop continues, is left
+    by `break` or is closed. A body that raises an exception has not reached its end, and changes nothing.
     """
 
     _is_training = True
@@ -47,12 +47,12 @@ class TrainLoop(Loop[Item]):
     def __init__(
         self,
         runtime: Any,  # a `Runtime`, whose module imports this one
-        batches: Iterable[Any],  # of any type, as `Item` is
+        batches: Iterable[Any],  # of any type, like `Item`
         reader: Reader,
         micro_batches: int = 0,
         *,
         reduce_early: bool = False,
-        **reading: Any,  # of `Loop`
+        **reading: Any,  # options of `Loop`
     ) -> None:
         self._flags = Flags(runtime.device)
         super().__init__(runtime, batches, reader, flags=self._flags, **reading)
@@ -69,7 +69,7 @@ class TrainLoop(Loop[Item]):
 
     @property
     def thread(self) -> int:
-        """The loop's thread."""
+        """The identifier of the loop's thread."""
         return self.watcher.thread
 
     def clipping_rows(self) -> "TrainLoop[Item]":
@@ -98,7 +98,7 @@ class TrainLoop(Loop[Item]):
         return super()._find_place(reading) or loaded
 
     def _open_pass(self) -> Any:
-        """Open a pass over the remaining batches, or over only the first one if gradients of an earlier loop wait."""
+        """Open a pass over the remaining batches, or over only the first one if an earlier loop's gradients wait."""
         requests: Iterator[Request] = self._wanted
         self.watcher.first = first = self._runtime.loops.carried.first_batch()
         if first is not None:
@@ -185,7 +185,7 @@ class TrainLoop(Loop[Item]):
         self.watcher.forget_gradients()
 
     def submit(self) -> None:
-        """Finish the body's batch now if it has been stepped, and wait for all updates, so that readers see them."""
+        """Finish the body's batch if an optimizer has stepped with it, and wait until readers see all updates."""
         self.watcher.require_thread()
         try:
             with torch.inference_mode(False):  # as in `__next__`
@@ -213,7 +213,8 @@ class TrainLoop(Loop[Item]):
     def _end_batch(self, *, closing: bool = False) -> None:
         if any(leaf.grads() for leaf in self._late):
             raise ValueError(
-                "a batch got gradients after an evaluation or a read of its tables finished it; call backward() earlier"
+                "a batch got gradients after an evaluation or a read of its tables had finished it; call backward() "
+                "first"
             )
         self._late = []
         batch, runtime, watcher = self._batch, self._runtime, self.watcher
@@ -256,7 +257,7 @@ class TrainLoop(Loop[Item]):
         carried.keep(Pending(left, optimizers, carried.apply, scaler))
 
 
-AnyTrainLoop: TypeAlias = TrainLoop[Any]  # of batches of any type
+AnyTrainLoop: TypeAlias = TrainLoop[Any]  # with batches of any type
 AnyPredictLoop: TypeAlias = PredictLoop[Any]
 
 trained: WeakKeyDictionary[Table, ReferenceType[AnyTrainLoop]] = WeakKeyDictionary()  # the open loop of each table

@@ -23,16 +23,16 @@ class LossScaling:
         self._origin: scaling.Origin | None = None  # None: no loss was scaled
         self._overflow: Tensor | None = None  # float32 []: not 0 if divided gradients are not finite
         self.is_unscaled = False
-        self._by_optimizer = False  # whether a scaler divided them as those of `Runtime.optimizer`
+        self._by_optimizer = False  # whether a scaler divided them through `Runtime.optimizer`
 
     @property
     def has_scaled(self) -> bool:
-        """Whether rows have gradients of scaled losses."""
+        """Whether rows have gradients from scaled losses."""
         return self._origin is not None and self._origin.has_scaled
 
     @property
     def waiting_scaler(self) -> GradScaler | None:
-        """The scaler that has yet to divide the gradients."""
+        """The scaler that has yet to divide the gradients, if any."""
         scaled = scaling.scaler_since(self._since) if self.has_scaled and not self.is_unscaled else None
         return None if scaled is None else scaled[0]
 
@@ -46,7 +46,7 @@ class LossScaling:
         self._origin.expect(losses)
 
     def is_scaled(self) -> bool:
-        """Return whether the gradients are of scaled losses; raise ValueError if only some are."""
+        """Return whether the gradients come from scaled losses; raise ValueError if only some do."""
         return self._origin is not None and self._origin.is_scaled()
 
     def forget_gradients(self) -> None:
@@ -56,7 +56,7 @@ class LossScaling:
         self._by_optimizer = False
 
     def unscale(self, scaler: GradScaler) -> dict[torch.device, Tensor]:
-        """Divide the rows' gradients once; return, by device, float32 []: not 0 if some gradients are not finite."""
+        """Unscale the rows' gradients, only once; return float32 [] by device, not 0 if a gradient is not finite."""
         if self.is_unscaled or not self.is_scaled():
             return {}
         scaled = scaling.scaler_since(self._since)
@@ -72,13 +72,13 @@ class LossScaling:
         return {self._device: found}
 
     def require_scaled_alike(self) -> None:
-        """Raise ValueError if only some gradients are of scaled losses, or if ranks exchange such gradients."""
+        """Raise ValueError if only some gradients come from scaled losses, or if ranks exchange such gradients."""
         if self.is_scaled():
             self._require_alone()
 
     def rows_unscaled(self, found: dict[torch.device, Tensor]) -> None:
-        """Record that a scaler has divided the gradients of `Runtime.optimizer`; complete the scaler's `found`."""
-        if not found:  # they were already divided, or there are none
+        """Record that a scaler has unscaled `Runtime.optimizer`; complete the scaler's record, `found`."""
+        if not found:  # the gradients were already divided, or there are none
             found[self._device] = self._scalar(0.0) if self._overflow is None else self._overflow.to(self._device)
         self.is_unscaled = self._by_optimizer = True
         for wrong in found.values():
@@ -89,10 +89,10 @@ class LossScaling:
         self._overflow = found if self._overflow is None else self._overflow + found.to(self._overflow.device)
 
     def skips_step(self, owner: object) -> bool:
-        """Divide the gradients if no scaler has done so yet; return whether the step is skipped.
+        """Unscale the gradients if no scaler has done so yet; return whether the step is skipped.
 
         Args:
-            owner: An object that stands for an optimizer in the scaler's record.
+            owner: An object that represents an optimizer in the scaler's record.
         """
         scaled = scaling.scaler_since(self._since) if self.is_scaled() else None
         if scaled is not None:

@@ -1,4 +1,4 @@
-"""The open loops of a runtime, and which loop trains which table."""
+"""A runtime's open loops, and the record of which loop trains which table."""
 
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -19,7 +19,7 @@ from hostdev.runtime.watcher import TrainWatcher
 
 
 class AbandonedLoopError(RuntimeError):
-    """The end of a loop failed after the program had left the loop; `__cause__` is the error."""
+    """An error in a loop that the program had already left; `__cause__` is the original error."""
 
 
 class Loops:
@@ -27,10 +27,10 @@ class Loops:
 
     Args:
         groups: The groups of tables.
-        pipeline: Looks the rows up and updates them.
+        pipeline: Looks up and updates the rows.
         settings: The tables' settings.
-        access: The tables' owner while a loop is open, which is called at each read and write.
-        loaders: The loaders of frameworks, whose loops may be open.
+        access: The `Owner` of the tables while a loop is open; called at each read and write.
+        loaders: The loaders of frameworks' trainers, whose loops may be open.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class Loops:
         self._pipeline, self._access, self._loaders = pipeline, access, loaders
         self.carried = CarriedGradients(groups, pipeline, settings)
         self.iterators = Iterators()
-        self.predicting = 0  # open loops over `predict`
-        self._predict_loops: WeakSet[AnyPredictLoop] = WeakSet()  # the open ones, and some that are over
-        self._open: ReferenceType[AnyTrainLoop] | None = None  # weak: a loop ends when nobody holds it
+        self.predicting = 0  # number of open loops over `predict`
+        self._predict_loops: WeakSet[AnyPredictLoop] = WeakSet()  # open loops, and some that are over
+        self._open: ReferenceType[AnyTrainLoop] | None = None  # weak, so that a loop ends when nothing refers to it
         self._late: BaseException | None = None  # the error of a deleted loop
 
     @property
@@ -57,7 +57,7 @@ class Loops:
 
     @property
     def place(self) -> Place | None:
-        """The position of the open loop over `train` in its batches; else that of the last loop in its iterator."""
+        """The position of the open loop over `train` in its batches, or of the last such loop in its iterator."""
         loop = self.training
         return self.iterators.place if loop is None else loop.place
 
@@ -68,11 +68,11 @@ class Loops:
         return None if loop is None else loop.watcher
 
     def step_pending(self) -> bool:
-        """Apply the gradients that wait for a step after a loop; return whether there were any."""
+        """Apply the gradients that a loop left without a step; return whether there were any."""
         return self.carried.step()
 
     def drop_gradients(self) -> None:
-        """Forget the gradients of the batch's rows and those that wait for a step."""
+        """Drop the gradients of the body's batch, and gradients that wait for a step."""
         self.carried.drop()
         if (loop := self.training) is not None:
             loop.drop_gradients()
@@ -162,7 +162,7 @@ class Loops:
         self.iterators.clear()
 
     def _close_abandoned(self, *, but: AnyTrainLoop | None = None) -> None:
-        """Close loops, except `but`, that are finished or left by an error: a notebook's traceback may hold them."""
+        """Close loops, except `but`, that are finished or that an error left; a traceback may keep them alive."""
         training = [trained_by(table) for table in self._tables.values()]
         for loop in [*training, *self._predict_loops]:
             if loop is not None and (loop.is_abandoned or loop.is_finished) and loop is not but:

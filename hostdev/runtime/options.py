@@ -1,4 +1,4 @@
-"""Types of the options of `Runtime.train` and `Runtime.predict`."""
+"""Types of the options for `Runtime.train` and `Runtime.predict`."""
 
 from collections.abc import Callable, Iterable
 from typing import Literal, TypeAlias, TypedDict, TypeVar

@@ -28,7 +28,7 @@ _LONGEST = 64  # items; longer containers are not searched
 
 
 class Draw(NamedTuple):
-    """The loader's draws from a generator for a prefetched batch; a loop that gets the batch later repeats them."""
+    """The loader's draws from a generator for a prefetched batch; a later loop that gets the batch repeats them."""
 
     generator: Any
     before: bytes  # the generator's state
@@ -49,8 +49,8 @@ class OwnGenerators:
             deque()
         )  # for each prefetched batch: the states, before its read, of the generators that it drew from
         self._is_first = True
-        self._read: set[int] = set()  # those that a read drew from; the first read, which is not ahead, does not count
-        self._elsewhere: set[int] = set()  # those that other code drew from between two reads
+        self._read: set[int] = set()  # that a read drew from; the first read, which is not ahead, does not count
+        self._elsewhere: set[int] = set()  # that other code drew from between two reads
 
     def before_read(self) -> None:
         """Record which generators other code has drawn from since the last read; raise ValueError for a shared one."""
@@ -120,8 +120,8 @@ def repeat(draws: list[Draw]) -> None:
 
 _SHARED = (
     "the loader, `ids` or `send` draws from the same {1} as {0}, and the loop reads ahead: the order of the draws "
-    "would depend on the depth. Give each its own generator, draw from the global ones, or use read_ahead=0, with "
-    "which a loop that does not accumulate reads nothing ahead"
+    "would depend on the depth. Give each its own generator, draw from the global ones, or use read_ahead=0, "
+    "which disables reading ahead in loops that do not accumulate"
 )
 
 
@@ -153,7 +153,7 @@ def _is_global(generator: Any) -> bool:
 
 
 def _referred(thing: Any) -> list[Any]:
-    """Return those objects that an object refers to and that may have a generator."""
+    """Return the objects that an object refers to and that may have a generator."""
     if thing is None or isinstance(thing, _LEAVES):
         return []
     if isinstance(thing, dict):

@@ -1,4 +1,4 @@
-"""Lookups of some of a runtime's features, such as those of one tower."""
+"""Lookups of only some of a runtime's features, for example one tower's."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
@@ -14,10 +14,10 @@ _NONE = np.empty(0, np.int64)
 
 
 def some_features(names: Iterable[str], bindings: Sequence[FeatureBinding], stacks: Sequence[Stack]) -> list[str]:
-    """Return the names of features and stacks as a list, each once.
+    """Return the names of features and stacks as a list without duplicates.
 
     Raises:
-        ValueError: There are no names, the runtime lacks one, or one is that of a feature in a stack.
+        ValueError: There are no names, a name is unknown, or it names a feature that is in a stack.
     """
     chosen = list(dict.fromkeys([names] if isinstance(names, str) else names))
     stacked = {bindings[number].name for stack in stacks for number in stack.features}
@@ -25,7 +25,7 @@ def some_features(names: Iterable[str], bindings: Sequence[FeatureBinding], stac
     unknown = [name for name in chosen if name not in known]
     if unknown or not chosen:
         what = f"no feature {unknown[0]!r}" if unknown else "no features are given"
-        raise ValueError(f"{what}; there are {', '.join(known)}")
+        raise ValueError(f"{what}; the features are {', '.join(known)}")
     return chosen
 
 
@@ -39,7 +39,7 @@ def get_ids_of_some(
 
     Args:
         chosen: The names of features and stacks.
-        ids: Returns all ids of a batch; None if the batches are dicts that have them.
+        ids: Returns all ids of a batch; None if batches are dicts that have them.
         bindings: The bindings of the runtime's features.
         stacks: The runtime's stacks.
     """

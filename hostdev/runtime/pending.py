@@ -1,9 +1,9 @@
-"""Gradients of rows that wait for a step, after a loop ended between `backward` and the optimizer's step.
+"""Gradients of rows that wait for a step because a loop ended between `backward` and the optimizer's step.
 
-The dense parameters keep such gradients in `.grad`: they count in the next step, unless `zero_grad` is called first.
-The gradients of the rows count in the same step. The next loop adds these rows to its first batch, which is alone in
-the pipeline. When that batch's first gradients arrive, the loop checks whether the dense parameters still have the
-earlier ones.
+The dense parameters keep such gradients in `.grad`, and the next step uses them, unless `zero_grad` is called first.
+The same step uses the gradients of the rows. The next loop adds these rows to its first batch, which is alone in the
+pipeline. When that batch's first gradients arrive, the loop checks whether the dense parameters still have the earlier
+gradients.
 """
 
 import threading
@@ -33,7 +33,7 @@ class GroupGradients(NamedTuple):
     """Gradients of some rows of a group's tables."""
 
     ids: Ids  # int32 or int64 [P], unique
-    grads: list[Tensor | None]  # for each table, float32 [P, D] on the device; None: it has no gradient
+    grads: list[Tensor | None]  # for each table, float32 [P, D] on the device; None without a gradient
 
 
 class _Held(NamedTuple):
@@ -45,7 +45,7 @@ class _Held(NamedTuple):
     version: int  # torch's count of writes to `grad`; -1: `grad` was all 0
 
     def is_gone(self) -> bool:
-        """Return whether `zero_grad` has removed the gradient, or set it to 0 (with `set_to_none=False`)."""
+        """Return whether `zero_grad` has removed the gradient or, with `set_to_none=False`, set it to 0."""
         return self.parameter.grad is not self.grad or (
             self.version not in (-1, self.grad._version) and not self.grad.any()
         )
@@ -56,7 +56,7 @@ class Pending:
 
     Args:
         groups: The gradients by group of tables, in the runtime's order.
-        optimizers: The dense optimizers that have gradients of the same batches; empty if there are none.
+        optimizers: The dense optimizers that have gradients from the same batches; may be empty.
         apply: Takes a step with these gradients alone.
         scaler: The scaler that has multiplied the losses; it divides these gradients together with the dense ones.
     """
@@ -79,7 +79,7 @@ class Pending:
         self.thread = threading.get_ident()
 
     def is_kept(self) -> bool:
-        """Return whether the gradients still count: they were not dropped, and the dense gradients still exist."""
+        """Return whether the gradients still apply: they were not dropped, and the dense gradients still exist."""
         if any(one.is_gone() for one in self._held):
             self._dropped = True
         return not self._dropped
@@ -89,13 +89,13 @@ class Pending:
         self._dropped = True
 
     def added_to(self, request: Request) -> Request:
-        """Return the request, extended by the ids of these rows."""
+        """Return the request, extended with the ids of these rows."""
         return request._replace(
             ids=[join_ids(own, rows.ids) for own, rows in zip(request.ids, self.groups, strict=True)]
         )
 
     def add_to(self, leaves: Sequence[Sequence[RowParameter]], places: Sequence[Tensor]) -> None:
-        """Add the gradients to those of a batch whose request was extended by these rows.
+        """Add the gradients to those of a batch whose request was extended with these rows.
 
         Args:
             leaves: The batch's rows, by group and by table.
@@ -117,7 +117,7 @@ class Pending:
             self._apply(self)
 
     def is_scaled(self) -> bool:
-        """Return whether the gradients are of scaled losses; see `scaling.Scaled`."""
+        """Return whether the gradients come from scaled losses; see `scaling.Scaled`."""
         return self._scaler is not None
 
     def unscale(self, scaler: GradScaler) -> dict[torch.device, Tensor]:
@@ -134,7 +134,7 @@ class Pending:
 
 
 def join_ids(own: Sequence[Ids], pending: Ids) -> list[Ids]:
-    """Return a batch's ids of a group and those that wait, all of one dtype that holds both."""
+    """Return a group's ids in a batch, then the pending ids, all in one dtype that holds both."""
     if not own:
         return [pending]
     dtype = own[0].dtype
@@ -149,13 +149,13 @@ def gradients_left(
     uses: Sequence[Sequence[GroupUses]],
     more: Sequence[Tensor] | None,
 ) -> list[GroupGradients]:
-    """Take the gradients of a batch that the loop left without a step.
+    """Take the rows' gradients of a batch that the loop left without a step.
 
     Args:
         flight: The batch.
         leaves: The batch's rows, by group and by table.
-        uses: For each yielded batch of the loader, the occurrences by group; rows that do not occur are left out.
-        more: For each group, positions of further rows with gradients; None: there are none.
+        uses: For each batch that the loop yielded, the occurrences by group; rows that do not occur are left out.
+        more: For each group, positions of further rows with gradients; None if there are none.
     """
     left = []
     for number, (part, group) in enumerate(zip(flight.groups, leaves, strict=True)):
@@ -176,8 +176,8 @@ class FirstBatch:
     """The first batch of a loop that opens while gradients wait for a step; it also looks up their rows.
 
     The values of pending rows that the batch does not use itself are kept until it is known whether the pending
-    gradients count. If they do not, the values are restored after the step: an optimizer changes even a row whose
-    gradient is 0.
+    gradients apply. If they do not, the values are restored after the step, because an optimizer changes even a row
+    whose gradient is 0.
 
     Args:
         pending: The gradients.
@@ -190,25 +190,25 @@ class FirstBatch:
         self, pending: Pending, tables: Sequence[Sequence[Any]], pipeline: Any, done: Callable[[Pending], None]
     ) -> None:
         self.pending, self._tables, self._pipeline, self._done = pending, tables, pipeline, done
-        self.counts: bool | None = None  # whether the pending gradients count; None: unknown
+        self.counts: bool | None = None  # whether the pending gradients apply; None: unknown
         self._before: list[tuple[Any, Ids, Any, Any]] = []
 
     def request(self, request: Request) -> Request:
-        """Return the request, extended by the pending rows' ids; keep the values of those that only these ids use."""
+        """Extend the request with the pending rows' ids; keep the values of rows that the batch does not use itself."""
         for group, own, rows in zip(self._tables, request.ids, self.pending.groups, strict=True):
             ids = rows.ids[~np.isin(rows.ids, np.concatenate(own))] if own else rows.ids
             self._before += [(table, ids, *_read(table, ids)) for table in group if len(ids)]
         return self.pending.added_to(request)
 
     def came(self, leaves: Sequence[Sequence[RowParameter]], inverses: Sequence[Tensor]) -> None:
-        """At the batch's first gradients, decide whether the pending gradients count; if so, add them."""
+        """At the batch's first gradients, decide whether the pending gradients apply; if so, add them."""
         if self.counts is None:
             self.counts = self.pending.is_kept()
             if self.counts:
                 self.pending.add_to(leaves, self.places(inverses))
 
     def places(self, inverses: Sequence[Tensor]) -> list[Tensor]:
-        """Return, by group, the positions of the pending rows, whose ids end the request, among the batch's rows."""
+        """Return, by group, the positions of the pending rows in the batch; their ids are the last of the request."""
         groups = self.pending.groups
         return [at[len(at) - len(rows.ids) :] for at, rows in zip(inverses, groups, strict=True)]
 

@@ -59,7 +59,7 @@ def cache_specs(
 def make_cache(
     group: GroupSpec, spec: CacheSpec | None, device: torch.device, ranks: Ranks | None, log: OpLog | None
 ) -> EmbeddingCache | None:
-    """Return a group's cache; None without a `CacheSpec`."""
+    """Return a group's cache, or None without a `CacheSpec`."""
     if spec is None:
         return None
     counts = spec.counts

@@ -1,13 +1,13 @@
-"""Random numbers for reading: a loader, `ids` and `send` draw the same ones from global generators at any depth.
+"""Random streams for reading: a loader, `ids` and `send` draw the same numbers at any depth.
 
 A loop reads ahead of its body, and both may draw from the same global generator: torch's, NumPy's, Python's `random`,
 or the device's. The order of their draws would depend on how far ahead the loop reads. So each batch is read with its
 own streams: the global generators are seeded by (their state when the loop began, the number of the batch), and their
-states are restored afterwards. The draws of reading a batch are then a function of the global seeds and of the batch's
-number. They do not depend on depth, caches, or the process that reads the batch.
+states are restored afterwards. A read's draws then depend only on the global seeds and the batch's number, not on
+depth, caches, or the process that reads the batch.
 
-The first `next` of a new iterator draws from the global generators as they are: a `DataLoader` that shuffles takes its
-seed there, the same one as in a loop of plain torch.
+The first `next` of a new iterator draws from the global generators directly: a `DataLoader` that shuffles takes its
+seed there, the same one as in a plain torch loop.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,17 +42,17 @@ class Place(NamedTuple):
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "Place":
-        """Return the position that `to_state` has described."""
+        """Return the position from the result of `to_state`."""
         seeds = {name: int(seed) for name, seed in state["seeds"].items()}
         return cls(seeds, state["position"], tuple(state["advanced"]))
 
 
 class RandomStreams:
-    """The random streams of one loader's batches, which are numbered.
+    """The random streams of a loader's batches, by batch number.
 
     Args:
         device: The runtime's device, whose generator counts as a global one.
-        place: Where an earlier loop over the same batches ended, or a checkpoint's position; None: a new sequence.
+        place: Where an earlier loop over the same batches ended, or a checkpoint's position; None for a new sequence.
         stride: Number of batches of a step, over all processes.
         each: Number of consecutive batches of a step that this process reads.
         first: Number of a step's batches that precede these and are read by other processes.
@@ -81,7 +81,7 @@ class RandomStreams:
 
     @contextmanager
     def reading(self, position: int) -> Iterator[list[str]]:
-        """A context in which a batch is read with its own streams.
+        """Seed the generators with a batch's own streams in a `with` block, which reads the batch.
 
         Args:
             position: The number of batches before it in this process's sequence.
@@ -107,9 +107,9 @@ class RandomStreams:
                 one.restore(state)
 
     def give(self, drew: Sequence[str]) -> None:
-        """Count a batch as yielded; reading it drew from the generators of these names.
+        """Count a batch as yielded; `drew` has the names of the generators that reading it drew from.
 
-        At its first use a generator is advanced by one number, so that the next loop begins from another state.
+        At its first use, a generator is advanced by one number, so that the next loop begins from another state.
         """
         self._given += 1
         for one in self._generators:
@@ -123,8 +123,8 @@ def make_streams(device: torch.device, ranks: Ranks | None, place: Place | None,
 
     Args:
         device: The runtime's device.
-        ranks: The joined processes, each of which reads its share of a step's batches; None: this process is alone.
-        place: The position at which the batches continue; None: they begin.
+        ranks: The ranks, each of which reads its share of a step's batches; None for a single process.
+        place: The position at which the batches continue; None at the beginning.
         each: Number of batches of a step that this process reads.
     """
     share, shares = (ranks or ALONE_WORLD).share()

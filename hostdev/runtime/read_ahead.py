@@ -9,7 +9,7 @@ from typing import Any
 from hostdev.runtime.own_generators import Draw
 from hostdev.runtime.random_streams import Place, RandomStreams
 
-_OWN_REFERENCES = 2  # to the iterator: the field, and the argument of the counting call
+_OWN_REFERENCES = 2  # references to the iterator: the field, and the argument of the counting call
 
 
 class ReadAhead:
@@ -35,11 +35,11 @@ class ReadAhead:
 
     @property
     def place(self) -> Place | None:
-        """The position of the last loop over it, for the random streams."""
+        """The position of the last loop over the iterator, for the random streams."""
         return None if self.streams is None else self.streams.place
 
     def batches(self) -> Iterator[Any]:
-        """Yield the kept batches, then those of the iterator; a later call ends an earlier one."""
+        """Yield the kept batches, then the iterator's; a later call ends an earlier one."""
         with self._reading:
             again = deque(self._kept)
             self._readers += 1
@@ -69,7 +69,7 @@ class Iterators:
 
     def __init__(self) -> None:
         self._held: list[ReadAhead] = []
-        self._last: ReadAhead | None = None  # that of the last loop over `train`
+        self._last: ReadAhead | None = None  # the one of the last loop over `train`
         self._loaded: Place | None = None  # a loaded checkpoint's position
 
     def get(self, source: Iterator[Any], *, train: bool) -> ReadAhead:
@@ -95,7 +95,7 @@ class Iterators:
 
     @property
     def place(self) -> Place | None:
-        """The position at which the last loop over `train` left an iterator."""
+        """The position where the last loop over `train` left its iterator."""
         return None if self._last is None else self._last.place
 
     def continue_at(self, place: Place | None) -> None:

@@ -1,9 +1,9 @@
-"""Reads a loop's loader: the program's own code gives the same results at any depth, or an error is raised.
+"""Reads a loop's loader so that the program's code gives the same results at any depth, or raises an error.
 
-The loader, `ids` and `send` are the program's code. They run in the loop's thread, but ahead of the body. Each
-consequence has its module: random numbers (`random_streams`, `own_generators`), reused memory (`refills`), prefetched
-batches that a loop did not use (`read_ahead`), and accelerate's state. A batch passes all of them here, when it is read
-and when the loop yields it.
+The loader, `ids` and `send` are the program's code. They run in the loop's thread, but ahead of the body. Each problem
+that this causes has its own module: random numbers (`random_streams`, `own_generators`), reused memory (`refills`),
+prefetched batches that a loop did not use (`read_ahead`), and accelerate's state (`frameworks.accelerate`). This module
+calls them when a batch is read and when the loop yields it.
 """
 
 from collections import deque
@@ -23,9 +23,9 @@ class Reading:
     """The batches of one loop, from its loader to its body.
 
     Args:
-        batches: The loader, which is started here.
+        batches: The loader, whose iterator is created here.
         program: The other functions that are called for each batch: `ids` and `send`.
-        keep: Returns the record of an iterator, with which another loop may continue after this one.
+        keep: Returns the record of an iterator, from which a later loop may continue.
     """
 
     def __init__(
@@ -35,10 +35,10 @@ class Reading:
         self.kept = kept = keep(source) if source is batches else None
         self._repeated = deque[list[Draw]]() if kept is None else kept.draws.copy()  # draws to repeat
         self._streams: RandomStreams | None = None
-        self._in_flight: InFlight | None = None  # None: each batch is read after the previous one was yielded
+        self._in_flight: InFlight | None = None  # None: a batch is read after the previous one was yielded
         self._own: OwnGenerators | None = None
         self._states: accelerate.States | None = None
-        self._drew: deque[Sequence[str]] = deque()  # the global generators that reading each batch drew from
+        self._drew: deque[Sequence[str]] = deque()  # for each prefetched batch, the global generators that it drew from
         self._roots = batches, *program
         self._source = source if kept is None else kept.batches()
         if accelerate.is_imported():
@@ -73,7 +73,7 @@ class Reading:
 
     @contextmanager
     def batch(self, number: int) -> Iterator[list[Any]]:
-        """A context in which the next batch is read, and the program's functions are called with it.
+        """Read the next batch for a `with` block, which calls the program's functions with it.
 
         Args:
             number: Number of batches that were read before it.
@@ -104,7 +104,7 @@ class Reading:
         streams = self._streams
         position = 0 if streams is None else streams.start + number
         is_first = streams is not None and streams.is_new and not number  # draws as a plain torch loop does
-        with nullcontext() if self._in_flight is None or not number else reading_ahead():  # the first is not ahead
+        with nullcontext() if self._in_flight is None or not number else reading_ahead():  # the first is not read ahead
             held = self._next() if is_first else []
             if is_first and not held:
                 yield held, ()

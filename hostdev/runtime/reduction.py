@@ -1,4 +1,4 @@
-"""Sums the gradients of a step's micro-batches, for rows and dense parameters, in the order of a tree."""
+"""Sums of the gradients of a step's micro-batches, for rows and dense parameters, in the order of a tree."""
 
 from collections.abc import Iterable, Sequence
 
@@ -17,13 +17,13 @@ from hostdev.runtime.row_parameter import RowParameter
 
 
 class Reduction:
-    """The sums over those micro-batches of a step that are finished.
+    """The gradient sums over a step's finished micro-batches.
 
     Args:
-        leaves: The unique rows of every table.
-        count: Number of micro-batches of the step on each rank.
-        flags: The flags that stop a step that is not finite.
-        ranks: The processes that have the other micro-batches; None: this process has all.
+        leaves: The unique rows of each table.
+        count: Number of the step's micro-batches on each rank.
+        flags: The flags that stop non-finite steps.
+        ranks: The ranks that have the other micro-batches; None if this process has all.
         dense: Exchanges the gradients of parameters with other ranks.
         flight: The step's batch.
         losses: For each loss of a `backward`, float32 []: 0 if the loss is finite, else NaN.
@@ -46,7 +46,7 @@ class Reduction:
         self._rows: TreeSum[Grads] = TreeSum(add_lists)
         self._dense: TreeSum[Grads] = TreeSum(add_lists)
         self._first = 0 if ranks is None else ranks.share()[0] * count
-        self._rows_come: dict[int, Grads] = {}  # the rows' gradients by micro-batch, which may end out of order
+        self._rows_come: dict[int, Grads] = {}  # the rows' gradients by micro-batch, which may finish out of order
         self._next = self._first
         self._parameters: list[Tensor] = []
         self._values: list[Tensor | None] = []
@@ -63,11 +63,11 @@ class Reduction:
         return self._ranks is None and reduced and self._next >= self.count
 
     def require_sums(self, *, reduced: bool) -> None:
-        """Raise ValueError if this process does not yet have the step's gradients of the rows, or never gets them."""
+        """Raise ValueError if this process does not have the step's summed gradients of the rows."""
         if self._ranks is not None:
             raise ValueError(
-                "each rank sums the gradients of its own rows, so no rank has the norm of all: with ranks, "
-                "clip model.parameters() alone"
+                "each rank has only the gradients of its own rows, so none can compute the total norm: "
+                "with ranks, clip only model.parameters()"
             )
         if not self.has_sums(reduced=reduced):
             raise ValueError(
@@ -76,7 +76,7 @@ class Reduction:
 
     @property
     def has_rows(self) -> bool:
-        """Whether the rows of some table have gradients, on any rank."""
+        """Whether any table's rows have gradients, on any rank."""
         return any(part is not None for part in self.parts)
 
     def add(self, parameters: Iterable[Tensor], values: Tensor | None) -> Tensor | None:
@@ -84,7 +84,7 @@ class Reduction:
         given = list(parameters)
         if self._values and [id(one) for one in given] != [id(one) for one in self._parameters]:
             raise ValueError(
-                "reduce() was given different parameters for micro-batches of the same step; give the same each time"
+                "reduce() was given different parameters for micro-batches of the same step; pass the same each time"
             )
         self._parameters = given
         if values is not None and values.ndim > 1:
@@ -127,7 +127,7 @@ class Reduction:
         return self._exchanged(self._ranks, dense, dense.put_nodes(nodes))
 
     def _to_ranks(self, ranks: Ranks) -> Tensor | None:
-        """Give all ranks the sums of the parameters' gradients, and prepare the rows' gradients for sending."""
+        """Sum the parameters' gradients over all ranks, and prepare the rows' gradients for sending."""
         trained = [one for one in self._parameters if one.requires_grad]
         if self._exchange.is_of_all and self._exchange.is_new(trained):
             ranks.agree("parameters", "the first rows.reduce()", alike.get_parameters(trained))
@@ -163,7 +163,7 @@ class Reduction:
         pairs = [pair for node in rows for pair in zip(node.value or (), self._leaves, strict=False)]
         found = [(part, leaf.table) for part, leaf in pairs if part is not None]
         flag = self._flags.stop
-        if found:  # the sums show whether the dense side's gradients are finite
+        if found:  # the sums show whether the dense gradients are finite
             parts, tables = zip(*found, strict=True)
             self._flags.check(parts, tables, self._losses)
         self.parts = [
@@ -189,7 +189,7 @@ class Reduction:
 
 
 def _largest(channel: Channel, telling: Sequence[int]) -> list[int]:
-    """Send numbers to all ranks; return the maximum of each."""
+    """Exchange numbers with all ranks; return the maximum of each."""
     rows = np.repeat(np.array([telling], np.int64), channel.ranks, axis=0)
     found: list[int] = channel.exchange_counts(rows).max(0).tolist()
     return found

@@ -1,6 +1,6 @@
 """Detects loaders that reuse the memory of prefetched batches before the loop yields them.
 
-A loader may refill one buffer: that is safe in a plain loop, which has finished a batch when the next one is read, but
+A loader may reuse one buffer. That is safe in a plain loop, which has finished a batch when the next one is read, but
 not in a loop that reads ahead. Ids are copied when they are read; the rest of a batch stays in the loader's memory.
 Therefore in-flight batches are checked when a new batch is read: torch counts the writes to a tensor, and if two
 batches share memory, their contents are compared before and after the read.
@@ -17,13 +17,13 @@ from torch import Tensor
 
 _DEEPEST = 4  # levels of containers and objects that are searched
 _LONGEST = 256  # items; longer containers are not searched
-_MOST_BYTES = 1 << 13  # to compare per array: a part suffices, since a refill changes all
+_MOST_BYTES = 1 << 13  # to compare per array; a part suffices, since a refill changes the whole array
 
 ArrayOrTensor = Tensor | npt.NDArray[Any]
 
 
 def arrays_in(thing: Any, depth: int = _DEEPEST) -> Iterator[ArrayOrTensor]:
-    """Yield a batch's tensors and arrays in host memory, also those in lists, tuples, dicts and fields of objects."""
+    """Yield a batch's tensors and arrays in host memory, also inside lists, tuples, dicts and fields of objects."""
     if isinstance(thing, Tensor):
         if thing.device.type == "cpu" and thing.layout is torch.strided and thing.numel():
             yield thing
@@ -54,7 +54,7 @@ class _Held:
         self.start, self.stop = _range(leaf)
         self.version = _version(leaf)
         self.content = _content(leaf)
-        self.is_shared = False  # with another in-flight batch
+        self.is_shared = False  # shares memory with another in-flight batch
 
     def overlaps(self, other: "_Held") -> bool:
         return self.start < other.stop and other.start < self.stop
@@ -69,13 +69,13 @@ class _Batch:
 
 
 class InFlight:
-    """The memory of the batches that were read but not yielded yet."""
+    """The memory of batches that were read but not yet yielded."""
 
     def __init__(self) -> None:
         self._batches: deque[_Batch] = deque()
 
     def before_read(self) -> None:
-        """Record contents that the loader must not change; the body may have changed them since the last call."""
+        """Record the contents that the loader must not change; the body may have changed them since the last call."""
         for held in self._all():
             held.version = _version(held.leaf)
             if held.is_shared:
@@ -111,7 +111,7 @@ def _version(leaf: ArrayOrTensor) -> int:
 
 
 def _range(leaf: ArrayOrTensor) -> tuple[int, int]:
-    """Return the addresses of an array's beginning and end."""
+    """Return the start and end address of an array."""
     if isinstance(leaf, Tensor):
         reach = sum((n - 1) * stride for n, stride in zip(leaf.shape, leaf.stride(), strict=True)) + 1
         return leaf.data_ptr(), leaf.data_ptr() + reach * leaf.element_size()
@@ -140,5 +140,5 @@ def _as_numpy(leaf: Tensor) -> npt.NDArray[Any]:
 _REFILLED = (
     "reading batch {0} has changed an earlier batch that the loop has not yet yielded: the loop reads ahead, and the "
     "loader reuses memory. Allocate new memory for each batch (tensor.clone(), array.copy()), or use read_ahead=0, "
-    "with which a loop that does not accumulate reads nothing ahead"
+    "which disables reading ahead in loops that do not accumulate"
 )

@@ -22,7 +22,7 @@ class MicroBatch(NamedTuple):
     """One of the loader's batches in a request."""
 
     leaves: list[Any]  # leaves of the structure that the loop yields
-    structure: TreeSpec | None  # the structure; None: the loop yields the loader's batch
+    structure: TreeSpec | None  # the structure; None if the loop yields the loader's own batch
     ids: list[FeatureIds]
 
     @property
@@ -44,11 +44,11 @@ class MicroBatch(NamedTuple):
 
 
 def _is_sent(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.device.type == "cpu"  # others stay where the caller has put them
+    return isinstance(leaf, Tensor) and leaf.device.type == "cpu"  # other tensors stay where the caller has put them
 
 
 def _to_tensor(leaf: Any) -> Any:
-    """Return an array of numbers as a tensor, copied only if torch cannot use its memory; return others unchanged."""
+    """Return a numeric array as a tensor, copied only if torch cannot use its memory; return other values as given."""
     if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "biufc":
         return leaf
     native = leaf.astype(leaf.dtype.newbyteorder("="), copy=False)
@@ -61,7 +61,7 @@ class Reader:
     Args:
         bindings: The bindings of the runtime's features.
         groups: The groups of the runtime's tables.
-        ids: Returns a batch's ids by feature; None if the batches are dicts that have them.
+        ids: Returns a batch's ids by feature; None if batches are dicts that have them.
         send: Returns the parts of a batch that the loop needs, in any structure, whose tensors are sent to the device.
         together: Number of batches in a step.
         whole: Whether a step with fewer batches is an error, as with micro-batches.
@@ -109,7 +109,7 @@ class Reader:
             del micros
 
     def request(self, batch: Any) -> Request:
-        """Return the request for one batch, whose ids have been checked."""
+        """Check the ids of one batch, and return its request."""
         given = self._get_ids(batch, 1)
         micro = self._make_micro(given, batch if self._send is None else self._send(batch), 1, copies=False)
         checks, self._checks = self._checks, []
@@ -117,7 +117,7 @@ class Reader:
         return self._make_request([micro])
 
     def _read(self, reading: Reading, number: int) -> list[MicroBatch]:
-        """Return a list with the next batch, read after `number` others, as a micro-batch; an empty list at the end."""
+        """Read batch `number`, from 0; return it in a list as a micro-batch, or an empty list at the end."""
         with reading.batch(number) as held:
             if not held:
                 return []
@@ -154,7 +154,7 @@ class Reader:
         given = batch if self._ids is None else self._ids(batch)
         if not isinstance(given, Mapping):
             what = "without `ids`, a batch must be a dict" if self._ids is None else "`ids` must return a dict"
-            raise TypeError(f"batch {number}: {what} of each feature's ids by its name, not {describe(given)}")
+            raise TypeError(f"batch {number}: {what} from feature names to ids, not {describe(given)}")
         missing = [name for name in self._names if name not in given]
         if missing:
             raise ValueError(f"batch {number}: no ids for the features {', '.join(missing)}")

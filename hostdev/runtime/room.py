@@ -1,4 +1,4 @@
-"""Estimates, before allocation, the host memory that training needs for its tables' rows, by part.
+"""Estimates of the host memory that training needs for its tables, by purpose, before it is allocated.
 
 The program itself, dense layers and evaluations are not counted: they do not grow with the tables.
 """
@@ -31,13 +31,13 @@ class GroupSize(NamedTuple):
 def kept(
     groups: Iterable[GroupSize], *, depth: int, slots_on_host: bool, uses: int = 0, copies: int = 0
 ) -> dict[str, int]:
-    """Return, by name, an upper bound on the bytes of each part of host memory, without empty parts.
+    """Return an upper bound on the bytes of each part of host memory, by name; empty parts are left out.
 
     Args:
         groups: The tables.
         depth: The pipeline's depth.
         slots_on_host: Whether the caches' device is the CPU.
-        uses: Number of ids that a batch looks up; 0: unknown.
+        uses: Number of ids that a batch looks up; 0 if unknown.
         copies: Bytes of rows that are copied while a checkpoint is saved; 0 without checkpoints.
 
     Raises:
@@ -58,7 +58,7 @@ def kept(
         if group.cache is not None:
             if group.rows > MOST_ROWS:
                 raise UserError(
-                    f"a cache takes tables of at most {MOST_ROWS:,} rows, not {group.rows:,}; leave the cache out"
+                    f"a cache supports tables of at most {MOST_ROWS:,} rows, not {group.rows:,}; leave the cache out"
                 )
             slots = rows_of(group.cache.rows, group.rows)
             ahead = group.cache.window if group.cache.policy == POLICIES[0] else 0
@@ -83,7 +83,7 @@ def require(parts: Mapping[str, int], free: int) -> None:
     needed = sum(parts.values())
     if needed > free:
         raise UserError(
-            f"not enough host memory: {in_words(parts)}: {needed} bytes ({format_bytes(needed)}), but {free} bytes "
+            f"not enough host memory: {in_words(parts)} need {needed} bytes ({format_bytes(needed)}), but {free} bytes "
             f"({format_bytes(free)}) are free; use fewer rows, a smaller dimension or a smaller cache"
         )
 

@@ -15,7 +15,7 @@ from hostdev.runtime.features import Table
 
 
 class RowOrder:
-    """The positions of the ids' rows, if a cache or other ranks reorder the rows; sent to the device at first use.
+    """The position of each id's row, if a cache or other ranks reorder the rows; sent to the device at first use.
 
     Args:
         places: int32 [U], the position of each id's row.
@@ -37,20 +37,20 @@ class RowOrder:
         return self._there
 
     def in_ids(self, values: Tensor) -> Tensor:
-        """Return values [U, ...] of the rows in the order of the ids."""
+        """Reorder values [U, ...] from the order of the rows to the order of the ids."""
         return values.index_select(0, self.places)
 
     def in_rows(self, values: Tensor) -> Tensor:
-        """Return values [U, ...] of the ids in the order of the rows."""
+        """Reorder values [U, ...] from the order of the ids to the order of the rows."""
         out = torch.empty_like(values)
-        out[self.places] = values  # an assignment: a sum would lose the sign of a zero
+        out[self.places] = values  # an assignment, since a sum would lose the sign of a zero
         return out
 
 
 class RowParameter:
     """A batch's unique rows of one table, float32 [U, D] on the device, and their gradient.
 
-    A cache or other ranks reorder the rows. Sums over rows, such as a norm, must still be in the order of the ids:
+    A cache or other ranks may reorder the rows. Sums over rows, such as a norm, must still follow the order of the ids:
     `parameter` has the gradient in that order, and `take_grad` returns it in the order of the rows.
 
     Args:
@@ -71,12 +71,12 @@ class RowParameter:
         return self.rows.requires_grad
 
     def grads(self) -> list[Tensor]:
-        """Return a list with the gradient, in either order; an empty list if there is none."""
+        """Return a list with the gradient, in either order, or an empty list if there is none."""
         held = self.rows if self._parameter is None else self._parameter
         return [] if held.grad is None else [held.grad]
 
     def take_grad(self) -> Tensor | None:
-        """Return the gradient float32 [U, D] in the order of the rows, and forget it; None if there is none."""
+        """Remove the gradient, and return it, float32 [U, D] in the order of the rows; None if there is none."""
         held = self.rows if self._parameter is None else self._parameter
         grad, held.grad = held.grad, None
         if grad is None:
@@ -128,7 +128,7 @@ class RowParameter:
         return out
 
     def reordered(self, values: Tensor) -> Tensor:
-        """Return values [U] of the rows in the order of the ids."""
+        """Reorder values [U] from the order of the rows to the order of the ids."""
         return values if self._order is None else self._order.in_ids(values)
 
 

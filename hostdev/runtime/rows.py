@@ -17,7 +17,7 @@ from hostdev.runtime.reduction import Reduction
 from hostdev.runtime.row_parameter import RowParameter
 from hostdev.runtime.stacks import Stack
 
-Value: TypeAlias = Tensor | tuple[Tensor, ...]  # a feature's rows, of its table or of each of its tables
+Value: TypeAlias = Tensor | tuple[Tensor, ...]  # a feature's rows: one tensor, or one per table
 Default = TypeVar("Default")
 Read: TypeAlias = Callable[[list[npt.NDArray[Any]]], Any]  # turns arrays of any dtype into the value of an outcome
 
@@ -43,7 +43,7 @@ class FeatureRows:
         try:
             return self._values[feature]
         except KeyError:
-            raise KeyError(f"no feature {feature!r}; there are {', '.join(self._values)}{self._hint}") from None
+            raise KeyError(f"no feature {feature!r}; the features are {', '.join(self._values)}{self._hint}") from None
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the features' names."""
@@ -66,7 +66,7 @@ class FeatureRows:
         return self._values.keys()
 
     def values(self) -> ValuesView[Value]:
-        """Return the rows of the features."""
+        """Return each feature's rows."""
         self._require_open()
         return self._values.values()
 
@@ -96,8 +96,8 @@ class Rows(FeatureRows):
     """A batch's rows by feature, on the device; their gradients update the tables.
 
     It has the methods of a read-only dict. A feature's rows are [B, D] if pooled or with one id per sample, [B, k, D]
-    with k ids per sample, and [N, D] with bags. A feature with several tables has a tuple of these, one for each table.
-    Loops create it.
+    with k ids per sample, and [N, D] for bags without pooling. A feature with several tables has a tuple of these, one
+    for each table. Loops create this object.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Rows(FeatureRows):
 
     @property
     def uses(self) -> Sequence[GroupUses]:
-        """The batch's occurrences of each group's rows."""
+        """The occurrences of each group's rows in the batch."""
         return self._uses
 
     @property
@@ -169,16 +169,17 @@ class Rows(FeatureRows):
                 optimizer.step()
                 optimizer.zero_grad()
 
-        It removes the gradients of the parameters and of the rows. With the last micro-batch both get the sums over all
-        micro-batches (with ranks, only the parameters), in the order of a tree that depends only on their number. A
-        micro-batch without samples adds nothing, but is counted. Without `micro_batches` the gradients do not change.
+        Each call removes the gradients of the parameters and of the rows. The call for the last micro-batch sets them
+        to the sums over all micro-batches (with ranks, only the parameters'), added in the order of a tree that depends
+        only on the number of micro-batches. A micro-batch without samples adds nothing, but counts. Without
+        `micro_batches`, the gradients do not change.
 
         Args:
             parameters: The dense parameters, the same ones each time.
-            values: A small tensor, such as losses, with one shape for all micro-batches, [] or [n]; or None.
+            values: A small tensor, such as losses, of shape [] or [n], the same in all micro-batches; or None.
 
         Returns:
-            With the last micro-batch, the values of all micro-batches, float32 [M, ...], 0 for missing ones; else None.
+            For the last micro-batch, the values of all micro-batches, float32 [M, ...], 0 for missing ones; else None.
 
         Raises:
             ValueError: It was called twice, parameters or shapes are wrong, or, with ranks, a parameter is not float32.
@@ -192,7 +193,7 @@ class Rows(FeatureRows):
         return self._reduction.add(parameters, values)
 
     def unique(self, table: str) -> tuple[Tensor, Tensor]:
-        """Return the batch's unique rows of a table, and how often the batch uses each, for a term of the loss.
+        """Return the batch's unique rows of a table, and how often the batch uses each, for a loss term.
 
         Returns:
             The rows, float32 [U, D], differentiable, in order of first occurrence; and the counts, float32 [U]. If
@@ -211,14 +212,14 @@ class Rows(FeatureRows):
                     counts = uses.counts()
                     return self._unique[table], leaf.reordered(counts) if own is None else counts[own]
         names = [leaf.table.name for group in self._leaves for leaf in group]
-        raise ValueError(f"no table {table!r}; there are {', '.join(names)}")
+        raise ValueError(f"no table {table!r}; the tables are {', '.join(names)}")
 
     def to_host(self, tensors: Sequence[Tensor], read: Read) -> Outcome:
         """Copy small tensors of the step to the host without a device sync; `get` of the result waits for them.
 
         Args:
             tensors: The tensors, which must not be changed in place afterwards.
-            read: Returns the outcome's value for the arrays, or raises an error.
+            read: Turns the arrays into the outcome's value, or raises an error.
         """
         self._require_open()
         outcome = Outcome(tensors, read, self._staging, self._flight.memory)
@@ -228,17 +229,17 @@ class Rows(FeatureRows):
     def guard(
         self, optimizer: torch.optim.Optimizer, look_at: Sequence[Tensor], results: Sequence[Tensor], read: Read
     ) -> Outcome:
-        """Make a step that is not finite change nothing, on device and host, without a device sync.
+        """Make a step with non-finite gradients change nothing, on device and host, without a device sync.
 
         Call it between `backward` and the optimizer's step. If a gradient of the optimizer's parameters or of the
         rows is not finite, a flag on the device is set. While it is not 0, the optimizer and the updates of rows do
-        nothing, in this step and in those queued after it.
+        nothing, in this step and in the steps queued after it.
 
         Args:
             optimizer: An optimizer that accepts torch's `found_inf`, such as Adam(fused=True).
             look_at: Other float32 tensors that must be finite, such as losses.
             results: Small tensors for the host, which must not be changed in place afterwards.
-            read: Returns the outcome's value for the results and the flag, float32 [1]. If the flag is not 0, it must
+            read: Turns the results and the flag, float32 [1], into the outcome's value. If the flag is not 0, it must
                 raise an error, which the loop raises before the host's rows change.
         """
         self._require_open()
@@ -273,11 +274,11 @@ class Rows(FeatureRows):
         return self._flight.position
 
     def let_go(self) -> None:
-        """Release the features' rows, because their gradients have arrived."""
+        """Release the features' rows after their gradients have arrived."""
         self._values, self._unique = {}, {}
 
     def end(self) -> None:
-        """Release everything, because the loop has continued."""
+        """Release everything when the loop continues."""
         self.over = True
         self._leaves, self._uses, self._values, self._unique, self._order = [], [], {}, {}, []
         self.guarded = self._reduction = None
@@ -291,7 +292,7 @@ def values_of(
     shapes: Sequence[tuple[int, ...] | None],
     stacks: Sequence[Stack],
 ) -> dict[str, Value]:
-    """Return the rows of each feature that is in no stack, and of each stack.
+    """Return the rows of each stack, and of each feature outside stacks.
 
     Args:
         bindings: The features' bindings.

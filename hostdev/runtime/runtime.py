@@ -1,4 +1,4 @@
-"""`Runtime`: tables behind features, for any torch model and training loop."""
+"""`Runtime`: embedding tables for any torch model and training loop."""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class Runtime(FrameworkLoaders):
-    """Looks up the rows of each batch ahead of its step, and updates the tables with the gradients of the rows.
+    """Embedding tables for a training loop: prefetches each batch's rows, and applies their gradients to the tables.
 
     ::
 
@@ -63,26 +63,26 @@ class Runtime(FrameworkLoaders):
             loss.backward()
             optimizer.step()
 
-    Results are bit-identical for tables in device or host memory and any cache, depth or number of threads. Tables that
-    the same features look up form a group with one cache. All sums follow the order of the features, and of the ids
-    within them.
+    Results are bit-identical for tables in device or host memory, and at any cache size, depth and number of threads.
+    Tables that the same features look up form a group with one cache. Sums are taken in the order of the features and,
+    within a feature, in the order of its ids.
 
     Args:
-        features: For each name, a table, a tuple of tables that are looked up with the same ids, or a `Feature` of
-            these. Several features may share a table.
-        stacks: Features that the model gets in one tensor [B, F, D] under another name, {name: [feature, ...]}, as
-            from `torch.stack`, but without a copy.
-        device: Where the rows go: "auto", "cpu", "cuda", ..., or a torch.device.
-            On the CPU, a Runtime changes the whole process: torch's idle threads spin for a shorter time, unless
+        features: A dict from feature names to tables: a table, a tuple of tables that are looked up with the same ids,
+            or a `Feature` of these. Several features may share a table.
+        stacks: Features that the model gets as one tensor [B, F, D] under a new name, {name: [feature, ...]}, like the
+            result of `torch.stack` but without a copy.
+        device: The device that receives the rows: "auto", "cpu", "cuda", ..., or a torch.device.
+            On the CPU, a Runtime affects the whole process: torch's idle threads spin for a shorter time, unless
             GOMP_SPINCOUNT or OMP_WAIT_POLICY is set, and glibc keeps freed memory, unless its own variables are set.
-        cache: Size of the cache of hot rows on the device: a number of rows or a share of each table such as "10%", or
+        cache: Size of the cache of hot rows on the device: a number of rows, a share of each table such as "10%", or
             a `CacheSpec`; or a dict of these by table name. Tables that are looked up with the same ids share a cache.
-        depth: Number of batches that are read and looked up ahead of the one in its step; 0 runs the stages serially.
-        ranks: The joined processes (`hostdev.parallel`), each with a part of every table; all must create their
-            runtimes in the same order. None: this process is alone, which it must confirm by `hostdev.alone()` if a
-            launcher has started several.
-        dense_exchange: How ranks sum the gradients of `Rows.reduce`: "tree", in an order that does not depend on their
-            number, or "all-reduce", as DistributedDataParallel does.
+        depth: Number of batches to read and look up ahead of the current one; 0 runs the stages serially.
+        ranks: The ranks of this run (`hostdev.parallel`), each with a part of every table; all must create their
+            runtimes in the same order. None for a process without other ranks; if a launcher has started several
+            processes, such a process must call `hostdev.alone()` first.
+        dense_exchange: How ranks sum the gradients of `Rows.reduce`: "tree", in an order that does not depend on the
+            number of ranks, or "all-reduce", as DistributedDataParallel does.
         log: Records the duration of every operation.
         timeline: Records the duration of every stage.
         hooks: Changes to the pipeline, for tests and `hostdev.verify`.
@@ -150,7 +150,7 @@ class Runtime(FrameworkLoaders):
         self.loops = Loops(self.group_specs, self.pipeline, self.settings, Access(self), self.loaders)
         self._saved: RuntimeCheckpoints | None = None
         self._closed = False
-        self.saves_with_framework = False  # whether a framework's checkpoints also have the tables
+        self.saves_with_framework = False  # whether a framework's checkpoints include the tables
 
     @property
     def tables(self) -> dict[str, Table]:
@@ -164,14 +164,14 @@ class Runtime(FrameworkLoaders):
         return [group.cache for group in groups if group.cache is not None]
 
     def exchanged_bytes(self) -> dict[str, int]:
-        """Return the bytes sent in training: "rows", the "least" possible, "dense"; "network": those to other hosts."""
+        """Return the bytes sent in training: "rows", their lower bound "least", "dense", "network" (to other hosts)."""
         assert self.dense_channel is not None
         sent, dense = self.pipeline.exchanged_bytes(), self.dense_channel
         return {**sent, "dense": dense.sent_bytes, "network": sent["network"] + dense.network_bytes}
 
     @property
     def optimizer(self) -> TableOptimizer:
-        """The tables as a torch optimizer with a parameter group per table, for torch's schedulers and scalers."""
+        """A torch optimizer with one parameter group per table, for torch's schedulers and scalers."""
         self.require_open()
         return self.settings.make_optimizer(lambda: self.loops)
 
@@ -209,37 +209,37 @@ class Runtime(FrameworkLoaders):
     ) -> TrainLoop[Any]:
         """Return an iterator of (batch, rows): each batch with its `Rows`, whose gradients update the tables.
 
-        When a batch is read, draws from the global random number generators (torch's, NumPy's, Python's, the device's)
+        While a batch is read, draws from the global random number generators (torch's, NumPy's, Python's, the device's)
         come from a stream for that batch, seeded by the generators' states when the loop begins. They are the same at
         any depth, and so are the body's draws. Only the first `next` of a new loader draws from the generators
         themselves.
 
         A table is updated only if its rows received a gradient. A step without `backward` is skipped and changes
-        nothing. After a `break` or an error the loop is over, and the tables have all finished steps. Gradients that
-        were left without a step count in the next one, if the dense parameters keep theirs. An iterator, such as a
-        generator, is read ahead of the body; the next loop over the same iterator replays the unused batches first.
+        nothing. After a `break` or an error the loop is over, and the tables contain all finished steps. Gradients that
+        had no step are added to the next step, if the dense parameters keep theirs. An iterator, such as a generator,
+        is read ahead of the body; the next loop over the same iterator replays the unused batches first.
 
         Args:
             batches: A DataLoader or another iterable. It is read ahead of the body, in the loop's thread, whenever the
                 loop asks for the next batch. Reading a batch must not change earlier ones.
             ids: Returns a batch's ids by feature: integers [B] or [B, k], a `Bag`, or (values, lengths[, weights]).
-                Called when a batch is read. None: the batches are dicts that have the ids under the features' names.
+                Called when a batch is read. None if batches are dicts that have the ids under the features' names.
             send: Returns the parts of a batch that the loop needs, in any structure of tuples, lists and dicts, whose
-                tensors and arrays are copied to the device in the background. None: yield the batch itself.
+                tensors and arrays are copied to the device in the background. None to yield the batch itself.
             by_step: With other ranks, yield all micro-batches of a step together, as a `Step`, for pipeline stages.
             accumulate: Number of batches whose gradients are summed for one step; their rows are looked up and updated
                 once.
-            micro_batches: Like `accumulate`, with an order of summation that does not depend on which rank computes
-                which batch; call `Rows.reduce` for each. With other ranks, the number of a step's micro-batches on this
-                rank. None: 1 with other ranks, else batches are not micro-batches.
+            micro_batches: Like `accumulate`, but gradients are summed in an order that does not depend on which rank
+                computes which batch; call `Rows.reduce` for each batch. With other ranks, the number of micro-batches
+                per step on this rank. None means 1 with other ranks, and no micro-batches otherwise.
             reduce_early: With other ranks, exchange a parameter's gradient as soon as the last micro-batch's backward
                 pass has computed it, as DistributedDataParallel does, instead of in `reduce`. Until `reduce`, nothing
                 may change the gradient, and the loop must not be left.
-            read_ahead: Maximum number of batches to read beyond the body's. None: `depth` steps, plus the window of a
-                cache that looks ahead; a step has `accumulate` or `micro_batches` batches. 0: read the batches of a
-                step when the loop asks for the first one.
-            background: Read batches in another thread. The loader, `ids` and `send` must not draw from global random
-                number generators, write to memory that they have returned, or share objects with the body.
+            read_ahead: Maximum number of batches to read ahead of the body. None means `depth` steps, plus the window
+                of a cache that looks ahead; a step has `accumulate` or `micro_batches` batches. 0 reads a step's
+                batches when the loop asks for the first of them.
+            background: Read batches in another thread. The loader, `ids` and `send` must then not draw from global
+                random number generators, write to memory that they have returned, or share objects with the body.
 
         Raises:
             ValueError: Another loop over these tables is open, or options contradict each other.
@@ -297,20 +297,20 @@ class Runtime(FrameworkLoaders):
         read_ahead: int | None = None,
         background: bool = False,
     ) -> PredictLoop[Any]:
-        """Return an iterator of (batch, rows) as `train` does, with rows that get no gradients; no table changes.
+        """Return an iterator of (batch, rows) like `train`, but without gradients; the tables do not change.
 
-        Within a loop over `train`, the tables are those after its last optimizer step. With a loader that has a length,
-        the loop ends when the body of the last batch ends, or when another loop begins after that batch was yielded.
-        With other ranks, all must call it, with the same number of batches.
+        Within a loop over `train`, the rows have the values after its last optimizer step. With a loader that has a
+        length, the loop ends when the body of the last batch ends, or when another loop begins after that batch was
+        yielded. With other ranks, every rank must call it, with the same number of batches.
 
         Args:
             batches: As for `train`.
             ids: As for `train`.
             send: As for `train`.
-            micro_batches: Yield this many batches together, as a `Step`; None: one at a time.
-            features: Look up only these features, such as those of an item's tower; ids of others are neither needed
-                nor checked. None: all features.
-            read_ahead: As for `train`; None: `depth` steps, also with a cache.
+            micro_batches: Yield this many batches together, as a `Step`; None to yield one at a time.
+            features: Look up only these features, for example an item tower's; other features' ids are neither needed
+                nor checked. None for all features.
+            read_ahead: As for `train`, but None means `depth` steps even with a cache.
             background: As for `train`.
 
         Raises:
@@ -320,7 +320,7 @@ class Runtime(FrameworkLoaders):
         require_read_ahead(read_ahead, background=background)
         chosen = None if features is None else some_features(features, self.bindings, self.stacks)
         if chosen is not None and micro_batches is not None:
-            raise ValueError("features and micro_batches exclude each other: stages need the rows of all features")
+            raise ValueError("features and micro_batches cannot be combined: stages need the rows of all features")
         how = {"features": chosen, "read_ahead": read_ahead, "background": background}
         return self._make_predict_loop(batches, ids, send, micro_batches, **how)  # type: ignore[arg-type]
 
@@ -345,11 +345,11 @@ class Runtime(FrameworkLoaders):
     def lookup(self, ids: Mapping[str, FeatureInput], *, features: Iterable[str] | None = None) -> dict[str, Value]:
         """Return the rows of one batch of ids, by feature, as `predict` does, but without a pipeline.
 
-        With other ranks, all must call it.
+        With other ranks, every rank must call it.
 
         Args:
-            ids: Each feature's ids, as `ids` of `train` returns them.
-            features: Look up only these features; None: all of them.
+            ids: Each feature's ids, in the form that `ids` of `train` returns.
+            features: Look up only these features; None for all.
         """
         self.require_open()
         chosen = None if features is None else some_features(features, self.bindings, self.stacks)
@@ -369,7 +369,7 @@ class Runtime(FrameworkLoaders):
     look_up = lookup  # the former name, kept for one release
 
     def freeze(self, *tables: str) -> None:
-        """Stop gradients to these tables (names; default all) from the next batch on; their rows no longer change."""
+        """Freeze these tables (by default all) from the next batch on: they get no gradients and do not change."""
         self.require_open()
         self.settings.freeze(tables)
 
@@ -379,7 +379,7 @@ class Runtime(FrameworkLoaders):
         self.settings.unfreeze(tables)
 
     def write_back(self) -> None:
-        """Write the updates of all steps so far, and cached rows, to the host tables, also within a loop."""
+        """Write the updates of all steps so far, and cached rows, to the host tables; also allowed within a loop."""
         self.require_open()
         self.loops.raise_late()
         if (loop := self.loops.training) is not None:
@@ -396,18 +396,18 @@ class Runtime(FrameworkLoaders):
     ) -> "AsyncWriter":
         """Save a checkpoint of all tables, with optimizer state and steps, to a folder (docs/checkpoints.md).
 
-        Within a loop, the checkpoint has the state after the body's batch if the dense optimizer has stepped;
-        prefetched batches are kept. It has all rows, or, in a folder with this runtime's own checkpoints, only the rows
-        written since the last one. Training may continue while it is written.
+        Within a loop, the checkpoint includes the body's batch if the dense optimizer has stepped; prefetched batches
+        are kept. The checkpoint is full or, in a folder that has checkpoints of this runtime, incremental: only the
+        rows written since the last one. Training may continue while it is written.
 
         Args:
-            path: The folder of checkpoints.
+            path: The checkpoint folder.
             extra: Values to save with the tables, such as `state_dict`s of the dense layers, their optimizer and
                 schedulers: dicts, lists, tensors, numbers and strings.
             keep: Number of newest checkpoints to keep in the folder, with their parents; 1 or more.
-            wait: Wait until it is written. Otherwise call `wait()` of the returned object, which raises errors; the
-                program also waits before it exits. An error that was not raised this way is a warning in the next
-                `save` or `load`, or a line on standard error at exit.
+            wait: Wait until the checkpoint is written. Otherwise call `wait()` on the returned object, which raises
+                errors; the program also waits before it exits. An error that was not raised this way becomes a warning
+                in the next `save` or `load`, or a line on standard error at exit.
 
         Raises:
             OSError: The checkpoint cannot be written.
@@ -422,21 +422,21 @@ class Runtime(FrameworkLoaders):
         return self._checkpoints.save(Path(path), extra, keep, wait=wait)
 
     def load(self, path: Path | str, *, strict: bool = True) -> Any:  # Any: the `extra` of `save`
-        """Load the newest complete checkpoint of a folder, or the one at `path`; return its `extra`.
+        """Load a checkpoint, or the newest complete one in a folder; return its `extra`.
 
-        All files are checked before a table changes, unless `strict` is set, no table has been used, none is on the
-        device, and there are no other ranks: then files are checked while they are loaded, and an error or Ctrl-C
-        resets the tables to their initial values. Otherwise Ctrl-C may leave some of the checkpoint's rows in the
-        tables. If the newest checkpoint is damaged, a warning says so, and the previous one is loaded.
+        With `strict`, unused host tables and no other ranks, files are checked while they are loaded, and an error or
+        Ctrl-C resets the tables to their initial values. Otherwise all files are checked before a table changes, but
+        Ctrl-C may leave some of the checkpoint's rows in the tables. If the newest checkpoint is damaged, the previous
+        one is loaded with a warning.
 
         Args:
-            path: A folder of checkpoints, or a checkpoint.
+            path: A checkpoint, or a folder of checkpoints.
             strict: False loads only the tables that both the checkpoint and the runtime have, with the checkpoint's
-                steps, rates and seeds. A table may have more rows than in the checkpoint; the others keep their values.
-                Warnings name everything that is not loaded. The next checkpoint has all rows.
+                steps, learning rates and seeds. A table may have more rows than in the checkpoint; the additional rows
+                keep their values. Warnings name everything that is not loaded. The next checkpoint is full.
 
         Raises:
-            UserError: The checkpoint has different tables, was not written by `save`, or none is complete.
+            UserError: The checkpoint has different tables, `save` did not write it, or no checkpoint is complete.
             ValueError: A loop is open.
         """
         self.require_open()
@@ -447,12 +447,12 @@ class Runtime(FrameworkLoaders):
         return self._checkpoints.load(Path(path), strict=strict)
 
     def _begin_call(self, name: str) -> None:
-        """Begin a call that all ranks make together, and check that they make the same one."""
+        """Begin a collective call, and check that all ranks make the same one."""
         self.world.agree(name, f"runtime.{name}()")
 
     @property
     def is_saved(self) -> bool:
-        """Whether the program saves the tables: it has done so, or uses Lightning's plugin."""
+        """Whether the program saves or loads the tables' checkpoints, itself or through Lightning's plugin."""
         return self.saves_with_framework or self._saved is not None
 
     @property
@@ -464,10 +464,10 @@ class Runtime(FrameworkLoaders):
         return self._saved
 
     def close(self) -> None:
-        """Release the tables: end the open loops, and wait for checkpoints that are being written.
+        """End the open loops, wait for checkpoints that are being written, and release the tables.
 
-        The tables then have all finished steps. A second call does nothing; other methods raise ValueError. A `with`
-        statement over the runtime calls it at its end.
+        The tables then contain all finished steps. A second call does nothing; other methods raise ValueError. A `with`
+        statement over the runtime calls `close` at its end.
         """
         if self._closed:
             return
@@ -494,4 +494,4 @@ class Runtime(FrameworkLoaders):
     def require_open(self) -> None:
         """Raise ValueError if the runtime is closed."""
         if self._closed:
-            raise ValueError("this runtime is closed; create another one over its tables")
+            raise ValueError("this runtime is closed; create another one with its tables")

@@ -1,4 +1,4 @@
-"""A runtime's checkpoints: its tables on disk, with the values that a user's program saves with them."""
+"""Saving and loading of a runtime's tables, with other values that the user's program saves with them."""
 
 import atexit
 import sys
@@ -22,7 +22,7 @@ _unreported: set[AsyncWriter] = set()  # writers whose outcome the program does 
 
 @atexit.register
 def _await_all() -> None:
-    """Wait for running writers when Python exits: their threads would stop, and the checkpoints would be lost."""
+    """Wait for running writers when Python exits; otherwise their checkpoints would be lost."""
     for writer in list(_unreported):
         writer.join()
         if (failure := writer.take_failure()) is not None:
@@ -72,7 +72,7 @@ class RuntimeCheckpoints:
         place = self._runtime.place
         reading = {} if place is None else {"reading": place.to_state()}
         state = to_tree({"extra": extra, **reading}, tensors)
-        self._join()  # a table has one snapshot at a time
+        self._join()  # a table allows only one snapshot at a time
         manager = self._get_manager(path)
         manager.keep = keep
         self._runtime.learning_rates()  # applies the rates that a scheduler has set for the next batch
@@ -130,7 +130,7 @@ class RuntimeCheckpoints:
         return values_of(found.chain)["extra"]
 
     def _get_manager(self, path: Path) -> CheckpointManager:
-        """Return the manager of a folder, by an absolute path: the program may change its working directory."""
+        """Return a folder's manager; its path is absolute, since the program may change its working directory."""
         where = path.resolve()
         if where not in self._managers:
             self._managers[where] = CheckpointManager(where, ranks=self._runtime.ranks)

@@ -1,7 +1,7 @@
 """Watches what torch's own tools do to gradients: `GradScaler`, clipping and optimizers' steps.
 
 A scaler multiplies the loss and divides the gradients of its optimizers' parameters. Clipping affects the parameters
-that it is given. `runtime.optimizer` gives both the rows of the batch, but a program need not pass it to them.
+that it is given. `runtime.optimizer` gives both the batch's rows, but a program need not pass it to them.
 Therefore, while a loop is open or its gradients wait for a step, this module watches these calls in the loop's thread;
 afterwards it restores torch's own functions:
 
@@ -46,14 +46,14 @@ class Scaled(Protocol):
     """Gradients of rows, as a scaler sees them."""
 
     def is_scaled(self) -> bool:
-        """Return whether the gradients are of scaled losses; raise ValueError if only some are."""
+        """Return whether the gradients come from scaled losses; raise ValueError if only some do."""
 
     def unscale(self, scaler: GradScaler) -> dict[torch.device, Tensor]:
-        """Divide the gradients; return, by device, float32 []: not 0 if some gradients are not finite."""
+        """Unscale the gradients; return float32 [] by device, not 0 if a gradient is not finite."""
 
 
 class Waiting(Scaled, Protocol):
-    """Gradients of a loop that ended before their step."""
+    """Gradients from a loop that ended before their step."""
 
     thread: int
 
@@ -73,13 +73,13 @@ class LossRecord(Scaled, Protocol):
 
 
 class Watcher(Protocol):
-    """A loop, as torch's tools see it."""
+    """A loop that is notified of the calls of torch's tools."""
 
     thread: int
 
     @property
     def losses(self) -> LossRecord:
-        """The scaled losses of its batch."""
+        """The record of the batch's scaled losses."""
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Record that an optimizer has taken a step."""
@@ -88,10 +88,10 @@ class Watcher(Protocol):
         """Prepare for a `backward` from these tensors."""
 
     def gradients_version(self) -> int | None:
-        """Return a number that changes with the rows' gradients, 0 if there are none; None: no batch is open."""
+        """Return a number that changes with the rows' gradients; 0 if there are none, None if no batch is open."""
 
     def backward(self, losses: list[Tensor], version: int | None) -> None:
-        """Record the end of a `backward` from losses, each []; `version` is the `gradients_version` before that."""
+        """Record the end of a `backward` from losses, each []; `version` is the `gradients_version` before it."""
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Prepare for an optimizer's step."""
@@ -101,10 +101,10 @@ class Watcher(Protocol):
 
 
 class Origin:
-    """Tracks whether the rows' gradients are of scaled losses: the scaler may be of another model in the loop.
+    """Tracks whether the rows' gradients come from scaled losses: a scaler may belong to another model.
 
     Args:
-        plain: Whether there are already gradients of losses that were not scaled.
+        plain: Whether there are already gradients from losses that were not scaled.
     """
 
     def __init__(self, *, plain: bool) -> None:
@@ -112,7 +112,7 @@ class Origin:
         self._inside = 0  # running backward passes of scaled losses
 
     def expect(self, losses: Any) -> None:
-        """Watch for the backward passes of these tensors."""
+        """Watch for backward passes from these tensors."""
         for loss in tree_leaves(losses):
             if isinstance(loss, Tensor) and loss.requires_grad:
                 loss.register_hook(self._enter)  # type: ignore[no-untyped-call]
@@ -123,11 +123,11 @@ class Origin:
 
     @property
     def has_scaled(self) -> bool:
-        """Whether some gradients are of scaled losses."""
+        """Whether some gradients come from scaled losses."""
         return self._scaled
 
     def is_scaled(self) -> bool:
-        """Return whether the gradients are of scaled losses, as far as known; raise ValueError if only some are."""
+        """Return whether the gradients come from scaled losses, as far as known; raise ValueError if only some do."""
         if self._plain and self._scaled:
             raise ValueError(
                 "the gradients of the rows come from scaled and from unscaled losses; scale all losses of a step"
@@ -153,7 +153,7 @@ class Origin:
 
 
 class _Scale:
-    """A value of a scaler's scale, and the number of the last loss that it multiplied."""
+    """One value of a scaler's scale, and the number of the last loss that it multiplied."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.version = tensor._version  # grows with every change in place
@@ -162,7 +162,7 @@ class _Scale:
 
 
 class _Seen(threading.local):
-    """The record of scalers' calls in a thread."""
+    """One thread's record of scaler calls."""
 
     def __init__(self) -> None:
         self.scales: WeakKeyDictionary[GradScaler, deque[_Scale]] = WeakKeyDictionary()
@@ -187,7 +187,7 @@ def watch(loop: Watcher) -> None:
 
 
 def watch_pending(pending: Waiting) -> None:
-    """Report scalers' and optimizers' calls to gradients that wait for a step, until deletion or `forget_pending`."""
+    """Report the calls of scalers and optimizers to `pending`, until it is deleted or `forget_pending` is called."""
     with _hooks.lock:
         _pending.add(pending)
         _hooks.place()
@@ -300,7 +300,7 @@ def _watch_unscale(original: Function) -> Function:
 
 
 def _get_found(scaler: GradScaler, optimizer: Optimizer) -> dict[torch.device, Tensor]:
-    """Return a scaler's record of an optimizer, by device, float32 []: not 0 if some gradients are not finite."""
+    """Return a scaler's record of an optimizer, float32 [] by device, not 0 if a gradient is not finite."""
     found: dict[torch.device, Tensor] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     return found
 
@@ -327,7 +327,7 @@ def _note_scale(scaler: GradScaler, result: Any) -> None:
 
 
 def _unscale_rows(scaler: GradScaler, optimizer: Optimizer) -> None:
-    """Divide the rows' gradients together with those of a dense optimizer."""
+    """Unscale the rows' gradients together with those of a dense optimizer."""
     found = _get_found(scaler, optimizer)
     loops = [loop.losses for loop in _mine() if loop.losses.is_scaled()]
     waiting = [one for one in _of_this_thread(_pending) if any(optimizer is other for other in one.optimizers)]
@@ -351,7 +351,7 @@ def _look_at_clip(name: str, gradients: list[Tensor]) -> None:
             name = "clip_grad_norm_"
     said = name.removeprefix("_")
     warnings.warn(
-        f"{said} was not given the rows of the batch, whose gradients are not clipped: use "
+        f"{said} did not get the batch's rows, whose gradients are therefore not clipped; use "
         f"{said}([*model.parameters(), *rows.parameters()], {_CLIPS[name]})",
         stacklevel=depth,
     )
@@ -388,10 +388,10 @@ def losses_scaled() -> int:
 
 
 def scaler_since(since: int) -> tuple[GradScaler, float] | None:
-    """Return the scaler of the losses after the first `since` ones, and its factor; None if there were none.
+    """Return the scaler of the losses scaled after the first `since`, and its factor, or None.
 
     Raises:
-        ValueError: There were two scalers, or two factors.
+        ValueError: There were several scalers or factors.
     """
     if since == _seen.losses:
         return None

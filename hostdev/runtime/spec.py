@@ -1,4 +1,4 @@
-"""The specification of a model's tables, of the features that look up their rows, and of a batch's ids."""
+"""Specifications of a model's tables, its features, and a batch's ids."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,14 +24,14 @@ Array: TypeAlias = Union["Tensor", npt.ArrayLike]
 
 @dataclass(frozen=True)
 class TableSpec:
-    """A table that a model needs: its size, its optimizer, its initial values and the dtypes of its values."""
+    """A table that a model needs: its size, optimizer, initial values and dtypes."""
 
     rows: int
     dim: int
     optimizer: SparseOptimizer
     init: Initializer = Normal(0.01)
     dtype: str = FP32  # of the weights
-    slots: str = FP32  # of the optimizer's slots
+    slots: str = FP32  # of the optimizer state
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", require_table_dtype(self.dtype, "of a model"))
@@ -39,29 +39,29 @@ class TableSpec:
 
     @property
     def slots_dtype(self) -> str:
-        """How the slots are stored, one of SLOT_DTYPES, by the name that tables have for it."""
+        """How the optimizer state is stored, one of SLOT_DTYPES; tables use this name for `slots`."""
         return self.slots
 
     @property
     def shape(self) -> TableShape:
-        """The shape, which together with the number of rows determines the table's bytes."""
+        """The shape, which together with the number of rows determines the table's size in bytes."""
         return TableShape(self.dim, self.optimizer, self.dtype, self.slots_dtype)
 
 
 @dataclass(frozen=True)
 class Feature:
-    """A feature, which looks up its ids in one table or in several at once.
+    """A feature, whose ids are looked up in one table or in several at once.
 
     A mean divides the sum of the weighted rows by the number of ids; a sample without ids gets zeros.
 
     Attributes:
-        tables: The table, or a tuple of tables that are looked up with the same ids (such as a first-order weight with
-            a vector): tables for a `Runtime`, names of tables in a model.
-        pooling: "sum" or "mean" of the rows of each sample, [B, D]; None returns a row for each id.
+        tables: The table, or a tuple of tables that are looked up with the same ids (for example, first-order weights
+            and vectors); tables for a `Runtime`, names of tables in a model.
+        pooling: "sum" or "mean" of each sample's rows, [B, D]; None returns a row for each id.
         padding: An id that means "no row", inside the table's range or not (such as -1): the model gets zeros for it,
             sums and means leave it out, and it is never looked up or updated.
         dtype: The dtype of the rows that the model gets, "float32" or "bfloat16", for all tables, or a tuple with one
-            for each; rows are rounded once, after weights and pooling.
+            dtype per table; rows are rounded once, after weights and pooling.
 
     Raises:
         ValueError: The pooling or dtype is unknown, the padding is not an integer, or there is no table.
@@ -84,19 +84,19 @@ class Feature:
 
     @property
     def is_single(self) -> bool:
-        """Whether it has one table, so that the model gets a tensor and not a tuple of tensors."""
+        """Whether the feature has one table, so that the model gets a tensor and not a tuple of tensors."""
         return isinstance(self.tables, str) or not isinstance(self.tables, Sequence)
 
 
 @dataclass(frozen=True, eq=False)
 class Bag:
-    """A batch's ids of a feature.
+    """The ids of one feature in a batch.
 
     Attributes:
-        values: The ids, int32 or int64: with lengths or offsets [N], all samples end to end; else [B] or [B, k].
-        lengths: [B], the number of ids of each sample, 0 or more.
+        values: The ids, int32 or int64: with lengths or offsets [N], all samples concatenated; else [B] or [B, k].
+        lengths: [B], the number of ids in each sample, 0 or more.
         offsets: [B], where each sample's ids begin, as in torch's EmbeddingBag; an alternative to lengths.
-        weights: Factors of the rows, with the shape of `values`. They get no gradients. None: all are 1.
+        weights: Factors of the rows, with the shape of `values`; they get no gradients. None if all are 1.
 
     Raises:
         ValueError: Both lengths and offsets are given.
@@ -112,7 +112,7 @@ class Bag:
             raise ValueError("a bag has lengths or offsets, not both")
 
     def to(self, *_: object, **__: object) -> "Bag":
-        """Return itself: frameworks move batches to the device, but ids are looked up on the host."""
+        """Return the bag unchanged: frameworks move batches to the device, but ids are looked up on the host."""
         return self
 
 
@@ -126,7 +126,7 @@ class CacheSpec:
         window: Number of batches that the policy "lookahead" knows in advance.
         counts: [V], how often each row is used, in any unit. Required by "static"; helps "lookahead" to move fewer
             bytes.
-        record: Whether to keep the first batches' ids, for the optimum in `EmbeddingCache.summary`.
+        record: Whether to keep the first batches' ids, for the offline optimum in `EmbeddingCache.summary`.
     """
 
     rows: int | str
@@ -136,4 +136,4 @@ class CacheSpec:
     record: bool = False
 
 
-FeatureInput: TypeAlias = Array | Bag | tuple[Array, Array] | tuple[Array, Array, Array]  # a batch's ids of a feature
+FeatureInput: TypeAlias = Array | Bag | tuple[Array, Array] | tuple[Array, Array, Array]  # a feature's ids in a batch

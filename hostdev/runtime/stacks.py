@@ -1,4 +1,4 @@
-"""Stacks: features whose rows the model gets in one tensor, without a copy."""
+"""Stacks: features whose rows the model gets as one tensor, without a copy."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -16,19 +16,19 @@ class Stack(NamedTuple):
 
 
 def resolve_stacks(stacks: Mapping[str, Sequence[str]] | None, bindings: Sequence[FeatureBinding]) -> list[Stack]:
-    """Return the stacks.
+    """Return the stacks, with their features by number.
 
     Args:
-        stacks: For each name, the names of features.
+        stacks: The names of the features by stack name.
         bindings: The features.
 
     Raises:
         TypeError: `stacks` is not a dict of lists.
-        ValueError: A stack names no feature, an unknown one, or one that another stack has; its features have several
-            tables, different dimensions or dtypes; or its name is that of a feature.
+        ValueError: A stack has no features, an unknown one, one of another stack, or one with several tables; its
+            features differ in dimension or dtype; or it has the name of a feature.
     """
     if not isinstance(stacks, Mapping | None):
-        raise TypeError(f"stacks must be a dict with a list of features for each name, not {describe(stacks)}")
+        raise TypeError(f"stacks must be a dict from names to lists of features, not {describe(stacks)}")
     numbers = {one.name: number for number, one in enumerate(bindings)}
     taken: dict[str, str] = {}
     found = []
@@ -36,12 +36,12 @@ def resolve_stacks(stacks: Mapping[str, Sequence[str]] | None, bindings: Sequenc
         if isinstance(members, str) or not isinstance(members, Sequence):
             raise TypeError(f"stack {name!r} must be a list of features' names, not {describe(members)}")
         if name in numbers:
-            raise ValueError(f"stack {name!r} has the name of a feature; give it another one")
+            raise ValueError(f"stack {name!r} has the name of a feature; give it another name")
         if not members:
             raise ValueError(f"stack {name!r} has no features")
         for member in members:
             if member not in numbers:
-                raise ValueError(f"stack {name!r}: no feature {member!r}; there are {', '.join(numbers)}")
+                raise ValueError(f"stack {name!r}: no feature {member!r}; the features are {', '.join(numbers)}")
             if member in taken:
                 raise ValueError(f"feature {member!r} is in stack {taken[member]!r} and again in {name!r}")
             taken[member] = name
@@ -54,7 +54,7 @@ def resolve_stacks(stacks: Mapping[str, Sequence[str]] | None, bindings: Sequenc
             if kind != kinds[members[0]]:
                 raise ValueError(
                     f"stack {name!r}: feature {members[0]!r} has {_kind(kinds[members[0]])}, but {member!r} "
-                    f"{_kind(kind)}; they must be the same"
+                    f"has {_kind(kind)}; they must be the same"
                 )
         found.append(Stack(str(name), tuple(numbers[member] for member in members)))
     return found
@@ -66,7 +66,7 @@ def _dim(binding: FeatureBinding) -> int:
 
 
 def _kind(kind: tuple[int, torch.dtype]) -> str:
-    return f"{kind[0]} columns of {str(kind[1]).removeprefix('torch.')}"
+    return f"dim {kind[0]} and dtype {str(kind[1]).removeprefix('torch.')}"
 
 
 def require_stackable(stacks: Sequence[Stack], bindings: Sequence[FeatureBinding], given: Sequence[FeatureIds]) -> None:
@@ -88,5 +88,5 @@ def require_stackable(stacks: Sequence[Stack], bindings: Sequence[FeatureBinding
             if given[number].samples != given[first].samples:
                 raise ValueError(
                     f"stack {stack.name!r}: feature {bindings[first].name!r} has {given[first].samples} samples in "
-                    f"this batch, and {name!r} {given[number].samples}"
+                    f"this batch, but {name!r} has {given[number].samples}"
                 )

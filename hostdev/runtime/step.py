@@ -1,4 +1,4 @@
-"""A step's micro-batches together, for callers that choose the order of computation, as pipeline stages do."""
+"""All micro-batches of a step, for callers that choose their order of computation, such as pipeline stages."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ class Step:
 
     Args:
         number: The step's number in the trace.
-        sizes: Number of samples of each micro-batch, 0 or more.
+        sizes: Number of samples in each micro-batch, 0 or more.
         following: Returns the next micro-batch with its rows.
         reduction: Sums the micro-batches' gradients; None in a loop that takes no steps.
     """
@@ -37,7 +37,7 @@ class Step:
     def micro_batch(self, number: int) -> MicroBatchRows:
         """Return a micro-batch with its rows, which take device memory from the first call on.
 
-        If the network's first part is on another rank, that rank has the rows, and this one has none.
+        If the network's first part is on another rank, only that rank has the rows.
         """
         while len(self._made) <= number:
             self._made.append(self._following())
@@ -45,11 +45,11 @@ class Step:
 
     @property
     def last(self) -> Rows:
-        """The last micro-batch's rows, whose `guard` is for the whole step."""
+        """The last micro-batch's rows; their `guard` covers the whole step."""
         return self.micro_batch(len(self.sizes) - 1)[1]
 
     def came(self, number: int) -> None:
-        """Take the rows' gradients after a micro-batch's `backward`; call it for each with samples, in any order."""
+        """Take the rows' gradients after a micro-batch's `backward`; call it for all with samples, in any order."""
         assert self._reduction is not None
         self._reduction.rows_came(number)
         self._made[number][1].let_go()
@@ -57,7 +57,7 @@ class Step:
     def reduce(
         self, parameters: Sequence[Tensor], nodes: Sequence[Node[Grads]], values: Sequence[Tensor | None]
     ) -> Tensor | None:
-        """Give all ranks the sums over all micro-batches of the step; see `Rows.reduce`.
+        """Sum over all micro-batches of the step, for all ranks; see `Rows.reduce`.
 
         Args:
             parameters: The dense parameters that this rank has.

@@ -1,4 +1,4 @@
-"""Passes the gradients of a step from a loop's body to the pipeline's updates."""
+"""Passes a step's gradients from a loop's body to the pipeline's updates."""
 
 from typing import Any
 
@@ -16,12 +16,12 @@ def make_gradients(batch: BodyBatch, watcher: TrainWatcher, flags: Flags, stagin
     Args:
         batch: The batch in the body.
         watcher: The loop's watcher.
-        flags: The flags that stop a step that is not finite.
+        flags: The flags that stop non-finite steps.
         staging: Copies the flags to the host.
-        owner: An object that stands for an optimizer in a scaler's record.
+        owner: An object that represents an optimizer in a scaler's record.
 
     Raises:
-        ValueError: The dense side and the tables would take different steps.
+        ValueError: The dense parameters and the tables would take different steps.
     """
     nothing = [[None] * len(group) for group in batch.leaves]
     guarded = next((rows.guarded for rows in reversed(batch.rows) if rows.guarded is not None), None)

@@ -1,4 +1,4 @@
-"""The tables as a torch optimizer: learning rates for torch's schedulers, rows for its scalers and clipping."""
+"""A torch optimizer over the tables: learning rates for torch's schedulers, rows for its scalers and clipping."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hostdev.runtime.features import Table
 
-# Settings of torch's optimizers, each with the values that a group may have because they change nothing.
+# Settings of torch's optimizers, each with the values that a group may have because they have no effect.
 _SETTINGS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("weight_decay", "momentum", "dampening", "lr_decay"), (0,)),
     **dict.fromkeys(("maximize", "amsgrad", "centered"), (False,)),
@@ -26,7 +26,7 @@ class LossScaling(Protocol):
     is_unscaled: bool  # whether the gradients of its rows have been divided by the scale
 
     def require_scaled_alike(self) -> None:
-        """Raise ValueError if only some gradients are of scaled losses, or if ranks exchange such gradients."""
+        """Raise ValueError if only some gradients come from scaled losses, or if ranks exchange such gradients."""
 
     def rows_unscaled(self, found: dict[torch.device, Tensor]) -> None:
         """Record that a scaler has divided the rows' gradients; complete the scaler's record, `found`."""
@@ -40,7 +40,7 @@ class OpenLoop(Protocol):
         """The record of what scalers have done to its batch."""
 
     def row_parameter(self, table: Table) -> Tensor | None:
-        """Return the batch's rows of a table, float32 [U, D], as `Rows.parameters` does; None if it has none."""
+        """Return the batch's rows of a table, float32 [U, D], as `Rows.parameters` does, or None."""
 
 
 class Loops(Protocol):
@@ -58,7 +58,7 @@ class Loops(Protocol):
 
 
 class _RowParameters(Sequence[Tensor]):
-    """The one parameter of a table's group: the rows of the batch in the loop's body, or an empty tensor."""
+    """The single parameter of a table's group: the rows of the body's batch, or an empty tensor."""
 
     def __init__(self, get_rows: Callable[[], Tensor | None]) -> None:
         self._get_rows, self._none = get_rows, nn.Parameter(torch.empty(0))
@@ -76,7 +76,7 @@ class _RowParameters(Sequence[Tensor]):
 
 
 class TableOptimizer(torch.optim.Optimizer):
-    """The tables as a torch optimizer; the result of `Runtime.optimizer`.
+    """A torch optimizer over the tables; the result of `Runtime.optimizer`.
 
     There is a parameter group for each table, with its name and learning rate. While a batch is in the loop's body, the
     group's parameter is the batch's rows of the table, as in `Rows.parameters`; otherwise it is empty.
@@ -89,8 +89,8 @@ class TableOptimizer(torch.optim.Optimizer):
             optimizer.step()
             scheduler.step()
 
-    The loop updates the tables with the batch when it asks for the next one; `step` marks the batch for this. A program
-    whose dense optimizer steps with each batch need not call `step`. A `GradScaler` may also get this optimizer:
+    The loop updates the tables when it asks for the next batch; `step` marks the batch for this update. A program whose
+     dense optimizer steps with each batch need not call `step`. A `GradScaler` may also get this optimizer:
     `unscale_` divides the gradients of the rows once, and an overflow in them or in dense gradients skips both steps.
 
     A learning rate applies from the next step on: a batch is updated with the rates at the dense optimizer's step or,
@@ -99,7 +99,7 @@ class TableOptimizer(torch.optim.Optimizer):
 
     def __init__(self, tables: Sequence[Table], loops: Loops) -> None:
         self._tables, self._loops = list(tables), loops
-        self._rates = [float(table.optimizer.lr) for table in self._tables]  # the rates that were last set or found
+        self._rates = [float(table.optimizer.lr) for table in self._tables]  # the rates that were last set or read
         self._hides_rows = False
         groups = [
             {"params": [nn.Parameter(torch.empty(0))], "name": table.name, "lr": table.optimizer.lr}
@@ -123,7 +123,7 @@ class TableOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def without_rows(self) -> Iterator[None]:
-        """A context in which the groups have no rows, so that a scaler does not divide their gradients twice."""
+        """Hide the rows in a `with` block, so that a scaler does not divide their gradients twice."""
         self._hides_rows = True
         try:
             yield
@@ -145,8 +145,8 @@ class TableOptimizer(torch.optim.Optimizer):
         by_name = {group.get("name"): group for group in groups}
         if len(groups) != len(by_name) or set(by_name) != set(self._names):
             raise ValueError(
-                f"the state is of an optimizer with the groups {', '.join(map(str, by_name))}, but runtime.optimizer "
-                f"has those of the tables {', '.join(self._names)}"
+                f"the state has the groups {', '.join(map(str, by_name))}, but runtime.optimizer has one group for "
+                f"each of the tables {', '.join(self._names)}"
             )
         ordered = [by_name[name] for name in self._names]
         for group in ordered:
@@ -188,7 +188,7 @@ class TableOptimizer(torch.optim.Optimizer):
         self._loops.drop_gradients()
 
     def take_over(self) -> None:
-        """Set the groups' rates to those of the tables after a checkpoint was loaded."""
+        """Set the groups' rates to the tables' after a checkpoint was loaded."""
         for number, (group, table) in enumerate(zip(self.param_groups, self._tables, strict=True)):
             self._rates[number] = group["lr"] = float(table.optimizer.lr)
 

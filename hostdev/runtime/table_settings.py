@@ -1,4 +1,4 @@
-"""The settings of tables that a program may change during training: learning rates, and which tables are frozen."""
+"""Table settings that a program may change during training: learning rates and frozen tables."""
 
 from collections.abc import Callable, Iterable
 
@@ -19,7 +19,7 @@ class TableSettings:
         self._optimizer: TableOptimizer | None = None
 
     def make_optimizer(self, get_loops: Callable[[], Loops]) -> TableOptimizer:
-        """Return the tables as a torch optimizer, which is created at the first call."""
+        """Return the tables' torch optimizer, which is created at the first call."""
         if self._optimizer is None:
             self._optimizer = TableOptimizer(list(self._tables.values()), get_loops())
         return self._optimizer
@@ -30,7 +30,7 @@ class TableSettings:
         return self._optimizer
 
     def freeze(self, names: Iterable[str]) -> None:
-        """Freeze tables from the next batch on: those named, or all if no name is given."""
+        """Freeze the named tables, or all if no name is given, from the next batch on."""
         self._frozen |= self._check_names(names)
 
     def unfreeze(self, names: Iterable[str]) -> None:
@@ -38,13 +38,13 @@ class TableSettings:
         self._frozen -= self._check_names(names)
 
     def is_frozen(self, table: Table) -> bool:
-        """Return whether a table gets no gradients."""
+        """Return whether a table is frozen."""
         return table.name in self._frozen
 
     def _check_names(self, names: Iterable[str]) -> set[str]:
         given = set(names)
         for name in given - self._tables.keys():
-            raise ValueError(f"no table {name!r}; there are {', '.join(self._tables)}")
+            raise ValueError(f"no table {name!r}; the tables are {', '.join(self._tables)}")
         return given or set(self._tables)
 
     def learning_rates(self) -> list[float]:

@@ -14,7 +14,7 @@ Function = Callable[..., Any]  # a torch function, of any signature
 
 
 class Replacement(NamedTuple):
-    """A function of torch to replace, and how to replace it.
+    """A torch function to replace, and how to replace it.
 
     Attributes:
         owner: The module or class that has the function.
@@ -49,13 +49,13 @@ class TorchHooks:
         """Replace the functions that are not replaced yet.
 
         Raises:
-            RuntimeError: This version of torch lacks one of them; nothing is replaced then.
+            RuntimeError: This version of torch lacks one of them; then nothing is replaced.
         """
         with self.lock:
             found = [_get(one) for one in self._replacements]
             for (owner, name, wrap, _), now in zip(self._replacements, found, strict=True):
                 if (placed := self._placed.get((owner, name))) is not None and now is not placed[0]:
-                    continue  # it is our replacement, or another library's wrapper around that
+                    continue  # it is our replacement, or another library's wrapper around it
                 replacement = wrap(now)
                 self._placed[owner, name] = now, replacement
                 setattr(owner, name, replacement)
@@ -85,7 +85,7 @@ def _get(one: Replacement) -> Function:
 
 
 class _AfterSteps:
-    """The callbacks after the steps of one optimizer; an attribute of the function that replaces its `step`."""
+    """The callbacks to run after an optimizer's steps; an attribute of the function that replaces its `step`."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.callbacks: WeakSet[Any] = WeakSet()

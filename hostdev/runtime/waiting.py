@@ -35,7 +35,7 @@ def optimizers_of(parameters: Sequence[Tensor]) -> list[Optimizer]:
     """Return the dense optimizers that have one of these parameters."""
     if not parameters:
         return []
-    gc.collect()  # deletes optimizers that nobody holds, which do not count
+    gc.collect()  # deletes unreferenced optimizers, which do not count
     wanted = {id(parameter) for parameter in parameters}
     optimizers = [found for found in gc.get_objects() if _is_dense(type(found))]
     return [one for one in optimizers if any(id(parameter) in wanted for parameter in _parameters(one))]
@@ -46,7 +46,7 @@ def _is_dense(kind: type) -> bool:
 
 
 def first_parameter(optimizer: Optimizer) -> Tensor | None:
-    """Return an optimizer's first parameter that has a gradient; None if there is none."""
+    """Return an optimizer's first parameter that has a gradient, or None."""
     return next((parameter for parameter in _parameters(optimizer) if parameter.grad is not None), None)
 
 

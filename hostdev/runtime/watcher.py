@@ -20,18 +20,18 @@ from hostdev.runtime.table_settings import TableSettings
 
 
 class TrainWatcher:
-    """Watches one loop, as a `scaling.Watcher`. It does not keep the loop alive.
+    """The `scaling.Watcher` of one loop, which it does not keep alive.
 
     Args:
         batch: The batch in the body.
         settings: The tables' settings.
-        flags: The flags that stop a step that is not finite.
-        ranks: The joined processes; None: this process is alone.
+        flags: The flags that stop non-finite steps.
+        ranks: The ranks; None for a single process.
 
     Attributes:
         steps: The steps of dense optimizers.
-        losses: How the batch's losses were scaled.
-        rates: The tables' learning rates for the batch; None: use those at its end.
+        losses: The record of how the batch's losses were scaled.
+        rates: The tables' learning rates for the batch; None to use the rates at its end.
         first: The loop's first batch, if gradients of an earlier loop wait for a step; else None.
     """
 
@@ -46,7 +46,7 @@ class TrainWatcher:
         self._backward = -1  # torch's number of the last backward pass that gave gradients
 
     def begin_batch(self) -> None:
-        """Watch the batch that the loop has taken."""
+        """Watch the batch that the loop has just taken."""
         self.steps.begin_batch()
         self.rates = None
         self._settings.learning_rates()  # raises for wrong rates before the step
@@ -122,7 +122,7 @@ class TrainWatcher:
             batch.losses += [(loss - loss).float().to(self._device) for loss in losses]
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """See `scaling.Watcher`; raise ValueError for wrong learning rates, before the dense side has stepped."""
+        """See `scaling.Watcher`; raise ValueError for wrong learning rates, before the dense optimizer steps."""
         batch, first = self._batch, self.first
         if batch.flight is not None and not self.steps.stepped:
             self.rates = self._settings.learning_rates()
@@ -143,6 +143,6 @@ class TrainWatcher:
 
 
 def _note_gradients(watcher: ReferenceType[TrainWatcher], rows: Tensor) -> None:
-    # torch calls the hooks of all tables of a node, even of those that get no gradient in the backward pass
+    # torch calls the hooks of all tables of a graph node, even of tables without a gradient in this backward pass
     if rows.grad is not None and (held := watcher()) is not None:
         held.note_gradients()

@@ -147,7 +147,7 @@ def test_one_rank_does_not_come(processes):
             "UnlikeError: the first rows.reduce(): parameter 0 differs between processes: float32 [1, 4], values with",
         ),
         ("rate", "UnlikeError: step 4: the learning rates of the tables differ between ranks"),
-        ("freeze", "UnlikeError: step 4: which tables are frozen differs between ranks"),
+        ("freeze", "UnlikeError: step 4: the frozen tables differ between ranks"),
         (
             "evaluate",
             "UnlikeError: rank 0 is in runtime.save(), and rank 1 is in runtime.look_up(): "

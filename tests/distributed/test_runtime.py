@@ -50,7 +50,7 @@ def test_gradients_that_are_not_finite(alone, spoilt):
 
 MISUSED = (
     "do not use GradScaler here",
-    "clip model.parameters() alone",
+    "clip only model.parameters()",
     "ranks can sum float32 gradients only",
     "must be of shape [] or [n], not [2, 2]",
 )

@@ -341,7 +341,7 @@ def test_rows_of_a_batch_that_is_over():
     assert [rows.step for rows in kept] == [1, 2]
     assert all(rows.is_due for rows in kept)
     for _, rows in case.loop(batches_of(1)):
-        with pytest.raises(KeyError, match="no feature 'itme'; there are user, item, history, words"):
+        with pytest.raises(KeyError, match="no feature 'itme'; the features are user, item, history, words"):
             rows["itme"]
         assert list(rows) == ["user", "item", "history", "words"]
         assert len(rows) == 4

@@ -95,7 +95,7 @@ def test_some_of_the_features(device):
         for _, rows in case.runtime.predict([given] * 3, ids=ids_of, features=["item", "history"]):
             assert list(rows) == ["item", "history"]
             assert bits_of(rows) == {name: wanted[name] for name in rows}
-            with pytest.raises(KeyError, match="no feature 'user'; there are item, history in this loop over predict"):
+            with pytest.raises(KeyError, match="'user'; the features are item, history in this loop over predict"):
                 rows["user"]
     assert differing(case.state(), Case(device).train(batches_of(2)).state()) == []
 
@@ -103,8 +103,8 @@ def test_some_of_the_features(device):
 def test_features_that_are_none():
     case, batch = Case(), ids(batches_of(1)[0])
     for features, message in [
-        (["itme"], "no feature 'itme'; there are user, item, history, words"),
-        ([], "no features are given; there are user"),
+        (["itme"], "no feature 'itme'; the features are user, item, history, words"),
+        ([], "no features are given; the features are user"),
     ]:
         for call in (case.runtime.lookup, lambda one, features: case.runtime.predict([one], features=features)):
             with pytest.raises(ValueError, match=message):

@@ -158,7 +158,7 @@ def test_unique_rows_in_a_loss(device):
             (loss_of(case.model, rows, label) + penalty).backward()
             case.adam.step()
         states.append(case.state())
-        with pytest.raises(ValueError, match="no table 'item'; there are users, items, first, words"):
+        with pytest.raises(ValueError, match="no table 'item'; the tables are users, items, first, words"):
             for _, rows in case.loop(batches_of(1)):
                 rows.unique("item")
     assert [differing(state, states[0]) for state in states] == [[]] * 3

@@ -59,7 +59,7 @@ IDS = {
         r"offsets must be of shape \[B\] and begin with 0",
     ),
     "no offsets": (Bag(ARRAY, offsets=[]), ValueError, "feature 'x': the offsets are empty, but there are 6 ids"),
-    "weights of another shape": (Bag(ARRAY, weights=np.ones(5)), ValueError, r"weights .*\[5\], but ids \[6\]"),
+    "weights of another shape": (Bag(ARRAY, weights=np.ones(5)), ValueError, r"weights .*\[5\], but ids have \[6\]"),
     "weights that are text": (
         Bag(ARRAY, weights=["a"] * 6),
         TypeError,
@@ -130,7 +130,7 @@ def test_batches_that_have_no_ids():
 def test_features_that_are_none():
     table, other = table_of(), table_of(name="u")
     for features in ({}, [table], None, "x"):
-        with pytest.raises(ValueError, match=r"features must be a dict with .* tuple of tables or a hostdev.Feature"):
+        with pytest.raises(ValueError, match=r"features must be a dict from .* tuple of tables or a hostdev.Feature"):
             Runtime(features)
     for wrong, what in [
         ("t", "'t'"),

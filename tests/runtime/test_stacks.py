@@ -92,11 +92,11 @@ def test_prediction_and_lookup():
         expected = torch.stack([others["b"], others["a"]], 1)
         assert torch.equal(rows["x"], expected)
         assert set(rows) == {"c", "d", "x"}
-        with pytest.raises(KeyError, match="no feature 'a'; there are c, d, x"):
+        with pytest.raises(KeyError, match="no feature 'a'; the features are c, d, x"):
             rows["a"]
         assert torch.equal(runtime.lookup(batch)["x"], expected)
         assert torch.equal(runtime.lookup({"a": batch["a"], "b": batch["b"]}, features=["x"])["x"], expected)
-        with pytest.raises(ValueError, match="no feature 'a'; there are c, d, x"):
+        with pytest.raises(ValueError, match="no feature 'a'; the features are c, d, x"):
             runtime.lookup(batch, features=["a"])
     for _, some in runtime.predict(batches(1), features=["x", "d"]):
         assert set(some) == {"x", "d"}
@@ -107,10 +107,10 @@ def test_prediction_and_lookup():
 @pytest.mark.parametrize(
     ("stacks", "error", "message"),
     [
-        (["a"], TypeError, "stacks must be a dict with a list of features for each name, not"),
+        (["a"], TypeError, "stacks must be a dict from names to lists of features, not"),
         ({"x": "a"}, TypeError, "stack 'x' must be a list of features' names, not"),
         ({"x": []}, ValueError, "stack 'x' has no features"),
-        ({"x": ["a", "z"]}, ValueError, "stack 'x': no feature 'z'; there are a, b, c, d"),
+        ({"x": ["a", "z"]}, ValueError, "stack 'x': no feature 'z'; the features are a, b, c, d"),
         ({"a": ["b"]}, ValueError, "stack 'a' has the name of a feature"),
         ({"x": ["a"], "y": ["b", "a"]}, ValueError, "feature 'a' is in stack 'x' and again in 'y'"),
     ],
@@ -123,8 +123,8 @@ def test_wrong_stacks(stacks, error, message):
 def test_features_that_do_not_go_together():
     wide, one = (HostTable(V, dim, hostdev.SGD(), name=f"w{dim}") for dim in (8, 4))
     for features, message in (
-        ({"a": wide, "b": one}, "feature 'a' has 8 columns of float32, but 'b' 4 columns of float32"),
-        ({"a": one, "b": Feature(one, dtype="bfloat16")}, "4 columns of float32, but 'b' 4 columns of bfloat16"),
+        ({"a": wide, "b": one}, "'a' has dim 8 and dtype float32, but 'b' has dim 4 and dtype float32"),
+        ({"a": one, "b": Feature(one, dtype="bfloat16")}, "dtype float32, but 'b' has dim 4 and dtype bfloat16"),
         ({"a": (one, wide), "b": one}, "feature 'a' has several tables, not one"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -135,7 +135,7 @@ def test_features_that_do_not_go_together():
     ("ids", "message"),
     [
         ({"a": np.zeros((5, 2), np.int64), "b": np.zeros(5, np.int64)}, "feature 'a' has 2 rows per sample; give it a"),
-        ({"a": np.zeros(5, np.int64), "b": np.zeros(4, np.int64)}, "'a' has 5 samples in this batch, and 'b' 4"),
+        ({"a": np.zeros(5, np.int64), "b": np.zeros(4, np.int64)}, "'a' has 5 samples in this batch, but 'b' has 4"),
     ],
 )
 def test_batches_that_do_not_fit(ids, message):

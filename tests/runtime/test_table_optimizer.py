@@ -88,7 +88,7 @@ def test_a_state_of_other_groups():
     for change, message in [
         (
             lambda groups: groups.pop(),
-            "groups words, first, items, but runtime.optimizer has those of the tables users,",
+            "groups words, first, items, but runtime.optimizer has one group for each of the tables users,",
         ),
         (lambda groups: groups[0].update(name="other"), "groups other, first, items, users, but runtime.optimizer has"),
         (lambda groups: groups[0].pop("name"), "groups None, first"),
@@ -101,7 +101,7 @@ def test_a_state_of_other_groups():
         with pytest.raises(ValueError, match=message):
             case.runtime.optimizer.load_state_dict(wrong)
     adam = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1)) for _ in range(4)])
-    with pytest.raises(ValueError, match="the state is of an optimizer with the groups None, but runtime.optimizer"):
+    with pytest.raises(ValueError, match="the state has the groups None, but runtime.optimizer"):
         case.runtime.optimizer.load_state_dict(adam.state_dict())
     assert [group["lr"] for group in case.runtime.optimizer.param_groups] == pytest.approx([0.4, 0.3, 0.2, 0.1])
 

@@ -217,7 +217,7 @@ def test_reading_ahead_is_refused():
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
-        assert "table 'users' is being trained by a loop of another thread" in caught[0]
+        assert "table 'users' is being trained by a loop in another thread" in caught[0]
         case.step(label, rows)
     with reading_ahead():  # no loop is open
         case.tables["users"].lookup([1])
