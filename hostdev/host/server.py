@@ -1,4 +1,4 @@
-"""The parameter server of one host: tables by name."""
+"""A parameter server on one host, which holds tables by name."""
 
 from collections.abc import Iterator
 

@@ -24,7 +24,7 @@ from hostdev.kernels.pool import run_tasks
 from hostdev.kernels.rounding import round_rows
 from hostdev.kernels.unique import unique
 
-Optimizers = Iterable[tuple[SparseOptimizer, int]]  # optimizers of tables, with the tables' dimension
+Optimizers = Iterable[tuple[SparseOptimizer, int]]  # table optimizers, each with its table's dimension
 _USUAL = ((FTRL(), 1), (LazyAdam(), 32))
 
 
@@ -42,8 +42,8 @@ def warm_up(
     Args:
         id_dtype: The dtype of ids.
         table_dtypes: The dtypes of weights and of slots.
-        optimizers: Optimizers of tables, with the tables' dimension.
-        squares: Include the kernels that sum the squares of a table's weights.
+        optimizers: Table optimizers, each with its table's dimension.
+        squares: Whether to include the kernels that sum the squares of a table's weights.
     """
     for (optimizer, dim), stored in itertools.product(optimizers, sorted({(FP32, FP32), table_dtypes})):
         warm_up_table(id_dtype, stored, optimizer, dim, squares=squares)
@@ -92,7 +92,7 @@ def warm_up_table(
 
 
 def warm_up_ids(id_dtype: npt.DTypeLike) -> None:
-    """Call the kernels of ids, such as deduplication, once."""
+    """Call the kernels that process ids, such as deduplication, once."""
     warm_up_deduplication(id_dtype)
     warm_up_batches(id_dtype)
 
@@ -122,7 +122,7 @@ def warm_up_batches(id_dtype: npt.DTypeLike) -> None:
 
 
 def _spread(id_dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Return many ids, widely spaced: they are hashed and split."""
+    """Return many widely spaced ids, which deduplication hashes and splits."""
     return np.arange(1 << 16, dtype=id_dtype) << 8
 
 

@@ -1,4 +1,4 @@
-"""A parser of Criteo's lines: a label, 13 integers and 26 values of 8 hexadecimal digits, separated by tabs."""
+"""A parser for Criteo's lines: a label, 13 integers and 26 values of 8 hexadecimal digits, separated by tabs."""
 
 import numpy as np
 
@@ -24,7 +24,7 @@ def parse_lines(text, digits, label, numbers, keys, odd):
         numbers: float64 [n, D], written: the D integers of each well-formed line, NaN for an empty field.
         keys: int64 [C, n], written: the C categorical values of each well-formed line, EMPTY for an empty field.
         odd: int32 [M, 3], written: for each of the first M malformed lines, where it begins and where the next line
-            begins in the text, and its number from 0.
+            begins in the text, and its line number, counted from 0.
 
     Returns:
         The numbers of well-formed lines, all lines, and malformed lines.
