@@ -67,7 +67,7 @@ class ReadableTable(Owned):
     def block(self) -> Rows:
         """A read-only view of all rows, float32 [V, 1 + S, D]; raises TypeError if they are stored otherwise."""
         if self.history is not None:
-            raise TypeError(f"table {self.name!r} brings rows up to date when they are read; use read_rows instead of block")
+            raise TypeError(f"table {self.name!r} brings rows up to date on reads; use read_rows instead of block")
         if not isinstance(self.storage, Float32):
             what = "weights" if self.dtype == BF16 else "slots"
             kind = "as bfloat16" if BF16 in (self.dtype, self.slots_dtype) else "in 8 bits"

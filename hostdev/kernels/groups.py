@@ -286,7 +286,7 @@ def drop_padding(
     offsets = offsets_of(lengths)
     N, B = len(values), len(lengths)
     if offsets[-1] != N or (weights is not None and len(weights) != N):
-        raise ValueError(f"lengths sum to {offsets[-1]}; the number of values ({N}), and of any weights, must be the same")
+        raise ValueError(f"lengths sum to {offsets[-1]}; this must be the number of values ({N}) and of any weights")
     limits = np.iinfo(values.dtype)
     if not limits.min <= padding <= limits.max:
         return values, lengths, weights

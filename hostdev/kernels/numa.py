@@ -27,7 +27,7 @@ _layout = ""
 
 
 def interleave(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Interleave the pages of an array of 16 MiB or more over all nodes; return the array. Call this before any write."""
+    """Interleave the pages of an array of 16 MiB or more over all nodes; return it. Call this before any write."""
     global _layout
     found = nodes()
     if len(found) < 2 or array.nbytes < _LEAST_BYTES:

@@ -129,7 +129,7 @@ class _Job:
                     return
 
     def end(self) -> None:
-        """Drop tasks that have not begun; wait, even if interrupted, for the helpers: they write to the caller's memory.
+        """Drop tasks that have not begun; wait, even if interrupted, for helpers, which write to the caller's memory.
 
         The job then drops its arrays; otherwise a late helper would hold and free them.
         """
