@@ -83,7 +83,7 @@ class Snapshot:
         V, planes, D = storage.shape
         self._rows = V
         self._bucket = -(-V // _BUCKETS)
-        self._first_bucket = 0  # the first that is not freed
+        self._first_bucket = 0  # the first bucket that is not freed
         self._budget = budget
         self._lock = threading.Lock()
         self.ended = threading.Event()  # all rows are read, or the snapshot is abandoned
@@ -187,7 +187,7 @@ class Changes:
         self._touched = empty_bits(self._rows)  # since the last snapshot
         self._unsaved: list[Bits] = []  # rows of snapshots that were not saved
         self.since: Any = None  # the checkpoint since which changes are tracked; set by the checkpoint manager
-        self.digests: RangeDigests | None = None  # of the rows that were not written since
+        self.digests: RangeDigests | None = None  # digests of rows that were not written since
         self._snapshot: Snapshot | None = None
 
     @property
@@ -199,7 +199,7 @@ class Changes:
         return self._touched
 
     def known_digests(self) -> RangeDigests | None:
-        """Return the digests of row ranges, of which unchanged ranges are `known`, or None if there are no digests."""
+        """Return the digests of row ranges, with only unchanged ranges marked `known`, or None if there are none."""
         if self.digests is None:
             return None
         by_column, known = self.digests
@@ -213,7 +213,7 @@ class Changes:
         mark(ids, self._touched)
 
     def begin(self, budget: Budget, *, everything: bool) -> Snapshot:
-        """Return a snapshot of the rows written since the last saved snapshot or of all; no thread may write meanwhile.
+        """Snapshot all rows or the rows written since the last saved snapshot; no thread may write meanwhile.
 
         Raises:
             RuntimeError: The last snapshot has not ended.

@@ -28,7 +28,7 @@ Positions = npt.NDArray[np.int32]
 
 
 class ReadableTable(Owned):
-    """The reads of `HostTable`."""
+    """The read methods of `HostTable`."""
 
     part: tuple[int, int] | None
     start: int
@@ -243,7 +243,7 @@ class ReadableTable(Owned):
             )
 
     def _check_whole(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> None:
-        """Raise unless these arrays have the shapes of rows with their optimizer state."""
+        """Raise an error unless these arrays have the shapes of rows with their optimizer state."""
         _, planes, D = self.storage.shape
         n, R = len(ids if positions is None else block), self.storage.row_slots.shape[1]
         check_rows("block", block, (n, planes, D), self.name)

@@ -38,7 +38,7 @@ _FILLED_BYTES = 1 << 26  # bytes of float32 weights that are filled and rounded 
 
 
 class Shape:
-    """The dimensions of a storage.
+    """The dimensions of a table's storage.
 
     Args:
         rows: V, the number of rows stored here.
@@ -101,7 +101,7 @@ class Storage(Protocol):
         """Write the initial values of all rows."""
 
     def weights(self) -> Rows:
-        """Return all weights: a view, or a copy that is read-only."""
+        """Return all weights: a view or a read-only copy."""
 
     def column(self, number: int) -> Any:
         """Return the weights (number 0) or state column `number - 1`; slices and row ids read it as float32."""
@@ -390,7 +390,7 @@ def _allocate(shape: tuple[int, ...], kind: int) -> npt.NDArray[Any]:
 
 
 def _all_of(column: Any) -> Rows:
-    """Return a column's values as float32: a view, or a copy that is read-only."""
+    """Return a column's values as float32: a view or a read-only copy."""
     if isinstance(column, np.ndarray):
         return column
     found: Rows = column[:]

@@ -35,9 +35,9 @@ class HostTable(ReadableTable):
     """An embedding table in host memory: weights float32 [rows, dim], and optimizer state.
 
     Initial weights depend only on (seed, name, row, column). Memory: rows x (dim x (1 + S) + R) x 4 bytes, for S
-    optimizer state columns and R values of per-row state. With dtype="bfloat16" a weight takes 2 bytes. A
-    value of a state column takes 2 bytes with slots="bfloat16". With slots="8bit" it takes 1 byte, plus 4 bytes per row
-    and column for the scale (`kernels.eight_bits`). Reads return float32. Each update rounds such new values
+    optimizer state columns and R values of per-row state. With dtype="bfloat16" a weight takes 2 bytes. A value of
+    a state column takes 2 bytes with slots="bfloat16". With slots="8bit" it takes 1 byte, plus 4 bytes per row and
+    column for the scale (`kernels.eight_bits`). Reads return float32. Each update rounds such new values
     stochastically to one of the two nearest values that can be stored, with a random number that depends only on (seed,
     name, step of the table, row, column, weight or state).
 
@@ -123,7 +123,7 @@ class HostTable(ReadableTable):
         first dimension is N. Each copy is made at its first use. After any error the table is unchanged.
 
         Args:
-            ids: int32 or int64 [N], each in [0, V), all different; None for all rows.
+            ids: int32 or int64 [N], each in [0, V), all different, or None for all rows.
 
         Raises:
             ValueError: Values are not finite or not representable in the table's dtypes, ids repeat, or the table is
@@ -235,7 +235,7 @@ class HostTable(ReadableTable):
     def update_tasks(
         self, ids: Ids, grads: Rows, step: TableStep | None = None, positions: Positions | None = None
     ) -> list[Task]:
-        """Return the tasks of `update`, and count its step now."""
+        """Return the tasks of `update`, and count the step now."""
         check_rows("grads", grads, (len(ids if positions is None else grads), self.dim), self.name)
         step = step or self.begin_step()
         self._note_write(ids)
@@ -280,7 +280,7 @@ class HostTable(ReadableTable):
             self.may_train = True
 
     def _note_write(self, ids: Ids) -> None:
-        """Record that rows are about to be written; a running snapshot first copies those that it has not read."""
+        """Record that rows are about to be written; a running snapshot first copies the rows that it has not read."""
         self.untouched = False
         if self.changes is not None:
             self.changes.before_write(ids)
@@ -305,7 +305,7 @@ class HostTable(ReadableTable):
         self._after_write(None)
 
     def adopt(self, history: History, *, whole: bool) -> None:
-        """Replace the table's step history with a checkpoint's, before its rows are loaded.
+        """Replace the table's step history with a checkpoint's, before the checkpoint's rows are loaded.
 
         Args:
             history: The checkpoint's step history, from an equal optimizer.

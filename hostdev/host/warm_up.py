@@ -92,13 +92,13 @@ def warm_up_table(
 
 
 def warm_up_ids(id_dtype: npt.DTypeLike) -> None:
-    """Call the kernels that process ids, such as deduplication, once."""
+    """Call each kernel that processes ids once."""
     warm_up_deduplication(id_dtype)
     warm_up_batches(id_dtype)
 
 
 def warm_up_deduplication(id_dtype: npt.DTypeLike) -> None:
-    """Call the kernels that find the unique ids of a batch once."""
+    """Call each deduplication kernel once."""
     ids = np.zeros(2, id_dtype)
     far = _spread(id_dtype)
     unique(far)
@@ -106,7 +106,7 @@ def warm_up_deduplication(id_dtype: npt.DTypeLike) -> None:
 
 
 def warm_up_batches(id_dtype: npt.DTypeLike) -> None:
-    """Call the kernels that check a batch and compare it with others once."""
+    """Call each kernel that checks or compares batches once."""
     ids, far = np.zeros(2, id_dtype), _spread(id_dtype)
     check_groups([([far], 1 << 24), ([ids], 1)])  # enough ids to run the parallel kernel
     for lengths in (np.full(1, 2, np.int32), np.full(1, 2, np.int64)):

@@ -22,7 +22,7 @@ class Writing(Copies):
     Args:
         table: The table's name, for errors.
         columns: Its weights and optimizer state by name, which slices and row ids can index.
-        ids: int32 or int64 [N], all different; None for all rows.
+        ids: int32 or int64 [N], all different, or None for all rows.
         rows: V, the number of rows of the table.
     """
 

@@ -19,7 +19,7 @@ _AHEAD = 8  # rows
 
 
 def empty_bits(rows: int) -> Bits:
-    """Return an empty set of rows of a table with `rows` rows."""
+    """Return an empty set for a table of `rows` rows."""
     return np.zeros(-(-rows // 64), np.uint64)
 
 

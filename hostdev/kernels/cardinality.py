@@ -32,7 +32,10 @@ def _note(hashes, registers):
 
 
 def make_registers(keys: npt.NDArray[np.uint64]) -> Registers:
-    """Return the registers of keys [N], uint8 [16384]; a union of sets has the element-wise maximum."""
+    """Return the registers of keys [N], uint8 [16384].
+
+    The registers of a union of sets are the element-wise maximum of the sets' registers.
+    """
     registers = np.zeros(_SIZE, np.uint8)
     _note(mix64(keys), registers)
     return registers

@@ -258,7 +258,7 @@ def look_up_tasks(
 def pack_tasks(
     block: Rows | SplitRows, row_slots: Rows, ids: Any, out: Rows, positions: Positions | None, planes: int
 ) -> list[Task]:
-    """Return tasks that copy packed rows to out, which `unpack_tasks` brings up to date later.
+    """Return tasks that copy rows to out, packed for a later call of `unpack_tasks`.
 
     Args:
         block: float32 [V, 1 + S, D], or `rounding.SplitRows`.

@@ -32,7 +32,7 @@ def clip_rows(start, stop, source, grads, limit, out):
 
 
 def clipped(grads: Rows, limit: np.float32) -> Rows:
-    """Return gradients [U, D] with each row clipped to a mean square of `limit`, using all threads."""
+    """Return gradients [U, D] with each row clipped to a mean square of at most `limit`, using all threads."""
     out = np.empty_like(grads)
     parallel_for(clip_rows, len(grads), identity(len(grads)), grads, limit, out, grain=get_grain(grads.strides[0]))
     return out

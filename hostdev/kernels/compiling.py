@@ -33,7 +33,7 @@ class Compiled(event.Listener):
 
 
 def run_calls(calls: Sequence[Call], processes: int) -> int:
-    """Run calls in this process; once a call compiles a kernel, helper processes run some of the next calls first.
+    """Run calls in this process; once a call compiles a kernel, helper processes compile ahead for later calls.
 
     Every call also runs in this process, which thereby compiles or loads all kernels and raises a call's error. A
     helper's failure is ignored.
@@ -58,7 +58,7 @@ def run_calls(calls: Sequence[Call], processes: int) -> int:
 
 
 def help_main() -> None:
-    """Run the pickled calls on standard input until it ends, and write an empty line after each call."""
+    """Run pickled calls from standard input until it ends, and write an empty line after each call."""
     answers = os.dup(1)
     os.dup2(2, 1)  # keep the calls' output out of the answers
     set_host_threads(pickle.load(sys.stdin.buffer))
@@ -73,7 +73,7 @@ def help_main() -> None:
 
 @contextmanager
 def _helping(left: deque[Call], helpers: int) -> Iterator[list[Call]]:
-    """Run helpers that take calls from `left`; yield a list that holds the calls they took when the context ends."""
+    """Run helpers that take calls from `left`; yield a list of these calls, complete once the context ends."""
     taken: list[Call] = []
     processes: list[subprocess.Popen[bytes]] = []
     threads: list[Thread] = []

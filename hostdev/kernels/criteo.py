@@ -7,7 +7,7 @@ from hostdev.kernels.jit import kernel
 EMPTY = 1 << 32  # the key of an empty categorical field, above every 32-bit value
 
 _TAB, _LINE_END, _RETURN, _MINUS, _ZERO = 9, 10, 13, 45, 48
-_MOST_DIGITS = 18  # fit an int64
+_MOST_DIGITS = 18  # so that any number fits an int64
 HEX_DIGITS = np.full(256, 255, np.uint8)  # the value of each character as a digit; 255 for other characters
 for _digits in (b"0123456789abcdef", b"0123456789ABCDEF"):
     HEX_DIGITS[np.frombuffer(_digits, np.uint8)] = np.arange(16)

@@ -40,7 +40,8 @@ Flags = npt.NDArray[np.uint8]  # for each slot, whether it is never negative
 LEAST_SCALE = np.float32(2.0**-90)  # below it, Adam's sqrt(v) is far below eps; denormals are far below the least code
 _DECADES = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)  # their beginnings
 
-# t = (y * slope + offset) * s - base, at least 1, at most a * near_zero; signed, never negative; see `_place`.
+# t = (y * slope + offset) * s - base, at least 1, and at most a * near_zero; see `_place`. The first row is for signed
+# slots (linear to 0), the second for slots that are never negative (never 0).
 CONSTANTS = np.array([[64 / 0.9, 64 * 8 / 9, 0, 1e7], [128 / 0.9, 128 * 8 / 9, 1, 2.0**100]], np.float32)
 TO_LAST_DECADE = ((1e-3, 1e3, 0.125), (1e-2, 1e2, 0.25), (1e-1, 1e1, 0.5))  # if y < first: y *= second, s *= third
 STEP, HALF_STEP = np.float32(2.0**-12), np.float32(2.0**-13)  # u = random 12 bits * STEP + HALF_STEP
@@ -156,7 +157,7 @@ def to_nearest(values: npt.ArrayLike, *, unsigned: bool) -> Rows:
     """Return a copy of the values, float32 [N, D], rounded to the nearest values that an 8-bit slot can store.
 
     Args:
-        values: [N, D], one row's slot in each row.
+        values: [N, D], one slot per row.
         unsigned: Whether the slot is never negative, like Adam's v.
     """
     found = np.array(values, np.float32, order="C")

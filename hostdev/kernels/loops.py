@@ -93,7 +93,7 @@ class Loop:
     """A kernel's ranges, begun in order by any number of threads.
 
     Args:
-        times: Receives the begin and end, in nanoseconds, of each run of ranges by a thread; or None.
+        times: Receives the begin and end, in nanoseconds, of each run of ranges by a thread, or None.
     """
 
     def __init__(self, work: Any, n: int, grain: int, pieces: int, args: tuple[Any, ...], times: Times | None) -> None:

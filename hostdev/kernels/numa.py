@@ -38,7 +38,7 @@ def interleave(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def in_words() -> str:
-    """Describe how large tables are placed on nodes; "" if no table is large or there is only one node."""
+    """Describe the placement of large tables on nodes; "" if no table is large or there is only one node."""
     return _layout
 
 

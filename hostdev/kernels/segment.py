@@ -97,7 +97,7 @@ def streams() -> bool:
 
 
 def prepare_sums(out: npt.NDArray[np.float32], in_order: bool) -> int:
-    """Prepare sums [U, D] and return the initial `seen`; `in_order` if rows are numbered by first occurrence."""
+    """Prepare sums [U, D] and return the initial `seen`; `in_order` means rows are numbered by first occurrence."""
     if in_order:
         return 0
     out.fill(-0.0)  # x + -0 is x, even if x is 0

@@ -77,7 +77,7 @@ def _is_ours(module: str) -> bool:
 
 
 def _as_function(value: Any) -> FunctionType | None:
-    """Return the package's Python function behind a compiled function or intrinsic, or a plain one; else None."""
+    """Return the package's Python function that a value is, or was compiled from; else None."""
     value = getattr(value, "py_func", getattr(value, "_defn", value))
     if isinstance(value, FunctionType) and _is_ours(value.__module__):
         return value

@@ -31,7 +31,7 @@ _GRAIN = 256
 
 
 class Progress:
-    """The number of finished parts of a task; other tasks wait for it."""
+    """The number of finished parts of a task, for which other tasks can wait."""
 
     def __init__(self) -> None:
         self._done = 0

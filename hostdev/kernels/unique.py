@@ -278,7 +278,7 @@ class Dedupe:
     Args:
         features: The ids, in one or more consecutive arrays: int32 or int64, of one dtype, C-contiguous.
         inverse: int32 [N], written: the position of each id in the unique ids.
-        number: The sequence's number, from 0, among the sequences of this thread; each has its own maps.
+        number: The sequence's number, from 0, among this thread's concurrent sequences; each number has its own maps.
     """
 
     def __init__(self, features: Sequence[npt.NDArray[Any]], inverse: Positions, number: int = 0) -> None:
