@@ -37,7 +37,7 @@ _BUCKETS = 32  # ranges of a table's rows; a bucket's copies are freed once its 
 
 
 class Budget:
-    """A limit on the bytes of copies that several snapshots share; a thread that exceeds it waits."""
+    """A limit on the bytes of row copies, shared by several snapshots; threads wait while it is reached."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._used, self._closed = limit, 0, False
@@ -83,14 +83,14 @@ class Snapshot:
         V, planes, D = storage.shape
         self._rows = V
         self._bucket = -(-V // _BUCKETS)
-        self._first_bucket = 0  # the first that is not freed
+        self._first_bucket = 0  # the first bucket that is not freed
         self._budget = budget
         self._lock = threading.Lock()
         self.ended = threading.Event()  # all rows are read, or the snapshot is abandoned
         self._row_bytes = 4 * (planes * D + self.row_slots.shape[1])
 
     def save_before_write(self, ids: Ids) -> None:
-        """Copy aside those of the rows `ids` [N] that have not been read; wait while the budget is used up."""
+        """Copy aside the rows in `ids` [N] that have not been read yet; wait while the budget is used up."""
         step = max(1, _AT_ONCE_BYTES // self._row_bytes)
         begin = time.perf_counter()
         for start in range(0, len(ids), step):
@@ -109,12 +109,12 @@ class Snapshot:
         self._budget.seconds += time.perf_counter() - begin
 
     def read(self, first: int, last: int, ids: Ids | None, columns: Rows, row_columns: Rows) -> None:
-        """Copy rows in [first, last), as of the snapshot, to columns. One thread calls this, with ascending ranges.
+        """Copy the snapshot's rows in [first, last) to columns. Only one thread may call this, with ascending ranges.
 
         Args:
             first: The first row of the range.
             last: The end of the range.
-            ids: The rows to copy, int64 [N], ascending; None copies all, N = last - first.
+            ids: The rows to copy, int64 [N], ascending, or None for all rows (N = last - first).
             columns: Output, float32 [1 + S, N, D]: weights, then state columns.
             row_columns: Output, float32 [R, N]: per-row state.
         """
@@ -134,7 +134,7 @@ class Snapshot:
         self._free(last)
 
     def _sort_in(self, aside: list[tuple[Ids, Rows, Rows]]) -> None:
-        """Sort copies into buckets, with few Python operations, since training's threads need the GIL."""
+        """Sort copies into buckets, with few Python operations, since training threads need the GIL."""
         ids, rows, row_slots = (np.concatenate(parts) for parts in zip(*aside, strict=True))
         order = np.argsort(ids)
         ids = ids[order]
@@ -164,7 +164,7 @@ class Snapshot:
             self._budget.add(-freed * self._row_bytes)
 
     def rows_between(self, first: int, last: int) -> Ids:
-        """Return the wanted rows of [first, last), int64, ascending."""
+        """Return the wanted rows in [first, last), int64, ascending."""
         out = np.empty(last - first, np.int64)
         return out[: rows_between(first, last, self.wanted, out)].copy()
 
@@ -187,7 +187,7 @@ class Changes:
         self._touched = empty_bits(self._rows)  # since the last snapshot
         self._unsaved: list[Bits] = []  # rows of snapshots that were not saved
         self.since: Any = None  # the checkpoint since which changes are tracked; set by the checkpoint manager
-        self.digests: RangeDigests | None = None  # of the rows that were not written since
+        self.digests: RangeDigests | None = None  # digests of rows that were not written since
         self._snapshot: Snapshot | None = None
 
     @property
@@ -199,7 +199,7 @@ class Changes:
         return self._touched
 
     def known_digests(self) -> RangeDigests | None:
-        """Return the digests of ranges of rows that hold for the rows as they are now; None if there are none."""
+        """Return the digests of row ranges, with only unchanged ranges marked `known`, or None if there are none."""
         if self.digests is None:
             return None
         by_column, known = self.digests
@@ -213,7 +213,7 @@ class Changes:
         mark(ids, self._touched)
 
     def begin(self, budget: Budget, *, everything: bool) -> Snapshot:
-        """Return a snapshot of the rows written since the last saved one, or of all; no thread may write meanwhile.
+        """Snapshot all rows or the rows written since the last saved snapshot; no thread may write meanwhile.
 
         Raises:
             RuntimeError: The last snapshot has not ended.

@@ -1,4 +1,4 @@
-"""Reads of a host table whose rows change in steps that do not use them: rows as they are after the last step."""
+"""Up-to-date reads of a host table whose rows also change in steps that do not use them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +23,7 @@ def read(
 ) -> tuple[Rows, Rows]:
     """Return copies of rows, brought up to date: float32 [N, 1 + S, D], and their per-row state, [N, R].
 
-    With `formats`, the stored formats of the planes, values are rounded to the nearest that can be stored.
+    With `formats`, the stored formats of the planes, values are rounded to the nearest values that can be stored.
     """
     _, planes, D = storage.shape
     block = np.empty((len(ids), planes, D), np.float32)
@@ -36,11 +36,11 @@ def read(
 
 
 class CurrentColumn:
-    """Weights or state of a table as they are after the last step; slices and row ids are read as float32.
+    """A table's weights or state after the last step; indexing by slices or row ids yields float32.
 
     Args:
         storage: The table's rows.
-        clock: Brings them up to date.
+        clock: The step history that brings rows up to date.
         number: 0 for the weights, 1 .. S for columns of D values, then per-row state.
         formats: As for `read`.
     """
@@ -68,6 +68,6 @@ class CurrentColumn:
 def columns(
     storage: Storage, clock: Clock, optimizer: SparseOptimizer, formats: tuple[int, ...] | None = None
 ) -> Mapping[str, CurrentColumn]:
-    """Return weights and optimizer state by name; `formats` as for `read`."""
+    """Return weights and optimizer state by name; see `read` for `formats`."""
     names = "weights", *optimizer.slots, *optimizer.row_slots
     return {name: CurrentColumn(storage, clock, number, formats) for number, name in enumerate(names)}

@@ -28,7 +28,7 @@ Positions = npt.NDArray[np.int32]
 
 
 class ReadableTable(Owned):
-    """The reads of `HostTable`."""
+    """The read methods of `HostTable`."""
 
     part: tuple[int, int] | None
     start: int
@@ -65,13 +65,16 @@ class ReadableTable(Owned):
 
     @property
     def block(self) -> Rows:
-        """A read-only view of all rows, float32 [V, 1 + S, D]; raises TypeError unless all are stored so."""
+        """A read-only view of all rows, float32 [V, 1 + S, D]; raises TypeError if they are stored otherwise."""
         if self.history is not None:
-            raise TypeError(f"table {self.name!r} brings rows up to date when they are read; use read_rows")
+            raise TypeError(f"table {self.name!r} brings rows up to date on reads; use read_rows instead of block")
         if not isinstance(self.storage, Float32):
             what = "weights" if self.dtype == BF16 else "slots"
             kind = "as bfloat16" if BF16 in (self.dtype, self.slots_dtype) else "in 8 bits"
-            raise TypeError(f"table {self.name!r} stores {what} {kind}, and weights and slots apart; use read_rows")
+            raise TypeError(
+                f"table {self.name!r} stores {what} {kind}, and weights and slots in separate arrays; use read_rows "
+                "instead of block"
+            )
         self._before_read()
         return _read_only(self.storage.block)
 
@@ -83,9 +86,9 @@ class ReadableTable(Owned):
 
     @property
     def weights(self) -> Rows:
-        """A read-only view of the weights, float32 [V, D]; `writing` and `write_rows` write them.
+        """A read-only view of the weights, float32 [V, D]; use `writing` or `write_rows` to change them.
 
-        While a loop is open, get a new view for each read: an older one lacks unfinished steps and cached rows. With
+        While a loop is open, get a new view for each read: an older view lacks unfinished steps and cached rows. With
         dtype="bfloat16" this is a float32 copy; raises UserError if there is no memory for it.
         """
         self._before_read()
@@ -99,8 +102,8 @@ class ReadableTable(Owned):
     def slots(self) -> Mapping[str, Rows]:
         """Read-only views of the optimizer state by name, each float32 [V, D], or [V, 1] for per-row state.
 
-        Get new views for each read, as with `weights`. With other slots than "fp32" the columns of D values are float32
-        copies; raises UserError if there is no memory for them.
+        Get new views for each read, as with `weights`. Unless slots="fp32", the columns of D values are float32 copies;
+        raises UserError if there is no memory for them.
         """
         self._before_read()
         if self.slots_dtype != FP32 or self.history is not None:
@@ -117,9 +120,8 @@ class ReadableTable(Owned):
 
         Args:
             ids: int32 or int64 [N], each in [0, V), duplicates allowed.
-            out: Output, float32 [N, D], C-contiguous; None allocates it.
-            positions: int32 [N]: for each id, its row of `out`, which may have more than N rows; all different (not
-                checked).
+            out: Output, float32 [N, D], C-contiguous, or None for a new array.
+            positions: int32 [N], distinct (not checked): the row of `out` for each id; `out` may have more than N rows.
 
         Returns:
             A copy, float32 [N, D], or `out`.
@@ -144,11 +146,11 @@ class ReadableTable(Owned):
 
     @property
     def fetched_width(self) -> int:
-        """Values of a row that `fetch_tasks` copies."""
+        """The number of values that `fetch_tasks` copies per row."""
         return self.dim if self.history is None else packed_width(self.dim, self.history.how.betas is not None)
 
     def fetch_tasks(self, ids: Ids, out: Rows, positions: Positions | None = None) -> list[Task]:
-        """Return the tasks of a lookup ahead of steps: packed rows (`kernels.catch_up`) if steps change all rows.
+        """Return the tasks of a lookup ahead of steps; if steps change all rows, it yields packed rows (`catch_up`).
 
         Args:
             ids: As for `lookup`.
@@ -167,7 +169,7 @@ class ReadableTable(Owned):
             ids: int32 or int64 [N], each in [0, V).
             block: Output, float32 [N, 1 + S, D], C-contiguous: weights, then state of D values.
             row_slots: Output, float32 [N, R], C-contiguous: per-row state.
-            positions: int32 [N]: for each id, its row of both outputs, as in `lookup`.
+            positions: int32 [N]: the row of both outputs for each id, as in `lookup`.
 
         Raises:
             UserError, TypeError, ValueError: As for `lookup`.
@@ -193,7 +195,7 @@ class ReadableTable(Owned):
         return block, row_slots
 
     def read_rows_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None = None) -> list[Task]:
-        """Return the tasks of `read_rows`, but for rows as they are stored."""
+        """Return the tasks of `read_rows`, without bringing rows up to date."""
         self._check_whole(ids, block, row_slots, positions)
         return self.storage.read_tasks(ids, block, row_slots, positions)
 
@@ -221,7 +223,7 @@ class ReadableTable(Owned):
         return self.storage.taken(ids), np.arange(len(ids))
 
     def partial_squares(self) -> npt.NDArray[np.float64]:
-        """Return the sums of squares of the weights by part of the rows and column, [P, D], as `kernels.norm` does."""
+        """Return the sums of squares of the weights per part and column, [P, D], as `kernels.norm` does."""
         self._before_read()
         if self.history is not None:
             return partial_squares(np.ascontiguousarray(self.weights)[:, None])
@@ -241,7 +243,7 @@ class ReadableTable(Owned):
             )
 
     def _check_whole(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> None:
-        """Raise unless these arrays have the shapes of rows with their optimizer state."""
+        """Raise an error unless these arrays have the shapes of rows with their optimizer state."""
         _, planes, D = self.storage.shape
         n, R = len(ids if positions is None else block), self.storage.row_slots.shape[1]
         check_rows("block", block, (n, planes, D), self.name)

@@ -1,4 +1,4 @@
-"""The parameter server of one host: tables by name."""
+"""A parameter server on one host, which holds tables by name."""
 
 from collections.abc import Iterator
 
@@ -41,9 +41,9 @@ class ParameterServer:
         return len(self._tables)
 
     def pull(self, name: str, ids: npt.ArrayLike) -> Rows:
-        """Return rows float32 [N, D] of the table `name`, as `HostTable.lookup` does."""
+        """Return rows, float32 [N, D], of the table `name`, as `HostTable.lookup` does."""
         return self[name].lookup(ids)
 
     def push(self, name: str, ids: npt.ArrayLike, grads: Rows) -> None:
-        """Apply gradients float32 [N, D] to rows of the table `name`, as `HostTable.apply` does; ids may repeat."""
+        """Apply gradients, float32 [N, D], to rows of the table `name`, as `HostTable.apply` does; ids may repeat."""
         self[name].apply(ids, grads)

@@ -1,7 +1,7 @@
 """Layouts of a table's rows in host memory: all float32, or with smaller weights or state. Reads return float32.
 
 Shapes: V rows, D columns; per row, S optimizer state columns of D values and R state values. N ids, int32 or int64,
-which are trusted to be in [0, V).
+which are assumed to be in [0, V).
 """
 
 from collections.abc import Callable
@@ -38,10 +38,10 @@ _FILLED_BYTES = 1 << 26  # bytes of float32 weights that are filled and rounded 
 
 
 class Shape:
-    """The dimensions of a storage.
+    """The dimensions of a table's storage.
 
     Args:
-        rows: V, the rows that are stored here.
+        rows: V, the number of rows stored here.
         dim: D.
         optimizer: Defines the optimizer state.
         first: The position of the first row among all `total` rows.
@@ -82,7 +82,7 @@ class Shape:
 
 
 class Storage(Protocol):
-    """A table's rows. Arguments mean the same as those of the corresponding `HostTable` methods."""
+    """Storage of a table's rows. Arguments mean the same as in the corresponding `HostTable` methods."""
 
     row_slots: Rows  # per-row state, [V, R]
 
@@ -101,10 +101,10 @@ class Storage(Protocol):
         """Write the initial values of all rows."""
 
     def weights(self) -> Rows:
-        """Return all weights: a view, or a copy that is read-only."""
+        """Return all weights: a view or a read-only copy."""
 
     def column(self, number: int) -> Any:
-        """Return the weights (number 0) or state column number - 1, to be read as float32 by slices and row ids."""
+        """Return the weights (number 0) or state column `number - 1`; slices and row ids read it as float32."""
 
     def slot(self, number: int) -> Rows:
         """Return state column `number`, from 0, float32 [V, D]: a view, or a copy."""
@@ -116,7 +116,7 @@ class Storage(Protocol):
         """Return tasks that copy packed rows to out, as `kernels.catch_up.pack_tasks` does."""
 
     def current_tasks(self, ids: Ids, clock: Clock, out: Rows, positions: Positions | None) -> list[Task]:
-        """Return tasks that write weights, brought up to date, to out, as `kernels.catch_up.look_up_tasks` does."""
+        """Return tasks that write up-to-date weights to out, as `kernels.catch_up.look_up_tasks` does."""
 
     def read_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
         """Return tasks that copy rows to block [N, 1 + S, D] and row_slots [N, R]."""
@@ -144,7 +144,7 @@ class Storage(Protocol):
 
 
 class Float32:
-    """Weights and optimizer state of a row lie together: block float32 [V, 1 + S, D]."""
+    """Storage of each row's weights and optimizer state side by side: block float32 [V, 1 + S, D]."""
 
     def __init__(self, name: str, shape: Shape) -> None:
         self._name, self._optimizer = name, shape.optimizer
@@ -239,10 +239,10 @@ class Float32:
 
 
 class Split:
-    """Weights [V, D], stored apart from the state, each in its format: see `kernels.plane_formats`.
+    """Storage of weights [V, D] and state in separate arrays, each in its format; see `kernels.plane_formats`.
 
-    Weights are float32, or uint16, the bits of bfloat16 numbers. The state is one of these, [V, S, D], or 8 bits, uint8
-    [V, S, P]. `kernels.rounding` rounds new values. The rounding depends on the row's id over all ranks.
+    Weights are float32, or bfloat16 as uint16. The state is also float32 or bfloat16, [V, S, D], or 8 bits, uint8
+    [V, S, P]. `kernels.rounding` rounds new values. The rounding depends on the row's id in the whole table.
 
     Args:
         name: The table's name.
@@ -390,7 +390,7 @@ def _allocate(shape: tuple[int, ...], kind: int) -> npt.NDArray[Any]:
 
 
 def _all_of(column: Any) -> Rows:
-    """Return a column's values as float32: a view, or a copy that is read-only."""
+    """Return a column's values as float32: a view or a read-only copy."""
     if isinstance(column, np.ndarray):
         return column
     found: Rows = column[:]
@@ -425,6 +425,6 @@ def taken(values: Rows, ids: Ids) -> Rows:
 
 
 def make_storage(name: str, shape: Shape, dtype: str, slots_dtype: str) -> Float32 | Split:
-    """Return the storage, not yet filled, of a table's rows; `shape` was made for the same slots_dtype."""
+    """Return unfilled storage for a table's rows; `shape` must have been made for the same slots_dtype."""
     formats = plane_formats(dtype, slots_dtype, shape.optimizer)
     return Float32(name, shape) if formats is None else Split(name, shape, formats)

@@ -35,41 +35,41 @@ class HostTable(ReadableTable):
     """An embedding table in host memory: weights float32 [rows, dim], and optimizer state.
 
     Initial weights depend only on (seed, name, row, column). Memory: rows x (dim x (1 + S) + R) x 4 bytes, for S
-    optimizer state columns and R values of per-row state. With dtype="bfloat16" a weight takes 2 bytes, and with
-    slots="bfloat16" a value of a state column does. With slots="8bit" it takes 1 byte, and each column of a row another
-    4 for its scale (`kernels.eight_bits`). Reads return float32. Each update rounds such new values stochastically to
-    one of the two nearest values that can be stored, by a random number that depends only on (seed, name, step of the
-    table, row, column, weight or state).
+    optimizer state columns and R values of per-row state. With dtype="bfloat16" a weight takes 2 bytes. A value of
+    a state column takes 2 bytes with slots="bfloat16". With slots="8bit" it takes 1 byte, plus 4 bytes per row and
+    column for the scale (`kernels.eight_bits`). Reads return float32. Each update rounds such new values
+    stochastically to one of the two nearest values that can be stored, with a random number that depends only on (seed,
+    name, step of the table, row, column, weight or state).
 
     With an optimizer that changes all rows in each step (`Adam`, or any with weight_decay), a row is brought up to date
     when it is next read. Reads return rows as they are after the last step, except `row_slots` and `columns`.
 
-    Several threads may look rows up at once. The caller keeps updates apart from other access to the same rows.
+    Several threads may look up rows at once. The caller must not let updates overlap other access to the same rows.
 
     While a `Runtime.train` loop is open, the loop's body may read and write the table. A read sees all steps so far. A
     read after the step of the body's batch ends that batch: its rows accept no more gradients. A write takes effect
     from the next batch on. Access from another thread, or from the loader, `ids` or `send`, raises ValueError.
 
     Methods check their ids. The corresponding `*_tasks` methods return the same work as tasks, so that one `run_tasks`
-    can serve several tables. They trust their ids: C-contiguous int32 or int64, in [0, V).
+    can serve several tables. They do not check their ids, which must be C-contiguous int32 or int64, in [0, V).
 
     Args:
         rows: Number of rows, at least 1.
         dim: Number of columns, at least 1.
         optimizer: LazyAdam, Adam, RowWiseAdam, FTRL, SGD, Momentum, Adagrad or RowWiseAdagrad.
-        name: The table's name, for errors and as a part of the initial values' key.
-        seed: Seed of the initial values. None: the seed given to `torch.manual_seed`, or 0.
+        name: The table's name, used in error messages and to derive the initial values.
+        seed: Seed of the initial values, or None for the seed given to `torch.manual_seed`, or 0.
         init: Normal(std), Uniform(low, high), Constant(value), or an array [rows, dim], which the table keeps for
-            `erase` and `reset`, and which must not change. With dtype="bfloat16" it is rounded as updates are.
-        part: (rank, ranks): hold only that rank's rows, at its positions (`kernels.shards`); ids are then local row
-            numbers. `init` still covers all rows. None: hold all rows.
+            `erase` and `reset`, and which must not change. With dtype="bfloat16" it is rounded like updates.
+        part: (rank, ranks) to hold only that rank's rows, at its positions (`kernels.shards`), or None for all rows.
+            With a part, ids are local row numbers; `init` still covers all rows.
         dtype: How weights are stored: "fp32" or "bfloat16".
         slots: How the optimizer's state columns are stored: "fp32", "bfloat16" or "8bit". Per-row state is float32, and
-            so are columns of one value (dim=1) with "8bit", as their scales would take 4 bytes anyway.
+            so are columns of one value (dim=1) with "8bit", since their scales would take 4 bytes anyway.
 
     Raises:
         UserError: The table does not fit in the available memory; raised before allocation.
-        TypeError: `optimizer` is not an optimizer of tables.
+        TypeError: `optimizer` is not a table optimizer.
     """
 
     primitive_target = "CPU"
@@ -123,7 +123,7 @@ class HostTable(ReadableTable):
         first dimension is N. Each copy is made at its first use. After any error the table is unchanged.
 
         Args:
-            ids: int32 or int64 [N], each in [0, V), all different; None for all rows.
+            ids: int32 or int64 [N], each in [0, V), all different, or None for all rows.
 
         Raises:
             ValueError: Values are not finite or not representable in the table's dtypes, ids repeat, or the table is
@@ -217,7 +217,7 @@ class HostTable(ReadableTable):
             ids: int32 or int64 [U], each in [0, V), **unique** (not checked).
             grads: float32 [U, D].
             step: From `begin_step`, if several calls make one step; None for a new step.
-            positions: int32 [U]: for each id, its row of `grads`, which may have more than U rows.
+            positions: int32 [U]: the row of `grads` for each id; `grads` may have more than U rows.
 
         Raises:
             UserError, TypeError, ValueError: As for `apply`.
@@ -235,7 +235,7 @@ class HostTable(ReadableTable):
     def update_tasks(
         self, ids: Ids, grads: Rows, step: TableStep | None = None, positions: Positions | None = None
     ) -> list[Task]:
-        """Return the tasks of `update`, and count its step now."""
+        """Return the tasks of `update`, and count the step now."""
         check_rows("grads", grads, (len(ids if positions is None else grads), self.dim), self.name)
         step = step or self.begin_step()
         self._note_write(ids)
@@ -280,7 +280,7 @@ class HostTable(ReadableTable):
             self.may_train = True
 
     def _note_write(self, ids: Ids) -> None:
-        """Record that rows are about to be written; a running snapshot first copies those that it has not read."""
+        """Record that rows are about to be written; a running snapshot first copies the rows that it has not read."""
         self.untouched = False
         if self.changes is not None:
             self.changes.before_write(ids)
@@ -305,11 +305,11 @@ class HostTable(ReadableTable):
         self._after_write(None)
 
     def adopt(self, history: History, *, whole: bool) -> None:
-        """Replace the table's steps by those of a checkpoint, whose rows are loaded next.
+        """Replace the table's step history with a checkpoint's, before the checkpoint's rows are loaded.
 
         Args:
-            history: The checkpoint's steps; the optimizers are equal.
-            whole: Whether all rows are loaded. Otherwise the others are brought up to date first.
+            history: The checkpoint's step history, from an equal optimizer.
+            whole: Whether all rows will be loaded. If not, the current rows are brought up to date first.
         """
         self._before_write()
         if not whole and self.history is not None:

@@ -1,4 +1,4 @@
-"""Columns of a host table that are stored in fewer bits, and read as float32."""
+"""Views of a host table's columns that are stored in fewer bits and read as float32."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ Rows = npt.NDArray[np.float32]
 
 
 class Bfloat16View:
-    """Bits of bfloat16 numbers [V, D]; slices and rows are read as float32."""
+    """A bfloat16 column, [V, D]; indexing by slices or row ids yields float32."""
 
     def __init__(self, bits: npt.NDArray[np.uint16]) -> None:
         self._bits = bits
@@ -28,7 +28,7 @@ class Bfloat16View:
 
 
 class EightBitView:
-    """A slot in 8 bits (`kernels.eight_bits`), uint8 [V, P]; slices and rows are read as float32 [any, D]."""
+    """An 8-bit slot (`kernels.eight_bits`), uint8 [V, P]; indexing by slices or row ids yields float32 [any, D]."""
 
     def __init__(self, planes: Codes, dim: int, unsigned: bool) -> None:
         self._planes, self._unsigned = planes, unsigned

@@ -24,7 +24,7 @@ from hostdev.kernels.pool import run_tasks
 from hostdev.kernels.rounding import round_rows
 from hostdev.kernels.unique import unique
 
-Optimizers = Iterable[tuple[SparseOptimizer, int]]  # optimizers of tables, with the tables' dimension
+Optimizers = Iterable[tuple[SparseOptimizer, int]]  # table optimizers, each with its table's dimension
 _USUAL = ((FTRL(), 1), (LazyAdam(), 32))
 
 
@@ -42,8 +42,8 @@ def warm_up(
     Args:
         id_dtype: The dtype of ids.
         table_dtypes: The dtypes of weights and of slots.
-        optimizers: Optimizers of tables, with the tables' dimension.
-        squares: Include the kernels that sum the squares of a table's weights.
+        optimizers: Table optimizers, each with its table's dimension.
+        squares: Whether to include the kernels that sum the squares of a table's weights.
     """
     for (optimizer, dim), stored in itertools.product(optimizers, sorted({(FP32, FP32), table_dtypes})):
         warm_up_table(id_dtype, stored, optimizer, dim, squares=squares)
@@ -92,13 +92,13 @@ def warm_up_table(
 
 
 def warm_up_ids(id_dtype: npt.DTypeLike) -> None:
-    """Call the kernels of ids, such as deduplication, once."""
+    """Call each kernel that processes ids once."""
     warm_up_deduplication(id_dtype)
     warm_up_batches(id_dtype)
 
 
 def warm_up_deduplication(id_dtype: npt.DTypeLike) -> None:
-    """Call the kernels that find the unique ids of a batch once."""
+    """Call each deduplication kernel once."""
     ids = np.zeros(2, id_dtype)
     far = _spread(id_dtype)
     unique(far)
@@ -106,7 +106,7 @@ def warm_up_deduplication(id_dtype: npt.DTypeLike) -> None:
 
 
 def warm_up_batches(id_dtype: npt.DTypeLike) -> None:
-    """Call the kernels that check a batch and compare it with others once."""
+    """Call each kernel that checks or compares batches once."""
     ids, far = np.zeros(2, id_dtype), _spread(id_dtype)
     check_groups([([far], 1 << 24), ([ids], 1)])  # enough ids to run the parallel kernel
     for lengths in (np.full(1, 2, np.int32), np.full(1, 2, np.int64)):
@@ -122,7 +122,7 @@ def warm_up_batches(id_dtype: npt.DTypeLike) -> None:
 
 
 def _spread(id_dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Return many ids, widely spaced: they are hashed and split."""
+    """Return many widely spaced ids, which deduplication hashes and splits."""
     return np.arange(1 << 16, dtype=id_dtype) << 8
 
 

@@ -22,8 +22,8 @@ class Writing(Copies):
     Args:
         table: The table's name, for errors.
         columns: Its weights and optimizer state by name, which slices and row ids can index.
-        ids: int32 or int64 [N], all different; None for all rows.
-        rows: V.
+        ids: int32 or int64 [N], all different, or None for all rows.
+        rows: V, the number of rows of the table.
     """
 
     def __init__(self, table: str, columns: Mapping[str, Any], ids: npt.NDArray[Any] | None, rows: int) -> None:

@@ -1,4 +1,4 @@
-"""SGD, momentum and (row-wise) Adagrad on unique rows; see `core.optimizers` for recurrences, `apply` for arguments."""
+"""SGD, momentum and (row-wise) Adagrad on unique rows; recurrences are in `core.optimizers`, arguments in `apply`."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from hostdev.kernels.jit import bare, inline, kernel, prefetch_update
 from hostdev.kernels.pool import Kernel
 from hostdev.kernels.rounding import bare_rows, load_slot, load_weights, make_scratch, prefetch_row, store_row
 
-LANES = 16  # partial sums over a row in row-wise optimizers; fixed, since it sets the order of additions
+LANES = 16  # partial sums per row in row-wise optimizers; fixed because it determines the order of additions
 
 
 @kernel
@@ -74,7 +74,7 @@ def _adagrad(start, stop, ids, source, grads, block, row_slots, lr, eps, clock):
 
 @inline
 def mean_square(grad, lanes, columns):
-    """Return the mean square of a row's gradient, added as in `core.optimizers.RowWiseAdagrad`; overwrites lanes."""
+    """Return the mean square of a row's gradient, summed as in `core.optimizers.RowWiseAdagrad`; overwrites `lanes`."""
     whole = np.uint64(len(grad) - len(grad) % LANES)
     lanes[:] = np.float32(0)
     for c in range(np.uint64(0), whole, np.uint64(LANES)):

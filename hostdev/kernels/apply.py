@@ -6,9 +6,9 @@ updates the rows ids[start:stop] in place:
     ids: int32 or int64 [U], unique, each in [0, V).
     source: int32 [U], the row of `grads` with the summed gradient of each id.
     grads: float32 [any, D].
-    block: float32 [V, 1 + S, D], a row's weights and its S slots of D values each; or `rounding.SplitRows`.
+    block: float32 [V, 1 + S, D], each row's weights and its S slots of D values; or `rounding.SplitRows`.
     row_slots: float32 [V, R], the R slots that have one value per row.
-    clock: Brings rows up to date before the update, see `catch_up`; None: steps change the rows of their batches only.
+    clock: Step history that brings rows up to date before the update (see `catch_up`), or None to skip this.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ from hostdev.kernels.unique import unique_into
 
 Rows = npt.NDArray[np.float32]
 
-_CLIPPED_BYTES = 1 << 18  # of rows that a thread updates at a time
+_CLIPPED_BYTES = 1 << 18  # size of the rows that a thread clips and updates at a time
 
 _KERNELS: dict[str, Callable[..., tuple[Kernel, tuple[Any, ...]]]] = {
     "FusedSparseAdagrad": adagrad,
@@ -96,8 +96,8 @@ def apply_rows(
         grads: float32 [U, D], the summed gradient of each id; with `positions`, [any, D].
         scalars: The optimizer's scalars at this step.
         positions: int32 [U], the row of `grads` for each id.
-        clip: The mean square above which a row's gradient is clipped; None: it never is.
-        clock: Brings the rows up to date first; None: they are.
+        clip: The mean square above which a row's gradient is clipped, or None to never clip.
+        clock: Step history that brings the rows up to date first, or None to skip this.
     """
     run_tasks(apply_tasks(primitive, block, row_slots, ids, grads, scalars, positions, clip, clock))
 

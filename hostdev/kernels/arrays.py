@@ -1,4 +1,4 @@
-"""Types of arrays, of rows within an array, and of an optimizer's scalars."""
+"""Types of id arrays, equally spaced rows, and optimizer scalars."""
 
 from typing import Any, NamedTuple, TypeAlias
 
@@ -10,7 +10,7 @@ Scalars: TypeAlias = tuple[np.float32 | float, ...]
 
 
 class Strided(NamedTuple):
-    """Rows at equal distances in a C-contiguous array: row i is values[first + i * step].
+    """Equally spaced rows of a C-contiguous array: row i is values[first + i * step].
 
     Kernels take the three attributes, because numba does not vectorize loops over arrays with other strides.
     """

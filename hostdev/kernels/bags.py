@@ -1,8 +1,8 @@
 """Pooling of rows into bags and summation of gradients into rows, for several features that share the rows.
 
 In the forward pass, a bag is the sum of its occurrences' rows. In the backward pass, a row's gradient is the sum of its
-bags' gradients over all occurrences, feature by feature. No array has a row per occurrence. Each operation is rounded
-once.
+bags' gradients over all occurrences, feature by feature. No array with a row per occurrence is built. Each operation is
+rounded once.
 
 Shapes: N occurrences of a feature in B bags, U unique rows, D columns.
 """
@@ -41,8 +41,8 @@ class Feature(NamedTuple):
 
     Attributes:
         inverse: int32 [N], the unique row of each occurrence.
-        offsets: int32 [B + 1]; bag b has the occurrences [offsets[b], offsets[b + 1]). None: each occurrence is a bag.
-        weights: float32 [N], the weight of each occurrence; None: all are 1.
+        offsets: int32 [B + 1]; bag b has occurrences [offsets[b], offsets[b + 1]). None if each occurrence is a bag.
+        weights: float32 [N], the weight of each occurrence, or None if all are 1.
         mean: Whether each bag's sum is divided by the number of its occurrences.
     """
 
@@ -101,7 +101,7 @@ def _pool_scalars(start, stop, rows, inverse, offsets, weights, mean, out, first
 
 
 def pool_tasks(rows: Rows, feature: Feature, out: Strided) -> list[Task]:
-    """Return the tasks of `pool`, which `run_tasks` can run together with other tasks; `out` has a row for each bag."""
+    """Return the tasks of `pool`, which `run_tasks` can run together with other tasks; `out` has one row per bag."""
     inverse, offsets, weights, mean = feature
     assert offsets is not None
     B = len(offsets) - 1
@@ -198,12 +198,12 @@ class _Sorted(NamedTuple):
 
 
 class Uses:
-    """The occurrences of U rows in several features, prepared once for the sums of all tables that have these rows.
+    """The occurrences of U rows in several features, sorted once and reused for every table that has these rows.
 
     Args:
         features: The features that share the rows.
         rows: U, the number of rows.
-        in_order: Whether the rows are numbered by first occurrence, feature by feature, and each row occurs.
+        in_order: Whether the rows are numbered by first occurrence, feature by feature, and every row occurs.
     """
 
     def __init__(self, features: Sequence[Feature], rows: int, *, in_order: bool = True) -> None:
@@ -213,9 +213,9 @@ class Uses:
         """Sum the gradients of each row over its occurrences, feature by feature, in order of occurrence.
 
         Args:
-            grads: Per feature, the gradients of its B bags, or of its N occurrences if it has no bags: rows of an array
-                [any, D] of float32 or, for bfloat16, uint16.
-            out: The sums, written, float32 [U, D]; -0 for a row that does not occur.
+            grads: Per feature, rows of an array [any, D], float32 or bfloat16 as uint16: the gradients of its B bags,
+                or of its N occurrences if it has no bags.
+            out: float32 [U, D], written: the sums; -0 for a row that does not occur.
         """
         if streams() or not len(out):
             self.stream(grads, out)
@@ -239,7 +239,7 @@ class Uses:
         run_tasks([(sum_rows, start, stop, ()) for start, stop in row_ranges(ends)])
 
     def stream(self, grads: Sequence[Strided], out: Rows) -> None:
-        """Write the same sums as `sum` does, in this thread alone."""
+        """Write the same sums as `sum`, using only this thread."""
         seen = prepare_sums(out, self.in_order)
         for feature, grad in zip(self.features, grads, strict=True):
             seen = _stream(feature, grad, seen, out)
@@ -261,7 +261,7 @@ class Uses:
 
 
 def sum_many(calls: Sequence[tuple[Uses, Sequence[Strided], Rows]]) -> None:
-    """Call `uses.sum(grads, out)` per table; with at least one table per thread, one thread sums each table."""
+    """Call `uses.sum(grads, out)` for each table; given at least one table per thread, each table uses one thread."""
     if len(calls) < max(2, host_threads()):
         for uses, grads, out in calls:
             uses.sum(grads, out)
@@ -289,5 +289,5 @@ def _stream(feature: Feature, grads: Strided, seen: Any, out: Rows) -> Any:
 def sum_uses(
     features: Sequence[Feature], grads: Sequence[npt.NDArray[Any]], out: Rows, *, in_order: bool = True
 ) -> None:
-    """Sum gradients as `Uses.sum` does, for occurrences that are needed only once."""
+    """Sum gradients as `Uses.sum` does, for occurrences that are used only once."""
     Uses(features, len(out), in_order=in_order).sum([Strided(grad) for grad in grads], out)

@@ -1,4 +1,4 @@
-"""float32 and bfloat16 in one kernel: the array's type selects the conversion. bfloat16 is stored as uint16."""
+"""Conversions for kernels that take float32 or bfloat16 (stored as uint16); the array's type selects one."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def _overload_to_float32(value: Any) -> Any:
 
 
 def as_exact(to: Any, x: Any) -> Any:
-    """Return x, which the type of the array `to` can represent, as it is stored there."""
+    """Return x in the storage format of the array `to`, which must represent x exactly."""
     raise NotImplementedError("only compiled kernels can call this function")
 
 

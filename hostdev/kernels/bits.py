@@ -1,6 +1,6 @@
-"""Sets of a table's rows as bitmaps, and copies of rows into arrays of columns.
+"""Sets of a table's rows as bitmaps, and copies of rows into columnar arrays.
 
-Shapes: V rows of the table, D its dimension, S arrays per row (weights, optimizer slots), N ids.
+Shapes: V table rows of dimension D, S arrays per row (weights, optimizer slots), N ids.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ _AHEAD = 8  # rows
 
 
 def empty_bits(rows: int) -> Bits:
-    """Return an empty set for this many rows."""
+    """Return an empty set for a table of `rows` rows."""
     return np.zeros(-(-rows // 64), np.uint64)
 
 
@@ -37,9 +37,9 @@ def count_bits(bits: Bits) -> int:
 
 
 def any_in_ranges(bits: Bits, rows: int, length: int) -> npt.NDArray[np.bool_]:
-    """Return whether a set of a table's `rows` has a row in each range of `length` rows, a power of two: bool [ranges].
+    """Return whether a set has a row in each range of `length` rows, a power of two: bool [ranges].
 
-    The last range may be shorter.
+    The table has `rows` rows; the last range may be shorter.
     """
     ranges = -(-rows // length)
     if length >= 64:
@@ -57,18 +57,18 @@ def _mark(start, stop, ids, bits):
     for i in range(np.uint64(start), np.uint64(stop)):
         row = np.uint64(ids[i])
         bit = one << (row & low)
-        if not bits[row >> six] & bit:  # most are set after a few steps, which saves the atomic operation
+        if not bits[row >> six] & bit:  # most bits are set after a few steps; the check saves atomic operations
             fetch_or(address + np.int64(row >> six) * 8, bit)
 
 
 def mark(ids: npt.NDArray[Any], bits: Bits) -> None:
-    """Add the rows `ids`, int32 or int64 [N], to a set, using all threads; several callers may add at the same time."""
+    """Add the rows `ids`, int32 or int64 [N], to a set, using all threads; concurrent calls are safe."""
     parallel_for(_mark, len(ids), ids, bits, grain=get_grain(LINE))
 
 
 @kernel
 def take(ids, bits, out):
-    """Remove the ids [N] from a set; write those that it contained to the start of out [N]; return their number."""
+    """Remove ids [N] from a set; write the ids that it contained to the start of out [N], and return their number."""
     six, low, one = np.uint64(6), np.uint64(63), np.uint64(1)
     count = np.uint64(0)
     for i in range(np.uint64(0), np.uint64(len(ids))):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-LINE = 64  # bytes; a vector store that crosses lines counts as two
+LINE = 64  # bytes; a vector store that crosses a line counts as two
 _HUGE_PAGE = 1 << 21
 _scratch = threading.local()
 

@@ -1,8 +1,8 @@
 """numba's cache of machine code on disk, extended by checksums and by a hash of the sources of all helpers.
 
 numba trusts its files: a damaged index fails in every process until it is removed, and damaged code would run. This
-module compiles and writes a kernel again if its file has a wrong checksum. A kernel that cannot be written to disk is
-compiled in every process.
+module recompiles a kernel whose file has a wrong checksum. A kernel that cannot be written to disk is compiled in every
+process.
 """
 
 import io
@@ -78,7 +78,7 @@ class _CheckedFile(_Base):  # type: ignore[misc]
             content = _checked(Path(self._index_path).read_bytes())
             version, rest = _unpickled(content)
             stamp, overloads = pickle.loads(rest) if version == self._version else (None, {})
-        except (OSError, _WrongError, AttributeError, ImportError):  # the last two: types that older sources defined
+        except (OSError, _WrongError, AttributeError, ImportError):  # the last two: a type of older sources is gone
             return {}
         return overloads if stamp == self._get_stamp() else {}
 
@@ -102,10 +102,10 @@ class _CheckedFile(_Base):  # type: ignore[misc]
 
 @contextmanager
 def _locked(folder: str) -> Iterator[None]:
-    """A context in which no other process writes to a folder of compiled kernels.
+    """Lock a folder of compiled kernels against writes by other processes.
 
-    Without it, processes that compile a kernel for different types at the same time would overwrite each other's index,
-    and one type's code could run for another. `load` compares the type for file systems without locks.
+    Without the lock, processes that compile a kernel for different types at the same time would overwrite each other's
+    index, and one type's code could run for another. On file systems without locks, `load` detects this.
     """
     if os.name != "posix":  # a folder cannot be opened
         yield

@@ -1,4 +1,4 @@
-"""Estimates, in little memory, of the number of distinct keys and of the sum of their weights.
+"""Estimates of the number of distinct keys and the sum of their weights, in little memory.
 
 Sources: HyperLogLog (Flajolet, Fusy, Gandouet & Meunier, 2007) and priority sampling (Duffield, Lund & Thorup, 2007).
 The summaries of several sets of keys can be combined into the summary of their union.
@@ -32,14 +32,17 @@ def _note(hashes, registers):
 
 
 def make_registers(keys: npt.NDArray[np.uint64]) -> Registers:
-    """Return the registers, uint8 [16384], of keys [N]; those of a union of sets are the element-wise maximum."""
+    """Return the registers of keys [N], uint8 [16384].
+
+    The registers of a union of sets are the element-wise maximum of the sets' registers.
+    """
     registers = np.zeros(_SIZE, np.uint8)
     _note(mix64(keys), registers)
     return registers
 
 
 def estimate(registers: Registers) -> float:
-    """Estimate the number of distinct keys that registers were made from, with a standard error of 0.8%."""
+    """Estimate how many distinct keys the registers were made from, with a standard error of 0.8%."""
     found = 0.7213 / (1 + 1.079 / _SIZE) * _SIZE**2 / float(np.sum(2.0 ** -registers.astype(np.float64)))
     empty = int(np.count_nonzero(registers == 0))
     if found <= 2.5 * _SIZE and empty:
@@ -48,7 +51,7 @@ def estimate(registers: Registers) -> float:
 
 
 class Sample(NamedTuple):
-    """Up to 4097 keys, those with the largest weight / u; u is uniform in (0, 1] and depends on the key alone.
+    """A sample of up to 4097 keys with the largest weight / u, where u, a hash of the key, is uniform in (0, 1].
 
     Attributes:
         keys: uint64 [K], distinct.
@@ -60,7 +63,7 @@ class Sample(NamedTuple):
 
 
 def draw_sample(keys: npt.NDArray[np.uint64], weights: npt.NDArray[np.int64]) -> Sample:
-    """Return a sample from distinct keys [N], to estimate the sum of their weights [N]; keys of weight 0 drop out."""
+    """Return a sample of distinct keys [N] for estimating the sum of their weights [N]; drop keys of weight 0."""
     there = weights > 0
     keys, weights = keys[there], weights[there]
     if len(keys) > _SAMPLED + 1:  # the smallest priority is only the threshold for the others
@@ -71,7 +74,7 @@ def draw_sample(keys: npt.NDArray[np.uint64], weights: npt.NDArray[np.int64]) ->
 
 
 def join(*samples: Sample) -> Sample:
-    """Return the sample of the union of the samples' sets; a key must have the same weight in all."""
+    """Return the sample of the union of several sampled sets; a key must have the same weight in all sets."""
     keys, weights = (np.concatenate(each) for each in zip(*samples, strict=True))
     if len(samples[0].keys) > _SAMPLED:  # most of the others' keys drop out, so few are left to sort
         there = _priorities(keys, weights) >= _priorities(*samples[0]).min()
@@ -81,7 +84,7 @@ def join(*samples: Sample) -> Sample:
 
 
 def total(sample: Sample) -> float:
-    """Estimate the sum of the weights of all keys, exactly for up to 4096 keys, else with a standard error of 1.6%."""
+    """Estimate the sum of all keys' weights: exact for up to 4096 keys, else with a standard error of 1.6%."""
     if len(sample.keys) <= _SAMPLED:
         return float(sample.weights.sum())
     priorities = _priorities(*sample)

@@ -1,23 +1,24 @@
-"""What steps do to rows without a gradient: weights decay, and with Adam the moments decay and move the weights.
+"""Effects of steps on rows without a gradient: weights decay; with Adam, moments also decay and move the weights.
 
-A row stores the number of steps after which it was last written. It is brought up to date when it is next read or
-updated, in one operation for all the steps since then, so that unused rows cost nothing.
+Each row stores the step of its last write. It is brought up to date when it is next read or updated, in one operation
+for all steps since then, so that unused rows cost nothing.
 
-With a_j the rate of step j (`lr_t` of Adam), d_j its share of the weights that decays, L the step of the last write and
-T the last step::
+Let a_j be the learning rate of step j (Adam's `lr_t`), d_j the fraction of the weights that decays in step j, L the
+step of the last write, and T the last step::
 
     D(L, T) = (1 - d_{L+1}) * ... * (1 - d_T)
     w <- D(L, T) * (w - m * sum over i = 1 .. T - L of  a_{L+i} * beta1^i / D(L, L+i) / (sqrt(v) * beta2^(i/2) + eps))
     m <- beta1^(T - L) * m
     v <- beta2^(T - L) * v
 
-These are T - L steps of Adam, or of another optimizer without the sum, with zero gradients. With s = sqrt(v),
-u = s / (s + eps) and q = sqrt(beta2), a divisor of the sum is (s + eps) * (1 - u * (1 - q^i)), and its reciprocal is a
-geometric series in u. The sum is therefore a polynomial in u over s + eps. Its coefficients do not depend on the row::
+This equals T - L steps of Adam with zero gradients; for other optimizers, the sum is dropped. With s = sqrt(v),
+u = s / (s + eps) and q = sqrt(beta2), each divisor in the sum is (s + eps) * (1 - u * (1 - q^i)), and its reciprocal is
+a geometric series in u. The sum is therefore a polynomial in u, divided by s + eps. Its coefficients do not depend on
+the row's values::
 
     M_p(L, T) = sum over i of  a_{L+i} * beta1^i * (1 - q^i)^p / D(L, L+i)
 
-P = 4 or 10 of them suffice for float32, which `core.catch_up` checks. Sums end at i = N: beyond, beta1^i is
+P = 4 or 10 coefficients suffice for float32, which `core.catch_up` checks. Sums end at i = N, beyond which beta1^i is
 negligible.
 """
 
@@ -38,12 +39,12 @@ Positions = npt.NDArray[np.int32]
 
 @kernel
 def record(rates, decays, first, powers, product, sums, inverse, frozen):
-    """Record steps; return how many, which are fewer than given if the product must be scaled first.
+    """Record steps and return how many were recorded: fewer than given if the product must be scaled first.
 
     Args:
         rates: float64 [n], a_j of each step.
         decays: float64 [n], d_j of each step.
-        first: The number of steps that are recorded already.
+        first: The number of steps already recorded.
         powers: float64 [N + 1, P], beta1^k * (1 - q^k)^p.
         product: float64 [1], updated: D(0, T), scaled.
         sums: float64 [N + 1, P], updated: M_p(T - k, T) for each k.
@@ -67,17 +68,17 @@ def record(rates, decays, first, powers, product, sums, inverse, frozen):
     return len(rates)
 
 
-# Numba counts references to slices of arrays in loops with branches, in memory that threads share; calls with arrays
-# cost as much as a row. So kernels take a clock apart before their loops, collect the coefficients of some rows, and
-# then move these rows in a loop without calls.
+# In loops with branches, numba counts references to array slices in memory that threads share, and a call with array
+# arguments costs as much as a row. So kernels unpack a clock before their loops, collect the coefficients of some rows,
+# and then update these rows in a loop without calls.
 
-_ROWS = 64  # whose coefficients are collected at a time
-_WIDTH = MOST_TERMS + 2  # of coefficients: the terms, then the decay of both moments, or that of the weights
+_ROWS = 64  # rows whose coefficients are collected at a time
+_WIDTH = MOST_TERMS + 2  # coefficients per row: the terms, then the decay of both moments or of the weights
 
 
 @inline
 def last_step(row_slots, row, now):
-    """Return the step at which a row was last written, within 0 .. now whatever is stored."""
+    """Return the step at which a row was last written, or `now` if the stored step is not in [0, now)."""
     held = row_slots[row, np.uint64(row_slots.shape[1] - 1)]
     return np.int64(held) if held >= np.float32(0) and held < np.float32(now) else now
 
@@ -97,7 +98,7 @@ def _collect(coefficients, i, last, now, recent, frozen, powers):
 
 @inline
 def moved(w, m, v, eps, c0, c1, c2, c3, c4, c5, c6, c7, c8, c9):
-    """Return a weight after the missed steps of its moments; terms that are not needed are 0, which changes no bit."""
+    """Return a weight after the missed steps of its moments; unused terms are 0, which changes no bit."""
     s = np.sqrt(v)
     r = np.float32(1) / (s + eps)
     u = s * r
@@ -124,7 +125,7 @@ def decay(weights, last, product, inverse):
 
 @kernel
 def catch_up(weights, first, second, last, now, product, inverse, recent, frozen, powers, eps):
-    """Bring a row from step `last` up to date: its weights and moments, each [D]."""
+    """Bring a row's weights and moments, each [D], from step `last` up to date."""
     if now > last and recent.shape[0] > 0:
         k = np.empty((1, _WIDTH), np.float32)
         _collect(k, 0, last, now, recent, frozen, powers)
@@ -162,7 +163,7 @@ def _pack(start, stop, ids, positions, block, row_slots, planes, out):
 
 @kernel
 def _look_up(start, stop, ids, positions, block, row_slots, clock, out):
-    """Write present weights; the rows are in `SplitRows`."""
+    """Write up-to-date weights of rows in `SplitRows`."""
     now, product, inverse, recent, frozen, powers, eps = clock
     block, out = bare_rows(block), bare(out)
     scratch, D = make_scratch(block), np.uint64(out.shape[1])
@@ -184,7 +185,7 @@ def _look_up(start, stop, ids, positions, block, row_slots, clock, out):
 
 @kernel
 def _look_up_flat(start, stop, ids, positions, flat, row_slots, clock, out):
-    """Write present weights; a row of `flat`, float32 [V, at least D or 3 * D], has its planes side by side."""
+    """Write up-to-date weights; a row of `flat`, float32 [V, at least D or 3 * D], has its planes side by side."""
     now, product, inverse, recent, frozen, _, eps = clock
     D = np.uint64(out.shape[1])
     k, late = np.empty((_ROWS, _WIDTH), np.float32), np.empty(_ROWS, np.bool_)
@@ -234,12 +235,12 @@ def _bring(start, stop, block, row_slots, clock):
 
 
 def packed_planes(clock_has_moments: bool) -> int:
-    """Return how many planes of a row, weights first, its weights of a later step depend on."""
+    """Return how many of a row's planes, weights first, are needed to bring its weights up to date."""
     return 3 if clock_has_moments else 1
 
 
 def packed_width(dim: int, moments: bool) -> int:
-    """Return the float32 values of a packed row of `dim` columns: its planes, and the step of its last write."""
+    """Return the number of float32 values in a packed row: planes of `dim` values, and the step of the last write."""
     return packed_planes(moments) * dim + 1
 
 
@@ -257,7 +258,7 @@ def look_up_tasks(
 def pack_tasks(
     block: Rows | SplitRows, row_slots: Rows, ids: Any, out: Rows, positions: Positions | None, planes: int
 ) -> list[Task]:
-    """Return tasks that copy what later weights of rows depend on, to be brought up to date by `unpack_tasks`.
+    """Return tasks that copy rows to out, packed for a later call of `unpack_tasks`.
 
     Args:
         block: float32 [V, 1 + S, D], or `rounding.SplitRows`.
@@ -265,7 +266,7 @@ def pack_tasks(
         ids: int32 or int64 [N], each in [0, V).
         out: float32 [N, W], written; with `positions`, [any, W], with W from `packed_width`.
         positions: int32 [N], the row of `out` for each id.
-        planes: Planes of a packed row.
+        planes: The number of planes in a packed row.
     """
     positions, grain = identity(len(ids)) if positions is None else positions, get_grain(out.strides[0])
     return tasks_over(_pack, len(ids), ids, positions, block, row_slots, planes, out, grain=grain)

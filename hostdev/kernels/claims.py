@@ -1,7 +1,7 @@
-"""Read-after-write hazards: the rows of a batch that an earlier, unfinished batch will still update.
+"""Detection of read-after-write hazards: rows of a batch that an earlier, unfinished batch will still update.
 
-One byte per table row holds the tag of the last batch that claimed the row, so that the CPU's cache can hold the tags.
-Batches are numbered 1, 2, 3, ...; tags repeat after 255 batches, and old ones are cleared before that.
+One byte per table row holds the tag of the last batch that claimed the row, so that the tags fit the CPU's cache.
+Batches are numbered 1, 2, 3, ...; tags repeat after 255 batches, and old tags are cleared before that.
 
 Shapes: U unique ids, V rows.
 """
@@ -46,12 +46,12 @@ class Claims:
     def __init__(self, rows: int) -> None:
         self.tags = np.zeros(rows, np.uint8)
         self._forgotten = 0  # the batch at which old tags were cleared last
-        self._made: deque[int] = deque()  # the batches that claimed rows since then, and recent ones before
+        self._made: deque[int] = deque()  # the batches that claimed rows since then, and recent earlier ones
 
     def begin(self, number: int) -> None:
-        """Begin a batch; every `MOST_UNFINISHED` batches, clear all tags but those of as many batches before this one.
+        """Begin a batch; every `MOST_UNFINISHED` batches, clear the tags of batches that are more than that many back.
 
-        Numbers may be skipped: batches of an evaluation claim no rows.
+        Numbers may be skipped, since evaluation batches claim no rows.
         """
         if number - self._forgotten >= MOST_UNFINISHED:
             while self._made and self._made[0] < number - MOST_UNFINISHED:
@@ -97,7 +97,7 @@ def claim(ids: npt.NDArray[Any], claims: Claims, number: int, oldest: int, newes
         claims: The last writers of the table's rows, updated.
         number: The batch's number, larger than in the previous call.
         oldest: The oldest unfinished batch, at most MOST_UNFINISHED before `number`.
-        newest: The newest batch to wait for; the owner of a row that a later batch will update is set to it.
+        newest: The newest batch to wait for; it is returned as the owner in place of any later batch.
     """
     oldest = max(oldest, 1)
     if number - oldest > MOST_UNFINISHED:

@@ -1,4 +1,4 @@
-"""Clipping of rows' gradients by their norm; `core.optimizers` has the formula and its source."""
+"""Clipping of each row's gradient by its norm; `core.optimizers` has the formula and its source."""
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ def clip_rows(start, stop, source, grads, limit, out):
     Args:
         source: int32 [U], rows of `grads`.
         grads: float32 [any, D].
-        limit: float32, the largest mean square q of a row that stays as it is.
+        limit: float32, the largest mean square q of a row that is not scaled.
         out: float32 [U, D]; may be `grads` if row i is its own source.
     """
     lanes, columns = np.empty(LANES, np.float32), np.float32(grads.shape[1])
@@ -32,7 +32,7 @@ def clip_rows(start, stop, source, grads, limit, out):
 
 
 def clipped(grads: Rows, limit: np.float32) -> Rows:
-    """Return gradients [U, D] of which rows with a mean square above `limit` are clipped, by all threads."""
+    """Return gradients [U, D] with each row clipped to a mean square of at most `limit`, using all threads."""
     out = np.empty_like(grads)
     parallel_for(clip_rows, len(grads), identity(len(grads)), grads, limit, out, grain=get_grain(grads.strides[0]))
     return out

@@ -1,27 +1,27 @@
-"""A table's steps so far, as far as rows that are brought up to date depend on them; see `catch_up`."""
+"""The step history that is needed to bring a table's rows up to date; see `catch_up`."""
 
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-FEW_TERMS, MOST_TERMS = 4, 10  # of the series for Adam: for usual betas, and for those that change v faster
-LEAST = 2.0**-200  # of a product; below it, `History` scales the inverses
+FEW_TERMS, MOST_TERMS = 4, 10  # terms of Adam's series: for common betas, and for betas that change v faster
+LEAST = 2.0**-200  # the least product; below it, `History` scales the inverses
 
 Rows = npt.NDArray[np.float32]
 
 
 class Clock(NamedTuple):
-    """The steps so far, as far as rows that are brought up to date depend on them.
+    """The step history that is needed to bring rows up to date.
 
     Attributes:
-        now: T, the step up to which rows are brought.
+        now: T, the step to which rows are brought up to date.
         product: D(0, T), times a power of 2. For an update, the decay of the update's own step is included.
-        inverse: float64 [any]: for L = 0 .. T, 1 / D(0, L), divided by the same power of 2.
+        inverse: float64 [any]: 1 / D(0, L) for L = 0 .. T, divided by the same power of 2.
         recent: float32 [N + 1, P]: M_p(T - k, T) for k = 0 .. N; [0, P] if moments do not decay.
         frozen: float32 [any, P]: M_p(L, T) for L < T - N, which no longer depends on T.
         powers: float32 [any, 2]: beta1^k and beta2^k for k = 0, 1, ...; they are 0 beyond the end.
-        eps: The eps of Adam.
+        eps: Adam's eps.
     """
 
     now: np.int64

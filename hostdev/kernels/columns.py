@@ -43,7 +43,7 @@ def _narrow(numbers, short):
 
 
 def narrowed(numbers: npt.NDArray[np.float64]) -> npt.NDArray[Any]:
-    """Return numbers [N] as float32 if it represents all of them exactly (or as NaN), else unchanged."""
+    """Return numbers [N] as float32 if float32 represents all of them exactly (or as NaN), else unchanged."""
     short = np.empty(len(numbers), np.float32)
     return short if _narrow(numbers, short) == len(numbers) else numbers
 

@@ -1,4 +1,4 @@
-"""Calls that compile kernels, spread over several processes: numba keeps what one has compiled for the others."""
+"""Compilation of kernels by several processes, which share compiled code through numba's cache."""
 
 import os
 import pickle
@@ -14,12 +14,12 @@ from numba.core import event
 
 from hostdev.kernels.pool import host_threads, set_host_threads
 
-Call = Callable[[], object]  # it can be pickled, such as a `functools.partial` of a function of a module
+Call = Callable[[], object]  # must be picklable, such as a `functools.partial` of a module's function
 _HELPER = "from hostdev.kernels.compiling import help_main; help_main()"
 
 
 class Compiled(event.Listener):
-    """Counts the kernels that numba compiles and does not load."""
+    """Counts the kernels that numba compiles rather than loads from its cache."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -33,14 +33,14 @@ class Compiled(event.Listener):
 
 
 def run_calls(calls: Sequence[Call], processes: int) -> int:
-    """Run calls in this process; once one has compiled a kernel, further processes compile those of the next calls.
+    """Run calls in this process; once a call compiles a kernel, helper processes compile ahead for later calls.
 
-    At the end, each call was run in this process, which has then compiled or loaded all kernels. A call's error is
-    raised here; a helper that fails costs only its help.
+    Every call also runs in this process, which thereby compiles or loads all kernels and raises a call's error. A
+    helper's failure is ignored.
 
     Args:
         calls: The calls, the slowest first.
-        processes: How many processes compile at most, with this one.
+        processes: The maximum number of processes, including this one.
 
     Returns:
         The number of kernels that this process has compiled.
@@ -58,9 +58,9 @@ def run_calls(calls: Sequence[Call], processes: int) -> int:
 
 
 def help_main() -> None:
-    """Run the calls that another process writes to this one's input, and answer each with a line, until its end."""
+    """Run pickled calls from standard input until it ends, and write an empty line after each call."""
     answers = os.dup(1)
-    os.dup2(2, 1)  # what a call prints does not belong to the answers
+    os.dup2(2, 1)  # keep the calls' output out of the answers
     set_host_threads(pickle.load(sys.stdin.buffer))
     while True:
         try:
@@ -73,7 +73,7 @@ def help_main() -> None:
 
 @contextmanager
 def _helping(left: deque[Call], helpers: int) -> Iterator[list[Call]]:
-    """A context in which helpers take calls from `left`; at its end, the value holds what they took."""
+    """Run helpers that take calls from `left`; yield a list of these calls, complete once the context ends."""
     taken: list[Call] = []
     processes: list[subprocess.Popen[bytes]] = []
     threads: list[Thread] = []
@@ -106,7 +106,7 @@ def _helping(left: deque[Call], helpers: int) -> Iterator[list[Call]]:
 
 
 def _start_helper() -> "subprocess.Popen[bytes] | None":
-    """Start a process that compiles; None if this machine starts none now."""
+    """Start a helper process, or return None if that fails."""
     if not sys.executable:
         return None
     try:
@@ -114,8 +114,8 @@ def _start_helper() -> "subprocess.Popen[bytes] | None":
             [sys.executable, "-c", _HELPER],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # this process runs each call as well, and tells of its error
-            start_new_session=True,  # this process alone gets Ctrl-C
+            stderr=subprocess.DEVNULL,  # this process also runs each call and raises its error
+            start_new_session=True,  # only this process receives Ctrl-C
         )
     except OSError:
         return None
@@ -125,7 +125,7 @@ def _start_helper() -> "subprocess.Popen[bytes] | None":
 
 
 def _send(to: IO[bytes], value: object) -> bool:
-    """Write a value; return whether the other end reads it."""
+    """Write a pickled value; return whether that succeeded."""
     try:
         pickle.dump(value, to)
         to.flush()

@@ -1,4 +1,4 @@
-"""A parser of Criteo's lines: a label, 13 integers and 26 values of 8 hexadecimal digits, separated by tabs."""
+"""A parser for Criteo's lines: a label, 13 integers and 26 values of 8 hexadecimal digits, separated by tabs."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from hostdev.kernels.jit import kernel
 EMPTY = 1 << 32  # the key of an empty categorical field, above every 32-bit value
 
 _TAB, _LINE_END, _RETURN, _MINUS, _ZERO = 9, 10, 13, 45, 48
-_MOST_DIGITS = 18  # fit an int64
+_MOST_DIGITS = 18  # so that any number fits an int64
 HEX_DIGITS = np.full(256, 255, np.uint8)  # the value of each character as a digit; 255 for other characters
 for _digits in (b"0123456789abcdef", b"0123456789ABCDEF"):
     HEX_DIGITS[np.frombuffer(_digits, np.uint8)] = np.arange(16)
@@ -24,7 +24,7 @@ def parse_lines(text, digits, label, numbers, keys, odd):
         numbers: float64 [n, D], written: the D integers of each well-formed line, NaN for an empty field.
         keys: int64 [C, n], written: the C categorical values of each well-formed line, EMPTY for an empty field.
         odd: int32 [M, 3], written: for each of the first M malformed lines, where it begins and where the next line
-            begins in the text, and its number from 0.
+            begins in the text, and its line number, counted from 0.
 
     Returns:
         The numbers of well-formed lines, all lines, and malformed lines.

@@ -1,7 +1,7 @@
-"""A dictionary of many keys: it numbers them in order of first occurrence, and counts how often each occurs.
+"""A dictionary that numbers keys in order of first occurrence and counts how often each occurs.
 
 It is made for hundreds of millions of keys: a key and its count take 16 bytes, and a slot of the hash table takes 4; at
-most three quarters of the slots are taken. Cache lines are prefetched some keys ahead, to overlap their latencies.
+most three quarters of the slots are used. Cache lines are prefetched some keys ahead, to overlap their latencies.
 """
 
 from typing import Any
@@ -14,17 +14,17 @@ from hostdev.kernels.unique import find_slot
 
 Keys = npt.NDArray[np.int64]
 
-BYTES_A_VALUE = 31  # at most: 20 for key and count, with a fifth of it unused, and 11 for slots, of which 3/8 are taken
+BYTES_A_VALUE = 31  # at most: 20 for key and count, a fifth of it unused, and 11 for slots, 3/8 of them used
 _EMPTY = -1
 _LEAST_BITS = 10
-_FULL, _OF = 3, 4  # at most 3 of 4 slots are taken
+_FULL, _OF = 3, 4  # at most 3 of 4 slots are used
 _AHEAD = 16  # keys
 _MOST_VALUES = 2**31 - 1
 
 
 @kernel
 def _add(keys, uses, start, slots, shift, known, counts, count):
-    """Count keys[start:]; stop early if a new key finds no room. Return (position of the next key, number of keys)."""
+    """Count keys[start:]; stop early if a new key does not fit. Return (position of the next key, number of keys)."""
     mask, one, stop = np.uint64(len(slots) - 1), np.uint64(1), np.uint64(len(keys))
     for i in range(np.uint64(start), stop):
         ahead = i + np.uint64(_AHEAD)
@@ -101,11 +101,11 @@ class Dictionary:
 
     @property
     def uses(self) -> Keys:
-        """Occurrences of each key, int64 [len(self)]; a view, valid until the next `count`."""
+        """The number of occurrences of each key, int64 [len(self)]; a view, valid until the next `count`."""
         return self._uses[: self._count]
 
     def count(self, keys: Keys, uses: npt.NDArray[Any]) -> None:
-        """Count keys, int64 [N], each with the number of its occurrences in uses [N]."""
+        """Add keys, int64 [N], and the number of occurrences of each, uses [N]."""
         done = 0
         while True:
             done, self._count = _add(keys, uses, done, self._slots, self._shift, self._keys, self._uses, self._count)
@@ -132,4 +132,4 @@ class Dictionary:
             room = min(size * _FULL // _OF, _MOST_VALUES)
         size = min(room, self._count + self._count // 4 + 1024)
         for array in (self._keys, self._uses):
-            array.resize(size, refcheck=False)  # large memory moves without a copy
+            array.resize(size, refcheck=False)  # a large array is moved without a copy

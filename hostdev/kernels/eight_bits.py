@@ -1,8 +1,8 @@
-"""Slots in 8 bits: dynamic quantization of one slot of a row at a time, with stochastic rounding.
+"""8-bit slots: dynamic quantization of each row's slots, with stochastic rounding.
 
 A stored slot has a float32 scale and D codes; a value is map[code] * scale. The scale is the slot's value of largest
-magnitude, with its sign (the positive one if both signs have it), so that all quotients value / scale are in [-1, 1],
-and 1 has a code. A scale below 2^-90 makes the slot 0, and 0 is always +0.
+magnitude, with its sign (positive if both signs have that magnitude), so that all quotients value / scale are in
+[-1, 1], and 1 has a code. A slot with a scale below 2^-90 is stored as 0, and 0 is always +0.
 
 The map has seven decades. Decade i = 0..6 begins at 10^(i - 7), and divides its range linearly::
 
@@ -11,12 +11,12 @@ The map has seven decades. Decade i = 0..6 begins at 10^(i - 7), and divides its
 
 map[0] = 0, and the last code is 1. In the signed map, code 256 - c has the value -map[c], for c = 1..127.
 
-The inverse t of the map, linear between codes, changes its slope only at the decades' beginnings, which are codes. So t
-is the exact place of a quotient between two codes, and t + u, rounded down, is the upper one with the probability that
-preserves the mean, if u is uniform in [0, 1). u has 12 bits and stays 2^-13 away from 0 and 1, more than the error of t
-(below 2^-14). Values that have a code thus never change: storing a slot that was read gives the same codes and scale.
-Two ranges lose the mean: quotients below -0.986 become -0.986, and in a slot that is never negative, quotients from
-2^-100 to 10^-7 become 10^-7, never 0, since Adam divides by the root.
+The inverse t of the map is linear between codes and changes its slope only at the beginnings of decades, which are
+codes. So t is a quotient's exact position between two codes. Rounding t + u down, with u uniform in [0, 1), yields the
+upper code with the probability that preserves the mean. u has 12 bits and stays 2^-13 away from 0 and 1, more than the
+error of t (below 2^-14). Values that have a code therefore never change: storing a slot that was read gives the same
+codes and scale. The mean is not preserved in two ranges: quotients below -0.986 become -0.986, and in a slot that is
+never negative, quotients from 2^-100 to 10^-7 become 10^-7, never 0, since Adam divides by the root.
 
 Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022, section 2 and bitsandbytes'
 `create_dynamic_map`. Deviations: a decade's codes are the lower ends of its intervals instead of their middles, so that
@@ -37,12 +37,13 @@ Rows = npt.NDArray[np.float32]
 Codes = npt.NDArray[np.uint8]
 Flags = npt.NDArray[np.uint8]  # for each slot, whether it is never negative
 
-LEAST_SCALE = np.float32(2.0**-90)  # below, sqrt(v) of Adam is far below eps, and a denormal value far below a code
-_DECADES = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)  # where they begin
+LEAST_SCALE = np.float32(2.0**-90)  # below it, Adam's sqrt(v) is far below eps; denormals are far below the least code
+_DECADES = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)  # their beginnings
 
-# t = (y * slope + offset) * s - base, at least 1, and at most a * near_zero: linear to 0, or never 0; see `_place`.
+# t = (y * slope + offset) * s - base, at least 1, and at most a * near_zero; see `_place`. The first row is for signed
+# slots (linear to 0), the second for slots that are never negative (never 0).
 CONSTANTS = np.array([[64 / 0.9, 64 * 8 / 9, 0, 1e7], [128 / 0.9, 128 * 8 / 9, 1, 2.0**100]], np.float32)
-TO_LAST_DECADE = ((1e-3, 1e3, 0.125), (1e-2, 1e2, 0.25), (1e-1, 1e1, 0.5))  # if y is below: y *= second, s *= third
+TO_LAST_DECADE = ((1e-3, 1e3, 0.125), (1e-2, 1e2, 0.25), (1e-1, 1e1, 0.5))  # if y < first: y *= second, s *= third
 STEP, HALF_STEP = np.float32(2.0**-12), np.float32(2.0**-13)  # u = random 12 bits * STEP + HALF_STEP
 NEAREST = 0x8000  # the random number that rounds to nearest
 
@@ -67,7 +68,7 @@ MAPS: Rows = np.stack([_make_map(0), _make_map(1)])  # float32 [2, 256], signed 
 
 @inline
 def find_scale(values):
-    """Return the value of largest magnitude, the positive one if both signs have it; 0 if it is below 2^-90."""
+    """Return the value of largest magnitude, positive if both signs have it, or 0 if the magnitude is below 2^-90."""
     bits = values.view(np.int32)
     largest, positive = int32(0), int32(0)
     for j in range(np.uint64(len(bits))):
@@ -81,7 +82,7 @@ def find_scale(values):
 
 @inline
 def _place(a, slope, offset, base, near_zero):
-    """Return t, the place of the quotient `a`, in [0, 1], among the codes."""
+    """Return t, the position among the codes of the quotient `a`, which is in [0, 1]."""
     s, y = float32(1), a
     for below, factor, part in TO_LAST_DECADE:
         low = y < float32(below)
@@ -135,7 +136,7 @@ def store_plane(values, unsigned, random, plane):
 
 @inline
 def round_plane(values, unsigned, random, codes):
-    """Replace values, float32 [D], by those that a slot can store; overwrites codes, uint8 [D]."""
+    """Round values, float32 [D], in place to values that a slot can store; overwrites codes, uint8 [D]."""
     scale = find_scale(values)
     if scale == float32(0):
         values[:] = float32(0)
@@ -153,11 +154,11 @@ def _to_nearest(values, unsigned):
 
 
 def to_nearest(values: npt.ArrayLike, *, unsigned: bool) -> Rows:
-    """Return the nearest values that a slot in 8 bits can store, a copy, float32 [N, D].
+    """Return a copy of the values, float32 [N, D], rounded to the nearest values that an 8-bit slot can store.
 
     Args:
-        values: [N, D], one row of a slot each.
-        unsigned: Whether the slot is never negative, as Adam's v.
+        values: [N, D], one slot per row.
+        unsigned: Whether the slot is never negative, like Adam's v.
     """
     found = np.array(values, np.float32, order="C")
     _to_nearest(found, int(unsigned))
@@ -198,7 +199,7 @@ def _fill(start, stop, row, slots):
 
 
 def fill(slots: Codes, values: Rows, dim: int, unsigned: Flags) -> None:
-    """Set each stored slot s, uint8 [V, S, P], of all rows to D times values[s], float32 [S]; 0, or 2^-90 or more."""
+    """Fill slot s of all rows, uint8 [V, S, P], with values[s], float32 [S]; each value must be 0 or at least 2^-90."""
     row = np.zeros(slots.shape[1:], np.uint8)
     row[:, :dim] = np.where(values, np.where(unsigned, 255, 128), 0)[:, None]  # the code of 1
     row[:, -4:] = values.view(np.uint8).reshape(-1, 4)

@@ -15,7 +15,7 @@ _INFINITE = np.uint32(0x7F800000)
 
 @kernel
 def _largest(start, stop, bits, found, piece):
-    """Write the largest bit pattern of the absolute values, which is that of the largest absolute value."""
+    """Write the largest bit pattern of the absolute values, which belongs to the largest absolute value."""
     largest = uint32(0)
     for i in range(np.uint64(start), np.uint64(stop)):
         largest = max(largest, bits[i] & uint32(0x7FFFFFFF))
@@ -34,7 +34,7 @@ def largest_of_each(arrays: Sequence[npt.NDArray[np.float32]]) -> list[float]:
         n, pieces = values.size, max(1, len(ranges(values.size, _GRAIN)))
         found, bits = np.zeros(pieces, np.uint32), values.reshape(-1).view(np.uint32)
         parts.append(found)
-        if pieces == 1:  # threads would take longer to wake
+        if pieces == 1:  # waking threads would take longer
             _largest(0, n, bits, found, 0)
         else:
             tasks.append(KernelTask(_largest, n, _GRAIN, pieces, (bits, found)))

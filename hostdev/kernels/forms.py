@@ -11,7 +11,7 @@ import numpy.typing as npt
 from hostdev.kernels.jit import inline, kernel
 
 EMPTY = 0
-TEXT = 1  # none of the other forms
+TEXT = 1  # any other text
 INTEGER = 2  # 12, -3
 NUMBER = 4  # other ways to write a number: +1, .5, 1., 1e5, -0, 01.5
 LARGE_FLOAT = 5  # as Python writes floats of 2^53 and more: 9007199254740992.0, 1e+16, 1.5e+18
@@ -35,11 +35,11 @@ NAIVE, ZULU, UTC_COLON, UTC_PLAIN, UTC_HOUR, COLON, PLAIN, HOUR = range(ZONES)
 
 
 def timestamp_form(is_t: bool, precision: int, zone: int) -> int:
-    """Return the form of a timestamp that is written in a given way.
+    """Return the form of a timestamp with the given separator, precision and time zone.
 
     Args:
         is_t: Whether a T separates date and time, instead of a space.
-        precision: 0 for hours and minutes, 1 for seconds, 1 + n for n digits of a second's fraction.
+        precision: 0 for hours and minutes, 1 for seconds, 1 + n for seconds with n decimals.
         zone: How the time zone is written: NAIVE, ZULU, ..., HOUR.
     """
     return TIMESTAMP + (int(is_t) * PRECISIONS + precision) * ZONES + zone
@@ -111,7 +111,7 @@ def _time(data, at, end):
 
 @kernel
 def _zone(data, at, end):
-    """Return how the rest of a text writes a time zone, NAIVE to HOUR; -1 if it is no time zone."""
+    """Return how the rest of a text writes a time zone, NAIVE to HOUR; -1 if it is not a time zone."""
     n = end - at
     if n == 0:
         return NAIVE
@@ -234,7 +234,7 @@ def _forms(offsets, data, out):
 
 
 def classify_texts(offsets: npt.NDArray[Any], data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint16]:
-    """Return the form of each text, uint16 [N], as the constants of this module number them."""
+    """Return the form of each text, uint16 [N], as numbered by this module's constants."""
     found = np.empty(len(offsets) - 1, np.uint16)
     _forms(offsets, data, found)
     return found

@@ -1,4 +1,4 @@
-"""Sparse FTRL-Proximal on unique rows; see `core.optimizers.FTRL` for the recurrence, `apply` for the arguments."""
+"""Sparse FTRL-Proximal on unique rows; `core.optimizers.FTRL` has the recurrence, `apply` the arguments."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def _ftrl_sqrt(start, stop, ids, source, grads, block, row_slots, lr, l1, two_l2
 
 @kernel
 def _ftrl_power(start, stop, ids, source, grads, block, row_slots, lr, l1, two_l2, exponent, clock):
-    """Update with any lr_power: powers are taken in float64 and rounded once, as math libraries differ in float32."""
+    """Update with any lr_power; powers are taken in float64 and rounded once, since float32 math libraries differ."""
     block, grads = bare_rows(block), bare(grads)
     zero, scratch = np.float32(0), make_scratch(block)
     for i in range(np.uint64(start), np.uint64(stop)):

@@ -1,7 +1,7 @@
 """Checks and deduplication of a batch's ids, for all table groups at once.
 
-A group's ids are those of its features, end to end. This sequence is never built: kernels walk through the features by
-address. One kernel call handles many small groups, since a call from Python takes longer than the work on their ids.
+A group's ids are its features' ids, concatenated. The concatenation is never built: kernels walk through the features
+by address. One kernel call handles many small groups, since a call from Python takes longer than processing their ids.
 """
 
 import threading
@@ -38,7 +38,7 @@ class _Features(NamedTuple):
 
     addresses: npt.NDArray[np.int64]  # [F]
     widths: npt.NDArray[np.int64]  # [F], bytes of an id
-    ends: npt.NDArray[np.int64]  # [F + 1], where each feature's ids begin in the ids of all features
+    ends: npt.NDArray[np.int64]  # [F + 1], where each feature's ids begin among all ids
 
 
 def _describe_features(features: Sequence[Ids]) -> _Features:
@@ -72,10 +72,10 @@ def _check(start, stop, addresses, widths, ends, limits, grain, wrong):
 
 
 def check_groups(groups: Sequence[tuple[Sequence[Ids], int]]) -> tuple[int, int, int] | None:
-    """Return where the first id outside its table is, as (group, feature, position); None if all are inside.
+    """Return the (group, feature, position) of the first id outside its table, or None if all are inside.
 
     Args:
-        groups: Per group, the ids of each feature, int32 or int64 [N_f], C-contiguous, and its tables' number of rows.
+        groups: Per group, each feature's ids, int32 or int64 [N_f], C-contiguous, and the number of rows of its tables.
     """
     features = [ids for group, _ in groups for ids in group]
     described = _describe_features(features)
@@ -113,16 +113,16 @@ def _add_hashed(ids, slots, shift, keys, count, positions):
 
 @kernel
 def _unique_small(start, stop, which, firsts, addresses, ends, keys, inverse, counts, places, slots):
-    """Deduplicate the groups which[start:stop], one after the other.
+    """Deduplicate each of the groups which[start:stop].
 
     Args:
         firsts: [G + 1], the number of each group's first feature.
         addresses: [F], the address of each feature's ids.
-        ends: [F + 1], where each feature's ids begin in the ids of all features.
-        keys: [N + G], written: group g's unique ids, from item b + g on if its ids begin at item b of all ids.
+        ends: [F + 1], where each feature's ids begin among all ids.
+        keys: [N + G], written: group g's unique ids, from item b + g on, where its ids begin at item b of all ids.
         inverse: int32 [N], written: the position of each id in its group's unique ids.
         counts: [G], written: the number of unique ids of each group.
-        places: int32, one item per possible id, for groups of small ids; all are -1 before and after the call.
+        places: int32, one item per possible id, for groups with small ids; all items are -1 before and after the call.
         slots: int32, the hash table for other groups; its size is a power of two, at least twice a group's ids.
     """
     one = np.uint64(1)
@@ -164,13 +164,13 @@ def _run_small(start: int, stop: int, which: npt.NDArray[np.int64], most: int, *
 
 
 def unique_groups(groups: Sequence[Sequence[Ids]]) -> list[tuple[Ids, Positions]]:
-    """Deduplicate the ids of each group, as `unique` does for its features' ids end to end, for all groups at once.
+    """Deduplicate the ids of all groups at once, each as `unique` does for the concatenated ids of its features.
 
     Args:
         groups: Per group, the ids of at least one feature: int32 or int64 [N_f], all of one dtype, C-contiguous.
 
     Returns:
-        Per group, its unique ids [U] in order of first occurrence, and the position in them of each id, int32 [N]. The
+        Per group, its unique ids [U] in order of first occurrence, and each id's position among them, int32 [N]. The
         positions of all groups are slices of one array.
     """
     G, features = len(groups), [ids for group in groups for ids in group]
@@ -208,7 +208,7 @@ def unique_groups(groups: Sequence[Sequence[Ids]]) -> list[tuple[Ids, Positions]
 
 
 def _shares(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Return ranges of groups, as many as suit the threads, that have about the same number of ids each."""
+    """Return ranges of groups with about the same number of ids each, as many as suit the threads."""
     ends = list(accumulate(sizes))
     edges = [0, *(bisect_left(ends, stop) + 1 for _, stop in ranges(ends[-1], _GRAIN)), len(sizes)]
     return [(start, stop) for start, stop in pairwise(edges) if start < stop]
@@ -221,7 +221,7 @@ def _merge(start: int, stop: int, works: Sequence[Dedupe]) -> None:
 
 @kernel
 def _offsets(lengths, offsets):
-    """Write where each bag begins; return the position of the first negative length (or -1) and the capped sum."""
+    """Write where each bag begins; return the position of the first negative length (or -1) and the sum, capped."""
     total: Any = np.int64(0)
     negative: Any = np.int64(-1)
     for b in range(len(lengths)):
@@ -274,10 +274,10 @@ def drop_padding(
     """Return values, lengths and weights without the padding id, or the given arrays if it does not occur.
 
     Args:
-        values: int32 or int64 [N], the ids of all bags end to end.
+        values: int32 or int64 [N], the concatenated ids of all bags.
         lengths: int32 [B], the number of ids of each bag.
         padding: The id to drop.
-        weights: float32 [N], the weight of each id; or None.
+        weights: float32 [N], the weight of each id, or None.
 
     Raises:
         UserError: A length is negative, or the lengths add up to more than 2**31 - 1.
@@ -286,7 +286,7 @@ def drop_padding(
     offsets = offsets_of(lengths)
     N, B = len(values), len(lengths)
     if offsets[-1] != N or (weights is not None and len(weights) != N):
-        raise ValueError(f"lengths sum to {offsets[-1]}, which must be the number of values ({N}) and of any weights")
+        raise ValueError(f"lengths sum to {offsets[-1]}; this must be the number of values ({N}) and of any weights")
     limits = np.iinfo(values.dtype)
     if not limits.min <= padding <= limits.max:
         return values, lengths, weights

@@ -1,7 +1,7 @@
-"""Initial rows: a weight is a pure function of (key, row, column), with equal bits on every IEEE machine.
+"""Initial rows: a weight is a pure function of (key, row, column), with identical bits on every IEEE machine.
 
-Normal numbers follow Box & Muller (1958): two 32-bit hashes yield numbers for a pair of columns. Logarithm, sine and
-cosine are the polynomials of Cephes (Moshier: logf.c, sinf.c) written out, independent of math libraries.
+Normal numbers use the method of Box & Muller (1958): two 32-bit hashes yield the numbers for a pair of columns.
+Logarithm, sine and cosine are Cephes' polynomials (Moshier: logf.c, sinf.c), written out to avoid math libraries.
 """
 
 import numpy as np
@@ -63,7 +63,7 @@ def _normal_pair(a, b, std):
     y = y - _HALF * z
     log_u = (x + y) + e * _LN2_HIGH
     radius = np.sqrt(-_TWO * log_u) * std
-    # The angle: 23 bits within the quarter turn around 0; one bit selects the opposite quarter, another the adjacent.
+    # The angle: 23 bits within the quarter turn around 0; one bit selects the opposite quarter, one bit the adjacent.
     t = ((float32(int32((b >> uint32(7)) & uint32(0x7FFFFF))) + _HALF) * _TO_UNIT - _HALF) * _HALF_PI
     tt = t * t
     sin = ((_S0 * tt + _S1) * tt + _S2) * tt * t + t
@@ -135,7 +135,7 @@ def fill_normal(
         std: The standard deviation.
         slots: float32 [S], the initial value of each slot.
         first_row: The first row's id, if `ids` is None.
-        ids: int64 [V], the rows' ids in their table; None for first_row, first_row + 1, ...
+        ids: int64 [V], the rows' ids in their table, or None for first_row, first_row + 1, ...
     """
     args = (np.int64(first_row), ids, np.uint64(key), np.float32(std), block, slots)
     parallel_for(_fill_normal, len(block), *args, grain=_ROWS)

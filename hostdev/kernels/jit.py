@@ -1,8 +1,8 @@
 """The numba policy: how kernels are compiled, and what their arithmetic guarantees.
 
-A kernel depends on nothing but its arguments. If the first two are `start, stop`, a half-open range of items, then
-different ranges never write the same memory, so any thread may run a range. A last argument `piece` is the number of
-the range.
+A kernel depends only on its arguments. If the first two are `start, stop`, a half-open range of items, then
+different ranges never write the same memory, so any thread may run a range. If the last argument is `piece`, it is
+the number of the range.
 
 Indices are converted to `np.uint64` before use: numba adds wrap-around for negative signed indices, which prevents
 vectorization.
@@ -46,7 +46,7 @@ def kernel(function: Callable[..., Any]) -> Any:
 def _unlock_after_errors(dispatcher: Any) -> Any:
     """Make a kernel release numba's lock if its compilation ends in an error; return the kernel.
 
-    Ctrl-C can arrive when the main thread has just acquired the lock and does not know it yet. The helpers of the pool
+    Ctrl-C can arrive when the main thread has just acquired the lock but has not recorded that yet. The pool's helpers
     would then wait for the lock forever, and the main thread for the helpers.
     """
     compile_for = dispatcher._compile_for_args
@@ -165,7 +165,7 @@ _pointer: Any = intrinsic(_as_pointer)
 
 @kernel
 def address_of(array):
-    """Return the address of an array, in a fifth of the time of numpy's `array.ctypes.data`."""
+    """Return the address of an array, five times as fast as numpy's `array.ctypes.data`."""
     return array.ctypes.data
 
 
@@ -178,7 +178,7 @@ def array_at(address, n, dtype):
 def bare(array: Any) -> Any:
     """Return, in a kernel, a C-contiguous array without its reference count; the caller keeps its memory alive.
 
-    numba counts references to slices if a loop has branches: atomically, in memory that threads share, which takes
+    If a loop has branches, numba counts references to slices atomically in memory that threads share, which takes
     longer than the arithmetic on a short row.
     """
     raise NotImplementedError("only compiled kernels can call this function")

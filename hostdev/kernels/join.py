@@ -1,4 +1,4 @@
-"""Join: where ids of one array occur in another, by a hash table with linear probing."""
+"""A join of two id arrays, using a hash table with linear probing."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from hostdev.kernels.jit import inline, kernel
 Positions = npt.NDArray[np.int32]
 
 _LEAST_BITS = 4
-_FILTER_BITS = 3  # the filter has 2^3 times the places of the hash table
+_FILTER_BITS = 3  # the filter has 2^3 times as many places as the hash table
 
 
 @inline
@@ -20,9 +20,10 @@ def _place(row, shift):
 
 @kernel
 def _join(ids, others, table, maybe, shift, first, second):
-    """`table` is int32 [2 ** (64 - shift)], filled with -1; `maybe` is bool [8 times as many], False.
+    """Write the positions of common ids to `first` and `second`; return their number.
 
-    Most ids are not among the others, which a filter finds without branches.
+    `table` is int32 [2 ** (64 - shift)], filled with -1; `maybe` is bool [8 times as many], all False. It filters out
+    most ids that are not among the others, without branches.
     """
     last = np.uint64(len(table) - 1)
     fine = np.uint64(shift) - np.uint64(_FILTER_BITS)
@@ -51,11 +52,11 @@ def _join(ids, others, table, maybe, shift, first, second):
 
 
 def join(ids: npt.NDArray[Any], others: npt.NDArray[Any]) -> tuple[Positions, Positions]:
-    """Return the positions of the ids that both arrays have: in ids [U], ascending, and of the same ids in `others`.
+    """Return the positions of the common ids of two arrays: in ids [U], ascending, and in `others`.
 
     Args:
         ids: int32 or int64 [U], unique.
-        others: int32 or int64 [M], unique; the hash table has these, so it should be the smaller array.
+        others: int32 or int64 [M], unique; should be the smaller array, since it fills the hash table.
     """
     bits = max(_LEAST_BITS, (2 * len(others)).bit_length())
     table, maybe = np.full(1 << bits, -1, np.int32), np.zeros(1 << (bits + _FILTER_BITS), np.bool_)

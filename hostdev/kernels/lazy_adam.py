@@ -1,4 +1,4 @@
-"""Lazy Adam and row-wise Adam on unique rows; see `core.optimizers` for the recurrences, `apply` for the arguments."""
+"""Lazy Adam and row-wise Adam on unique rows; recurrences are in `core.optimizers`, arguments in `apply`."""
 
 from typing import Any
 

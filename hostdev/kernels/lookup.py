@@ -1,6 +1,6 @@
 """Reading and overwriting a table's rows by id, and the range check of ids.
 
-Shapes: V rows of the table, D its dimension, S its optimizer slots, N ids.
+Shapes: V table rows of dimension D, S optimizer slots, N ids.
 """
 
 from typing import Any

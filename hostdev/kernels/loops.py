@@ -1,7 +1,7 @@
-"""Work that threads share: a kernel's ranges, run by native code, and Python calls.
+"""Work that threads share: ranges of a kernel, run by native code, and Python calls.
 
 A kernel is compiled into a loop that takes its next range by an atomic addition, so that a thread needs the
-interpreter's lock only once for many ranges.
+GIL only once for many ranges.
 """
 
 import threading
@@ -62,7 +62,7 @@ def make_loop(work: Any) -> Any:
         names = code.co_varnames[2 : code.co_argcount]
         numbered = names[-1:] == ("piece",)
         args = "".join(f", arg{i}" for i in range(len(names) - numbered))
-        begin = "\n" * (code.co_firstlineno - 2)  # numba reads a function's source at its line to cache it
+        begin = "\n" * (code.co_firstlineno - 2)  # numba's cache reads the source at the function's line
         text = begin + _LOOP.format(args=args, number=", at" if numbered else "")
         given = {"work": inline(function), "fetch_add": fetch_add, "load": load}
         exec(compile(text, code.co_filename, "exec"), given)  # cached next to the kernel's file
@@ -79,7 +79,7 @@ def edges(n: int, grain: int, pieces: int) -> list[int]:
 
 
 class Flag:
-    """A number in memory that loops check before each range."""
+    """A flag in memory that native loops check before each range."""
 
     def __init__(self) -> None:
         self.value = np.zeros(1, np.int64)
@@ -93,7 +93,7 @@ class Loop:
     """A kernel's ranges, begun in order by any number of threads.
 
     Args:
-        times: Receives the begin and end, in nanoseconds, of each run of ranges by a thread; None: not recorded.
+        times: Receives the begin and end, in nanoseconds, of each run of ranges by a thread, or None.
     """
 
     def __init__(self, work: Any, n: int, grain: int, pieces: int, args: tuple[Any, ...], times: Times | None) -> None:
@@ -110,7 +110,7 @@ class Loop:
         self._begun[_AT] = self.pieces
 
     def work(self, halt: Flag) -> None:
-        """Run ranges until none remains or the flag is set; the main thread returns to Python in between."""
+        """Run ranges until none remains or the flag is set; the main thread regularly returns to Python."""
         begun = address_of(self._begun) + 8 * _AT
         most = 1 if threading.current_thread() is threading.main_thread() else self.pieces
         while self.is_left() and not halt:

@@ -14,7 +14,7 @@ from hostdev.kernels.bfloat16 import to_float32
 from hostdev.kernels.jit import inline, kernel
 from hostdev.kernels.pool import parallel_for
 
-PART = 4096  # rows; a power of two, fixed since it sets the order of additions
+PART = 4096  # rows; a power of two, fixed because it determines the order of additions
 _EIGHTH = PART // 8
 
 
@@ -74,10 +74,10 @@ def partial_squares(block: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
 
 
 def total(sums: npt.NDArray[np.float64]) -> float:
-    """Return the sum of all parts' sums [P, D], as numpy adds up an array in C order on the host."""
+    """Return the total of all parts' sums [P, D], added as numpy adds an array in C order on the host."""
     return float(np.ascontiguousarray(sums).sum())
 
 
 def sum_of_squares(block: npt.NDArray[np.float32]) -> float:
-    """Return the sum of squares of the weights of a block float32 [V, 1 + S, D]."""
+    """Return the sum of squares of the weights of a block, float32 [V, 1 + S, D]."""
     return total(partial_squares(block))

@@ -27,7 +27,7 @@ _layout = ""
 
 
 def interleave(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Interleave an array's pages over all nodes if they take 16 MiB; return the array. Call this before any write."""
+    """Interleave the pages of an array of 16 MiB or more over all nodes; return it. Call this before any write."""
     global _layout
     found = nodes()
     if len(found) < 2 or array.nbytes < _LEAST_BYTES:
@@ -38,7 +38,7 @@ def interleave(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def in_words() -> str:
-    """Describe on which nodes the memory of large tables is; "" if no table was large or there is only one node."""
+    """Describe the placement of large tables on nodes; "" if no table is large or there is only one node."""
     return _layout
 
 

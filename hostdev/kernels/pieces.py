@@ -1,4 +1,4 @@
-"""Gathering of rows and lists from arrays in chunks, such as the record batches of files.
+"""Gathering of rows and lists from chunked arrays, such as a file's record batches.
 
 A "place" is an int64 that locates a row: the low 40 bits are its number within a chunk, the others the chunk's number.
 

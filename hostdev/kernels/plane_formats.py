@@ -5,5 +5,5 @@ EIGHT_BITS = (SIGNED_8, UNSIGNED_8)  # for slots of both signs, and for slots th
 
 
 def plane_bytes(dim: int) -> int:
-    """Return the bytes of a slot of `dim` values in 8 bits: the codes, padded to a multiple of 4, and the scale."""
+    """Return the size in bytes of an 8-bit slot of `dim` values: codes, padded to a multiple of 4, and the scale."""
     return (dim + 3) // 4 * 4 + 4

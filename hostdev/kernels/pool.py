@@ -23,7 +23,7 @@ Kernel = Callable[..., Any]
 
 
 class KernelTask(NamedTuple):
-    """A kernel to be run over n items in `pieces` ranges; `loops.make_loop` and `loops.Loop` describe the fields."""
+    """A kernel to run over n items in `pieces` ranges; `loops.make_loop` and `loops.Loop` describe the fields."""
 
     kernel: Kernel
     n: int
@@ -36,7 +36,7 @@ class KernelTask(NamedTuple):
 Task = Call | KernelTask
 
 _RANGES_PER_THREAD = 4  # compensates for threads that the operating system slows down
-_RANGE_BYTES, _LINE = 1 << 18, 64  # 20 to 30 microseconds; a scattered row costs at least a cache line
+_RANGE_BYTES, _LINE = 1 << 18, 64  # 20 to 30 microseconds of work; a scattered row costs at least a cache line
 _MOST_GRAINS = 16  # per range: urgent callers wait about half a millisecond at most
 _MAX_RANGE_BITS = 18  # a range has at most about 2 * 2^18 items, which limits how long Ctrl-C waits
 _WAKES = 2  # helpers that each participating thread wakes
@@ -129,7 +129,7 @@ class _Job:
                     return
 
     def end(self) -> None:
-        """Drop tasks that have not begun; wait, even if interrupted, for the helpers, which write the caller's memory.
+        """Drop tasks that have not begun; wait, even if interrupted, for helpers, which write to the caller's memory.
 
         The job then drops its arrays; otherwise a late helper would hold and free them.
         """
@@ -153,7 +153,7 @@ class _Job:
 
 
 class _Urgent:
-    """The urgent sections that are open, and the job with which other threads help them.
+    """The open urgent sections, and the job that other threads help with.
 
     Attributes:
         callers: The number of threads in an urgent section.
@@ -270,8 +270,8 @@ def _pieces(n: int, grain: int) -> int:
 def run_tasks(tasks: Sequence[Task]) -> None:
     """Call `kernel(start, stop, *args)` for each task (kernel, start, stop, args) and each range of a KernelTask.
 
-    Wait for all tasks. They begin in the given order and may run at once, so they must write different memory. A task's
-    exception, or the caller's interruption, is raised once all tasks that have begun have ended: none writes later.
+    Wait for all tasks. They begin in the given order and may run concurrently, so they must write different memory. A
+    task's exception, or the caller's interruption, is raised once all tasks that have begun have ended.
     """
     parts: list[Loop | Calls] = []
     for task in tasks:
@@ -306,7 +306,7 @@ def tasks_over(kernel: Kernel, n: int, *args: Any, grain: int = 1) -> list[Task]
 
 
 def timed(task: Task, times: Times) -> Task:
-    """Return a task that also adds its (begin, end), in nanoseconds, to `times`; a KernelTask adds one pair per run."""
+    """Return a task that also adds its (begin, end) in nanoseconds to `times`; a KernelTask adds one pair per run."""
     if isinstance(task, KernelTask):
         return task._replace(times=times)
     kernel, start, stop, args = task

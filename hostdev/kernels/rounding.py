@@ -1,16 +1,15 @@
-"""bfloat16 weights, slots in bfloat16 or 8 bits: stochastic rounding by random numbers, and rows for optimizers.
+"""Stochastic rounding of bfloat16 weights and of bfloat16 or 8-bit slots, and optimizers' access to such rows.
 
-A new value between two bfloat16 numbers becomes the upper or the lower, with probabilities that preserve the mean.
-Steps far smaller than the gap are therefore not lost. bits(rounded) = (bits(x) + r) with the low 16 bits cleared, r in
-[0, 2^16). Exact values are unchanged, including infinities; NaN becomes the quiet NaN. Sources: Gupta et al., "Deep
-Learning with Limited Numerical Precision", ICML 2015; Zamirai et al., "Revisiting BFloat16 Training", 2020.
+A new value between two bfloat16 numbers is rounded up or down, with probabilities that preserve the mean. Steps far
+smaller than the gap between the two are therefore not lost. bits(rounded) = (bits(x) + r) with the low 16 bits cleared,
+r in [0, 2^16). Exact values are unchanged, including infinities; NaN becomes the quiet NaN. Sources: Gupta et al.,
+"Deep Learning with Limited Numerical Precision", ICML 2015; Zamirai et al., "Revisiting BFloat16 Training", 2020.
 
-r is a pure function of (key of the table's step, row id, plane, column): each column of a pair uses
-half of a 32-bit hash. r does not depend on threads, order, rank or the row's address. Slots in 8 bits take the same r
-(`eight_bits`).
+r is a pure function of (key of the table's step, row id, plane, column): each column of a pair uses half of a 32-bit
+hash. r does not depend on threads, order, rank or the row's address. 8-bit slots use the same r (`eight_bits`).
 
-Shapes: V rows of the table, D its dimension, S its optimizer slots of D values, P the bytes of a slot in 8 bits.
-Plane 0 of a row has its weights, plane 1 + s its slot s.
+Shapes: V table rows of dimension D, S optimizer slots of D values, P bytes per 8-bit slot. Plane 0 of a row has its
+weights, plane 1 + s its slot s.
 """
 
 import functools
@@ -40,16 +39,16 @@ _AHEAD = 8  # rows
 
 
 class SplitRows(NamedTuple):
-    """Rows whose weights or slots are not float32, which an optimizer's kernel takes in place of a block.
+    """Rows whose weights or slots are not float32; an optimizer's kernel takes them in place of a block.
 
     Attributes:
         weights: float32 or bfloat16 [V, D].
         slots: float32 or bfloat16 [V, S, D], or 8 bits, uint8 [V, S, P].
-        unsigned: uint8 [S], for slots in 8 bits whether each one is never negative.
-        steps: The counters of the planes' pairs of columns, from `steps_of`.
+        unsigned: uint8 [S], whether each 8-bit slot is never negative.
+        steps: The counter of each pair of columns in each plane, from `steps_of`.
         key: The key of the table's step, 64 bits.
         first: The position (see `shards`) of the first row, if these are the rows of one rank; else 0.
-        inverse: From `shards.get_inverse`, to get ids from positions; 0 if row numbers are ids.
+        inverse: From `shards.get_inverse`, converts positions to ids; 0 if row numbers are ids.
         total: The number of rows of the whole table.
     """
 
@@ -66,20 +65,20 @@ class SplitRows(NamedTuple):
     def of(
         cls, weights: Stored, slots: StoredSlots, unsigned: Flags, key: int, where: tuple[int, int, int]
     ) -> "SplitRows":
-        """Return a table's rows for the step of `key`; `where` is (first, inverse, total)."""
+        """Return a table's rows for the step with this key; `where` is (first, inverse, total)."""
         first, inverse, total = map(np.uint64, where)
         steps = steps_of(weights.shape[1], 1 + slots.shape[1])
         return cls(weights, slots, unsigned, steps, np.uint64(key), first, inverse, total)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
+        """The number of bytes per row."""
         return int(self.weights.strides[0] + self.slots[:1].nbytes)
 
 
 @functools.cache
 def steps_of(dim: int, planes: int = 1) -> npt.NDArray[np.uint32]:
-    """Return the counter of each pair of columns of each plane, uint32 [planes, ceil(D / 2)]."""
+    """Return the counter of each pair of columns in each plane, uint32 [planes, ceil(D / 2)]."""
     pairs = (dim + 1) // 2
     return np.arange(planes * pairs, dtype=np.uint32).reshape(planes, pairs) * np.uint32(WEYL)
 
@@ -146,7 +145,7 @@ def round_rows(block: Rows, ids: Ids, row_ids: Ids, key: int, formats: tuple[int
         ids: int32 or int64 [U], unique: the block's rows to round.
         row_ids: int32 or int64 [U], the ids of these rows in their table.
         key: The key of the table's step, 64 bits.
-        formats: The format of each plane, one of `plane_formats`; planes beyond the last one stay as they are.
+        formats: The format of each plane, one of `plane_formats`; further planes are not changed.
     """
     planes, D = block.shape[1:]
     args = ids, row_ids, np.uint64(key), np.array(formats, np.uint8), steps_of(D, planes), block
@@ -187,7 +186,7 @@ def require_exact(values: Rows, table: str, plane: int, kind: int) -> None:
 
 
 def round_to_nearest(block: Rows, formats: tuple[int, ...]) -> None:
-    """Round planes of rows, float32 [N, 1 + S, D], to the nearest values that can be stored, in place; no NaN."""
+    """Round planes of rows, float32 [N, 1 + S, D], in place to the nearest storable values; NaN is not allowed."""
     for plane, kind in enumerate(formats):
         if kind == BFLOAT16:
             bits = block[:, plane].view(np.uint32)
@@ -220,17 +219,17 @@ def make_scratch(block: Any) -> Any:
 
 
 def load_weights(block: Any, row: Any, scratch: Any) -> Any:
-    """Return a row's weights, float32 [D], to be changed: the row itself, or a copy that `store_row` stores."""
+    """Return a row's weights, float32 [D], to modify: the row itself, or a copy that `store_row` stores."""
     raise NotImplementedError("only compiled kernels can call this function")
 
 
 def load_slot(block: Any, row: Any, number: Any, scratch: Any) -> Any:
-    """Return an optimizer slot of a row, float32 [D], to be changed: the slot itself, or a copy, as `load_weights`."""
+    """Return an optimizer slot of a row, float32 [D], to modify: the slot itself or a copy; see `load_weights`."""
     raise NotImplementedError("only compiled kernels can call this function")
 
 
 def store_row(block: Any, row: Any, scratch: Any) -> None:
-    """Round and store the new values of a row that are in copies from `load_weights` and `load_slot`."""
+    """Round and store a row's new values from the copies that `load_weights` and `load_slot` returned."""
     raise NotImplementedError("only compiled kernels can call this function")
 
 
@@ -240,7 +239,7 @@ def prefetch_row(block: Any, ids: Any, i: Any, stop: Any) -> None:
 
 
 def _widen(stored: Any, unsigned: Any, out: Any) -> Any:
-    """Copy a stored plane to out, float32 [D], and return it; unsigned: whether a slot in 8 bits is never negative."""
+    """Copy a stored plane to out, float32 [D], and return it; unsigned: whether an 8-bit slot is never negative."""
     raise NotImplementedError("only compiled kernels can call this function")
 
 
@@ -277,7 +276,7 @@ def _make_scratch(block: Any) -> Any:
     def of_a_row(block: Any) -> Any:
         planes, pairs = block.steps.shape
         own, words = np.empty((planes, block.weights.shape[1]), np.float32), np.empty(pairs, np.uint32)
-        return bare(own), bare(words), own, words  # the last two keep the memory
+        return bare(own), bare(words), own, words  # the last two keep the memory alive
 
     return none if isinstance(block, types.Array) else of_a_row
 
@@ -315,7 +314,7 @@ def _load_slot(block: Any, row: Any, number: Any, scratch: Any) -> Any:
 
 
 def _is_rounded(rows: Any, field: str) -> bool:
-    """Return whether a field of `SplitRows` is not float32, by its numba type."""
+    """Return whether the numba type of a field of `SplitRows` is not float32."""
     return not isinstance(rows[rows.fields.index(field)].dtype, types.Float)
 
 
@@ -398,7 +397,7 @@ def _prefetch_row(block: Any, ids: Any, i: Any, stop: Any) -> Any:
 
 
 def _store(values: Any, unsigned: Any, random: Any, out: Any) -> None:
-    """Store values, float32 [D], in a plane that can represent them; random is uint16 [D or more], for 8 bits."""
+    """Store values, float32 [D], in a plane that can represent them; random is uint16 [D or more], for 8-bit slots."""
     raise NotImplementedError("only compiled kernels can call this function")
 
 
@@ -460,7 +459,7 @@ def read_tasks(
 
 
 def read_here(weights: Stored, slots: StoredSlots, unsigned: Flags, ids: Ids, out: Rows) -> None:
-    """Copy rows with their slots as the tasks of `read_tasks` do, in this thread."""
+    """Copy rows with their slots in this thread, as the tasks of `read_tasks` do."""
     _read(0, len(ids), ids, None, weights, slots, unsigned, out)
 
 
@@ -472,6 +471,6 @@ def write_tasks(
     values: Rows,
     positions: npt.NDArray[np.int32] | None = None,
 ) -> list[Task]:
-    """Return tasks that overwrite rows, the reverse of `read_tasks`; the table can store the new values exactly."""
+    """Return tasks that overwrite rows, the reverse of `read_tasks`; the table must be able to store them exactly."""
     args = ids, positions, weights, slots, unsigned, values
     return tasks_over(_write, len(ids), *args, grain=get_grain(values.strides[0]))

@@ -1,8 +1,8 @@
-"""Sums over the occurrences of each row, in order of occurrence for any number of threads.
+"""Sums of gradients over each row's occurrences, in order of occurrence for any number of threads.
 
 There are two ways to sum, with the same additions. With few threads, one thread streams through the gradients in order
-and adds to the rows' sums: one core reads a stream at nearly the machine's bandwidth, and two would slow each other
-down. With more threads, the occurrences are sorted by row, and the threads share the rows.
+and adds to the rows' sums: one core reads a stream at nearly the machine's memory bandwidth, and two would slow each
+other down. With more threads, the occurrences are sorted by row, and the threads share the rows.
 
 Shapes: N occurrences, U unique rows, D columns.
 """
@@ -24,7 +24,7 @@ _NEVER = 1 << 62  # a value of `seen` for which no occurrence is a row's first
 
 @kernel
 def sum_part(start, stop, seen, grads, first, step, inverse, out):
-    """Add the gradients of the occurrences [start, stop) to their rows' sums; those before `start` have been added.
+    """Add the gradients of the occurrences [start, stop) to their rows' sums, after all earlier occurrences.
 
     The gradient of occurrence i is grads[first + i * step].
 
@@ -70,7 +70,7 @@ def sum_scalar_part(start, stop, seen, grads, first, step, inverse, out):
 
 @kernel
 def sum_scaled_part(start, stop, seen, grads, first, step, inverse, weights, out):
-    """Add float32 or bfloat16 gradients as `sum_part` does, each times its weight; weights of None are 1."""
+    """Add float32 or bfloat16 gradients as `sum_part` does, each times its weight, or 1 if `weights` is None."""
     first, step = np.uint64(first), np.uint64(step)
     D = grads.shape[1]
     uses, seen, one = np.uint64(stop), np.uint64(seen), np.uint64(1)
@@ -97,7 +97,7 @@ def streams() -> bool:
 
 
 def prepare_sums(out: npt.NDArray[np.float32], in_order: bool) -> int:
-    """Prepare sums [U, D] and return the initial `seen`; `in_order`: rows are numbered by first occurrence."""
+    """Prepare sums [U, D] and return the initial `seen`; `in_order` means rows are numbered by first occurrence."""
     if in_order:
         return 0
     out.fill(-0.0)  # x + -0 is x, even if x is 0
@@ -106,11 +106,11 @@ def prepare_sums(out: npt.NDArray[np.float32], in_order: bool) -> int:
 
 @kernel
 def sort_uses(inverse, ends, order):
-    """Sort the occurrences by row, stably (counting sort): those of row u are order[ends[u] : ends[u + 1]].
+    """Sort the occurrences stably by row (counting sort): row u has the occurrences order[ends[u] : ends[u + 1]].
 
     Args:
         inverse: int32 [N], the row of each occurrence.
-        ends: int64 [U + 2], written; the last item serves the sort only.
+        ends: int64 [U + 2], written; only the sort uses the last item.
         order: int32 [N], written.
     """
     ends[:] = 0
@@ -130,12 +130,12 @@ def sum_sorted(start, stop, grads, first, step, order, ends, source, weights, fr
 
     Args:
         grads: float32 [any, D], or bfloat16 as uint16.
-        first: The row of gradient 0 in `grads`; that of gradient i is first + i * step.
+        first: The row of gradient 0 in `grads`; gradient i is in row first + i * step.
         step: The distance between two gradients, in rows.
         order: int32 [N], from `sort_uses`.
         ends: int64 [U + 1 or more], from `sort_uses`.
-        source: int32 [N], the number of each occurrence's gradient; None if occurrence i has gradient i.
-        weights: float32 [N], the weight of each occurrence; None: all are 1.
+        source: int32 [N], the number of each occurrence's gradient, or None if occurrence i has gradient i.
+        weights: float32 [N], the weight of each occurrence, or None if all are 1.
         fresh: Whether to begin new sums, which are -0 for rows that do not occur; otherwise add to the sums in `out`.
         out: The sums, float32 [U, D].
     """

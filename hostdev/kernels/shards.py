@@ -1,8 +1,8 @@
-"""Distribution of a table's rows over ranks: ids map one-to-one to positions, and each rank holds a range of these.
+"""Distribution of a table's rows over ranks: ids map one-to-one to positions, and each rank holds a range of them.
 
 Position = id * multiplier mod V. The multiplier is coprime to V and near V times the golden ratio's fraction, so that
 neighbouring ids, such as the popular ones at a vocabulary's beginning, spread evenly over all ranges (three-distance
-theorem; Sos, 1958). Positions do not depend on W, the number of ranks. Rank r holds those from V * r // W on.
+theorem; Sos, 1958). Positions do not depend on W, the number of ranks. Rank r's range begins at V * r // W.
 """
 
 import functools
@@ -33,7 +33,7 @@ def get_multiplier(rows: int) -> int:
 
 
 def range_of(rows: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Return the range of positions, [start, stop), of a table of V rows that a rank holds."""
+    """Return the range [start, stop) of positions that a rank holds in a table of V rows."""
     return rows * rank // ranks, rows * (rank + 1) // ranks
 
 
@@ -133,8 +133,8 @@ def partition(ids: Ids, rows: int, ranks: int) -> tuple[Ids, Places, npt.NDArray
         ranks: W, the number of ranks.
 
     Returns:
-        The number of each row within its rank, [U], sorted by rank and then in the order of the ids, in their dtype
-        or int64; the index of each id in this sorted array, int32 [U]; and the number of ids per rank, int64 [W].
+        Each row's number within its rank, [U], sorted by rank and then in the order of the ids, in their dtype or
+        int64; the index of each id in this sorted array, int32 [U]; and the number of ids per rank, int64 [W].
     """
     most = -(-rows // ranks) - 1  # the largest row number within a rank
     dtype = ids.dtype if most <= np.iinfo(ids.dtype).max else np.dtype(np.int64)

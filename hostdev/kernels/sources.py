@@ -1,4 +1,4 @@
-"""A hash of the sources of a kernel's machine code: its own file, and those of all helpers that are compiled into it.
+"""A hash of a kernel's sources: its own file, and the files of all helpers that are compiled into it.
 
 numba's cache checks only the kernel's own file, and would run old code after a helper in another file has changed.
 """
@@ -18,7 +18,7 @@ _CONSTANTS = (bool, int, float, str, tuple, np.generic)  # compiled into the cod
 
 
 def hash_sources(function: FunctionType) -> bytes:
-    """Hash the files of a function and of the package's functions that it reaches, and the constants that they use."""
+    """Hash the files of a function and of all package functions that it reaches, and the constants that they use."""
     files: set[str] = set()
     constants: set[str] = set()
     seen: set[int] = set()
@@ -38,14 +38,14 @@ def hash_sources(function: FunctionType) -> bytes:
 
 
 def _find_helpers(function: FunctionType) -> Iterator[FunctionType]:
-    """Yield the package's functions that a function names; for those not compiled, also overloads in their modules."""
+    """Yield the package's functions that a function refers to; for uncompiled ones, also overloads in their modules."""
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
     for value in [*(value for _, value in _get_globals(function)), *cells]:
         helper = _as_function(value)
         if helper is None:
             continue
         yield helper
-        if helper is value:  # not compiled itself: its module has overloads, functions that return a function
+        if helper is value:  # not compiled: its module has overloads, which are functions that return a function
             module = sys.modules.get(helper.__module__)
             for other in map(_as_function, vars(module).values() if module is not None else ()):
                 if other is not None and other.__module__ == helper.__module__ and _has_inner(other.__code__):
@@ -53,7 +53,7 @@ def _find_helpers(function: FunctionType) -> Iterator[FunctionType]:
 
 
 def _get_globals(function: FunctionType) -> list[tuple[str, Any]]:
-    """Return (name, value) of each global that a function uses, also of those in the package's modules."""
+    """Return (name, value) of each global that a function uses, including globals of the package's modules."""
     names = _get_names(function.__code__)
     found = [(name, function.__globals__[name]) for name in names if name in function.__globals__]
     modules = [value for _, value in found if isinstance(value, ModuleType) and _is_ours(value.__name__)]
@@ -77,7 +77,7 @@ def _is_ours(module: str) -> bool:
 
 
 def _as_function(value: Any) -> FunctionType | None:
-    """Return the Python function behind a compiled function or an intrinsic, or a function itself; else None."""
+    """Return the package's Python function that a value is, or was compiled from; else None."""
     value = getattr(value, "py_func", getattr(value, "_defn", value))
     if isinstance(value, FunctionType) and _is_ours(value.__module__):
         return value

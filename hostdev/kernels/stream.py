@@ -3,7 +3,7 @@
 One thread deduplicates the ids, part by part; another follows it, and adds each part's gradients to their rows' sums.
 The first thread then orders the rows by the part of their last occurrence, and updates each row once its sum is
 complete; a row that occurs once is updated directly with its gradient. At the end both threads update the remaining
-rows. The arithmetic equals that of separate passes.
+rows. The arithmetic is the same as in separate passes.
 
 Shapes: N occurrences, U unique rows, D columns.
 """
@@ -26,12 +26,12 @@ Rows = npt.NDArray[np.float32]
 
 _PART = 32768  # occurrences
 _PIECES = 2  # tasks for the rows that one part completes
-_ORDER_FROM_COLUMNS = 16  # with fewer columns, updates are too cheap for ordering the rows to pay
+_ORDER_FROM_COLUMNS = 16  # with fewer columns, ordering the rows costs more than it saves
 _GRAIN = 256
 
 
 class Progress:
-    """The number of finished parts of a task; other tasks wait for it."""
+    """The number of finished parts of a task, for which other tasks can wait."""
 
     def __init__(self) -> None:
         self._done = 0
@@ -119,11 +119,11 @@ def apply_stream(update: Kernel, table: tuple[Any, ...], ids: npt.NDArray[Any], 
 
 @kernel
 def _mark(start, stop, seen, part, inverse, uses):
-    """Record the occurrences [start, stop), all of one part, for their rows.
+    """Record the occurrences [start, stop), all in one part, for their rows.
 
     Args:
         seen: Number of rows that occur before `start`.
-        uses: [N], written: per row, its only occurrence so far, or -1 - (the part of its last one) if it has several.
+        uses: [N], written: per row, its only occurrence so far, or -1 - p if it has several, the last one in part p.
 
     Returns:
         The number of rows that occur before `stop`.
@@ -149,7 +149,7 @@ def _order(ids, uses, ends, chosen, source):
         ends: [parts + 2], written: rows that occur once are at [ends[0], ends[1]) of `chosen`, and those whose last
             occurrence is in part p at [ends[p + 1], ends[p + 2]).
         chosen: [U or more], written: the sorted ids.
-        source: [U or more], written: for each of them, its occurrence if there is only one, else its row in the sums.
+        source: [U or more], written: for each sorted id, its occurrence if there is only one, else its row in the sums.
     """
     ends[:] = 0
     for row in range(np.uint64(0), np.uint64(len(ids))):

@@ -16,8 +16,8 @@ _EMPTY = -1
 _AHEAD = 8  # texts between a prefetch and its use
 _SPARE_BITS = 1  # the table is at most half full
 _MOST_TEXTS = 2**31 - 2
-# The most bytes per text in the map: 20 for its hash and end, with a quarter more for growth; 16 for slots, of which a
-# quarter are taken; 10 for a count. The text itself also takes a quarter more than its own bytes.
+# The most bytes per text in the map: 20 for its hash and end, including a quarter for growth; 16 for slots, a quarter
+# of them used; 10 for a count. The text's own bytes also take a quarter more.
 BYTES_A_TEXT = 46
 _FNV_BASIS, _FNV_PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)
 IN_QUOTES = 2  # a state of `scan_quotes`
@@ -131,7 +131,7 @@ def hash_texts(offsets: npt.NDArray[Any], data: npt.NDArray[np.uint8]) -> npt.ND
 
 
 class TextMap:
-    """A map that grows with its distinct texts, numbered 0, 1, 2, ... in order of first occurrence."""
+    """A growing map from distinct texts to positions 0, 1, 2, ... in order of first occurrence."""
 
     def __init__(self) -> None:
         bits = 10
@@ -207,7 +207,7 @@ class TextMap:
                 self._table = np.full(size, _EMPTY, np.int32)
                 _rehash(self._table, self._shift, self._known, self._count)
             room = min(len(self._table) >> _SPARE_BITS, self._count + self._count // 4 + 1024)
-            self._known.resize(room, refcheck=False)  # large memory moves without a copy
+            self._known.resize(room, refcheck=False)  # a large array is moved without a copy
             self._ends.resize(room + 1, refcheck=False)
         needed = int(self._ends[self._count]) + length
         if needed > len(self._texts):
@@ -216,14 +216,14 @@ class TextMap:
 
 @kernel
 def scan_quotes(text, delimiter, state, lines, opened):
-    """Track the quotes of delimited text (RFC 4180), which arrives in chunks, through the next chunk.
+    """Track quotes through the next chunk of delimited text (RFC 4180).
 
     Args:
         text: uint8 [N], the chunk.
         delimiter: The byte between fields.
         state: 0 at the start of a field, 1 in an unquoted field, 2 in quotes, 3 at a quote within quotes.
         lines: Number of line ends so far.
-        opened: Number, from 1, of the line on which the last quoted field begins.
+        opened: Number, counted from 1, of the line on which the last quoted field begins.
 
     Returns:
         The new state, lines and opened (initially 0, 0, 0), and the number of the chunk's bytes up to its last line end
@@ -240,7 +240,7 @@ def scan_quotes(text, delimiter, state, lines, opened):
             if c == 34:
                 state = 3
         elif c == 34 and state == 3:
-            state = 2  # two quotes within quotes are one
+            state = 2  # a doubled quote within quotes is one quote
         elif c == 34 and state == 0:
             state, opened = 2, lines + 1
         elif c in (delimiter, 10, 13):

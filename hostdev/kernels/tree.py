@@ -1,6 +1,6 @@
-"""Sums of gradients from several ranks, row by row, in the order of the tree of `core.micro_batches`.
+"""Sums of each row's gradients from several ranks, in the order of the tree in `core.micro_batches`.
 
-Shapes: N gradients from all ranks, of U rows with D columns.
+Shapes: N gradients from all ranks, U rows, D columns.
 """
 
 from collections.abc import Sequence
@@ -104,7 +104,7 @@ class Uses(NamedTuple):
 
 
 def uses_of(inverse: npt.NDArray[np.int32], counts: Sequence[int], rows: int) -> Uses:
-    """Return the occurrences of rows, sorted by row; `inverse`, int32 [N], is the row of each, rank by rank."""
+    """Return the occurrences, sorted by row; `inverse`, int32 [N], has the row of each occurrence, rank by rank."""
     ends, order = np.empty(rows + 2, np.int64), np.empty(len(inverse), np.int32)
     sort_uses(inverse, ends, order)
     return Uses(ends, order, np.repeat(np.arange(len(counts), dtype=np.int32), counts), counts)
@@ -130,7 +130,7 @@ def tree_sums(
         out: float32 [U, D], written: the sums; 0 for rows that do not occur, and never -0.
         own_rank: The rank whose gradients are in `own`.
         own: float32, 1-dimensional: the gradients of `own_rank`, which are not read from `grads`.
-        only: bool [U], whether to write each row; None: all rows are written.
+        only: bool [U], whether to write each row, or None to write all rows.
     """
     firsts = np.cumsum(uses.counts) - uses.counts  # each rank's first occurrence
     D = out.shape[1]

@@ -27,8 +27,8 @@ _FEW = 32  # slots per key; with more, emptying only the keys' slots is faster
 _MAX_DISTINCT = 2**31  # positions are int32
 _MOST_PARTS = 4  # parts of a batch that are deduplicated in parallel; more parts add serial work
 _SMALLEST_PART = 1 << 15
-_COUNTED_PART = 1 << 17  # the fewest occurrences in a part when occurrences are counted in parallel
-_DIRECT_UP_TO = 2  # with ids below this many times their number, an array fits the cache
+_COUNTED_PART = 1 << 17  # the minimum occurrences per part when counting in parallel
+_DIRECT_UP_TO = 2  # if all ids are below this multiple of their number, an array fits the cache
 _maps = threading.local()  # reused, since the next batch has about as many distinct ids
 
 
@@ -108,7 +108,7 @@ def _entries(n: int, dtype: npt.DTypeLike) -> Ids:
 
 
 class IdMap:
-    """A map that grows with its distinct ids, numbered 0, 1, 2, ... in order of first occurrence.
+    """A growing map from distinct ids to positions 0, 1, 2, ... in order of first occurrence.
 
     Args:
         dtype: Dtype of the ids.
@@ -144,7 +144,7 @@ class IdMap:
 
         Args:
             ids: [N].
-            positions: int32 [N], written and returned; None: a new array.
+            positions: int32 [N], written and returned, or None for a new array.
         """
         if positions is None:
             positions = np.empty(len(ids), np.int32)
@@ -196,7 +196,7 @@ def add_direct(ids, places, keys, count, positions):
 
 
 class DirectMap:
-    """An `IdMap` for ids in a small range: an array with a position for every possible id."""
+    """A map like `IdMap` for ids in a small range: an array with a position for every possible id."""
 
     def __init__(self, dtype: npt.DTypeLike) -> None:
         self._places = np.empty(0, np.int32)
@@ -255,7 +255,7 @@ def unique(ids: npt.ArrayLike) -> tuple[Ids, Positions]:
 
 
 def unique_into(ids: Ids, inverse: Positions) -> npt.NDArray[Any]:
-    """Deduplicate as `unique` does, without new memory; return the unique ids, valid until this thread's next call.
+    """Deduplicate as `unique` does, in reused memory; return the unique ids, valid until this thread's next call.
 
     Args:
         ids: int32 or int64 [N], C-contiguous.
@@ -269,16 +269,16 @@ def unique_into(ids: Ids, inverse: Positions) -> npt.NDArray[Any]:
 
 
 class Dedupe:
-    """Deduplication of a sequence of ids, in tasks that can run together with those of other sequences.
+    """Deduplication of a sequence of ids, in tasks that can run together with other sequences' tasks.
 
-    Parts of the sequence are deduplicated in parallel (`tasks`). Then the unique ids of each part are
-    added to those of the earlier parts, in order (`merge`), and positions are renumbered to those that one pass would
-    give (`renumber_tasks`).
+    Parts of the sequence are deduplicated in parallel (`tasks`). Then each part's unique ids are added, in order, to
+    the unique ids of the earlier parts (`merge`), and positions are renumbered as a single pass would number them
+    (`renumber_tasks`).
 
     Args:
-        features: The ids, end to end, in at least one array: int32 or int64, of one dtype, C-contiguous.
+        features: The ids, in one or more consecutive arrays: int32 or int64, of one dtype, C-contiguous.
         inverse: int32 [N], written: the position of each id in the unique ids.
-        number: The sequence's number, from 0, among those that this thread deduplicates at once; each has its own maps.
+        number: The sequence's number, from 0, among this thread's concurrent sequences; each number has its own maps.
     """
 
     def __init__(self, features: Sequence[npt.NDArray[Any]], inverse: Positions, number: int = 0) -> None:
@@ -287,7 +287,7 @@ class Dedupe:
         parts = max(1, min(host_threads(), _MOST_PARTS, N // _SMALLEST_PART))
         self._maps: list[Any]
         self._limit: tuple[int, ...] = ()
-        if min(lows) >= 0 and max(highs) < _DIRECT_UP_TO * N:  # one part with an array is faster than two that hash
+        if min(lows) >= 0 and max(highs) < _DIRECT_UP_TO * N:  # one array is faster than two hash tables
             self._limit = (int(max(highs)) + 1,)
             self._maps = _get_maps(DirectMap, dtype, number + 1)[number:][:1]
         else:
@@ -340,7 +340,7 @@ def id_map(ids: Ids) -> "IdMap | DirectMap":
 
 
 def _get_maps(kind: Any, dtype: np.dtype[Any], n: int) -> list[Any]:
-    """Return this thread's maps of a kind and dtype, after adding new ones until there are n."""
+    """Return this thread's maps of a kind and dtype; create maps if there are fewer than n."""
     maps: list[Any] = _maps.__dict__.setdefault(f"{kind.__name__} {dtype.char}", [])
     while len(maps) < n:
         maps.append(kind(dtype))
