@@ -13,7 +13,7 @@ from hostdev.train.quality import Quality
 _SMOOTHED_PARTS = 25  # the loss is smoothed over 1 / 25 of all steps
 _MOST_POINTS = 4000
 _MOST_EPOCH_LINES = 30
-_LEAST_AUC_RANGE = 0.02  # least range of the axis, so that small differences look small
+_LEAST_AUC_RANGE = 0.02  # minimum range of the axis, so that small differences look small
 _TEST, _TRAINING = "C1", "C2"  # colours
 
 
@@ -86,7 +86,7 @@ def _series(quality: Quality, name: str) -> list[tuple[str, str, list[float]]]:
     both = [(getattr(point.test, name), getattr(point.training, name, np.nan)) for point in quality.points]
     return [
         (f"{quality.split} rows", _TEST, [pair[0] for pair in both]),
-        ("training rows, a sample", _TRAINING, [pair[1] for pair in both]),
+        ("training rows (sampled)", _TRAINING, [pair[1] for pair in both]),
     ]
 
 

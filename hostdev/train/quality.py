@@ -21,8 +21,8 @@ class Quality:
     """The evaluations of a run. The best is the first one with the highest AUC.
 
     Args:
-        patience: Epochs without a better AUC before training stops. None: no early stop.
-        split: The rows that are evaluated: "test" or "validation".
+        patience: Epochs without a better AUC before training stops, or None for no early stop.
+        split: The split that is evaluated: "test" or "validation".
     """
 
     def __init__(self, patience: int | None = None, split: str = "test") -> None:
@@ -38,12 +38,12 @@ class Quality:
             self.best = point
 
     def is_better(self, evaluation: Evaluation) -> bool:
-        """Return whether an evaluation is better than all before."""
+        """Return whether an evaluation is better than all earlier ones."""
         return bool(np.isfinite(evaluation.auc)) and (self.best is None or evaluation.auc > self.best.test.auc)
 
     @property
     def result(self) -> Evaluation | None:
-        """The evaluation of the test rows: after the best epoch if training may stop early, else after the last."""
+        """The evaluation on the test rows: after the best epoch if training may stop early, else after the last."""
         if self.split == "test":
             return self.points[-1].test if self.points else None
         point = self.best if self._patience is not None else self.points[-1] if self.points else None

@@ -29,10 +29,10 @@ def start_lines(
 
     Args:
         config: The options, as in config.json.
-        memory: Text on the host memory that grows with the tables; empty for none.
-        checkpoints: Text on when and where checkpoints are saved.
-        parts: Text on the stages and slices of the model.
-        statistics: Those of the data set's manifest.
+        memory: Text about the host memory that grows with the tables; empty if there is none.
+        checkpoints: Text about when and where checkpoints are saved.
+        parts: Text about the stages and slices of the model.
+        statistics: The statistics in the data set's manifest.
     """
     where = "host memory" if config["host_device_mix"] else "device memory"
     if interleaving := in_words():
@@ -57,7 +57,7 @@ def start_lines(
 
 
 def tables_line(tables: Iterable[Any], *, on_host: bool = True) -> str:
-    """Return names, shapes and optimizers of tables or of their specifications, and their total size."""
+    """Return the names, shapes, optimizers and total size of tables, or of table specifications, as text."""
     shapes = sorted(tables, key=lambda table: table.name)
     size = sum(
         TableShape(table.dim, table.optimizer, *((table.dtype, table.slots_dtype) if on_host else ())).nbytes(
@@ -70,7 +70,7 @@ def tables_line(tables: Iterable[Any], *, on_host: bool = True) -> str:
 
 
 def kind(table: Any) -> str:
-    """Return a table's optimizer, and the dtypes of its weights and slots unless they are float32."""
+    """Return a table's optimizer, and the dtypes of its weights and optimizer state unless they are float32."""
     dtype = "" if table.dtype == FP32 else f", {table.dtype}"
     slots = "" if table.slots_dtype == FP32 else f", {table.slots_dtype} slots"
     return f"{type(table.optimizer).__name__}{dtype}{slots}"
@@ -92,7 +92,7 @@ def _cache_line(cache: EmbeddingCache) -> str:
 
 
 def evaluation_line(point: Point, split: str) -> str:
-    """Return a line with the model's quality after an epoch on the rows of a split."""
+    """Return a line with the model's quality on a split after an epoch."""
     test, training = point.test, point.training
     auc, loss = [f" (training {x:.4f})" for x in (training.auc, training.logloss)] if training else ["", ""]
     return (
@@ -130,12 +130,12 @@ def summary_lines(
     undrawn: str | None = None,
     has_ops_log: bool = True,
 ) -> str:
-    """Return the summary as text: quality, speed, the time of every op, the files.
+    """Return the summary as text: quality, speed, time per op, and files.
 
     Args:
         summary: The content of summary.json.
         epochs: Planned epochs.
-        undrawn: Why there is no picture; "" if this process draws none, None if there is one.
+        undrawn: Reason why there is no picture; "" if this process draws none, None if there is a picture.
     """
     lines = ["", _quality(summary), *(_op_table(summary["ops"]) if summary["ops"] else [])]
     ops = [OPS_LOG] if has_ops_log else []
@@ -172,7 +172,7 @@ def _quality(summary: dict[str, Any]) -> str:
 
 
 def _pipeline(pipeline: dict[str, Any]) -> str:
-    """Return how well the stages overlapped, and how long the step waited."""
+    """Format how well the stages overlapped and how long the step waited."""
     wall = pipeline["wall_us"] / 1e6
     parts = [f"depth {pipeline['depth']}"]
     if not pipeline["exact"]:
@@ -239,7 +239,7 @@ def _dropped(log: dict[str, int]) -> str:
 
 
 def _op_table(ops: dict[str, dict[str, Any]]) -> list[str]:
-    """Return a table of the ops by total time; an op of several tables has a line for each."""
+    """Return the lines of a table of ops, sorted by total time; an op on several tables has a line for each."""
     rows = []
     for name, times in ops.items():
         for scope, part in times.get("by_scope", {"": times}).items():

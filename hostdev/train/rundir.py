@@ -75,7 +75,7 @@ class RunDir:
         return path.exists() and (name != LOSS_LOG or path.stat().st_size > 0 or (self.path / CONFIG).exists())
 
     def restart(self, losses: Iterable[tuple[int, int, float, float]], points: Iterable[Point]) -> None:
-        """Rewrite loss.log and eval.log as at a checkpoint, from arguments of `write_losses` and evaluations."""
+        """Rewrite loss.log and eval.log as of a checkpoint, from arguments of `write_losses` and evaluations."""
         with naming(self.path):
             for file in (self.loss, self.eval):
                 file.truncate(0)
@@ -148,7 +148,7 @@ class RunDir:
 
 
 def _locked(path: Path) -> IO[str]:
-    """Open and lock a run directory's loss.log, so that no other process writes there; raise UserError if one does."""
+    """Open and lock a run directory's loss.log, so that no other process writes there; raise UserError if locked."""
     while True:
         file = (path / LOSS_LOG).open("a")
         state = locks.lock_state(file.fileno())

@@ -185,7 +185,7 @@ def _ftrl(rows: Tensor, per_row: Tensor, g: Tensor, lr: Any, l1: Any, two_l2: An
     l1_tensor = torch.full((), float(l1), dtype=torch.float32, device=rows.device)
     sign_l1 = torch.where(z > 0, l1_tensor, -l1_tensor)
     new_w = (sign_l1 - z).div_((root / lr_tensor).add_(float(two_l2)))
-    w.copy_(new_w.masked_fill_(z.abs() <= float(l1), 0.0))  # a NaN remains
+    w.copy_(new_w.masked_fill_(z.abs() <= float(l1), 0.0))  # NaN stays NaN
 
 
 def _power(x: Tensor, exponent: float) -> Tensor:
@@ -271,7 +271,7 @@ def round_rows(block: Tensor, ids: Tensor | None, row_ids: Tensor, key: int, for
     if not len(row_ids):
         return
     held = block[: len(row_ids)] if ids is None else block.index_select(0, ids)
-    for plane, kind in enumerate(formats):  # of a copy, or of the block itself
+    for plane, kind in enumerate(formats):  # planes of a copy, or of the block itself
         if kind == FLOAT32:
             continue
         random = _random_bits(row_ids.long(), block.shape[2], key, plane)

@@ -153,7 +153,7 @@ def exchange(
         admitted_slots: The slots of the admitted rows, [A], all different.
         leaving: E, at most A.
         admitted: The admitted rows, [A, 1 + S, D]; afterwards admitted[A - E:] are the evicted rows.
-        admitted_row_slots: Their per-row state, [A, R]; afterwards its last E are those of the evicted rows.
+        admitted_row_slots: Their per-row state, [A, R]; afterwards its last E rows belong to the evicted rows.
     """
     _OPS.exchange(block, row_slots, admitted_slots, leaving, admitted, admitted_row_slots)
 
