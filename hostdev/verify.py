@@ -231,7 +231,7 @@ def _hash_dense(dense: DenseState) -> Step:
 
 
 def compare(reference: Record, other: Record) -> Difference | None:
-    """Return the first step, tensor and row in which another run differs; None if the runs are equal."""
+    """Return the first step, tensor and row in which another run differs, or None if the runs are equal."""
     for step, (ours, theirs) in enumerate(zip(reference.steps, other.steps, strict=True), 1):
         for tensor in sorted(ours | theirs, key=_is_dense):  # tables before dense layers: a fault begins in rows
             if tensor not in ours or tensor not in theirs:

@@ -21,7 +21,7 @@ from hostdev.train.config import TrainConfig
 
 LINE = re.compile(
     r"^cache    auto: ([\d,]+) rows, (\w+), [\d.]+ \w+ of the [\d.]+ \w+ (.*); over (\d+) batches, "
-    r"[\d.]+ MiB a step instead of [\d.]+, [\d.]+ ms of host time instead of [\d.]+, [\d.]+% of lookups hit$",
+    r"[\d.]+ MiB per step instead of [\d.]+, [\d.]+ ms of host time instead of [\d.]+, [\d.]+% of lookups hit$",
     re.M,
 )
 
@@ -81,7 +81,10 @@ def test_only_what_fits_is_chosen(trained, small_data, tmp_path, monkeypatch, ca
     assert 50 < rows <= 100
     monkeypatch.setattr(auto_cache, "_room", lambda *arguments: 3)
     assert trained(small_data, "--cache-rows", "auto", run_dir="other") == 0
-    assert "cache    auto: none; no cache that fits into the 3 bytes that the tables leave" in capsys.readouterr().out
+    assert (
+        "cache    auto: none; no cache that fits in the 3 bytes of host memory that the tables leave"
+        in capsys.readouterr().out
+    )
     assert "cache" not in of_run(tmp_path / "other")[0]
 
 

@@ -51,10 +51,10 @@ def select(name: str, option: str = "--device ") -> torch.device:
 
 
 def assign_device(number: int) -> None:
-    """Assign the host's devices to its processes in turn, and make this process's device the current one.
+    """Assign the host's devices to its processes round-robin, and make this process's device the current one.
 
     Args:
-        number: The process's number on this host, or the number of the device to use.
+        number: The process's index on this host, or the index of the device to use.
     """
     if torch.accelerator.is_available():
         torch.accelerator.set_device_index(number % torch.accelerator.device_count())

@@ -30,7 +30,7 @@ class ForwardedPlaces(NamedTuple):
 
 
 class StepGradients(NamedTuple):
-    """A step's gradients of a table's rows, with which the host updates the table, and the device forwarded rows."""
+    """A step's gradients of a table's rows, for the table's update on the host and forwarded rows on the device."""
 
     grads: Tensor  # float32 [U, D]
     step: TableStep

@@ -185,7 +185,7 @@ class DeviceTable(Owned):
         planes = {name: block[:, i] for i, name in enumerate(("weights", *self.optimizer.slots))}
         return planes | {name: row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}
 
-    def where(self, ids: Any) -> tuple[Tensor, Any]:  # Any: whatever torch indexes rows by
+    def where(self, ids: Any) -> tuple[Tensor, Any]:  # Any: anything that torch can index rows with
         """Return the memory of rows and optimizer state, float32 [V, 1 + S, D], and the positions of `ids` in it."""
         return self._block, ids
 
@@ -238,7 +238,7 @@ class DeviceTable(Owned):
             self._ops.round_rows(self._block, ids, ids, *step.rounding)
 
     def adopt(self, history: History, *, whole: bool) -> None:
-        """Replace the table's steps by those of a checkpoint, as `HostTable.adopt` does."""
+        """Replace the table's step history with a checkpoint's, as `HostTable.adopt` does."""
         self._before_write()
         if not whole and self.history is not None:
             for start in range(0, self.rows, _ERASED):

@@ -81,7 +81,7 @@ class CheckpointError(UserError):
 
 
 class Progress:
-    """A run's progress, as a checkpoint holds it."""
+    """A run's progress, as stored in a checkpoint."""
 
     def __init__(self) -> None:
         self.steps = 0

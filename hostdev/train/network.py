@@ -168,7 +168,7 @@ class WholeNetwork(Network):
                     yield result.pop()
 
     def _step(self, rows: Rows, batch: Batch, dense: Tensor, label: Tensor) -> Outcome | None:
-        """Queue a micro-batch's passes; after the step's last, queue Adam and return the outcome, otherwise None."""
+        """Queue a micro-batch's passes; if it is the step's last, also queue Adam and return the outcome."""
         micro = self.setup.micro_batches
         if self._table_l2 is not None:
             self.setup.runtime.write_back()  # the table is read as a whole

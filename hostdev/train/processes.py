@@ -105,7 +105,7 @@ class ProcessSession:
 
     @contextmanager
     def printing(self) -> Iterator[None]:
-        """Also write rank 0's output to its file, and the other ranks' output only to theirs, until they exit."""
+        """Also write rank 0's output to its file; the other ranks already write only to their files, until they exit."""
         if self._environment.rank:
             yield
             return
@@ -128,8 +128,8 @@ class ProcessSession:
     def folder(self, made: Path | None) -> Path:
         """Return the folder of this rank's files.
 
-        For rank 0 this is the run directory `made`, whose subfolder rank0 has links to the logs; for rank k, it is the
-        subfolder rank<k>.
+        Rank 0 uses the run directory `made`, whose subfolder rank0 has links to the logs; rank k uses the subfolder
+        rank<k>.
         """
         self.root = root = Path(self.ranks.control.share(str(made))[0])
         mine = root / f"rank{self._environment.rank}"
@@ -146,7 +146,7 @@ class ProcessSession:
 def get_shared_values(settings: TrainConfig, ranks: int) -> dict[str, Any]:
     """Return, by name, the values that must be equal on all ranks: the data set and the options.
 
-    Options that concern one process may differ, and so may folders, because each host may have its own.
+    Options that concern only one process may differ, and so may folders, because hosts may have different ones.
     """
     mesh = parse_mesh(settings.mesh) if settings.mesh is not None else Mesh(data=ranks)
     given = resolve_batch(settings, mesh.data).resolved()

@@ -187,14 +187,14 @@ def _pipeline(pipeline: dict[str, Any]) -> str:
 
 
 def _cache(cache: dict[str, Any]) -> str:
-    """Return the hit rate, and per step the rows and bytes that moved and the time that the cache saved."""
+    """Return the hit rate, and per step, the rows and bytes moved and the time saved by the cache."""
     steps = max(1, cache["batches"])
     moved = (cache["bytes_to_device"] + cache["bytes_to_host"]) // steps
     time = ""
     if cache["host_us_saved"] is not None:
-        time = f"; it saves the host {cache['host_us_saved'] / steps / 1e3:.2f} ms a step"
+        time = f"; it saves the host {cache['host_us_saved'] / steps / 1e3:.2f} ms per step"
         if cache["host_us_saved"] < 0:
-            time = f"; it costs the host {-cache['host_us_saved'] / steps / 1e3:.2f} ms a step more than it saves"
+            time = f"; it costs the host {-cache['host_us_saved'] / steps / 1e3:.2f} ms per step more than it saves"
     return (
         f"{cache['rows']:,} rows, {cache['policy']}: {cache['hit_rate']:.2%} of lookups hit; "
         f"a step admits {cache['admitted'] // steps:,} rows, evicts {cache['evicted'] // steps:,}, bypasses "

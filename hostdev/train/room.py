@@ -72,7 +72,7 @@ def make_host_budget(parts: dict[str, int]) -> HostBudget:
 def require_room(
     tables: Mapping[str, TableSpec], host_device_mix: bool, device: torch.device, part: tuple[int, int] | None
 ) -> int:
-    """Return the bytes that tables, or this rank's part, leave free, or 0 if unknown; raise UserError unless they fit."""
+    """Return the bytes left free by tables, or this rank's part, or 0 if unknown; raise UserError unless they fit."""
     where = "host" if host_device_mix else "device"
     free = available_bytes() if host_device_mix else free_bytes(device)
     if free is None:

@@ -359,7 +359,7 @@ def _delay_by_one(
 ) -> Iterator[Result]:
     """Yield each step after the next one has been queued, so that reading its losses does not wait for the device.
 
-    After a signal, before an error is raised, and if a checkpoint is due, all queued steps are yielded. `is_due` gets
+    After a signal, before an error is raised, and when a checkpoint is due, all queued steps are yielded. `is_due` gets
     the number of steps taken.
     """
     held: list[Result] = []

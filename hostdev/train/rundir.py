@@ -108,7 +108,7 @@ class RunDir:
     def discard(self) -> None:
         """Remove the files of a run that failed before its first step, so that the folder can be used again.
 
-        Files that existed before stay: they are an earlier run's.
+        Files that existed before stay, because they belong to an earlier run.
         """
         self._close_logs()
         for name in _NAMES:

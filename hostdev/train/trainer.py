@@ -221,7 +221,7 @@ class Trainer:
     def save(
         self, to: CheckpointManager, step: int, more: Any, files: Mapping[str, Path], *, state_sha256: str | None = None
     ) -> AsyncWriter:
-        """Start to save the state after the last step as a checkpoint; an open loop must be between two steps.
+        """Start saving the state after the last step as a checkpoint; an open loop must be between two steps.
 
         Args:
             more: Further values to store in the checkpoint.
@@ -280,7 +280,7 @@ def _require_options(model: Model, l2: str, *, cached: bool, micro_batches: int)
 
 
 def _bind(feature: Feature, tables: Mapping[str, Table], precision: str) -> Feature:
-    """Replace a feature's table names by the tables; embeddings have the dense layers' precision."""
+    """Replace a feature's table names with the tables; embeddings have the dense layers' precision."""
     names = (feature.tables,) if feature.is_single else tuple(feature.tables)
     found = tuple(tables[name] for name in names)
     dtypes = tuple("bfloat16" if precision == "bf16" and table.dim > 1 else "float32" for table in found)

@@ -35,7 +35,7 @@ class _OnDevice(NamedTuple):
 
 
 class Clocks:
-    """Copies of a table's clocks on a device, which grow with the steps. Nothing is copied to the CPU."""
+    """Copies of a table's clocks on a device, extended with each step. Nothing is copied to the CPU."""
 
     def __init__(self) -> None:
         self._held: _OnDevice | None = None

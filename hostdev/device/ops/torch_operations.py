@@ -1,7 +1,7 @@
 """Row operations in torch, for any accelerator: the host kernels' operations in the same order, each rounded once.
 
 Each operation is a separate torch op, so that no compiler fuses a multiplication with an addition. Divisors are
-tensors, because torch replaces division by a number by multiplication with its reciprocal. FTRL with an lr_power other
+tensors, because torch replaces division by a number with multiplication by its reciprocal. FTRL with an lr_power other
 than -0.5 computes the power in float64 and rounds it: host and device differ only where their pow functions differ near
 a tie. Empty inputs launch nothing.
 """

@@ -207,7 +207,7 @@ def format_size(point: Point) -> str:
 def gains(point: Point) -> str:
     """Describe what a cache saves."""
     return (
-        f"{point.moved / 2**20:.2f} MiB a step instead of {point.without / 2**20:.2f}, "
+        f"{point.moved / 2**20:.2f} MiB per step instead of {point.without / 2**20:.2f}, "
         f"{point.host * 1e3:.2f} ms of host time instead of {point.host_without * 1e3:.2f}, "
         f"{point.total.hit_rate:.1%} of lookups hit"
     )
@@ -226,7 +226,7 @@ def measure_groups(model: Model, reader: ShardReader, size: int, seed: int) -> l
 
 
 def choose_sizes(groups: Sequence[Group], memory: int) -> list[list[int]]:
-    """Return lists, all of one length, of sizes to try for each group: shares of its rows, and the largest that fits."""
+    """Return sizes to try for each group, in lists of equal length: shares of its rows, and the largest that fits."""
     tried = {tuple(max(1, rows_of(share, group.rows)) for group in groups) for share in SHARES}
     fitting = min(1.0, memory / sum(group.rows * group.whole for group in groups))
     if all(exact := tuple(int(fitting * group.rows) for group in groups)):
