@@ -81,10 +81,8 @@ def test_only_what_fits_is_chosen(trained, small_data, tmp_path, monkeypatch, ca
     assert 50 < rows <= 100
     monkeypatch.setattr(auto_cache, "_room", lambda *arguments: 3)
     assert trained(small_data, "--cache-rows", "auto", run_dir="other") == 0
-    assert (
-        "cache    auto: none; no cache that fits in the 3 bytes of host memory that the tables leave"
-        in capsys.readouterr().out
-    )
+    out = capsys.readouterr().out
+    assert "cache    auto: none; no cache that fits in the 3 bytes of host memory that the tables leave" in out
     assert "cache" not in of_run(tmp_path / "other")[0]
 
 

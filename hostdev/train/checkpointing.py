@@ -276,7 +276,7 @@ def values(settings: TrainConfig, data: Manifest, device: str, progress: Progres
 
 
 def data_files(root: Path, data: Manifest) -> dict[str, Path]:
-    """Return the data set's files that are needed to convert raw text to ids, by their names in a checkpoint."""
+    """Return the data set's files that convert raw text to ids, by their names in a checkpoint."""
     files = {f"data/{DATA_MANIFEST}": root / DATA_MANIFEST}
     if data.vocabulary is not None:
         files[f"data/{data.vocabulary}"] = root / data.vocabulary

@@ -105,7 +105,7 @@ class ProcessSession:
 
     @contextmanager
     def printing(self) -> Iterator[None]:
-        """Also write rank 0's output to its file; the other ranks already write only to their files, until they exit."""
+        """Also write rank 0's output to its file; the other ranks always write only to their files, until they exit."""
         if self._environment.rank:
             yield
             return
