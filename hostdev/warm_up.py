@@ -143,7 +143,7 @@ def _require_folder() -> Path:
 
 
 def _begin() -> None:
-    """Set up a process of the pool: only its parent handles Ctrl-C, and ends it."""
+    """Set up a process of the pool, which ignores Ctrl-C because its parent ends it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_host_threads(_THREADS)
 

@@ -75,7 +75,7 @@ def _accelerator() -> torch.device | None:
 
 
 def _explain_missing(device: torch.device, accelerator: torch.device | None) -> str:
-    """Return why torch does not see a device of this kind, and what to do."""
+    """Explain why torch does not see a device of this kind, and what to do."""
     version = f"torch {torch.__version__}"
     if device.type == "cuda" and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         return f"{version} is built without CUDA; install a CUDA build (https://pytorch.org/get-started/locally)"

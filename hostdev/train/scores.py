@@ -38,7 +38,7 @@ class Scores:
 
     Args:
         folder: Folder for an unnamed temporary file, which holds samples beyond a block, 4 bytes each; None for the
-            system's.
+            system's temporary folder.
         block: Samples in memory, at most 20 bytes each: 320 MiB by default.
     """
 

@@ -91,7 +91,7 @@ class StagedNetwork(Network):
         return self.finish(rows, batch, losses), batch.step_rows
 
     def score(self, parts: Iterable[Batch]) -> Scored:
-        """Yield the logits and the batch of each local micro-batch; None for the logits if empty or on another rank."""
+        """Yield the logits and the batch of each local micro-batch; the logits are None if empty or elsewhere."""
         loop = self.setup.runtime.predict(parts, **self._reading, micro_batches=self.setup.micro_batches.here)
         with closing(loop):
             for step in loop:

@@ -39,8 +39,8 @@ def find(settings: TrainConfig, root: Path, data: Manifest) -> Origin:
     """Return the checkpoint that --start-from names, or the newest valid one in that folder.
 
     Raises:
-        UserError: There is no checkpoint, its model differs, or its ids, columns or scaled numbers do not have the same
-            meaning as the data's.
+        UserError: There is no checkpoint, its model differs, or its ids, columns or scaled numbers do not mean the same
+            as the data's.
     """
     assert settings.start_from is not None
     if not settings.start_from.exists():
