@@ -1,6 +1,6 @@
 """Forwarding on the device: rows that two successive steps share go from one to the next without the host.
 
-Shapes: the earlier step has U rows. F of them are forwarded; S optimizer state columns of D values, R values per row.
+Shapes: U rows of the earlier step, F forwarded rows; per row, S optimizer state columns of D values and R values.
 """
 
 from typing import NamedTuple

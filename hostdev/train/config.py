@@ -61,7 +61,7 @@ class TrainConfig:
         "learning rate of the embedding tables (default: their optimizer's)", kind=float, metavar="X"
     )
     table_weight_decay: float = _flag(
-        "weight decay of the embedding tables, applied to every row in each step (default 0)",
+        "weight decay of the embedding tables, applied to every row in each step",
         default=0.0,
         kind=float,
         metavar="X",
@@ -140,7 +140,8 @@ class TrainConfig:
         metavar="STRATEGIES",
     )
     torch_threads: int | None = _flag(
-        "CPU threads of the dense layers; the number affects the last bits (default: all CPUs; 1 with --micro-batches)",
+        "CPU threads of the dense layers; the number affects the last bits of results (default: all CPUs; 1 with "
+        "--micro-batches)",
         kind=int,
         metavar="N",
     )
@@ -191,7 +192,9 @@ class TrainConfig:
         f"batches that the policy lookahead knows in advance (default {WINDOW})", kind=int, metavar="N"
     )
     early_stop: int | None = _flag(
-        "stop when the AUC on the test samples has not improved for N epochs", kind=int, metavar="N"
+        "stop when the AUC on the validation samples (test samples if there are none) has not improved for N epochs",
+        kind=int,
+        metavar="N",
     )
     seed: int = _flag(
         "seed of the initial values, of the order of the samples, and of layers such as dropout",

@@ -64,7 +64,7 @@ def stack(features: Sequence[Expansion]) -> Tensor:
 
 
 class Uses(NamedTuple):
-    """A batch's occurrences of rows in several features, each with its own B and N."""
+    """A batch's occurrences of rows in several features; B and N differ by feature."""
 
     rows: int
     inverse: Tensor  # int64, of all features, concatenated
