@@ -24,5 +24,6 @@ def __getattr__(name: str) -> Any:
         module = import_module(f"hostdev.{room}")
         if name not in module.__all__:
             raise
-    warnings.warn(f"hostdev.{name} is hostdev.{room}.{name} now", DeprecationWarning, stacklevel=2)  # for one release
+    # for one release
+    warnings.warn(f"hostdev.{name} has moved to hostdev.{room}.{name}", DeprecationWarning, stacklevel=2)
     return getattr(module, name)

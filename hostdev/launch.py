@@ -27,7 +27,7 @@ _CHECKED_BYTES = 8 << 20
 
 
 def find_server(table: RankTable, wanted: str | None, path: Path) -> dict[str, Any]:
-    """Return this host's entry in a rank table: `wanted`, the only one, or the one with the host's name or address."""
+    """Return this host's entry in a rank table: `wanted`, the only server, or the one with its name or address."""
     names = [str(server["server_id"]) for server in table.servers]
     if wanted is not None:
         if wanted not in names:
@@ -100,7 +100,7 @@ def start(path: Path, table: RankTable, server: dict[str, Any], command: Sequenc
             print("training succeeded")
         return 0
     failed = [rank for rank, process in zip(ranks, processes, strict=True) if process.returncode]
-    each = ", ".join(f"rank {rank} ended with {processes[ranks.index(rank)].returncode}" for rank in failed)
+    each = ", ".join(f"rank {rank} exited with {processes[ranks.index(rank)].returncode}" for rank in failed)
     what = "the check" if PROG in command else "training"
     print(f"{what} failed: {each}; see {folder}/rank{failed[0]}/output.log", file=sys.stderr)
     return code
@@ -138,7 +138,7 @@ def check() -> int:
     names = [each.tobytes().decode() for each in ranks.control.gather(name)]
     values = torch.zeros(_CHECKED_BYTES, dtype=torch.uint8)
     times = np.zeros(env.ranks)
-    for other in range(env.ranks):  # in round `other`, each rank sends to the one `other` places ahead in the ring
+    for other in range(env.ranks):  # in round `other`, each rank sends to the rank `other` places ahead in the ring
         give, take = [0] * env.ranks, [0] * env.ranks
         give[(env.rank + other) % env.ranks] = len(values)
         take[(env.rank - other) % env.ranks] = len(values)

@@ -69,7 +69,7 @@ class Mode(NamedTuple):
 
 
 class Record(NamedTuple):
-    """The record of a run; `weights` holds the dense layers' weights at its end."""
+    """The record of a run; `weights` holds the dense layers' weights at the end."""
 
     steps: list[Step]
     losses: list[tuple[float, ...]]
@@ -116,7 +116,7 @@ def modes(threads: int, groups: int = 1) -> Iterator[Mode]:
 
 
 def caches(mode: Mode, model: Model, batches: Sequence[Batch]) -> dict[str, CacheSpec] | None:
-    """Return a mode's caches, each by the first table of its group; None for a mode without caches."""
+    """Return a mode's caches by the first table of each group, or None for a mode without caches."""
     if mode.cache is None:
         return None
     specs = {}
@@ -141,12 +141,12 @@ def train(
     ranks: Ranks | None = None,
     layout: Layout | None = None,
 ) -> Record:
-    """Train on batches and record every step; with `ranks`, they are this rank's parts, and only its rows are recorded.
+    """Train on batches and record every step; with `ranks`, `batches` are this rank's, and only its rows are recorded.
 
     Args:
-        faulty_group: Number of the group whose reads do not wait for updates by earlier batches (the injected fault);
-            None: no group.
-        layout: The distribution of the network over the ranks; None if each rank has the whole network.
+        faulty_group: Number of the group whose reads do not wait for updates by earlier batches (the injected fault),
+            or None for no fault.
+        layout: The distribution of the network over the ranks, or None if each rank has the whole network.
     """
     set_host_threads(mode.threads)
     record = Record([{} for _ in batches], [], "")
@@ -232,7 +232,7 @@ def _hash_dense(dense: DenseState) -> Step:
 
 
 def compare(reference: Record, other: Record) -> Difference | None:
-    """Return the first step, tensor and row in which another run differs; None if the runs are equal."""
+    """Return the first step, tensor and row in which another run differs, or None if the runs are equal."""
     for step, (ours, theirs) in enumerate(zip(reference.steps, other.steps, strict=True), 1):
         for tensor in sorted(ours | theirs, key=_is_dense):  # tables before dense layers: a fault begins in rows
             if tensor not in ours or tensor not in theirs:
@@ -282,10 +282,10 @@ def verify(
     """Train in every mode and compare each with the serial run.
 
     Args:
-        fault: In each group in turn, let batches read rows before the updates by earlier batches.
+        fault: Whether to inject a fault into each group in turn: batches read rows before earlier batches update them.
         meshes: Meshes of processes to compare with one process.
         layout: The distribution of the network over meshes with stages or slices.
-        micro_batches: Number of micro-batches of a batch, which the processes of a mesh share.
+        micro_batches: Number of micro-batches per batch, which the processes of a mesh share.
 
     Returns:
         A list with the number of modes that differ; with `fault`, one number for each group.

@@ -1,4 +1,4 @@
-"""Comparison of several processes with one: each trains its part and records it, and the merged record is compared."""
+"""Comparison of several processes with one: each trains and records its part, and the merged record is compared."""
 
 if __name__ == "__main__":
     from hostdev.core import cli
@@ -33,7 +33,7 @@ from hostdev.verify import Mode, Record, compare, get_batch_size, read_batches, 
 
 _MODULE = "hostdev.verify_processes"  # run by the processes
 _WAYS = ((0, None), (2, None), (2, "10%"))  # depth, cache
-_TOLERANCE = 1e-5  # relative tolerance for losses with sliced layers, whose sums have another order
+_TOLERANCE = 1e-5  # relative tolerance for losses with sliced layers, whose sums have a different order
 _WEIGHTS = 1e-4  # tolerance for the final dense weights, relative to their norm
 
 

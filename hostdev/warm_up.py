@@ -38,13 +38,13 @@ from hostdev.kernels.jit import address_of
 from hostdev.kernels.pool import set_host_threads
 
 _ID_DTYPES = ("int32", "int64")
-_THREADS = 2  # kernels with several threads are called, too
+_THREADS = 2  # more than 1, to call kernels with several threads, too
 
 Task = tuple[Callable[..., object], tuple[Any, ...]]
 
 
 def run(processes: int) -> None:
-    """Compile all kernels in this many processes, and print how many they are and where.
+    """Compile all kernels in this many processes, and print their number and folder.
 
     Raises:
         UserError: Compiled kernels cannot be kept on this machine.
@@ -53,7 +53,7 @@ def run(processes: int) -> None:
     start = time.perf_counter()
     tasks = _tasks()
     compiled = _run_all(tasks, processes, "compiling")
-    left = _run_all(tasks, 1, "checking") if compiled else 0  # a new process, which has to load them
+    left = _run_all(tasks, 1, "checking") if compiled else 0  # in a new process, which has to load them
     if left:
         raise UserError(
             f"{counted(left, 'kernel')} could not be kept in {folder}; free disk space there, or set NUMBA_CACHE_DIR "
@@ -77,7 +77,7 @@ def _run_all(tasks: Sequence[Task], processes: int, what: str) -> int:
                 compiled += done.result()
                 progress.update()
     except BaseException:
-        for process in (pool._processes or {}).values():  # a kernel takes seconds, for which Ctrl-C does not wait
+        for process in (pool._processes or {}).values():  # Ctrl-C does not wait the seconds that a kernel takes
             process.kill()
         raise
     finally:
@@ -88,7 +88,7 @@ def _run_all(tasks: Sequence[Task], processes: int, what: str) -> int:
 def _tasks() -> list[Task]:
     """Return calls that together compile all kernels, the slowest first."""
     optimizers = [build_optimizer(name) for name in OPTIMIZERS] + [SGD(clip_norm=1.0)]
-    dtypes = list(itertools.product(TABLE_DTYPES, SLOT_DTYPES))  # of weights and slots
+    dtypes = list(itertools.product(TABLE_DTYPES, SLOT_DTYPES))  # of weights and optimizer state
     tables = itertools.product(_ID_DTYPES, dtypes, optimizers)
     features = itertools.product((1, 32), (False, True), (False, True), (False, True))
     return [
@@ -111,7 +111,7 @@ def _warm_up_feature(dim: int, pooled: bool, weighted: bool, bfloat16: bool) -> 
 
 
 def _prepare() -> None:
-    """Prepare small data sets, and read one: the kernels of `hostdev.data`."""
+    """Prepare small data sets and read one, which compiles the kernels of `hostdev.data`."""
     roles = TableOptions(label="label", numeric=("price",), categorical=("user", "item"), bags=(("tags", "|"),))
     with tempfile.TemporaryDirectory(prefix="hostdev-warm-up-") as name:
         folder = Path(name)
@@ -137,13 +137,13 @@ def _require_folder() -> Path:
     if path is None:
         raise UserError(
             "compiled kernels cannot be kept: neither the package's folder nor the user's cache folder is writable; "
-            "set NUMBA_CACHE_DIR to a folder that is"
+            "set NUMBA_CACHE_DIR to a writable folder"
         )
     return Path(path).parent
 
 
 def _begin() -> None:
-    """Prepare a process of the pool: it ends with its parent, which alone gets Ctrl-C."""
+    """Set up a process of the pool, which ignores Ctrl-C because its parent ends it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_host_threads(_THREADS)
 

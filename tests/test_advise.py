@@ -64,7 +64,7 @@ def test_the_table_the_picture_and_the_advice(advised, small_data, tmp_path):
     rates = r"\d+ ns of host time for a bypassing row, \d+ for an admitted one, \d+ for an evicted one"
     assert re.search(rf"^rates    {rates}; [\d.]+ GB/s for copies in host memory, as there is no bus$", out, re.M)
     assert out.count("<- recommended: ") == 3
-    gains = r"[\d.]+ MiB a step instead of [\d.]+, [\d.]+ ms of the host instead of [\d.]+, [\d.]+% of lookups hit"
+    gains = r"[\d.]+ MiB per step instead of [\d.]+, [\d.]+ ms of host time instead of [\d.]+, [\d.]+% of lookups hit"
     assert re.search(rf"^advice   --cache-rows \d+(?: --cache-policy \w+)?: {gains}; ", out, re.M)
     assert (tmp_path / "advise.png").read_bytes().startswith(b"\x89PNG")
     assert len((tmp_path / "advise.png").read_bytes()) > 20_000

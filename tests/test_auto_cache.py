@@ -20,8 +20,8 @@ from hostdev.train.cache_advice.curves import Group
 from hostdev.train.config import TrainConfig
 
 LINE = re.compile(
-    r"^cache    auto: ([\d,]+) rows, (\w+), [\d.]+ \w+ of the [\d.]+ \w+ that (.*); over (\d+) batches, "
-    r"[\d.]+ MiB a step instead of [\d.]+, [\d.]+ ms of the host instead of [\d.]+, [\d.]+% of lookups hit$",
+    r"^cache    auto: ([\d,]+) rows, (\w+), [\d.]+ \w+ of the [\d.]+ \w+ (.*); over (\d+) batches, "
+    r"[\d.]+ MiB per step instead of [\d.]+, [\d.]+ ms of host time instead of [\d.]+, [\d.]+% of lookups hit$",
     re.M,
 )
 
@@ -51,7 +51,10 @@ def test_the_choice_is_printed_and_trained_with(device, trained, small_data, tmp
     assert trained(small_data, "--cache-rows", "auto", device=device.type) == 0
     found = LINE.search(capsys.readouterr().out)
     rows, policy, where, batches = found.groups()
-    assert where.startswith("a dense step leaves on" if backend.is_accelerator(device) else "the tables leave of the")
+    expected = (
+        "that a dense step leaves free on" if backend.is_accelerator(device) else "of host memory that the tables"
+    )
+    assert where.startswith(expected)
     summary, settings = of_run(tmp_path / "run")
     assert (summary["cache"]["rows"], summary["cache"]["policy"]) == (int(rows.replace(",", "")), policy)
     assert (settings["cache_rows"], settings["cache_policy"]) == (rows.replace(",", ""), policy)
@@ -78,7 +81,8 @@ def test_only_what_fits_is_chosen(trained, small_data, tmp_path, monkeypatch, ca
     assert 50 < rows <= 100
     monkeypatch.setattr(auto_cache, "_room", lambda *arguments: 3)
     assert trained(small_data, "--cache-rows", "auto", run_dir="other") == 0
-    assert "cache    auto: none; no cache that fits into the 3 bytes that the tables leave" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "cache    auto: none; no cache that fits in the 3 bytes of host memory that the tables leave" in out
     assert "cache" not in of_run(tmp_path / "other")[0]
 
 

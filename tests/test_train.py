@@ -235,7 +235,11 @@ def test_a_run_with_a_cache(device, trained, small_data, tmp_path, capsys):
     assert f"cache    {cache['rows']:,} rows of each table, " in out
     assert f"{cache['hit_rate']:.2%} of lookups hit; a step admits" in out
     saved = cache["host_us_saved"] / summary["steps"] / 1e3
-    says = f"saves the host {saved:.2f} ms a step" if saved >= 0 else f"costs the host {-saved:.2f} ms a step more than"
+    says = (
+        f"saves the host {saved:.2f} ms per step"
+        if saved >= 0
+        else f"costs the host {-saved:.2f} ms per step more than"
+    )
     assert f"; it {says}" in out
 
 

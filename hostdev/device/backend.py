@@ -51,10 +51,10 @@ def select(name: str, option: str = "--device ") -> torch.device:
 
 
 def assign_device(number: int) -> None:
-    """Assign the host's devices to its processes in turn, and make this process's device the current one.
+    """Assign the host's devices to its processes round-robin, and make this process's device the current one.
 
     Args:
-        number: The process's number on this host, or the number of the device to use.
+        number: The process's index on this host, or the index of the device to use.
     """
     if torch.accelerator.is_available():
         torch.accelerator.set_device_index(number % torch.accelerator.device_count())
@@ -75,7 +75,7 @@ def _accelerator() -> torch.device | None:
 
 
 def _explain_missing(device: torch.device, accelerator: torch.device | None) -> str:
-    """Return why torch does not see a device of this kind, and what to do."""
+    """Explain why torch does not see a device of this kind, and what to do."""
     version = f"torch {torch.__version__}"
     if device.type == "cuda" and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         return f"{version} is built without CUDA; install a CUDA build (https://pytorch.org/get-started/locally)"
@@ -105,7 +105,7 @@ def make_deterministic(device: torch.device) -> None:
     """Allow only deterministic operations; call this before the first operation."""
     if device.type == "cuda":  # cuBLAS reads this when it starts
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # As torch.use_deterministic_algorithms(True), which imports torch's compiler to tell it so.
+    # The same as torch.use_deterministic_algorithms(True), which would also import torch's compiler.
     torch.set_deterministic_debug_mode("error")
     os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
     if (compiler := sys.modules.get("torch._inductor.config")) is not None:
@@ -129,7 +129,7 @@ def set_tf32(device: torch.device, on: bool) -> None:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the device's free memory in bytes; None if torch does not know."""
+    """Return the device's free memory in bytes, or None if torch does not know."""
     if not is_accelerator(device):
         return available_bytes()
     module = torch.get_device_module(device)
@@ -139,7 +139,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def get_cache_room(device: torch.device, beside: int = 0) -> int | None:
-    """Return the bytes that an embedding cache may take; None if torch does not know.
+    """Return the bytes that an embedding cache may take, or None if torch does not know.
 
     On the CPU, a cache may take all free memory. On an accelerator, `memory.cache_room` reserves a part, and subtracts
     `beside` bytes that are yet to be allocated.

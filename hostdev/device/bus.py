@@ -18,7 +18,7 @@ class Bus(NamedTuple):
 
 
 def measure(device: torch.device, nbytes: int = 1 << 26, rounds: int = 5) -> Bus:
-    """Return the median bandwidths of copies of `nbytes` from and to pinned memory; on the CPU, within memory."""
+    """Measure the median bandwidths of copying `nbytes` from and to pinned memory or, on the CPU, within memory."""
     host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=is_accelerator(device))
     there = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     down = _measure_seconds(lambda: there.copy_(host, non_blocking=True), device, rounds)

@@ -1,6 +1,6 @@
 """Forwarding on the device: rows that two successive steps share go from one to the next without the host.
 
-Shapes: the earlier step has U rows. F of them are forwarded; S optimizer state columns of D values, R values per row.
+Shapes: U rows of the earlier step, F forwarded rows; per row, S optimizer state columns of D values and R values.
 """
 
 from typing import NamedTuple
@@ -21,16 +21,16 @@ class RowState(NamedTuple):
 
 
 class ForwardedPlaces(NamedTuple):
-    """Where a group's forwarded rows are, on the device; all tables of a group share them."""
+    """Positions of a group's forwarded rows, on the device, shared by all tables of the group."""
 
     source: Tensor  # int32 [F], among the rows of the earlier step
     target: Tensor  # int32 [F], among the rows of the later step
-    held: Tensor  # int32 [F], among the rows that were forwarded to the earlier step, followed by those from the host
+    held: Tensor  # int32 [F], among the rows forwarded to the earlier step, followed by the rows from the host
     row_ids: Tensor | None = None  # int32 or int64 [F], the rows' ids; None if no table's rounding depends on them
 
 
 class StepGradients(NamedTuple):
-    """A step's gradients of a table's rows, from which the host updates the table and the device the forwarded rows."""
+    """A step's gradients of a table's rows, for the table's update on the host and forwarded rows on the device."""
 
     grads: Tensor  # float32 [U, D]
     step: TableStep
@@ -51,10 +51,10 @@ def forward_rows(
 
     Args:
         optimizer: The table's optimizer.
-        held: The rows that were forwarded to the earlier step, as they were before it; None for none.
+        held: The rows that were forwarded to the earlier step, as they were before it; None if there were none.
         new: The other forwarded rows, as they were before the earlier step: from the host.
-        at: Where the rows are.
-        taken: The earlier step's gradients; None if the table took no step.
+        at: Positions of the rows.
+        taken: The earlier step's gradients, or None if the table took no step.
         rows: The later step's rows, float32 [any, D], written.
 
     Returns:

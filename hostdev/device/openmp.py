@@ -3,7 +3,7 @@
 torch's CPU operations run on GNU OpenMP's threads. After each operation these spin for milliseconds, on the cores that
 the host's kernels need. `hostdev.core.environment` limits the rounds of spinning in hostdev's own processes, but
 libgomp reads this setting only once, when torch is imported. libgomp spins for a hundredth of the time, however, while
-a process has more OpenMP threads than cores. A thread that holds a team of two adds to their number, and takes no time.
+a process has more OpenMP threads than cores. A thread that keeps a team of two threads raises that number at no cost.
 
 Source: `gomp_thread_start` and `do_spin` in GCC's libgomp (wait.h, team.c: `gomp_managed_threads`).
 """

@@ -24,7 +24,7 @@ class GroupUses:
 
     def __init__(self, features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> None:
         self.features, self.rows, self.in_order = tuple(features), rows, in_order
-        self._found: dict[tuple[bool, ...], Any] = {}  # from `Ops.uses_of`, by which features have a gradient
+        self._found: dict[tuple[bool, ...], Any] = {}  # results of `Ops.uses_of`, by which features have a gradient
 
     def select(self, grads: Sequence[Tensor | None], ops: Ops) -> tuple[list[Tensor], Any]:
         """Return the arguments of `Ops.sum_uses` for the features that have a gradient, at least one."""
@@ -117,14 +117,14 @@ _BEFORE_ROWS = 3  # arguments of `_Pull` before the rows
 
 
 class Pulled(NamedTuple):
-    """The rows of features: for each table and each of its features a tensor, None if it is in a stack; the stacks."""
+    """The rows of each table's features, a tensor each, or None for a feature in a stack; and the stacks."""
 
     features: list[list[Tensor | None]]
     stacks: list[Tensor]
 
 
 def pull(lookups: Sequence[Lookup], stacks: Sequence[Sequence[tuple[int, int]]] = ()) -> Pulled:
-    """Return, for each table and feature, the bags of a pooled feature, otherwise each occurrence's weighted row.
+    """Return each table's features: the bags if a feature is pooled, otherwise each occurrence's weighted row.
 
     A bag is a sum or mean. The gradient of the rows is the sum over their occurrences, as `Ops.sum_uses` adds them;
     the occurrences' weights get no gradient. The single graph node survives a backward pass, so that several losses can
@@ -132,8 +132,8 @@ def pull(lookups: Sequence[Lookup], stacks: Sequence[Sequence[tuple[int, int]]] 
 
     Args:
         lookups: The tables.
-        stacks: Features to return in one tensor [B, F, D], each by its lookup's number and its number in the lookup.
-            They have the same B, D and dtype.
+        stacks: Features to return in one tensor [B, F, D], each as (lookup index, feature index). They must have
+            the same B, D and dtype.
 
     Returns:
         For each table and each of its features, a tensor [B, D] or [N, D] of the feature's dtype; an empty bag is 0.

@@ -87,7 +87,7 @@ class Staging:
     def pick(self, wanted: Sequence[tuple[Tensor, npt.NDArray[np.int32]]], memory: PinnedBuffer) -> list[Tensor]:
         """Return the rows of each tensor at its positions [L], for `receive`; on accelerators only.
 
-        The tensors are the current stream's. This runs in the stream of `receive`, so the step does not wait for it.
+        The tensors belong to the current stream. This runs in the stream of `receive`, so the step does not wait.
         """
         self._up.wait_stream(self._streams.current_stream(self.device))
         with self._streams.stream(self._up):
@@ -100,7 +100,7 @@ class Staging:
             return picked
 
     def receive_results(self, tensors: Sequence[Tensor], memory: PinnedBuffer) -> tuple[list[Tensor], Any]:
-        """Receive small, urgent tensors as `receive` does, but in a stream of their own, not behind larger copies."""
+        """Receive small, urgent tensors as `receive` does, but in a separate stream, not behind larger copies."""
         return self._receive(tensors, memory, self._results, timed=False) if self.copies else (list(tensors), None)
 
     def _receive(

@@ -39,7 +39,7 @@ class DeviceTable(Owned):
     """Weights float32 [rows, dim] and optimizer state on `device`; equal to a `HostTable` with the same arguments.
 
     Ids must be in range and unique; the caller checks and deduplicates them on the host. With dtype="bfloat16",
-    slots="bfloat16" or slots="8bit" the values equal those of such a host table, but take 4 bytes each.
+    slots="bfloat16" or slots="8bit" the values equal that host table's, but take 4 bytes each.
 
     The body of an open `Runtime.train` loop may read and write the table like a host table. `weights`, `slots` and
     `block` are views that torch cannot protect: use `writing` or `write_rows` to write.
@@ -120,14 +120,14 @@ class DeviceTable(Owned):
 
     @property
     def device(self) -> torch.device:
-        """Where the table lies."""
+        """The device that holds the table."""
         return self._block.device
 
     @property
     def block(self) -> Tensor:
         """The memory of all rows, float32 [V, 1 + S, D]: weights, then state columns of D values.
 
-        With an optimizer that changes all rows in each step, rows are as they were last written.
+        With an optimizer that changes all rows in each step, rows hold the values of their last write.
         """
         self._before_read()
         return self._block
@@ -171,7 +171,7 @@ class DeviceTable(Owned):
         return self._named(block, row_slots)
 
     def _storable(self, ids: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the columns of `_current`, with values rounded to the nearest that such a host table can store."""
+        """Return the columns of `_current`, rounded to the nearest values that the host table can store."""
         found = self._current(ids)
         formats = plane_formats(self.dtype, self.slots_dtype, self.optimizer)
         if formats is not None:
@@ -185,13 +185,13 @@ class DeviceTable(Owned):
         planes = {name: block[:, i] for i, name in enumerate(("weights", *self.optimizer.slots))}
         return planes | {name: row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}
 
-    def where(self, ids: Any) -> tuple[Tensor, Any]:  # Any: whatever torch indexes rows by
+    def where(self, ids: Any) -> tuple[Tensor, Any]:  # Any: anything that torch can index rows with
         """Return the memory of rows and optimizer state, float32 [V, 1 + S, D], and the positions of `ids` in it."""
         return self._block, ids
 
     @property
     def memory(self) -> tuple[Tensor, Tensor]:
-        """`block` and `row_slots` for the loop itself, without checks."""
+        """`block` and `row_slots` for internal use by the loop, without checks."""
         return self._block, self._row_slots
 
     def lookup(self, ids: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ class DeviceTable(Owned):
         return self.lookup_now(ids)
 
     def lookup_now(self, ids: Tensor) -> Tensor:
-        """Return the weights as `lookup` does, for the loop itself, without checks."""
+        """Return the weights as `lookup` does, for internal use by the loop, without checks."""
         if (clock := self.clock()) is not None:
             rows = pack(self._block.index_select(0, ids), self._row_slots.index_select(0, ids), clock.moments)
             return unpack(rows, self.dim, clock, self._clocks)
@@ -228,7 +228,7 @@ class DeviceTable(Owned):
         self._after_write(ids)
 
     def update_now(self, ids: Tensor, grads: Tensor, skip: Tensor | None = None) -> None:
-        """Update as `update` does, for the loop itself, which has checked the gradients."""
+        """Update as `update` does, for internal use by the loop, which has checked the gradients."""
         step = self.begin_step()
         if step.clip is not None:
             grads = self._ops.clip_rows(grads, step.clip)
@@ -238,7 +238,7 @@ class DeviceTable(Owned):
             self._ops.round_rows(self._block, ids, ids, *step.rounding)
 
     def adopt(self, history: History, *, whole: bool) -> None:
-        """Replace the table's steps by those of a checkpoint, as `HostTable.adopt` does."""
+        """Replace the table's step history with a checkpoint's, as `HostTable.adopt` does."""
         self._before_write()
         if not whole and self.history is not None:
             for start in range(0, self.rows, _ERASED):

@@ -17,7 +17,7 @@ class Writing(Copies):
         table: The table's name, for errors.
         columns: Views of its weights and optimizer state by name.
         ids: int64 [N] on the device, all different; None for all rows.
-        current: Returns the columns of all rows or of `ids` as they are after the last step, if they are not stored so.
+        current: Returns the up-to-date columns of all rows or of `ids`; None if `columns` are up to date.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Writing(Copies):
                 check(plane, self._held[name].cpu().numpy())
 
     def write(self) -> None:
-        """Write the copies to the table; if rows are brought up to date when they are read, the changed rows only."""
+        """Write the copies to the table; if rows are brought up to date only on reads, write changed rows only."""
         if self._current is not None:
             self._write_changed(self._current)
             return

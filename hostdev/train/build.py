@@ -1,4 +1,4 @@
-"""Model, layout, caches and device from the options; shared by `train`, `verify` and `advise`."""
+"""Build the model, layout, caches and device from the options; shared by `train`, `verify` and `advise`."""
 
 import itertools
 from dataclasses import replace
@@ -37,12 +37,12 @@ from hostdev.runtime.spec import Bag, CacheSpec, TableSpec
 from hostdev.train.config import TrainConfig
 from hostdev.train.staged import inputs_like
 
-_COUNTED_ROWS = 1 << 16  # samples in a batch of the counting pass
-_COUNTS = "how often each row is used"
+_COUNTED_ROWS = 1 << 16  # samples per batch of the counting pass
+_COUNTS = "row counts"
 
 
 def seed_torch(seed: int) -> None:
-    """Seed torch's generators, which layers such as dropout draw from; call it before a model is made."""
+    """Seed torch's generators, which layers such as dropout draw from; call it before creating a model."""
     torch.manual_seed(key64(seed, "torch") >> 1)  # 63 bits, because some devices take signed seeds
 
 
@@ -69,7 +69,7 @@ def model_of(settings: TrainConfig, schema: Schema) -> Model:
 
 
 def _decay(model: Model, decay: float) -> None:
-    """Give the optimizers of a model's embedding tables this weight decay; raise UserError if one cannot have it."""
+    """Set the weight decay of a model's embedding tables; raise UserError if an optimizer does not support it."""
     tables = dict(model.tables)
     for name, spec in vector_tables(model).items():
         try:
@@ -85,13 +85,13 @@ def _decay(model: Model, decay: float) -> None:
 
 
 def get_layout(settings: TrainConfig) -> Layout:
-    """Return how the options cut the model into stages and slices."""
+    """Return the stages and slices into which the options split the model."""
     begins = None if settings.stage_cut is None else settings.stage_cut.split(",")
     return Layout(settings.schedule or SCHEDULES[0], begins, parse_plan(settings.plan) if settings.plan else ())
 
 
 def require_layout(settings: TrainConfig, data: Path) -> None:
-    """Raise UserError if the options do not fit the model's layers, before any process waits for another."""
+    """Raise UserError if the layout does not fit the model's layers; call it before processes wait for each other."""
     mesh = None if settings.mesh is None else parse_mesh(settings.mesh)
     is_open = mesh is None and settings.parallel == "auto"
     if not is_open and (mesh is None or mesh.pipe == mesh.model == 1):
@@ -109,13 +109,13 @@ def require_layout(settings: TrainConfig, data: Path) -> None:
 
 
 def vector_tables(model: Model) -> dict[str, TableSpec]:
-    """Return the tables of a dimension above 1, or all tables if there are none such."""
+    """Return the tables whose dimension is above 1, or all tables if there are none."""
     found = {name: spec for name, spec in model.tables.items() if spec.dim > 1}
     return found or model.tables
 
 
 def group_features(model: Model) -> dict[str, list[str]]:
-    """Return the features that look up each table."""
+    """Return the names of the features that look up each table, by table name."""
     found: dict[str, list[str]] = {name: [] for name in model.tables}
     for feature, spec in model.features.items():
         for table in [spec.tables] if spec.is_single else spec.tables:
@@ -141,7 +141,7 @@ def ids_of(model: Model, batch: Batch, table: str) -> npt.NDArray[Any]:
 
 
 def known_counts(model: Model, data: Path, found: Manifest, reader: ShardReader) -> npt.NDArray[np.int64] | None:
-    """Return the vocabulary's counts, int64 [V]; None unless there is one and all columns share one group."""
+    """Return the vocabulary's counts, int64 [V], or None without a vocabulary or with several table groups."""
     groups = groups_of(model)
     if len(groups) > 1 or model.tables[groups[0][0]].rows != found.schema.rows or found.vocabulary is None:
         return None
@@ -154,10 +154,10 @@ def known_counts(model: Model, data: Path, found: Manifest, reader: ShardReader)
 
 
 def count_uses(model: Model, data: Path, found: Manifest, reader: ShardReader) -> list[npt.NDArray[np.int64]]:
-    """Return how often the training samples use each row of each group of tables, int64 [V].
+    """Return how often the training samples use each row, int64 [V] for each group of tables.
 
-    If all columns share one group, as in hostdev's own models, the vocabulary has the counts. Otherwise this takes a
-    pass over the training samples.
+    If all columns share one group, as in hostdev's own models, the vocabulary has the counts. Otherwise, this reads all
+    training samples once.
     """
     known = known_counts(model, data, found, reader)
     if known is not None:
@@ -169,7 +169,7 @@ def count_uses(model: Model, data: Path, found: Manifest, reader: ShardReader) -
     with bar(reader.steps(_COUNTED_ROWS), "counting", "step") as progress:
         for batch in reader.batches(_COUNTED_ROWS):
             for counts, tables in zip(made, groups, strict=True):
-                np.add.at(counts, ids_of(model, batch, tables[0]), 1)  # its time does not grow with the table
+                np.add.at(counts, ids_of(model, batch, tables[0]), 1)  # takes time independent of the table's size
             progress.update()
     return made
 
@@ -177,7 +177,7 @@ def count_uses(model: Model, data: Path, found: Manifest, reader: ShardReader) -
 def make_cache_specs(
     settings: TrainConfig, model: Model, data: Path, found: Manifest, reader: ShardReader
 ) -> dict[str, CacheSpec] | None:
-    """Return the cache of each group for `Runtime`, from resolved settings; None for no cache."""
+    """Return the cache of each group for `Runtime`, from resolved settings, or None without a cache."""
     if settings.cache_policy is None:
         return None
     assert settings.cache_rows is not None
@@ -208,13 +208,13 @@ def warm_up_kernels(
         id_type: The dtype of ids.
         bf16: Whether the dense layers compute in bfloat16.
         cached: Whether there is a cache.
-        squares: Whether the loss has the sum of squares of a table's weights.
-        processes: How many processes compile at most, with this one.
+        squares: Whether the loss includes the sum of squares of a table's weights.
+        processes: Maximum number of processes that compile, including this one.
     """
-    dtypes = {np.dtype(id_type), *([np.dtype(np.int32)] if cached else [])}  # int32: of slot numbers
+    dtypes = {np.dtype(id_type), *([np.dtype(np.int32)] if cached else [])}  # int32 for slot numbers
     specs = model.tables.values()
     kinds = {(type(spec.optimizer), spec.dim == 1): (spec.optimizer, spec.dim) for spec in specs}
-    stored = {(FP32, FP32), *((spec.dtype, spec.slots_dtype) for spec in specs)}  # float32: of rows in a cache
+    stored = {(FP32, FP32), *((spec.dtype, spec.slots_dtype) for spec in specs)}  # float32 for cached rows
     features = {}
     given = model.ids(batch)
     for name, feature in model.features.items():

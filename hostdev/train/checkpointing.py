@@ -81,7 +81,7 @@ class CheckpointError(UserError):
 
 
 class Progress:
-    """A run's progress, as a checkpoint holds it."""
+    """A run's progress, as stored in a checkpoint."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -90,7 +90,7 @@ class Progress:
         self.rows = array("q")  # samples in each step's batch
 
     def add(self, wide: float, deep: float, rows: int) -> None:
-        """Count a step."""
+        """Record a step."""
         self.steps += 1
         self.wide.append(wide)
         self.deep.append(deep)
@@ -129,7 +129,7 @@ def get_folder(settings: TrainConfig, run_dir: Path) -> Path:
 
 
 def find(settings: TrainConfig, data: Manifest, check: Callable[[Chain], None] = verify) -> tuple[Start | None, str]:
-    """Return the checkpoint that a run with --resume starts from, or None for a new run; and text about the choice.
+    """Return the checkpoint to resume from, or None for a new run, and a message about the choice.
 
     Args:
         settings: The run's options.
@@ -137,7 +137,7 @@ def find(settings: TrainConfig, data: Manifest, check: Callable[[Chain], None] =
         check: Raises BrokenCheckpointError for a damaged checkpoint.
 
     Raises:
-        UserError: The checkpoint is missing, damaged, or of another model or data; or --run-dir holds another run.
+        UserError: The checkpoint is missing or damaged, its model or data differ, or --run-dir holds another run.
     """
     path = _get_search_path(settings)
     if settings.resume:
@@ -157,7 +157,7 @@ def _get_search_path(settings: TrainConfig) -> Path:
 
 
 def _make_start(settings: TrainConfig, data: Manifest, chain: Chain) -> Start:
-    """Return a run's start from a checkpoint; raise UserError if it is of another model or other data."""
+    """Return the `Start` for a checkpoint; raise UserError if its model or data differ from the run's."""
     values = values_of(chain)
     if not isinstance(values, dict) or "more" not in values:
         raise UserError(
@@ -176,9 +176,9 @@ def _describe_start(found: Found, start: Start) -> str:
 
 
 def begin(settings: TrainConfig, data: Manifest, start: Start | None, load: Callable[[Start], None]) -> Start | None:
-    """Load the checkpoint that a run resumes from, and verify its rows; return the one that was loaded.
+    """Load the checkpoint to resume from, verify its rows, and return the checkpoint that was loaded.
 
-    If its rows are damaged, an older one is loaded instead, and printed lines say so. Raises as `find` does.
+    If its rows are damaged, load an older checkpoint instead and print which one. Raises the same errors as `find`.
     """
     if start is None:
         return None
@@ -186,7 +186,7 @@ def begin(settings: TrainConfig, data: Manifest, start: Start | None, load: Call
 
     def check(chain: Chain) -> None:
         nonlocal begun
-        if chain[-1].path != start.path:  # `find` has checked that one
+        if chain[-1].path != start.path:  # `find` has checked `start`
             verify_others(chain)
             begun = _make_start(settings, data, chain)
         load(begun)
@@ -218,13 +218,13 @@ def _require_same(settings: TrainConfig, data: Manifest, start: Start) -> None:
         )
     if start.more["data"] != data.identity:
         raise UserError(
-            f"{start.path} was trained on another data set than {settings.data}: its samples or their order differ; "
+            f"{start.path} was trained on a data set other than {settings.data}: its samples or their order differ; "
             f"to start a new run with its tables and layers, give --start-from {start.path} instead of --resume"
         )
 
 
 def _find_difference(settings: TrainConfig, then: Mapping[str, Any], data: Manifest) -> str | None:
-    """Return the first option of FIXED whose effect differs, if any; stating a model's default has no effect."""
+    """Return the first option of FIXED whose effect differs, if any; stating a model's default changes nothing."""
     found = [name for name in FIXED if getattr(settings, name) != then[name]]
     if not found or not set(found) <= set(IN_EFFECT):
         return next((name for name in found if name not in IN_EFFECT), None)
@@ -276,7 +276,7 @@ def values(settings: TrainConfig, data: Manifest, device: str, progress: Progres
 
 
 def data_files(root: Path, data: Manifest) -> dict[str, Path]:
-    """Return the files of a data set that turn raw text into ids, by their names in a checkpoint."""
+    """Return the data set's files that convert raw text to ids, by their names in a checkpoint."""
     files = {f"data/{DATA_MANIFEST}": root / DATA_MANIFEST}
     if data.vocabulary is not None:
         files[f"data/{data.vocabulary}"] = root / data.vocabulary
@@ -290,7 +290,7 @@ class CheckpointSchedule:
         settings: The run's options: when to save, and how many checkpoints to keep.
         path: The folder of checkpoints.
         prepare: Writes all rows back to the tables. Its errors are not counted as failures to save.
-        save: Starts to save; called with the manager, the step, and a digest of the state if it is known.
+        save: Starts saving; called with the manager, the step, and a digest of the state if it is known.
         ranks: Processes that save together; all make the same calls.
     """
 
@@ -310,7 +310,7 @@ class CheckpointSchedule:
         self._last_began = time.monotonic()
         self._step = 0  # the step of the last attempt
         self.saved_step: int | None = None
-        self._loaded: Checkpoint | None = None  # the one that the run resumed from, if it is in the folder
+        self._loaded: Checkpoint | None = None  # the checkpoint that the run resumed from, if it is in the folder
         self._failing: str | None = None  # why the last attempt failed
         self._count = self._failed = 0
         self._stalled = 0.0
@@ -325,7 +325,7 @@ class CheckpointSchedule:
         )
 
     def start(self, chain: Chain | None, tables: Any) -> None:
-        """Lock the folder; after a resume, track changes since the loaded checkpoint, for incremental ones."""
+        """Lock the folder; after a resume, track changes since the loaded checkpoint for incremental checkpoints."""
         try:
             self.manager.lock()
         except FolderInUseError:
@@ -346,12 +346,12 @@ class CheckpointSchedule:
         )
         if self._ranks is None:
             return due or late
-        due |= bool(self._ranks.reduced[SAVE])  # rank 0 asked for it in the last step
+        due |= bool(self._ranks.reduced[SAVE])  # rank 0 requested it in the last step
         self._ranks.contributed[SAVE] = int(late and not due and self._ranks.rank == 0)
         return due
 
     def save(self, step: int, state_sha256: str | None = None) -> None:
-        """Start to save a checkpoint of this step; failures are recorded, not raised."""
+        """Start saving a checkpoint of this step; failures are recorded, not raised."""
         start = time.monotonic()
         self.manager.join()
         self._record_outcome()
@@ -366,7 +366,7 @@ class CheckpointSchedule:
         self._stalled += time.monotonic() - start
 
     def keep_best(self, step: int) -> None:
-        """Keep a checkpoint of this step, the best so far, besides the newest ones; save it if necessary."""
+        """Keep a checkpoint of this step, the best so far, in addition to the newest ones; save it if necessary."""
         self._record_outcome()
         self.manager.best_steps.insert(0, step)
         if self._step != step or self._failing is not None:
@@ -417,7 +417,7 @@ class CheckpointSchedule:
 
     @property
     def failed(self) -> str | None:
-        """The reason why the last attempt failed; None if it succeeded."""
+        """The reason why the last attempt failed, or None if it succeeded."""
         return self._failing
 
     def summary(self) -> dict[str, Any]:

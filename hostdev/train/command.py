@@ -33,9 +33,9 @@ _RANKS_DEADLINE_SECONDS = 10.0
 
 
 def train(settings: TrainConfig) -> dict[str, Any]:
-    """Train as the settings say, print the progress, and return the content of summary.json.
+    """Train with these settings, print the progress, and return the content of summary.json.
 
-    If a launcher has started several processes, this is one of them.
+    In a process that a launcher started as one of several, train as one of the ranks.
 
     Raises:
         UserError: The input or the options are wrong.
@@ -46,7 +46,7 @@ def train(settings: TrainConfig) -> dict[str, Any]:
 
 
 def _require(settings: TrainConfig) -> None:
-    """Check the options before the rendezvous; without data, they are checked later."""
+    """Check the layout options before the rendezvous, if the data set exists already."""
     data = settings.data or lookalike.there()
     if data is not None:
         require_layout(settings, data)
@@ -63,7 +63,7 @@ def _train(settings: TrainConfig, session: ProcessSession | None) -> dict[str, A
         if session is not None and not session.ranks.rank:
             session.ranks.control.barrier()
         print(f"no --data: a synthetic data set of {lookalike.ROWS:,} samples, {'made in' if made else 'from'} {data}")
-        if session is not None:  # a data set of --data was compared in the rendezvous
+        if session is not None:  # the rendezvous has compared a data set given by --data
             session.ranks.agree("data", "the synthetic data set", {"the data set": manifest.read(data).identity})
     settings = settings.resolved()
     found = manifest.read(data)
@@ -144,7 +144,7 @@ def _train(settings: TrainConfig, session: ProcessSession | None) -> dict[str, A
 
 
 def _deadline(settings: TrainConfig, session: ProcessSession | None) -> float | None:
-    """Return the seconds that a step has after a signal; None for no limit. Ranks end their steps together."""
+    """Return the seconds that a step has after a signal, or None for no limit; ranks, which end together, have more."""
     if settings.saves:
         return None
     return DEADLINE_SECONDS if session is None else _RANKS_DEADLINE_SECONDS
@@ -152,7 +152,7 @@ def _deadline(settings: TrainConfig, session: ProcessSession | None) -> float | 
 
 @contextmanager
 def _report_memory() -> Iterator[None]:
-    """Raise UserError if torch could not allocate memory, which on the CPU only the text of its error shows."""
+    """Convert torch's out-of-memory errors to UserError; on the CPU, only their text identifies them."""
     try:
         yield
     except RuntimeError as error:

@@ -61,7 +61,7 @@ class TrainConfig:
         "learning rate of the embedding tables (default: their optimizer's)", kind=float, metavar="X"
     )
     table_weight_decay: float = _flag(
-        "weight decay of the embedding tables, in each step and of every row (default 0)",
+        "weight decay of the embedding tables, applied to every row in each step",
         default=0.0,
         kind=float,
         metavar="X",
@@ -82,7 +82,7 @@ class TrainConfig:
     )
     lr: float | None = _flag("learning rate of the dense layers' Adam (default: the model's)", kind=float, metavar="X")
     l2: str = _flag(
-        "L2 regularization of the deep table: none, of the batch's rows, or of the whole table",
+        "L2 regularization of the deep table: none, batch (the batch's rows) or table (all rows)",
         default="none",
         kind=str,
         choices=("none", "batch", "table"),
@@ -98,7 +98,7 @@ class TrainConfig:
         "threads of the host kernels (default: all CPUs of the process)", kind=int, metavar="N"
     )
     batch_per_rank: int | None = _flag(
-        "samples in a step of each data-parallel process, instead of --batch-size",
+        "samples per step in each data-parallel process, instead of --batch-size",
         kind=int,
         metavar="N",
     )
@@ -109,13 +109,13 @@ class TrainConfig:
         metavar="M",
     )
     gradients: str | None = _flag(
-        "how the micro-batches' gradients add up: the mean over the batch, or the sum of their means (default mean)",
+        "how to combine micro-batches' gradients: the mean over the batch, or the sum of their means (default mean)",
         kind=str,
         choices=("mean", "sum"),
     )
     parallel: str | None = _flag(
         "none: one process; data: split samples; semi: also split layers by --mesh, --plan and --stage-cut; auto: "
-        "measure which mesh, stages and slices are fastest (default: data, or as --mesh says)",
+        "measure which mesh, stages and slices are fastest (default: data, or the given --mesh)",
         kind=str,
         choices=("none", "data", "semi", "auto"),
     )
@@ -140,7 +140,8 @@ class TrainConfig:
         metavar="STRATEGIES",
     )
     torch_threads: int | None = _flag(
-        "CPU threads of the dense layers; their number affects some bits (default: all CPUs; 1 with --micro-batches)",
+        "CPU threads of the dense layers; the number affects the last bits of results (default: all CPUs; 1 with "
+        "--micro-batches)",
         kind=int,
         metavar="N",
     )
@@ -148,14 +149,14 @@ class TrainConfig:
         "start N processes on this host, which share the tables and the micro-batches", kind=int, metavar="N"
     )
     dense_exchange: str | None = _flag(
-        "how processes sum the dense layers' gradients: tree, in an order that does not depend on their number, or "
+        "how processes sum the dense layers' gradients: tree, in the same order for any number of processes, or "
         "all-reduce, NOT EXACT, as in DistributedDataParallel (default tree)",
         kind=str,
         choices=EXCHANGES,
     )
     exchange_levels: int | None = _flag(
-        "1: each process exchanges with each other one; 2: processes of a host share memory, and one of each host "
-        "exchanges with other hosts (default: 2 if there are several hosts, and one has several processes)",
+        "1: each process exchanges with every other; 2: processes on a host share memory, and one process per host "
+        "exchanges with the other hosts (default: 2 if there are several hosts, and one has several processes)",
         kind=int,
         choices=(1, 2),
     )
@@ -191,7 +192,9 @@ class TrainConfig:
         f"batches that the policy lookahead knows in advance (default {WINDOW})", kind=int, metavar="N"
     )
     early_stop: int | None = _flag(
-        "stop when the AUC on the test samples has not improved for N epochs", kind=int, metavar="N"
+        "stop when the AUC on the validation samples (test samples if there are none) has not improved for N epochs",
+        kind=int,
+        metavar="N",
     )
     seed: int = _flag(
         "seed of the initial values, of the order of the samples, and of layers such as dropout",
@@ -229,7 +232,7 @@ class TrainConfig:
         const="",
     )
     start_from: Path | None = _flag(
-        "start a new run with the tables and layers of a checkpoint; the data must keep that checkpoint's ids",
+        "start a new run with the tables and layers of a checkpoint; the data set must use the checkpoint's ids",
         kind=Path,
         metavar="CHECKPOINT",
     )
@@ -265,7 +268,7 @@ class TrainConfig:
             raise UserError(f"--pipeline-depth must be at most {MOST_DEPTH}, not {self.pipeline_depth}")
         if self.batch_per_rank is not None and self.batch_size is not None:
             raise UserError(
-                "--batch-size counts the samples of all processes, --batch-per-rank those of each; give one of them"
+                "--batch-size counts the samples of all processes, --batch-per-rank the samples of each; give only one"
             )
         if self.dist_timeout is not None and not (math.isfinite(self.dist_timeout) and self.dist_timeout > 0):
             raise UserError(f"--dist-timeout must be a number above 0, not {self.dist_timeout}")
@@ -359,7 +362,7 @@ class TrainConfig:
             folder.require(self.data)
 
     def resolved(self) -> "TrainConfig":
-        """Return the settings with the defaults that depend on other options."""
+        """Return the settings, with defaults that depend on other options filled in."""
         epochs, batch_size = (15, REFERENCE_BATCH_SIZE) if self.data is not None else (2, 1000)
         filled = replace(self, epochs=self.epochs or epochs, batch_size=self.batch_size or batch_size)
         if self.micro_batches > 1:  # results must not depend on the number of processes

@@ -91,7 +91,7 @@ def _series(quality: Quality, name: str) -> list[tuple[str, str, list[float]]]:
     both = [(getattr(point.test, name), getattr(point.training, name, np.nan)) for point in quality.points]
     return [
         (f"{quality.split} rows", _TEST, [pair[0] for pair in both]),
-        ("training rows, a sample", _TRAINING, [pair[1] for pair in both]),
+        ("training rows (sampled)", _TRAINING, [pair[1] for pair in both]),
     ]
 
 

@@ -1,4 +1,4 @@
-"""The end of a run: its last checkpoint, summary.json, the picture, and the end after a signal."""
+"""Completion of a run: last checkpoint, summary.json, picture, and shutdown after a signal."""
 
 import signal
 from typing import Any
@@ -37,7 +37,7 @@ class Ending:
         return content
 
     def count_exchanged(self) -> None:
-        """Sum the bytes that all ranks have sent; all ranks call it."""
+        """Sum the bytes that all ranks have sent; all ranks must call it."""
         run = self.run
         if run.ranks is not None:
             mine = run.trainer.exchanged_bytes()
@@ -45,7 +45,7 @@ class Ending:
             self._exchanged = dict(zip(mine, np.sum(each, axis=0).tolist(), strict=True))
 
     def draw(self) -> str | None:
-        """Draw the run's picture; return None, or the error as text if that fails, or "" on ranks above 0."""
+        """Draw the run's picture; return None, the error as text if that fails, or "" on ranks above 0."""
         run = self.run
         if run.world.rank:
             return ""
@@ -80,7 +80,7 @@ class Ending:
         return Interrupted(number, message, saved=True)
 
     def close_saver(self, digest: str | None = None, *, save: bool) -> None:
-        """Save a last checkpoint if `save`; wait until checkpoints are written, and unlock their folder."""
+        """If `save`, save a last checkpoint; wait until checkpoints are written, and unlock their folder."""
         run = self.run
         if run.saver is None:
             return

@@ -31,13 +31,13 @@ class GracefulStop:
 
     Python runs signal handlers only when the main thread returns from native code, and one operation on a large batch
     can take seconds. Therefore the signal itself wakes a watcher thread. If the main thread has not left the context
-    by the deadline, the watcher calls `on_deadline` and ends the process; the main thread never passes the context's
-    end. If it has left in time, the watcher has ended, too: a live thread would keep what `on_deadline` references,
+    by the deadline, the watcher calls `on_deadline` and ends the process; the main thread then never leaves
+    the context. Otherwise, the watcher ends with the context: a live thread would keep what `on_deadline` references,
     and freeing a tensor during interpreter shutdown aborts the process.
 
     Args:
-        on_deadline: Completes what must not be lost, in the watcher thread, and returns a message for the user.
-        seconds: Time that the main thread has after a signal. None: until a second signal.
+        on_deadline: Saves what must not be lost and returns a message for the user; runs in the watcher thread.
+        seconds: Time that the main thread has after a signal, or None to wait for a second signal.
     """
 
     def __init__(self, on_deadline: Callable[[], str], seconds: float | None = DEADLINE_SECONDS) -> None:
@@ -80,7 +80,7 @@ class GracefulStop:
             silence(self._terminals)  # writing to a lost terminal is an error
 
     def _next_signal(self) -> bytes:
-        """Wait for a signal that requests the end, and return its number; b"" when the context has been left."""
+        """Wait for a signal that requests the end, and return its number, or b"" after the context has ended."""
         number = self._read.recv(1)
         while number and number[0] not in self._previous:  # another handler's signal
             number = self._read.recv(1)

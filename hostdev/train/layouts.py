@@ -24,7 +24,7 @@ from hostdev.train.staged import inputs_like
 
 
 def resolve_mesh(settings: TrainConfig, ranks: int) -> TrainConfig:
-    """Return the settings with the mesh that --parallel means; raise UserError if it contradicts other options."""
+    """Return the settings with the mesh that --parallel selects; raise UserError if it contradicts other options."""
     how = settings.parallel
     mesh = None if settings.mesh is None else parse_mesh(settings.mesh)
     if how is None:
@@ -47,7 +47,7 @@ def resolve_mesh(settings: TrainConfig, ranks: int) -> TrainConfig:
 def laid_out(settings: TrainConfig, data: Path, found: Manifest, ranks: Ranks) -> tuple[TrainConfig, list[str]]:
     """Return the settings with the fastest mesh, stages and slices, and lines about the measurements.
 
-    All ranks call it, before anything depends on the mesh's axes. It sets the mesh of `ranks`.
+    All ranks must call it before anything depends on the mesh's axes. It sets `ranks.mesh`.
     """
     assert settings.batch_size is not None
     seed_torch(settings.seed)

@@ -1,8 +1,8 @@
-"""Spares a run the import of torch's compiler, which takes about a second and which training does not use.
+"""Avoids the import of torch's compiler, which takes about a second and which training does not use.
 
-torch imports it when a method of an optimizer is first called, only to mark the method as one not to compile, and when
-an optimizer steps. The run calls these methods from no compiled code. A model may use `torch.compile`, which imports
-the compiler as ever.
+torch imports it in an optimizer's step, and at the first call of some other methods, only to mark these as not to be
+compiled. hostdev does not call these methods from compiled code. A model may still use `torch.compile`, which then
+imports the compiler.
 """
 
 import inspect
@@ -15,14 +15,14 @@ import torch
 from torch.optim import Optimizer
 
 _METHODS = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
-_MARK = "__dynamo_disable"  # where torch's `_disable_dynamo` keeps a method that it has marked
+_MARK = "__dynamo_disable"  # attribute in which torch's `_disable_dynamo` keeps a marked method
 
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """A context in which torch's optimizers do not import the compiler; if it is imported already, nothing changes."""
+    """Keep torch's optimizers from importing the compiler in this context; do nothing if it is already imported."""
     methods = () if "torch._dynamo" in sys.modules else (getattr(Optimizer, name) for name in _METHODS)
-    plain = (getattr(method, "__wrapped__", None) for method in methods)  # None: this torch does not mark it
+    plain = (getattr(method, "__wrapped__", None) for method in methods)  # None if this torch does not mark it
     changed = [function for function in plain if function is not None and not hasattr(function, _MARK)]
     for function in changed:
         setattr(function, _MARK, function)

@@ -29,7 +29,7 @@ def read_losses(squares: Any, shares: list[float], has_l2: bool, step: int, resu
         shares: Each micro-batch's share of the batch's samples.
         has_l2: Whether the deep losses, which are weighted already, include an L2 term.
         step: The step's number, for errors.
-        results: Wide and deep losses [M, 2], squares if they were on the device, and the flag of a skipped update.
+        results: Wide and deep losses [M, 2], squares if they were on the device, and the skipped-update flag.
     """
     losses, *more, skipped = results
     each = losses.tolist()

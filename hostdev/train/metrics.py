@@ -1,4 +1,4 @@
-"""AUC and log loss in float64 over samples in memory; `scores` computes them for more samples."""
+"""AUC and log loss in float64 over samples in memory; `scores` handles more samples than fit."""
 
 from itertools import pairwise
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_AT_ONCE = 1 << 20  # values that are processed at a time
+_AT_ONCE = 1 << 20  # values processed at a time
 
 
 def auc(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.float32]) -> float:
@@ -38,7 +38,7 @@ def twice_above(positives: npt.NDArray[Any], negatives: npt.NDArray[Any]) -> int
 
 
 def make_auc(twice: int, positives: int, negatives: int) -> float:
-    """Return the AUC from `twice_above` over all pairs and the numbers of samples; NaN unless both labels occur."""
+    """Return the AUC from the result of `twice_above` and the samples per label; NaN unless both labels occur."""
     return twice / (2 * positives * negatives) if positives and negatives else float("nan")
 
 
@@ -48,7 +48,7 @@ def log_loss(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.float32]) -
 
 
 def losses(logits: npt.NDArray[np.float32], labels: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """Return the samples' negative log likelihoods, float64 [N], not finite for infinite logits; labels may be bool."""
+    """Return the samples' negative log likelihoods, float64 [N]; not finite for infinite logits; labels may be bool."""
     found = np.empty(len(logits))
     for start, stop in pairwise([*range(0, len(logits), _AT_ONCE), len(logits)]):
         x = logits[start:stop].astype(np.float64)

@@ -14,11 +14,11 @@ class MicroBatches:
     """This rank's share of the micro-batches of each batch.
 
     Args:
-        count: Micro-batches of a batch, on all ranks.
+        count: Micro-batches per batch, over all ranks.
         gradients: "mean" weights a micro-batch by its samples; "sum" adds the micro-batches' means.
         seed: Seed of the training run.
         device: Device whose generators the layers use.
-        share: Number of this rank's share, from 0, and the number of shares.
+        share: Index of this rank's share, from 0, and the number of shares.
     """
 
     def __init__(self, count: int, gradients: str, seed: int, device: torch.device, share: tuple[int, int]) -> None:
@@ -26,10 +26,10 @@ class MicroBatches:
         number, shares = share
         self.here = count // shares
         self._first = number * self.here
-        self._begun = 0  # micro-batches that have begun on this rank, over all steps
+        self._begun = 0  # micro-batches started on this rank, over all steps
 
     def begin(self, count: int = 1) -> None:
-        """Count micro-batches that have begun."""
+        """Count micro-batches that have started."""
         self._begun += count
 
     def start_after(self, step: int) -> None:
@@ -38,7 +38,7 @@ class MicroBatches:
 
     @property
     def number(self) -> int:
-        """The number of this rank's next micro-batch within its step."""
+        """The index of this rank's next micro-batch within its step."""
         return self._begun % self.here
 
     def divide(self, batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -52,17 +52,17 @@ class MicroBatches:
             yield from batch.split([0, *(stop - begin for _, stop in mine)])
 
     def shares(self, batch: Batch) -> list[float]:
-        """Return the share of a step's samples that each micro-batch has, for the micro-batches of all ranks."""
+        """Return each micro-batch's share of the step's samples, for the micro-batches of all ranks."""
         return [(stop - start) / batch.step_rows for start, stop in cut(batch.step_rows, self.count)]
 
     def weight(self, batch: Batch) -> float | None:
-        """Return the weight of a micro-batch's loss; None for an undivided batch."""
+        """Return the weight of a micro-batch's loss, or None if batches are not divided."""
         if self.count == 1:
             return None
         return len(batch) / batch.step_rows if self._gradients == "mean" else 1.0
 
     def seed_layers(self, number: int) -> None:
-        """Seed the generators for a micro-batch of the step, for layers such as dropout."""
+        """Seed the generators of layers such as dropout for the step's micro-batch `number`."""
         if self.count > 1:
             step = self._begun // self.here
             key = key64(self._seed, "micro-batch", step * self.count + self._first + number)

@@ -75,13 +75,13 @@ class Result:
 
     @property
     def value(self) -> Losses:
-        """The losses; this waits for them, and raises NonFiniteLossError if the step is not finite."""
+        """The losses; waits for them, and raises NonFiniteLossError if the step is not finite."""
         losses: Losses = self._outcome.get()
         return losses
 
 
 class Network:
-    """A network's optimizer and the end of its step.
+    """Base class of networks: their optimizer and the end of each step.
 
     Args:
         setup: The training run.
@@ -97,7 +97,7 @@ class Network:
         self._adam_step = Primitive("Adam", self.adam.step, scope="network", log=setup.log)
 
     def _start_adam(self) -> None:
-        """Create the optimizer's state by a skipped step, so that a non-finite first step changes nothing."""
+        """Create the optimizer's state in a skipped step, so that a non-finite first step changes nothing."""
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
         self.adam.found_inf = torch.ones((), device=self.device)  # type: ignore[attr-defined]
@@ -132,10 +132,10 @@ class WholeNetwork(Network):
 
     Args:
         setup: The training run.
-        reading: How loops read batches, for `Runtime.train` and `predict`.
+        reading: Arguments of `Runtime.train` and `predict` that define how to read batches.
     """
 
-    description: str | None = None  # text about the network's parts; None for one part
+    description: str | None = None  # text about the network's parts; None if it has one part
     sent_bytes: int | None = None  # bytes sent between parts
 
     def __init__(self, setup: Setup, reading: dict[str, Any]) -> None:
@@ -213,7 +213,7 @@ class WholeNetwork(Network):
         return logits
 
     def score(self, parts: Iterable[Batch]) -> Scored:
-        """Yield the logits and the batch of each local micro-batch; no logits if it has no samples."""
+        """Yield the logits and the batch of each local micro-batch; the logits are None if it has no samples."""
         with closing(self.setup.runtime.predict(parts, **self._reading)) as loop:
             for (batch, dense, *_), rows in loop:
                 outcome = None

@@ -35,7 +35,7 @@ _OWN = (
     *("data", "run_dir", "checkpoint_dir", "trace", "host_threads", "ops_log", "dist_timeout", "dist_url"),
     *("dist_backend", "batch_per_rank", "cache_policy", "cache_window", "device"),
 )
-_LOG_SECONDS = 5.0  # to complete the logs when another rank has failed
+_LOG_SECONDS = 5.0  # time to complete the logs when another rank has failed
 
 
 class _Output(io.TextIOBase):
@@ -105,7 +105,7 @@ class ProcessSession:
 
     @contextmanager
     def printing(self) -> Iterator[None]:
-        """Write rank 0's output to its file as well; the other ranks print to their files only, until they exit."""
+        """Also write rank 0's output to its file; the other ranks always write only to their files, until they exit."""
         if self._environment.rank:
             yield
             return
@@ -128,7 +128,8 @@ class ProcessSession:
     def folder(self, made: Path | None) -> Path:
         """Return the folder of this rank's files.
 
-        Rank 0's is the run directory `made`, whose subfolder rank0 has links to the logs; rank k's is rank<k> in it.
+        Rank 0 uses the run directory `made`, whose subfolder rank0 has links to the logs; rank k uses the subfolder
+        rank<k>.
         """
         self.root = root = Path(self.ranks.control.share(str(made))[0])
         mine = root / f"rank{self._environment.rank}"
@@ -143,9 +144,9 @@ class ProcessSession:
 
 
 def get_shared_values(settings: TrainConfig, ranks: int) -> dict[str, Any]:
-    """Return the values that must be equal on all ranks: the data set, and the options by their names.
+    """Return, by name, the values that must be equal on all ranks: the data set and the options.
 
-    Options that concern one process may differ, and so may folders, because each host may have its own.
+    Options that concern only one process may differ, and so may folders, because hosts may have different ones.
     """
     mesh = parse_mesh(settings.mesh) if settings.mesh is not None else Mesh(data=ranks)
     given = resolve_batch(settings, mesh.data).resolved()

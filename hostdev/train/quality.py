@@ -44,7 +44,7 @@ class Quality:
 
     @property
     def result(self) -> Evaluation | None:
-        """The evaluation of the test rows: after the best epoch if training may stop early, else after the last."""
+        """The evaluation on the test rows: after the best epoch if training may stop early, else after the last."""
         if self.split == "test":
             return self.points[-1].test if self.points else None
         point = self.best if self._patience is not None else self.points[-1] if self.points else None

@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace, options: Options, rows: int) -> None:
 
 
 def prepare(text: Path, datasets: Path, options: Options) -> Path:
-    """Return the data set of a text with these options; reuse an existing one if the text has not changed."""
+    """Return the data set prepared from a text file; reuse an existing one if the text has not changed."""
     if text == STANDARD_INPUT:
         raise UserError(
             "--criteo needs a file, because a later call reuses its data set; for standard input use "
@@ -85,5 +85,5 @@ def prepare(text: Path, datasets: Path, options: Options) -> Path:
 
 
 def _announce(module: str, *arguments: object) -> None:
-    """Print the command that runs the next step alone."""
+    """Print the command that runs only the next step."""
     print(f"$ python -m {module} {shlex.join(map(str, arguments))}", flush=True)

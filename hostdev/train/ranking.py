@@ -1,6 +1,6 @@
-"""Quality of predictions within groups of rows, such as the rows of a user: GAUC, NDCG and recall at k, in float64.
+"""Quality of predictions within groups, such as the samples of each user: GAUC, NDCG and recall at k, in float64.
 
-Rows of equal scores count as the mean over all their orders, so that no figure depends on the order of rows.
+Ties count as the mean over all orders of the tied samples, so that no result depends on the order of samples.
 """
 
 from typing import NamedTuple
@@ -12,16 +12,16 @@ Counts = npt.NDArray[np.int64]
 
 
 class Ranked(NamedTuple):
-    """Means over groups; NaN where no group counts.
+    """Means over groups; NaN if there is no such group.
 
     Attributes:
-        gauc: Mean AUC of the groups with both labels, weighted by their rows (Zhu et al., KDD 2017).
-        ndcg: Mean normalized discounted cumulative gain at k of the groups with a positive row (Jarvelin and
-            Kekalainen, TOIS 2002), as scikit-learn's `ndcg_score`.
-        recall: Mean share of a group's positive rows that are among its k rows of the highest scores.
+        gauc: Mean AUC of the groups with both labels, weighted by their samples (Zhu et al., KDD 2017).
+        ndcg: Mean normalized discounted cumulative gain at k of the groups with a positive sample (Jarvelin
+            and Kekalainen, TOIS 2002), as in scikit-learn's `ndcg_score`.
+        recall: Mean share of a group's positive samples that are among its k highest-scored samples.
         groups: Number of groups.
         mixed: Number of groups with both labels.
-        positive: Number of groups with a positive row.
+        positive: Number of groups with a positive sample.
     """
 
     gauc: float
@@ -33,17 +33,17 @@ class Ranked(NamedTuple):
 
 
 class _Runs(NamedTuple):
-    """Runs of equal scores within groups, in the order of falling scores, int64.
+    """Runs of equal scores within groups, by decreasing score, int64.
 
-    Each row of a run has the run's mean gain at any place of the run.
+    Each sample of a run counts with the run's mean gain.
 
     Attributes:
-        group: Number of each run's group.
-        place: Number of the group's rows before each run.
-        sizes: Rows of each run.
-        positives: Positive rows of each run.
-        group_sizes: Rows of each group.
-        group_positives: Positive rows of each group.
+        group: Index of each run's group.
+        place: Number of the group's samples before each run.
+        sizes: Samples of each run.
+        positives: Positive samples of each run.
+        group_sizes: Samples of each group.
+        group_positives: Positive samples of each group.
     """
 
     group: Counts
@@ -57,7 +57,7 @@ class _Runs(NamedTuple):
 def rank(
     groups: npt.NDArray[np.uint64], scores: npt.NDArray[np.float32], labels: npt.NDArray[np.bool_], k: int
 ) -> Ranked:
-    """Return the figures of n rows, given the key of each row's group, its score and its label."""
+    """Return the metrics of n samples, given each sample's group key, score and label."""
     n = len(scores)
     if n == 0:
         return Ranked(np.nan, np.nan, np.nan, 0, 0, 0)
@@ -98,7 +98,7 @@ def _at_k(runs: _Runs, k: int) -> tuple[float, float]:
     some = runs.group_positives > 0
     if not some.any():
         return float("nan"), float("nan")
-    discounts = np.concatenate([[0.0], np.cumsum(1 / np.log2(np.arange(2, k + 2)))])  # sums over the first places
+    discounts = np.concatenate([[0.0], np.cumsum(1 / np.log2(np.arange(2, k + 2)))])  # sums over the first ranks
     low, high = np.minimum(runs.place, k), np.minimum(runs.place + runs.sizes, k)
     share = runs.positives / runs.sizes
     gain, found = np.zeros(len(some)), np.zeros(len(some))

@@ -31,10 +31,10 @@ def start_lines(
 
     Args:
         config: The options, as in config.json.
-        memory: Text on the host memory that grows with the tables; empty for none.
-        checkpoints: Text on when and where checkpoints are saved.
-        parts: Text on the stages and slices of the model.
-        statistics: Those of the data set's manifest.
+        memory: Text about the host memory that grows with the tables; empty if there is none.
+        checkpoints: Text about when and where checkpoints are saved.
+        parts: Text about the stages and slices of the model.
+        statistics: The statistics in the data set's manifest.
     """
     where = "host memory" if config["host_device_mix"] else "device memory"
     if interleaving := in_words():
@@ -59,7 +59,7 @@ def start_lines(
 
 
 def tables_line(tables: Iterable[Any], *, on_host: bool = True) -> str:
-    """Return names, shapes and optimizers of tables or of their specifications, and their total size."""
+    """Return the names, shapes, optimizers and total size of tables, or of table specifications, as text."""
     shapes = sorted(tables, key=lambda table: table.name)
     size = sum(
         TableShape(table.dim, table.optimizer, *((table.dtype, table.slots_dtype) if on_host else ())).nbytes(
@@ -72,7 +72,7 @@ def tables_line(tables: Iterable[Any], *, on_host: bool = True) -> str:
 
 
 def kind(table: Any) -> str:
-    """Return a table's optimizer, and the dtypes of its weights and slots unless they are float32."""
+    """Return a table's optimizer, and the dtypes of its weights and optimizer state unless they are float32."""
     dtype = "" if table.dtype == FP32 else f", {table.dtype}"
     slots = "" if table.slots_dtype == FP32 else f", {table.slots_dtype} slots"
     return f"{type(table.optimizer).__name__}{dtype}{slots}"
@@ -145,12 +145,12 @@ def summary_lines(
     undrawn: str | None = None,
     has_ops_log: bool = True,
 ) -> str:
-    """Return the summary as text: quality, speed, the time of every op, the files.
+    """Return the summary as text: quality, speed, time per op, and files.
 
     Args:
         summary: The content of summary.json.
         epochs: Planned epochs.
-        undrawn: Why there is no picture; "" if this process draws none, None if there is one.
+        undrawn: Reason why there is no picture; "" if this process draws none, None if there is a picture.
     """
     lines = ["", _quality(summary), *(_op_table(summary["ops"]) if summary["ops"] else [])]
     ops = [OPS_LOG] if has_ops_log else []
@@ -189,7 +189,7 @@ def _quality(summary: dict[str, Any]) -> str:
 
 
 def _pipeline(pipeline: dict[str, Any]) -> str:
-    """Return how well the stages overlapped, and how long the step waited."""
+    """Format how well the stages overlapped and how long the step waited."""
     wall = pipeline["wall_us"] / 1e6
     parts = [f"depth {pipeline['depth']}"]
     if not pipeline["exact"]:
@@ -204,14 +204,14 @@ def _pipeline(pipeline: dict[str, Any]) -> str:
 
 
 def _cache(cache: dict[str, Any]) -> str:
-    """Return the hit rate, and per step the rows and bytes that moved and the time that the cache saved."""
+    """Return the hit rate, and per step, the rows and bytes moved and the time saved by the cache."""
     steps = max(1, cache["batches"])
     moved = (cache["bytes_to_device"] + cache["bytes_to_host"]) // steps
     time = ""
     if cache["host_us_saved"] is not None:
-        time = f"; it saves the host {cache['host_us_saved'] / steps / 1e3:.2f} ms a step"
+        time = f"; it saves the host {cache['host_us_saved'] / steps / 1e3:.2f} ms per step"
         if cache["host_us_saved"] < 0:
-            time = f"; it costs the host {-cache['host_us_saved'] / steps / 1e3:.2f} ms a step more than it saves"
+            time = f"; it costs the host {-cache['host_us_saved'] / steps / 1e3:.2f} ms per step more than it saves"
     return (
         f"{cache['rows']:,} rows, {cache['policy']}: {cache['hit_rate']:.2%} of lookups hit; "
         f"a step admits {cache['admitted'] // steps:,} rows, evicts {cache['evicted'] // steps:,}, bypasses "
@@ -256,7 +256,7 @@ def _dropped(log: dict[str, int]) -> str:
 
 
 def _op_table(ops: dict[str, dict[str, Any]]) -> list[str]:
-    """Return a table of the ops by total time; an op of several tables has a line for each."""
+    """Return the lines of a table of ops, sorted by total time; an op on several tables has a line for each."""
     rows = []
     for name, times in ops.items():
         for scope, part in times.get("by_scope", {"": times}).items():

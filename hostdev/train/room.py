@@ -1,4 +1,4 @@
-"""Memory of a model's tables and of the copies of their rows: checked before anything is allocated."""
+"""Checks, before anything is allocated, that a model's tables and the copies of their rows fit in memory."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from hostdev.train.staged import inputs_like
 
 
 class HostBudget(NamedTuple):
-    """Free bytes of host memory, and those that the tables' rows will take."""
+    """Free bytes of host memory, and the bytes that the tables' rows will take."""
 
     free: int
     parts: dict[str, int]  # as `hostdev.runtime.room.kept` returns them
@@ -48,7 +48,7 @@ def estimate_host_memory(
     uses: int,
     saves: bool,
 ) -> dict[str, int]:
-    """Return the host memory that training with tables on the host takes, by part; arguments as for `Trainer`."""
+    """Estimate the bytes of host memory, by purpose, for training with tables there; arguments as for `Trainer`."""
     sizes = []
     for names in groups_of(model):
         specs = [model.tables[name] for name in names]
@@ -72,7 +72,7 @@ def make_host_budget(parts: dict[str, int]) -> HostBudget:
 def require_room(
     tables: Mapping[str, TableSpec], host_device_mix: bool, device: torch.device, part: tuple[int, int] | None
 ) -> int:
-    """Return the bytes that tables, or this rank's part, leave free (0: unknown); raise UserError unless they fit."""
+    """Return the bytes left free by tables, or this rank's part, or 0 if unknown; raise UserError unless they fit."""
     where = "host" if host_device_mix else "device"
     free = available_bytes() if host_device_mix else free_bytes(device)
     if free is None:
@@ -85,10 +85,10 @@ def require_room(
 
 
 def require_copies(tables: Mapping[str, TableSpec], uses: int, batches: int, free: int, *, cached: bool) -> None:
-    """Raise UserError unless pinned copies of batches without repeated ids fit in the `free` bytes."""
+    """Raise UserError unless pinned copies of batches fit in the `free` bytes, even if no id repeats."""
     row, whole = row_bytes((spec.dim, spec.optimizer) for spec in tables.values())
     most = min(max(spec.rows for spec in tables.values()), uses)
-    # A cache swaps whole rows in both directions; without one, all of a batch's rows may be new forwarded rows.
+    # A cache swaps whole rows in both directions; without a cache, all of a batch's rows may be new forwarded rows.
     each = copied_bytes(most, 2 * most if cached else most // 2 + 1, uses, row, whole)
     needed = batches * pinned_size(each)
     if needed > free:
@@ -101,9 +101,9 @@ def require_copies(tables: Mapping[str, TableSpec], uses: int, batches: int, fre
 def measure_free_after_step(
     model: Model, sample: Batch, samples: int, device: torch.device, autocast: torch.dtype | None
 ) -> int | None:
-    """Return the free bytes of an accelerator after a step of the dense layers; None if torch cannot tell.
+    """Return the free bytes of an accelerator after a step of the dense layers, or None if unknown.
 
-    The model takes a step on zeros there and cannot be used afterwards.
+    The model takes a step on zeros on that device and cannot be used afterwards.
 
     Args:
         sample: A batch with the shapes of the model's inputs.

@@ -44,8 +44,8 @@ from hostdev.train.sample import TrainingSample
 from hostdev.train.schedule import Schedule
 from hostdev.train.trainer import Trainer
 
-_SAMPLE = 1000  # samples that show a batch's ids before the first step
-_COMPILING = 8  # processes that compile kernels at the same time, at most
+_SAMPLE = 1000  # samples of the batch that is inspected before the first step
+_COMPILING = 8  # maximum number of processes that compile kernels
 
 
 class Run:
@@ -77,7 +77,7 @@ class Run:
         self.settings, self.data = settings, found
         self.epochs, self.batch_size = settings.epochs, settings.batch_size
         self.train_rows = ShardReader(data, found, "train", shuffle_window=settings.shuffle_window)
-        self.watched = "validation" if found.validation else "test"  # the rows that are evaluated after each epoch
+        self.watched = "validation" if found.validation else "test"  # the split that is evaluated after each epoch
         self.test_rows, self.watched_rows = (ShardReader(data, found, split) for split in ("test", self.watched))
         self.train_rows.require(self.batch_size)
         self.sample = TrainingSample(data, found, self.watched_rows.rows, settings.seed)
@@ -186,8 +186,8 @@ class Run:
         self.progress = Progress.of(more["progress"])
         if self.steps > self.schedule.steps:
             raise UserError(
-                f"{start.path} is after step {self.steps:,}, and this run ends after {self.schedule.steps:,}; give "
-                "more --epochs or --max-steps"
+                f"{start.path} was saved after step {self.steps:,}, and this run ends after {self.schedule.steps:,}; "
+                "give more --epochs or --max-steps"
             )
         epoch, within = self.schedule.find(self.steps)
         is_unfinished = within < self.schedule.epoch_steps and self.steps < self.schedule.steps
@@ -269,7 +269,7 @@ class Run:
                 self.progress.seconds += time.perf_counter() - start
 
     def _is_stopped(self, stop: GracefulStop) -> bool:
-        """Return whether a signal requests the end; with several ranks, whether all learned of it in the last step."""
+        """Return whether a signal requests the end; with several ranks, whether all learned of one in the last step."""
         if self.ranks is None:
             return stop.requested is not None
         self.ranks.contributed[STOP] = int(stop.requested or 0)
@@ -331,7 +331,7 @@ class Run:
         print(report.evaluation_line(self.quality.points[-1], self.watched, self.data.schema.labels), flush=True)
 
     def _evaluate_test_rows(self, stop: GracefulStop) -> Evaluation | None:
-        """Evaluate the test samples, whose figures decide nothing; return None after a signal."""
+        """Evaluate the test samples, which do not affect the run; return None after a signal."""
         with bar(self.test_rows.steps(self.batch_size), "test rows", "step") as progress:
             batches = self.test_rows.batches(self.batch_size, part=self._part)
             until = itertools.takewhile(lambda _: not self._is_stopped(stop), batches)
@@ -361,7 +361,7 @@ def _delay_by_one(
 ) -> Iterator[Result]:
     """Yield each step after the next one has been queued, so that reading its losses does not wait for the device.
 
-    After a signal, before an error is raised, and if a checkpoint is due, all queued steps are yielded. `is_due` gets
+    After a signal, before an error is raised, and when a checkpoint is due, all queued steps are yielded. `is_due` gets
     the number of steps taken.
     """
     held: list[Result] = []
@@ -382,7 +382,7 @@ def _delay_by_one(
 
 
 def _get_trace_path(path: Path | None, world: World) -> Path | None:
-    """Return the file of a rank's trace: the given file for rank 0, NAME.rank<k>.SUFFIX beside it for rank k."""
+    """Return the file of a rank's trace: the given file for rank 0, NAME.rank<k>.SUFFIX next to it for rank k."""
     if path is None or not world.rank:
         return path
     return path.with_name(f"{path.stem}.rank{world.rank}{path.suffix}")

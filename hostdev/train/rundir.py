@@ -76,7 +76,7 @@ class RunDir:
         return path.exists() and (name != LOSS_LOG or path.stat().st_size > 0 or (self.path / CONFIG).exists())
 
     def restart(self, losses: Iterable[tuple[int, int, float, float]], points: Iterable[Point]) -> None:
-        """Rewrite loss.log and eval.log as at a checkpoint, from arguments of `write_losses` and evaluations."""
+        """Rewrite loss.log and eval.log as of a checkpoint, from arguments of `write_losses` and evaluations."""
         with naming(self.path):
             for file in (self.loss, self.eval):
                 file.truncate(0)
@@ -107,7 +107,7 @@ class RunDir:
     def discard(self) -> None:
         """Remove the files of a run that failed before its first step, so that the folder can be used again.
 
-        Files that existed before stay: they are an earlier run's.
+        Files that existed before stay, because they belong to an earlier run.
         """
         self._close_logs()
         for name in _NAMES:
@@ -153,7 +153,7 @@ def _figures(found: Evaluation, prefix: str = "") -> str:
 
 
 def _locked(path: Path) -> IO[str]:
-    """Open and lock a run directory's loss.log, so that no other process writes there; raise UserError if one does."""
+    """Open and lock a run directory's loss.log, so that no other process writes there; raise UserError if locked."""
     while True:
         file = (path / LOSS_LOG).open("a")
         state = locks.lock_state(file.fileno())

@@ -1,4 +1,4 @@
-"""How many steps and evaluations a run has."""
+"""The number of steps and evaluations in a run."""
 
 from typing import NamedTuple
 
@@ -30,6 +30,6 @@ class Schedule(NamedTuple):
         return -(-self.steps // self.epoch_steps)
 
     def find(self, steps: int) -> tuple[int, int]:
-        """Return the epoch of the last of `steps` steps, from 1, and the number of this epoch's steps among them."""
+        """Return the epoch, from 1, reached after `steps` steps, and the number of steps taken in it."""
         epoch = max(1, -(-steps // self.epoch_steps))
         return epoch, steps - (epoch - 1) * self.epoch_steps

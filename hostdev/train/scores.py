@@ -32,14 +32,15 @@ class Figures(NamedTuple):
 
 
 class Scores:
-    """Collects logits and labels; as a context, it closes its file at the end.
+    """Collects logits and labels; a context manager that closes its file at the end.
 
     Up to a block of samples, the figures equal `metrics.auc` and `metrics.log_loss` bit for bit. For more samples, the
     AUC is still equal, because pairs are counted in integers; the log loss is the correctly rounded sum of the blocks'
     sums, divided by the number of samples. Neither depends on how the samples are divided into calls of `add`.
 
     Args:
-        folder: Folder of an unnamed temporary file for more than a block of samples, 4 bytes each. None: the system's.
+        folder: Folder for an unnamed temporary file, which holds samples beyond a block, 4 bytes each; None for the
+            system's temporary folder.
         block: Samples in memory, at most 20 bytes each: 320 MiB by default.
     """
 
@@ -62,7 +63,7 @@ class Scores:
             self._file.close()
 
     def add(self, logits: npt.NDArray[np.float32], labels: npt.NDArray[np.float32]) -> None:
-        """Copy and add samples: logits float32 [n] and labels float32 [n], 0 or 1; raise OSError for a full disk."""
+        """Copy and add samples: logits float32 [n], labels float32 [n], 0 or 1; raise OSError if the disk is full."""
         start = 0
         while start < len(logits):
             if self._held == self._block:
@@ -162,7 +163,7 @@ class _Run(NamedTuple):
 
 
 def _make_keys(logits: npt.NDArray[np.float32]) -> Keys:
-    """Return int32 keys with the order of the logits; 0.0 and -0.0 have the same key."""
+    """Return int32 keys that sort like the logits; 0.0 and -0.0 have the same key."""
     keys = (logits + np.float32(0)).view(np.int32)
     signs = keys >> 31
     signs &= np.int32(0x7FFFFFFF)

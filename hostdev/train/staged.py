@@ -26,7 +26,7 @@ class Staged:
 
     Args:
         sample: A batch with the shapes of the model's inputs.
-        extra: Computes an additional loss term, a scalar, from the model's rows; None for no such term.
+        extra: Computes an additional loss term, a scalar, from the model's rows, or None for no such term.
         timeline: Records the micro-batches' forward and backward passes.
         ops: Two functions that time the forward and the backward pass; each calls its first argument with the others.
     """
@@ -137,8 +137,8 @@ def inputs_like(model: Model, sample: Batch, autocast: torch.dtype | None, sampl
         ids = read_ids(name, feature, given[name])
         if feature.pooling is None and ids.shape is not None and ids.shape[0] != ids.samples:
             raise UserError(
-                f"feature {name!r} has no pooling and varying numbers of ids, but parts of a network need fixed sizes; "
-                'set pooling="sum" or "mean"'
+                f"feature {name!r} has no pooling and varying numbers of ids, but a network in parts needs fixed sizes"
+                '; set pooling="sum" or "mean"'
             )
         per_sample = [] if ids.shape is None else list(ids.shape[1:])
         tables = (feature.tables,) if feature.is_single else feature.tables

@@ -25,7 +25,7 @@ class StagedNetwork(Network):
 
     Args:
         setup: The training run.
-        reading: How loops read batches, for `Runtime.train` and `predict`.
+        reading: Arguments of `Runtime.train` and `predict` that define how to read batches.
         layout: Stages and slices of the model.
         sample: A batch with the shapes of the model's inputs.
     """
@@ -91,7 +91,7 @@ class StagedNetwork(Network):
         return self.finish(rows, batch, losses), batch.step_rows
 
     def score(self, parts: Iterable[Batch]) -> Scored:
-        """Yield the logits and the batch of each local micro-batch; no logits if empty or on another rank."""
+        """Yield the logits and the batch of each local micro-batch; the logits are None if empty or elsewhere."""
         loop = self.setup.runtime.predict(parts, **self._reading, micro_batches=self.setup.micro_batches.here)
         with closing(loop):
             for step in loop:

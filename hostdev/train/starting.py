@@ -39,8 +39,8 @@ def find(settings: TrainConfig, root: Path, data: Manifest) -> Origin:
     """Return the checkpoint that --start-from names, or the newest valid one in that folder.
 
     Raises:
-        UserError: There is no checkpoint, it is of another model, or it was trained on ids, columns or scaled numbers
-            with another meaning than the data's.
+        UserError: There is no checkpoint, its model differs, or its ids, columns or scaled numbers do not mean the same
+            as the data's.
     """
     assert settings.start_from is not None
     if not settings.start_from.exists():
@@ -72,10 +72,10 @@ def find_together(settings: TrainConfig, root: Path, data: Manifest, ranks: Rank
 def load(origin: Origin, trainer: Trainer) -> list[str]:
     """Load rows, layers and optimizer state into a new run; return lines that describe what was loaded.
 
-    Steps count from 0, learning rates are the run's own, and rows that the checkpoint lacks keep their initial values.
+    Steps count from 0, learning rates are this run's, and rows that the checkpoint lacks keep their initial values.
 
     Raises:
-        UserError: The checkpoint is of another model; no table was changed.
+        UserError: The checkpoint is from another model; no table was changed.
     """
     chain = origin.chain
     fit = fit_tables(chain, trainer.tables)

@@ -15,7 +15,7 @@ from hostdev.train.trainer import Trainer
 
 
 def get_caches(caches: Sequence[EmbeddingCache], ops: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures of the cache or, for several caches, of each by the names of its tables.
+    """Return the statistics of the cache or, with several caches, of each cache by the names of its tables.
 
     Args:
         ops: Durations, as `OpLog.summary` returns them.
@@ -32,7 +32,7 @@ def get_caches(caches: Sequence[EmbeddingCache], ops: Mapping[str, Any]) -> dict
 
 
 def get_host_costs(ops: Mapping[str, Mapping[str, Any]], tables: Sequence[Any]) -> Costs | None:
-    """Return the nanoseconds for a row that bypasses the cache, is admitted, or is evicted.
+    """Return the host's nanoseconds per row that bypasses the cache, is admitted, or is evicted.
 
     Tables are processed in parallel, so the slowest one counts. If no row was admitted or evicted, that cost is
     estimated from the lookups' time per byte.
@@ -41,7 +41,7 @@ def get_host_costs(ops: Mapping[str, Mapping[str, Any]], tables: Sequence[Any]) 
         ops: Durations, as `OpLog.summary` returns them.
 
     Returns:
-        The costs; None if nothing was looked up or updated on the host.
+        The costs, or None if nothing was looked up or updated on the host.
     """
     looked_up, admitted, evicted = (
         max(_per_row(ops, op, table) for table in tables) for op in (EmbeddingLookup, CacheAdmit, CacheEvict)
@@ -62,7 +62,7 @@ def _per_row(ops: Mapping[str, Mapping[str, Any]], op: Any, table: Any) -> float
 
 
 def get_ranks(ranks: Ranks | None, trainer: Trainer, mesh: str | None, sent: Mapping[str, int]) -> dict[str, Any]:
-    """Return the number of processes and what they exchanged; nothing for a single process.
+    """Return the number of processes and the bytes they exchanged; empty for a single process.
 
     Args:
         sent: Bytes that all processes have sent.
@@ -87,7 +87,7 @@ def get_ranks(ranks: Ranks | None, trainer: Trainer, mesh: str | None, sent: Map
 
 
 def get_ops_log(file: RotatedFile | None) -> dict[str, Any]:
-    """Return how many bytes of ops.log were removed; nothing if none were."""
+    """Return the number of bytes removed from ops.log; empty if none were."""
     if file is None or not file.dropped_bytes:
         return {}
     return {"ops_log": {"limit_bytes": file.limit, "dropped_bytes": file.dropped_bytes}}

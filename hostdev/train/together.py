@@ -7,13 +7,13 @@ from hostdev.distributed.process_group import Ranks
 from hostdev.train.scores import Figures
 from hostdev.train.target_scores import TargetScores
 
-_AT_ONCE = 1 << 20  # number of samples over all ranks at which they are sent
+_AT_ONCE = 1 << 20  # samples over all ranks after which they are sent to rank 0
 
 
 class Together:
     """Collects the scores of all ranks on rank 0, in the order of the samples: by batch, then by rank.
 
-    All ranks make the same calls except `add`. Their memory is bounded.
+    All ranks must make the same calls, except to `add`. Memory use is bounded.
 
     Args:
         to: Receives the scores on rank 0.

@@ -49,20 +49,20 @@ class Trainer:
 
     Args:
         model: Declares its tables and computes logits from dense columns and rows. It is moved to the device.
-        host_device_mix: Place the tables, and the ops on them, on the host.
+        host_device_mix: Whether to place the tables, and the ops on them, on the host.
         precision: "fp32", or "bf16" for the dense layers' arithmetic over float32 weights.
-        lr: Learning rate of the dense layers' Adam. None: the model's.
+        lr: Learning rate of the dense layers' Adam, or None for the model's.
         most_uses: Maximum number of ids in a batch, for the memory estimate.
         saves: Whether checkpoints will be saved, for the memory estimate.
-        micro_batches: Number of parts of a batch, whose gradients are summed in an order that depends on it alone.
+        micro_batches: Micro-batches per batch; the order in which gradients are summed depends only on this number.
         gradients: "mean" weights a micro-batch by its samples; "sum" adds the micro-batches' means.
-        ranks: Processes that share the micro-batches and the tables' rows. None: this process alone.
+        ranks: Processes that share the micro-batches and the tables' rows, or None for a single process.
         l2: Regularization of the table "deep": "none", "batch" or "table".
         layout: Stages and slices of the model, if the ranks' mesh has any.
         sample: A batch with the shapes of the model's inputs; required with `layout`.
         schema: Gives the labels and the weights; None: a single label of 0 or 1.
 
-    The arguments cache, depth, log, timeline, dense_exchange and hooks are those of `Runtime`.
+    The arguments cache, depth, log, timeline, dense_exchange and hooks are passed to `Runtime`.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Trainer:
         return self.runtime.pipeline.steps
 
     def train(self, batches: Iterable[Batch]) -> Generator[Result, None, None]:
-        """Take a step per batch and yield its result, whose losses precede the update; closing finishes queued steps.
+        """Take a step per batch and yield its result, with the losses before the update; closing finishes queued steps.
 
         Raises:
             NonFiniteLossError: A loss or gradient is not finite. This step and later ones update nothing.
@@ -222,7 +222,7 @@ class Trainer:
     def save(
         self, to: CheckpointManager, step: int, more: Any, files: Mapping[str, Path], *, state_sha256: str | None = None
     ) -> AsyncWriter:
-        """Start to save the state after the last step as a checkpoint; an open loop must be between two steps.
+        """Start saving the state after the last step as a checkpoint; an open loop must be between two steps.
 
         Args:
             more: Further values to store in the checkpoint.
@@ -245,7 +245,7 @@ class Trainer:
         """Load a checkpoint and return its `more`; `check` verifies the row checksums, as in `load_tables`.
 
         Raises:
-            UserError: The checkpoint is of another model, and no table was changed; or a file is damaged.
+            UserError: The checkpoint is from another model, and no table was changed; or a file is damaged.
         """
         require_tables(chain, self.tables)
         values = values_of(chain)
@@ -258,17 +258,17 @@ class Trainer:
         return values["more"]
 
     def load_dense(self, chain: Chain, dense: Any) -> None:
-        """Load a checkpoint's dense weights and Adam state; raise UserError if they are of another model."""
+        """Load a checkpoint's dense weights and Adam state; raise UserError if they are from another model."""
         try:
             self._network.load(dense["model"], dense["optimizer"])
         except (RuntimeError, UserError) as error:
-            raise UserError(f"{chain[-1].path} is of another model: {' '.join(str(error).split())[:300]}") from None
+            raise UserError(f"{chain[-1].path} is from another model: {' '.join(str(error).split())[:300]}") from None
 
 
 def _require_options(model: Model, l2: str, *, cached: bool, micro_batches: int) -> None:
     """Raise UserError for options that cannot be combined with the model, or with each other."""
     if l2 != "none" and DEEP not in model.tables:
-        raise UserError(f"--l2 {l2} requires Wide & Deep's table deep, which this model lacks; leave it out")
+        raise UserError(f"--l2 {l2} requires Wide & Deep's table 'deep', which this model lacks; leave it out")
     if cached and l2 == "table":
         raise UserError(
             "--l2 table reads the whole table in every step, so --cache-rows would write all rows back each time; use "
@@ -281,7 +281,7 @@ def _require_options(model: Model, l2: str, *, cached: bool, micro_batches: int)
 
 
 def _bind(feature: Feature, tables: Mapping[str, Table], precision: str) -> Feature:
-    """Replace a feature's table names by the tables; embeddings have the dense layers' precision."""
+    """Replace a feature's table names with the tables; embeddings have the dense layers' precision."""
     names = (feature.tables,) if feature.is_single else tuple(feature.tables)
     found = tuple(tables[name] for name in names)
     dtypes = tuple("bfloat16" if precision == "bf16" and table.dim > 1 else "float32" for table in found)

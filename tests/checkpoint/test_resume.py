@@ -225,8 +225,8 @@ def test_another_model_or_data_set_is_refused(trained, small_data, own_data, tmp
         (["--shuffle-window", 2], "was trained with --shuffle-window 1, not --shuffle-window 2"),
         (["--table-lr", 0.5], "was trained with no --table-lr, not --table-lr 0.5"),
         (["--model", "deepfm"], "was trained with --model wide_deep, not --model deepfm"),
-        (["--data", own_data], "was trained on another data set than"),
-        (["--max-steps", 4], "is after step 5, and this run ends after 4"),
+        (["--data", own_data], "was trained on a data set other than"),
+        (["--max-steps", 4], "was saved after step 5, and this run ends after 4"),
     ):
         code, _, error = trained(*options, "--resume", *more)
         assert (code, error.count("\n")) == (2, 1)

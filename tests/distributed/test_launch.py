@@ -55,7 +55,7 @@ def test_a_process_that_fails(in_process, table, tmp_path, monkeypatch):
     path, logs = table(server("a", [0]), server("b", [1, 2])), tmp_path / "logs"
     code, _, err = in_process(launch, "--rank-table", path, "--server", "b", "--log-dir", logs, "--", "-c", program)
     assert code == 1
-    assert err == f"training failed: rank 1 ended with 1, rank 2 ended with -9; see {logs}/rank1/output.log\n"
+    assert err == f"training failed: rank 1 exited with 1, rank 2 exited with -9; see {logs}/rank1/output.log\n"
     assert (logs / "rank1" / "output.log").read_text() == "why\n"
 
 

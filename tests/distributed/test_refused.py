@@ -123,7 +123,7 @@ def test_what_has_no_effect_in_one_process(refused, flags):
     [
         (
             ("--batch-per-rank", 100, "--batch-size", 200),
-            "--batch-size counts the samples of all processes, --batch-per-rank those of each",
+            "--batch-size counts the samples of all processes, --batch-per-rank the samples of each",
         ),
         (("--dist-timeout", 0), "--dist-timeout must be a number above 0, not 0.0"),
         (("--dist-timeout", "nan"), "--dist-timeout must be a number above 0, not nan"),

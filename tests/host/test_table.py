@@ -195,7 +195,7 @@ def test_the_public_surface():
 
 @pytest.mark.parametrize(("name", "room"), [("unique", "ops"), ("Network", "parallel"), ("ranks", "distributed")])
 def test_a_name_that_has_moved_is_there_for_one_release(name, room):
-    with pytest.warns(DeprecationWarning, match=rf"hostdev\.{name} is hostdev\.{room}\.{name} now"):
+    with pytest.warns(DeprecationWarning, match=rf"hostdev\.{name} has moved to hostdev\.{room}\.{name}"):
         assert getattr(hostdev, name) is getattr(getattr(hostdev, room), name)
 
 

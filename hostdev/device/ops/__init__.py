@@ -1,6 +1,6 @@
 """Operations on rows on the device: one module per implementation, all with the same functions.
 
-Their results are identical, except that CUDA adds many terms in another order (see `sum_uses`).
+Their results are identical, except that CUDA adds many terms in a different order (see `sum_uses`).
 
 Shapes: N occurrences in B bags, U unique rows, D columns. A block [any, 1 + S, D] holds rows with S optimizer state
 columns of D values; row_slots [any, R] holds their per-row state. A batch's rows are in this order: H hits, A admitted,
@@ -30,10 +30,7 @@ class Ops(Protocol):
         """Return a copy of the weights of rows: ids int32 or int64 [U] -> float32 [U, D]."""
 
     def clip_rows(self, grads: Tensor, limit: Any) -> Tensor:
-        """Return gradients float32 [U, D] of which rows with a mean square above `limit` (float32) are clipped.
-
-        The arithmetic is that of `kernels.clip`.
-        """
+        """Return gradients float32 [U, D], rows clipped to a mean square of at most `limit`, as in `kernels.clip`."""
 
     def assemble(self, block: Tensor, hit_slots: Tensor, admitted: Tensor, passed: Tensor) -> Tensor:
         """Return the weights of a batch's rows in a new tensor, float32 [H + A + M, D].
@@ -134,8 +131,8 @@ class Ops(Protocol):
             skip: float32 []; if it is not 0, nothing changes; None means 0.
             admitted: The admitted rows, float32 [A, 1 + S, D]; None for no rows.
             admitted_row_slots: Their per-row state, float32 [A, R].
-            clock: Brings the rows up to date first; None: they are.
-            clocks: The table's clocks on the device, given with a clock.
+            clock: Brings the rows up to date first; None if they already are.
+            clocks: The table's clocks on the device; required with `clock`.
         """
 
     def round_rows(

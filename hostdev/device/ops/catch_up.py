@@ -1,4 +1,4 @@
-"""Rows on a device that also change in steps that do not use them: packed, and brought up to date.
+"""Packs device rows that change even in steps that do not use them, and brings such rows up to date.
 
 The arithmetic is that of `kernels.catch_up`: its kernels on the CPU, elsewhere torch, with each operation rounded once.
 """
@@ -35,7 +35,7 @@ class _OnDevice(NamedTuple):
 
 
 class Clocks:
-    """Copies of a table's clocks on a device, which grow with the steps. Nothing is copied to the CPU."""
+    """Copies of a table's clocks on a device, extended with each step. Nothing is copied to the CPU."""
 
     def __init__(self) -> None:
         self._held: _OnDevice | None = None
@@ -89,7 +89,7 @@ def _bring(rows: Tensor, last: Tensor, clock: Clock, clocks: Clocks) -> None:
         return
     inverse, recent, frozen, powers = clocks.get(clock, rows.device)
     now = int(clock.now)
-    # Whatever is stored, the step is within 0 .. now.
+    # Steps out of range, even NaN, count as `now`, which keeps indices valid.
     begun = torch.where((last >= 0) & (last < now), last, torch.full_like(last, now)).long()
     w = rows[:, 0]
     if clock.moments:
@@ -110,6 +110,6 @@ def _bring(rows: Tensor, last: Tensor, clock: Clock, clocks: Clocks) -> None:
         w.copy_(torch.where(missed, w - m * r * a, w))
         m.copy_(torch.where(missed, m * powers_of[:, :1], m))
         v.copy_(torch.where(missed, v * powers_of[:, 1:], v))
-    product = torch.from_numpy(np.array([clock.product])).to(rows.device)  # float64, which a Python number may not be
+    product = torch.from_numpy(np.array([clock.product])).to(rows.device)  # float64; a Python number might be rounded
     factor = (inverse[begun] * product).float().unsqueeze(1)
     w.mul_(factor)

@@ -1,7 +1,7 @@
 """Row operations in torch, for any accelerator: the host kernels' operations in the same order, each rounded once.
 
 Each operation is a separate torch op, so that no compiler fuses a multiplication with an addition. Divisors are
-tensors, because torch replaces division by a number by multiplication with its reciprocal. FTRL with an lr_power other
+tensors, because torch replaces division by a number with multiplication by its reciprocal. FTRL with an lr_power other
 than -0.5 computes the power in float64 and rounds it: host and device differ only where their pow functions differ near
 a tie. Empty inputs launch nothing.
 """
@@ -64,7 +64,7 @@ def stack(features: Sequence[Expansion]) -> Tensor:
 
 
 class Uses(NamedTuple):
-    """A batch's occurrences of rows in several features, each with its own B and N."""
+    """A batch's occurrences of rows in several features; B and N differ by feature."""
 
     rows: int
     inverse: Tensor  # int64, of all features, concatenated
@@ -185,7 +185,7 @@ def _ftrl(rows: Tensor, per_row: Tensor, g: Tensor, lr: Any, l1: Any, two_l2: An
     l1_tensor = torch.full((), float(l1), dtype=torch.float32, device=rows.device)
     sign_l1 = torch.where(z > 0, l1_tensor, -l1_tensor)
     new_w = (sign_l1 - z).div_((root / lr_tensor).add_(float(two_l2)))
-    w.copy_(new_w.masked_fill_(z.abs() <= float(l1), 0.0))  # a NaN remains
+    w.copy_(new_w.masked_fill_(z.abs() <= float(l1), 0.0))  # NaN stays NaN
 
 
 def _power(x: Tensor, exponent: float) -> Tensor:
@@ -271,7 +271,7 @@ def round_rows(block: Tensor, ids: Tensor | None, row_ids: Tensor, key: int, for
     if not len(row_ids):
         return
     held = block[: len(row_ids)] if ids is None else block.index_select(0, ids)
-    for plane, kind in enumerate(formats):  # of a copy, or of the block itself
+    for plane, kind in enumerate(formats):  # planes of a copy, or of the block itself
         if kind == FLOAT32:
             continue
         random = _random_bits(row_ids.long(), block.shape[2], key, plane)

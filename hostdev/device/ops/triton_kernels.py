@@ -34,7 +34,7 @@ class Uses(NamedTuple):
     """A batch's occurrences of rows in several features, whose gradients are concatenated."""
 
     by_row: fused.Uses
-    source: Tensor | None  # int32, each occurrence's row of the gradients; None: occurrence i has row i
+    source: Tensor | None  # int32, each occurrence's row of the gradients; None if occurrence i has row i
     weights: Tensor | None  # float32, one per occurrence
     sizes: list[Tensor | None]  # float32 [B, 1] for each feature, the divisors of its bags' gradients
 

@@ -12,7 +12,7 @@ class FeatureUses(NamedTuple):
 
     Attributes:
         inverse: int32 [N], the unique row of each occurrence.
-        offsets: int32 [B + 1], the first occurrence of each bag; None: not pooled.
+        offsets: int32 [B + 1], the first occurrence of each bag; None if not pooled.
         weights: float32 [N], the factors of the rows; None for 1.
         mean: Whether to divide a bag's sum by its size.
         dtype: torch.float32 or torch.bfloat16, the dtype of the model's input, to which results are rounded once.

@@ -153,7 +153,7 @@ def exchange(
         admitted_slots: The slots of the admitted rows, [A], all different.
         leaving: E, at most A.
         admitted: The admitted rows, [A, 1 + S, D]; afterwards admitted[A - E:] are the evicted rows.
-        admitted_row_slots: Their per-row state, [A, R]; afterwards its last E are those of the evicted rows.
+        admitted_row_slots: Their per-row state, [A, R]; afterwards its last E rows belong to the evicted rows.
     """
     _OPS.exchange(block, row_slots, admitted_slots, leaving, admitted, admitted_row_slots)
 
@@ -181,7 +181,7 @@ def sum_uses(grads: Tensor, uses: Uses, source: Tensor | None, weights: Tensor |
     Args:
         grads: The gradients of occurrences or bags, float32 or bfloat16 [any, D].
         uses: From `sort_uses`.
-        source: Each occurrence's row of `grads`, int32 [N]; None: occurrence i has row i.
+        source: Each occurrence's row of `grads`, int32 [N]; None if occurrence i has row i.
         weights: The weight of each occurrence, [N]; None for 1.
     """
     out: Tensor = _OPS.sum_uses(grads, *uses, source, weights)

@@ -13,7 +13,7 @@ from torch import Tensor
 from hostdev.device.triton.launch import launch, shape, tile, tiles
 from hostdev.kernels.adagrad import LANES as ROW_WISE_LANES
 
-_SCALARS = 6  # the most that any optimizer has, apart from a flag
+_SCALARS = 6  # the maximum over the optimizers, apart from a flag
 _ROW_WISE_ELEMENTS = 512  # per tile
 
 
@@ -35,7 +35,7 @@ def _ftrl(w, n, z, g, lr, l1, two_l2):
     z = z + (g - sigma * w)
     sign_l1 = tl.where(z > 0.0, l1, -l1)
     w = tl.div_rn(sign_l1 - z, tl.div_rn(root, lr) + two_l2)
-    return tl.where(tl.abs(z) <= l1, 0.0, w), n1, z  # a NaN remains
+    return tl.where(tl.abs(z) <= l1, 0.0, w), n1, z  # NaN stays NaN
 
 
 @triton.jit

@@ -43,7 +43,7 @@ from hostdev.train.config import TrainConfig
 from hostdev.train.room import estimate_host_memory, measure_free_after_step
 
 _LEAST_BATCHES, _MOST_BATCHES, _MOST_IDS = 48, 256, 1 << 24  # limits of the simulation
-_SAMPLE = 1000  # samples that show the shapes of the model's inputs
+_SAMPLE = 1000  # samples in the batch that shows the shapes of the model's inputs
 
 Sampled = list[tuple[npt.NDArray[Any], npt.NDArray[np.int32]]]  # unique ids of each batch, and their occurrences
 
@@ -53,7 +53,7 @@ def choose_cache(
 ) -> tuple[TrainConfig, list[str]]:
     """Return the settings with a cache's rows and policy instead of auto, and lines that explain the choice.
 
-    All ranks call it. Rank 0 chooses, for the device with the least free memory.
+    All ranks must call it. Rank 0 chooses, for the device with the least free memory.
     """
     if settings.cache_rows != AUTO:
         return settings, []
@@ -118,7 +118,7 @@ def _room(
         kept = estimate_host_memory(
             model, most, part, device, depth=settings.pipeline_depth, uses=uses, saves=settings.saves
         )
-        counts = 0 if found.vocabulary is None else 8 * found.schema.rows  # read for the choice, and kept
+        counts = 0 if found.vocabulary is None else 8 * found.schema.rows  # read to make the choice, and kept in memory
         return max(0, available_bytes() - counts - sum(kept.values()) + kept.get("cached rows", 0))
     [sample] = itertools.islice(reader.batches(_SAMPLE), 1)
     autocast = torch.bfloat16 if settings.precision == "bf16" else None
@@ -143,7 +143,7 @@ def _simulate(
     room: int,
     device: torch.device,
 ) -> Curves:
-    """Simulate the caches that fit, over the sampled batches, one at a time: a plan takes memory for all rows."""
+    """Simulate the caches that fit, on the sampled batches, one at a time: each plan takes memory for all rows."""
     policies = [settings.cache_policy] if settings.cache_policy is not None else [POLICIES[0], "static"]
     policies = [policy for policy in policies if policy != "static" or all(each is not None for each in counts)]
     window = WINDOW if settings.cache_window is None else settings.cache_window
@@ -184,11 +184,11 @@ def _size(point: Point, ranks: Ranks | None) -> str:
 
 def _line(chosen: tuple[str, Point] | None, room: int, device: torch.device, batches: int) -> str:
     """Return a line that explains the choice."""
-    where = f"{format_bytes(room)} that a dense step leaves on {describe(device)}"
+    where = f"{format_bytes(room)} that a dense step leaves free on {describe(device)}"
     if not is_accelerator(device):
-        where = f"{format_bytes(room)} that the tables leave of the host's memory"
+        where = f"{format_bytes(room)} of host memory that the tables leave free"
     if chosen is None:
-        return f"cache    auto: none; no cache that fits into the {where} makes a step shorter"
+        return f"cache    auto: none; no cache that fits in the {where} makes a step shorter"
     policy, point = chosen
     return (
         f"cache    auto: {point.rows:,} rows, {policy}, {format_bytes(point.nbytes)} of the {where}; "

@@ -1,6 +1,6 @@
 """Simulation of cache policies and sizes on a data set's own batches, and the recommended cache.
 
-The cost of a step is the host's time for rows and plan, plus the time that its bytes take to the device and back. Both
+The cost of a step is the host's time for rows and plan, plus the time to transfer rows to the device and back. Both
 are measured on this machine. A larger cache is recommended only if it reduces that cost.
 """
 
@@ -26,7 +26,7 @@ from hostdev.train.build import count_uses, groups_of, ids_of, known_counts
 from hostdev.train.cache_advice.rates import host_costs
 
 SHARES = ("0.1%", "0.5%", "1%", "2%", "5%", "10%", "20%", "50%", "100%")
-_WORTH = 1.05  # a smaller cache may take this many times the least time
+_WORTH = 1.05  # a smaller cache is preferred up to this multiple of the least time
 _UNKNOWN = Costs(0, 0, 0)
 _PLANS_PART, _MOST_BYTES = 4, 3 << 30  # plans take at most 1/4 of the free memory; plans and counts, 3 GiB
 _RATED = 9  # batches to measure the host's work
@@ -174,7 +174,7 @@ def recommend(curves: Curves, memory: int) -> tuple[str, Point] | None:
     """Return the policy and size of the smallest cache that is within 5% of the fastest one.
 
     Returns:
-        Policy and caches; None if no cache that fits is faster than having none.
+        Policy and caches, or None if no cache that fits is faster than no cache.
     """
     options = [
         (point.seconds, point.rows, policy, point)
@@ -207,8 +207,8 @@ def format_size(point: Point) -> str:
 def gains(point: Point) -> str:
     """Describe what a cache saves."""
     return (
-        f"{point.moved / 2**20:.2f} MiB a step instead of {point.without / 2**20:.2f}, "
-        f"{point.host * 1e3:.2f} ms of the host instead of {point.host_without * 1e3:.2f}, "
+        f"{point.moved / 2**20:.2f} MiB per step instead of {point.without / 2**20:.2f}, "
+        f"{point.host * 1e3:.2f} ms of host time instead of {point.host_without * 1e3:.2f}, "
         f"{point.total.hit_rate:.1%} of lookups hit"
     )
 
@@ -226,7 +226,7 @@ def measure_groups(model: Model, reader: ShardReader, size: int, seed: int) -> l
 
 
 def choose_sizes(groups: Sequence[Group], memory: int) -> list[list[int]]:
-    """Return equally many sizes to try for each group: shares of its rows, and the largest that fits in `memory`."""
+    """Return sizes to try for each group, in lists of equal length: shares of its rows, and the largest that fits."""
     tried = {tuple(max(1, rows_of(share, group.rows)) for group in groups) for share in SHARES}
     fitting = min(1.0, memory / sum(group.rows * group.whole for group in groups))
     if all(exact := tuple(int(fitting * group.rows) for group in groups)):
@@ -253,7 +253,7 @@ def simulate(
     """
     groups, steps = measure_groups(model, reader, size, seed), reader.steps(size)
     sizes = choose_sizes(groups, memory)
-    known = known_counts(model, data, found, reader)  # a run has no other counts for lookahead
+    known = known_counts(model, data, found, reader)  # the only counts that a run has for lookahead
     counts = [known] if known is not None else count_uses(model, data, found, reader)
     left = _MOST_BYTES - sum(each.nbytes for each in counts)
     has_counts = known is not None
@@ -302,7 +302,7 @@ def _passes(
 ) -> list[list[tuple[str, int, int]]]:
     """Divide all combinations of policy, size index and group index into passes with plans of at most `room` bytes.
 
-    A larger plan gets a pass of its own; raises UserError if that plan does not fit in memory.
+    A larger plan gets a separate pass; raises UserError if that plan does not fit in memory.
     """
     passes: list[list[tuple[str, int, int]]] = [[]]
     left = room
@@ -320,7 +320,7 @@ def _passes(
 
 
 def _optima(group: Group, sizes: Sequence[int], steps: int, window: int) -> Simulation:
-    """Return a simulation that finds the bounds for caches of these sizes."""
+    """Return a simulation that computes the optimum's bounds for caches of these sizes."""
     others = group.costs, group.host
     return Simulation(group.rows, sizes, steps, None, window, group.costs, policies=(), others=others)
 

@@ -16,16 +16,17 @@ from hostdev.host.table import HostTable
 from hostdev.kernels.pool import Task, run_tasks
 from hostdev.kernels.unique import unique
 
-_MOST_BYTES = 1 << 29  # most bytes of the tables; many times a processor's cache
+_MOST_BYTES = 1 << 29  # maximum bytes of the tables; many times a processor's cache
 _ROUNDS = 7
 
 
 def host_costs(
     rows: int, tables: Sequence[tuple[int, SparseOptimizer] | TableShape], batches: Sequence[npt.NDArray[Any]]
 ) -> Costs:
-    """Return the nanoseconds, over all tables, for a row that bypasses a cache, one that is admitted, and one evicted.
+    """Measure the nanoseconds, over all tables, for a row that bypasses a cache, is admitted, or is evicted.
 
-    A row that bypasses is looked up and updated; the others are read or written with their optimizer state.
+    A bypassing row is looked up and updated; an admitted row is read, and an evicted row written, with its optimizer
+    state.
 
     Args:
         rows: V; tables above 512 MiB or a quarter of the free memory are measured with fewer rows.
@@ -70,7 +71,7 @@ def host_costs(
 def _measure_row(
     make_tasks: Callable[[npt.NDArray[Any]], list[list[Task]]], batches: Sequence[npt.NDArray[Any]]
 ) -> float:
-    """Return the median time per row over batches in turn, after two rounds that load kernels and pages."""
+    """Return the median time per row over the batches in turn, after two rounds that load kernels and pages."""
     times = []
     for number in range(_ROUNDS + 2):
         ids = batches[number % len(batches)]
