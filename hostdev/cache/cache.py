@@ -39,7 +39,7 @@ class EmbeddingCache:
 
     A row has one owner: a device slot from the end of the step that admits it to the end of the step that evicts it,
     otherwise the host. An evicted row is written back. `write_back` updates the host, and rows stay cached. Results
-    equal those without a cache, bit for bit. Device memory per table: capacity x (D x (1 + S) + R) x 4 bytes, for S
+    are bit-identical to those without a cache. Device memory per table: capacity x (D x (1 + S) + R) x 4 bytes, for S
     optimizer state columns and R values of per-row state, plus the rows of in-flight batches.
 
     Only one thread at a time may use a cache, except that `stepped` and `left` may run while another thread plans. The

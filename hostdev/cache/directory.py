@@ -43,7 +43,7 @@ class AllRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in total."""
+        """Total size in bytes."""
         return int(self.rows.nbytes)
 
     @property
@@ -65,7 +65,7 @@ class AllRows:
         return positions
 
     def expect(self, counts: npt.NDArray[Any], per_use: np.float32, *, above: float) -> np.float32:
-        """Store each row's probability of use by a batch, mark the C likeliest rows, and return the C-th largest.
+        """Store each row's probability of use, mark the C likeliest rows, and return the C-th largest probability.
 
         Args:
             counts: Uses of each row, [V].

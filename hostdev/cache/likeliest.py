@@ -52,7 +52,7 @@ def chance_at(key: np.uint64) -> np.float32:
 
 
 def _blocks(rows: int) -> list[list[tuple[int, int]]]:
-    """Return chunks of rows, grouped into blocks that are short enough to interrupt between them."""
+    """Return chunks of rows, grouped into short blocks so that interrupts are handled soon."""
     pieces = [(start, min(start + _PIECE, rows)) for start in range(0, rows, _PIECE)]
     return [pieces[i : i + _PIECES] for i in range(0, len(pieces), _PIECES)]
 

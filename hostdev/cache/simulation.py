@@ -26,7 +26,7 @@ class Simulated(NamedTuple):
 
     statistics: Statistics
     planning: float = 0.0  # seconds, over the same batches
-    least: tuple[float, ...] = ()  # for the optimum: the lowest cost by each of the other costs
+    least: tuple[float, ...] = ()  # for the optimum: the lowest cost under each of `others`
 
 
 class Simulation:
@@ -41,8 +41,8 @@ class Simulation:
         costs: Costs of moving a row, which lookahead minimizes.
         told: Whether lookahead also gets the counts.
         policies: A subset of `POLICIES`.
-        optimum: Also find the optimum: the most hits, and the lowest cost by each of `others`.
-        others: Further costs, for example in bytes or nanoseconds, whose minimum `optimum` finds.
+        optimum: Also find the optimum: the most hits, and the lowest cost under each of `others`.
+        others: Further costs of moving a row, for example in bytes or nanoseconds.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ _READABLE = (1, 2)  # they differ in `state_sha256`
 FILE_NAME = "checkpoint.json"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _ORDERS = ("ids", "spread")
-_USUAL = {"order": "ids", "dtype": FP32, "slots_dtype": FP32, "seed": None, "history": None}  # omitted
+_USUAL = {"order": "ids", "dtype": FP32, "slots_dtype": FP32, "seed": None, "history": None}  # omitted from the file
 _MOST_ROWS, _MOST_VALUES = 1 << 48, 1 << 56  # limits for a table
 
 
@@ -160,7 +160,7 @@ def read(path: Path) -> Manifest:
     except FileNotFoundError:
         raise BrokenCheckpointError(f"{path} is not a complete checkpoint: it has no {FILE_NAME}") from None
     except NotADirectoryError:
-        raise UserError(f"{path} is a file, not a checkpoint; name its folder") from None
+        raise UserError(f"{path} is a file, not a checkpoint; give the checkpoint's folder") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise_if_transient(error)
         raise BrokenCheckpointError(f"{file} is broken ({error or type(error).__name__})") from None
@@ -174,7 +174,9 @@ def read(path: Path) -> Manifest:
     if not is_whole:
         raise BrokenCheckpointError(f"{file} is broken (its checksum is wrong)")
     if found[1] not in _READABLE:
-        raise UserError(f"{file} has format version {found[1]}, but this hostdev reads versions 1 and {VERSION}")
+        raise UserError(
+            f"{file} has format version {found[1]}, but this hostdev release reads versions 1 and {VERSION}"
+        )
     try:
         made = json_files.parse(Manifest, content)
         _check(made)

@@ -44,7 +44,7 @@ def get_terms(beta1: float, beta2: float) -> int:
     if beta1 == 0:
         return FEW_TERMS
     if math.log(SMALL) / math.log(beta1) > _MOST_SUMMED:
-        raise ValueError(f"beta1 = {beta1} is too close to 1: moments of unused rows would decay over too many steps")
+        raise ValueError(f"beta1 = {beta1} is too close to 1: moments of unused rows decay too slowly; reduce beta1")
     if beta2 == 0:
         raise ValueError(f"beta2 must be above 0 for beta1 = {beta1}, or unused rows cannot be brought up to date")
     r = 2 * math.log(beta1) / math.log(beta2)

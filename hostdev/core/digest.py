@@ -81,7 +81,7 @@ class StateDigest:
         self._threads = threads or available_cpus()
 
     def table(self, name: str, step: int, columns: Sequence[Column], known: RangeDigests | None = None) -> None:
-        """Add a table; add tables sorted by name.
+        """Add a table; call this in order of the tables' names.
 
         Args:
             name: The table's name.
@@ -136,7 +136,7 @@ class StateDigest:
 
 
 def ranges_of(rows: Any, length: int, numbers: Sequence[int]) -> Iterator[Fetch]:
-    """Yield the ranges with these numbers, `length` rows each, of an array or another object that supports slices."""
+    """Yield the ranges of `length` rows with these numbers; `rows` is an array or another object that can be sliced."""
     for number in numbers:
         yield partial(rows.__getitem__, slice(number * length, (number + 1) * length))
 

@@ -74,7 +74,7 @@ class History:
             )
         if self.steps >= MOST_STEPS:
             raise ValueError(
-                f"table {table!r}: an optimizer that also changes unused rows takes at most {MOST_STEPS:,} steps"
+                f"table {table!r}: {MOST_STEPS:,} steps is the limit of an optimizer that also changes unused rows"
             )
         before = self.clock()
         runs = self._runs
@@ -90,7 +90,7 @@ class History:
         return 0.0 if self.how.betas is None else float(adam_rate(lr, *self.how.betas, step))
 
     def forget(self, steps: int) -> None:
-        """Undo the last steps."""
+        """Undo the last `steps` steps."""
         if not steps:
             return
         while steps and self._runs:
@@ -135,7 +135,7 @@ class History:
         return self._clock
 
     def packed(self) -> str:
-        """Return all steps as text for a checkpoint; a run of steps at one learning rate takes no more than one."""
+        """Return all steps as text for a checkpoint; a run of steps at one learning rate is one entry."""
         content = np.array(self._runs, np.float64).reshape(-1, 3).T.tobytes()
         return base64.b64encode(zlib.compress(content, 6)).decode()
 

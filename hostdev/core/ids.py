@@ -49,7 +49,7 @@ def to_int64(given: Any, padding: int | None = None) -> npt.NDArray[Any]:
 
 
 def wrap_padding(padding: int) -> int:
-    """Return a padding id as it appears among int64 ids: the same 64 bits, read as int64 if it is beyond int64."""
+    """Return a padding id as it appears among int64 ids; an id beyond int64 keeps its 64 bits and becomes negative."""
     return padding if padding <= _LARGEST else padding - 2**64
 
 

@@ -31,7 +31,7 @@ def leaving(leave: Callable[[], object]) -> Iterator[None]:
 
 
 class _Interrupt(KeyboardInterrupt):
-    """A KeyboardInterrupt that reports when nothing refers to it any more."""
+    """A KeyboardInterrupt that notifies its guard when it is deleted."""
 
     def __init__(self, guard: "InterruptGuard") -> None:
         super().__init__()

@@ -161,7 +161,7 @@ def require_table(
     dtype: str = FP32,
     slots_dtype: str = FP32,
 ) -> int:
-    """Return a table's size in bytes; raise UserError unless it fits into `free` bytes of `where` ("host") memory."""
+    """Return a table's size in bytes; raise UserError if it exceeds the `free` bytes in `where`, such as "host"."""
     needed = TableShape(dim, optimizer, dtype, slots_dtype).nbytes(rows)
     if needed > free:
         slots, row_slots = len(optimizer.slots), len(optimizer.row_slots)

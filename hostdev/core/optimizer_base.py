@@ -1,6 +1,6 @@
 """The base of the table optimizers: their interface, gradient clipping, and decoupled weight decay.
 
-Only an optimizer's learning rate may be changed (`table.optimizer.lr = 1e-4`), which affects the next update on.
+Only an optimizer's learning rate may be changed (`table.optimizer.lr = 1e-4`); this takes effect at the next update.
 """
 
 import math
