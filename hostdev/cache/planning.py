@@ -310,7 +310,10 @@ def exchanges(newcomers: Any, residents: Any, margin: Any) -> Any:
 
 @kernel
 def worst(threshold: Any, ties: Any, keys: Any, out: Any) -> None:
-    """Write the positions of keys below the threshold, and of the first `ties` at it, to `out` (one element longer)."""
+    """Write the positions of keys below the threshold, and of the first `ties` at it, to `out`.
+
+    `out` must be one element longer than needed.
+    """
     count, left = np.uint64(0), np.int64(ties)
     for p in range(np.uint64(0), np.uint64(len(keys))):
         out[count] = p

@@ -142,7 +142,7 @@ def _require_finite(name: str, value: float) -> None:
 
 
 def initial_array(shape: tuple[int, ...], init: Initializer, seed: int, name: str) -> Rows:
-    """Return initial values, float32 [*shape], equal to the first row of a table `name` with as many columns."""
+    """Return initial values, float32 [*shape], equal to the first row of a table `name` with prod(shape) columns."""
     block = np.empty((1, 1, max(1, int(np.prod(shape)))), np.float32)
     init.fill(block, seed, name, np.empty(0, np.float32))
     return block.reshape(shape)
