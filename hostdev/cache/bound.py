@@ -1,7 +1,7 @@
 """A lower bound on the cost of any cache on known batches: the Lagrangian dual of offline caching's linear program.
 
 Between two uses of a row, a cache either keeps the row, which takes a slot in every batch in between, or evicts it and
-pays again; with C slots, it keeps at most C rows at a time. Once each slot of each batch has a price, every row is
+pays again; with C slots, it keeps at most C rows at a time. Once a slot has a price in each batch, every row can be
 decided independently, by dynamic programming over its uses. The sum of the rows' costs minus the price of the C slots
 is a lower bound for every cache, and the largest such bound is the program's value.
 
@@ -55,7 +55,7 @@ def _steepest(unique: int, visits: float) -> int:
 
 
 def uses_of(batches: Sequence[npt.NDArray[Any]]) -> Uses:
-    """Return the uses of rows from the unique ids [U] of each batch."""
+    """Return the batches that use each row, given the unique ids [U] of each batch."""
     ids = np.concatenate([*batches, np.empty(0, np.int32)])
     order = np.argsort(ids, kind="stable")
     numbers = np.repeat(np.arange(len(batches), dtype=np.int32), [len(batch) for batch in batches])[order]
@@ -78,11 +78,11 @@ def least_cost(
     Subgradient steps find the slots' prices, starting from the best price that is equal for all batches.
 
     Args:
-        uses: The uses of rows.
+        uses: The batches that use each row.
         capacity: Number of slots.
         costs: Costs of moving a row.
-        first: Cost of caching a row before the first batch; None for `costs.admitted`, 0 if earlier batches, which are
-            not counted, paid for it.
+        first: Cost of caching a row before the first batch, by default `costs.admitted`; 0 if earlier batches, which
+            are not counted, paid for it.
         visits: The approximate number of uses visited over all steps; fewer visits may loosen the bound.
         progress: Called after each step; its exceptions propagate.
     """
@@ -149,7 +149,7 @@ def _pay(
     totals: Any,
     piece: Any,
 ) -> None:
-    """Minimize the cost of each of the rows [start, stop), including the price of its slots.
+    """Minimize the cost of each row in [start, stop), including the price of its slots.
 
     Args:
         until: float64 [T + 2] for T batches, cumulative prices of a slot.

@@ -26,8 +26,8 @@ from hostdev.kernels.pool import run_tasks
 from hostdev.kernels.unique import count_occurrences
 
 _MOST_RECORDED = 1 << 24  # unique ids that are kept to find the optimum
-_MOST_VISITS = 1 << 29  # rows visited to find it, which takes about 20 seconds
-_AT_ONCE_BYTES = 1 << 26  # bytes that are copied to or from the host at a time
+_MOST_VISITS = 1 << 29  # rows visited to find the optimum, which takes about 20 seconds
+_AT_ONCE_BYTES = 1 << 26  # bytes copied to or from the host at a time
 
 
 class CacheTooLargeError(UserError):
@@ -35,12 +35,12 @@ class CacheTooLargeError(UserError):
 
 
 class EmbeddingCache:
-    """Keeps hot rows of host tables, with their optimizer state, on the device.
+    """A cache that keeps hot rows of host tables, with their optimizer state, on the device.
 
     A row has one owner: a device slot from the end of the step that admits it to the end of the step that evicts it,
     otherwise the host. An evicted row is written back. `write_back` updates the host, and rows stay cached. Results
-    equal those without a cache, bit for bit. Device memory per table: capacity x (D x (1 + S) + R) x 4 bytes, for S
-    optimizer state columns and R values of per-row state; in addition, the rows of in-flight batches.
+    are bit-identical to those without a cache. Device memory per table: capacity x (D x (1 + S) + R) x 4 bytes, for S
+    optimizer state columns and R values of per-row state, plus the rows of in-flight batches.
 
     Only one thread at a time may use a cache, except that `stepped` and `left` may run while another thread plans. The
     host copy of a cached row is stale: call `write_back` before you read the tables or change them by other means;
@@ -50,8 +50,8 @@ class EmbeddingCache:
         tables: One host table, or several that share ids and therefore one plan.
         capacity_rows: Number of slots, or a share of the table's rows such as "5%"; may be smaller than a batch.
         policy: "lookahead", "lru", "lfu" or "static"; see `hostdev.cache.planner.Planner`.
-        device: Where the slots lie.
-        window: Batches to look ahead.
+        device: The device that holds the slots.
+        window: Number of batches to look ahead.
         counts: How often each row is used, [V], in any unit: required by "static"; helps "lookahead" to move fewer
             bytes.
         record: Keep the ids of the first batches, for the offline optimum in `summary`: at most 16 million unique ids,
@@ -113,7 +113,7 @@ class EmbeddingCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slots on the device."""
+        """Device memory of the slots in bytes."""
         return sum(4 * (slots.block.numel() + slots.row_slots.numel()) for slots in self.slots)
 
     @property
@@ -177,16 +177,16 @@ class EmbeddingCache:
     def write_back(self) -> None:
         """Write the cached rows to the host tables; they stay cached.
 
-        Batches that were announced or planned but not stepped are forgotten.
+        Batches that were announced or planned but not stepped are discarded.
         """
         self.write_back_rows()
         self._forget()
 
     def _forget(self) -> None:
-        """Reset the planner to the slots' content, and forget batches that were announced but not stepped."""
+        """Reset the planner to the slots' content, and discard batches that were announced but not stepped."""
         self._settle()
         if any(not np.array_equal(other, self._resident[0]) for other in self._resident[1:]):
-            self.write_back_rows()  # an error came after the swaps of some tables only
+            self.write_back_rows()  # an error occurred after only some tables were swapped
             for resident in self._resident:
                 resident[:] = -1
         if len(self.planner) or not self.planner.holds(self._resident[0]):
@@ -194,7 +194,7 @@ class EmbeddingCache:
         del self._recorded[self.planner.statistics.batches :]
 
     def write_back_rows(self) -> None:
-        """Write the cached rows to the host tables; announced and planned batches stay."""
+        """Write the cached rows to the host tables; keep announced and planned batches."""
         if not self._changed:
             return
         self._bring_back()
@@ -208,8 +208,8 @@ class EmbeddingCache:
         """Reload cached rows from host tables that were changed after `write_back`.
 
         Args:
-            changed: The only table that may have changed; None for all.
-            rows: The only rows that may have changed, int32 or int64 [N]; None for all.
+            changed: The only table that may have changed, or None for all tables.
+            rows: The only rows that may have changed, int32 or int64 [N], or None for all rows.
         """
         self._settle()
         for table, slots, ids, part in self._parts():
@@ -244,7 +244,7 @@ class EmbeddingCache:
         return sum(len(ids) for ids, _ in self._recorded)
 
     def _no_optimum(self) -> str | None:
-        """Return why the optimum cannot be found; None if it can."""
+        """Return why the optimum cannot be found, or None if it can."""
         if not self._unique:
             return "no batch was recorded for it"
         batches = self._recorded
@@ -254,7 +254,7 @@ class EmbeddingCache:
     def summary(
         self, *, optimum: bool = True, host: Costs | None = None, progress: Callable[[], object] = lambda: None
     ) -> dict[str, Any]:  # Any: numbers, text or None
-        """Return the statistics, and the figures of the best possible caches on the recorded batches.
+        """Return the statistics, and the results of the best possible caches on the recorded batches.
 
         The first `optimal_batches` batches were recorded. On these, this cache had `hit_rate_of_these`, moved
         `bytes_of_these` and saved `host_us_saved_of_these` (not counting planning). The optimum is the highest hit
@@ -263,7 +263,7 @@ class EmbeddingCache:
         Args:
             optimum: Add the optimum, which takes up to a minute; if that is not possible, `no_optimum` gives the
                 reason.
-            host: Host nanoseconds for a row that bypasses, is admitted or is evicted; if None, saved times are None.
+            host: Host nanoseconds to bypass, admit or evict a row; without it, saved times are None.
             progress: Called during the search; its exceptions propagate.
         """
         total = self.planner.statistics
@@ -285,7 +285,7 @@ class EmbeddingCache:
         return found | self._optimum(host, progress) if optimum else found
 
     def _optimum(self, host: Costs | None, progress: Callable[[], object]) -> dict[str, Any]:
-        """Return the figures of the best possible caches, and of this one, on the recorded batches."""
+        """Return the results of the best possible caches, and of this cache, on the recorded batches."""
         these, why = self._at_first, self._no_optimum()
         best = least = most = None
         if why is None:

@@ -32,7 +32,7 @@ _MOST_LOAD = 0.75  # including tombstones
 
 
 class AllRows:
-    """The planner's data of all V rows, by id: 32 bytes per row."""
+    """Planner data of all V rows, indexed by id: 32 bytes per row."""
 
     def __init__(self, rows: int, capacity: int) -> None:
         self._capacity = capacity
@@ -43,7 +43,7 @@ class AllRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in total."""
+        """Total size in bytes."""
         return int(self.rows.nbytes)
 
     @property
@@ -53,11 +53,11 @@ class AllRows:
         return rows
 
     def place(self, ids: Ids, planned: int) -> Ids:
-        """Return the positions of the data of ids [U], after `planned` batches have been planned."""
+        """Return the positions of the data of ids [U]; `planned` batches have been planned so far."""
         return ids
 
     def look(self, ids: Positions) -> tuple[Positions, npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        """Return positions of the data of rows, and the arrays that they index: the data as int32 and as float32."""
+        """Return the positions of the rows' data, and the arrays that they index: the data as int32 and as float32."""
         return ids, self.rows, self.values
 
     def ids_of(self, positions: Positions) -> Positions:
@@ -65,7 +65,7 @@ class AllRows:
         return positions
 
     def expect(self, counts: npt.NDArray[Any], per_use: np.float32, *, above: float) -> np.float32:
-        """Store the probability that a batch uses each row, mark the C likeliest rows, and return the C-th largest.
+        """Store each row's probability of use, mark the C likeliest rows, and return the C-th largest probability.
 
         Args:
             counts: Uses of each row, [V].
@@ -88,16 +88,16 @@ class AllRows:
 
 
 class Directory:
-    """Data of the rows that currently matter: 32 bytes per row, and 7 to 14 for the index; methods as in `AllRows`.
+    """Planner data of the rows that currently matter: 32 bytes per row plus 7 to 14 for the index; see `AllRows`.
 
     There is room for the pinned rows (those that have a slot or occur in an announced batch), for a quarter as many
-    others, and for two batches. Unused room takes no memory.
+    others, and for two batches. Unused space takes no memory.
 
     Args:
         rows: V.
         capacity: Number of slots.
-        window: Batches that are announced in addition to the next one.
-        least: Number of rows below which none is forgotten.
+        window: Number of batches announced in addition to the next one.
+        least: Number of rows up to which none is forgotten.
     """
 
     def __init__(self, rows: int, capacity: int, window: int, least: int = 0) -> None:
@@ -137,7 +137,7 @@ class Directory:
         return np.uint64(65 - len(self._index).bit_length())
 
     def place(self, ids: Ids, planned: int) -> Positions:
-        """Return the positions int32 [U] of rows; inserts missing rows, and may forget rows that are not pinned."""
+        """Return the positions of rows, int32 [U]; insert missing rows, and possibly forget unpinned rows."""
         self._make_room(len(ids), planned)
         positions = self._find(ids)
         expected, chosen = self._get_probabilities(ids, positions)
@@ -157,7 +157,7 @@ class Directory:
         return positions
 
     def look(self, ids: Positions) -> tuple[Positions, npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        """See `AllRows`; returns a copy of the data, with initial data for missing rows."""
+        """Return a copy of the data, with initial data for missing rows; see `AllRows`."""
         positions = self._find(ids)
         found = positions >= 0
         values = np.zeros((len(ids), WORDS), np.float32)
@@ -174,7 +174,7 @@ class Directory:
         return ids
 
     def expect(self, counts: npt.NDArray[Any], per_use: np.float32, *, above: float) -> np.float32:
-        """See `AllRows`; keeps `counts`, which are read when rows are inserted."""
+        """See `AllRows`; keep a reference to `counts`, which are read when rows are inserted."""
         self._likeliest = likeliest(counts, self._capacity, per_use, above=above)
         ids = self.known[:, ID].copy()
         here = ids >= 0
@@ -183,12 +183,12 @@ class Directory:
         return chance_at(self._likeliest.key)
 
     def choose(self, counts: npt.NDArray[Any]) -> None:
-        """See `AllRows`; keeps `counts`; must be called before any row is inserted."""
+        """See `AllRows`; keep a reference to `counts`. Call this before any row is inserted."""
         if self._capacity:
             self._likeliest = likeliest(counts, self._capacity)
 
     def _find(self, ids: Ids) -> Positions:
-        """Return the positions of rows; -1 for missing ones."""
+        """Return the positions of rows; -1 for missing rows."""
         positions = np.empty(len(ids), np.int32)
         parallel_for(_find, len(ids), ids, self._index, self._shift, self.rows, positions, grain=_GRAIN)
         return positions
@@ -196,7 +196,7 @@ class Directory:
     def _get_probabilities(
         self, ids: Ids, positions: Positions
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
-        """Return the probabilities by the counts, and membership in `Likeliest`, of the rows without a position."""
+        """Return the count-based probabilities, and membership in `Likeliest`, of the rows without a position."""
         expected, chosen = scratch("expected", (len(ids),), np.float32), scratch("chosen", (len(ids),), np.bool_)
         if self._likeliest is None:
             expected.fill(0)
@@ -206,7 +206,7 @@ class Directory:
         return expected, chosen
 
     def _make_room(self, n: int, planned: int) -> None:
-        """Make room for n more rows; forget the least recently used ones if necessary."""
+        """Make room for n more rows; if necessary, forget the least recently used rows."""
         state = self._state
         if self._sound and self._room - state[_LIVE] >= min(n, self._rows - state[_LIVE]):
             return
@@ -271,13 +271,13 @@ def _most(capacity: int, window: int, unique: int) -> int:
 
 
 def most_bytes(rows: int, capacity: int, window: int, least: int, unique: int) -> int:
-    """Return the maximum bytes of a directory if at most `rows` different rows occur in all and `unique` in a batch."""
+    """Return the maximum bytes of a directory if at most `rows` rows occur in total and `unique` per batch."""
     room = min(rows, max(least, _most(capacity, window, unique)))
     return room * ROW + (4 << _get_hash_bits(room))
 
 
 def find_quantile(chances: npt.NDArray[np.float32], share: float) -> np.float32:
-    """Return the largest value that a share of `share` of the `chances` reaches or exceeds."""
+    """Return the largest value that a fraction `share` of `chances` reaches or exceeds."""
     last = min(round(len(chances) * (1 - share)), len(chances) - 1)
     least: np.float32 = np.partition(chances, last)[last]
     return least
@@ -291,7 +291,7 @@ def _is_pinned(rows: Any, p: Any, planned: Any) -> Any:
 
 @kernel
 def _find(start: Any, stop: Any, ids: Any, index: Any, shift: Any, rows: Any, positions: Any) -> None:
-    """Write the positions of ids[start:stop], -1 for missing ones; prefetches the rows."""
+    """Write the positions of ids[start:stop], or -1 if missing; prefetch the rows."""
     mask, one, end = np.uint64(len(index) - 1), np.uint64(1), np.uint64(stop)
     for i in range(np.uint64(start), end):
         if i + np.uint64(_AHEAD) < end:
@@ -319,7 +319,7 @@ def _insert(
     values: Any,
     state: Any,
 ) -> None:
-    """Insert the ids [U], all different, that have no position; there must be room for them.
+    """Insert those of the distinct ids [U] that have no position; there must be room for them.
 
     Args:
         positions: int32 [U], negative for missing ids, whose new positions are written here.
@@ -367,7 +367,7 @@ def _forget(start: Any, stop: Any, rows: Any, before: Any, index: Any, shift: An
     """Forget rows at positions [start, stop) that have no slot and that no batch from number `before` on uses.
 
     Args:
-        counted: Output, int64 [pieces, 2]: forgotten rows, and tombstones that they left.
+        counted: Output, int64 [pieces, 2]: number of forgotten rows, and of tombstones that they left.
     """
     mask, one, end = np.uint64(len(index) - 1), np.uint64(1), np.uint64(stop)
     freed = gone = np.int64(0)

@@ -1,4 +1,4 @@
-"""The most used rows by counts, found without copying the counts, which may be large and in a file.
+"""The most used rows by count, found without copying the counts, which may be in a large file.
 
 A row's key is the probability that a batch uses it, or the count itself. A radix search over histograms of the keys'
 digits finds the C-th largest key; ties at that key go to the first rows.
@@ -46,13 +46,13 @@ def likeliest(
 
 
 def chance_at(key: np.uint64) -> np.float32:
-    """Return the probability that a key encodes; only for keys of probabilities, not of counts."""
+    """Return the probability that a key encodes; the key must come from a probability, not a count."""
     bits = key ^ np.uint64(1 << 63) if key >> np.uint64(63) else ~key
     return np.uint32(bits >> np.uint64(_CHANCE_BITS)).view(np.float32)
 
 
 def _blocks(rows: int) -> list[list[tuple[int, int]]]:
-    """Return blocks of chunks of rows; blocks are short, so that an interruption does not wait for long."""
+    """Return chunks of rows, grouped into short blocks so that interrupts are handled soon."""
     pieces = [(start, min(start + _PIECE, rows)) for start in range(0, rows, _PIECE)]
     return [pieces[i : i + _PIECES] for i in range(0, len(pieces), _PIECES)]
 
@@ -114,7 +114,7 @@ def told(
     chances: Any,
     members: Any,
 ) -> None:
-    """Write probabilities, and membership in `Likeliest`, for those of ids[start:stop] that have no position yet.
+    """Write probabilities, and membership in `Likeliest`, for each of ids[start:stop] that has no position.
 
     Args:
         chances: Output, float32 [U]: the probabilities.

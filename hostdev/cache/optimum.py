@@ -41,7 +41,7 @@ def optimal(
         batches: Unique ids [U] and their uses int32 [U], in order.
         rows: V.
         capacity: Number of slots.
-        since: The first batch that the statistics count, from 0.
+        since: Index of the first batch that the statistics count.
         progress: Called after each batch; its exceptions propagate.
     """
     total = Statistics(batches=len(batches) - since)
@@ -71,7 +71,7 @@ def optimal(
 
 
 def _next_uses(batches: Sequence[tuple[Ids, Positions]], rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """For each batch, from last to first, return the next batch that uses each id, and how often it does."""
+    """Return, for each batch from last to first, the next batch that uses each id, and how often that batch does."""
     next_batch, next_uses = np.full(rows, _NEVER), np.zeros(rows, np.float32)
     found = []
     for number in range(len(batches) - 1, -1, -1):

@@ -17,33 +17,33 @@ _GRAIN = 1 << 14
 
 
 class Plan(NamedTuple):
-    """The plan of a batch's unique ids [U]: each position of an id is in one of three groups, in ascending order.
+    """The plan for a batch's unique ids [U]; each id's position is in one of three groups, each ascending.
 
-    On the device, the batch's rows lie in the order of these groups: hits, admitted, passed.
+    On the device, the batch's rows are in the order of these groups: hits, admitted, passed.
     """
 
     ids: Ids  # [U]
     hits: Positions  # [H], cached before the batch
     hit_slots: Positions  # [H], the slots of the hits
     admitted: Positions  # [A], cached from the end of the batch's step
-    admitted_slots: Positions  # [A]: first free slots, then those of evicted rows, in the order of `evicted`
+    admitted_slots: Positions  # [A]: first free slots, then the slots of evicted rows, in the order of `evicted`
     passed: Positions  # [M], bypassing rows: looked up and updated on the host
     evicted: Ids  # [E], rows that leave at the end of the batch's step, before others are admitted
     evicted_slots: Positions  # [E], the slots that they leave
 
     @property
     def reads(self) -> Ids:
-        """The rows that the batch reads from the host: bypassing, then admitted ones, [M + A]."""
+        """The rows that the batch reads from the host: bypassing, then admitted rows, [M + A]."""
         return np.concatenate([self.ids[self.passed], self.ids[self.admitted]])
 
     @property
     def writes(self) -> Ids:
-        """The host rows that the batch writes: bypassing, then evicted ones, [M + E]."""
+        """The host rows that the batch writes: bypassing, then evicted rows, [M + E]."""
         return np.concatenate([self.ids[self.passed], self.evicted])
 
     @property
     def cached(self) -> Ids:
-        """The rows on the device: hits, then admitted ones, [H + A]."""
+        """The rows on the device: hits, then admitted rows, [H + A]."""
         return np.concatenate([self.ids[self.hits], self.ids[self.admitted]])
 
     @property
@@ -61,7 +61,7 @@ class Plan(NamedTuple):
 
 @dataclass
 class Statistics:
-    """Totals over batches. A use is a hit if its row was cached before the batch."""
+    """Totals over batches; a use is a hit if its row was cached before the batch."""
 
     batches: int = 0
     uses: int = 0
@@ -77,7 +77,7 @@ class Statistics:
         return self.unique - self.unique_hits - self.admitted
 
     def bytes_moved(self, passing: int, whole: int) -> tuple[int, int]:
-        """Return the bytes of the rows sent to the device, and of those sent to the host.
+        """Return the bytes of the rows sent to the device, and of the rows sent to the host.
 
         Args:
             passing: Bytes of a bypassing row.
@@ -102,7 +102,7 @@ def renumber(inverse: Positions, places: Positions) -> Positions:
 
 
 def take(inverse: Positions, places: Positions, below: int) -> tuple[Positions, int]:
-    """Return places[inverse], int32 [N], and how many of these numbers are less than `below`."""
+    """Return places[inverse], int32 [N], and how many of its values are less than `below`."""
     out = np.empty_like(inverse)
     pieces = len(ranges(len(inverse), _GRAIN))
     counts = np.zeros(pieces, np.int64)

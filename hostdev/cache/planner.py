@@ -1,8 +1,7 @@
-"""The cache's plan: which rows are admitted, evicted and bypassed. It depends only on the batches' ids, in order.
+"""The planner of a cache: it decides, from the ids of batches in order, which rows to admit, evict and bypass.
 
 A row enters when a batch uses it, and leaves when a better row needs its slot; any row may take any slot. Both happen
-after the batch's step, so that rows of the batch may leave, too. Rows that are not worth their transfers bypass the
-cache.
+after the batch's step, so even rows of the batch may leave. Rows that are not worth their transfers bypass the cache.
 """
 
 import itertools
@@ -26,12 +25,12 @@ from hostdev.kernels.unique import count_occurrences
 BUDGET = 192 << 20  # bytes; if all rows fit in it, a directory would only cost time
 MOST_ROWS = 2**31 - 1  # positions and slots are int32
 _GRAIN = 1 << 14
-# Per batch, a newcomer must save more than the C-th likeliest row's saving times the first number, plus the second, in
-# units of half a bypass. Both are lower without counts, since more rows are unexpected then.
+# (a, b): per batch, a newcomer must save more than a * (saving of the C-th likeliest row) + b, in units of half a
+# bypass. Both are lower without counts, since more rows are then unexpected.
 _GATE, _OPEN_GATE = (0.7, 0.045), (0.5, 0.03)
 _SAMPLED, _SAMPLED_EVERY = 1024, 4  # rows sampled every 4 batches to estimate the C-th largest probability
 _DECAY = 2 ** (-1 / 15)  # factor by which recent uses decay per batch
-_WATCHED, _WATCHED_OF_BATCH = 1024, 64  # rows on which the counts are judged, and how many of them a batch adds
+_WATCHED, _WATCHED_OF_BATCH = 1024, 64  # rows used to judge the counts, and how many of them a batch adds
 _JUDGED_OF = 4  # in each batch, one in four watched rows is judged
 _FORGOTTEN = 0.97  # decay of the scores per batch
 # Candidates for the weight of the counts, measured in recent uses.
@@ -43,14 +42,14 @@ _SCANNED, _SCANNED_PER_SWAP = 1 << 13, 8  # slots to search for evictions: minim
 def planner_bytes(
     rows: int, capacity: int, unique: int = 0, window: int = WINDOW, *, batches: int | None = None, budget: int = BUDGET
 ) -> int:
-    """Return the maximum bytes of a planner, which depend on the batches unless all rows fit the budget.
+    """Return a planner's maximum size in bytes, which depends on the batches unless all rows fit the budget.
 
     Args:
         rows: V.
         capacity: Number of slots.
-        unique: Unique ids of a batch; 0 leaves out the bytes that batches add.
+        unique: Number of unique ids per batch; 0 omits the bytes that batches add.
         window: The planner's window; 0 for a policy without lookahead.
-        batches: The number of batches to come, if it is known.
+        batches: The number of batches, if known.
         budget: As for `Planner`.
     """
     if rows * ROW <= budget:
@@ -62,7 +61,7 @@ def planner_bytes(
 
 
 class Planner:
-    """Plans which of a table's rows a cache of `capacity` slots holds.
+    """A planner that decides which of a table's rows a cache of `capacity` slots holds.
 
     Memory: 32 bytes per row and 4 per slot. If there are too many rows for the budget: 4 bytes per slot, 4 per id of an
     announced batch, and about 40 for each row whose data is kept. These are the rows that have a slot or occur in an
@@ -72,16 +71,16 @@ class Planner:
     Args:
         rows: V, at most 2^31 - 1.
         capacity: Number of slots, in 0..V.
-        policy: "lookahead" minimizes the cost, given the uses within the window and the probability of later ones;
-            "lru" keeps the rows used last, "lfu" those used most so far, cached or not, and "static" those with the
-            largest `counts`. With more than 8,192 occupied slots, a batch may search only some for evictions.
+        policy: "lookahead" minimizes the cost, given the uses within the window and the probability of later uses;
+            "lru" keeps the rows used last, "lfu" the rows used most so far, cached or not, and "static" the rows with
+            the largest `counts`. With more than 8,192 occupied slots, a batch may search only some for evictions.
         window: Number of batches announced in addition to the one that is planned, at most 32; only for lookahead.
-            Only the first 16 batches are valued one by one, but all of them count for probabilities.
+            Only the first 16 batches are considered individually, but all of them count for probabilities.
         counts: How often each row is used, [V], in any unit: required by "static". Lookahead weighs counts against
             recent uses by how well each predicts; "lru" and "lfu" ignore counts.
         costs: Costs of a bypass, an admission and an eviction; only for lookahead.
-        budget: Bytes for the data of all rows. If they do not suffice, the data of some rows is kept in half of the
-            budget, or more if needed.
+        budget: Bytes for the data of all rows. If this is too small, the data of only some rows is kept, in half of
+            the budget or more if needed.
     """
 
     def __init__(
@@ -126,7 +125,7 @@ class Planner:
         )  # kept until the first batch shows how many uses a batch has
         self._least, self._gate, self._counted = np.float32(0), 0, False  # from the counts, if usable
         self._least_of_late, self._gate_of_late = np.float32(0), 0
-        self._watched = np.empty(0, np.int32)  # rows on which the counts are judged
+        self._watched = np.empty(0, np.int32)  # rows used to judge the counts
         self._scores, self._believed = np.zeros(len(_WEIGHTS)), _WEIGHTS[0]
         self._scanned = 0  # the next slot to search for evictions
         self._swapped = 0  # evictions of the last batch
@@ -135,7 +134,7 @@ class Planner:
         self._has_hits = True  # the statistics include the hits of the last planned batch
 
     def __len__(self) -> int:
-        """Return the number of batches announced and not yet planned."""
+        """Return the number of batches announced but not yet planned."""
         return len(self._announced)
 
     @property
@@ -147,7 +146,7 @@ class Planner:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the planner now, not counting the counts or the ids and uses of announced batches."""
+        """Current size of the planner in bytes, without the counts and the ids and uses of announced batches."""
         beside = sum(positions.nbytes for ids, _, positions in self._announced if positions is not ids)
         return self._directory.nbytes + self.filled * 4 + beside
 
@@ -156,8 +155,8 @@ class Planner:
 
         Args:
             ids: Unique, int32 or int64 [U], each in [0, V) (not checked).
-            uses: How often the batch uses each, int32 [U]. For lookahead, the sum is enough; then hits are counted by
-                `renumber`.
+            uses: How often the batch uses each id, int32 [U]. For lookahead, their sum is enough; `renumber` then
+                counts the hits.
         """
         if isinstance(uses, int) and self._kind != LOOKAHEAD:
             raise ValueError(f"the policy {self.policy} needs the uses of each id, not their sum")
@@ -220,9 +219,9 @@ class Planner:
         return plan
 
     def renumber(self, inverse: Positions, plan: Plan, places: Positions) -> Positions:
-        """Return the inverse, int32 [N], for rows in the order of a plan, whose `places` these are.
+        """Return the inverse, int32 [N], for rows in the order of a plan; `places` is that plan's property.
 
-        It counts the hits of a batch that was announced without the uses of each id. Call it once for the last plan.
+        It counts the hits of a batch that was announced without the uses of each id. Call it once, for the last plan.
         """
         found, hits = take(inverse, places, len(plan.hits))
         if not self._has_hits:
@@ -264,7 +263,7 @@ class Planner:
             self._gate_of_late = _get_gate(self._least_of_late, _OPEN_GATE)
 
     def _store_probabilities(self, counts: npt.NDArray[Any], uses: int) -> None:
-        """Store each row's probability, by the counts, of being in a batch of `uses` occurrences."""
+        """Store each row's probability, estimated from the counts, of being in a batch of `uses` occurrences."""
         total = float(counts.sum(dtype=np.float64))
         per_use = np.float32(uses / total) if total > 0 else np.float32(0)
         self._counted = bool(per_use > 0)  # False if all counts are 0, or their sum overflows
@@ -276,13 +275,13 @@ class Planner:
         self._gate = _get_gate(self._least, _GATE)
 
     def restore(self, slot_ids: Positions) -> None:
-        """Forget announced batches, and set the row in each slot, [C]; -1 for free slots, which come last.
+        """Discard announced batches, and set the row in each slot, [C]; free slots are -1 and come last.
 
         Usage statistics of planned batches are kept.
         """
         taken = np.flatnonzero(slot_ids >= 0)
         if len(taken) and taken[-1] >= len(taken):
-            raise ValueError("slot_ids must have the free slots (-1) last, but one comes before an occupied slot")
+            raise ValueError("slot_ids must have the free slots (-1) last, but a free slot precedes an occupied slot")
         for _, uses, positions in self._announced if self._kind != STATIC else ():
             added = 1 if self._kind == LOOKAHEAD else uses
             rows = self._directory.rows
@@ -308,7 +307,7 @@ class Planner:
     def _choose(
         self, known: tuple[Any, ...], newcomers: npt.NDArray[np.int64]
     ) -> tuple[Positions, Positions, tuple[int, int]]:
-        """Return the slots of admitted rows, the slots of evicted rows, and the threshold key with its ties."""
+        """Return the slots of admitted and of evicted rows, and the threshold key with its number of admitted ties."""
         willing = int(newcomers[1:].sum())
         free = min(self.capacity - self.filled, willing)
         leaving = np.empty(0, np.int32)
@@ -330,7 +329,7 @@ class Planner:
         return slots, leaving, _find_key_from_top(newcomers, len(slots))
 
     def _get_slots_to_scan(self) -> tuple[int, int]:
-        """Return the range of slots to search for evictions: all, or if there are very many, the next part of them."""
+        """Return the range of slots to search for evictions: all, or the next part if there are very many."""
         most = max(_SCANNED, _SCANNED_PER_SWAP * self._swapped)
         if self.filled <= most:
             return 0, self.filled
@@ -350,7 +349,7 @@ class Planner:
 
 
 def _get_least_rows(budget: int) -> int:
-    """Return the number of rows up to which a directory forgets none."""
+    """Return the number of rows up to which a directory forgets no row."""
     return budget // 2 // ROW
 
 
@@ -361,25 +360,25 @@ def _kind(policy: str) -> int:
 
 
 def _get_gate(least: np.float32, gate: tuple[float, float]) -> int:
-    """Return the key that a newcomer must exceed, from the C-th largest probability."""
+    """Return the key that a newcomer must exceed, given the C-th largest probability."""
     return get_price_index(2 * gate[0] * float(least) + gate[1]) << FINE_BITS
 
 
 def _find_key(histogram: npt.NDArray[np.int64], count: int) -> tuple[int, int]:
-    """Return the key up to which there are at least `count` > 0 rows, and how many rows at that key are among them."""
+    """Return the largest key among the `count` > 0 rows with the smallest keys, and how many of them have it."""
     up_to = np.cumsum(histogram)
     key = int(np.searchsorted(up_to, count))
     return key, int(count - (up_to[key] - histogram[key]))
 
 
 def _find_key_from_top(histogram: npt.NDArray[np.int64], count: int) -> tuple[int, int]:
-    """Return the key down to which there are at least `count` rows, and how many rows at that key are among them."""
+    """Return the smallest key among the `count` rows with the largest keys, and how many of them have it."""
     key, ties = _find_key(histogram[::-1], count) if count else (0, 0)
     return KEYS - 1 - key, ties
 
 
 def _drop_best(histogram: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
-    """Return a histogram without the `count` largest keys."""
+    """Return a copy of the histogram without the `count` largest keys."""
     key, ties = _find_key_from_top(histogram, count)
     left = histogram.copy()
     left[key + 1 :] = 0

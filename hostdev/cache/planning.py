@@ -1,4 +1,4 @@
-"""The kernels of `planner`: data of rows and announced batches, values of rows, admissions and evictions.
+"""The kernels of `planner`: row data, announced batches, row values, admissions and evictions.
 
 V rows, C slots, U unique ids of a batch. A row's data takes half a cache line:
 
@@ -29,7 +29,7 @@ _DROPPED_BITS = 17  # low bits of float32's 23 mantissa bits; 6 are kept
 _LOWEST = (127 - 32) << 6  # 2 ** -32 has the key 0
 LAST, BEFORE, SLOT, COUNT, RECENT, CHANCE, MEMBER, ID = range(8)  # words of a row
 WORDS = 8  # per row
-SURE = 1e6  # recent uses: counts with this weight are fully trusted
+SURE = 1e6  # a weight in recent uses, at which counts are fully trusted
 DECAYS = 512  # batches after which a use is forgotten
 _AHEAD = 64  # prefetch distance in rows; read prefetches go to the L2 cache, which allows more in flight
 _BLOCK = 256  # rows that are valued together; their arrays fit the L1 cache
@@ -59,7 +59,7 @@ def _key_of(value: Any) -> Any:
 
 @inline
 def _coming(rows: Any, row: Any, now: Any) -> Any:
-    """Return a number for the index table: a bit per announced batch that uses the row, the nearest one highest."""
+    """Return a row's position in the index table: a bit per announced batch that uses it, the nearest batch highest."""
     later: Any = min(max(np.int64(rows[row, LAST]) - np.int64(now.number), 0), 32)
     used = np.uint64(np.uint32(rows[row, BEFORE])) & ((np.uint64(1) << np.uint64(later)) - np.uint64(1))
     return (used << np.uint64(32)) >> np.uint64(later + 32 - now.bits)
@@ -97,9 +97,9 @@ def _value(
 ) -> None:
     """Write the probabilities and the keys of the first `count` rows of a block.
 
-    A key is the row's Whittle index from `table`, uint8 [RATES << bits], then the 4 bits of the probability below those
-    that chose its class. Separate loops read rows in random order, compute (vectorized), and read the table, which is
-    larger than the L1 cache.
+    A key is the row's Whittle index from `table`, uint8 [RATES << bits], followed by the 4 bits of the probability
+    below those that select its class. Separate loops read rows in random order, compute (vectorized), and read the
+    table, which is larger than the L1 cache.
     """
     believed, per_batch, per_announced, bits = now.believed, now.per_batch, now.per_announced, np.uint32(now.bits)
     last: Any = np.int64(now.latest)
@@ -157,8 +157,8 @@ def announce(start: Any, stop: Any, ids: Any, uses: Any, now: Any, rows: Any, va
 def judge(watched: Any, now: Any, rows: Any, values: Any, decays: Any, weights: Any, scores: Any) -> None:
     """Add to scores[k] the log-likelihood of batch `now.latest` if counts have the weight weights[k].
 
-    It is the Poisson likelihood of the batch's uses of the rows `watched`. The batch has been announced; `now` has the
-    rates before it.
+    It is the Poisson likelihood of the batch's uses of the rows `watched`. The batch has already been announced, but
+    `now` has the rates from before it.
     """
     decay = decays[1]
     for i in range(len(watched)):
@@ -191,10 +191,10 @@ def classify(
     totals: Any,
     piece: Any,
 ) -> None:
-    """Find the slots of ids[start:stop] of batch `now.number`, and the keys of those without one.
+    """Find the slots of ids[start:stop] of batch `now.number`, and the keys of ids without a slot.
 
     Args:
-        uses: int32 [U], how often the batch uses each id; None: unknown, and counted as 0.
+        uses: int32 [U], how often the batch uses each id, or None to count no uses.
         indices: uint8 [2, RATES << bits], from `prices`.
         hits: Output from `start` on, int32 [U]: positions of ids with a slot, ascending.
         hit_slots: Output from `start` on, int32 [U]: their slots.
@@ -310,7 +310,10 @@ def exchanges(newcomers: Any, residents: Any, margin: Any) -> Any:
 
 @kernel
 def worst(threshold: Any, ties: Any, keys: Any, out: Any) -> None:
-    """Write the positions of keys below the threshold, and of the first `ties` at it, to `out` (one element longer)."""
+    """Write the positions of keys below the threshold, and of the first `ties` at it, to `out`.
+
+    `out` must be one element longer than needed.
+    """
     count, left = np.uint64(0), np.int64(ties)
     for p in range(np.uint64(0), np.uint64(len(keys))):
         out[count] = p
@@ -323,13 +326,13 @@ def worst(threshold: Any, ties: Any, keys: Any, out: Any) -> None:
 def divide(
     threshold: Any, ties: Any, missed: Any, keys: Any, starts: Any, ends: Any, admitted: Any, passed: Any
 ) -> None:
-    """Divide `missed` into positions whose key is above the threshold, with the first `ties` at it, and the others.
+    """Split `missed` into the positions with a key above the threshold or among the first `ties` at it, and the rest.
 
     Args:
         starts: int64 [pieces], starts of the valid ranges of `missed` and `keys`.
         ends: int64 [pieces], ends of the valid ranges.
-        admitted: Output, one longer than needed.
-        passed: Output, one longer than needed.
+        admitted: Output, one element longer than needed.
+        passed: Output, one element longer than needed.
     """
     a, m, left = np.uint64(0), np.uint64(0), np.int64(ties)
     for piece in range(len(starts)):

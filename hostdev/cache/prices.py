@@ -1,4 +1,4 @@
-"""Whittle indices: the highest price per slot at which a row is worth caching, by its known and expected uses.
+"""Whittle indices: the highest price per slot at which a row is worth caching, given its known and expected uses.
 
 The uses of a row in the next batches are known; beyond them, only the probability that a batch uses it is known. A row
 is worth a slot while the slot costs less per batch than caching the row saves. The highest such price is its Whittle
@@ -32,7 +32,7 @@ RATES = 22  # classes of the probability that a batch uses a row: 1, >= 3/4, >= 
 PRICES = 161  # number of prices, 16 per octave; the highest is a little above any row's index
 HORIZON = 100  # batches after the known ones; later costs are ignored
 MOST_BITS = 16  # maximum number of known batches
-STAY, ENTER = 0, 1  # first index of the table of `prices`: for cached rows, for others
+STAY, ENTER = 0, 1  # first index into the result of `prices`: cached rows, other rows
 
 
 class Costs(NamedTuple):
@@ -46,7 +46,7 @@ class Costs(NamedTuple):
     def of(
         cls, passing: int, whole: int, *, down: float = 1.0, up: float = 1.0, host: "Costs | None" = None
     ) -> "Costs":
-        """Return the costs of bus transfers, plus those of the host's work.
+        """Return the costs of bus transfers plus the costs of the host's work.
 
         Args:
             passing: Bytes of a bypassing row, in each direction.
@@ -65,7 +65,7 @@ class Costs(NamedTuple):
 
 @lru_cache(maxsize=4)
 def prices(costs: Costs, bits: int) -> npt.NDArray[np.uint8]:
-    """Return the Whittle indices [2, RATES, 2 ** bits] for rows to stay and for rows to enter; 0: not worth any price.
+    """Return the Whittle indices [2, RATES, 2 ** bits] for staying and for entering; 0 means not worth any price.
 
     The position along the last axis has a bit per known batch, set if it uses the row; the nearest batch is the highest
     bit. Index i stands for a price proportional to 2 ** (i / 16).

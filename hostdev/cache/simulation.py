@@ -1,4 +1,4 @@
-"""Simulated caches of several policies and sizes over one pass of batches: only their planners run."""
+"""Simulation of caches of several policies and sizes in one pass over the batches; only their planners run."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -26,23 +26,23 @@ class Simulated(NamedTuple):
 
     statistics: Statistics
     planning: float = 0.0  # seconds, over the same batches
-    least: tuple[float, ...] = ()  # for the optimum: its lowest cost by each of the other costs
+    least: tuple[float, ...] = ()  # for the optimum: the lowest cost under each of `others`
 
 
 class Simulation:
-    """Caches of a group's tables, for several policies and sizes, over the same batches.
+    """A simulation of caches for a group of tables, with several policies and sizes, over the same batches.
 
     Args:
-        rows: Rows of the tables.
+        rows: Number of rows of each table.
         sizes: Sizes of the caches, in rows.
-        steps: Batches to come; results cover the second half of them.
-        counts: Uses of each row [V], for "static"; None leaves that policy out.
-        window: Batches that lookahead knows in advance.
+        steps: Number of batches; results cover the second half of them.
+        counts: Uses of each row, [V], for "static", or None to omit that policy.
+        window: Number of batches that lookahead knows in advance.
         costs: Costs of moving a row, which lookahead minimizes.
         told: Whether lookahead also gets the counts.
         policies: A subset of `POLICIES`.
-        optimum: Also find the optimum: the most hits, and the lowest cost by each of `others`.
-        others: Further costs, for example in bytes or nanoseconds, whose minimum `optimum` finds.
+        optimum: Also find the optimum: the most hits, and the lowest cost under each of `others`.
+        others: Further costs of moving a row, for example in bytes or nanoseconds.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Simulation:
         self.add_unique(found, count_occurrences(inverse, len(found)))
 
     def add_unique(self, ids: npt.NDArray[Any], uses: npt.NDArray[np.int32]) -> None:
-        """Add the next batch: its unique ids, and the uses of each, int32 [U]."""
+        """Add the next batch: its unique ids [U], and how often it uses each id, int32 [U]."""
         self._room -= len(ids)
         if self._room >= 0:
             self._recorded.append((ids, uses))
@@ -132,7 +132,7 @@ class Simulation:
 
 
 def add_up(parts: Iterable[Statistics]) -> Statistics:
-    """Return the statistics summed over several caches that see the same batches, which count once."""
+    """Return the sum of the statistics of several caches on the same batches; each batch counts once."""
     total = Statistics()
     for part in parts:
         total = Statistics(**{name: value + getattr(part, name) for name, value in vars(total).items()})

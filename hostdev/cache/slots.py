@@ -26,11 +26,11 @@ class CachedTable(Protocol):
 
     @property
     def dtype(self) -> str:
-        """How the host stores the table's weights."""
+        """Dtype in which the host stores the table's weights."""
 
     @property
     def slots_dtype(self) -> str:
-        """How the host stores the table's slots."""
+        """Dtype in which the host stores the table's slots."""
 
     @property
     def rows(self) -> int:
@@ -52,7 +52,7 @@ class Places(NamedTuple):
 
     hit_slots: Tensor  # [H], slots of rows that were cached before the batch
     admitted_slots: Tensor  # [A]; the last E hold rows that are evicted
-    row_ids: Tensor | None = None  # int32 or int64 [H + A], the rows' ids; None if not needed
+    row_ids: Tensor | None = None  # int32 or int64 [H + A], the rows' ids, or None if not needed
 
     @classmethod
     def of(cls, plan: Plan, row_ids: Any = None) -> "Places":
@@ -116,7 +116,7 @@ class DeviceSlots:
     ) -> None:
         """Take one optimizer step on cached rows in their slots, and on admitted rows in their own memory.
 
-        Values that the host does not store as float32 are then rounded; this does not change skipped rows.
+        Values that the host does not store as float32 are then rounded; rounding changes nothing in a skipped step.
 
         Args:
             at: The plan's slots.
@@ -124,7 +124,7 @@ class DeviceSlots:
             admitted: float32 [A, 1 + S, D], updated in place.
             admitted_row_slots: float32 [A, R], updated in place.
             step: The table's step.
-            skip: float32 []; if it is not 0, nothing changes; None means 0.
+            skip: float32 []; if not 0, the step is skipped and nothing changes; None means 0.
         """
         if step.clip is not None:
             grads = self._ops.clip_rows(grads, step.clip)

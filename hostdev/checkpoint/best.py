@@ -47,7 +47,7 @@ def of_run(newest: Checkpoint) -> Best | None:
 
 
 def names_of(path: Path, best: Best | None) -> list[str]:
-    """Return the names of a folder's checkpoints of the best step, newest first; [] if `best` is None."""
+    """Return the names of a folder's checkpoints at the best step, newest first; [] if `best` is None."""
     if best is None:
         return []
     found = []
@@ -61,7 +61,7 @@ def names_of(path: Path, best: Best | None) -> list[str]:
 
 
 def find_best_chain(path: Path, best: Best) -> Chain | None:
-    """Return a folder's best checkpoint, with its parents; None if it is missing or damaged."""
+    """Return a folder's best checkpoint, with its parents, or None if it is missing or damaged."""
     for name in names_of(path, best):
         try:
             return read_chain(path / name)

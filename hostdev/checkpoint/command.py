@@ -1,4 +1,4 @@
-"""The commands `checkpoint info|verify|...`, after their flags are parsed."""
+"""The commands `checkpoint info|verify|...`, which run after their flags are parsed."""
 
 import argparse
 from pathlib import Path
@@ -94,7 +94,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _digests(chain: folder.Chain) -> list[str]:
-    """Return a line for a checkpoint's digest, and for an old one another with the digest of its format version.
+    """Return a line with a checkpoint's digest and, for an old format version, a line with that version's digest.
 
     Raises:
         BrokenCheckpointError: The manifest has a different digest.
@@ -116,7 +116,7 @@ def _digests(chain: folder.Chain) -> list[str]:
 
 
 def _newest(path: Path, prog: str) -> folder.Chain:
-    """Return the newest valid checkpoint, with its parents; report newer, damaged ones on standard error."""
+    """Return the newest valid checkpoint, with its parents; report newer, damaged checkpoints on standard error."""
     found = folder.newest(path)
     for line in found.notes():
         note(f"{prog}: {line}")
@@ -174,5 +174,5 @@ _COMMANDS = {
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command that the parsed flags name, and return its exit code."""
+    """Run the command named by the parsed flags, and return its exit code."""
     return _COMMANDS[arguments.command](arguments)

@@ -26,7 +26,7 @@ class _MergedRows:
         self.count = layers.manifest.table(name).rows
 
     def rows_between(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Return all rows of [first, last)."""
+        """Return all rows in [first, last)."""
         return np.arange(first, last)
 
     def read(self, first: int, last: int, ids: npt.NDArray[np.int64] | None, columns: Rows, row_columns: Rows) -> None:
@@ -49,7 +49,7 @@ def compact(chain: Chain, keep: int | None = None) -> str:
         keep: Number of newest checkpoints to keep afterwards, together with their parents; None keeps all.
 
     Raises:
-        UserError: Another process writes to the folder.
+        UserError: Another process is writing to the folder.
         OSError: The checkpoint cannot be written.
     """
     newest = chain[-1]
@@ -71,7 +71,7 @@ def compact(chain: Chain, keep: int | None = None) -> str:
             known = best.of_run(newest)
             folder.prune(path, keep, [known.step] if known is not None and known.stops_early else [])
         after = _size(path)
-    return f"{told}; {path} has {after:,} bytes, and had {before:,} before"
+    return f"{told}; {path} now has {after:,} bytes, {before:,} before"
 
 
 def merge(chain: Chain, path: Path) -> Path:

@@ -1,6 +1,6 @@
-"""Rows of a checkpoint as they are after its last step, for tables whose steps also change rows that they do not use.
+"""A checkpoint's rows, brought up to date with its last step, for tables whose steps also change unused rows.
 
-Files have rows as they were last written; the manifest has the table's steps.
+Files hold rows as they were last written; the manifest holds the table's step history.
 """
 
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ Rows = npt.NDArray[np.float32]
 
 
 def history_of(chain: Chain, name: str) -> History | None:
-    """Return a table's steps; None if its steps change the rows of their batches only.
+    """Return a table's step history, or None if its steps change only the rows of their batches.
 
     Raises:
-        BrokenCheckpointError: The steps are damaged.
+        BrokenCheckpointError: The step history is damaged.
     """
     about = chain[-1].manifest.table(name)
     if LAST not in about.row_slots:
@@ -45,17 +45,17 @@ def history_of(chain: Chain, name: str) -> History | None:
 def _catch_up(about: Table) -> CatchUp:
     given = about.hyperparameters
     if about.optimizer == Adam.__name__:
-        return Adam(**given).catch_up  # which checks the values
+        return Adam(**given).catch_up  # Adam checks the values
     return CatchUp(float(given["weight_decay"]))
 
 
 class CurrentTable:
-    """A table's weights, float32 [rows, dim], brought up to date when they are looked up, as `MappedTable` serves them.
+    """A table's weights, float32 [rows, dim], brought up to date at lookup; the interface is that of `MappedTable`.
 
     Args:
         chain: A full checkpoint and its increments.
         name: The table.
-        history: The table's steps.
+        history: The table's step history.
     """
 
     def __init__(self, chain: Chain, name: str, history: History) -> None:
@@ -81,7 +81,7 @@ def open_table(chain: Chain, name: str) -> MappedTable | CurrentTable:
 
 
 class CurrentLayers(Layers):
-    """A chain's tables whose columns, by ids, are those after the last step."""
+    """A chain's tables, with `columns_of_ids` brought up to date with the last step."""
 
     def __init__(self, chain: Chain) -> None:
         super().__init__(chain)

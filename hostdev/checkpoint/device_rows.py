@@ -1,4 +1,4 @@
-"""A device table's rows for a checkpoint: copied before training continues, as device tables have no copy-on-write."""
+"""A device table's rows for a checkpoint, copied before training continues: device tables have no copy-on-write."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ class DeviceRows:
             self._row_slots = self._row_slots.to("cpu", copy=True)
 
     def rows_between(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Return all rows of [first, last)."""
+        """Return all rows in [first, last)."""
         return np.arange(first, last)
 
     def read(self, first: int, last: int, ids: npt.NDArray[np.int64] | None, columns: Rows, row_columns: Rows) -> None:

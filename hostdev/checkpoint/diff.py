@@ -17,7 +17,7 @@ Rows = npt.NDArray[np.float32]
 
 
 def differences(one: Chain, other: Chain) -> list[str]:
-    """Return a line for each difference between two checkpoints; no lines if they are equal bit for bit."""
+    """Return a line for each difference between two checkpoints; [] if they are equal bit for bit."""
     a, b = Layers(one), Layers(other)
     lines = []
     if a.manifest.step != b.manifest.step:
@@ -37,7 +37,7 @@ def _compare_tables(a: Layers, b: Layers, mine: Table, theirs: Table) -> list[st
         if getattr(mine, what) != getattr(theirs, what):
             lines.append(f"table {mine.name}: {what} {getattr(mine, what)} and {getattr(theirs, what)}")
     if mine.history != theirs.history:
-        lines.append(f"table {mine.name}: the steps, with their learning rates, differ")
+        lines.append(f"table {mine.name}: the step histories (learning rates) differ")
     if (mine.rows, mine.dim) != (theirs.rows, theirs.dim):
         return lines
     columns = [WEIGHTS, *mine.slots, *mine.row_slots]
@@ -62,7 +62,7 @@ def _compare_tables(a: Layers, b: Layers, mine: Table, theirs: Table) -> list[st
 
 
 def _zip_rows(ours: Iterator[Rows], theirs: Iterator[Rows]) -> Iterator[tuple[Rows, Rows]]:
-    """Yield chunks of equal lengths of two columns, whose own chunks may differ in length."""
+    """Yield pairs of equally long chunks of two columns, whose own chunks may differ in length."""
     x = y = np.empty((0, 0), np.float32)
     while True:
         try:

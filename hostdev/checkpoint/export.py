@@ -33,7 +33,7 @@ IDS, DENSE = "ids.parquet", "dense.pt"
 
 
 class Options(NamedTuple):
-    """The options of `checkpoint export`; with `slots`, it also writes optimizer state, steps, settings and `extra`."""
+    """The options of `checkpoint export`; `slots` also exports optimizer state, steps, settings and `extra`."""
 
     out: Path
     format: str
@@ -56,7 +56,7 @@ def export(chain: Chain, options: Options) -> Iterator[str]:
 
     Raises:
         UserError: `options.out` exists.
-        BrokenCheckpointError: A file is damaged; raised before anything is written.
+        BrokenCheckpointError: A file is damaged; this is raised before anything is written.
         OSError: A file cannot be written.
     """
     out = options.out
@@ -119,7 +119,7 @@ def _write_table(out: Path, layers: Layers, table: Table, options: Options, prog
 
 
 def _write_parquet(path: Path, layers: Layers, table: Table, columns: list[str], progress: Progress) -> None:
-    """Write the columns `id`, weights and state (lists of D values; per-row state: numbers).
+    """Write the columns `id`, weights and optimizer state: lists of D values, or numbers for per-row state.
 
     If the table has a row for each id of the data set, `column` and `value` follow `id`.
     """
@@ -181,7 +181,7 @@ def _write_values(file: IO[bytes], values: Any, dtype: str) -> None:
 
 
 def _read_vocabulary(layers: Layers) -> pa.Table | None:
-    """Return the data set's columns and values by id, mapped into memory; None if the checkpoint has none."""
+    """Return the data set's columns and values by id, memory-mapped, or None if the checkpoint has none."""
     path = find_file(layers, VOCABULARY)
     if path is None:
         return None
@@ -209,6 +209,6 @@ def _write_dense(out: Path, layers: Layers) -> None:
     state = layers.manifest.state
     dense = state.get("dense") if isinstance(state, dict) else None
     if isinstance(dense, dict) and "model" in dense:
-        content = io.BytesIO()  # torch's own writer hides a full disk's error
+        content = io.BytesIO()  # torch's file writer hides the error of a full disk
         torch.save(read_values(layers, dense["model"]), content)
         (out / DENSE).write_bytes(content.getbuffer())

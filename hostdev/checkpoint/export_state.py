@@ -1,4 +1,4 @@
-"""Files that `export --slots` writes besides the tables: steps and optimizers, dense optimizer state, `extra`."""
+"""Files that `export --slots` writes in addition to tables: steps and optimizers, dense optimizer state, `extra`."""
 
 import io
 import json
@@ -15,10 +15,10 @@ STATE, OPTIMIZER, EXTRA = "state.json", "optimizer.pt", "extra.pt"
 
 
 def write_state(out: Path, layers: Layers) -> None:
-    """Write state.json, and optimizer.pt for a checkpoint of hostdev.train or extra.pt for one of `Runtime.save`.
+    """Write state.json, and optimizer.pt (checkpoint of hostdev.train) or extra.pt (checkpoint of `Runtime.save`).
 
     state.json has the checkpoint's step, and each table's step, optimizer with hyperparameters, names of optimizer
-    state, and dtypes in training. `torch.load` reads the other files without hostdev; NumPy arrays in `extra` become
+    state, and training dtypes. `torch.load` reads the other files without hostdev; NumPy arrays in `extra` become
     tensors.
     """
     found = layers.manifest
@@ -42,7 +42,7 @@ def write_state(out: Path, layers: Layers) -> None:
 
 
 def _write(path: Path, tree: Any, layers: Layers) -> None:
-    content = io.BytesIO()  # torch's own writer hides a full disk's error
+    content = io.BytesIO()  # torch's file writer hides the error of a full disk
     torch.save(_as_tensors(read_values(layers, tree)), content)
     path.write_bytes(content.getbuffer())
 

@@ -1,4 +1,4 @@
-"""Partial loading of a checkpoint whose tables differ from the program's, or have fewer rows."""
+"""Partial loading of a checkpoint that has other tables than the program, or tables with fewer rows."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,7 +36,7 @@ class Fit(NamedTuple):
         ]
 
     def lines(self) -> list[str]:
-        """Return a line for each table: the rows that a new run loads, and those that have initial values."""
+        """Return a line for each table: how many rows a new run loads, and how many have initial values."""
         found = []
         for name, (there, here) in self.taken.items():
             more = f"; {here - there:,} new rows have their initial values" if here > there else ""
@@ -47,11 +47,11 @@ class Fit(NamedTuple):
 
 
 def fit_tables(chain: Chain, tables: Mapping[str, Any]) -> Fit:
-    """Return the overlap of a checkpoint's tables and the program's `tables`, HostTable or DeviceTable by name.
+    """Return the overlap of a checkpoint's tables and the program's `tables`, each a HostTable or DeviceTable, by name.
 
     Raises:
-        UserError: No table is shared, or a shared one differs in columns, optimizer or dtype, or has fewer rows than
-            in the checkpoint.
+        UserError: No table is shared, or a shared table differs in columns, optimizer or dtype, or has fewer rows
+            than in the checkpoint.
     """
     newest = chain[-1]
     held = {table.name: table for table in newest.manifest.tables}

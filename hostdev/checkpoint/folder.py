@@ -1,7 +1,7 @@
 """A folder of checkpoints: listing, finding valid ones, committing new ones, and pruning.
 
-A checkpoint is written to a folder with a temporary name, synced to disk, and renamed. Under its final name it is
-complete or absent. An incremental checkpoint names its parent; `read_chain` finds all checkpoints that a checkpoint
+A checkpoint is written to a folder with a temporary name, synced to disk, and renamed, so a checkpoint under its final
+name is complete. An incremental checkpoint names its parent; `read_chain` finds all checkpoints that a checkpoint
 needs.
 """
 
@@ -26,7 +26,7 @@ FOLDER = "checkpoints"  # a run directory's folder of checkpoints
 
 
 class FolderInUseError(UserError):
-    """Another process writes checkpoints to the folder."""
+    """Another process is writing checkpoints to the folder."""
 
 
 class Checkpoint(NamedTuple):
@@ -41,7 +41,7 @@ class Checkpoint(NamedTuple):
         return self.path.name
 
 
-Chain = list[Checkpoint]  # the full checkpoint first; each one's parent precedes it
+Chain = list[Checkpoint]  # the full checkpoint first; each parent precedes its increment
 
 
 class Found(NamedTuple):
@@ -56,12 +56,12 @@ class Found(NamedTuple):
 
 
 def name_of(step: int, number: int = 1) -> str:
-    """Return the name of a checkpoint's folder, such as step-0000000300; a second one of that step ends in .2."""
+    """Return the name of a checkpoint's folder, such as step-0000000300; a second one at that step ends in .2."""
     return f"step-{step:010d}" + (f".{number}" if number > 1 else "")
 
 
 def names_in(path: Path) -> list[str]:
-    """Return the names of a folder's checkpoints in order of writing, unreadable ones last; [] if `path` is missing."""
+    """Return the names of a folder's checkpoints, oldest first, unreadable ones last; [] if `path` is missing."""
     try:
         found = [(match, each.name) for each in path.iterdir() if (match := _NAME.fullmatch(each.name))]
     except (FileNotFoundError, NotADirectoryError):
@@ -74,19 +74,19 @@ def names_in(path: Path) -> list[str]:
 
 
 def _parse_numbers(match: re.Match[str]) -> tuple[int, int]:
-    """Return the step in a checkpoint's name, and the number of the checkpoint among those of that step."""
+    """Return the step in a checkpoint's name, and the checkpoint's number within that step."""
     return int(match[1]), int(match[2] or 1)
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether a folder is itself a checkpoint, and not a folder of checkpoints."""
+    """Return whether a folder is itself a checkpoint, rather than a folder of checkpoints."""
     return (path / manifest.FILE_NAME).exists() or _NAME.fullmatch(path.name) is not None
 
 
 def candidates(path: Path) -> list[Path]:
-    """Return the checkpoint at `path`, or those in the folder `path`, newest first; raise UserError if there are none.
+    """Return the path itself if it is a checkpoint, or the checkpoints in the folder `path`, newest first.
 
-    For a run directory, this looks in its subfolder `checkpoints`.
+    For a run directory, this looks in its subfolder `checkpoints`. Raise UserError if there are no checkpoints.
     """
     if is_checkpoint(path):
         return [path]
@@ -100,7 +100,7 @@ def read_chain(path: Path) -> Chain:
     """Return a checkpoint with its parents, reading only manifests.
 
     Raises:
-        BrokenCheckpointError: A manifest is missing or damaged, or a file is missing or has a wrong size.
+        BrokenCheckpointError: A manifest is missing or damaged, or a file is missing or has the wrong size.
         UserError: `path` is a file, or a manifest has another format version.
     """
     chain = [Checkpoint(path, manifest.read(path))]
@@ -123,7 +123,7 @@ def read_chain(path: Path) -> Chain:
 
 
 def _find_difference(parent: Manifest, child: Manifest) -> str | None:
-    """Return how a checkpoint's tables differ from its parent's, as the start of a message; None if they are alike."""
+    """Return how a checkpoint's tables differ from its parent's, as the start of a message, or None if they agree."""
     if {table.name for table in parent.tables} != {table.name for table in child.tables}:
         return "its tables differ from those of"
     for table in child.tables:
@@ -147,7 +147,7 @@ def _require_there(path: Path, file: manifest.File) -> None:
 
 
 def newest(path: Path) -> Found:
-    """Return the checkpoint at `path`, or the newest one in it that `read_chain` accepts; raise the same errors."""
+    """Return the checkpoint at `path`, or the newest one in it that `read_chain` accepts; raise errors as it does."""
     broken: dict[str, BrokenCheckpointError] = {}  # by message: several checkpoints may share a broken parent
     for each in candidates(path):
         try:
@@ -159,7 +159,7 @@ def newest(path: Path) -> Found:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[IO[Any]]:
-    """Lock a folder against other writers and yield the lock's file; raise UserError if it is taken or not writable."""
+    """Lock a folder against other writers and yield the lock file; raise UserError if it is locked or not writable."""
     try:
         file = (path / _LOCK).open("a")
     except OSError as error:
@@ -169,7 +169,7 @@ def locked(path: Path) -> Iterator[IO[Any]]:
 
 
 def is_locked_here(path: Path, file: IO[Any]) -> bool:
-    """Return whether the locked folder still exists, and was not replaced by a new one of the same name."""
+    """Return whether the locked folder still exists and was not replaced by a new folder of the same name."""
     return locks.is_same_file(path / _LOCK, file)
 
 
@@ -225,7 +225,7 @@ def make_parent(checkpoint: Checkpoint) -> Parent:
 
 
 def is_on_disk(checkpoint: Checkpoint) -> bool:
-    """Return whether this checkpoint, and not another one of the same name, is still on disk."""
+    """Return whether this checkpoint, not another checkpoint of the same name, is still on disk."""
     try:
         return manifest.checksum_of(checkpoint.path) == checkpoint.manifest.checksum
     except (OSError, ValueError, KeyError, TypeError):
@@ -233,7 +233,7 @@ def is_on_disk(checkpoint: Checkpoint) -> bool:
 
 
 def is_parent(path: Path) -> bool:
-    """Return whether another checkpoint in the same folder has the one at `path` as its parent."""
+    """Return whether the checkpoint at `path` is the parent of another checkpoint in the same folder."""
     for name in names_in(path.parent):
         try:
             parent = manifest.read(path.parent / name).parent
@@ -245,14 +245,14 @@ def is_parent(path: Path) -> bool:
 
 
 def clean(path: Path, but: Path | None = None) -> None:
-    """Remove unfinished checkpoints, except `but`, and the remains of checkpoints whose removal was interrupted."""
+    """Remove unfinished checkpoints, except `but`, and what is left of checkpoints whose removal was interrupted."""
     for each in path.iterdir() if path.is_dir() else ():
         if each.name.startswith((_PARTIAL, _REMOVED)) and each != but:
             shutil.rmtree(each, ignore_errors=True)
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint; rename it first, so that no reader finds an incomplete one."""
+    """Remove a checkpoint; rename it first, so that no reader finds an incomplete checkpoint."""
     hidden = path.with_name(f"{_REMOVED}{path.name}")
     path.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)
@@ -264,8 +264,8 @@ def prune(path: Path, keep: int, best_steps: Sequence[int] = ()) -> None:
     Args:
         path: The folder.
         keep: Number of valid checkpoints to keep.
-        best_steps: Steps, the preferred one first. The newest valid checkpoint of the first step that has one is kept,
-            too.
+        best_steps: Steps in order of preference. The newest valid checkpoint of the first step that has one is also
+            kept.
     """
     kept: set[str] = set()
     chains: dict[str, Chain] = {}

@@ -17,7 +17,7 @@ Rows = npt.NDArray[np.float32]
 
 
 class Layers:
-    """A chain's tables, read from mapped files. A layer is one checkpoint of the chain. Checksums are not verified."""
+    """A chain's tables, read from memory-mapped files without verifying checksums; a layer is one checkpoint."""
 
     def __init__(self, chain: Chain) -> None:
         self.chain, self.manifest = chain, chain[-1].manifest
@@ -25,11 +25,11 @@ class Layers:
         self._mapped = lru_cache(maxsize=None)(partial(MappedTable, chain))
 
     def ranges(self, name: str) -> list[tuple[int, int]]:
-        """Return the ranges of rows of a table's files; raise BrokenCheckpointError unless they cover the table."""
+        """Return the row ranges of a table's files; raise BrokenCheckpointError unless they cover the table."""
         return require_covered(self.chain, name)
 
     def rows(self, name: str, start: int, stop: int, columns: Sequence[str] | None = None) -> RowChunk:
-        """Return the rows [start, stop), one of `ranges`, in stored order, with all columns or the named ones."""
+        """Return the rows [start, stop), one of `ranges`, in stored order, with all or the named columns."""
         table = self.manifest.table(name)
         wanted = [WEIGHTS, *table.slots, *table.row_slots] if columns is None else list(columns)
         base = next(file for file in self.chain[0].manifest.table(name).files if file.start == start)
@@ -55,17 +55,17 @@ class Layers:
         )
 
     def column(self, name: str, column: str) -> Iterator[Rows]:
-        """Yield a column's rows in order of ids, range by range: float32 [n, D], or [n, 1] for per-row state."""
+        """Yield a column's rows in id order, range by range: float32 [n, D], or [n, 1] for per-row state."""
         for start, stop in self.ranges(name):
             yield self.columns_of_ids(name, start, stop, [column])[column]
 
     def lookup(self, name: str, column: str, ids: npt.NDArray[Any]) -> Rows:
-        """Return a column's rows of `ids`, float32 [N, D], or [N, 1] for per-row state."""
+        """Return the rows `ids` of a column, float32 [N, D], or [N, 1] for per-row state."""
         found: Rows = self._mapped(name, column).lookup(ids)
         return found
 
     def columns_of_ids(self, name: str, start: int, stop: int, columns: Sequence[str]) -> dict[str, Rows]:
-        """Return the rows of ids [start, stop), one of `ranges`, by column: float32 [n, D] or [n, 1]."""
+        """Return the rows with ids in [start, stop), one of `ranges`, by column: float32 [n, D] or [n, 1]."""
         if self.manifest.table(name).order == SPREAD:
             return {column: self.lookup(name, column, np.arange(start, stop)) for column in columns}
         rows = self.rows(name, start, stop, columns)

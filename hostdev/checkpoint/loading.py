@@ -32,7 +32,7 @@ def verify(chain: Chain) -> None:
 
 
 def verify_others(chain: Chain) -> None:
-    """Verify a chain's files, except files of rows, which are verified while they are loaded."""
+    """Verify a chain's files, except files with table rows, which are verified while they are loaded."""
     for checkpoint in chain:
         for file in checkpoint.manifest.others:
             check_file(checkpoint.path / file.file, file)
@@ -68,7 +68,7 @@ def find_newest_valid(path: Path, check: Callable[[Chain], None] = verify) -> Fo
         BrokenCheckpointError: The checkpoint at `path` is damaged, or all checkpoints are.
         UserError: There is no checkpoint, or one has another format version.
     """
-    broken: dict[str, Path | None] = {}  # damaged files by message, each once, as checkpoints may share a parent
+    broken: dict[str, Path | None] = {}  # damaged files by message, once each, as checkpoints may share a parent
     found = candidates(path)
     for each in found:
         try:
@@ -122,7 +122,7 @@ def load_tables(chain: Chain, tables: Mapping[str, Any], *, check: bool = False)
 
 
 def load_rows(chain: Chain, tables: Mapping[str, Any], *, check: bool = False) -> None:
-    """Load a checkpoint's rows into the given tables, by id. Other rows of the tables stay unchanged.
+    """Load a checkpoint's rows into the given tables, by id; other rows of the tables stay unchanged.
 
     Args:
         chain: The checkpoint, with its parents.
@@ -158,7 +158,7 @@ def load_rows(chain: Chain, tables: Mapping[str, Any], *, check: bool = False) -
 
 
 class _Memory(threading.local):
-    """Reusable memory of each thread: allocating new memory takes as long as reading a file."""
+    """Reusable memory per thread, since allocating new memory takes as long as reading a file."""
 
     def __init__(self) -> None:
         self._held: dict[str, Any] = {}
@@ -202,7 +202,7 @@ def _has_local_rows(about: Table, file: RangeFile, table: Any) -> bool:
 
 
 def _map_rows(about: Table, numbers: Any, table: Any) -> tuple[Any, Any]:
-    """Return the local rows to load, and the indices of their values among the file's rows (None: all).
+    """Return the local rows to load, and the indices of their values among the file's rows (None for all).
 
     Args:
         about: The table's entry in the manifest.

@@ -1,4 +1,4 @@
-"""Lookups in a checkpoint's tables, whose files are mapped into memory that processes share."""
+"""Lookups in a checkpoint's tables, whose files are mapped into memory shared by processes."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ _FEW = 512  # rows; for up to this many, waking other threads costs more than it
 
 @kernel
 def _copy(start: Any, stop: Any, ids: Any, layers: Any, files: Any, out: Any) -> None:
-    """Copy the newest version of the rows ids[start:stop] to the same indices of `out`.
+    """Copy the newest version of the rows ids[start:stop] to out[start:stop].
 
     Args:
         start: The first index.

@@ -1,4 +1,4 @@
-"""`CheckpointManager`: saves the checkpoints of a runtime, or of the command `train`, to a folder."""
+"""`CheckpointManager`, which saves the checkpoints of a runtime or of the command `train` to a folder."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -15,32 +15,32 @@ from hostdev.core.errors import UserError
 from hostdev.host.changes import Budget
 from hostdev.kernels.bits import count_bits
 
-COPIES_BYTES = 384 << 20  # limit on the bytes of rows that are copied aside
-SAVING_BYTES = COPIES_BYTES + BUFFERS * FILE_BYTES  # the memory that saving takes in total
+COPIES_BYTES = 384 << 20  # limit on the bytes of copied rows
+SAVING_BYTES = COPIES_BYTES + BUFFERS * FILE_BYTES  # total memory for saving
 
 
 class CheckpointManager:
-    """Saves a training's tables to a folder, as full checkpoints or as increments of the last one.
+    """A manager that saves a training run's tables to a folder, as full checkpoints or increments of the last one.
 
     Args:
         path: The folder; created if it is missing.
         keep: Number of newest checkpoints to keep, together with their parents.
-        hold: Whether the folder stays locked until `close`, and not only while a checkpoint is written.
+        hold: Whether the folder stays locked until `close`, rather than only while a checkpoint is written.
         ranks: The ranks that save together, each its own rows; all must make the same calls. None for one process.
     """
 
     def __init__(self, path: Path, *, keep: int = 3, hold: bool = False, ranks: Any = None) -> None:
         self.path, self.keep, self._hold, self._ranks = path, keep, hold, ranks
-        self.best_steps: list[int] = []  # the checkpoint of the first step that has one is also kept
-        self.last: Checkpoint | None = None  # the tables' changes are tracked since this one
+        self.best_steps: list[int] = []  # in order of preference; the first step with a checkpoint keeps it
+        self.last: Checkpoint | None = None  # the tables' changes are tracked since this checkpoint
         self._increments = 0  # bytes of rows in the chain of `last`, not counting the full checkpoint
         self._writer: AsyncWriter | None = None
         self._untaken: AsyncWriter | None = None
         self._channel: Any = None  # the writer thread's channel to the other ranks
         self._lock = ExitStack()
         self._locked: IO[Any] | None = None
-        self.most_copied = 0  # peak bytes of rows that were copied aside
-        self.copying_seconds = 0.0  # training time spent copying rows aside
+        self.most_copied = 0  # peak bytes of copied rows
+        self.copying_seconds = 0.0  # training time spent copying rows
 
     def __enter__(self) -> "CheckpointManager":
         return self
@@ -97,16 +97,16 @@ class CheckpointManager:
     def save(
         self, tables: Iterable[Any], step: int, content: Content, *, state_sha256: str | None = None
     ) -> AsyncWriter:
-        """Start to write a checkpoint of the tables as they are now; training may continue once this returns.
+        """Start writing a checkpoint of the tables' current state; training may continue once this returns.
 
-        This waits for the last checkpoint, and locks the folder. Device tables are copied; if one is too large for
-        that, this also waits until the new checkpoint is written.
+        This waits for the last checkpoint and locks the folder. Device tables are copied; if a table is too large to
+        copy, this also waits until the new checkpoint is written.
 
         Args:
             tables: The tables. They must not be written until this returns; cached rows must have been written back.
-            step: The step of the training.
-            content: Values besides the tables.
-            state_sha256: Digest of the state, if it is known.
+            step: The training step.
+            content: Values other than the tables.
+            state_sha256: Digest of the state, if known.
 
         Raises:
             UserError: The folder cannot be created or locked.
@@ -160,7 +160,7 @@ class CheckpointManager:
         return writer
 
     def _parent(self, tables: Sequence[Any]) -> Checkpoint | None:
-        """Return the parent of the next checkpoint; None if it is to be full."""
+        """Return the parent of the next checkpoint, or None if it should be full."""
         known = self.last is not None and folder.is_on_disk(self.last) and self._is_of(self.last, tables)
         full = sum(table.rows * _row_bytes(describe_table(table)) for table in tables)
         new = sum(self._changed_rows(table) * _row_bytes(describe_table(table)) for table in tables) if known else 0
@@ -172,7 +172,7 @@ class CheckpointManager:
 
     @staticmethod
     def _is_of(last: Checkpoint, tables: Sequence[Any]) -> bool:
-        """Return whether a checkpoint has the same tables, with equal numbers and orders of rows."""
+        """Return whether a checkpoint has the same tables, with the same row counts and row orders."""
         mine = [describe_table(table) for table in tables]
         return {(table.name, table.rows, table.order) for table in last.manifest.tables} == {
             (table.name, table.rows, table.order) for table in mine
@@ -220,7 +220,7 @@ class CheckpointManager:
         self._lock.close()
 
     def take_ended(self) -> AsyncWriter | None:
-        """Return the last writer once it has ended; None while it runs, or if it was already taken."""
+        """Return the last writer once it has ended, or None while it runs or if it was already taken."""
         if self.is_saving:
             return None
         ended, self._untaken = self._untaken, None

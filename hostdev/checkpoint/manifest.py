@@ -1,4 +1,4 @@
-"""checkpoint.json: a checkpoint's content, with checksums of its files. Format version 2; version 1 is read."""
+"""checkpoint.json: a checkpoint's content and its files' checksums, in format version 2; version 1 can be read."""
 
 import json
 import re
@@ -18,7 +18,7 @@ _READABLE = (1, 2)  # they differ in `state_sha256`
 FILE_NAME = "checkpoint.json"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _ORDERS = ("ids", "spread")
-_USUAL = {"order": "ids", "dtype": FP32, "slots_dtype": FP32, "seed": None, "history": None}  # left out
+_USUAL = {"order": "ids", "dtype": FP32, "slots_dtype": FP32, "seed": None, "history": None}  # omitted from the file
 _MOST_ROWS, _MOST_VALUES = 1 << 48, 1 << 56  # limits for a table
 
 
@@ -26,7 +26,7 @@ class BrokenCheckpointError(UserError):
     """A checkpoint is damaged or incomplete; the message names the file.
 
     Attributes:
-        file: The damaged file, if `ranges.check_file` found it; else None.
+        file: The damaged file if `ranges.check_file` found it, or None.
     """
 
     file: Path | None = None
@@ -43,7 +43,7 @@ class File:
 
 @dataclass(frozen=True, kw_only=True)
 class RangeFile(File):
-    """A file with `rows` rows of a table, all in [start, stop)."""
+    """A file with `rows` of a table's rows, all in [start, stop)."""
 
     start: int
     stop: int
@@ -63,11 +63,11 @@ class Table:
     row_slots: list[str]  # optimizer state of one value per row
     step: int
     files: list[RangeFile] = field(default_factory=list)
-    order: str = "ids"  # order of the rows; "spread": by position, as ranks divide them (`kernels.shards`)
+    order: str = "ids"  # row order; "spread": by position, as rows are divided among ranks (`kernels.shards`)
     dtype: str = FP32  # dtype of the weights in training; files always have float32
     slots_dtype: str = FP32  # dtype of `slots` in training
     seed: int | None = None  # seed of the rounding, for weights or slots that are not float32
-    history: str | None = None  # the steps, if rows are brought up to date when they are read (`core.history`)
+    history: str | None = None  # step history, if rows are brought up to date when read (`core.history`)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,11 +84,11 @@ class Manifest:
 
     step: int
     serial: int  # 1 more than the highest serial of the folder's earlier checkpoints
-    parent: Parent | None  # None: full; otherwise the files have only rows written since the parent
+    parent: Parent | None  # None if full; otherwise the files have only rows written since the parent
     tables: list[Table]
     others: list[File]  # dense tensors, the vocabulary, ...
     state: dict[str, Any]  # a tree of values, see `tree`
-    state_sha256: str | None  # as in summary.json, by the definition of `version`; None if it was not computed
+    state_sha256: str | None  # as in summary.json, as `version` defines it; None if it was not computed
     versions: dict[str, str]
     created: str  # UTC
     version: int = VERSION
@@ -111,7 +111,7 @@ class Manifest:
         raise UserError(f"the checkpoint has no table {name!r}; it has {', '.join(t.name for t in self.tables)}")
 
     def other(self, name: str) -> File | None:
-        """Return the entry of `others` with this path; None if there is none."""
+        """Return the entry of `others` with this path, or None if it is missing."""
         return next((file for file in self.others if file.file == name), None)
 
     @property
@@ -128,12 +128,12 @@ class Manifest:
         return content
 
     def to_text(self) -> str:
-        """Return the content of checkpoint.json; its last field is the checksum of the others."""
+        """Return the content of checkpoint.json, whose last field is the checksum of the other fields."""
         return json.dumps({**self._content(), "sha256": self.checksum}, indent=1) + "\n"
 
 
 def read_serial(path: Path) -> int | None:
-    """Return the serial number of the checkpoint at `path`, even from a damaged manifest; None if unreadable."""
+    """Return the serial number of the checkpoint at `path`, even from a damaged manifest, or None if unreadable."""
     try:
         serial = json_files.read(path / FILE_NAME)["serial"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -160,7 +160,7 @@ def read(path: Path) -> Manifest:
     except FileNotFoundError:
         raise BrokenCheckpointError(f"{path} is not a complete checkpoint: it has no {FILE_NAME}") from None
     except NotADirectoryError:
-        raise UserError(f"{path} is a file, not a checkpoint; name its folder") from None
+        raise UserError(f"{path} is a file, not a checkpoint; give the checkpoint's folder") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise_if_transient(error)
         raise BrokenCheckpointError(f"{file} is broken ({error or type(error).__name__})") from None
@@ -174,7 +174,9 @@ def read(path: Path) -> Manifest:
     if not is_whole:
         raise BrokenCheckpointError(f"{file} is broken (its checksum is wrong)")
     if found[1] not in _READABLE:
-        raise UserError(f"{file} has format version {found[1]}, but this hostdev reads versions 1 and {VERSION}")
+        raise UserError(
+            f"{file} has format version {found[1]}, but this hostdev release reads versions 1 and {VERSION}"
+        )
     try:
         made = json_files.parse(Manifest, content)
         _check(made)

@@ -1,4 +1,4 @@
-"""Files of tables' rows: Arrow IPC, one record batch each, at most 64 MiB.
+"""Files with table rows: Arrow IPC, one record batch each, at most 64 MiB.
 
 Columns: `id` (int64, ascending; absent if the file has all rows of its range), `weights` and optimizer state by name,
 lists of D float32 values, then per-row state, float32.
@@ -33,8 +33,8 @@ class RowChunk(NamedTuple):
 
     Attributes:
         start: The first row of the file's range.
-        ids: int64 [N], ascending; None if the file has all rows of its range.
-        columns: By name, float32 [N, D]: weights first, then optimizer state.
+        ids: int64 [N], ascending, or None if the file has all rows of its range.
+        columns: Columns by name, float32 [N, D]: weights first, then optimizer state.
         row_columns: Per-row optimizer state by name, float32 [N].
     """
 
@@ -54,18 +54,18 @@ def rows_per_file(table: Table) -> int:
 
 
 def has_whole_ranges(table: Table) -> bool:
-    """Return whether a full checkpoint's files of a table hold whole ranges of `hostdev.core.digest`, in order."""
+    """Return whether a table's files in a full checkpoint hold whole ranges of `hostdev.core.digest`, in order."""
     return table.order != SPREAD and rows_per_file(table) >= rows_per_range(table.dim)
 
 
 def column_digests(table: Table, rows: RowChunk) -> dict[str, Digests]:
-    """Return the SHA-256 of the ranges of a file's rows (`hostdev.core.digest`), by column."""
+    """Return the SHA-256 of each range (`hostdev.core.digest`) of a file's rows, by column."""
     length = rows_per_range(table.dim)
     return {name: range_digests(values, length) for name, values in {**rows.columns, **rows.row_columns}.items()}
 
 
 def make_schema(table: Table, *, full: bool) -> pa.Schema:
-    """Return the Arrow schema of a table's files; `full` says that the files have all rows of their ranges."""
+    """Return the Arrow schema of a table's files; with `full`, the files have all rows of their ranges."""
     vector = pa.list_(pa.float32(), table.dim)
     names = [(ID, pa.int64())] if not full else []
     names += [(name, vector) for name in (WEIGHTS, *table.slots)]
@@ -74,7 +74,7 @@ def make_schema(table: Table, *, full: bool) -> pa.Schema:
 
 
 def write_range(root: Path, name: str, table: Table, start: int, stop: int, rows: RowChunk) -> RangeFile:
-    """Write rows of [start, stop) to the new file root/name, hash it, and sync it to disk."""
+    """Write rows in [start, stop) to the new file root/name, hash it, and sync it to disk."""
     full = rows.ids is None
     arrays = [] if full else [pa.array(rows.ids)]
     arrays += [
@@ -93,13 +93,13 @@ def write_range(root: Path, name: str, table: Table, start: int, stop: int, rows
 
 
 def parse_range(path: Path, content: Any, table: Table, file: RangeFile) -> RowChunk:
-    """Return the rows of a file as views of its content, which is any buffer, such as a memory map.
+    """Return the rows of a file as views of its content, a buffer such as a memory map.
 
     Raises:
         BrokenCheckpointError: The rows do not match the manifest; kernels read them by address.
     """
     values = file.rows * (table.dim * (1 + len(table.slots)) + len(table.row_slots))
-    if file.bytes < 4 * values:  # checked first: a compressed file could make us allocate too much
+    if file.bytes < 4 * values:  # checked first, since a compressed file could need too much memory
         raise BrokenCheckpointError(f"{path} is broken (it is too small for {file.rows} rows)")
     try:
         reader = pa.ipc.open_file(pa.py_buffer(content))
@@ -119,7 +119,7 @@ def parse_range(path: Path, content: Any, table: Table, file: RangeFile) -> RowC
     if ids is not None:
         inside = _ascend(ids, file.start, file.stop)
     if not inside or not 0 <= file.start < file.stop <= table.rows:
-        raise BrokenCheckpointError(f"{path} is broken (its rows are not those of {file.start}..{file.stop - 1})")
+        raise BrokenCheckpointError(f"{path} is broken (its rows do not match the range {file.start}..{file.stop - 1})")
     columns = {
         name: batch[name].flatten().to_numpy().reshape(len(batch), table.dim) for name in (WEIGHTS, *table.slots)
     }
@@ -136,7 +136,7 @@ def _ascend(ids: Ids, start: int, stop: int) -> bool:
 
 
 def mapped(path: Path) -> Any:
-    """Return a file's content, mapped into memory; raise BrokenCheckpointError if it cannot be read."""
+    """Return a file's memory-mapped content; raise BrokenCheckpointError if it cannot be read."""
     try:
         with pa.memory_map(os.fsencode(path)) as file:
             return file.read_buffer()
@@ -146,7 +146,7 @@ def mapped(path: Path) -> Any:
 
 
 def require_covered(chain: Chain, name: str) -> list[tuple[int, int]]:
-    """Return a table's ranges of rows in a chain's full checkpoint; raise BrokenCheckpointError if rows are missing."""
+    """Return a table's row ranges in a chain's full checkpoint; raise BrokenCheckpointError if rows are missing."""
     found = sorted((file.start, file.stop) for file in chain[0].manifest.table(name).files)
     ends = [0, *(stop for _, stop in found)]
     is_gap = any(file.rows != file.stop - file.start for file in chain[0].manifest.table(name).files)
@@ -161,7 +161,7 @@ def check_file(path: Path, file: File, content: memoryview | None = None) -> Non
     Args:
         path: The file.
         file: The file's entry in the manifest.
-        content: Output of `file.bytes` bytes for the file's content; if None, the file is only verified.
+        content: Output for the file's content, `file.bytes` bytes; if None, the file is only verified.
     """
     if wrong := _wrong(path, file, content):
         error = BrokenCheckpointError(f"{path} {wrong}")
@@ -170,7 +170,7 @@ def check_file(path: Path, file: File, content: memoryview | None = None) -> Non
 
 
 def _wrong(path: Path, file: File, content: memoryview | None) -> str | None:
-    """Return what is wrong with a file, as text; None if it is valid."""
+    """Return what is wrong with a file, as text, or None if it is valid."""
     digest, size = sha256(), 0
     piece = memoryview(bytearray(_PIECE)) if content is None else content
     try:

@@ -1,4 +1,4 @@
-"""Rewriting of a checkpoint for another number of processes: all rows in a new order, range by range."""
+"""Rewriting of a checkpoint for a different number of processes, with all rows in a new order, range by range."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,14 +20,14 @@ Rows = npt.NDArray[np.float32]
 
 
 class _Rows:
-    """A `writer.Source` of a table's rows, read from files in order of ids, or of positions if `spread`."""
+    """A `writer.Source` of a table's rows, read from files in id order, or in position order if `spread`."""
 
     def __init__(self, layers: Layers, table: Table, *, spread: bool) -> None:
         self._layers, self._table, self._spread = layers, table, spread
         self.count = table.rows
 
     def rows_between(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Return all rows of [first, last)."""
+        """Return all rows in [first, last)."""
         return np.arange(first, last)
 
     def read(self, first: int, last: int, ids: npt.NDArray[np.int64] | None, columns: Rows, row_columns: Rows) -> None:
@@ -41,15 +41,15 @@ class _Rows:
 
 
 def rewrite(chain: Chain, out: Path, ranks: int | None) -> str:
-    """Write a checkpoint and its parents as a full one into the folder `out`; return a description of the result.
+    """Write a checkpoint and its parents as one full checkpoint into the folder `out`; return a description of it.
 
     Args:
         chain: The checkpoint, with its parents.
         out: A folder without checkpoints.
-        ranks: Number of processes, each with its own files; None: one process, with rows in order of ids.
+        ranks: Number of processes, each with its own files, or None for one process with rows in id order.
 
     Raises:
-        UserError: `out` has checkpoints, or another process writes to it.
+        UserError: `out` has checkpoints, or another process is writing to it.
         OSError: The checkpoint cannot be written.
     """
     _require_none(out)
@@ -64,7 +64,7 @@ def rewrite(chain: Chain, out: Path, ranks: int | None) -> str:
     with folder.locked(out):
         _require_none(out)  # again, now that the folder is locked
         made = write_anew(layers, items, out)
-    return f"{made}: {chain[-1].path} for {'one process' if ranks is None else f'{ranks} processes'}"
+    return f"{made}: {chain[-1].path} rewritten for {'one process' if ranks is None else f'{ranks} processes'}"
 
 
 def _require_none(out: Path) -> None:

@@ -20,7 +20,7 @@ _LONGEST = 480  # characters of a message: names in a file may have any length
 
 
 class SavedTable:
-    """The weights of a table, float32 [rows, dim], read-only and mapped into memory. Several threads may use it.
+    """The weights of a table, float32 [rows, dim], read-only and memory-mapped. Several threads may use it.
 
     Attributes:
         name: The table's name.
@@ -56,11 +56,11 @@ class SavedTable:
 
 
 class SavedModel(Mapping[str, SavedTable]):
-    """A saved model: its tables by name, and the values saved with them. `hostdev.open` returns one.
+    """A saved model, returned by `hostdev.open`: its tables by name, and the values saved with them.
 
     Attributes:
         path: The checkpoint's folder.
-        step: The step of the training.
+        step: The training step.
         tables: The opened tables by name.
     """
 
@@ -96,7 +96,7 @@ class SavedModel(Mapping[str, SavedTable]):
     def extra(self) -> Any:
         """The `extra` of `Runtime.save`; for the command `train`, a dict with `dense`, `random` and `more`.
 
-        It is read at first use, which needs torch and (unlike the tables) the checkpoint's folder.
+        It is read on first access, which needs torch and (unlike the tables) the checkpoint's folder.
 
         Raises:
             BrokenCheckpointError: The file is damaged.
@@ -112,7 +112,7 @@ class SavedModel(Mapping[str, SavedTable]):
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, UserError):
                 raise
-            raise BrokenCheckpointError(f"{self.path} is broken (its values besides the tables: {error})") from None
+            raise BrokenCheckpointError(f"{self.path} is broken (values other than the tables: {error})") from None
         return values["extra"] if isinstance(values, dict) and "extra" in values else values
 
     def verify(self) -> None:
@@ -135,17 +135,17 @@ def open(path: Path | str, *, tables: Sequence[str] | None = None, verify: bool 
 
     Files are mapped into memory: a table of any size opens instantly, only rows that are looked up are read, and
     processes on one host share one copy. The checkpoint's folder may be deleted while the model is open; only `extra`
-    is read later. Incremental checkpoints and those of several ranks or bfloat16 tables work the same way.
+    is read later. Incremental checkpoints, and checkpoints of several ranks or bfloat16 tables, work the same way.
     Lookups return single rows; features and pooling are up to the caller.
 
     Args:
-        path: A checkpoint, a folder of them, or a run directory. A folder's newest valid checkpoint is opened, with a
-            warning if a newer one is damaged.
-        tables: Names of tables to open; None for all.
+        path: A checkpoint, a folder of checkpoints, or a run directory. A folder's newest valid checkpoint is opened,
+            with a warning if a newer one is damaged.
+        tables: Names of tables to open, or None for all.
         verify: Verify all checksums now. Otherwise only manifests, sizes and file structures are checked.
 
     Raises:
-        UserError: There is no checkpoint, or no table of a given name.
+        UserError: There is no checkpoint, or a named table is missing.
         BrokenCheckpointError: The checkpoint is damaged.
     """
     try:
@@ -166,4 +166,4 @@ def _require_inside(path: Path, name: str) -> None:
     """Raise BrokenCheckpointError for a file name outside the checkpoint's folder."""
     place = PurePosixPath(name)
     if place.is_absolute() or ".." in place.parts or not place.parts:
-        raise BrokenCheckpointError(f"{path} is broken (it names the file {name[:100]!r}, outside its folder)")
+        raise BrokenCheckpointError(f"{path} is broken (it names the file {name[:100]!r} outside its folder)")

@@ -31,10 +31,10 @@ def state_digest(
 
     Args:
         layers: The checkpoint's rows.
-        names: The dense arrays.
+        names: The names of the dense arrays, in the digest and in the file.
         tensors: Their values, by name in the file.
         version: The format version that defines the digest.
-        known: By table, digests of its rows that need not be computed.
+        known: Digests of rows that need not be computed, by table.
     """
     digest = StateDigest1() if version == 1 else StateDigest()
     for table in sorted(layers.manifest.tables, key=lambda table: table.name):
@@ -63,7 +63,7 @@ def read_dense_tensors(layers: Layers) -> dict[str, Tensor]:
 
 
 def read_values(layers: Layers, tree: Tree) -> Any:
-    """Return the values that a tree of a checkpoint stands for; raise BrokenCheckpointError if it is invalid."""
+    """Return the values that a checkpoint's tree represents; raise BrokenCheckpointError if it is invalid."""
     tensors = read_dense_tensors(layers)
     try:
         return from_tree(tree, tensors)
@@ -73,7 +73,7 @@ def read_values(layers: Layers, tree: Tree) -> Any:
 
 
 def find_file(layers: Layers, name: str) -> Path | None:
-    """Return the path of a file of `Manifest.others` in the newest checkpoint of a chain that has it, or None."""
+    """Return the path of a file listed in `Manifest.others`, from a chain's newest checkpoint that has it, or None."""
     for checkpoint in reversed(layers.chain):
         if checkpoint.manifest.other(name) is not None:
             return checkpoint.path / name

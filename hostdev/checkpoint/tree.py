@@ -1,4 +1,4 @@
-"""Converts nested values with tensors, such as a `state_dict`, to and from JSON and safetensors, without pickle.
+"""Conversion of nested values with tensors, such as a `state_dict`, to and from JSON and safetensors without pickle.
 
 The tree represents a tensor as {"$tensor": its name in the file}, a NumPy array as {"$array": its name in the file}, a
 tuple as {"$tuple": [...]}, and a dict whose keys are not all strings as {"$dict": [[key, value], ...]}.
@@ -25,7 +25,7 @@ _MARKS = ("$tensor", "$array", "$tuple", "$dict")
 def to_tree(value: Any, tensors: dict[str, Tensor], path: str = "") -> Tree:
     """Return nested values as JSON values, and add copies of their tensors in host memory to `tensors`.
 
-    Supported types: dicts, lists, tuples, tensors, NumPy's arrays and numbers, strings, numbers, bools and None. Other
+    Supported types: dicts, lists, tuples, tensors, NumPy arrays and scalars, strings, numbers, bools and None. Other
     types raise a TypeError that names the path of the value.
     """
     if value is None or isinstance(value, bool | str):
@@ -54,7 +54,7 @@ def to_tree(value: Any, tensors: dict[str, Tensor], path: str = "") -> Tree:
 
 
 def from_tree(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the values from which `to_tree` made this tree."""
+    """Return the values that `to_tree` converted to this tree."""
     if isinstance(tree, list):
         return [from_tree(each, tensors) for each in tree]
     if not isinstance(tree, dict):
@@ -73,7 +73,7 @@ def from_tree(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def tensors_as_bytes(tensors: dict[str, Tensor]) -> bytes:
-    """Return tensors in the format of safetensors."""
+    """Return tensors in safetensors format."""
     content: bytes = save(tensors)
     return content
 

@@ -1,4 +1,4 @@
-"""Writes a checkpoint in background threads, from snapshots of the tables, while training continues."""
+"""Writing of a checkpoint in background threads, from snapshots of the tables, while training continues."""
 
 import contextlib
 import os
@@ -58,15 +58,15 @@ class Source(Protocol):
     count: int  # rows to save
 
     def rows_between(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Return the rows of [first, last) to save, ascending."""
+        """Return the rows in [first, last) to save, ascending."""
 
     def read(self, first: int, last: int, ids: npt.NDArray[np.int64] | None, columns: Rows, row_columns: Rows) -> None:
-        """Copy rows of [first, last) to the outputs. One thread calls this, with ascending ranges.
+        """Copy rows in [first, last) to the outputs. One thread calls this, with ascending ranges.
 
         Args:
             first: The first row of the range.
             last: The end of the range.
-            ids: The rows to copy, int64 [N], ascending; None: all N = last - first rows.
+            ids: The rows to copy, int64 [N], ascending, or None for all N = last - first rows.
             columns: Output, float32 [1 + S, N, D]: weights, then optimizer state.
             row_columns: Output, float32 [R, N]: per-row optimizer state.
         """
@@ -90,7 +90,7 @@ class Item(NamedTuple):
     stop: Callable[[], None]  # called when all rows have been read, and again at the end
     end: Callable[[bool], None]
     first: int = 0  # position of the part's first row among all rows
-    rows: int | None = None  # rows of the part; None: all rows of the table
+    rows: int | None = None  # rows of the part, or None for all rows of the table
     cuts: Sequence[int] = ()  # rows at which a file must begin
 
 
@@ -98,10 +98,10 @@ class Content(NamedTuple):
     """Values that are saved in addition to the tables.
 
     Attributes:
-        state: A dict for JSON, from `tree.to_tree`.
+        state: A JSON-compatible dict, from `tree.to_tree`.
         tensors: The tensors in `state`.
         others: Files by their names in the checkpoint; written to full checkpoints only.
-        digest: For each dense array in the state's digest: its name in the digest, and its tensor's name.
+        digest: For each dense array in the state's digest, its name in the digest and its tensor's name.
     """
 
     state: dict[str, Any]
@@ -111,21 +111,21 @@ class Content(NamedTuple):
 
 
 class AsyncWriter:
-    """Writes a checkpoint in background threads. `Runtime.save` returns one.
+    """A writer of one checkpoint in background threads, as returned by `Runtime.save`.
 
     Attributes:
-        range_digests: By table, digests of the saved rows, of a full checkpoint whose `state_sha256` was not known.
+        range_digests: Digests of the saved rows by table, for a full checkpoint whose `state_sha256` was not known.
 
     Args:
         path: The folder of checkpoints.
-        step: The step of the training.
+        step: The training step.
         items: The tables.
-        content: Values besides the tables.
-        parent: The parent of an incremental checkpoint; None for a full one.
+        content: Values other than the tables.
+        parent: The parent of an incremental checkpoint, or None for a full checkpoint.
         keep: Number of newest checkpoints to keep; 0 keeps all.
-        best_steps: Steps, the preferred one first; the checkpoint of the first step that has one is also kept.
-        state_sha256: Digest of the state, if it is known.
-        on_end: Called with this writer when writing has ended, also after an error.
+        best_steps: Steps in order of preference; the checkpoint of the first step that has one is also kept.
+        state_sha256: Digest of the state, if known.
+        on_end: Called with this writer when writing has ended, even after an error.
         channel: Connects the processes that write this checkpoint.
         release: Called last, to unlock the folder.
     """
@@ -159,7 +159,7 @@ class AsyncWriter:
 
     @property
     def path(self) -> Path | None:
-        """The checkpoint's own folder; None while it is being written and after a failure."""
+        """The checkpoint's own folder, or None while it is being written and after a failure."""
         return None if self.checkpoint is None else self.checkpoint.path
 
     @property
@@ -181,7 +181,7 @@ class AsyncWriter:
         return self.checkpoint
 
     def take_failure(self) -> str | None:
-        """Return a message about a failure that was not reported yet, once; else None."""
+        """Return a message about a failure that was not reported yet, or None; a failure is returned only once."""
         if self.is_running or self.error is None or self.is_reported:
             return None
         self.is_reported = True
@@ -226,7 +226,7 @@ class AsyncWriter:
                 pass  # the next checkpoint's clean-up tries again
 
     def _save_together(self, channel: Channel) -> Checkpoint:
-        """Write a checkpoint together with other processes: each writes the files of its rows, rank 0 the rest."""
+        """Write a checkpoint together with other processes; each writes the files with its rows, rank 0 the rest."""
         partial: Path | None = None
 
         def begin() -> list[str]:
@@ -239,7 +239,7 @@ class AsyncWriter:
 
             def write() -> list[list[dict[str, Any]]]:
                 if not partial.is_dir():
-                    raise UserError(f"{partial} is missing: all hosts must share the folder of checkpoints")
+                    raise UserError(f"{partial} is missing: all hosts must share the checkpoint folder")
                 return [[asdict(file) for file in table.files] for table in self._write_tables(partial)]
 
             written = _agree(channel, write)
@@ -345,7 +345,7 @@ class AsyncWriter:
 
 
 def _join_digests(files: list[dict[str, Digests]]) -> RangeDigests:
-    """Return the digests of a whole table's ranges from those of its files, in order."""
+    """Return the digests of a whole table's ranges, joined from the digests of its files in order."""
     by_column = {name: np.concatenate([digests[name] for digests in files]) for name in files[0]}
     return RangeDigests(by_column, np.ones(len(by_column[WEIGHTS]), np.bool_))
 
@@ -368,7 +368,7 @@ def _agree(channel: Channel, work: Callable[[], Any] | None) -> list[Any]:
 
 
 def _lower_priority() -> None:
-    """Lower this thread's priority, so that training has the processors first."""
+    """Lower this thread's priority, so that training gets the processors first."""
     if sys.platform == "linux":  # on other systems, a priority applies to the whole process
         with contextlib.suppress(OSError):  # the system may not permit it
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
@@ -381,7 +381,7 @@ def _raise_first_error(written: list[Future[_Written]]) -> None:
 
 
 def _split_rows(item: Item) -> Iterator[tuple[int, int, npt.NDArray[np.int64] | None]]:
-    """Yield (start, stop, ids) for each file: its range of rows, and those of them to save (None: all)."""
+    """Yield (start, stop, ids) for each file: its row range, and the rows in it to save (None for all)."""
     V, most = item.table.rows if item.rows is None else item.rows, rows_per_file(item.table)
     if item.full:
         edges = sorted({*range(0, V, most), *item.cuts, V})

@@ -1,1 +1,1 @@
-"""Parts that every other package may use: errors, optimizers, initial values, timed ops, memory, files."""
+"""Modules that every other package may import: errors, optimizers, initial values, timed ops, memory, files."""

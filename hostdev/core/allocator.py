@@ -1,4 +1,4 @@
-"""Settings of glibc's allocator for training on the CPU."""
+"""glibc allocator settings for training on the CPU."""
 
 import ctypes
 import os
@@ -11,12 +11,12 @@ _SETTINGS = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD
 def keep_freed_memory(*, one_arena: bool = False) -> None:
     """Have glibc keep freed memory for the next step instead of returning large blocks to the kernel.
 
-    A step on the CPU allocates its activations anew; page faults on fresh memory would cost a fifth of the step. The
-    user's own settings are kept.
+    Each step on the CPU allocates its activations anew, and page faults on fresh memory would take a fifth of the step.
+    Settings made by the user are kept.
 
     Args:
-        one_arena: Let threads that begin after this call allocate from one heap, as far as no thread has a heap of its
-            own yet. Such heaps hold 64 MiB each, larger needs are met with fresh pages, and freed memory is returned.
+        one_arena: Let threads that start after this call share one heap, unless a thread already has its own. Heaps per
+            thread hold 64 MiB each, serve larger requests with fresh pages, and return freed memory to the kernel.
     """
     if platform.libc_ver()[0] != "glibc" or _SETTINGS & os.environ.keys():
         return

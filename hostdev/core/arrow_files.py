@@ -1,4 +1,4 @@
-"""Arrow files from untrusted sources: mapped into memory, and validated before their values are used."""
+"""Reading of Arrow files from untrusted sources, which are memory-mapped and validated before use."""
 
 import os
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> Any:
     """Return an Arrow IPC file's table, mapped into memory, after validating its offsets, indices and strings.
 
     Args:
-        columns: Names of the columns to read; None: all.
+        columns: Names of the columns to read, or None for all.
 
     Raises:
         ValueError: The file is not a valid Arrow file; the message is one line.
@@ -48,9 +48,9 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> Any:
 
 
 def as_numpy(array: Any) -> npt.NDArray[Any]:
-    """Return a read-only view of an array of numbers without missing values.
+    """Return a read-only NumPy view of a numeric Arrow array that has no missing values.
 
-    `to_numpy` imports pandas where it is installed, which takes a while.
+    `to_numpy` would import pandas if it is installed, which is slow.
     """
     dtype = np.dtype(array.type.to_pandas_dtype())
     data = array.buffers()[1]

@@ -1,4 +1,4 @@
-"""What an optimizer does to rows without a gradient, and for which moments rows can be brought up to date."""
+"""The effect of optimizer steps on rows without a gradient, and a check that such rows can be brought up to date."""
 
 import math
 from typing import NamedTuple
@@ -7,19 +7,19 @@ import numpy as np
 
 from hostdev.kernels.clock import FEW_TERMS, MOST_TERMS
 
-LAST = "last"  # the per-row state with the number of steps after which the row was last written
-SMALL = 2.0**-26  # of a moment, relative to its value at the last write: below, it moves no weight
+LAST = "last"  # name of the per-row state that holds the table's step count at the row's last write
+SMALL = 2.0**-26  # a moment below this fraction of its value at the last write no longer moves a weight
 _TRUNCATED = 2.0**-24  # largest relative error of the sum of the terms
-_MOST_SUMMED = 1 << 15  # steps for which a moment moves a weight
+_MOST_SUMMED = 1 << 15  # most steps for which a moment may move a weight
 
 
 class CatchUp(NamedTuple):
-    """What an optimizer's step does to rows without a gradient.
+    """The effect of an optimizer's step on rows without a gradient.
 
     Attributes:
         weight_decay: Weights are multiplied by 1 - lr * weight_decay.
-        betas: (beta1, beta2) of Adam, if its moments decay and move the weights; else None.
-        eps: The eps of Adam.
+        betas: Adam's (beta1, beta2) if its decaying moments move the weights, or None otherwise.
+        eps: Adam's eps.
     """
 
     weight_decay: float = 0.0
@@ -28,30 +28,30 @@ class CatchUp(NamedTuple):
 
 
 def adam_rate(lr: float, beta1: float, beta2: float, step: int) -> np.float32:
-    """Return lr_t of Adam."""
+    """Return lr_t, Adam's bias-corrected learning rate."""
     return np.float32(lr * math.sqrt(1 - beta2**step) / (1 - beta1**step))
 
 
 def get_terms(beta1: float, beta2: float) -> int:
-    """Return how many terms of the series give the sum of a row's missed steps to float32's precision: 4 or 10.
+    """Return how many terms of the series, 4 or 10, sum a row's missed steps to float32 precision.
 
-    For a constant rate, the relative error is that of the largest omitted term, 1 / C(r + P, P) for P terms and
+    For a constant learning rate, the relative error is the largest omitted term, 1 / C(r + P, P) for P terms and
     r = 2 * ln(beta1) / ln(beta2), where C is the binomial coefficient.
 
     Raises:
-        ValueError: More terms would be needed, or beta1 is too near 1.
+        ValueError: More terms would be needed, or beta1 is too close to 1.
     """
     if beta1 == 0:
         return FEW_TERMS
     if math.log(SMALL) / math.log(beta1) > _MOST_SUMMED:
-        raise ValueError(f"beta1 = {beta1} is too near 1: moments of rows that were not used would last too many steps")
+        raise ValueError(f"beta1 = {beta1} is too close to 1: moments of unused rows decay too slowly; reduce beta1")
     if beta2 == 0:
-        raise ValueError(f"beta2 must be above 0 for beta1 = {beta1}: rows that were not used are brought up to date")
+        raise ValueError(f"beta2 must be above 0 for beta1 = {beta1}, or unused rows cannot be brought up to date")
     r = 2 * math.log(beta1) / math.log(beta2)
     for terms in (FEW_TERMS, MOST_TERMS):
         if math.lgamma(r + 1 + terms) - math.lgamma(r + 1) - math.lgamma(terms + 1) >= -math.log(_TRUNCATED):
             return terms
     raise ValueError(
-        f"beta2 = {beta2} is too small for beta1 = {beta1}: the moments of rows that were not used would be "
-        "brought up to date with an error; for beta1 = 0.9, beta2 must be at least 0.989. LazyAdam takes any betas"
+        f"beta2 = {beta2} is too small for beta1 = {beta1}: unused rows would be brought up to date inaccurately; "
+        "for beta1 = 0.9, use a beta2 of at least 0.989, or use LazyAdam, which accepts any betas"
     )

@@ -13,7 +13,7 @@ Rows = npt.NDArray[np.float32]
 def check_rows(what: str, array: Rows, shape: tuple[int, ...], table: str) -> None:
     """Raise TypeError or ValueError unless an array is float32, has this shape and is C-contiguous.
 
-    The messages call the array `what`, and name the table.
+    Messages name the table and call the array `what`.
     """
     if array.dtype != np.float32:
         raise TypeError(f"table {table!r}: {what} must be float32, not {array.dtype}")
@@ -49,13 +49,13 @@ def require_finite(table: str, ids: npt.NDArray[Any], *values: Rows) -> None:
 
 
 def require_last(table: str, ids: npt.NDArray[Any], last: Rows, steps: int) -> None:
-    """Raise ValueError unless each row's step of its last write, float32 [N], is a whole number in 0 .. `steps`."""
+    """Raise ValueError unless the steps of the rows' last writes, float32 [N], are integers in 0..`steps`."""
     wrong = ~((last >= 0) & (last <= steps) & (last == np.floor(last)))
     if wrong.any():
         row = int(np.flatnonzero(wrong)[0])
         raise ValueError(
-            f"table {table!r}: {last[row]} cannot be written to `last` of row {ids[row]}: it must be a whole number "
-            f"from 0 to {steps}, the steps of the table; nothing was written"
+            f"table {table!r}: {last[row]} cannot be written to `last` of row {ids[row]}: it must be an integer "
+            f"from 0 to {steps}, the table's step count; nothing was written"
         )
 
 
@@ -67,7 +67,7 @@ def require_gradients(table: str, ids: npt.NDArray[Any], grads: Rows, limit: flo
         ids: [N], the row of each gradient.
         grads: float32 [N, D].
         limit: Largest absolute value that the optimizer accepts.
-        summed: Whether each id occurs once; otherwise the sums of the gradients of each id are checked, too.
+        summed: Whether each id occurs once; if not, the sum of each id's gradients is checked, too.
     """
     most = largest(grads)
     if most * (1 if summed else max(1, len(ids))) <= limit:

@@ -1,4 +1,4 @@
-"""Checksums of existing files, of new files while they are being written, and of JSON content."""
+"""Checksums of existing files, of files as they are written, and of JSON content."""
 
 import json
 import os
@@ -12,7 +12,7 @@ _AT_ONCE = 1 << 22  # bytes
 
 
 class Digest(Protocol):
-    """A running checksum: hashlib's objects and `Crc32`."""
+    """The interface of a running checksum, such as a hashlib object or `Crc32`."""
 
     def update(self, data: Any, /) -> object:
         """Add bytes."""
@@ -22,7 +22,7 @@ class Digest(Protocol):
 
 
 class Crc32:
-    """CRC-32, to detect damage but not forgery."""
+    """A CRC-32 checksum, which detects damage but not forgery."""
 
     def __init__(self) -> None:
         self._value = 0
@@ -51,7 +51,7 @@ def json_checksum(content: dict[str, Any]) -> str:
 
 
 class HashedFile:
-    """A new file that is written sequentially; its bytes are hashed as they are written."""
+    """A new file that is written sequentially and hashed as it is written."""
 
     def __init__(self, path: Path, digest: Callable[[], Digest] = sha256) -> None:
         self._file = path.open("xb", buffering=0)

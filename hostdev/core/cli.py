@@ -1,4 +1,4 @@
-"""The basics of every command: errors in one line, exit codes, and --debug."""
+"""Common behaviour of all commands: one-line errors, exit codes, and --debug."""
 
 import argparse
 import contextlib
@@ -17,7 +17,7 @@ from hostdev.core.errors import HostdevError, UserError, in_words, write_stderr
 from hostdev.core.interrupts import InterruptGuard, leaving
 from hostdev.core.printable import printable
 
-_RANKS = {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK_ID"}  # set by launchers of several processes
+_RANKS = {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK_ID"}  # set by multi-process launchers
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
@@ -25,19 +25,19 @@ _is_own = False  # whether the process runs only a command
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that reports a wrong option in one line."""
+    """An argument parser that reports an invalid option in one line."""
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError instead of printing the usage and exiting."""
         raise UserError(f"{message}{self._suggestion(message)} (see {self.prog} --help)")
 
     def _suggestion(self, message: str) -> str:
-        """Return a suggestion of options that resemble the unknown ones."""
+        """Return a hint with known options that resemble the unknown ones."""
         if not message.startswith("unrecognized arguments"):
             return ""
         given = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
         near = [found for word in given for found in get_close_matches(word, self._all_options(), n=1, cutoff=0.7)]
-        near = [found for found in near if found not in given]  # given, but an option of another command
+        near = [found for found in near if found not in given]  # an option that was given belongs to another command
         return f"; did you mean {' '.join(near)}?" if near else ""
 
     def _all_options(self) -> list[str]:
@@ -51,9 +51,9 @@ class Parser(argparse.ArgumentParser):
 
 
 class StrictParser(Parser):
-    """A parser that refuses an option with two values, of which argparse would silently take the last.
+    """A parser that rejects two different values for one option; argparse would silently use the last.
 
-    It is for commands with options that are repeated to name several columns, beside others that name one.
+    It is for commands where some options may be repeated to name several columns, and others name only one.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -62,13 +62,13 @@ class StrictParser(Parser):
             self.register("action", name, _Once)
 
     def parse_known_args(self, *args: Any, **options: Any) -> Any:
-        """Parse arguments as argparse does."""
+        """Parse arguments like argparse."""
         self.values_given: dict[str, Any] = {}
         return super().parse_known_args(*args, **options)
 
 
 class _Once(argparse._StoreAction):
-    """Stores an option's value, which may be given once."""
+    """An action that stores an option's value and rejects a second, different value."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
@@ -80,7 +80,7 @@ class _Once(argparse._StoreAction):
 
 
 def parser(prog: str, description: str, of: type[Parser] = Parser) -> Parser:
-    """Return a parser with the options of every command."""
+    """Return a parser with the options that all commands share."""
     made = of(prog=prog, description=description, allow_abbrev=False)
     add_debug(made)
     return made
@@ -92,11 +92,11 @@ def add_debug(to: argparse.ArgumentParser) -> None:
 
 
 def run(prog: str, main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: what `main` returns or 0, or a code for an exception.
+    """Run a command and return its exit code: the result of `main` (0 for None), or a code for an exception.
 
-    The codes are 2 for an error (or its `exit_code`), 130 for Ctrl-C and 141 if the reader of the output has exited.
-    Exceptions other than HostdevError, OSError and MemoryError are bugs, and are raised. Without `argv`, the process
-    runs only this command, and exits in this function after Ctrl-C: the interpreter's own exit takes seconds on a busy
+    Exceptions give 2 for an error (or its `exit_code`), 130 for Ctrl-C, and 141 if the reader of the output has exited.
+    Exceptions other than HostdevError, OSError and MemoryError are bugs and propagate. Without `argv`, the process
+    runs only this command, and this function ends it after Ctrl-C: the interpreter's own exit takes seconds on a busy
     machine, and running threads may abort it.
     """
     if argv is not None:
@@ -142,7 +142,7 @@ def _run(
 
 
 def run_module(name: str, prog: str) -> int:
-    """Import the module of a command, which has a function `main(argv, prog)`, and run this function as `run` does."""
+    """Import a command's module and run its function `main(argv, prog)` as `run` does."""
 
     def main(arguments: Sequence[str]) -> int | None:
         with importing(prog):
@@ -151,16 +151,16 @@ def run_module(name: str, prog: str) -> int:
         return code
 
     code = run(prog, main)
-    if _RANKS & os.environ.keys():  # objects that torch.distributed leaves may abort the interpreter's own exit
+    if _RANKS & os.environ.keys():  # objects left by torch.distributed may abort the interpreter's own exit
         _leave(code)
     return code
 
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Collect no garbage while the block imports modules, and never examine the objects that exist by its end.
+    """Disable garbage collection while the block imports modules; then exempt all existing objects from it.
 
-    This saves a sixth of the time to import torch, but is skipped if the process runs more than the command.
+    This saves a sixth of the time to import torch. It is skipped if the process runs more than the command.
     """
     if not _is_own or not gc.isenabled():
         yield
@@ -177,7 +177,7 @@ def _without_garbage_collection() -> Iterator[None]:
 def importing(prog: str) -> Iterator[None]:
     """Let Ctrl-C end the command at once while the block imports modules, which may take seconds.
 
-    Ctrl-C is left alone if the process runs more than the command, as a test does.
+    The handling of Ctrl-C is unchanged if the process runs more than the command, as a test does.
     """
     with leaving(lambda: _interrupted(prog)) if _is_own else contextlib.nullcontext(), _without_garbage_collection():
         import_module("numpy")  # before torch, which reports a broken numpy as missing

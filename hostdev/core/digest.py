@@ -1,12 +1,12 @@
 """state_sha256: a digest of everything that training has learned. Equal digests mean equal models.
 
-It is the SHA-256 of, in order: the line "hostdev state 2"; the tables in order of their names; the arrays of the dense
-part. A table contributes a line with its name and number of steps, then its columns: the weights, then the optimizer
-state in order of names. A column contributes a line with name, dtype and shape, and the 32-byte SHA-256 of each range
-of its rows. A range has a power of two of rows, the largest whose weights take at most 1 MiB, or one row. An array of
-the dense part contributes such a line and its bytes. Arrays are row-major and little-endian.
+It is the SHA-256 of, in order: the line "hostdev state 2"; the tables, sorted by name; the arrays of the dense part.
+A table contributes a line with its name and number of steps, then its columns: the weights, then the optimizer state
+sorted by name. A column contributes a line with name, dtype and shape, and the 32-byte SHA-256 of each range of its
+rows. The number of rows in a range is the largest power of two whose weights take at most 1 MiB, but at least 1. An
+array of the dense part contributes such a line and its bytes. Arrays are row-major and little-endian.
 
-Several threads hash the ranges. Ranges that are known not to have changed are not read again.
+Several threads hash the ranges. Ranges known to be unchanged are not read again.
 """
 
 from collections import deque
@@ -27,18 +27,18 @@ from hostdev.core.workers import Workers
 RANGE_BYTES = 1 << 20  # of weights
 _PIECE_BYTES = 1 << 24
 _COPIED_BYTES = 1 << 18
-_TOGETHER = 8  # ranges that a thread takes at a time
-_QUEUED = 2  # such parts per thread
+_TOGETHER = 8  # ranges that a thread hashes per call
+_QUEUED = 2  # queued calls per thread
 
 Digests = npt.NDArray[np.uint8]  # [ranges, 32]
 Fetch = Callable[[], Any]  # returns rows, float32
 
 
 class Column(NamedTuple):
-    """An array of a table: its name, its shape, and a function that yields the wanted ranges of its rows in order.
+    """An array of a table, and a function that yields requested ranges of its rows in order.
 
-    `ranges` takes the numbers of the ranges, ascending. A range is a function that returns its rows; another thread
-    calls it.
+    `ranges` takes ascending range numbers. Each range that it yields is a function that returns the rows; another
+    thread calls it.
     """
 
     name: str
@@ -47,33 +47,33 @@ class Column(NamedTuple):
 
 
 class RangeDigests(NamedTuple):
-    """The SHA-256 of ranges of a table's rows: by column uint8 [ranges, 32]; `known` [ranges] marks the valid ones."""
+    """SHA-256 digests of a table's row ranges: uint8 [ranges, 32] per column; `known` [ranges] is True where valid."""
 
     by_column: dict[str, Digests]
     known: npt.NDArray[np.bool_]
 
 
 def rows_per_range(dim: int) -> int:
-    """Return the rows of a range of a table with rows of `dim` values, a power of two."""
+    """Return the number of rows per range, a power of two, for a table of `dim` columns."""
     return 1 << max(0, (RANGE_BYTES // (4 * dim)).bit_length() - 1)
 
 
 def in_order(columns: Sequence[Column]) -> list[Column]:
-    """Return a table's columns in the digest's order: the weights, which come first, then the others by name."""
+    """Return a table's columns in the digest's order: the weights, which are `columns[0]`, then the others by name."""
     return [columns[0], *sorted(columns[1:], key=lambda column: column.name)]
 
 
 def range_digests(rows: Any, length: int) -> Digests:
-    """Return the SHA-256 of each range of `length` rows of an array [n, ...], whose last range may be shorter."""
+    """Return the SHA-256 of each range of `length` rows in an array [n, ...]; the last range may be shorter."""
     found = [_sha256(rows[start : start + length]) for start in range(0, len(rows), length)]
     return np.frombuffer(b"".join(found), np.uint8).reshape(len(found), 32)
 
 
 class StateDigest:
-    """The SHA-256 that the module describes.
+    """The SHA-256 digest that the module docstring defines.
 
     Args:
-        threads: The threads that hash; None: one per processor.
+        threads: Number of hashing threads, or None for one per processor.
     """
 
     def __init__(self, threads: int | None = None) -> None:
@@ -81,7 +81,7 @@ class StateDigest:
         self._threads = threads or available_cpus()
 
     def table(self, name: str, step: int, columns: Sequence[Column], known: RangeDigests | None = None) -> None:
-        """Add a table; tables are added in order of their names.
+        """Add a table; call this in order of the tables' names.
 
         Args:
             name: The table's name.
@@ -136,7 +136,7 @@ class StateDigest:
 
 
 def ranges_of(rows: Any, length: int, numbers: Sequence[int]) -> Iterator[Fetch]:
-    """Yield the numbered ranges of `length` rows of an array, or of anything that is read by slices."""
+    """Yield the ranges of `length` rows with these numbers; `rows` is an array or another object that can be sliced."""
     for number in numbers:
         yield partial(rows.__getitem__, slice(number * length, (number + 1) * length))
 
@@ -144,7 +144,7 @@ def ranges_of(rows: Any, length: int, numbers: Sequence[int]) -> Iterator[Fetch]
 def ranges_in_order(pieces: Callable[[], Iterable[Any]], length: int, _: Sequence[int]) -> Iterator[Fetch]:
     """Yield all ranges of `length` rows of an array that `pieces` yields in order, in chunks of any length.
 
-    The chunks may be mapped files, whose pages are then mapped a range at a time.
+    The chunks may be memory-mapped; their pages are then mapped one range at a time.
     """
     parts: list[Any] = []
     have = 0
@@ -162,7 +162,7 @@ def ranges_in_order(pieces: Callable[[], Iterable[Any]], length: int, _: Sequenc
 
 
 def pieces_of(rows: Any, fetch: Callable[[Any], Any]) -> Iterator[Any]:
-    """Yield rows [n, ...] in non-empty chunks of a few MiB, each as `fetch` returns it."""
+    """Yield the results of `fetch` for non-empty chunks, of a few MiB each, of rows [n, ...]."""
     step = max(1, _PIECE_BYTES // max(1, rows[:1].nbytes))
     for start in range(0, len(rows), step):
         yield fetch(rows[start : start + step])
@@ -186,7 +186,7 @@ def _batched(items: Iterable[Fetch], n: int) -> Iterator[list[Fetch]]:
 
 
 def _sha256(rows: Any) -> bytes:
-    """Return the SHA-256 of rows; those that do not lie side by side are copied a few at a time, into the cache."""
+    """Return the SHA-256 of rows; rows that are not contiguous are copied a few at a time, to stay in the CPU cache."""
     values = np.asarray(rows)
     if values.flags.c_contiguous:
         return sha256(values.data).digest()

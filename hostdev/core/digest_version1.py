@@ -1,4 +1,4 @@
-"""`state_sha256` of checkpoints of format version 1: the SHA-256 of one stream of all bytes."""
+"""`state_sha256` of checkpoints in format version 1: the SHA-256 of all bytes in one stream."""
 
 from collections.abc import Sequence
 from hashlib import sha256
@@ -7,9 +7,9 @@ from hostdev.core.digest import Column, RangeDigests, StateDigest, in_order, row
 
 
 class StateDigest1(StateDigest):
-    """The digest of version 1: without a first line, and with the bytes of each column in place of its ranges' digests.
+    """The digest of format version 1, which has no first line and hashes each column's bytes, not range digests.
 
-    It hashes in the calling thread.
+    It is computed in the calling thread.
     """
 
     def __init__(self) -> None:
@@ -17,7 +17,7 @@ class StateDigest1(StateDigest):
         self._digest = sha256()
 
     def table(self, name: str, step: int, columns: Sequence[Column], known: RangeDigests | None = None) -> None:
-        """Add a table; `known` has no use."""
+        """Add a table; `known` is ignored."""
         del known
         self._digest.update(f"table {name} step {step}\n".encode())
         ranges = -(-columns[0].shape[0] // rows_per_range(columns[0].shape[1]))

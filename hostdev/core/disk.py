@@ -1,4 +1,4 @@
-"""Flushing of files and folders to disk, to survive a loss of power."""
+"""Flushing of files and folders to disk, so that they survive a power failure."""
 
 import errno
 import os
@@ -6,17 +6,17 @@ from pathlib import Path
 
 
 def is_text(path: Path | str) -> bool:
-    """Return whether a file name is text; POSIX also allows undecodable bytes, which Python turns into surrogates."""
+    """Return whether a file name is valid text; POSIX also allows other bytes, which Python decodes to surrogates."""
     return not any("\udc80" <= character <= "\udcff" for character in str(path))
 
 
 def sync_folder(path: Path) -> None:
-    """Flush the names in a folder to disk."""
+    """Flush a folder's directory entries to disk."""
     _sync(path)
 
 
 def sync_tree(path: Path) -> None:
-    """Flush a folder's content to disk: the files, then the names in it and in its subfolders."""
+    """Flush a folder's content to disk: all files, and the directory entries of the folder and its subfolders."""
     for folder, _, names in os.walk(path, topdown=False):
         for name in names:
             _sync(Path(folder) / name)

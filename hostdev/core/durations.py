@@ -1,4 +1,4 @@
-"""Durations of any number of calls in bounded memory: exact for up to 65,536, then partly in a histogram."""
+"""Durations of any number of calls in bounded memory: exact for up to 65,536 calls, then partly in a histogram."""
 
 from array import array
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 EXACT = 1 << 16  # durations, 8 bytes each
-_BITS = 7  # log2 of the buckets per power of two
+_BITS = 7  # log2 of the number of buckets per power of two
 _BUCKETS = (63 - _BITS + 1) << _BITS
 
 
@@ -77,7 +77,7 @@ def _histogram(nanoseconds: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def _percentiles(histogram: npt.NDArray[np.int64], of: list[int]) -> list[float]:
-    """Return percentiles in microseconds: np.percentile of the buckets' midpoints."""
+    """Return percentiles in microseconds, computed from the buckets' midpoints like np.percentile."""
     until = np.cumsum(histogram)
     found = []
     for each in of:

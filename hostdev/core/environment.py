@@ -1,6 +1,6 @@
-"""Settings of the C libraries under torch for a training process; import this before torch, which reads them once.
+"""Settings for the C libraries that torch uses in a training process; import before torch, which reads them once.
 
-Variables that the user has set are kept.
+Environment variables that the user has set are kept.
 """
 
 import os
@@ -12,7 +12,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # torch's CPU allocator requests huge pages for tensors of many MiB.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
-# hostdev reports a lost process itself; torch's store would print a trace of its own frames.
+# hostdev reports a lost process itself; torch's store would also print a stack trace.
 if {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK_TABLE_FILE"} & os.environ.keys():
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 

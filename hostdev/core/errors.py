@@ -1,4 +1,4 @@
-"""Errors of hostdev: each message is one line that says what is wrong, where, and what to do."""
+"""hostdev's exceptions; each message is one line that says what is wrong, where, and what to do."""
 
 import errno
 import os
@@ -16,9 +16,9 @@ _SHORTAGES = {
 
 
 class HostdevError(Exception):
-    """Base of hostdev's errors; commands print it as one line and exit with code 2.
+    """Base class of hostdev's errors; commands print them as one line and exit with code 2.
 
-    A message may quote files and callers, so it is cut to 500 characters and its control characters are escaped.
+    A message may quote files and arguments, so it is cut to 500 characters and its control characters are escaped.
     """
 
     def __init__(self, *arguments: object) -> None:
@@ -26,14 +26,14 @@ class HostdevError(Exception):
 
 
 class UserError(HostdevError, ValueError):
-    """The user's input or options are wrong."""
+    """The user's input or options are invalid."""
 
 
 class NonFiniteError(UserError):
     """A gradient or a loss is NaN or infinite; the message says which one. No row was updated.
 
     Attributes:
-        step: Step of the loop, from 1; 0 if it is unknown.
+        step: The loop's step, from 1, or 0 if unknown.
     """
 
     def __init__(self, message: str, step: int = 0) -> None:
@@ -46,7 +46,7 @@ class TransientError(HostdevError):
 
 
 class RankError(HostdevError):
-    """Another rank has failed, hangs or has ended."""
+    """Another rank has failed, hung or exited."""
 
 
 def raise_if_transient(error: BaseException) -> None:
@@ -61,7 +61,7 @@ def raise_if_transient(error: BaseException) -> None:
 
 @contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Add this file's name to an OSError of the block that has none, such as one from a write to a full disk."""
+    """Add this file's name to an OSError that the block raises without one, as a write to a full disk does."""
     try:
         yield
     except OSError as error:
@@ -71,7 +71,7 @@ def naming(path: Path | str) -> Iterator[None]:
 
 
 def in_words(error: BaseException) -> str:
-    """Return an error as one printable line, with the file that an OSError names."""
+    """Return an error as one printable line, including an OSError's file name."""
     text = printable(str(error)) or type(error).__name__
     if isinstance(error, OSError):
         text = error.strerror or text

@@ -1,4 +1,4 @@
-"""The steps of a table whose rows also change when no batch uses them; see `kernels.catch_up`."""
+"""The step history of a table whose rows change even when no batch uses them; see `kernels.catch_up`."""
 
 import base64
 import math
@@ -12,9 +12,9 @@ from hostdev.core.catch_up import SMALL, CatchUp, adam_rate, get_terms
 from hostdev.kernels.catch_up import record
 from hostdev.kernels.clock import LEAST, Clock
 
-MOST_STEPS = 1 << 24  # float32, which per-row state is, has all integers up to here
+MOST_STEPS = 1 << 24  # per-row state is float32, which represents all integers up to here
 _ROOM = 1024
-_DAMAGED = "the history of its steps is damaged"
+_DAMAGED = "its step history is damaged"
 
 
 class _Run(NamedTuple):
@@ -28,10 +28,10 @@ class _Run(NamedTuple):
 class History:
     """A table's steps so far: learning rates, decays, and the sums that bring rows up to date.
 
-    Takes 24 bytes per step with Adam (48 with a beta2 that is smaller than usual), else 8.
+    It takes 24 bytes per step with Adam, 48 with Adam and an unusually small beta2, and 8 otherwise.
 
     Args:
-        how: What a step does to rows without a gradient.
+        how: The effect of a step on rows without a gradient.
     """
 
     def __init__(self, how: CatchUp) -> None:
@@ -57,11 +57,11 @@ class History:
         self._clock: Clock | None = None
 
     def record(self, lr: float, step: int, table: str) -> Clock:
-        """Record a step; return the clock for its updates, which bring rows up to the step before.
+        """Record a step; return the clock for its updates, which bring rows up to date with the previous step.
 
         Args:
             lr: The learning rate.
-            step: The number of the step from 1 on, for the bias correction of Adam.
+            step: The step's number, from 1, for Adam's bias correction.
             table: The table's name.
 
         Raises:
@@ -73,7 +73,9 @@ class History:
                 f"table {table!r}: lr {lr} times weight_decay {self.how.weight_decay} must be below 1, not {decays}"
             )
         if self.steps >= MOST_STEPS:
-            raise ValueError(f"table {table!r}: an optimizer with late decay can take {MOST_STEPS:,} steps at most")
+            raise ValueError(
+                f"table {table!r}: {MOST_STEPS:,} steps is the limit of an optimizer that also changes unused rows"
+            )
         before = self.clock()
         runs = self._runs
         if runs and runs[-1].lr == lr and runs[-1].first + runs[-1].length == step:
@@ -82,13 +84,13 @@ class History:
             runs.append(_Run(lr, step, 1))
         self._extend([self._rate(lr, step)], [decays])
         frozen = self._frozen if before.moments else before.frozen
-        return before._replace(product=self._product[0], inverse=self._inverse, frozen=frozen)  # which grow together
+        return before._replace(product=self._product[0], inverse=self._inverse, frozen=frozen)  # these grow together
 
     def _rate(self, lr: float, step: int) -> float:
         return 0.0 if self.how.betas is None else float(adam_rate(lr, *self.how.betas, step))
 
     def forget(self, steps: int) -> None:
-        """Undo the last steps."""
+        """Undo the last `steps` steps."""
         if not steps:
             return
         while steps and self._runs:
@@ -105,11 +107,11 @@ class History:
         self._extend(rates, [run.lr * self.how.weight_decay for run in self._runs for _ in range(run.length)])
 
     def _extend(self, added_rates: list[float], added_decays: list[float]) -> None:
-        """Take further steps into account. One at a time or all at once, the results are the same bits."""
+        """Add steps; adding them one at a time or all at once gives bit-identical results."""
         first = self.steps
         self.steps += len(added_rates)
         needed = self.steps + 1
-        if needed > len(self._inverse):  # older clocks keep the former arrays
+        if needed > len(self._inverse):  # older clocks keep the previous arrays
             more = max(needed, 2 * len(self._inverse)) - len(self._inverse)
             self._inverse = np.concatenate([self._inverse, np.ones(more)])
             if self._weights.size:
@@ -117,7 +119,7 @@ class History:
         rates, decays = np.array(added_rates), np.array(added_decays)
         while len(rates):
             done = record(rates, decays, first, self._weights, self._product, self._sums, self._inverse, self._frozen)
-            if self._product[0] < LEAST:  # powers of 2: the quotients stay the same
+            if self._product[0] < LEAST:  # a power of 2, so the quotients stay the same
                 self._inverse = self._inverse * LEAST
                 self._product[0] /= LEAST
             rates, decays, first = rates[done:], decays[done:], first + done
@@ -133,12 +135,12 @@ class History:
         return self._clock
 
     def packed(self) -> str:
-        """Return all steps as text, for a checkpoint; successive steps with one learning rate take no more than one."""
+        """Return all steps as text for a checkpoint; a run of steps at one learning rate is one entry."""
         content = np.array(self._runs, np.float64).reshape(-1, 3).T.tobytes()
         return base64.b64encode(zlib.compress(content, 6)).decode()
 
     def restore(self, text: str) -> None:
-        """Replace the steps by those of `packed`; raise ValueError for other text."""
+        """Restore the steps from a result of `packed`; raise ValueError for other text."""
         try:
             content = zlib.decompressobj()
             found = content.decompress(base64.b64decode(text, validate=True), 24 * MOST_STEPS)
@@ -162,7 +164,7 @@ class History:
 
 
 def _powers(beta1: float, beta2: float) -> npt.NDArray[np.float32]:
-    """Return beta1^k and beta2^k, float32 [any, 2], for k from 0 on until both are below float32's normal numbers."""
+    """Return beta1^k and beta2^k, float32 [any, 2], for k = 0, 1, ... until both are below the least normal float32."""
     least = float(np.finfo(np.float32).tiny)
     longest = max(math.ceil(math.log(least) / math.log(beta)) if beta else 1 for beta in (beta1, beta2))
     found = np.array([beta1, beta2]) ** np.arange(longest + 1, dtype=np.float64)[:, None]

@@ -13,10 +13,10 @@ _LARGEST = 2**63 - 1
 
 
 class BeyondInt64Error(ValueError):
-    """An integer does not fit into int64, so it is outside every table."""
+    """An integer that does not fit into int64 and is therefore outside every table."""
 
     def __init__(self, value: int, position: int) -> None:
-        super().__init__(f"{value} at position {position} is beyond int64, and so outside every table")
+        super().__init__(f"{value} at position {position} is beyond int64 and therefore outside every table")
         self.value, self.position = value, position
 
 
@@ -26,12 +26,12 @@ def to_int64(given: Any, padding: int | None = None) -> npt.NDArray[Any]:
     A `padding` id beyond int64 keeps its 64 bits; see `wrap_padding`.
 
     Raises:
-        BeyondInt64Error: An integer other than `padding` does not fit; the error names the first one.
-        ValueError: `given` cannot be converted to an array, as is the case for nested lists of different lengths.
+        BeyondInt64Error: An integer other than `padding` does not fit; the error names the first such integer.
+        ValueError: `given` cannot be converted to an array, such as nested lists of different lengths.
     """
     array = np.asarray(given)
     if array.dtype.kind in "fO" and array.size and not hasattr(given, "dtype"):
-        exact = np.array(given, object)  # numpy converts 2^63 and -1 together to floats
+        exact = np.array(given, object)  # numpy converts a list with both 2^63 and -1 to floats
         if not all(type(one) is int for one in exact.flat):
             return array
         array = exact
@@ -49,12 +49,12 @@ def to_int64(given: Any, padding: int | None = None) -> npt.NDArray[Any]:
 
 
 def wrap_padding(padding: int) -> int:
-    """Return a padding id as it appears among int64 ids: the same 64 bits if it is beyond int64."""
+    """Return a padding id as it appears among int64 ids; an id beyond int64 keeps its 64 bits and becomes negative."""
     return padding if padding <= _LARGEST else padding - 2**64
 
 
 def checked_ids(ids: npt.ArrayLike, rows: int, table: str) -> npt.NDArray[Any]:
-    """Return ids [N] of a table with `rows` rows as a C-contiguous array.
+    """Check ids [N] of a table with `rows` rows, and return them as a C-contiguous array.
 
     Raises:
         TypeError, ValueError: The ids have a wrong dtype or shape.
@@ -75,7 +75,7 @@ def checked_ids(ids: npt.ArrayLike, rows: int, table: str) -> npt.NDArray[Any]:
 
 
 def checked_positions(positions: Any, n: int, rows: int, table: str) -> npt.NDArray[Any] | None:
-    """Return positions [n], indices into an array of `rows` rows, as a C-contiguous array; None for None.
+    """Check positions [n], indices into an array of `rows` rows; return them C-contiguous, or None if not given.
 
     Raises:
         TypeError, ValueError: The positions have a wrong dtype or shape, or one is outside the array.

@@ -18,7 +18,7 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Normal:
-    """Independent normal numbers with mean 0 and standard deviation `std`."""
+    """Independent, normally distributed weights with mean 0 and standard deviation `std`."""
 
     std: float = 0.01
 
@@ -29,16 +29,17 @@ class Normal:
     def fill(
         self, block: Rows, seed: int, name: str, slots: Rows, *, first_row: int = 0, ids: Ids | None = None
     ) -> None:
-        """Fill a block, float32 [V, 1 + S, D], with the initial weights of V rows, and with constants for their slots.
+        """Fill a block, float32 [V, 1 + S, D], with the initial weights and slots of V rows.
 
-        `slots` has the constants, float32 [S]. The rows are `ids`, int64 [V]; None means first_row, first_row + 1, ...
+        `slots` holds one value per slot, float32 [S]. The rows are `ids`, int64 [V], or by default first_row,
+        first_row + 1, ...
         """
         fill_normal(block, key64(seed, name), self.std, slots, first_row=first_row, ids=ids)
 
 
 @dataclass(frozen=True)
 class Constant:
-    """The same weight everywhere."""
+    """The same value for every weight."""
 
     value: float = 0.0
 
@@ -54,7 +55,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Uniform:
-    """Independent numbers, uniform from low to high in 2^24 steps, rounded to float32 once."""
+    """Independent weights, uniform from low to high in 2^24 steps, each rounded to float32 once."""
 
     low: float = -0.05
     high: float = 0.05
@@ -73,9 +74,9 @@ class Uniform:
 
 
 class Given:
-    """Given weights: a float32 array [rows, dim], or what numpy can convert to one; do not change it afterwards.
+    """Weights given as a float32 array [rows, dim], or as data that numpy can convert to it; do not modify it later.
 
-    Pass the whole array on every rank, even where a rank holds only a part of the table.
+    Pass the whole array on every rank, even if a rank holds only a part of the table.
     """
 
     def __init__(self, values: npt.ArrayLike) -> None:
@@ -84,10 +85,10 @@ class Given:
             raise ValueError(f"initial values must be an array [rows, dim], not of shape {list(self._values.shape)}")
         if not largest(self._values) < np.inf:
             row = int(np.flatnonzero(~np.isfinite(self._values).all(1))[0])
-            raise ValueError(f"initial values must be finite, and those of row {row} are not")
+            raise ValueError(f"initial values must be finite; row {row} contains NaN or infinity")
 
     def __repr__(self) -> str:
-        """Return text that ranks can compare: the checksum of the values, not their address."""
+        """Return text that ranks can compare: it has the checksum of the values, not their address."""
         rows, dim = self._values.shape
         return f"Given({rows} x {dim}, CRC-32 {zlib.crc32(self._values.data):08x})"
 
@@ -141,7 +142,7 @@ def _require_finite(name: str, value: float) -> None:
 
 
 def initial_array(shape: tuple[int, ...], init: Initializer, seed: int, name: str) -> Rows:
-    """Return initial values, float32 [*shape], equal to the first row of a table `name` with that many columns."""
+    """Return initial values, float32 [*shape], equal to the first row of a table `name` with prod(shape) columns."""
     block = np.empty((1, 1, max(1, int(np.prod(shape)))), np.float32)
     init.fill(block, seed, name, np.empty(0, np.float32))
     return block.reshape(shape)

@@ -1,4 +1,4 @@
-"""Ctrl-C that cannot get lost: it ends imports at once, and is raised again if something swallows it.
+"""Reliable handling of Ctrl-C: it ends imports at once, and is raised again if something swallows it.
 
 Python raises KeyboardInterrupt wherever the main thread happens to be, even where it cannot propagate: in a finalizer
 or callback, within a library's bare `except`, or in C code that clears errors or turns them into an ImportError.
@@ -31,7 +31,7 @@ def leaving(leave: Callable[[], object]) -> Iterator[None]:
 
 
 class _Interrupt(KeyboardInterrupt):
-    """A KeyboardInterrupt that reports when nothing refers to it any more."""
+    """A KeyboardInterrupt that notifies its guard when it is deleted."""
 
     def __init__(self, guard: "InterruptGuard") -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class InterruptGuard:
     """A context in which Ctrl-C raises KeyboardInterrupt repeatedly until `handled` is called.
 
     Args:
-        leave: Called on Ctrl-C after the context; it should end the process, since Python's own exit takes seconds.
+        leave: Called on Ctrl-C once the context has ended; it should end the process, as Python's exit takes seconds.
 
     Attributes:
         is_interrupted: Whether Ctrl-C was pressed.

@@ -1,4 +1,4 @@
-"""JSON files from untrusted sources: read within limits, and parsed into dataclasses by their annotations."""
+"""Reading of JSON files from untrusted sources with a size limit, and parsing into annotated dataclasses."""
 
 import json
 import math
@@ -21,7 +21,7 @@ def read(path: Path, most: int = MOST_BYTES) -> Any:
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: The file is not a regular file, larger than `most` bytes, or not JSON.
+        ValueError: The file is not a regular file, is larger than `most` bytes, or is not JSON.
     """
     number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe must not wait
     with os.fdopen(number, "rb") as file:
@@ -69,7 +69,7 @@ def _parse(kind: Any, content: Any, where: str) -> Any:
         _require(isinstance(content, dict), content, "an object", where)
         return {key: _parse(inner[1], each, _join(where, key)) for key, each in content.items()}
     if kind is int:
-        _require(type(content) is int and -_WIDEST <= content < _WIDEST, content, "a whole number of 64 bits", where)
+        _require(type(content) is int and -_WIDEST <= content < _WIDEST, content, "a 64-bit integer", where)
     elif kind is float:
         is_float = type(content) is float and math.isfinite(content)
         is_whole = type(content) is int and -_WIDEST <= content < _WIDEST  # a larger one may overflow a float
@@ -134,7 +134,7 @@ def _shown(content: Any) -> str:
     if isinstance(content, dict | list):
         return "an object" if isinstance(content, dict) else "a list"
     if isinstance(content, int) and not isinstance(content, bool) and abs(content) >= _WIDEST:
-        return "a number of more than 64 bits"
+        return "an integer of more than 64 bits"
     text = json.dumps(content)
     return text if len(text) <= 40 else f"{text[:40]}..."
 

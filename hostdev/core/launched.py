@@ -34,9 +34,9 @@ def alone() -> None:
 
 
 def started(environment: Mapping[str, str] | None = None) -> tuple[int, str]:
-    """Return the number of processes that were started together, and its source; (1, "") for a single process.
+    """Return the number of processes started together and where it was found, or (1, "") for a single process.
 
-    A given `environment` replaces that of the process, and torch.distributed is not asked.
+    If `environment` is given, it replaces the process's environment variables, and torch.distributed is not consulted.
     """
     env = os.environ if environment is None else environment
     found = [(_number(env, names[1]), f"{names[1]} is {env[names[1]]}") for _, names in LAUNCHERS if names[1] in env]
@@ -50,15 +50,15 @@ def started(environment: Mapping[str, str] | None = None) -> tuple[int, str]:
 
 
 def require_alone(what: str, joining: str) -> None:
-    """Raise UserError if `what` would train alone in one of several processes; `joining` says what to do instead."""
+    """Raise UserError if `what` would train alone in one of several processes; `joining` tells how to join them."""
     if _alone:
         return
     count, why = started()
     if count > 1:
         raise UserError(
-            f"{what} in one of {count} processes ({why}) has no ranks: each process would train a copy of its own, and "
-            f"the copies drift apart. Join the processes: `with hostdev.join() as ranks:`, then {joining}. If each is "
-            "meant to train its own, call hostdev.alone() first"
+            f"{what} in one of {count} processes ({why}) has no ranks: each process would train its own copy, and the "
+            f"copies would drift apart. Join the processes: `with hostdev.join() as ranks:`, then {joining}. If each "
+            "process should train its own copy, call hostdev.alone() first"
         )
 
 
@@ -68,14 +68,14 @@ def _number(env: Mapping[str, str], name: str) -> int:
 
 
 def _count_ranks(path: Path) -> int:
-    """Return the number of devices in a rank table; 1 if the table cannot be read, which `hostdev.join` reports."""
+    """Return the number of devices in a rank table, or 1 if it cannot be read, which `hostdev.join` reports."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return sum(len(server["device"]) for server in json.loads(path.read_text())["server_list"])
     return 1
 
 
 def group_size() -> int:
-    """Return the size of torch's default process group, 1 if there is none. Never imports torch."""
+    """Return the size of torch's default process group, or 1 if there is none; never import torch."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return 1

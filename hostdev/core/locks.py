@@ -1,4 +1,4 @@
-"""Locks between processes: a lock on an open file lasts until the file is closed or unlocked."""
+"""Locks between processes; a lock on an open file lasts until the file is closed or unlocked."""
 
 import os
 from pathlib import Path
@@ -41,7 +41,7 @@ def lock_state(number: int, *, wait: bool = False) -> str:
 
 
 def await_lock(file: IO[Any]) -> None:
-    """Lock a file, after waiting until no other process holds the lock."""
+    """Wait until no other process holds the lock on a file, and lock it."""
     if fcntl is not None:
         fcntl.flock(file, fcntl.LOCK_EX)
 
@@ -53,7 +53,7 @@ def unlock(file: IO[Any]) -> None:
 
 
 def is_same_file(path: Path, file: IO[Any]) -> bool:
-    """Return whether an open file is still the one at `path`: neither it nor its folder was removed or replaced."""
+    """Return whether an open file is still the file at `path`: neither it nor its folder was removed or replaced."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except OSError:

@@ -44,7 +44,7 @@ _sharing = 1  # processes of this run on the host
 
 
 def share_memory(processes: int) -> None:
-    """Let `available_bytes` return an equal share for each of `processes` that allocate at the same time."""
+    """Make `available_bytes` return an equal share for each of `processes` processes that allocate at the same time."""
     global _sharing
     _sharing = processes
 
@@ -100,9 +100,9 @@ def peak_rss_bytes() -> int:
 
 
 def table_bytes(rows: int, dim: int, slots: int, row_slots: int = 0, dtype: str = FP32, slots_dtype: str = FP32) -> int:
-    """Return a table's bytes: rows x (dim x w + slots x s + 4 x row_slots).
+    """Return a table's size in bytes: rows x (dim x w + slots x s + 4 x row_slots).
 
-    w is 4, or 2 for bf16; s is dim x 4, dim x 2 for bf16, or in 8 bits dim, rounded up to a multiple of 4, and 4.
+    w is 4, or 2 for bf16. s is dim x 4, or dim x 2 for bf16, or for 8 bits dim rounded up to a multiple of 4, plus 4.
     """
     return rows * (dim * weight_bytes(dtype) + slot_bytes(slots_dtype, dim) * slots + 4 * row_slots)
 
@@ -116,13 +116,13 @@ class TableShape(NamedTuple):
     slots_dtype: str = FP32  # of the slots in host memory
 
     def nbytes(self, rows: int) -> int:
-        """Return the bytes of `rows` rows with their slots."""
+        """Return the size in bytes of `rows` rows with their slots."""
         slots, row_slots = len(self.optimizer.slots), len(self.optimizer.row_slots)
         return table_bytes(rows, self.dim, slots, row_slots, self.dtype, self.slots_dtype)
 
 
 def row_bytes(tables: Iterable[tuple[int, SparseOptimizer] | TableShape]) -> tuple[int, int]:
-    """Return the float32 bytes in transit for one row of every table: the weights alone, and with the slots.
+    """Return the bytes to transfer one float32 row of every table, without and with the slots.
 
     Each table is given as (dim, optimizer) or as a `TableShape`.
     """
@@ -134,20 +134,20 @@ def row_bytes(tables: Iterable[tuple[int, SparseOptimizer] | TableShape]) -> tup
 
 
 def copied_bytes(passing: int, changing: int, uses: int, row: int, whole: int) -> int:
-    """Return the bytes of host memory for the copies of a batch that is trained on an accelerator.
+    """Return the bytes of host memory for the copies of one batch when training on an accelerator.
 
     Args:
         passing: Number of rows sent and returned. Each direction counts twice, for extra copies of conflicting rows.
         changing: Number of rows that a cache admits or evicts; their copies include the slots.
-        uses: Number of occurrences of rows; each takes 16 bytes for a position, a weight, etc.
+        uses: Number of row occurrences; each takes 16 bytes for a position, a weight, etc.
         row: Bytes of one row of every table, weights only.
-        whole: Bytes of one row of every table with its slots.
+        whole: Bytes of one row of every table, with its slots.
     """
     return 4 * passing * row + 2 * changing * whole + 16 * uses
 
 
 def pinned_size(nbytes: int) -> int:
-    """Return the size of a pinned buffer: `nbytes` and a quarter, rounded up to a power of two as torch would."""
+    """Return the size of a pinned buffer: `nbytes` plus a quarter, rounded up to a power of two as in torch."""
     return 1 << max(12, (nbytes * 5 // 4 - 1).bit_length())
 
 
@@ -161,7 +161,7 @@ def require_table(
     dtype: str = FP32,
     slots_dtype: str = FP32,
 ) -> int:
-    """Return the bytes of a table; raise UserError unless it fits into the `free` bytes of `where`, such as "host"."""
+    """Return a table's size in bytes; raise UserError if it exceeds the `free` bytes in `where`, such as "host"."""
     needed = TableShape(dim, optimizer, dtype, slots_dtype).nbytes(rows)
     if needed > free:
         slots, row_slots = len(optimizer.slots), len(optimizer.row_slots)
@@ -185,16 +185,16 @@ def require_table(
 def cache_room(free: int, beside: int = 0) -> int:
     """Return how many of an accelerator's `free` bytes a cache may take if `beside` bytes are still to be allocated.
 
-    A tenth of `free`, and at least 256 MiB, is reserved for needs that are not known in advance: the workspaces of
-    libraries, fragmentation, the user's model.
+    A tenth of `free`, and at least 256 MiB, is reserved for uses that are not known in advance: library workspaces,
+    fragmentation, the user's model.
     """
     return max(0, free - beside - max(free // 10, _LEAST_RESERVE))
 
 
 def dense_bytes(batch_size: int, inputs: int, layers: Sequence[int]) -> int:
-    """Estimate the float32 memory of dense layers in a step with Adam.
+    """Estimate the bytes of float32 memory that dense layers take in a step with Adam.
 
-    It counts each parameter, its gradient and its two moments; per sample the inputs, before and after scaling, and
+    This counts each parameter, its gradient and its two moments; per sample the inputs, before and after scaling, and
     their gradient; and per sample each hidden layer's output and activation, and their gradients.
     """
     parameters = sum(a * b + b for a, b in itertools.pairwise([inputs, *layers, 1]))

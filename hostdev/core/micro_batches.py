@@ -15,12 +15,12 @@ EXCHANGES = ("tree", "all-reduce")  # how ranks sum gradients; the library choos
 
 
 def cut(rows: int, parts: int) -> list[tuple[int, int]]:
-    """Return the begin and end of each part of a batch: as equal as possible, some empty if there are few samples."""
+    """Return each part's (begin, end) in a batch; parts are as equal as possible, and empty if samples are too few."""
     return [(rows * part // parts, rows * (part + 1) // parts) for part in range(parts)]
 
 
 class Node(NamedTuple, Generic[T]):
-    """The sum over `size` micro-batches from `start` on; None if none of them has a value."""
+    """The sum of `size` micro-batches from `start` on; `value` is None if none of them has a value."""
 
     start: int
     size: int
@@ -28,7 +28,7 @@ class Node(NamedTuple, Generic[T]):
 
 
 class TreeSum(Generic[T]):
-    """Adds up values, which arrive in the order of the micro-batches, in the order of the tree.
+    """The sum, in the order of the tree, of values that arrive in the order of the micro-batches.
 
     Args:
         add: Returns the sum of two values, and may change the first.
@@ -45,7 +45,7 @@ class TreeSum(Generic[T]):
         self.nodes.append(node)
 
     def total(self) -> T | None:
-        """Return the sum over all micro-batches, and remove all nodes; None if every value was None."""
+        """Return the sum over all micro-batches, or None if every value was None; remove all nodes."""
         while len(self.nodes) > 1:
             right = self.nodes.pop()
             self.nodes.append(self._joined(self.nodes.pop(), right))

@@ -8,7 +8,7 @@ _LONGEST = 4096  # characters of a path
 
 
 def wrong_name(name: Any) -> str | None:
-    """Return what is wrong with a file name in a manifest, to follow the name in a message; None for a good name."""
+    """Return what is wrong with a manifest's file name, to follow the name in a message, or None if it is valid."""
     if not isinstance(name, str) or not name:
         return "is empty or not a string"
     if len(name) > _LONGEST:

@@ -1,6 +1,6 @@
-"""The base of the optimizers of tables: their interface, gradient clipping, and decoupled weight decay.
+"""The base of the table optimizers: their interface, gradient clipping, and decoupled weight decay.
 
-Only an optimizer's learning rate may be changed (`table.optimizer.lr = 1e-4`), from the next update on.
+Only an optimizer's learning rate may be changed (`table.optimizer.lr = 1e-4`); this takes effect at the next update.
 """
 
 import math
@@ -16,31 +16,31 @@ from hostdev.kernels.arrays import Scalars
 _LEAST_NORM = 1e-12
 
 
-SQUARED = 2.0**46  # the largest gradient of which sums of squares are finite
+SQUARED = 2.0**46  # the largest gradient whose sums of squares are finite
 
 
 class SparseOptimizer(Protocol):
-    """The interface of an optimizer for tables."""
+    """The interface of a table optimizer."""
 
     primitive: ClassVar[str]  # the name of the op that applies it
-    non_negative: ClassVar[frozenset[str]]  # slots of D values that are never negative: in 8 bits, twice as many codes
+    non_negative: ClassVar[frozenset[str]]  # slots of D values that are never negative; 8-bit codes need no sign
     lr: float  # may be set between updates
 
     @property
     def slots(self) -> Mapping[str, float]:
-        """Initial value of each slot of D values per row, by name, in storage order."""
+        """Initial values of the slots that hold D values per row, by name, in storage order."""
 
     @property
     def row_slots(self) -> Mapping[str, float]:
-        """Initial value of each slot of one value per row, by name."""
+        """Initial values of the slots that hold one value per row, by name."""
 
     @property
     def catch_up(self) -> CatchUp | None:
-        """What a step does to rows without a gradient; None: nothing."""
+        """The effect of a step on rows without a gradient, or None if it leaves them unchanged."""
 
     @property
     def largest_gradient(self) -> float:
-        """Largest absolute value of a row's summed gradient."""
+        """Largest absolute value that a row's summed gradient may have."""
 
     def clip_limit(self, dim: int) -> np.float32 | None:
         """Return the mean square above which a row's gradient (`dim` columns) is clipped, or None for no clipping."""
@@ -56,15 +56,15 @@ class Optimizer:
     Each optimizer takes `clip_norm`, a number c: before an update, a row's summed gradient g whose norm is above c is
     multiplied by c / norm(g)::
 
-        q = (sum over the row of g^2) / D,   added as in `RowWiseAdagrad`
+        q = (sum over the row of g^2) / D,   summed as in `RowWiseAdagrad`
         g <- g * sqrt((c^2 / D) / q)         if q > c^2 / D
 
     Source: Pascanu, Mikolov & Bengio, "On the difficulty of training recurrent neural networks", ICML 2013, algorithm
     1, applied to each row.
 
-    Each but `FTRL` takes `weight_decay`, a number c: each step multiplies the weights of all rows by 1 - lr * c, before
-    it updates the rows of its batch. A row that a batch does not use is brought up to date when it is next read, at 4
-    bytes of state per row (`last`, the step of its last write), so that unused rows cost nothing.
+    Each except `FTRL` takes `weight_decay`, a number c: each step multiplies the weights of all rows by 1 - lr * c and
+    then updates the rows of its batch. A row that a batch does not use is brought up to date when it is next read, so
+    a step costs no time for unused rows. This takes 4 bytes of state per row (`last`, the step of its last write).
 
     Source: Loshchilov & Hutter, "Decoupled Weight Decay Regularization", ICLR 2019; `kernels.catch_up`.
     """
@@ -76,7 +76,7 @@ class Optimizer:
     non_negative: ClassVar[frozenset[str]] = frozenset()
 
     def __new__(cls, *args: Any, **given: Any) -> Self:
-        """Check what all optimizers take; raise ValueError or TypeError for a wrong value."""
+        """Check the arguments that all optimizers take; raise ValueError or TypeError for an invalid value."""
         if (decay := given.get("weight_decay", 0.0)) != 0:
             check("weight_decay", decay, "at least 0")
         if "momentum" in given and not hasattr(cls, "momentum"):
@@ -104,7 +104,7 @@ class Optimizer:
 
     @property
     def row_slots(self) -> Mapping[str, float]:
-        """The state of one value per row: the optimizer's own, and `last` if rows are brought up to date."""
+        """The optimizer's own slots of one value per row, and `last` if unused rows are brought up to date."""
         return self._own_row_slots if self.catch_up is None else {**self._own_row_slots, LAST: 0.0}
 
     @property
@@ -113,33 +113,33 @@ class Optimizer:
 
     @property
     def catch_up(self) -> CatchUp | None:
-        """What a step does to rows without a gradient; None: nothing."""
+        """The effect of a step on rows without a gradient, or None if it leaves them unchanged."""
         return CatchUp(self.weight_decay) if self.weight_decay else None
 
     @property
     def largest_gradient(self) -> float:
         """2^46, about 7e13: a sum of squares of such gradients cannot become infinite.
 
-        A finite float32 number plus 2^102, a quarter of the largest gap between such numbers, stays finite. The square
-        of 2^46 leaves room for sums over ranks. Optimizers therefore need not check the values that they write.
+        A finite float32 number plus 2^102, a quarter of the largest gap between such numbers, stays finite. Squares, at
+        most 2^92, leave room for sums over ranks. Optimizers therefore need not check the values that they write.
         """
         return SQUARED
 
     def _within(self, largest: float) -> float:
-        """Return the largest gradient of an optimizer that need not square it, unless it is clipped."""
+        """Return `largest`, or at most 2^46 if gradients are clipped, since clipping sums their squares."""
         return largest if self.clip_norm is None else min(largest, SQUARED)
 
     def clip_limit(self, dim: int) -> np.float32 | None:
-        """Return c^2 / D, the mean square above which a row's gradient is clipped; None: it never is."""
+        """Return c^2 / D, the mean square above which a row's gradient is clipped, or None for no clipping."""
         return None if self.clip_norm is None else np.float32(self.clip_norm * self.clip_norm / dim)
 
 
-def hyperparameters(optimizer: Any) -> dict[str, Any]:  # Any: one of the dataclasses below
-    """Return an optimizer's hyperparameters by name, without those that do nothing."""
+def hyperparameters(optimizer: Any) -> dict[str, Any]:  # Any: a dataclass of an optimizer
+    """Return an optimizer's hyperparameters by name, without those that have no effect."""
     return {name: value for name, value in asdict(optimizer).items() if name not in _IDLE or value != _IDLE[name]}
 
 
-_IDLE: dict[str, Any] = {"clip_norm": None, "weight_decay": 0.0}  # values that do nothing
+_IDLE: dict[str, Any] = {"clip_norm": None, "weight_decay": 0.0}  # values without effect
 
 
 _NEEDED: dict[str, Callable[[float], bool]] = {
@@ -151,7 +151,7 @@ _NEEDED: dict[str, Callable[[float], bool]] = {
 
 
 def check(name: str, value: float, needed: str, why: str = "") -> None:
-    """Raise ValueError unless a value is finite and is as `needed` says, both in float64 and rounded to float32."""
+    """Raise ValueError unless a value is finite and satisfies `needed`, both in float64 and rounded to float32."""
     holds = _NEEDED[needed]
     if not (math.isfinite(value) and holds(value)):
         raise ValueError(f"{name} must be {needed}, not {value}{why}")

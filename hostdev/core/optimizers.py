@@ -1,4 +1,4 @@
-"""The optimizers of tables: hyperparameters, recurrences and slots. The arithmetic is in kernels/ and device/.
+"""Table optimizers: hyperparameters, recurrences and slots. The arithmetic is in kernels/ and device/.
 
 Scalars are computed in float64 and rounded to float32 once, except 1 - beta: the decay and its complement must add up
 to 1 in float32, or a moment of constant gradients drifts (1e-5 for beta2 = 0.999); MindSpore's kernel does the same.
@@ -33,7 +33,7 @@ class LazyAdam(Optimizer):
     With `nesterov`, beta1 * m + (1 - beta1) * g takes the place of m in the last line.
 
     Source: Kingma & Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015; the efficient ordering at the end of
-    its section 2, which adds eps to the uncorrected root. Deviations: only a batch's rows change; t is the table's.
+    section 2, which adds eps to the uncorrected root. Deviations: only a batch's rows change; t counts table steps.
     """
 
     lr: float = field(default=3.5e-4, hash=False)
@@ -55,7 +55,7 @@ class LazyAdam(Optimizer):
 
     @property
     def largest_gradient(self) -> float:
-        """2^58, about 2.9e17: its square, 2^116, bounds the moments, which are averages; sums over ranks have room."""
+        """2^58, about 2.9e17: its square bounds the moments, which are averages, with room for sums over ranks."""
         return self._within(2.0**58)
 
     def scalars(self, step: int, dim: int) -> Scalars:
@@ -65,7 +65,7 @@ class LazyAdam(Optimizer):
 
 @dataclass(kw_only=True, unsafe_hash=True, repr=False)
 class Adam(Optimizer):
-    """Adam on all rows: moments of rows that a batch does not use decay in each step, and move their weights.
+    """Adam on all rows: the moments of rows that a batch does not use decay in each step and move their weights.
 
     With g the summed gradient of a row, 0 if the batch does not use it, and t the table's number of steps::
 
@@ -92,7 +92,7 @@ class Adam(Optimizer):
 
     def __post_init__(self) -> None:
         _check_adam(self.lr, self.beta1, self.beta2, self.eps)
-        get_terms(self.beta1, self.beta2)  # raises for betas whose rows cannot be brought up to date
+        get_terms(self.beta1, self.beta2)  # raises for betas with which rows cannot be brought up to date
 
     @property
     def slots(self) -> Mapping[str, float]:
@@ -101,7 +101,7 @@ class Adam(Optimizer):
 
     @property
     def catch_up(self) -> CatchUp:
-        """Moments decay, and move the weights."""
+        """The effect of a step on rows without a gradient: moments decay and move the weights."""
         return CatchUp(self.weight_decay, (self.beta1, self.beta2), self.eps)
 
     @property
@@ -125,7 +125,7 @@ class RowWiseAdam(Optimizer):
         v <- beta2 * v + (1 - beta2) * (sum over the row of g^2) / D
         w <- w - lr_t * m / (sqrt(v) + eps)
 
-    The sum is that of `RowWiseAdagrad`. As with `LazyAdam`, only the rows of a batch change.
+    The sum is computed as in `RowWiseAdagrad`. As with `LazyAdam`, only the rows of a batch change.
 
     Source: Kingma & Ba, 2015, as for `LazyAdam`; the mean square of a row as in FBGEMM's PARTIAL_ROWWISE_ADAM.
     """
@@ -374,7 +374,7 @@ OPTIMIZERS: Mapping[str, Callable[..., SparseOptimizer]] = {
 
 
 def build_optimizer(name: str, lr: float | None = None, weight_decay: float = 0.0) -> SparseOptimizer:
-    """Return the optimizer that OPTIMIZERS lists under a name; raise UserError for a wrong name or value."""
+    """Return the optimizer with this name in OPTIMIZERS; raise UserError for an unknown name or an invalid value."""
     if name not in OPTIMIZERS:
         raise UserError(f"there is no table optimizer {name!r}; choose one of {', '.join(OPTIMIZERS)}")
     given = {} if lr is None else {"lr": lr}
@@ -385,7 +385,7 @@ def build_optimizer(name: str, lr: float | None = None, weight_decay: float = 0.
 
 
 def require_optimizer(optimizer: object, table: str) -> None:
-    """Raise TypeError unless `optimizer` is an optimizer for tables; names, classes and torch's optimizers are not."""
+    """Raise TypeError unless `optimizer` is a table optimizer; names, classes and torch optimizers are rejected."""
     needed = ("primitive", "lr", "slots", "non_negative", "row_slots", "scalars", "clip_limit", "catch_up")
     if not isinstance(optimizer, type) and all(hasattr(optimizer, name) for name in needed):
         return

@@ -1,7 +1,7 @@
-"""New files and folders that commands write: each is complete or absent under its name, and written by one process.
+"""New files and folders that commands write: each has its name only once complete, and one process writes it.
 
 The content is written to a hidden sibling, on which the process holds a lock; leftovers of a killed process are
-removed. A name that another process creates meanwhile is never overwritten.
+removed. A file or folder that another process creates meanwhile is never overwritten.
 """
 
 import errno
@@ -80,7 +80,7 @@ def taken_folder(out: Path, option: str = "--out") -> UserError:
 
 @contextmanager
 def _hidden(path: Path, what: str, make: Callable[[Path], int], wait: bool) -> Iterator[Path]:
-    """Create and lock `path`, or create a unique similar path if there are no locks; remove it after the block."""
+    """Create and lock `path`, or create a unique similar path if locks are unsupported; remove it after the block."""
     number, path = _claim(path, what, make, wait)
     try:
         yield path

@@ -1,4 +1,4 @@
-"""Pages of mapped files: maps many at once, which otherwise are mapped one group at a time, as they are first read."""
+"""Mapping of many pages of a memory-mapped file at once, not a few at a time as they are first read."""
 
 import ctypes
 import mmap
@@ -12,9 +12,9 @@ _madvise: Any = None
 
 
 def populate(array: npt.NDArray[Any]) -> None:
-    """Read an array's pages from the file that it maps, if they are not in memory, and map them.
+    """Map the pages of a memory-mapped array, and read those that are not in memory from the file.
 
-    Nothing happens on systems without this call, and for an array that is not contiguous.
+    Do nothing on systems without this call, or if the array is not contiguous.
     """
     global _madvise
     if not sys.platform.startswith("linux") or not array.flags.c_contiguous or not array.nbytes:
@@ -23,4 +23,4 @@ def populate(array: npt.NDArray[Any]) -> None:
         _madvise = ctypes.CDLL(None).madvise
         _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     begin = array.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
-    _madvise(begin, array.ctypes.data + array.nbytes - begin, _POPULATE_READ)  # an older kernel refuses: no harm
+    _madvise(begin, array.ctypes.data + array.nbytes - begin, _POPULATE_READ)  # harmless error on older kernels

@@ -1,4 +1,4 @@
-"""Pictures that commands draw, without pyplot's global state."""
+"""Figures that commands draw, without pyplot's global state."""
 
 import itertools
 from pathlib import Path
@@ -11,7 +11,7 @@ _SUFFIXES = (".png", ".pdf", ".svg")
 
 
 def new_path(stem: str) -> Path:
-    """Return STEM.png, or STEM-2.png, ... if earlier ones exist."""
+    """Return the first of STEM.png, STEM-2.png, ... that does not exist."""
     names = (f"{stem}{'' if number == 1 else f'-{number}'}.png" for number in itertools.count(1))
     return next(path for path in map(Path, names) if not path.exists())
 
@@ -30,7 +30,7 @@ def require_new(out: Path) -> None:
 
 
 def figure(width: float, height: float) -> Any:
-    """Return an empty figure of this size in inches."""
+    """Return an empty figure; width and height are in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

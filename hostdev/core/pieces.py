@@ -7,7 +7,7 @@ from torch import nn
 
 
 class Piece(NamedTuple):
-    """A segment of a network, which takes the output of the previous segment.
+    """A segment of a network; it takes the output of the previous segment.
 
     Attributes:
         name: The name by which `--stage-cut` refers to it.
@@ -30,7 +30,7 @@ class Piece(NamedTuple):
 
 
 def run(pieces: Iterable[Piece], *values: Any) -> Any:
-    """Apply segments one after the other to the network's inputs; return the last output."""
+    """Apply the segments in order, starting with the network's inputs; return the last output."""
     result: Any = values
     for piece in pieces:
         result = piece.call(*result) if isinstance(result, tuple) else piece.call(result)

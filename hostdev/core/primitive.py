@@ -1,4 +1,4 @@
-"""Timed ops with a name and a target: the source of ops.log and of the summary's table of ops."""
+"""Timed ops with a name and a target; their times go to ops.log and the summary's table of ops."""
 
 import contextlib
 import threading
@@ -18,24 +18,24 @@ _EVERY_SECONDS = 1.0
 
 
 class Clock(Protocol):
-    """Measures a call: `begin` is called before it and `end` after it; the nanoseconds are reported then or later."""
+    """The interface of a clock: call `begin` before an op's call and `end` after it."""
 
     def begin(self) -> Any:
-        """Return a mark of the call's begin, for `end`."""
+        """Return a mark for `end`, such as the current time."""
 
     def end(self, mark: Any, report: Report) -> None:
-        """Report the time since the mark."""
+        """Report the nanoseconds since the mark, now or later."""
 
 
 class HostClock:
-    """A clock for calls that return when their work is done."""
+    """A clock for calls that return only when their work is done."""
 
     def begin(self) -> int:
         """Return the time in nanoseconds."""
         return time.perf_counter_ns()
 
     def end(self, mark: int, report: Report) -> None:
-        """Report the time since the mark."""
+        """Report the nanoseconds since the mark."""
         report(time.perf_counter_ns() - mark)
 
 
@@ -50,7 +50,7 @@ class Lines(Protocol):
 
 
 class OpTimes:
-    """The durations of one op, and the bytes that it moved."""
+    """The durations of one op's calls, and the bytes that it moved."""
 
     def __init__(self, log: "OpLog", line: str, scope: str, name: str) -> None:
         self._log = log
@@ -79,13 +79,13 @@ class OpTimes:
 
 
 class OpLog:
-    """Collects the durations of all ops; a thread writes ops.log.
+    """A collector of the durations of all ops, with a thread that writes ops.log.
 
-    Lines are written once a second, so that the file can be followed. No line is dropped: an op waits while 65,536
-    lines are queued for a slow disk.
+    Lines are written once a second, so that the file can be followed. No line is dropped: if a slow disk leaves 65,536
+    lines queued, ops wait.
 
     Args:
-        clocks: The clock of each target; a target without one uses the host's.
+        clocks: The clock of each target; the default is `HostClock`.
     """
 
     def __init__(self, clocks: dict[str, Clock] | None = None) -> None:
@@ -141,12 +141,12 @@ class OpLog:
                 self.flush()
 
     def check(self) -> None:
-        """Raise the error that stopped the writing, such as an OSError, if there was one."""
+        """Raise the error, such as an OSError, that stopped writing, if any."""
         if self._failed is not None:
             raise self._failed
 
     def flush(self) -> None:
-        """Write the queued lines in the caller's thread; raise the error of this or of an earlier write."""
+        """Write the queued lines in the caller's thread; raise the error of this or an earlier write."""
         with self._writing:
             self.check()
             if self._file is None:
@@ -163,7 +163,7 @@ class OpLog:
                     self._written.notify_all()
 
     def close(self) -> None:
-        """Write the remaining lines, and only collect durations from now on; raise errors as `flush` does."""
+        """Write the remaining lines and stop writing, but still collect durations; raise errors as `flush` does."""
         try:
             self.flush()
         finally:
@@ -175,7 +175,7 @@ class OpLog:
                 self._thread.join()
 
     def summary(self) -> dict[str, dict[str, Any]]:
-        """Return bytes and statistics of durations in microseconds per op name, and per scope if a name has several."""
+        """Return bytes and duration statistics in microseconds per op name, and per scope if a name has several."""
         by_name: dict[str, dict[str, list[OpTimes]]] = {}
         for op in self._ops:
             if len(op.durations()):
@@ -204,9 +204,9 @@ class Primitive:
     Args:
         name: The op's name, such as "EmbeddingLookup".
         run: The implementation.
-        nbytes: Returns the bytes that a call with its arguments reads and writes; None: the method of the class.
+        nbytes: Returns the bytes that a call with these arguments reads and writes; the default is the class's method.
         scope: The part of the model that the op belongs to, such as "deep".
-        log: Collects the durations; None: a log of the op's own.
+        log: Collects the durations; the default is a new log.
     """
 
     name: ClassVar[str] = "Primitive"
@@ -214,7 +214,7 @@ class Primitive:
     def __init__(
         self,
         name: str | None = None,
-        run: Callable[..., Any] | None = None,  # Any: each op has arguments of its own
+        run: Callable[..., Any] | None = None,  # Any: each op has its own arguments
         *,
         nbytes: Callable[..., int] | None = None,
         scope: str = "",
@@ -233,7 +233,7 @@ class Primitive:
             self.nbytes = nbytes  # type: ignore[method-assign]
 
     def add_prim_attr(self, key: str, value: object) -> "Primitive":
-        """Set an attribute and return self; raise ValueError for a wrong "primitive_target"."""
+        """Set an attribute and return self; raise ValueError for an invalid "primitive_target"."""
         if key == "primitive_target" and value not in TARGETS:
             raise ValueError(f"primitive_target must be one of {TARGETS}, not {value!r}")
         self.attrs[key] = value
@@ -255,14 +255,14 @@ class Primitive:
                     self._times = self._log.register(self.primitive_target, self._scope, self._name)
         return self._times
 
-    # Any, below: each op has arguments and results of its own.
+    # Any, below: each op has its own arguments and results.
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Do the work of one call."""
         raise NotImplementedError(f"{self._name} has no implementation")
 
     def tasks(self, *args: Any) -> list[Task]:
-        """Return the tasks that do the work of one call, if it can be split."""
+        """Return the tasks that do the work of one call, if the op can be split."""
         raise NotImplementedError(f"{self._name} cannot be split into tasks")
 
     def nbytes(self, *args: Any, **kwargs: Any) -> int:
@@ -279,17 +279,17 @@ class Primitive:
         return result
 
     def in_parts(self) -> "PartialCall":
-        """Return a call of this op on the host, which is made in parts and timed as one call."""
+        """Return a call of this op on the host that runs in parts and is timed as one call."""
         return PartialCall(self)
 
 
 class PartialCall:
-    """A call of an op that any threads make in parts, timed as one call."""
+    """A call of an op that runs in parts, in any threads, and is timed as one call."""
 
     def __init__(self, op: Primitive) -> None:
         self._op = op
         self._parts: list[int] = []  # nanoseconds
-        self._spans: list[list[tuple[int, int]]] = []  # per part, the begins and ends of its tasks
+        self._spans: list[list[tuple[int, int]]] = []  # per part, the start and end of each task
         self._nbytes = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -301,7 +301,7 @@ class PartialCall:
         return result
 
     def tasks(self, *args: Any) -> list[Task]:
-        """Return a part's tasks for `run_tasks`; the part is timed from their first begin to their last end."""
+        """Return a part's tasks for `run_tasks`; the part's time is from the first start to the last end of a task."""
         span: list[tuple[int, int]] = []
         self._spans.append(span)
         self._nbytes += self._op.nbytes(*args)

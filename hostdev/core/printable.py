@@ -1,4 +1,4 @@
-"""Makes untrusted text, such as other processes' messages and file headers, safe to print."""
+"""Escaping of untrusted text, such as other processes' messages and file headers, to make it safe to print."""
 
 MOST_CHARACTERS = 500
 _CUT = " ... "
@@ -10,7 +10,7 @@ _RAW_BYTES = range(0xDCA0, 0xDD00)
 def printable(text: str, most: int = MOST_CHARACTERS) -> str:
     r"""Return text on one line without control characters, such as a terminal's escape sequences.
 
-    Line ends and tabs become blanks; other unprintable characters become \x1b, \u202e, ...
+    Line breaks and tabs become spaces; other unprintable characters become \x1b, \u202e, ...
 
     Args:
         text: The text.

@@ -1,4 +1,4 @@
-"""Progress: a live bar on a terminal, occasional lines in a log, nothing for quick work."""
+"""Progress display: a live bar on a terminal, occasional lines in a log, nothing for quick work."""
 
 import sys
 import time
@@ -39,11 +39,10 @@ def bar(
 ) -> Progress:
     """Return a progress display: a bar on standard error if it is a terminal, else lines on standard output.
 
-    A bar always disappears at the end. No lines are written in the first ten seconds, and a final line only if there
-    were others.
+    A bar always disappears at the end. Lines start after ten seconds; a final line follows only if there were others.
 
     Args:
-        total: The amount of work, of which `begin` is done.
+        total: The amount of work, of which `begin` is already done.
         unit: The unit of the amounts, such as "steps", or "B" for bytes.
         unit_scale: Write large amounts as 1.2k or 3.4M.
         left: For a part of a larger task: returns the seconds left for the whole task, or None if unknown.
@@ -90,7 +89,7 @@ class _Bar(tqdm):  # type: ignore[misc]
 
 
 class _Lines:
-    """Progress in lines on standard output, for a standard error that is not a terminal and gets errors only."""
+    """Progress as lines on standard output, used if standard error is not a terminal and should contain only errors."""
 
     def __init__(
         self, total: int, description: str, unit: str, scale: bool, begin: int, left: Callable[[], float | None] | None
@@ -135,7 +134,7 @@ class _Lines:
 class TimeLeft:
     """An estimate of the time left for steps of several kinds, from the mean time of each kind's finished steps.
 
-    The mean time of all finished steps stands for a kind that has none.
+    A kind without finished steps gets the mean time of all finished steps.
 
     Args:
         steps: The number of steps of each kind, by name.
@@ -159,7 +158,7 @@ class TimeLeft:
         self._since = now
 
     def seconds(self) -> float | None:
-        """Return the seconds left; None before the first step."""
+        """Return the seconds left, or None before the first step."""
         done = sum(self._done.values())
         if not done:
             return None
@@ -171,7 +170,7 @@ class TimeLeft:
 
 
 def counted(n: int, what: str) -> str:
-    """Format a number of things, such as "1 step" or "2,000 steps"."""
+    """Format a count with its noun, such as "1 step" or "2,000 steps"."""
     return f"{n:,} {what}{'s' * (n != 1)}"
 
 

@@ -1,7 +1,7 @@
-"""A mark for the parts of a user's program that run ahead of the loop's body: the loader, `ids` and `send`.
+"""A flag for user code that runs ahead of the loop's body: the loader, `ids` and `send`.
 
-How far ahead they run depends on the pipeline's depth and on the cache, and so would the rows that they read from a
-table. Tables therefore refuse reads and writes while the mark is set.
+How far ahead such code runs depends on the pipeline's depth and the cache, and so would the values it reads from a
+table. Tables therefore refuse reads and writes while the flag is set.
 """
 
 import threading
@@ -18,7 +18,7 @@ _mark = _Mark()
 
 @contextmanager
 def reading_ahead() -> Iterator[None]:
-    """Set the mark for this thread within a block that runs further ahead than at depth 0 without a cache."""
+    """Set the flag for this thread within a block that runs further ahead than at depth 0 without a cache."""
     before, _mark.is_set = _mark.is_set, True
     try:
         yield
@@ -27,5 +27,5 @@ def reading_ahead() -> Iterator[None]:
 
 
 def is_reading_ahead() -> bool:
-    """Return whether the mark is set for the calling thread."""
+    """Return whether the flag is set for the calling thread."""
     return _mark.is_set

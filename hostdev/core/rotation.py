@@ -1,4 +1,4 @@
-"""A text file of bounded size: full files are numbered, and the oldest are removed."""
+"""Rotation of a text file with a limited total size: full files get numbers, and the oldest are removed."""
 
 import os
 from collections.abc import Iterable
@@ -9,11 +9,11 @@ _FEWEST = 4  # files, if the limit is small
 
 
 class RotatedFile:
-    """Appends lines to `path`; a full file becomes NAME.1, the previous one NAME.2, and so on.
+    """A text file to append to; when full, it is renamed NAME.1, the previous NAME.1 becomes NAME.2, and so on.
 
     Args:
         path: The file.
-        limit: Maximum bytes of all files together; a file is full at a quarter of it, at most 64 MiB.
+        limit: Maximum total bytes of all files; each takes at most a quarter of it and at most 64 MiB.
     """
 
     def __init__(self, path: Path, limit: int) -> None:
@@ -32,7 +32,7 @@ class RotatedFile:
             self._remove_beyond()
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Append lines; each stays within one file."""
+        """Append lines; no line is split across files."""
         part: list[bytes] = []
         room = self._each - self._size
         for line in lines:

@@ -1,4 +1,4 @@
-"""The rounding of weights and optimizer state: formats, keys of the random numbers, and initial state."""
+"""Rounding of weights and optimizer state: storage formats, random number keys, and initial state."""
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ def rounding_key(seed: int, table: str, step: int) -> int:
 
 
 def plane_formats(dtype: str, slots_dtype: str, optimizer: SparseOptimizer) -> tuple[int, ...] | None:
-    """Return the stored format of each plane of a row, the weights and then the slots; None if all are float32."""
+    """Return the storage format of each plane of a row (weights, then slots), or None if all are float32."""
     found = [FLOAT32 if dtype == FP32 else BFLOAT16]
     for name in optimizer.slots:
         eight = UNSIGNED_8 if name in optimizer.non_negative else SIGNED_8
@@ -27,7 +27,7 @@ def plane_formats(dtype: str, slots_dtype: str, optimizer: SparseOptimizer) -> t
 def get_rounding(
     seed: int, table: str, step: int, dtype: str, slots_dtype: str, optimizer: SparseOptimizer
 ) -> Rounding | None:
-    """Return how a table's new values are rounded at a step; None if all are float32."""
+    """Return the rounding of a table's new values at a step, or None if all are stored as float32."""
     formats = plane_formats(dtype, slots_dtype, optimizer)
     return None if formats is None else Rounding(rounding_key(seed, table, step), formats)
 
@@ -35,7 +35,7 @@ def get_rounding(
 def initial_slots(optimizer: SparseOptimizer, slots_dtype: str) -> npt.NDArray[np.float32]:
     """Return the initial values of an optimizer's S slots, float32 [S].
 
-    As bfloat16, they are rounded to nearest. In 8 bits, equal values have no error, but those below 2^-90 are 0.
+    bfloat16 values are rounded to nearest. 8-bit slots store equal values exactly, but magnitudes below 2^-90 as 0.
     """
     values = np.array(list(optimizer.slots.values()), np.float32)
     if slots_dtype == FP32:

@@ -9,7 +9,7 @@ _BYTES = range(0xDC80, 0xDD00)  # surrogates for undecodable bytes of a file nam
 
 
 def prepare() -> None:
-    """Ensure that printing raises neither for its characters nor for a missing stream."""
+    """Ensure that printing never fails because of unencodable characters or a missing stream."""
     for number, name in ((0, ""), (1, "stdout"), (2, "stderr")):
         if _is_closed(number):
             opened = os.open(os.devnull, os.O_RDWR)  # else the next opened file would get this number
@@ -33,7 +33,7 @@ def silence(numbers: list[int]) -> None:
 
 
 def terminals() -> list[int]:
-    """Return the descriptors of standard output and error that are terminals."""
+    """Return the file descriptors of standard output and error, if they are terminals."""
     return [number for number in (1, 2) if not _is_closed(number) and os.isatty(number)]
 
 
@@ -46,7 +46,7 @@ def _is_closed(number: int) -> bool:
 
 
 def _printed(error: UnicodeError) -> tuple[str | bytes, int]:
-    r"""Encode characters that an encoding lacks: bytes of a file name unchanged, others as \xe4, \u20ac, ..."""
+    r"""Encode unencodable characters: undecoded bytes of a file name unchanged, others as \xe4, \u20ac, ..."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     made = bytearray()

@@ -1,4 +1,4 @@
-"""Dtypes of stored weights and optimizer state, and the arguments of a table's update other than the gradients."""
+"""Dtypes of stored weights and optimizer state, and the arguments of a table update other than gradients."""
 
 from typing import Any, NamedTuple
 
@@ -6,7 +6,7 @@ from hostdev.kernels.clock import Clock
 from hostdev.kernels.plane_formats import plane_bytes
 
 FP32, BF16, EIGHT_BIT = "fp32", "bf16", "8bit"
-TABLE_DTYPES = (FP32, BF16)  # of weights, as files and options name them
+TABLE_DTYPES = (FP32, BF16)  # of weights; names in files and options
 SLOT_DTYPES = (FP32, BF16, EIGHT_BIT)  # of the optimizer's state columns
 _ALIASES = {"bfloat16": BF16}  # the public name; "bf16" is accepted for one release
 
@@ -25,13 +25,13 @@ class Rounding(NamedTuple):
 
 
 class TableStep(NamedTuple):
-    """The arguments that a table's updates at one step have in common, on the host and on the device.
+    """The arguments shared by all updates of a table at one step, on the host and on the device.
 
     Attributes:
         scalars: The optimizer's scalars.
-        rounding: How new values are rounded to those that the table can store; None: they are not.
-        clip: float32, the mean square above which a row's gradient is clipped; None: it never is.
-        clock: Brings rows up to date before the update; None: steps change the rows of their batches only.
+        rounding: The rounding of new values to the storage formats, or None if all are float32.
+        clip: float32, the mean square above which a row's gradient is clipped, or None for no clipping.
+        clock: Brings rows up to date before the update, or None if a step changes only its batch's rows.
     """
 
     scalars: tuple[Any, ...]
@@ -41,7 +41,7 @@ class TableStep(NamedTuple):
 
 
 def require_table_dtype(dtype: str, table: str) -> str:
-    """Return a dtype of weights, one of TABLE_DTYPES; raise ValueError unless it is fp32, bfloat16 or bf16."""
+    """Return the weights' dtype, one of TABLE_DTYPES; raise ValueError unless `dtype` is fp32, bfloat16 or bf16."""
     found = _ALIASES.get(dtype, dtype)
     if found not in TABLE_DTYPES:
         raise ValueError(f"table {table!r}: dtype must be fp32 or bfloat16, not {dtype!r}")
@@ -49,9 +49,9 @@ def require_table_dtype(dtype: str, table: str) -> str:
 
 
 def require_slots_dtype(slots: str, table: str, dim: int) -> str:
-    """Return how slots of `dim` values are stored, one of SLOT_DTYPES; raise ValueError for an unknown name.
+    """Return the dtype for slots of `dim` values, one of SLOT_DTYPES; raise ValueError for an unknown name.
 
-    8 bits of one value would need 4 more bytes for its scale, so slots of one value are then stored as float32.
+    An 8-bit slot needs 4 more bytes for its scale, so slots of a single value are stored as float32 instead.
     """
     found = _ALIASES.get(slots, slots)
     if found not in SLOT_DTYPES:

@@ -1,4 +1,4 @@
-"""The ops of tables: lookups, updates, and copies of whole rows.
+"""Table ops: lookups, updates, and copies of whole rows.
 
 An op runs where its table is, and its `primitive_target` must equal the table's.
 """
@@ -24,7 +24,7 @@ class _TablePrimitive(Primitive):
 
 
 class EmbeddingLookup(_TablePrimitive):
-    """Looks up rows of a table: `(table, ids [U]) -> float32 [U, D]`; ids and rows are numpy or torch, like the table.
+    """Row lookup: `(table, ids [U]) -> float32 [U, D]`; ids and rows are numpy or torch arrays, like the table.
 
     Host tables also take `out` and `positions`, as in `HostTable.lookup`.
     """
@@ -88,7 +88,7 @@ class _Update(_TablePrimitive):
 
 
 class _WholeRows(_TablePrimitive):
-    """Copies whole rows of a host table: `(table, ids [N], block float32 [N, 1 + S, D], row_slots float32 [N, R])`.
+    """A copy of whole rows of a host table: `(table, ids [N], block float32 [N, 1 + S, D], row_slots float32 [N, R])`.
 
     It also takes `positions`, as in `HostTable.read_rows`.
     """
@@ -113,25 +113,25 @@ class _WholeRows(_TablePrimitive):
 
 
 class CacheAdmit(_WholeRows):
-    """Reads the rows that a cache admits from the host table."""
+    """A read, from the host table, of the rows that a cache admits."""
 
     name, method = "CacheAdmit", "read_rows"
 
 
 class CacheEvict(_WholeRows):
-    """Writes the rows that a cache evicts to the host table."""
+    """A write, to the host table, of the rows that a cache evicts."""
 
     name, method = "CacheEvict", "write_rows"
 
 
 class ForwardRead(_WholeRows):
-    """Reads the rows that are updated on the device, too, for the next step (`pipeline.forwarding`)."""
+    """A read of rows that are also updated on the device for the next step (`pipeline.forwarding`)."""
 
     name, method = "ForwardRead", "read_rows"
 
 
 def _stored_bytes(table: Any) -> tuple[int, int]:
-    """Return the bytes of a row's weights and of its slots in the table's storage; 4 per value on the device."""
+    """Return the stored bytes of a row's weights and of its slots; on the device, each value takes 4 bytes."""
     dim, host = int(table.dim), table.primitive_target == "CPU"
     dtype, slots_dtype = (table.dtype, table.slots_dtype) if host else (FP32, FP32)
     return dim * weight_bytes(dtype), len(table.optimizer.slots) * slot_bytes(slots_dtype, dim)

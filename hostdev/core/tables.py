@@ -14,7 +14,7 @@ from hostdev.kernels.clock import Clock
 
 
 class Owner(Protocol):
-    """A loop that is open over a table; it may have unfinished steps, cached rows, and rows looked up ahead."""
+    """An open loop that uses a table; it may have unfinished steps, cached rows, and prefetched rows."""
 
     def before_read(self, table: Any) -> None:
         """Apply all steps so far to the table; raise ValueError if it cannot be read now."""
@@ -23,22 +23,22 @@ class Owner(Protocol):
         """Apply all steps so far to the table; raise ValueError if it cannot be written now."""
 
     def after_write(self, table: Any, ids: Any) -> None:
-        """Refresh rows that were looked up ahead: local rows `ids`, int32 or int64 [N], or all rows for None."""
+        """Refresh prefetched rows: local rows `ids`, int32 or int64 [N], or all rows if `ids` is None."""
 
 
 class Owned:
-    """Base of tables: notifies the loops that are open over the table when it is read or written.
+    """Base class of tables; it notifies the open loops that use a table when the table is read or written.
 
     Public methods call `_before_read`, or `_before_write` and `_after_write`. A loop's own threads use other methods,
-    which notify nobody.
+    which notify no loop.
     """
 
     name: str
     seed: int
     optimizer: SparseOptimizer
-    dtype: str  # how weights are stored: "fp32" or "bf16"
-    slots_dtype: str  # how the optimizer's state columns are stored: "fp32", "bf16" or "8bit"
-    history: History | None = None  # its steps, if they change rows that they do not use; see `kernels.catch_up`
+    dtype: str  # of stored weights: "fp32" or "bf16"
+    slots_dtype: str  # of stored optimizer state: "fp32", "bf16" or "8bit"
+    history: History | None = None  # step history, if steps also change unused rows; see `kernels.catch_up`
     _owners: tuple[Owner, ...] = ()
     _step = 0
     _is_writing = False  # inside `writing`
@@ -68,11 +68,11 @@ class Owned:
 
     @property
     def fetched_width(self) -> int:
-        """Values of a row that a loop looks up."""
+        """Number of values per row that a loop looks up."""
         return self.dim
 
     def begin_step(self) -> TableStep:
-        """Count one step, and return what all updates of this step have in common."""
+        """Count one step, and return the arguments that all its updates share."""
         self._require_no_writing()
         step, lr = self._step + 1, self.optimizer.lr
         rounding = get_rounding(self.seed, self.name, step, self.dtype, self.slots_dtype, self.optimizer)
@@ -82,7 +82,7 @@ class Owned:
         return TableStep(scalars, rounding, clip, clock)
 
     def clock(self) -> Clock | None:
-        """Return what brings rows up to date; None if rows change by their own updates only."""
+        """Return the clock that brings rows up to date, or None if only updates change rows."""
         return None if self.history is None else self.history.clock()
 
     def uncount_steps(self, steps: int) -> None:
@@ -92,7 +92,7 @@ class Owned:
             self.history.forget(steps)
 
     def add_owner(self, owner: Owner) -> None:
-        """Notify a loop of reads and writes from now on."""
+        """Notify `owner` of reads and writes from now on."""
         self._owners = (*self._owners, owner)
 
     def remove_owner(self, owner: Owner) -> None:
@@ -117,15 +117,15 @@ class Owned:
             owner.after_write(self, ids)
 
     def __getstate__(self) -> Mapping[str, Any]:
-        """Return the state for a copy of the table, which has all current rows and belongs to no loop."""
+        """Return the state for a copy of the table that has all current rows and belongs to no loop."""
         self._before_read()
         return self.__dict__ | {"_owners": (), "_is_writing": False}
 
 
 def initial_seed(seed: int | None) -> int:
-    """Return the seed of a table: the given one, else that of `torch.manual_seed`, else 0.
+    """Return a table's seed: `seed` if given, else the seed set with `torch.manual_seed`, else 0.
 
-    Without a given seed, 0 applies if torch is not imported or was not seeded: torch's own seed is random.
+    If torch was not seeded, its own seed is random and is not used.
     """
     if seed is not None:
         return seed
@@ -135,7 +135,7 @@ def initial_seed(seed: int | None) -> int:
 
 
 def _was_set(torch: Any, seed: int) -> bool:
-    """Return whether a program has set torch's seed; a random one has 64 bits."""
+    """Return whether the program has set torch's seed; a random seed has 64 bits."""
     if seed < 1 << 32:
         return True
     tracker = getattr(torch.cuda, "_lazy_seed_tracker", None)  # holds the call until CUDA is initialized

@@ -24,12 +24,12 @@ _NAMES = {"optimizer": "dense update"}  # distinguishes it from the tracks of ro
 
 
 class Timeline:
-    """Collects the spans of a run's stages from any thread."""
+    """A collector of the spans of a run's stages, from any thread."""
 
     def __init__(self) -> None:
         self.busy_ns = dict.fromkeys(STAGES, 0)
         self.stall_ns = dict.fromkeys(STAGES, 0)
-        self.host_busy_ns = 0  # time with at least one host stage at work
+        self.host_busy_ns = 0  # time during which at least one host stage works
         self.device_busy_ns = 0
         self.wall_ns = 0
         self._lock = threading.Lock()
@@ -88,7 +88,7 @@ class Timeline:
         self.device_busy_ns += nanoseconds
 
     def summary(self) -> dict[str, Any]:
-        """Return microseconds by stage, and overlap_efficiency: max(host, device busy) / wall, None if wall is 0."""
+        """Return microseconds per stage, and overlap_efficiency: max(host, device busy) / wall (None if wall is 0)."""
         most = max(self.host_busy_ns, self.device_busy_ns)
         return {
             "stall_us": {stage: ns // 1000 for stage, ns in self.stall_ns.items()},

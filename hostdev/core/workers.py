@@ -1,4 +1,4 @@
-"""Background threads that also work while the interpreter exits, when concurrent.futures accepts no more work."""
+"""Background threads that accept work even while the interpreter exits, unlike those of concurrent.futures."""
 
 import sys
 import threading
@@ -32,7 +32,7 @@ class Workers:
         for thread in wanted:
             try:
                 thread.start()
-            except RuntimeError as error:  # the system's limit
+            except RuntimeError as error:  # the system's thread limit
                 self.__exit__()
                 raise TransientError(
                     f"only {len(self._threads):,} of {len(wanted):,} threads could be started ({error}); use fewer, "

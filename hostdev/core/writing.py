@@ -1,11 +1,11 @@
-"""Writable copies of a table's weights and slots, which `writing` yields."""
+"""Writable copies of a table's weights and slots, as yielded by `writing`."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 
 class Slots(Mapping[str, Any]):
-    """Writable copies of the slots by name, each made at its first access; `slots[name] = values` overwrites one."""
+    """Writable copies of the slots by name, each made on first access; `slots[name] = values` overwrites a slot."""
 
     def __init__(self, copies: "Copies") -> None:
         self._copies = copies
@@ -13,7 +13,7 @@ class Slots(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name not in self._copies.names[1:]:
             names = ", ".join(self._copies.names[1:]) or "none"
-            raise KeyError(f"table {self._copies.table!r}: no slot {name!r}; its slots are {names}")
+            raise KeyError(f"table {self._copies.table!r}: no slot {name!r}; available slots: {names}")
         return self._copies.column(name)
 
     def __setitem__(self, name: str, values: Any) -> None:
@@ -27,7 +27,7 @@ class Slots(Mapping[str, Any]):
 
 
 class Copies:
-    """Writable copies of a table's columns, each made at its first access; they can be used until the `with` ends.
+    """Writable copies of a table's columns, each made on first access and usable until the `with` block ends.
 
     Args:
         table: The table's name, for messages.
@@ -44,7 +44,7 @@ class Copies:
 
     @property
     def weights(self) -> Any:
-        """The writable weights, float32: [V, D] for all rows or [N, D] for N of them."""
+        """The writable weights, float32: [V, D] for all rows or [N, D] for N rows."""
         return self.column("weights")
 
     @weights.setter
@@ -57,7 +57,7 @@ class Copies:
         return Slots(self)
 
     def column(self, name: str) -> Any:
-        """Return the copy of a column; raise ValueError after the end of the `with`."""
+        """Return the copy of a column; raise ValueError after the end of the `with` block."""
         if self._is_over:
             raise ValueError(f"table {self.table!r}: its writing() has ended; write within the `with` block")
         if name not in self._held:

@@ -44,9 +44,9 @@ def test_what_is_right():
     ("change", "message"),
     [
         ({"inner": 5}, "inner is 5, not a list"),
-        ({"inner": [{"name": "a", "n": True}]}, r"inner\[0\].n is true, not a whole number"),
-        ({"inner": [{"name": "a", "n": 1.0}]}, r"inner\[0\].n is 1.0, not a whole number"),
-        ({"inner": [{"name": "a", "n": 2**63}]}, r"inner\[0\].n is a number of more than 64 bits"),
+        ({"inner": [{"name": "a", "n": True}]}, r"inner\[0\].n is true, not a 64-bit integer"),
+        ({"inner": [{"name": "a", "n": 1.0}]}, r"inner\[0\].n is 1.0, not a 64-bit integer"),
+        ({"inner": [{"name": "a", "n": 2**63}]}, r"inner\[0\].n is an integer of more than 64 bits"),
         ({"inner": [{"name": "a"}]}, r"inner\[0\].n is missing"),
         ({"inner": [{"name": None, "n": 1}]}, r"inner\[0\].name is null, not text"),
         ({"inner": ["x" * 1000]}, r'inner\[0\] is "x{39}\.\.\., not an object'),

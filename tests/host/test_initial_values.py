@@ -87,7 +87,11 @@ def test_values_of_an_array(optimizer):
 def test_wrong_initial_values():
     for init, error, message in (
         (np.zeros((4, 2)), ValueError, r"table 't' has 3 rows of 2 columns,.* the shape \[4, 2\]"),
-        (np.full((3, 2), np.nan), ValueError, "table 't': initial values must be finite, and those of row 0 are not"),
+        (
+            np.full((3, 2), np.nan),
+            ValueError,
+            "table 't': initial values must be finite; row 0 contains NaN or infinity",
+        ),
         (np.zeros(3), TypeError, "table 't': init .*hostdev.Normal"),
         ("zeros", TypeError, "table 't': init .*hostdev.Normal.*, not str"),
     ):
