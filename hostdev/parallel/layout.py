@@ -13,7 +13,7 @@ from hostdev.parallel.pieces import balanced, count_flops, cut, get_pieces
 from hostdev.parallel.plan import Strategies, get_slice_dim, resolve_strategies
 from hostdev.parallel.plan_text import Plan
 
-Inputs = Callable[[int], tuple[Any, ...]]  # returns zero inputs for a number of samples
+Inputs = Callable[[int], tuple[Any, ...]]  # returns zero inputs for a given number of samples
 
 
 class Layout(NamedTuple):
@@ -78,13 +78,13 @@ def _begins(pieces: Sequence[Piece], layout: Layout, pipe: int, inputs: Callable
     stages = len(layout.begins) + 1
     if several and (stages % pipe or stages == pipe):
         raise UserError(
-            f"--stage-cut {','.join(layout.begins)} makes {stages} stages, but --schedule interleaved needs the same "
-            f"number on each of {pipe} processes, at least two; give {2 * pipe - 1} names, or {3 * pipe - 1}, ..."
+            f"--stage-cut {','.join(layout.begins)} makes {stages} stages, but --schedule interleaved needs an equal "
+            f"number, two or more, on each of {pipe} processes; give {2 * pipe - 1} names, or {3 * pipe - 1}, ..."
         )
     if not several and stages != pipe:
         raise UserError(
-            f"--stage-cut {','.join(layout.begins)} makes {stages} stages, but --mesh pipe={pipe} has processes for "
-            f"{pipe}; give {pipe - 1} name{'s' * (pipe > 2)}"
+            f"--stage-cut {','.join(layout.begins)} makes {stages} stages, but --mesh pipe={pipe} needs {pipe}; give "
+            f"{pipe - 1} name{'s' * (pipe > 2)}"
         )
     return list(layout.begins)
 
@@ -103,7 +103,7 @@ def describe_layout(settled: ResolvedLayout, layout: Layout, mesh: Mesh) -> str:
 
 
 def like(example: Mapping[str, Any] | Sequence[Any]) -> Inputs:
-    """Return a function that creates zeros for any number of samples, like an example of inputs, tensors [B, ...]."""
+    """Return a function that creates zeros for any number of samples, shaped like example tensors [B, ...]."""
 
     def zeros(samples: int) -> tuple[Any, ...]:
         return torch.utils._pytree.tree_map_only(  # type: ignore[no-any-return]
