@@ -151,7 +151,7 @@ WRONG = [
     (TORCHRUN | {"LOCAL_RANK": "2"}, "LOCAL_RANK is 2, but LOCAL_WORLD_SIZE is 2"),
     (
         OPEN_MPI | {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "x"},
-        "Open MPI says rank 1 of 4, but RANK and WORLD_SIZE says rank 0 of 4; unset the variables of one",
+        "Open MPI says rank 1 of 4, but RANK and WORLD_SIZE says rank 0 of 4; unset the variables of one launcher",
     ),
     (
         OPEN_MPI | {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "x"},
