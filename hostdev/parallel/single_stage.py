@@ -85,7 +85,7 @@ class SingleStage:
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
-        """A context that raises PeerLostError if a rank with other slices stops answering; other errors are unchanged."""
+        """A context that raises PeerLostError if a rank with other slices stops answering."""
         try:
             yield
         except RuntimeError as error:
