@@ -98,7 +98,7 @@ class DenseGradients:
                 self._send(len(self._totals))
 
     def put(self) -> list[bool] | None:
-        """Take a micro-batch's gradients; after a step's last one, return which parameters have any on this rank."""
+        """Take a micro-batch's gradients; for the step's last micro-batch, return which parameters have gradients."""
         self._may_lead = max(self._counts, default=0) <= 1
         last = self._next == self._first + self._count - 1
         for bucket in range(len(self._totals), len(self._buckets)):
@@ -114,7 +114,7 @@ class DenseGradients:
         return [self._has[number] for number in range(len(self.parameters))]
 
     def put_nodes(self, nodes: Sequence[Node[Grads]]) -> list[bool]:
-        """Take all gradients of a step at once instead of with `put`; return which parameters have any on this rank."""
+        """Take all gradients of a step at once instead of with `put`; return which parameters have gradients."""
         for bucket, numbers in enumerate(self._buckets):
             self._trees[bucket].nodes = [
                 Node(start, size, None if value is None else [value[number] for number in numbers])

@@ -164,7 +164,7 @@ class Exchange:
         before: Sequence[Asked] = (),
         shared: Sequence[Mask] = (),
     ) -> "Incoming":
-        """Send the rows that are ready, and receive those of other ranks; `late_rows` must follow for the rest.
+        """Send the rows that are ready, and receive such rows from other ranks; `late_rows` must follow for the rest.
 
         Args:
             asked: Result of `ids`, by group.

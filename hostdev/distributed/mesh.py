@@ -43,7 +43,7 @@ class Mesh(NamedTuple):
         return list(found.values())
 
     def leads(self, rank: int) -> bool:
-        """Return whether a rank looks up rows; one rank does so for all slices of its samples' first stage."""
+        """Return whether a rank looks up its samples' rows, which only the first slice of the first stage does."""
         place = self.place(rank)
         return place.pipe == 0 and place.model == 0
 
@@ -56,7 +56,7 @@ class Mesh(NamedTuple):
         return [get_nodes(share.start, share.stop) if self.leads(rank) else [] for rank, share in enumerate(shares)]
 
     def __str__(self) -> str:
-        """Return the value of `--mesh`."""
+        """Return the mesh as a value of `--mesh`."""
         return ",".join(f"{axis}={getattr(self, axis)}" for axis in self._fields if getattr(self, axis) > 1) or "data=1"
 
 

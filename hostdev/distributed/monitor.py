@@ -36,7 +36,7 @@ class _Seen(NamedTuple):
 
 
 class Monitor:
-    """Sends this rank's heartbeats, checks those of others, and reports failures.
+    """Sends this rank's heartbeats, checks other ranks' heartbeats, and reports failures.
 
     Args:
         env: The rank environment of this process.

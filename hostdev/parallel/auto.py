@@ -59,7 +59,7 @@ class LayoutChoice(NamedTuple):
             found.append(f"{numbers} {format_bytes(one.memory):>10}  {describe_candidate(one)}{fits}")
         more = len(self.tried) - _SHOWN
         if more > 0:
-            found.append(f"... and {more} slower ones")
+            found.append(f"... and {more} slower layouts")
         return [*found, f"chosen: {describe_candidate(best)}, {reason(self.tried, machine)}"]
 
 

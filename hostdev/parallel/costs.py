@@ -190,7 +190,7 @@ def filled(values: Any, device: torch.device) -> Any:
 def _time_pieces(
     pieces: Sequence[Piece], given: Any, device: torch.device, autocast: torch.dtype | None, *, looking: bool = False
 ) -> tuple[list[float], list[tuple[int, int]]]:
-    """Return each piece's seconds, forward and backward, and the bytes it saves (0 unless `looking`) and returns."""
+    """Return each piece's seconds (forward and backward), and the bytes it saves (0 unless `looking`) and returns."""
     seconds, about, values = [], [], given
     for piece in pieces:
         values = values if isinstance(values, tuple) else (values,)

@@ -21,7 +21,7 @@ class Layout(NamedTuple):
 
     Attributes:
         schedule: Order of micro-batches through the stages, one of `mesh.SCHEDULES`.
-        begins: Names of the first pieces of all stages but the first; None balances the stages' costs.
+        begins: Names of the first pieces of the second and later stages; None balances the stages' costs.
         plan: Strategies of layers, by name or pattern: see `plan`.
     """
 
@@ -34,7 +34,7 @@ class ResolvedLayout(NamedTuple):
     """A layout that fits a network."""
 
     pieces: list[Piece]  # pieces of the network; empty without stages
-    begins: list[str]  # names of the first pieces of all stages but the first
+    begins: list[str]  # names of the first pieces of the second and later stages
     strategies: Strategies  # strategies of the sliced layers
 
     def stages(self, pieces: Sequence[Piece]) -> list[list[Piece]]:

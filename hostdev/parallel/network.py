@@ -166,7 +166,7 @@ class Network:
         """Run a batch forward and backward, add its gradients to the parameters' gradients, and return the loss.
 
         Args:
-            samples: Number of samples of the whole batch, the same on all ranks.
+            samples: Number of samples in the whole batch, the same on all ranks.
             inputs: Returns the network's inputs for a slice of the samples; called on the first stage.
             loss: Returns the mean loss, [], from the network's output and the slice; called on the last stage.
         """
@@ -223,7 +223,7 @@ class Network:
         """Run a batch forward in evaluation mode; return the sums of a measure over all micro-batches.
 
         Args:
-            samples: Number of samples of the whole batch, the same on all ranks.
+            samples: Number of samples in the whole batch, the same on all ranks.
             inputs: Returns the network's inputs for a slice of the samples; called on the first stage.
             measure: Returns numbers, [] or [k], from the network's output and the slice; called on the last stage.
         """
@@ -297,7 +297,7 @@ class Network:
         dense.finish(self._exchange.reduce_flags(dense.put_nodes(ran.nodes)))
 
     def _of_all(self, values: Sequence[Tensor | None]) -> Tensor:
-        """Return the values of all micro-batches of the step, float32 [M, k]; 0 for empty ones."""
+        """Return the values of the step's micro-batches on all ranks, float32 [M, k], 0 for empty micro-batches."""
         k = next((one.numel() for one in values if one is not None), 0)
         mine = torch.zeros(self._count, k)
         for number, one in enumerate(values):

@@ -306,7 +306,7 @@ class _DrawDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _StageOutput(NamedTuple):
-    """A stage's fake output: each tensor once, and the index of each returned value among them."""
+    """A stage's fake output: its distinct tensors, and the index of each returned value among them."""
 
     values: list[Any]
     places: list[int]

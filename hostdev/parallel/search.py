@@ -32,7 +32,7 @@ class SearchOptions(NamedTuple):
     ranks: int  # number of ranks
     micro_batches: int  # number of micro-batches of a step over all ranks
     mesh: Mesh | None = None  # a fixed mesh; None searches for one
-    begins: Sequence[str] | None = None  # fixed first pieces of all stages but the first; None searches for them
+    begins: Sequence[str] | None = None  # fixed first pieces of the second and later stages; None searches for them
     strategies: Mapping[str, str] = {}  # fixed strategies by layer name
     interleaved: bool = False  # whether each rank has two stages
     gpipe: bool = False  # whether to run all forward passes before all backward passes
@@ -51,7 +51,7 @@ class Candidate(NamedTuple):
     """A layout, and its cost according to the cost model."""
 
     mesh: Mesh  # the mesh
-    begins: list[str]  # names of the first pieces of all stages but the first
+    begins: list[str]  # names of the first pieces of the second and later stages
     plan: Plan  # strategies of layers
     compute: float  # seconds of a step's computation
     waiting: float  # seconds of waiting for other stages

@@ -60,7 +60,7 @@ class Tied:
         parameter.grad = None
 
     def gathered(self, count: int) -> list[list[Tensor | None]]:
-        """Return, for each owned parameter, its gradient of each micro-batch; all ranks of the axis call it."""
+        """Return, for each owned parameter, its gradient for each micro-batch; all ranks of the axis call it."""
         found = []
         for name, users in self.users.items():
             owner, parameter = self._rank(users[0]), self._parameters[name]

@@ -146,7 +146,7 @@ def make_forwarded(
     staging: Staging,
     memory: PinnedBuffer,
 ) -> list[ForwardedRows | None]:
-    """Return the forwarded rows of each group; None for a group without any.
+    """Return the forwarded rows of each group, or None for a group without any.
 
     Args:
         groups: The tables.

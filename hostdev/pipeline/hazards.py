@@ -32,7 +32,7 @@ def find_conflicts(
         reads: The host rows that the batch reads.
         written: The rows whose last writer the batch becomes: first the rows that it reads, then others.
         last_writers: The last writer of each row; this batch is recorded here.
-        staleness: Number of batches before this one whose writes it does not wait for.
+        staleness: Number of preceding batches whose writes this batch does not wait for.
         ignored: Groups whose hazards are ignored, to test that the checks detect this.
     """
     batch, before, updated, pin = unfinished

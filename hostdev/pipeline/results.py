@@ -161,7 +161,7 @@ class StepGroup(NamedTuple):
 
     @property
     def own_size(self) -> int:
-        """Number of rows that the step gets, including those of other ranks."""
+        """Number of rows that the step gets, including rows from other ranks."""
         asked = self.planned.asked
         return len(self.planned.ids) if asked is None else asked.size
 

@@ -30,7 +30,7 @@ class LateLookup(NamedTuple):
 class BatchRows:
     """A batch's unique rows of a host table: fetched in parts, sent to the device, updated in parts.
 
-    Rows that bypass the cache (all rows if there is none) are looked up and updated on the host. Admitted rows are
+    Rows that bypass the cache (without a cache, all rows) are looked up and updated on the host. Admitted rows are
     read with their optimizer state, and evicted rows are written with theirs. Methods return the host's work as tasks,
     so that the tasks of all tables run at once.
 
@@ -274,7 +274,7 @@ def fetch_late(rows: Sequence[tuple[BatchRows, RowSubset]]) -> None:
 def receive_rows(
     rows: Sequence[tuple[BatchRows, list[Tensor | None], RowSubset | None]], staging: Staging, memory: PinnedBuffer
 ) -> tuple[Any, Any]:
-    """Copy the tensors that leave the device to the host.
+    """Copy tensors from the device to the host.
 
     Args:
         rows: For each table, its rows, the tensors returned by their `leave`, and the ids that another batch waits for.

@@ -351,7 +351,7 @@ class OverlappedPass:
                 self._source = None
 
     def _await_rows(self, batch: InFlight) -> None:
-        """Wait until all rows of a batch are sent, and look up conflicting ones."""
+        """Wait until all rows of a batch are sent, and look up its conflicting rows meanwhile."""
         queues = self._queues
         while True:
             with self._timeline.stall("step"):

@@ -1,4 +1,4 @@
-"""Read: take the next request from the caller's iterator. Its ids are flat, without padding, and checked."""
+"""Read: take the next request from the caller's iterator. Its ids are flat and have no padding."""
 
 from collections.abc import Iterator
 
