@@ -73,7 +73,7 @@ def find_rank_environment(environment: Mapping[str, str] | None = None) -> RankE
         if rank in env or ranks in env:
             found.append(_read_launcher(env, launcher, rank, ranks, local_rank, local_ranks))
     if "PMI_PORT" in env and "PMI_RANK" not in env:
-        raise UserError("MPICH sets no ranks with -pmi-port; leave it out")
+        raise UserError("MPICH does not set ranks with -pmi-port; omit this option")
     if _TABLE[0] in env:
         found.append(_read_rank_table(env))
     elif _TABLE[1] in env:

@@ -65,7 +65,7 @@ def resolve_layout(
     if mesh.model > 1 and whole and not strategies and not searched:
         raise UserError(
             f"--mesh {mesh} has {mesh.model} processes for slices, but no layer is sliced; give --plan, or mark "
-            "parameters as sliced by hand"
+            "slices made by hand with hostdev.parallel.sliced"
         )
     return ResolvedLayout(pieces, begins, strategies)
 

@@ -128,8 +128,8 @@ class Network:
             )
         if micro_batches < shares * stages:
             raise UserError(
-                f"{stages} stages need at least as many micro-batches on each rank: give {shares * stages} or more, "
-                f"not {micro_batches}"
+                f"each rank needs at least {stages} micro-batches, one per stage; give {shares * stages} or more, not "
+                f"{micro_batches}"
             )
         for name, value, known in (
             ("gradients", gradients, ("mean", "sum")),

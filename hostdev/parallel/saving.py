@@ -90,8 +90,8 @@ def load(folder: Path, wants: Callable[[str], bool]) -> tuple[dict[str, Tensor |
         ) from None
     if manifest.get("version") != VERSION:
         raise UserError(
-            f"{folder} has version {manifest.get('version')} (this hostdev reads {VERSION}); load it with the hostdev "
-            "that wrote it"
+            f"{folder} has format version {manifest.get('version')}, but this hostdev reads {VERSION}; load it with "
+            "the hostdev version that wrote it"
         )
     try:
         tensors = {key: [Part(*one) for one in parts] for key, parts in manifest["tensors"].items()}
