@@ -11,7 +11,7 @@ _MOST_SHOWN = 160  # characters of a value in a message
 
 
 class UnlikeError(UserError):
-    """Ranks differ in a value that must be equal; all ranks raise this error with the same message."""
+    """Raised on all ranks, with the same message, if they differ in a value that must be equal."""
 
 
 def compare(each: Sequence[Values], where: str = "") -> None:

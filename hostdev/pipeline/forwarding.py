@@ -119,7 +119,7 @@ class ForwardedRows:
         self._marks.append(mark)
 
     def reload(self, ids: Ids | None) -> None:
-        """Read the new rows again, and send them if they were sent, after rows of the tables were written.
+        """Read the new rows again after a write to the tables, and send them again if they were sent before.
 
         Args:
             ids: The rows that were written, int32 or int64 [N]; None for all rows.

@@ -94,7 +94,7 @@ class PipelineQueues:
         Args:
             ready: Called under the condition.
             finish: If `ready()` is true, return even if the pass is stopping.
-            at_close: Wait also while the pass is closing.
+            at_close: Keep waiting while the pass is closing.
         """
         with self.changed:
             self.changed.wait_for(lambda: ready() or self.stopping or (self.closing and not at_close))
