@@ -11,14 +11,14 @@ _MOST_SHOWN = 160  # characters of a value in a message
 
 
 class UnlikeError(UserError):
-    """Ranks differ in a value that must be equal; all ranks raise this error with the same message."""
+    """Raised on all ranks, with the same message, if they differ in a value that must be equal."""
 
 
 def compare(each: Sequence[Values], where: str = "") -> None:
     """Raise UnlikeError unless all ranks have the same values.
 
     Args:
-        each: The values of each rank, decoded from JSON; a list [value, text] is compared by its value and shown as its
+        each: The values of each rank, decoded from JSON. A list [value, text] is compared by its value and shown as its
             text.
         where: The call that begins the message, such as "hostdev.Runtime(...)".
     """
@@ -45,7 +45,7 @@ def shown(value: Any, text: str) -> list[Any]:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Return text such as "rank 3" or "ranks 0, 2", which names at most eight ranks."""
+    """Return text such as "rank 3" or "ranks 0, 2" that names at most eight ranks."""
     return f"rank{'s' * (len(ranks) > 1)} " + ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
 
 

@@ -1,7 +1,8 @@
-"""All-reduces of a vector over all ranks: in the order of a tree, by slices; or in the order that the library chooses.
+"""All-reduce of a vector over all ranks, summed in the order of a tree or in an order that the library chooses.
 
-Each rank owns a slice of the elements: it receives that slice of every node, adds the slices, and sends the sum to all
-ranks. This moves as many bytes as a ring all-reduce, and the order of the additions does not depend on the ranks.
+In the tree, each rank owns a slice of the elements: it receives that slice of every node, adds the slices, and sends
+the sum to all ranks. This moves as many bytes as a ring all-reduce, and the order of the additions does not depend on
+the ranks.
 """
 
 import sys
@@ -16,13 +17,13 @@ from hostdev.core.micro_batches import Node, TreeSum
 from hostdev.distributed.channel import Channel
 from hostdev.distributed.two_levels import TwoLevelChannel
 
-_FREE = 2  # reference count of memory in no other use: the attribute, and getrefcount's argument
-_LEAST_VALUES = 4096  # of a vector that is summed within hosts first
+_FREE = 2  # reference count of unused memory: the attribute and getrefcount's argument
+_LEAST_VALUES = 4096  # minimum length of a vector that is summed within hosts first
 Nodes = Sequence[tuple[int, int]]
 
 
 class Tree:
-    """Sums over the nodes of all ranks, in the tree's order; the result is bit-identical on all ranks.
+    """Sums the nodes of all ranks in the tree's order; the result is bit-identical on all ranks.
 
     Args:
         channel: Connects the ranks.
@@ -48,7 +49,7 @@ class Tree:
         raise NotImplementedError
 
     def _join(self, parts: Sequence[Tensor], edges: Sequence[int]) -> Tensor:
-        """Return the nodes as one buffer, slice by slice."""
+        """Return one buffer with the nodes' values, slice by slice."""
         if len(parts) == 1:
             return parts[0]
         return torch.cat([part[start:stop] for start, stop in pairwise(edges) for part in parts], out=self._send)
@@ -63,7 +64,7 @@ class Tree:
 
 
 class TreeAllReduce(Tree):
-    """The sums of `Tree`: each rank exchanges slices with all others.
+    """A `Tree` in which each rank exchanges slices with all others.
 
     On an accelerator's channel all work is queued on the current stream.
     """
@@ -101,7 +102,7 @@ class TreeAllReduce(Tree):
         return found
 
     def _others(self, values: Tensor, counts: list[int]) -> tuple[Tensor, list[int]]:
-        """Return a flat buffer and its counts without this rank's slice; with it if the rest is not contiguous."""
+        """Return a flat buffer and its counts without this rank's slice, or unchanged if the rest is not contiguous."""
         if not self._at_end:
             return values, counts
         mine = self._channel.rank
@@ -109,7 +110,7 @@ class TreeAllReduce(Tree):
         return rest, [0 if rank == mine else count for rank, count in enumerate(counts)]
 
     def _spread(self, found: Tensor, begin: int, end: int) -> None:
-        """Send the other ranks the slice that this rank has summed, and receive their slices into `found`."""
+        """Send the slice that this rank has summed to the other ranks, and receive their slices into `found`."""
         mine, W = self._channel.rank, self._channel.ranks
         give = [0 if rank == mine and self._at_end else end - begin for rank in range(W)]
         copies = W - 1 if self._at_end else W
@@ -119,7 +120,7 @@ class TreeAllReduce(Tree):
 
 
 class AllReduce:
-    """Sums over all micro-batches in an order that depends on the ranks; otherwise like `Tree`."""
+    """Sums over all micro-batches, in an order that depends on the ranks; otherwise like `Tree`."""
 
     def __init__(self, channel: Channel, nodes: Sequence[Nodes], n: int) -> None:
         self._channel, self.flat = channel, torch.empty(0, device=channel.device)
@@ -134,14 +135,14 @@ class AllReduce:
 
 
 class TwoLevelTree(Tree):
-    """The sums of `Tree`, within hosts first: each host sends the nodes that its own ranks fill.
+    """A `Tree` that sums within each host first; a host sends other hosts only the nodes that its own ranks fill.
 
-    L ranks of a host divide the elements among themselves, and sum their slices over the host's nodes. The ranks with
-    the same index on all hosts divide such a slice among themselves in turn. A host therefore sends other hosts as many
-    bytes as one rank would. The tree's order remains: a host's ranks have neighbouring micro-batches.
+    The L ranks of a host divide the elements among themselves, and sum their slices over the host's nodes. Then the
+    ranks with the same index on all hosts divide each such slice among themselves. A host therefore sends as many bytes
+    to other hosts as one rank would. The tree's order is kept, because a host's ranks have neighbouring micro-batches.
 
     Args:
-        channel: Connects the ranks; each host has equally many, in order.
+        channel: Connects the ranks; each host has the same number of ranks, in order.
         nodes: (start, size) of each rank's nodes.
         n: Number of values of each node, at least the number of ranks.
     """
@@ -196,7 +197,7 @@ class TwoLevelTree(Tree):
         return found
 
     def _spread_hosts(self, counts: Sequence[int]) -> list[int]:
-        """Return a number for each rank: those of the ranks with this rank's index on their hosts, and 0 for others."""
+        """Return a count for each rank: `counts` for the ranks with this rank's index on their hosts, 0 for others."""
         all_counts = [0] * self._levels.ranks
         for ranks, count in zip(self._levels.hosts, counts, strict=True):
             all_counts[ranks[self._mine]] = count
@@ -204,7 +205,7 @@ class TwoLevelTree(Tree):
 
 
 def make_tree(channel: Channel, nodes: Sequence[Nodes], n: int) -> Tree:
-    """Return the sums over the nodes of all ranks: by two levels if the channel has them and its hosts are alike."""
+    """Return a `Tree` for the nodes of all ranks; it has two levels if the channel has them and hosts are equal."""
     if isinstance(channel, TwoLevelChannel) and n >= max(channel.ranks, _LEAST_VALUES):
         each = len(channel.local)
         if channel.hosts == [list(range(first, first + each)) for first in range(0, channel.ranks, each)]:

@@ -27,7 +27,7 @@ class Call(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Call | None":
-        """Return a call from another rank's heartbeat; None if the text is not valid."""
+        """Return a call from another rank's heartbeat, or None if the text is not valid."""
         number, _, rest = text.partition("|")
         kind, _, name = rest.partition("|")
         return cls(int(number), kind, printable(name, 120)) if number.isdecimal() and len(number) < 19 else None
@@ -45,7 +45,7 @@ def parse_calls(text: str) -> tuple[Call, ...]:
 
 
 class Calls:
-    """The calls of a rank: its main thread begins them, and the heartbeat's thread reads the latest."""
+    """The calls of a rank: its main thread begins them, and its heartbeat thread reads the latest."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self._rank, self._ranks = rank, ranks
@@ -80,7 +80,7 @@ class Calls:
 
 
 def find_mismatch(mine: Sequence[Call], others: Sequence[Call]) -> tuple[Call, Call] | None:
-    """Return the first calls of two ranks with the same number but different kinds; None if there are none.
+    """Return the first calls of two ranks with the same number but different kinds, or None if there are none.
 
     The caller must also check that both ranks have been waiting in these calls.
     """

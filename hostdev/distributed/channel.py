@@ -34,7 +34,7 @@ class Channel(LocalChannel):
         lost: Called when a rank stops answering.
         backend: Name of torch.distributed's backend.
         device: Device of the buffers of `all_to_all` and `all_reduce`; None for host memory. On an accelerator both
-            are queued on the current stream, and the group has no other collective.
+            are queued on the current stream, and are the group's only collectives.
         hosts: The ranks of each host, in the order of their first ranks; None if all are on one host.
     """
 
@@ -87,7 +87,7 @@ class Channel(LocalChannel):
         dist.all_to_all_single(out, values, list(receive), list(counts), group=self.group)
 
     def try_out(self) -> str:
-        """Exchange one number with each rank, which allocates device memory; return an error's text, or "" for none."""
+        """Exchange one number with each rank, which allocates device memory; return an error message, or "" if none."""
         try:
             one = torch.ones(self.ranks, device=self.device)
             received = torch.empty_like(one)
@@ -100,7 +100,7 @@ class Channel(LocalChannel):
         """Overwrite values with their sum over all ranks, added in an unspecified order."""
         sent = 2 * (self.ranks - 1) * values.nbytes // self.ranks
         self.sent_bytes += sent
-        self.network_bytes += sent * (len(self.hosts) > 1)  # at most: the library chooses the order of the ranks
+        self.network_bytes += sent * (len(self.hosts) > 1)  # upper bound: the library chooses the order of the ranks
         with self.answering():
             dist.all_reduce(values, group=self.group)
 
@@ -120,7 +120,7 @@ class Channel(LocalChannel):
         return self.all_to_all(flat, each, each).numpy().reshape(counts.shape)
 
     def gather(self, values: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
-        """Return the arrays of all ranks, by rank. They are 1-dimensional, of one dtype and any lengths."""
+        """Return the arrays of all ranks, by rank. They are 1-dimensional, with the same dtype and any lengths."""
         lengths = self.exchange_counts(np.full((self.ranks, 1), len(values), np.int64))[:, 0].tolist()
         flat = torch.from_numpy(np.tile(values, self.ranks))
         return np.split(self.all_to_all(flat, [len(values)] * self.ranks, lengths).numpy(), np.cumsum(lengths)[:-1])

@@ -39,7 +39,7 @@ class DenseGradients:
     Args:
         channel: Connects the ranks that have the same parameters.
         parameters: The parameters with gradients, the same on all ranks.
-        count: Number of micro-batches of a step on each rank.
+        count: Number of micro-batches in a step on each rank.
         exchange: One of `EXCHANGES`.
     """
 
@@ -98,7 +98,7 @@ class DenseGradients:
                 self._send(len(self._totals))
 
     def put(self) -> list[bool] | None:
-        """Take a micro-batch's gradients; for the step's last one, return which parameters have any on this rank."""
+        """Take a micro-batch's gradients; for the step's last micro-batch, return which parameters have gradients."""
         self._may_lead = max(self._counts, default=0) <= 1
         last = self._next == self._first + self._count - 1
         for bucket in range(len(self._totals), len(self._buckets)):
@@ -114,7 +114,7 @@ class DenseGradients:
         return [self._has[number] for number in range(len(self.parameters))]
 
     def put_nodes(self, nodes: Sequence[Node[Grads]]) -> list[bool]:
-        """Take all gradients of a step at once instead of by `put`; return which parameters have any on this rank."""
+        """Take all gradients of a step at once instead of with `put`; return which parameters have gradients."""
         for bucket, numbers in enumerate(self._buckets):
             self._trees[bucket].nodes = [
                 Node(start, size, None if value is None else [value[number] for number in numbers])
@@ -184,7 +184,7 @@ class DenseGradients:
         return total
 
     def small(self, values: Tensor) -> Tensor:
-        """Return the sum of a few numbers over all ranks, float32 [n], after the step's gradients."""
+        """Sum a few numbers over all ranks, after the step's gradients; return float32 [n]."""
         if self._small is None or self._small.n != len(values):
             self._small = make_tree(self._channel, self._nodes, len(values))
         values = values.to(self._channel.device)
@@ -205,13 +205,14 @@ class DenseGradients:
 
 
 class DenseExchange:
-    """The `DenseGradients` of the parameters that a loop reduces.
+    """Holds the `DenseGradients` of the parameters that a loop reduces.
 
     Args:
         channel: Connects the ranks that have the same parameters; None if this rank has no parameters.
-        count: Number of micro-batches of a step on each rank.
+        count: Number of micro-batches in a step on each rank.
         kind: One of `EXCHANGES`.
-        others: Two host channels: to the same ranks as `channel`, and to all ranks; None if these are the same ranks.
+        others: Two host channels, one to the same ranks as `channel` and one to all ranks; None if `channel` connects
+            all ranks.
     """
 
     def __init__(
@@ -233,7 +234,7 @@ class DenseExchange:
         return [bool(one) for one in found]
 
     def small(self, dense: DenseGradients, values: Tensor) -> Tensor:
-        """Return the sum of a few numbers over all ranks, float32 [n]."""
+        """Sum a few numbers over all ranks; return float32 [n]."""
         if self._others is None:
             return dense.small(values)
         to_all, n = self._others[1], len(values)
@@ -274,7 +275,7 @@ def _on_gradient(held: Any, number: int, _: Tensor) -> None:
 
 
 def _record_event(tensor: Tensor | None) -> Any:
-    """Record an event on the device's current stream, and return it; None on the CPU."""
+    """Record an event on the device's current stream and return it, or return None on the CPU."""
     if tensor is None or tensor.device.type == "cpu":
         return None
     module = torch.get_device_module(tensor.device)
@@ -284,18 +285,18 @@ def _record_event(tensor: Tensor | None) -> Any:
 
 
 def _enter(device: torch.device) -> None:
-    """Make the device current in a new thread, whose default is the first device."""
+    """Make the device current in a new thread, which would otherwise use the first device."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
 
 
 def _new_stream(device: torch.device) -> Any:
-    """Return a stream of the device; None on the CPU."""
+    """Return a new stream of the device, or None on the CPU."""
     return None if device.type == "cpu" else torch.get_device_module(device).Stream(device)
 
 
 def _buckets(parameters: Sequence[Tensor]) -> list[list[int]]:
-    """Return buckets of parameter numbers in reverse order, as a backward pass produces the gradients."""
+    """Return buckets of parameter numbers in reverse order, in which a backward pass produces the gradients."""
     buckets: list[list[int]] = []
     have = BUCKET_BYTES
     for number in reversed(range(len(parameters))):

@@ -1,4 +1,4 @@
-"""Exchange of embedding rows between ranks: ids to the rows' owners, rows back, and gradients to the owners.
+"""Exchange of embedding rows between ranks: ids go to the rows' owners, rows come back, and gradients go to the owners.
 
 Each rank looks up the rows of its own samples, and owns a part of every table. All ranks call the same collectives for
 every batch, even with nothing to send: no collective depends on the data.
@@ -49,7 +49,7 @@ class Incoming(NamedTuple):
     """A batch's rows in transit from their owners."""
 
     rows: list[list[Rows]]  # by group and table, float32 [U, D]; late rows are not yet written
-    given: list[Mask] | None = None  # by group, which rows requested from this rank have been sent; None: all
+    given: list[Mask] | None = None  # by group, which rows requested from this rank have been sent; None if all
     received: list[Mask] | None = None  # by group, which rows that this rank requested have arrived
     shared: Sequence[Mask] = ()  # by group, which rows of the previous batch's requests are sent late
 
@@ -90,7 +90,7 @@ class Exchange:
         return sum(channel.network_bytes for channel in self._channels)
 
     def ids(self, groups: Sequence[Ids]) -> list[tuple[Ids, Asked]]:
-        """Request rows from their owners; return, by group, the distinct rows requested from this rank, and an `Asked`.
+        """Request rows from their owners; return, by group, the distinct rows requested from this rank and an `Asked`.
 
         Args:
             groups: Unique ids [U] of each group.
@@ -131,8 +131,8 @@ class Exchange:
             if len(ids) and not (ids.min() >= 0 and ids.max() < self._here[group]):
                 wrong = ids[(ids < 0) | (ids >= self._here[group])][0]
                 raise ValueError(
-                    f"rank {rank} asks rank {self.ranks.rank} for row {wrong} of its part of tables with "
-                    f"{self._rows[group]:,} rows, but the part has {self._here[group]:,}; give both ranks equal tables"
+                    f"rank {rank} asks rank {self.ranks.rank} for its local row {wrong}, but that rank has "
+                    f"{self._here[group]:,} of the tables' {self._rows[group]:,} rows; give both ranks equal tables"
                 )
 
     def end(self) -> None:
@@ -164,7 +164,7 @@ class Exchange:
         before: Sequence[Asked] = (),
         shared: Sequence[Mask] = (),
     ) -> "Incoming":
-        """Send the rows that are ready, and receive those of other ranks; `late_rows` must follow for the rest.
+        """Send the rows that are ready, and receive such rows from other ranks; `late_rows` must follow for the rest.
 
         Args:
             asked: Result of `ids`, by group.
@@ -212,7 +212,7 @@ class Exchange:
         return [np.flatnonzero(mask).astype(np.int32) for mask in received], out
 
     def _exchange_masks(self, asked: Sequence[Asked], wanted: Sequence[Mask]) -> list[Mask]:
-        """Announce which requested rows this rank sends early; return which rows of its own requests arrive early."""
+        """Announce which requested rows this rank sends early; return which rows it requested arrive early."""
         W = self.ranks.size
         cut = [np.split(mask, np.cumsum(one.wanted)[:-1]) for mask, one in zip(wanted, asked, strict=True)]
         bits = [np.packbits(np.concatenate([parts[rank] for parts in cut])) for rank in range(W)]
@@ -243,7 +243,8 @@ class Exchange:
     ) -> None:
         """Send the `given` rows of `values` that are requested, and write received rows to `out` at positions `taking`.
 
-        `given` has a mask of the requested rows for each group, None for all; `taking` has positions by group and rank.
+        `given` has a mask of requested rows for each group, or is None for all. `taking` has positions by group and
+        rank.
         """
         W, own = self.ranks.size, self.ranks.rank
         giving = [_list_positions(one.wanted, None if given is None else given[g]) for g, one in enumerate(asked)]

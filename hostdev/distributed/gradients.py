@@ -1,4 +1,4 @@
-"""Sends gradients of rows to the rows' owners, which sum them: all at once, or some rows first."""
+"""Sends row gradients to the rows' owners, which sum them, either all at once or some rows first."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -38,11 +38,11 @@ def give_gradients(
     sums: Sequence[Sequence[Rows | None]],
     chosen: Sequence[SelectedRows] | None = None,
 ) -> int:
-    """Send gradients to the rows' owners, and sum those of this rank's rows.
+    """Send gradients to the rows' owners, and sum the gradients of this rank's rows.
 
     Args:
         channel: Carries the gradients.
-        asked: The requests of this rank and those to it, by group (`exchange.Asked`).
+        asked: By group, this rank's requests and the requests to it (`exchange.Asked`).
         grads: By group and table, gradients of this rank's nodes (`core.micro_batches`), float32 [U, D]; None if no
             rank has any.
         nodes: (start, size) of each rank's nodes; an empty list for a rank that requests nothing.
@@ -51,7 +51,7 @@ def give_gradients(
         chosen: The rows to exchange, by group; None means all rows.
 
     Returns:
-        The lower bound of the bytes sent: those of one gradient for each row that another rank owns.
+        A lower bound on the bytes sent: one gradient for each row that another rank owns.
     """
     mine = channel.rank
     dims = [[0 if out is None else out.shape[1] for out in each] for each in sums]
@@ -119,7 +119,7 @@ def _begins(
 ) -> dict[tuple[int, int], list[list[int]]]:
     """Return where the rows of each rank's nodes begin in the received buffer, by group and table.
 
-    Rows of this rank are not received: they begin at 0 of their own buffer.
+    This rank's own rows are not received; they begin at 0 in a separate buffer.
     """
     begins: dict[tuple[int, int], list[list[int]]] = {}
     at = 0

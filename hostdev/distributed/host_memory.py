@@ -1,4 +1,4 @@
-"""Memory that the ranks of a channel share within a host, and the exchange of bytes through it."""
+"""Memory that a channel's ranks share within a host, and the exchange of bytes through it."""
 
 import mmap
 import os
@@ -17,10 +17,10 @@ from hostdev.kernels.pool import Task, run_tasks
 Bytes = npt.NDArray[np.uint8]
 Sizes = npt.NDArray[np.int64]
 
-_ATTACHED_BYTES = 32 << 10  # a rank with at most so many bytes for others attaches them to its first message
+_ATTACHED_BYTES = 32 << 10  # a rank with at most this many bytes for others attaches them to its first message
 _STEP_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 20  # bytes that a thread copies at a time
-_SPARE = 4  # one part in so many is allocated beyond the size that is needed
+_SPARE = 4  # 1 / _SPARE of the needed size is allocated in addition
 
 
 class HostMemory:
@@ -30,7 +30,7 @@ class HostMemory:
         self.array: Bytes = np.empty(0, np.uint8)
 
     def grow(self, size: int) -> int | None:
-        """Replace the memory if it is smaller than `size`, and return the new one's descriptor; None if it is kept.
+        """Replace the memory if it is smaller than `size`; return the new descriptor, or None if the memory is kept.
 
         The contents are lost. The caller passes the descriptor to the other ranks and closes it.
         """
@@ -40,12 +40,12 @@ class HostMemory:
         self.array = np.empty(0, np.uint8)
         descriptor = os.memfd_create("hostdev")
         try:
-            os.posix_fallocate(descriptor, 0, size)  # a lack of memory is an error here, and a SIGBUS later
+            os.posix_fallocate(descriptor, 0, size)  # raises an error here instead of SIGBUS on a later write
             self.map(descriptor)
         except OSError as error:
             os.close(descriptor)
             raise TransientError(
-                f"{size >> 20} MiB of memory, shared by the ranks of this host for an exchange, could not be allocated "
+                f"cannot allocate {size >> 20} MiB of memory that this host's ranks share for an exchange "
                 f"({error.strerror}); use less memory, or give --exchange-levels 1"
             ) from None
         return descriptor
@@ -56,10 +56,10 @@ class HostMemory:
 
 
 class Layout(NamedTuple):
-    """Where the bytes of an exchange lie in a host's shared memory, for L ranks of this host among all W.
+    """The layout of an exchange in a host's shared memory; L of all W ranks are on this host.
 
-    First come the messages to other hosts, then what ranks of this host send each other, then the messages from other
-    hosts. A message is ordered by receiving rank, then by sending rank.
+    First come the messages to other hosts, then the bytes that this host's ranks send each other, then the messages
+    from other hosts. Each message is ordered by receiving rank, then by sending rank.
     """
 
     sends: Sizes  # [L, W], where each rank writes its bytes for each rank of the channel
@@ -71,7 +71,7 @@ class Layout(NamedTuple):
 
 
 class Layouts:
-    """Lays out the exchanges of a channel.
+    """Computes the layouts of a channel's exchanges.
 
     Args:
         hosts: The ranks of each host.
@@ -96,8 +96,8 @@ class Layouts:
         Args:
             gives: Bytes that each rank of this host sends each rank, [L, W]; 0 to itself.
             takes: Bytes that each rank of this host receives from each rank, [L, W]; 0 from itself.
-            same: Whether each rank sends the same bytes to all ranks of this host to which it sends any, and none to
-                other hosts. They are stored once.
+            same: Whether each rank sends the same bytes to every rank that it sends any to, and sends nothing to other
+                hosts. The bytes are then stored once.
 
         Raises:
             RuntimeError: Two ranks of this host expect different sizes.
@@ -133,7 +133,7 @@ class Layouts:
 
 
 class Part(NamedTuple):
-    """A rank's buffer of an exchange, with the place and the size of each rank's bytes in it."""
+    """A rank's buffer in an exchange, with the position and the size of each rank's bytes in it."""
 
     buffer: Bytes
     starts: Sizes  # [W]
@@ -141,11 +141,11 @@ class Part(NamedTuple):
 
 
 class HostExchange:
-    """Exchanges of the ranks of a channel on one host: through shared memory, which the first rank allocates.
+    """Exchanges among a channel's ranks on one host, through shared memory that the first rank allocates.
 
-    The other ranks send the first one the sizes of their parts; it replies where these lie. All have written when it
-    exchanges messages with other hosts, and it tells the others when these have arrived. Messages pass through sockets,
-    so a waiting rank sleeps, and it notices if the process that it waits for ends.
+    The other ranks send the first rank the sizes of their parts, and it replies with the positions. Once all ranks have
+    written, it exchanges messages with other hosts, and notifies the other ranks when these have arrived. Notifications
+    pass through sockets, so a waiting rank sleeps, and notices if the process that it waits for ends.
 
     Args:
         hosts: The channel's ranks of each host.
@@ -158,7 +158,7 @@ class HostExchange:
         self._layouts, self._mine, self._links = Layouts(hosts, here), mine, links
         self._ranks = sum(map(len, hosts))
         self._memory = HostMemory()
-        self._number = 0  # of the exchange
+        self._number = 0  # number of the current exchange
         self._end = weakref.finalize(self, _close, links)
         self._end.atexit = False  # at exit, the operating system closes the sockets
 
@@ -189,7 +189,7 @@ class HostExchange:
             else:
                 self._lead(given, taken, between, same=same)
         except BaseException:
-            self.close()  # an exchange cannot resume in the middle; the other ranks notice it at once
+            self.close()  # an exchange cannot resume in the middle; the other ranks notice this at once
             raise
 
     def _follow(self, given: Part, taken: Part, *, same: bool) -> None:
@@ -247,7 +247,7 @@ class HostExchange:
         _send(self._links[index - 1], [places], [] if descriptor is None else [descriptor])
 
     def _receive(self, link: int) -> tuple[Bytes, int | None]:
-        """Return a message and the descriptor that came with it; raise RuntimeError if it is of another exchange."""
+        """Return a message and its descriptor, if any; raise RuntimeError if it belongs to another exchange."""
         most = 8 * (2 + 2 * self._ranks) + _ATTACHED_BYTES
         try:
             message, descriptors, *_ = socket.recv_fds(self._links[link], most, 1)
@@ -257,7 +257,7 @@ class HostExchange:
         if not message:
             raise RuntimeError(f"rank {self._name(link)} of this host has closed its connection")
         if int(found[:8].view(np.int64)[0]) != self._number:
-            raise RuntimeError(f"rank {self._name(link)} of this host makes another call")
+            raise RuntimeError(f"rank {self._name(link)} of this host is in a different call")
         return found, descriptors[0] if descriptors else None
 
     def _describe(self, link: int, error: OSError) -> str:
@@ -283,22 +283,22 @@ def _send(link: socket.socket, parts: Sequence[Any], descriptors: Sequence[int] 
 
 
 def _join_parts(part: Part) -> Bytes:
-    """Return a copy of the bytes for other ranks, in their order."""
+    """Return a copy of the bytes for other ranks, ordered by rank."""
     joined = np.empty(int(part.sizes.sum()), np.uint8)
     _copy(joined, np.cumsum(part.sizes) - part.sizes, part.buffer, part.starts, part.sizes)
     return joined
 
 
 def _keep_first(sizes: Sizes) -> Sizes:
-    """Return the first size that is not 0, and 0 for the others."""
+    """Return the sizes with all but the first nonzero size set to 0."""
     kept = np.zeros_like(sizes)
-    first = sizes.argmax()  # all sizes but those of 0 are equal
+    first = sizes.argmax()  # all nonzero sizes are equal
     kept[first] = sizes[first]
     return kept
 
 
 def _copy(target: Bytes, to: Sizes, source: Bytes, at: Sizes, sizes: Sizes) -> None:
-    """Copy parts of these sizes with the host threads; neighbours that are contiguous in both buffers are one part."""
+    """Copy parts of these sizes with the host threads; parts that are contiguous in both buffers are merged."""
     used = np.flatnonzero(sizes)
     if not len(used):
         return

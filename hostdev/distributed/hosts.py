@@ -1,4 +1,4 @@
-"""Which ranks share a host, and the sockets that connect them there."""
+"""Finds the ranks that share a host, and connects them by sockets."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ from hostdev.core.errors import UserError
 
 HOST_VARIABLE = "HOSTDEV_HOST"  # ranks with different values count as ranks of different hosts
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-_SPACES = ("net", "user")  # namespaces of Linux that decide whether processes can connect
+_SPACES = ("net", "user")  # Linux namespaces that decide whether processes can connect
 _INDEX = struct.Struct("<q")
 _CREDENTIALS = struct.Struct("3i")  # process, user and group, as the kernel states them
 
@@ -22,9 +22,9 @@ Links = list[socket.socket]
 
 
 def get_identity(rank: int) -> str:
-    """Return a text that is equal for two ranks if they run on one host and can share memory.
+    """Return text that is equal for two ranks if they run on one host and can share memory.
 
-    They must share a running kernel, the namespaces of networks and users, and the user. On systems other than Linux no
+    This requires the same running kernel, network namespace, user namespace and user. On systems other than Linux, no
     two ranks have equal texts.
     """
     try:
@@ -36,7 +36,7 @@ def get_identity(rank: int) -> str:
 
 
 def group_by_host(ranks: Sequence[int], identities: Sequence[str]) -> list[list[int]]:
-    """Return the indices of a group's ranks by host, the hosts in the order of their first ranks.
+    """Return the indices of a group's ranks by host; hosts are in the order of their first ranks.
 
     Args:
         ranks: The ranks of the group.
@@ -49,29 +49,29 @@ def group_by_host(ranks: Sequence[int], identities: Sequence[str]) -> list[list[
 
 
 def have_levels(hosts: Sequence[Sequence[int]]) -> bool:
-    """Return whether there are several hosts, and one of them has several ranks."""
+    """Return whether there are several hosts, at least one with several ranks."""
     return len(hosts) > 1 and max(map(len, hosts)) > 1
 
 
 def require_two_levels(hosts: Sequence[Sequence[int]]) -> None:
-    """Raise UserError unless ranks can exchange in two levels."""
+    """Raise UserError unless two levels of exchange make a difference."""
     if not have_levels(hosts):
-        where = "all ranks are on one host" if len(hosts) == 1 else "each rank has a host of its own"
+        where = "all ranks are on one host" if len(hosts) == 1 else "each rank is on a different host"
         raise UserError(f"--exchange-levels 2 has no effect, because {where}; leave it out")
 
 
 def connect_host(store: Any, key: str, mine: int, count: int, seconds: float) -> Links:
-    """Connect a host's ranks of a channel with the first of them; all of them call it.
+    """Connect a channel's ranks on this host to the first of them; all of them call it.
 
     Args:
         store: The store of the run.
         key: Where the first rank announces its address.
         mine: Index of this rank among the host's ranks.
         count: Number of the host's ranks.
-        seconds: Timeout, also of the returned sockets.
+        seconds: Timeout of the call and of the returned sockets.
 
     Returns:
-        The first rank's sockets to the others, in their order; for each other rank its socket to the first.
+        On the first rank, its sockets to the others, in order. On each other rank, its socket to the first.
 
     Raises:
         RuntimeError: A rank does not connect in time.
@@ -116,7 +116,7 @@ def _answer(store: Any, key: str, count: int, seconds: float) -> Links:
 
 
 def _read_index(link: socket.socket) -> int:
-    """Return the index that a process sends; 0 if it is no rank of this run."""
+    """Return the index that a process sends, or 0 if the process is not a rank of this run."""
     credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     if _CREDENTIALS.unpack(credentials)[1] == os.getuid():
         with contextlib.suppress(struct.error, OSError):

@@ -1,4 +1,4 @@
-"""The mesh: how ranks divide a network's work by samples (data), stages (pipe) and slices of layers (model).
+"""The mesh: ranks divide a network's work by samples (data), stages (pipe) and slices of layers (model).
 
 Ranks are numbered as in torch.distributed.device_mesh, with the last axis fastest. Neighbours along `model` are
 neighbouring ranks, because they exchange most; stages are farthest apart.
@@ -43,12 +43,12 @@ class Mesh(NamedTuple):
         return list(found.values())
 
     def leads(self, rank: int) -> bool:
-        """Return whether a rank looks up its samples' rows; one rank does so for all slices of the first stage."""
+        """Return whether a rank looks up its samples' rows, which only the first slice of the first stage does."""
         place = self.place(rank)
         return place.pipe == 0 and place.model == 0
 
     def nodes(self, micro_batches: int) -> list[list[tuple[int, int]]]:
-        """Return each rank's nodes (start, size) of row gradients; each index along data has `micro_batches`."""
+        """Return each rank's nodes (start, size) of row gradients, with `micro_batches` for each index along data."""
         shares = [
             range(self.place(rank).data * micro_batches, (self.place(rank).data + 1) * micro_batches)
             for rank in range(self.size)
@@ -56,7 +56,7 @@ class Mesh(NamedTuple):
         return [get_nodes(share.start, share.stop) if self.leads(rank) else [] for rank, share in enumerate(shares)]
 
     def __str__(self) -> str:
-        """Return the value of `--mesh`."""
+        """Return the mesh as a value of `--mesh`."""
         return ",".join(f"{axis}={getattr(self, axis)}" for axis in self._fields if getattr(self, axis) > 1) or "data=1"
 
 
@@ -76,7 +76,7 @@ def parse_mesh(text: str) -> Mesh:
         if axis not in Mesh._fields or not equals:
             raise UserError(
                 f"--mesh {text}: {part.strip() or 'nothing'!r} is not data=N, model=N or pipe=N; name each axis "
-                "of several processes, such as data=2,pipe=2"
+                "with several processes, such as data=2,pipe=2"
             )
         if axis in sizes:
             raise UserError(f"--mesh {text}: {axis} is given twice; give it once")

@@ -1,4 +1,4 @@
-"""The monitor: heartbeats in a store, so that all ranks end when one fails, dies, hangs, or makes a different call."""
+"""The monitor: heartbeats in a store, so that all ranks end if one fails, dies, hangs, or makes a different call."""
 
 import contextlib
 import hashlib
@@ -27,7 +27,7 @@ _HANGS = f"has sent no heartbeat for {HUNG_SECONDS:g} s; it hangs"
 
 
 class _Seen(NamedTuple):
-    """The last heartbeat of a rank, its calls, and the times at which the two last changed."""
+    """A rank's last heartbeat and calls, and the times at which each last changed."""
 
     sign: bytes
     since: float
@@ -36,13 +36,13 @@ class _Seen(NamedTuple):
 
 
 class Monitor:
-    """Sends this rank's heartbeats, checks those of others, and reports failures.
+    """Sends this rank's heartbeats, checks other ranks' heartbeats, and reports failures.
 
     Args:
         env: The rank environment of this process.
         prefix: Prefix of the store's keys.
         calls: The calls of this rank.
-        on_fault: Called once in a thread of the monitor with the failed rank and the cause; it must end the process.
+        on_fault: Called once, in a thread of the monitor, with the failed rank and the cause; must end the process.
     """
 
     def __init__(self, env: RankEnvironment, prefix: str, calls: Calls, on_fault: Callable[[int, str], None]) -> None:
@@ -77,7 +77,7 @@ class Monitor:
         self._lost = True
 
     def fail(self, why: str) -> None:
-        """Report this rank's failure; wait briefly for an answer: a launcher may kill all ranks once this one ends."""
+        """Report this rank's failure; wait briefly for an answer: a launcher may kill all ranks once this rank ends."""
         self._stop.set()
 
         until = time.monotonic() + _ANSWER_SECONDS
@@ -95,7 +95,7 @@ class Monitor:
         run_within(1.0, lambda: self._store.set("answer", ""))
 
     def absent(self) -> str | None:
-        """Describe the ranks that have not reached this rank's call; None if none is late, or one may not be alive.
+        """Describe the ranks that have not reached this rank's call; return None if none is late or one may be dead.
 
         This takes about two seconds, and at most ten.
         """
@@ -184,7 +184,7 @@ class Monitor:
         return self._unlike(seen)
 
     def _unlike(self, seen: dict[int, _Seen]) -> tuple[int, str] | None:
-        """Return one of two ranks that are in different calls, and a message; None if no two differ."""
+        """Return one of two ranks that are in different calls, with a message; return None if no two differ."""
         now, recent = time.monotonic(), self._calls.recent
         if self._mine[0] != recent:
             self._mine = recent, now
@@ -220,12 +220,12 @@ def _parse_calls(sign: bytes) -> tuple[Call, ...]:
 
 
 def _signed(token: str, text: str) -> str:
-    """Return a message preceded by its signature, which is made with the run's token."""
+    """Return a message preceded by its signature with the run's token."""
     return f"{hmac.new(token.encode(), text.encode(), hashlib.sha256).hexdigest()} {text}"
 
 
 def _verified(env: RankEnvironment, message: bytes) -> tuple[int, str] | None:
-    """Return the rank and the text of a signed message; None if no rank of this run wrote it."""
+    """Return the rank and the text of a signed message, or None if no rank of this run wrote it."""
     text = message.decode(errors="replace").partition(" ")[2]
     if not hmac.compare_digest(message, _signed(env.token, text).encode()):
         return None

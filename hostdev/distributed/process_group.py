@@ -1,4 +1,4 @@
-"""The process groups of a run on torch.distributed: `Ranks` are the joined ranks, and create `Channel`s."""
+"""The process groups of a run, based on torch.distributed: `Ranks` joins the ranks and creates `Channel`s."""
 
 import os
 import socket
@@ -36,7 +36,7 @@ _joined: "list[weakref.ref[Ranks]]" = []
 
 
 def ranks() -> "Ranks | None":
-    """Return the ranks that this process has joined; None if it is alone."""
+    """Return the ranks that this process has joined, or None for a single process."""
     return _joined[-1]() if _joined else None
 
 
@@ -49,15 +49,15 @@ class Ranks(World):
         timeout: Seconds that a rank waits for another within a step.
         meeting: Seconds until the rendezvous must be complete.
         backend: Backend for buffers on devices: see `device_channel`.
-        mesh: How the ranks share the network; None means that each has the whole network and its part of the samples.
+        mesh: How the ranks share the network; None means that each has the whole network and its share of the samples.
         values: Further values, by name, that must be equal on all ranks; see `compare`.
-        levels: 1: each rank exchanges with each other. 2: ranks exchange within their hosts, and one of each host
-            between hosts. None: 2 if there are several hosts, and one has several ranks.
+        levels: With 1, every rank exchanges with every other. With 2, ranks exchange within their host, and one rank of
+            each host exchanges with other hosts. None means 2 if there are several hosts, one with several ranks.
 
     Raises:
         UserError: The rendezvous failed, or two levels have no effect.
         UnlikeError: The versions, the mesh or the values differ; raised on all ranks.
-        ValueError: The mesh has another number of ranks.
+        ValueError: The mesh has a different number of ranks.
     """
 
     def __init__(
@@ -127,10 +127,10 @@ class Ranks(World):
     def channel(self, axis: str | None = None) -> Channel:
         """Return a new channel; all ranks must create theirs in the same order.
 
-        Each thread that calls collectives needs its own channel, so that its order is the same on every rank.
+        Each thread that calls collectives needs its own channel, so that the order of calls is the same on every rank.
 
         Args:
-            axis: Connect the ranks along this axis of the mesh; None connects all.
+            axis: Connect the ranks along this axis of the mesh; None connects all ranks.
         """
         return self._channel(HOST_BACKEND, None, axis, one_level=axis in _ONE_LEVEL)
 
@@ -140,7 +140,7 @@ class Ranks(World):
         Its buffers are on the device if torch has a backend for this kind of device, such as NCCL, and each rank has
         its own device. Otherwise they are in host memory. Raises UserError if the requested backend is not possible.
 
-        With `one_level`, the channel's group connects all of its ranks, also in host memory.
+        With `one_level`, the channel's group connects all of its ranks, even in host memory.
         """
         own = _get_backend(device)
         said = self.control.share([self._backend, own, _get_device_name(device)])
@@ -170,9 +170,9 @@ class Ranks(World):
         return channel
 
     def slices(self, device: torch.device, axis: str | None = None) -> tuple[Channel, Any]:  # Any: a DeviceMesh
-        """Return a channel for tensors on a device, and its torch DeviceMesh; all ranks call it in the same order.
+        """Return a channel for tensors on a device and its torch DeviceMesh; all ranks call it in the same order.
 
-        Both are cached for each set of groups: DTensor treats two meshes of the same ranks as one, and uses the first.
+        Both are cached for each set of groups, because DTensor treats two meshes of the same ranks as one.
         """
         from torch.distributed.device_mesh import DeviceMesh  # its import takes a second
 
@@ -205,7 +205,7 @@ class Ranks(World):
         return mine
 
     def _make_two_levels(self, members: list[int], hosts: list[list[int]]) -> Channel | None:
-        """Return this rank's channel between `members`, None if it is not one of them; all ranks call it."""
+        """Return this rank's channel between `members`, or None if it is not a member; all ranks call it."""
         first = [members[indices[0]] for indices in hosts]
         group = dist.new_group(first, backend=HOST_BACKEND, timeout=self._within)
         if self.rank not in members:
@@ -266,7 +266,7 @@ class Ranks(World):
 
 
 def _get_backend(device: torch.device) -> str | None:
-    """Return torch's collective backend for this kind of device; None if this build has none."""
+    """Return torch's collective backend for this kind of device, or None if this build has none."""
     if device.type == "cpu":
         return None
     backend = dist.Backend.default_device_backend_map.get(device.type)

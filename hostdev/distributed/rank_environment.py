@@ -62,7 +62,7 @@ _TABLE = RANK_TABLE
 
 
 def find_rank_environment(environment: Mapping[str, str] | None = None) -> RankEnvironment:
-    """Return this process's rank environment; `ALONE` without a launcher's variables.
+    """Return this process's rank environment, or `ALONE` if no launcher has set variables.
 
     Raises:
         UserError: Variables are missing, are not numbers, or contradict each other.
@@ -73,7 +73,7 @@ def find_rank_environment(environment: Mapping[str, str] | None = None) -> RankE
         if rank in env or ranks in env:
             found.append(_read_launcher(env, launcher, rank, ranks, local_rank, local_ranks))
     if "PMI_PORT" in env and "PMI_RANK" not in env:
-        raise UserError("MPICH sets no ranks with -pmi-port; leave it out")
+        raise UserError("MPICH does not set ranks with -pmi-port; omit this option")
     if _TABLE[0] in env:
         found.append(_read_rank_table(env))
     elif _TABLE[1] in env:
@@ -86,7 +86,7 @@ def find_rank_environment(environment: Mapping[str, str] | None = None) -> RankE
         if (first.rank, first.ranks) != (other.rank, other.ranks):
             raise UserError(
                 f"{first.launcher} says rank {first.rank} of {first.ranks}, but {other.launcher} says rank "
-                f"{other.rank} of {other.ranks}; unset the variables of one"
+                f"{other.rank} of {other.ranks}; unset the variables of one launcher"
             )
     return found[-1] if found[-1].launcher == _TABLE[0] else first
 
@@ -120,7 +120,7 @@ def _read_launcher(
     mine, all_ranks = _number(env, rank, launcher), _number(env, ranks, launcher)
     if mine >= all_ranks:
         raise UserError(f"{rank} is {mine}, but {ranks} is {all_ranks}: ranks count from 0")
-    # A shell loop that starts processes may leave out the number of ranks on this host: then all are here.
+    # A shell loop that starts processes may omit the number of ranks on this host; then all ranks are on this host.
     mine_here = _number(env, local_rank, launcher) if local_rank in env else mine
     here = _number(env, local_ranks, launcher) if local_ranks in env else None
     if here is None:
@@ -181,7 +181,7 @@ def _starter() -> str:
 
 
 def _derive_port(job: str) -> int:
-    """Return a port derived from the job's id, below the ephemeral range: the same port in all the job's processes."""
+    """Return a port derived from the job's id, below the ephemeral range; it is the same in all the job's processes."""
     import hashlib
 
     return 10_000 + int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "little") % 20_000

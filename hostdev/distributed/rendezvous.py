@@ -21,12 +21,12 @@ from hostdev.distributed.agreement import Values, compare, format_ranks
 from hostdev.distributed.rank_environment import LISTEN_VARIABLE, RankEnvironment
 from hostdev.distributed.start import listen_at
 
-NOTICE_SECONDS = 0.5  # wait in which others can read the cause, before the store ends with rank 0
+NOTICE_SECONDS = 0.5  # time for others to read the cause before the store ends with rank 0
 _GRACE_SECONDS = 2.0  # wait beyond torch's own timeout
 
 
 def make_key_prefix(env: RankEnvironment) -> str:
-    """Return the prefix of this run's keys: the attempt separates restarts, the token keeps other programs out."""
+    """Return the prefix of this run's keys; the attempt separates restarts, and the token keeps other programs out."""
     return f"hostdev-{env.token}-{env.attempt}"
 
 
@@ -75,7 +75,7 @@ def announce(store: Any, env: RankEnvironment, values: Values | None = None) -> 
     ranks = store.compare_set("ranks", "", f"{env.ranks}").decode(errors="replace")
     store.set(f"values/{env.rank}", json.dumps(dict(values or {})))
     if ranks != f"{env.ranks}":  # not counted as present, or others would think that all have joined
-        wrong = f"rank {env.rank} ({me}) was started as one of {env.ranks}, another as one of {ranks}: they must agree"
+        wrong = f"rank {env.rank} ({me}) was started as one of {env.ranks}, another as one of {ranks}; they must agree"
     elif (first := store.compare_set(f"here/{env.rank}", "", me).decode(errors="replace")) != me:
         wrong = f"two processes were started as rank {env.rank}: {first} and {me}; give each its own rank"
     if wrong is not None:
@@ -85,7 +85,7 @@ def announce(store: Any, env: RankEnvironment, values: Values | None = None) -> 
 
 
 def share_texts(store: Any, env: RankEnvironment, name: str, text: str) -> list[str]:
-    """Return the texts that all ranks pass; on rank 0, whose process may serve the store, once all have read them."""
+    """Return the texts that all ranks pass; rank 0, which may serve the store, waits until all ranks have read them."""
     store.set(f"{name}/{env.rank}", text)
     keys, read = ([f"{prefix}/{rank}" for rank in range(env.ranks)] for prefix in (name, f"{name}-read"))
     store.wait(keys)
@@ -97,7 +97,7 @@ def share_texts(store: Any, env: RankEnvironment, name: str, text: str) -> list[
 
 
 def versions() -> Values:
-    """Return the versions of packages that must be equal on all ranks, for equal bits and a common protocol."""
+    """Return package versions that must be equal on all ranks, for bit-identical results and a common protocol."""
     import hostdev
 
     return {"the version of hostdev": hostdev.__version__, "the version of torch": torch.__version__}
@@ -150,7 +150,7 @@ def get_first_line(error: BaseException) -> str:
 
 
 def _open(env: RankEnvironment, seconds: float) -> Any:
-    """Return the store, which rank 0 creates unless the launcher serves it; raise UserError if it cannot be reached."""
+    """Return the store, which rank 0 serves unless the launcher does; raise UserError if it cannot be reached."""
     where, hosts = f"{env.address}:{env.port}", env.rank == 0 and not env.hosted
     how: dict[str, Any] = {}
     if hosts and (listening := _listen(env)) is not None:

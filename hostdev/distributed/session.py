@@ -29,17 +29,17 @@ def join(
     backend: str | None = None,
     levels: int | None = None,
 ) -> Iterator[Ranks | None]:
-    """Join the processes that a launcher has started, and yield the `Ranks`; None if this process is alone.
+    """Join the processes that a launcher has started, and yield the `Ranks`, or None for a single process.
 
-    If a rank fails, all end with exit code 2, and one line on stderr names the rank and the cause.
+    If a rank fails, all ranks end with exit code 2, and one line on stderr names the rank and the cause.
 
     Args:
         mesh: How the ranks share a network, such as "data=2,pipe=2"; None means data parallel.
         timeout: Seconds that a rank waits for another within a step.
         meeting: Seconds until the rendezvous must be complete.
-        backend: Backend of torch.distributed between devices; None for the devices' own.
-        levels: 1: each rank exchanges with each other one. 2: ranks of a host share memory, and one of each host
-            exchanges with other hosts. None: 2 if there are several hosts, and one has several ranks.
+        backend: torch.distributed backend between devices; None for the devices' default.
+        levels: With 1, every rank exchanges with every other. With 2, the ranks of a host share memory, and one rank of
+            each host exchanges with other hosts. None means 2 if there are several hosts, one with several ranks.
 
     Raises:
         UserError: The mesh has the wrong size, the rendezvous failed, two levels have no effect, or torch.distributed
@@ -55,11 +55,11 @@ def join(
     env = find_rank_environment()
     wanted = None if mesh is None else parse_mesh(mesh)
     if wanted is not None and wanted.size != env.ranks:
-        there = "this one is alone" if env.alone else f"{env.ranks} were started"
+        there = "only one was started" if env.alone else f"{env.ranks} were started"
         if env.rank:
             raise SystemExit(2)  # rank 0 reports it
         raise UserError(
-            f"the mesh {mesh} needs {wanted.size} processes, but {there}; start them, for example by torchrun "
+            f"the mesh {mesh} needs {wanted.size} processes, but {there}; start them, for example with torchrun "
             f"--nproc-per-node {wanted.size}"
         )
     if env.alone:
@@ -89,7 +89,7 @@ def take_host_share(env: RankEnvironment) -> None:
 
 @contextmanager
 def leave_together(ranks: Ranks, alike: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
-    """Report an error within the block to all other ranks, which then end; without an error, leave together.
+    """A context that reports an error to all other ranks, which then end; without an error, all ranks leave together.
 
     Args:
         ranks: The ranks of this run.
@@ -116,7 +116,7 @@ def leave_together(ranks: Ranks, alike: tuple[type[BaseException], ...] = ()) ->
 
 @contextmanager
 def _leave_at_end(ranks: Ranks, alike: tuple[type[BaseException], ...]) -> Iterator[None]:
-    """Leave with the other ranks at the end, or after an exception that all ranks raise."""
+    """A context that leaves with the other ranks at its end, or after an exception that all ranks raise."""
     try:
         yield
     except SystemExit as error:
@@ -131,7 +131,7 @@ def _leave_at_end(ranks: Ranks, alike: tuple[type[BaseException], ...]) -> Itera
 
 
 def _format_end(error: BaseException) -> str:
-    """Return text for the other ranks that says how this rank has ended."""
+    """Return text that tells the other ranks how this rank ended."""
     if isinstance(error, SystemExit):
         return f"has called sys.exit({error.code!r})"
     return f"interrupted {error}".strip() if isinstance(error, KeyboardInterrupt) else in_words(error)
@@ -139,6 +139,6 @@ def _format_end(error: BaseException) -> str:
 
 def _end_process(env: RankEnvironment, rank: int, why: str) -> None:
     """End this process because another rank has failed; called in a thread of the monitor."""
-    if env.rank == (0 if rank else 1):  # one rank tells the user
+    if env.rank == (0 if rank else 1):  # only one rank reports it
         write_stderr(f"error: rank {rank} of {env.ranks}: {why}")
     os._exit(2)

@@ -1,4 +1,4 @@
-"""Starts a command's processes on this host as ranks, waits for them, and ends them together."""
+"""Starts processes of a command on this host as ranks, waits for them, and ends them together."""
 
 import itertools
 import os
@@ -30,10 +30,10 @@ def start_processes(ranks: int, command: Sequence[str], **how: Any) -> "list[sub
 
     Args:
         ranks: Number of processes.
-        command: Command line of each.
+        command: Command line of each process.
         **how: Further arguments of `subprocess.Popen`.
     """
-    # Rank 0 inherits the socket: no other program can take the port first, and other hosts cannot reach it.
+    # Rank 0 inherits the socket, so no other program can take the port first, and other hosts cannot reach it.
     with listen_at(("127.0.0.1", 0), socket.AF_INET, socket.SOCK_STREAM) as listening:
         return _start(ranks, command, listening, how)
 
@@ -114,7 +114,7 @@ def _forward_signal(number: signal.Signals, processes: "list[subprocess.Popen[by
 
     def handle(*_: object) -> None:
         if number in (signal.SIGINT, signal.SIGHUP) and has_terminal:
-            return  # the terminal has also sent it to the children
+            return  # the terminal has already sent it to the children
         for process in processes:
             if process.poll() is None:
                 process.send_signal(number)

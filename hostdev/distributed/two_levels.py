@@ -1,7 +1,7 @@
-"""A channel whose ranks exchange within their hosts through shared memory, and between hosts by one rank of each.
+"""A channel whose ranks exchange within a host through shared memory, and between hosts through one rank per host.
 
-A collective of W ranks on H hosts takes one message between each two hosts instead of one between each two ranks. The
-same bytes arrive at the same places, so results do not change.
+A collective needs one message between each pair of hosts instead of each pair of ranks. The same bytes arrive at the
+same places, so results do not change.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,10 +56,10 @@ class TwoLevelChannel(Channel):
     def exchange_within(
         self, values: Tensor, counts: Sequence[int], receive: Sequence[int], out: Tensor, *, same: bool = False
     ) -> None:
-        """Exchange with the ranks of this host alone.
+        """Exchange with the ranks of this host only.
 
         Args:
-            values: As in `all_to_all`; with `same`, all of them are for each rank with a count.
+            values: As in `all_to_all`; with `same`, each rank with a nonzero count gets all of them.
             counts: Number of values for each rank of this host.
             receive: Number of values from each rank of this host.
             out: Receives the values.
@@ -75,7 +75,7 @@ class TwoLevelChannel(Channel):
         self._run(out, values, self._spread(counts), self._spread(receive), None, same=same)
 
     def _spread(self, counts: Sequence[int]) -> list[int]:
-        """Return a number for each rank of the channel: those of this host's ranks, and 0 for others."""
+        """Return a count for each rank of the channel: `counts` for this host's ranks, 0 for others."""
         all_counts = [0] * self.ranks
         for rank, count in zip(self.local, counts, strict=True):
             all_counts[rank] = count
@@ -92,7 +92,7 @@ class TwoLevelChannel(Channel):
         same: bool = False,
     ) -> None:
         if len(values) != (max(counts) if same else sum(counts)) or len(out) != sum(receive):
-            raise ValueError("the buffers do not have the sizes of their parts")
+            raise ValueError("the sizes of the buffers do not match the counts")
         given, taken = (_make_part(*each) for each in ((values, counts), (out, receive)))
         if same:
             given = given._replace(starts=np.zeros_like(given.starts))
@@ -139,5 +139,5 @@ class TwoLevelChannel(Channel):
 
 def _make_part(values: Tensor, counts: Sequence[int]) -> Part:
     sizes = np.array(counts, np.int64) * values.element_size()
-    flat = values.detach().as_strided(values.shape, (1,))  # the stride of a single value may be another number
+    flat = values.detach().as_strided(values.shape, (1,))  # a single value may have any stride
     return Part(flat.view(torch.uint8).numpy(), np.cumsum(sizes) - sizes, sizes)

@@ -1,4 +1,4 @@
-"""A world of one process, whose collectives return their input; `process_group` has worlds of several processes."""
+"""A world of one process, in which collectives return their input; `process_group` has worlds of several processes."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -8,7 +8,7 @@ from hostdev.distributed.mesh import Mesh, MeshPlace
 
 
 class Closable(Protocol):
-    """Something that is closed before the ranks leave."""
+    """An object that is closed before the ranks leave."""
 
     def close(self) -> None:
         """Release its resources."""
@@ -39,7 +39,7 @@ class LocalChannel:
 
 
 class World:
-    """This process, rank 0 of 1. `process_group.Ranks` overrides whatever several processes do together."""
+    """This process as rank 0 of 1. `process_group.Ranks` overrides what several processes do together."""
 
     rank, size = 0, 1
     mesh, mesh_is_given = Mesh(), False
@@ -66,7 +66,7 @@ class World:
         return self.mesh.leads(self.rank)
 
     def part(self) -> tuple[int, int] | None:
-        """Return (rank, ranks) for `HostTable`; None for a world of one."""
+        """Return (rank, ranks) for `HostTable`, or None for a single process."""
         return None
 
     def channel(self, axis: str | None = None) -> Any:  # Any: see `control`
@@ -78,7 +78,7 @@ class World:
         return self.control
 
     def slices(self, device: Any, axis: str | None = None) -> tuple[Any, Any]:  # Any: torch's types; see `control`
-        """Return a channel and a DeviceMesh; the DeviceMesh is None here, since a single rank slices no layer."""
+        """Return a channel and a DeviceMesh, which is None here, since a single rank slices no layers."""
         return self.control, None
 
     def begin(self, kind: str, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Networks in parts: layers cut into stages and slices over several processes. Experimental: names may change.
+"""Networks divided into stages and slices over several processes. Experimental: names may change.
 
 `__init__.pyi` lists the public names. A name is imported at its first use.
 """

@@ -20,8 +20,8 @@ from hostdev.parallel.trial import can_be_copied, time_steps
 
 _SHOWN = 8  # maximum number of candidates in the table
 _FINALISTS = 4  # maximum number of candidates that are measured
-_NEAR = 2.0  # a finalist's expected time is at most this multiple of the best one's
-_ALIKE = 1.05  # among finalists within this multiple of the least measured time, the expected time decides
+_NEAR = 2.0  # a finalist's expected time is at most this multiple of the best candidate's
+_ALIKE = 1.05  # among finalists within this multiple of the shortest measured time, the expected time decides
 
 
 class LayoutChoice(NamedTuple):
@@ -32,7 +32,7 @@ class LayoutChoice(NamedTuple):
         layout: The chosen layout.
         tried: All candidates, the chosen one first.
         profile: Costs of the network.
-        machine: Costs of exchanges and of memory.
+        machine: Speed of exchanges and of memory.
     """
 
     mesh: Mesh
@@ -44,11 +44,11 @@ class LayoutChoice(NamedTuple):
     def lines(self) -> list[str]:
         """Return the table of candidates and the reason for the choice as lines of text."""
         machine, best = self.machine, self.tried[0]
-        slicing = f", {machine.slicing * 1e6:,.0f} us for a sliced layer" if machine.slicing else ""
+        slicing = f", {machine.slicing * 1e6:,.0f} us per sliced layer" if machine.slicing else ""
         found = [
-            f"measured: {machine.bandwidth / 1e9:.2f} GB/s between processes, {machine.latency * 1e6:,.0f} us an "
-            f"exchange, {machine.memory / 1e9:.1f} GB/s to add{slicing}",
-            f"{'ms a step':>10} {'expected':>8} {'compute':>8} {'waiting':>8} {'exchange':>8} {'update':>8} "
+            f"measured: {machine.bandwidth / 1e9:.2f} GB/s between processes, {machine.latency * 1e6:,.0f} us per "
+            f"exchange, {machine.memory / 1e9:.1f} GB/s for additions{slicing}",
+            f"{'ms/step':>10} {'expected':>8} {'compute':>8} {'waiting':>8} {'exchange':>8} {'update':>8} "
             f"{'memory':>10}  layout",
         ]
         for one in self.tried[:_SHOWN]:
@@ -59,7 +59,7 @@ class LayoutChoice(NamedTuple):
             found.append(f"{numbers} {format_bytes(one.memory):>10}  {describe_candidate(one)}{fits}")
         more = len(self.tried) - _SHOWN
         if more > 0:
-            found.append(f"... and {more} slower ones")
+            found.append(f"... and {more} slower layouts")
         return [*found, f"chosen: {describe_candidate(best)}, {reason(self.tried, machine)}"]
 
 
@@ -71,24 +71,24 @@ def describe_candidate(one: Candidate) -> str:
 
 
 def reason(tried: list[Candidate], machine: Machine) -> str:
-    """Return text that says why the first candidate was chosen."""
+    """Return the reason for choosing the first candidate."""
     best, others = tried[0], [one for one in tried[1:] if one.memory <= machine.available]
     if best.memory > machine.available:
-        return f"which needs the least time, but no layout fits into {format_bytes(machine.available)} of free memory"
+        return f"the fastest layout, but none fits into {format_bytes(machine.available)} of free memory"
     if not others:
-        return "the only one that is possible" if len(tried) == 1 else "the only one that fits"
+        return "the only possible layout" if len(tried) == 1 else "the only layout that fits"
     other = others[0]
     if best.measured is not None and other.measured is not None:
         longer = (other.measured / best.measured - 1) * 100
         if abs(longer) < (_ALIKE - 1) * 100:
-            return f"as steps of --mesh {other.mesh} took about as long, and are not expected to be faster"
-        return f"as steps of --mesh {other.mesh} took {longer:.0f}% longer{_explain_difference(best, other)}"
+            return f"because steps with --mesh {other.mesh} took about as long and are not expected to be faster"
+        return f"because steps with --mesh {other.mesh} took {longer:.0f}% longer{_explain_difference(best, other)}"
     longer = (other.seconds / best.seconds - 1) * 100
-    return f"as --mesh {other.mesh} would take {longer:.0f}% longer{_explain_difference(best, other)}"
+    return f"because --mesh {other.mesh} would take {longer:.0f}% longer{_explain_difference(best, other)}"
 
 
 def _explain_difference(best: Candidate, other: Candidate) -> str:
-    """Return text with the largest extra cost of `other` in the cost model; "" if `other` should be faster."""
+    """Return text that names the largest extra cost of `other` in the cost model, or "" if `other` has none."""
     costs = {
         "compute": other.compute - best.compute,
         "waiting for stages": other.waiting - best.waiting,
@@ -96,7 +96,7 @@ def _explain_difference(best: Candidate, other: Candidate) -> str:
         "the optimizer": other.update - best.update,
     }
     most = max(costs, key=lambda name: costs[name])
-    return f", most of it for {most} ({costs[most] * 1e3:.1f} ms)" if other.seconds > best.seconds else ""
+    return f", mostly due to {most} ({costs[most] * 1e3:.1f} ms)" if other.seconds > best.seconds else ""
 
 
 def choose(
@@ -112,16 +112,16 @@ def choose(
     autocast: torch.dtype | None = None,
     looked_up: bool = False,
 ) -> LayoutChoice:
-    """Measure for some seconds, and return the fastest layout for batches of `samples`; all ranks call it.
+    """Measure for a few seconds, and return the fastest layout for batches of `samples`; all ranks call it.
 
     Args:
         network: The whole network; it moves to the device, and its values stay unchanged.
-        inputs: Returns zeros in place of the network's inputs, for a number of samples.
+        inputs: Returns zeros in place of the network's inputs, for a given number of samples.
         ranks: The ranks of this run.
-        samples: Number of samples of a batch over all ranks.
-        micro_batches: Number of micro-batches of a step over all ranks.
-        given: Fixed parts of the layout: the schedule, and any first pieces of stages and strategies.
-        mesh: A fixed mesh; None searches for one.
+        samples: Number of samples in a batch over all ranks.
+        micro_batches: Number of micro-batches in a step over all ranks.
+        given: Fixed parts of the layout: the schedule, and optionally the stage cuts and strategies.
+        mesh: A fixed mesh; None searches for a mesh.
         device: Where the network will run.
         autocast: Dtype of autocast, or None.
         looked_up: Whether the network's inputs are rows that one rank sends to the ranks with the other slices.
@@ -190,7 +190,7 @@ def choose(
 
 
 def _order_measured(taken: list[Candidate]) -> list[Candidate]:
-    """Return measured candidates: first the one to choose, then the others by time."""
+    """Return the measured candidates: the one to choose first, then the others by time."""
     order = sorted(taken, key=lambda one: one.measured or 0.0)
     alike = [one for one in order if (one.measured or 0.0) <= _ALIKE * (order[0].measured or 0.0)]
     return sorted(order, key=lambda one: one is not min(alike, key=lambda each: each.seconds))

@@ -19,11 +19,11 @@ from hostdev.distributed.world import LocalChannel
 
 
 class Averages:
-    """The layers of some modules that keep running averages.
+    """The layers with running averages in a rank's modules.
 
     Args:
         modules: The modules of this rank.
-        channel: Connects, in host memory, the ranks that run other micro-batches through the same layers; None if no
+        channel: Host-memory channel to the ranks that run other micro-batches through the same layers; None if no
             other rank does.
     """
 
@@ -91,7 +91,7 @@ class Averages:
         """Return the statistics of all ranks' layers in the order of the micro-batches."""
         if self._channel.ranks == 1:
             return [[(mean, variance) for _, mean, variance in each] for each in seen]
-        dtype = torch.float32  # of all layers' statistics: the same on all ranks, and none is rounded
+        dtype = torch.float32  # wide enough for all layers, so that nothing is rounded; the same on all ranks
         for layer in self._layers:
             dtype = torch.promote_types(dtype, _mean_of(layer).dtype)
         flat = [value.to("cpu", dtype).numpy() for each in seen for _, *both in each for value in both]
@@ -127,7 +127,7 @@ _NAMES = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class _Hook:
-    """Calls a method of an `Averages` for a layer while the `Averages` exists; a copied layer's hook does nothing."""
+    """A layer's hook that calls a method of an `Averages` while that exists; a copied layer's hook does nothing."""
 
     def __init__(
         self, averages: Averages | None = None, method: Callable[[Averages, int], None] | None = None, at: int = 0

@@ -47,7 +47,7 @@ class LayerCost(NamedTuple):
 class Machine(NamedTuple):
     """The speed of exchanges and of memory on the slowest rank, and the least free memory of a rank."""
 
-    bandwidth: float  # bytes per second from one rank to others, while all exchange
+    bandwidth: float  # bytes per second from one rank to others, while all ranks exchange
     latency: float  # seconds of an exchange of almost no data
     memory: float  # bytes per second read and written by additions
     slicing: float  # extra seconds of a sliced layer per micro-batch, forward and backward, without its exchanges
@@ -58,11 +58,11 @@ class Machine(NamedTuple):
         return self.latency + size / self.bandwidth
 
     def update(self, parameters: float) -> float:
-        """Return the seconds of an optimizer's step over `parameters` bytes."""
+        """Return the seconds of an optimizer step over `parameters` bytes."""
         return _PASSES * parameters / self.memory
 
     def add(self, parameters: float) -> float:
-        """Return the seconds of adding `parameters` bytes to as many others."""
+        """Return the seconds for adding one array of `parameters` bytes to another."""
         return 3 * parameters / self.memory
 
 
@@ -108,7 +108,7 @@ def measure_profile(
 
 
 def take_slowest(ranks: World, profile: Profile) -> Profile:
-    """Return the profile with each piece's seconds on the slowest rank, equal on all ranks."""
+    """Return the profile with each piece's seconds on the slowest rank, the same on all ranks."""
     received = ranks.control.share([piece.seconds for piece in profile.pieces])
     slowest = [max(each) for each in zip(*received, strict=True)]
     return profile._replace(
@@ -123,7 +123,7 @@ def measure_machine(ranks: World, available: int, parameters: int, *, slices: bo
         ranks: The ranks of this run.
         available: Bytes of free memory on this rank.
         parameters: Bytes of the network's parameters.
-        slices: Whether to measure sliced layers, too.
+        slices: Whether to measure sliced layers as well.
     """
     channel, W = ranks.channel(), ranks.size
     part = _BLOCK // 4 // W
@@ -153,7 +153,7 @@ def measure_machine(ranks: World, available: int, parameters: int, *, slices: bo
 
 
 def _measure_slicing(ranks: World) -> float:
-    """Return the extra seconds of slicing, per layer of a tiny sliced pair, including one exchange."""
+    """Return the extra seconds per layer for slicing a tiny pair of layers, including one exchange."""
     channel, mesh = ranks.slices(torch.device("cpu"))
     W = channel.ranks
     plain, cut = (nn.Sequential(nn.Linear(W, W), nn.Linear(W, W)) for _ in range(2))
@@ -177,7 +177,7 @@ def _median_seconds(channel: Channel, call: Callable[[], object]) -> float:
 
 
 def filled(values: Any, device: torch.device) -> Any:
-    """Return the network's zero inputs on a device, with random numbers in place of floating-point zeros."""
+    """Return zero inputs on a device, with random numbers in place of floating-point zeros."""
 
     def drawn(one: Tensor) -> Tensor:
         if not one.is_floating_point():
@@ -190,7 +190,7 @@ def filled(values: Any, device: torch.device) -> Any:
 def _time_pieces(
     pieces: Sequence[Piece], given: Any, device: torch.device, autocast: torch.dtype | None, *, looking: bool = False
 ) -> tuple[list[float], list[tuple[int, int]]]:
-    """Return each piece's seconds, forward and backward, and the bytes it saves (0 unless `looking`) and returns."""
+    """Return each piece's seconds (forward and backward), and the bytes it saves (0 unless `looking`) and returns."""
     seconds, about, values = [], [], given
     for piece in pieces:
         values = values if isinstance(values, tuple) else (values,)
@@ -222,7 +222,7 @@ def _time_pieces(
 
 
 def now(device: torch.device) -> float:
-    """Synchronize the device, and return the time of a monotonic clock in seconds."""
+    """Synchronize the device, and return a monotonic time in seconds."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()

@@ -13,7 +13,7 @@ from hostdev.parallel.pieces import balanced, count_flops, cut, get_pieces
 from hostdev.parallel.plan import Strategies, get_slice_dim, resolve_strategies
 from hostdev.parallel.plan_text import Plan
 
-Inputs = Callable[[int], tuple[Any, ...]]  # returns zero inputs for a number of samples
+Inputs = Callable[[int], tuple[Any, ...]]  # returns zero inputs for a given number of samples
 
 
 class Layout(NamedTuple):
@@ -21,7 +21,7 @@ class Layout(NamedTuple):
 
     Attributes:
         schedule: Order of micro-batches through the stages, one of `mesh.SCHEDULES`.
-        begins: Names of the first pieces of all stages but the first; None balances the stages' costs.
+        begins: Names of the first pieces of the second and later stages; None balances the stages' costs.
         plan: Strategies of layers, by name or pattern: see `plan`.
     """
 
@@ -34,7 +34,7 @@ class ResolvedLayout(NamedTuple):
     """A layout that fits a network."""
 
     pieces: list[Piece]  # pieces of the network; empty without stages
-    begins: list[str]  # names of the first pieces of all stages but the first
+    begins: list[str]  # names of the first pieces of the second and later stages
     strategies: Strategies  # strategies of the sliced layers
 
     def stages(self, pieces: Sequence[Piece]) -> list[list[Piece]]:
@@ -65,7 +65,7 @@ def resolve_layout(
     if mesh.model > 1 and whole and not strategies and not searched:
         raise UserError(
             f"--mesh {mesh} has {mesh.model} processes for slices, but no layer is sliced; give --plan, or mark "
-            "parameters as sliced by hand"
+            "slices made by hand with hostdev.parallel.sliced"
         )
     return ResolvedLayout(pieces, begins, strategies)
 
@@ -78,13 +78,13 @@ def _begins(pieces: Sequence[Piece], layout: Layout, pipe: int, inputs: Callable
     stages = len(layout.begins) + 1
     if several and (stages % pipe or stages == pipe):
         raise UserError(
-            f"--stage-cut {','.join(layout.begins)} makes {stages} stages, but --schedule interleaved needs the same "
-            f"number on each of {pipe} processes, at least two; give {2 * pipe - 1} names, or {3 * pipe - 1}, ..."
+            f"--stage-cut {','.join(layout.begins)} makes {stages} stages, but --schedule interleaved needs an equal "
+            f"number, two or more, on each of {pipe} processes; give {2 * pipe - 1} names, or {3 * pipe - 1}, ..."
         )
     if not several and stages != pipe:
         raise UserError(
-            f"--stage-cut {','.join(layout.begins)} makes {stages} stages, but --mesh pipe={pipe} has processes for "
-            f"{pipe}; give {pipe - 1} name{'s' * (pipe > 2)}"
+            f"--stage-cut {','.join(layout.begins)} makes {stages} stages, but --mesh pipe={pipe} needs {pipe}; give "
+            f"{pipe - 1} name{'s' * (pipe > 2)}"
         )
     return list(layout.begins)
 
@@ -103,7 +103,7 @@ def describe_layout(settled: ResolvedLayout, layout: Layout, mesh: Mesh) -> str:
 
 
 def like(example: Mapping[str, Any] | Sequence[Any]) -> Inputs:
-    """Return a function that creates zeros for any number of samples, like an example of inputs, tensors [B, ...]."""
+    """Return a function that creates zeros for any number of samples, shaped like example tensors [B, ...]."""
 
     def zeros(samples: int) -> tuple[Any, ...]:
         return torch.utils._pytree.tree_map_only(  # type: ignore[no-any-return]

@@ -37,11 +37,11 @@ class LocalParameters:
         return self._leaves[id(parameter)]
 
     def of(self, parameters: Iterable[Tensor]) -> list[nn.Parameter]:
-        """Return the local tensors of parameters, each once."""
+        """Return the parameters' local tensors without duplicates."""
         return list({id(one): self.leaf(one) for one in parameters}.values())
 
     def named(self) -> dict[str, nn.Parameter]:
-        """Return all local tensors by name, each once."""
+        """Return all local tensors by name, without duplicates."""
         return {self.names[id(leaf)]: leaf for leaf in self._leaves.values()}
 
     def name(self, leaf: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""A network without tables on any number of processes, for the user's own training loop."""
+"""A network without embedding tables on any number of processes, for the user's own training loop."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,7 +26,7 @@ Inputs = Callable[[slice], tuple[Any, ...]]
 
 
 class Network:
-    """A network, or this rank's part of it, and its training steps.
+    """A network or this rank's part of it, with its training steps.
 
     ::
 
@@ -45,17 +45,18 @@ class Network:
 
     Args:
         module: The whole network; the parts of other ranks are released.
-        example: Inputs for some samples: tensors [B, ...], or containers of such tensors.
+        example: Example inputs for a few samples: tensors [B, ...], or containers of such tensors.
         ranks: Result of `join`; None for a single process, or after `hostdev.alone()`.
-        micro_batches: Number of micro-batches of a batch.
-        gradients: "mean": those of the whole batch's mean loss. "sum": those of the sum of the micro-batches' losses.
-        schedule: As --schedule of hostdev.train.
-        stage_cut: As --stage-cut of hostdev.train.
-        plan: As --plan of hostdev.train.
+        micro_batches: Number of micro-batches in a batch.
+        gradients: "mean" for gradients of the batch's mean loss; "sum" for gradients of the micro-batches' summed
+            losses.
+        schedule: Same as --schedule of hostdev.train.
+        stage_cut: Same as --stage-cut of hostdev.train.
+        plan: Same as --plan of hostdev.train.
         device: Where the network runs.
         precision: "fp32", or "bf16" for bfloat16 arithmetic over float32 parameters.
         seed: With several micro-batches, the draws of layers such as dropout are a function of this seed, the step and
-            the micro-batch's number. A single micro-batch draws from torch's generators as they are.
+            the micro-batch's number. A single micro-batch uses torch's generators without seeding them.
         auto: If given, search for the fastest mesh and layout for batches of this many samples; a given mesh,
             strategies and cuts stay fixed, and `choice` lists the candidates.
 
@@ -127,8 +128,8 @@ class Network:
             )
         if micro_batches < shares * stages:
             raise UserError(
-                f"{stages} stages need at least as many micro-batches on each rank: give {shares * stages} or more, "
-                f"not {micro_batches}"
+                f"each rank needs at least {stages} micro-batches, one per stage; give {shares * stages} or more, not "
+                f"{micro_batches}"
             )
         for name, value, known in (
             ("gradients", gradients, ("mean", "sum")),
@@ -162,10 +163,10 @@ class Network:
         inputs: Inputs,
         loss: Callable[[Any, slice], Tensor],  # Any: the module's output
     ) -> float:
-        """Run a batch forward and backward, add its gradients to those of the parameters, and return the loss.
+        """Run a batch forward and backward, add its gradients to the parameters' gradients, and return the loss.
 
         Args:
-            samples: Number of samples of the whole batch, the same on all ranks.
+            samples: Number of samples in the whole batch, the same on all ranks.
             inputs: Returns the network's inputs for a slice of the samples; called on the first stage.
             loss: Returns the mean loss, [], from the network's output and the slice; called on the last stage.
         """
@@ -222,7 +223,7 @@ class Network:
         """Run a batch forward in evaluation mode; return the sums of a measure over all micro-batches.
 
         Args:
-            samples: Number of samples of the whole batch, the same on all ranks.
+            samples: Number of samples in the whole batch, the same on all ranks.
             inputs: Returns the network's inputs for a slice of the samples; called on the first stage.
             measure: Returns numbers, [] or [k], from the network's output and the slice; called on the last stage.
         """
@@ -252,7 +253,7 @@ class Network:
         Args:
             folder: The new folder.
             optimizer: The optimizer, with one parameter group.
-            integrated: Whether rank 0 gathers everything into one file; if not, each rank writes its slices and stages.
+            integrated: Whether rank 0 gathers everything into one file. If not, each rank writes its slices and stages.
 
         Raises:
             UserError: The folder exists or cannot be written; raised on all ranks. No incomplete folder is left.
@@ -269,12 +270,15 @@ class Network:
         self._steps = self._parts.restore(Path(folder), optimizer)
 
     def load(self, state: DenseState, optimizer: torch.optim.Optimizer) -> None:
-        """Load this rank's part of any mesh's whole state; all ranks call it. Raise UserError for another network's."""
+        """Load this rank's part of a whole state, saved on any mesh; all ranks call it.
+
+        Raises UserError if the state belongs to another network.
+        """
         self._begin("load")
         self._parts.load(dict(state.model), optimizer, dict(state.optimizer))
 
     def _begin(self, name: str, text: str | None = None) -> None:
-        """Begin a call that all ranks make."""
+        """Announce a call that all ranks make."""
         self.ranks.begin(f"network.{name}", text or f"network.{name}()")
 
     def _spans(self, samples: int) -> list[tuple[int, int]]:
@@ -293,7 +297,7 @@ class Network:
         dense.finish(self._exchange.reduce_flags(dense.put_nodes(ran.nodes)))
 
     def _of_all(self, values: Sequence[Tensor | None]) -> Tensor:
-        """Return the values of all micro-batches of the step, float32 [M, k]; 0 for empty ones."""
+        """Return the values of the step's micro-batches on all ranks, float32 [M, k], 0 for empty micro-batches."""
         k = next((one.numel() for one in values if one is not None), 0)
         mine = torch.zeros(self._count, k)
         for number, one in enumerate(values):

@@ -29,7 +29,7 @@ class StepResult(NamedTuple):
     """The result of a step on this rank, before gradients are summed over all ranks."""
 
     parameters: list[Tensor]  # this rank's parameters, in the order of each node's gradients
-    nodes: list[Node[Grads]]  # sums of this rank's micro-batches' gradients: nodes of the tree
+    nodes: list[Node[Grads]]  # nodes of the summation tree: sums of gradients over this rank's micro-batches
     values: list[Tensor | None]  # values of each micro-batch; None if it has no samples or another rank reports it
 
 
@@ -40,12 +40,12 @@ class Parts:
         network: The whole network.
         layout: The requested layout.
         ranks: The ranks of this run; None if there are no others.
-        inputs: Returns zeros in place of the network's inputs, for a number of samples.
+        inputs: Returns zeros in place of the network's inputs, for a given number of samples.
         device: Where the part runs.
         autocast: Dtype of autocast, or None.
         aside: Whether there is an additional last input, float32 [], which is returned unchanged with the output.
         timeline: Records the micro-batches' forward and backward passes.
-        ops: Two functions that time forward and backward passes; each calls its first argument with the others.
+        ops: Two functions that time forward and backward passes; each calls its first argument with the remaining ones.
 
     Raises:
         UserError: The layout does not fit the network or the devices.
@@ -135,7 +135,7 @@ class Parts:
 
     @property
     def speaks(self) -> bool:
-        """Return whether this rank reports values; one of the ranks with slices of the same layers does."""
+        """Return whether this rank reports values; only one of the ranks with slices of the same layers does."""
         return self._ranks.at.model == 0
 
     def step(
@@ -150,11 +150,11 @@ class Parts:
 
         Args:
             number: The step's number, for the trace.
-            sizes: Number of samples of each micro-batch on this rank; a number may be 0.
+            sizes: Number of samples in each micro-batch on this rank; may be 0.
             inputs: Returns the network's arguments for a micro-batch.
             loss: Returns the scalar to differentiate and the values to report, from a micro-batch's number and the
                 network's output.
-            on_gradients: Called on the first stage with a micro-batch's number once its inputs have their gradients.
+            on_gradients: Called on the first stage with a micro-batch's number once its inputs have gradients.
         """
         count = len(sizes)
         numbers = [number for number, size in enumerate(sizes) if size]
@@ -201,7 +201,7 @@ class Parts:
             self._tied.spread()
 
     def _by_stage(self) -> tuple[list[list[nn.Parameter]], list[list[nn.Parameter]]]:
-        """Return each stage's trained parameters in two lists: those that only it uses, and those that several use."""
+        """Return two lists by stage: trained parameters of that stage alone, and those shared with other stages."""
         own, tied = [], []
         for module in self._passes.modules:
             trained = [one for one in self.leaves.of(module.parameters()) if one.requires_grad]
@@ -213,7 +213,7 @@ class Parts:
     def predict(
         self, number: int, sizes: Sequence[int], inputs: Callable[[int], tuple[Any, ...]]
     ) -> list[tuple[int, Any]]:
-        """Return (number, output) of each non-empty micro-batch; [] unless this rank `speaks` for the last stage."""
+        """Return (number, output) of each non-empty micro-batch, or [] if this rank does not report the outputs."""
         numbers = [number for number, size in enumerate(sizes) if size]
         found = self._passes.predict(number, [sizes[one] for one in numbers], lambda at: inputs(numbers[at]))
         return list(zip(numbers, found, strict=False)) if self.speaks else []
@@ -246,7 +246,7 @@ class Parts:
 
 
 def broadcast_parameters(network: nn.Module, ranks: World) -> None:
-    """Overwrite tensors with rank 0's, and slices made by hand with those of the first rank that has the slice."""
+    """Overwrite tensors with rank 0's; a slice made by hand comes from the first rank that has it."""
     if ranks.size == 1:
         return  # avoids copies to and from the host
     along_data = ranks.channel("data")
@@ -266,7 +266,7 @@ def _release_others(network: nn.Module, modules: Sequence[nn.Module]) -> None:
 
 
 class _OrderedSum:
-    """The tree's sum of a stage's gradients, for micro-batches that finish in any order."""
+    """The tree sum of a stage's gradients; micro-batches may finish in any order."""
 
     def __init__(self, first: int, count: int, numbers: Sequence[int], parameters: int) -> None:
         self._first = first  # number of this rank's first micro-batch, which positions the tree's nodes

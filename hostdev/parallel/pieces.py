@@ -1,4 +1,4 @@
-"""A network as a sequence of pieces, at which stages may begin, and the tensors that cross between stages."""
+"""The pieces of a network, at which stages may begin, and the tensors that cross between stages."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -50,7 +50,7 @@ def get_pieces(network: nn.Module) -> list[Piece]:
     held = {id(parameter) for piece in pieces for parameter in piece.parameters}
     if not pieces or len({piece.name for piece in pieces}) < len(pieces):
         raise UserError(
-            f"pieces() of {type(network).__name__} returns {'none' if not pieces else 'two with the same name'}; "
+            f"pieces() of {type(network).__name__} returns {'no pieces' if not pieces else 'duplicate names'}; "
             "return one or more pieces with different names"
         )
     own = {id(parameter) for parameter in network.parameters()}
@@ -63,7 +63,7 @@ def get_pieces(network: nn.Module) -> list[Piece]:
     left = [name for name, parameter in network.named_parameters() if id(parameter) not in held]
     if left:
         raise UserError(
-            f"no piece of {type(network).__name__} holds its parameter {left[0]}; add it to the `holds` of one"
+            f"no piece of {type(network).__name__} holds its parameter {left[0]}; add it to the `holds` of a piece"
         )
     return pieces
 
@@ -79,7 +79,7 @@ def _sequential(network: nn.Sequential, prefix: str = "") -> list[Piece]:
 
 
 def cut(pieces: Sequence[Piece], begins: Sequence[str]) -> list[list[Piece]]:
-    """Divide pieces into stages: the named pieces begin all stages but the first. Raise UserError for wrong names."""
+    """Divide pieces into stages; each named piece begins a new stage. Raise UserError for wrong names."""
     names = [piece.name for piece in pieces]
     at = [0]
     for name in begins:
@@ -90,7 +90,7 @@ def cut(pieces: Sequence[Piece], begins: Sequence[str]) -> list[list[Piece]]:
             raise UserError(
                 f"--stage-cut {','.join(begins)}: {name} is "
                 + (
-                    "the first piece, with which the first stage begins"
+                    "the first piece, where the first stage begins anyway"
                     if number == 0
                     else f"not after {names[at[-1]]}"
                 )
@@ -117,10 +117,10 @@ class Shape(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """The tensors that a stage passes on to the next one.
+    """The tensors that a stage passes on to the next stage.
 
     Attributes:
-        shapes: The shapes of the tensors, each once.
+        shapes: The shapes of the distinct tensors.
         places: For each value that the stage returns, its index among these tensors; a tensor may be returned twice.
         draws: Whether the stage draws from torch's generator, as dropout does.
     """
@@ -134,7 +134,7 @@ class Traced(NamedTuple):
         return [values[self.places.index(number)] for number in range(len(self.shapes))]
 
     def all_of(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Return the values that the stage returned, in which tensors may repeat, from the distinct tensors."""
+        """Expand the distinct tensors to the values that the stage returned, in which tensors may repeat."""
         return [values[number] for number in self.places]
 
 
@@ -149,13 +149,13 @@ def trace(
 
     Args:
         stages: Pieces of each stage.
-        inputs: Returns the first stage's arguments for a number of samples.
+        inputs: Returns the first stage's arguments for a given number of samples.
         device: Device type on which the stages will run.
         autocast: Dtype of autocast, or None.
 
     Raises:
-        UserError: A value cannot cross: it is not a tensor, it is not contiguous, its number of dimensions varies, or
-            its size is not a linear function of the number of samples.
+        UserError: A value cannot cross to the next stage: it is not a tensor, it is not contiguous, its number of
+            dimensions varies, or its size is not a linear function of the number of samples.
     """
     runs = [_run_fake(stages, inputs(samples), device, autocast) for samples in _SAMPLES]
     found = []
@@ -213,7 +213,7 @@ def count_flops(pieces: Sequence[Piece], inputs: tuple[Any, ...]) -> list[int]:
 
 
 def balanced(pieces: Sequence[Piece], costs: Sequence[float], count: int) -> list[str]:
-    """Return the names of the pieces that begin stages 1, 2, ...; the cost of the costliest stage is minimal.
+    """Return the names of the first pieces of stages 1, 2, ..., which minimize the cost of the costliest stage.
 
     Among equal cuts, stages whose first piece has parameters are preferred. Raises UserError for too few pieces.
     """
@@ -232,7 +232,7 @@ def best_cut(
         costs: The cost of each element.
         crossing: Cost added to both parts if one ends with this element.
         count: Number of parts.
-        unwanted: Elements that should not begin a part if another cut costs the same.
+        unwanted: Whether each element should not begin a part if another cut costs the same.
     """
     n, sums = len(costs), [0, *accumulate(costs)]
     ends = [0.0, *crossing[:-1], 0.0]
@@ -306,7 +306,7 @@ class _DrawDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _StageOutput(NamedTuple):
-    """A stage's fake output: each tensor once, and the index of each returned value among them."""
+    """A stage's fake output: its distinct tensors, and the index of each returned value among them."""
 
     values: list[Any]
     places: list[int]

@@ -1,9 +1,9 @@
-"""Strategies of layers: which layers are sliced over the ranks along the model axis, and how.
+"""Slicing strategies: which layers are sliced over the ranks along the model axis, and how.
 
 colwise slices a layer's outputs, rowwise its inputs (Shoeybi et al., "Megatron-LM", 2019). If a rowwise layer consumes
 a colwise layer's output with only elementwise functions in between, each rank continues with its own slice, and one sum
 over the ranks follows. Otherwise a colwise layer's slices are gathered immediately. Layers without a strategy are
-replicated: each rank of the axis computes all of them. Slices and collectives are those of torch.distributed.tensor.
+replicated: each rank of the axis computes them in full. torch.distributed.tensor provides the slices and collectives.
 """
 
 from collections import Counter
@@ -47,7 +47,7 @@ class Sliced(NamedTuple):
 
     strategy: str  # "colwise" or "rowwise"
     dims: Mapping[str, int | None]  # the sliced dimension of each of its parameters; None if replicated
-    joined: bool  # colwise: its slices are gathered immediately; rowwise: it slices its whole input
+    joined: bool  # whether a colwise layer's slices are gathered immediately, or a rowwise layer slices its whole input
 
 
 Strategies = dict[str, Sliced]  # by layer name
@@ -58,7 +58,7 @@ def resolve_strategies(
 ) -> Strategies:
     """Return how each layer is sliced, without computing anything; raise UserError if the plan does not fit.
 
-    `stages` has the network's pieces by stage, or is empty; `inputs` returns tensors in place of the network's inputs.
+    `stages` has the network's pieces by stage, or is empty. `inputs` returns tensors in place of the network's inputs.
     """
     wanted = {name: strategy for name, strategy in matched(network, plan).items() if strategy != "replicate"}
     modules = dict(network.named_modules())
@@ -82,7 +82,7 @@ def resolve_strategies(
 
 
 def matched(network: nn.Module, plan: Plan) -> dict[str, str]:
-    """Return the strategy of each layer that a plan names; raise UserError if it names one that cannot be sliced."""
+    """Return the strategy of each layer that a plan names; raise UserError if a named layer cannot be sliced."""
     modules = dict(network.named_modules())
     able = [name for name, module in modules.items() if type(module) in _CUTS]
     found: dict[str, tuple[str, str]] = {}
@@ -120,7 +120,7 @@ def _require_same_cut(network: nn.Module, wanted: Mapping[str, str]) -> None:
                 say = {each: f"{each}={wanted.get(each, 'replicate')}" for each in (other, name)}
                 raise UserError(
                     f"--plan: {other} and {name} share a parameter, but {say[other]} and {say[name]} cut it "
-                    "differently; give strategies that cut it equally"
+                    "differently; give strategies that cut it the same way"
                 )
 
 
@@ -130,13 +130,13 @@ def _find_pairs(
     stages: Sequence[Sequence[Piece]],
     inputs: Callable[[], tuple[Any, ...]],
 ) -> set[tuple[str, str]]:
-    """Return pairs of a colwise layer and the rowwise layer in the same stage that alone consumes its output.
+    """Return pairs (colwise layer, rowwise layer) in one stage, where only the second consumes the first's output.
 
     Only elementwise layers may lie between the two.
     """
     names = {id(module): name for name, module in network.named_modules() if name in wanted}
     calls: dict[str, int] = dict.fromkeys(wanted, 0)
-    # By a value's id: the colwise layer, the tensors since then, and the last one's version, which changes on writes.
+    # By a value's id: the colwise layer, the tensors since then, and the last tensor's version, which writes change.
     source: dict[int, tuple[str, list[Tensor], int]] = {}
     found: dict[str, tuple[str, list[Tensor]]] = {}  # by rowwise layer: the colwise layer, the tensors in between
     hooks, uses = [], _UseCounter()
@@ -208,7 +208,7 @@ class _UseCounter(TorchFunctionMode):
 
 
 def sliced(parameter: nn.Parameter, dim: int = 0) -> nn.Parameter:
-    """Mark a parameter as this rank's slice of one that is cut along a dimension over the model axis.
+    """Mark a parameter as this rank's slice of a parameter that is cut along a dimension over the model axis.
 
     Checkpoints save the slices as one parameter, and any mesh can load them; the gradient is summed over the ranks with
     the same slice. The network itself must exchange the values that its computation needs.
@@ -222,7 +222,7 @@ def sliced(parameter: nn.Parameter, dim: int = 0) -> nn.Parameter:
 
 
 def get_slice_dim(parameter: Tensor) -> int | None:
-    """Return the dimension along which a parameter is sliced; None if it is not."""
+    """Return the dimension along which a parameter is sliced, or None if it is not sliced."""
     found: int | None = getattr(parameter, "_hostdev_slice", None)
     return found
 
@@ -243,7 +243,7 @@ class Traffic:
             return
         bytes_in = (
             taken[0].numel() * taken[0].element_size() if taken[0].requires_grad else 0
-        )  # a DTensor's numel() is that of the whole tensor
+        )  # a DTensor's numel() counts the whole tensor
         bytes_out = given.numel() * given.element_size()
         if how.strategy == "colwise":
             self.sent += self._away * (bytes_out * how.joined + 2 * bytes_in)
@@ -254,7 +254,7 @@ class Traffic:
 def cut_layers(network: nn.Module, strategies: Mapping[str, Sliced], mesh: Any) -> Traffic:
     """Slice layers over a DeviceMesh with torch's parallelize_module; return the counter of exchanged bytes.
 
-    Their parameters become DTensors. `LocalParameters` has the local slices, marked by `sliced`, over the same memory.
+    Their parameters become DTensors. `LocalParameters` has the local slices, marked by `sliced`, in the same memory.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -304,7 +304,10 @@ def get_shared_layers(network: nn.Module) -> set[str]:
 
 
 def pairable(network: nn.Module, inputs: Callable[[], tuple[Any, ...]]) -> set[tuple[str, str]]:
-    """Return pairs of Linear layers: the second alone consumes the first's output, through elementwise layers only."""
+    """Return pairs of Linear layers where only the second consumes the first's output.
+
+    Only elementwise layers may lie between the two.
+    """
     names = [name for name, module in network.named_modules() if type(module) is nn.Linear]
     found: set[tuple[str, str]] = set()
     for first in range(2):

@@ -1,4 +1,4 @@
-"""Plans as users write them: `--plan deep.0=colwise,deep.2=rowwise`. Every command imports this small module."""
+"""Plans in text form, such as `--plan deep.0=colwise,deep.2=rowwise`. Every command imports this small module."""
 
 from collections.abc import Sequence
 

@@ -1,8 +1,8 @@
-"""A network's state in a folder: gathered in one file, or in a file for each rank; any mesh can load either.
+"""A network's state in a folder, in one file or in one file per rank; any mesh can load either.
 
     manifest.json            steps, parameters, the optimizer's options, each tensor's parts, each file's SHA-256
     state.safetensors        everything, if integrated
-    rank<k>.safetensors      otherwise the part of rank k; the first of several ranks with the same part writes it
+    rank<k>.safetensors      otherwise, the part of rank k; the first of several ranks with the same part writes it
 
 The folder gets its final name in one rename, when it is complete.
 """
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Part(NamedTuple):
-    """A part of a tensor: its file, and the dimension along which parts are concatenated in order, or None if whole."""
+    """A part of a tensor: its file, and the dimension along which parts are concatenated; None for a whole tensor."""
 
     file: str
     dim: int | None
@@ -47,7 +47,7 @@ def save(folder: Path, name: str, own: Own, about: Mapping[str, Any], ranks: Wor
         folder: The new folder.
         name: This rank's file, written if the rank has tensors.
         own: Tensors of this rank, by name.
-        about: Further content of the manifest.
+        about: Additional entries of the manifest.
         ranks: The ranks of this run.
     """
     temporary = folder.with_name(f".{folder.name}.part")
@@ -79,7 +79,7 @@ def save(folder: Path, name: str, own: Own, about: Mapping[str, Any], ranks: Wor
 
 
 def load(folder: Path, wants: Callable[[str], bool]) -> tuple[dict[str, Tensor | None], dict[str, Any]]:
-    """Return a folder's tensors by name (None: unwanted) and its manifest; raise UserError for a damaged folder."""
+    """Return a folder's tensors by name (None if unwanted) and its manifest; raise UserError for a damaged folder."""
     if not is_text(folder):
         raise UserError(f"{folder}: {_NO_TEXT}; rename the folder")
     try:
@@ -90,8 +90,8 @@ def load(folder: Path, wants: Callable[[str], bool]) -> tuple[dict[str, Tensor |
         ) from None
     if manifest.get("version") != VERSION:
         raise UserError(
-            f"{folder} has version {manifest.get('version')} (this hostdev reads {VERSION}); load it with the hostdev "
-            "that wrote it"
+            f"{folder} has format version {manifest.get('version')}, but this hostdev reads {VERSION}; load it with "
+            "the hostdev version that wrote it"
         )
     try:
         tensors = {key: [Part(*one) for one in parts] for key, parts in manifest["tensors"].items()}
@@ -128,7 +128,7 @@ def call_on_all(ranks: World, call: Callable[[], T]) -> T:
 
 
 def _make_folder(folder: Path, temporary: Path) -> str:
-    """Create the temporary folder; return an error's text, or "" for none."""
+    """Create the temporary folder; return an error message, or "" on success."""
     if not is_text(folder):
         return f"{folder}: {_NO_TEXT}; choose another folder"
     if folder.exists():

@@ -1,4 +1,4 @@
-"""The search for a layout, which enumerates meshes and orders them by a cost model; `trial` measures the best.
+"""Layout search: enumerates meshes and orders them by a cost model; `trial` measures the best.
 
 A step of M micro-batches on a mesh of D x T x P (data, model, pipe), M / D of them on each rank, takes
 
@@ -32,7 +32,7 @@ class SearchOptions(NamedTuple):
     ranks: int  # number of ranks
     micro_batches: int  # number of micro-batches of a step over all ranks
     mesh: Mesh | None = None  # a fixed mesh; None searches for one
-    begins: Sequence[str] | None = None  # fixed first pieces of all stages but the first; None searches for them
+    begins: Sequence[str] | None = None  # fixed first pieces of the second and later stages; None searches for them
     strategies: Mapping[str, str] = {}  # fixed strategies by layer name
     interleaved: bool = False  # whether each rank has two stages
     gpipe: bool = False  # whether to run all forward passes before all backward passes
@@ -51,7 +51,7 @@ class Candidate(NamedTuple):
     """A layout, and its cost according to the cost model."""
 
     mesh: Mesh  # the mesh
-    begins: list[str]  # names of the first pieces of all stages but the first
+    begins: list[str]  # names of the first pieces of the second and later stages
     plan: Plan  # strategies of layers
     compute: float  # seconds of a step's computation
     waiting: float  # seconds of waiting for other stages
@@ -76,7 +76,10 @@ class _Sliced(NamedTuple):
 
 
 def candidates(profile: Profile, machine: Machine, layers: Layers, wanted: SearchOptions) -> list[Candidate]:
-    """Return a candidate per possible mesh, by time, with those that fit into memory first; raise UserError if none."""
+    """Return a candidate for each possible mesh; raise UserError if there is none.
+
+    Candidates that fit into memory come first. Within each group, candidates are sorted by time.
+    """
     found = []
     for mesh in [wanted.mesh] if wanted.mesh is not None else meshes(wanted.ranks):
         stages = mesh.pipe * (1 + wanted.interleaved) if mesh.pipe > 1 else 1
@@ -103,7 +106,7 @@ def candidates(profile: Profile, machine: Machine, layers: Layers, wanted: Searc
 
 
 def meshes(ranks: int) -> list[Mesh]:
-    """Return all meshes of a number of ranks."""
+    """Return all meshes with a given number of ranks."""
     return [
         Mesh(data, model, ranks // data // model)
         for data in range(1, ranks + 1)
@@ -262,6 +265,6 @@ def _strategies(
             less = sum(held(one) for one in own[: at + 1] if one.name in dict(sliced.plan))
             made.append((sliced.exchange - sliced.saved - less, sliced))
         if not made:
-            raise UserError(f"--plan: layer {layer.name} cannot be sliced over {T} processes as given; omit it")
+            raise UserError(f"--plan: layer {layer.name} cannot be sliced that way over {T} processes; omit it")
         best.append(min(made, key=lambda one: one[0]))
     return best[-1][1]

@@ -13,16 +13,16 @@ from hostdev.distributed.world import LocalChannel
 
 
 def called(call: Callable[..., Any], *values: Any, **named: Any) -> Any:
-    """Call the first argument with the others."""
+    """Call the first argument with the remaining ones."""
     return call(*values, **named)
 
 
 class SingleStage:
-    """A network whose layers, or slices of them, are all on each rank; arguments as in `stages.Stages`.
+    """A network with all layers, or slices of them, on each rank; other arguments are those of `stages.Stages`.
 
     Args:
         channel: Connects the ranks that have slices of the same layers.
-        ops: Two functions that time forward and backward passes; each calls its first argument with the others.
+        ops: Two functions that time forward and backward passes; each calls its first argument with the remaining ones.
         watching: Returns a context for a forward pass, from the micro-batch's number.
         aside: Whether the last input bypasses the network, and is returned with the output.
     """
@@ -85,7 +85,7 @@ class SingleStage:
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
-        """A context that raises PeerLostError if a rank with other slices stops answering, and passes other errors."""
+        """A context that raises PeerLostError if a rank with other slices stops answering."""
         try:
             yield
         except RuntimeError as error:

@@ -1,8 +1,8 @@
-"""Stages of a network on ranks, scheduled by torch.distributed.pipelining.
+"""Stages of a network on several ranks, scheduled by torch.distributed.pipelining.
 
 GPipe (Huang et al., NeurIPS 2019): all forward passes, then all backward passes. 1F1B (Narayanan et al., SOSP 2019): a
 backward pass as soon as possible after each forward pass, so that a stage holds the activations of only as many
-micro-batches as there are stages from this one on. Interleaved (Narayanan et al., SC 2021): several stages per rank.
+micro-batches as there are stages from it to the last. Interleaved (Narayanan et al., SC 2021): several stages per rank.
 
 Unlike torch's stages, these allow micro-batches of different sizes, and know all shapes before the first step. They
 also pass on the state of torch's generator, so that dropout draws the same values as in one process.
@@ -121,7 +121,7 @@ class Stages:
 
         Args:
             batch: The batch's number, for the trace.
-            sizes: Number of samples of each micro-batch, at least 1.
+            sizes: Number of samples in each micro-batch, at least 1.
             inputs: Returns the network's arguments for a micro-batch; called on the first stage.
             loss: Returns the scalar to differentiate, from a micro-batch's number and the network's output; called on
                 the last stage.
@@ -135,7 +135,7 @@ class Stages:
         losses = schedule._internal_losses
 
         def done(stage: int, number: int) -> None:
-            if stage == self.count - 1:  # the schedule keeps losses, and therefore their graphs, to its end
+            if stage == self.count - 1:  # the schedule keeps losses, and therefore their graphs, until its end
                 losses[number] = losses[number].detach()
             on_gradients(stage, number)
 
@@ -194,7 +194,7 @@ class Stages:
 
 
 class _NetworkError(BaseException):
-    """The model's own code failed. This is a BaseException because torch wraps every Exception."""
+    """An error in the model's own code. This is a BaseException because torch wraps every Exception."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The whole dense state: it is gathered from the ranks' parts to be saved, and divided among them when loaded."""
+"""The whole dense state, gathered from all ranks when saved and divided among them when loaded."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -45,7 +45,7 @@ class State:
     Args:
         network: The whole network.
         stages: The network's pieces by stage; empty without stages.
-        ranks: The ranks with the parts.
+        ranks: The ranks that hold the parts.
     """
 
     def __init__(self, network: nn.Module, stages: Sequence[Sequence[Piece]], ranks: World) -> None:
@@ -122,7 +122,7 @@ class State:
         return found
 
     def own(self, leaves: LocalParameters, optimizer: torch.optim.Optimizer) -> Own:
-        """Return the tensors that this rank writes to its file; one rank writes a tensor that several have."""
+        """Return the tensors that this rank writes to its file; a tensor on several ranks is written by one of them."""
         state, numbers = optimizer.state_dict()["state"], _numbers(optimizer)
         found: dict[str, tuple[Tensor, int | None]] = {}
         for name, leaf in leaves.named().items():
@@ -262,7 +262,7 @@ class State:
         n = like.shape[dim]
         if value.shape[dim] != n * self._ranks.mesh.model:
             return value
-        # A copy: with a view's strides torch's optimizers use other code, with different rounding.
+        # A copy, because torch's optimizers use other code for a view's strides, which rounds differently.
         return value.narrow(dim, self._ranks.at.model * n, n).clone(memory_format=torch.contiguous_format)
 
 

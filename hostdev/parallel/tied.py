@@ -1,7 +1,7 @@
 """Parameters that several stages share: their gradients are summed, and their copies stay equal.
 
-For each micro-batch, gradients of later stages are added first, as in the backward pass of one process. The result is
-therefore bit-identical to that of one process, unless a stage uses such a parameter twice.
+For each micro-batch, gradients of later stages are added first, as in the backward pass of a single process. The
+result is therefore bit-identical to a single process's result, unless a stage uses such a parameter twice.
 """
 
 from collections.abc import Sequence
@@ -55,12 +55,12 @@ class Tied:
         ]
 
     def put(self, stage: int, number: int, parameter: Tensor) -> None:
-        """Take a parameter's gradient for a micro-batch from one of this rank's stages."""
+        """Store a parameter's gradient for a micro-batch from one of this rank's stages."""
         self._gradients[self._ids[id(parameter)]][stage, number] = parameter.grad
         parameter.grad = None
 
     def gathered(self, count: int) -> list[list[Tensor | None]]:
-        """Return, for each owned parameter, its gradient of each micro-batch; all ranks of the axis call it."""
+        """Return, for each owned parameter, its gradient for each micro-batch; all ranks of the axis call it."""
         found = []
         for name, users in self.users.items():
             owner, parameter = self._rank(users[0]), self._parameters[name]

@@ -20,7 +20,7 @@ _ROUNDS = 3, 25  # minimum and maximum number of measured steps of a layout
 
 
 def can_be_copied(network: nn.Module, ranks: World) -> bool:
-    """Return whether all ranks can copy a network; one sliced by hand cannot be copied, as it fits only one mesh."""
+    """Return whether all ranks can copy a network; a network sliced by hand cannot, because it fits only one mesh."""
     possible = all(get_slice_dim(one) is None for one in network.parameters())
     if possible:
         try:
@@ -42,7 +42,7 @@ def time_steps(
     device: torch.device,
     autocast: torch.dtype | None,
 ) -> list[float | None]:
-    """Return the seconds of a step of each layout with Adam; None for a layout that does not fit. All ranks call it.
+    """Return each layout's seconds per step with Adam, or None for a layout that does not fit. All ranks call it.
 
     The network is left unchanged; copies for all layouts are in memory together. `expected` has the expected seconds of
     each layout, the same on all ranks.
@@ -94,8 +94,8 @@ def _make_trial(
     device: torch.device,
     autocast: torch.dtype | None,
 ) -> _Trial | None:
-    """Return a trial; None if the layout does not fit (the same on all ranks)."""
-    from hostdev.parallel.network import Network  # a circular import
+    """Return a trial, or None if the layout does not fit (the same on all ranks)."""
+    from hostdev.parallel.network import Network  # here to avoid a circular import
 
     ranks.mesh = mesh
     try:
@@ -125,6 +125,6 @@ def _slice_inputs(values: tuple[Any, ...], part: slice) -> tuple[Any, ...]:
 
 
 def _mean(output: Any) -> Tensor:
-    """Return a scalar to differentiate from a network's output."""
+    """Reduce a network's output to a scalar that can be differentiated."""
     trained = [one for one in torch.utils._pytree.tree_leaves(output) if isinstance(one, Tensor) and one.requires_grad]
     return torch.stack([one.float().mean() for one in trained]).sum()

@@ -1,4 +1,4 @@
-"""The parts of a pipeline that all stages share."""
+"""The context that all stages of a pipeline share."""
 
 from collections.abc import Mapping, Sequence
 
@@ -18,7 +18,7 @@ from hostdev.pipeline.scheduling.turns import Turns
 
 
 class Context:
-    """The parts that all stages share: tables, copies to and from the device, clocks, hooks.
+    """Objects that all stages share: tables, copies to and from the device, clocks, hooks.
 
     Args:
         groups: The tables.
@@ -26,9 +26,9 @@ class Context:
         last_writers: For each host row of all groups, the last batch that will write it.
         timeline: Records the stages' durations.
         log: Records the ops' durations.
-        exchanges: All-to-all exchanges with other ranks, each of which has a part of every table: one for passes that
-            update (True), one for the others. Empty if this rank has all rows.
-        hooks: For tests.
+        exchanges: Exchanges with the ranks that have the other parts of the tables: one for passes that update (True),
+            and one for other passes (False). Empty if this rank has all rows.
+        hooks: Hooks for tests.
         depth: The pipeline's depth.
     """
 
@@ -56,7 +56,7 @@ class Context:
         on_cpu = staging.device.type == "cpu"
         forwards = (staging.copies or hooks.forward) and not self.cached and not exchanges
         if any(one.table.history is not None for group in groups for one in group.embeddings):
-            forwards = False  # forwarded rows are updated from the step before only
+            forwards = False  # forwarded rows are updated from the previous step only
         self.forwarding = Forwarding(groups) if forwards and depth else None
         self.turns = Turns(shares=on_cpu and not exchanges and hooks == PipelineHooks(), depth=depth)
         self.steps = 0  # steps whose updates are finished

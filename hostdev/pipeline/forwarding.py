@@ -1,11 +1,11 @@
-"""Forwarding: rows that a batch shares with the one before it reach its step on the device, not through the host.
+"""Forwarding: rows that a batch shares with the previous batch reach its step on the device, not through the host.
 
-The device computes them from the earlier step's gradients, as the host does for its table, and to the same bits. So a
-step waits neither for the gradients' copy to the host, nor for the update there, nor for the rows' copy back.
+The device computes them from the earlier step's gradients, as the host does for its table, with bit-identical results.
+So a step waits neither for the gradients' copy to the host, nor for the update there, nor for the rows' copy back.
 
 For this, the device needs the rows with their optimizer state as they were before the earlier step. A row that was
-forwarded to the earlier step is there already. The others are read from the host's table, whose update by the earlier
-step must wait for this.
+forwarded to the earlier step is already on the device. The other rows are read from the host's table, whose update by
+the earlier step must wait for this read.
 """
 
 from collections.abc import Sequence
@@ -25,27 +25,27 @@ from hostdev.kernels.pool import Task, run_tasks
 from hostdev.pipeline.groups import Group
 from hostdev.pipeline.row_ids import ConcatenatedIds, Ids, Positions, RowOffsets, RowSubset
 
-_POSITION_BYTES = 24  # of a row's places and id
+_POSITION_BYTES = 24  # bytes of a row's positions and id
 
 
 class Forwarded(NamedTuple):
-    """The rows of a batch that are forwarded to it by the batch before: F rows of all groups, in that batch's order."""
+    """The rows that the previous batch forwards to a batch: F rows of all groups, in the previous batch's order."""
 
     source: Positions  # [F], among the rows that the earlier batch writes; ascending
     target: Positions  # [F], among the rows that this batch reads
-    held: Positions  # [F], among the rows that were forwarded to the earlier batch; -1: not one of them
+    held: Positions  # [F], among the rows that were forwarded to the earlier batch; -1 for other rows
     starts: list[int]  # [G + 1], where each group's rows begin
     source_starts: list[int]  # [G + 1], where they begin among the rows that `source` refers to
-    held_starts: list[int]  # [G + 1], and among those that `held` refers to
+    held_starts: list[int]  # [G + 1], where they begin among the rows that `held` refers to
 
 
 def find_forwarded(written: ConcatenatedIds, conflicting: RowSubset, earlier: Forwarded | None) -> Forwarded:
-    """Return a batch's rows that the batch before it forwards.
+    """Return the rows that the previous batch forwards to a batch.
 
     Args:
         written: The rows that the earlier batch writes.
-        conflicting: The rows, all among `written`, as a subset of those that this batch reads.
-        earlier: The rows that are forwarded to the earlier batch; None for none.
+        conflicting: The rows to forward, all among `written`, as a subset of the rows that this batch reads.
+        earlier: The rows that are forwarded to the earlier batch, or None if there are none.
     """
     source, chosen = join(written.ids, conflicting.ids)
     assert conflicting.positions is not None
@@ -58,7 +58,7 @@ def find_forwarded(written: ConcatenatedIds, conflicting: RowSubset, earlier: Fo
 
 
 class ForwardedRows:
-    """A group's rows that are forwarded to a batch: F rows, of which A are new, read from the host's tables.
+    """F rows of a group that are forwarded to a batch; A of them are new, and are read from the host's tables.
 
     Args:
         group: The group's tables, on the host.
@@ -89,7 +89,7 @@ class ForwardedRows:
         arrays = [source, target, held, *([group.row_ids(ids)] if group.rounds else [])]
         self._places = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
         self._host: list[Tensor] = []  # by table: block [A, 1 + S, D] and row_slots [A, R]
-        self._sent: list[Tensor] = []  # places, then the above, on the device
+        self._sent: list[Tensor] = []  # on the device: places, then `_host`
         self._marks: list[Any] = []
 
     @property
@@ -98,7 +98,7 @@ class ForwardedRows:
         return len(self._new_ids)
 
     def has(self, table: Any) -> bool:
-        """Return whether the rows are those of a table."""
+        """Return whether the rows belong to a table."""
         return any(embedding.table is table for embedding in self._group.embeddings)
 
     def read_tasks(self) -> list[Task]:
@@ -119,7 +119,7 @@ class ForwardedRows:
         self._marks.append(mark)
 
     def reload(self, ids: Ids | None) -> None:
-        """Read the new rows again, and send them if they were sent, after rows of the tables were written.
+        """Read the new rows again after a write to the tables, and send them again if they were sent before.
 
         Args:
             ids: The rows that were written, int32 or int64 [N]; None for all rows.
@@ -130,7 +130,7 @@ class ForwardedRows:
                 self.send()
 
     def arrived(self) -> tuple[ForwardedPlaces, list[RowState]]:
-        """Return the places and each table's new rows on the device; its current stream waits for them."""
+        """Return the places and each table's new rows on the device, whose current stream waits for them."""
         self._staging.await_sent(self._marks, self._sent)
         sent, self._sent, self._host = self._sent, [], []
         count = len(self._places)
@@ -146,13 +146,13 @@ def make_forwarded(
     staging: Staging,
     memory: PinnedBuffer,
 ) -> list[ForwardedRows | None]:
-    """Return the forwarded rows of each group; None for a group without any.
+    """Return the forwarded rows of each group, or None for a group without any.
 
     Args:
         groups: The tables.
         offsets: Numbers the rows of all groups.
         reads: The rows that the batch reads.
-        forwarded: Those that are forwarded.
+        forwarded: The rows that are forwarded to the batch.
         staging: Copies to the device.
         memory: The batch's host memory.
     """
@@ -191,11 +191,11 @@ class Forwarding:
         self.clear()
 
     def clear(self) -> None:
-        """Drop what the last step has left, at the end of a pass."""
+        """Drop the last step's state, at the end of a pass."""
         # By group and table.
-        self._taken: dict[tuple[int, int], StepGradients] = {}  # of the last step, once it has ended
-        self._states: dict[tuple[int, int], RowState] = {}  # of rows forwarded to the last step, as they were before it
-        self._ids: dict[int, Ids] = {}  # by group, of these rows
+        self._taken: dict[tuple[int, int], StepGradients] = {}  # gradients of the last step, once it has ended
+        self._states: dict[tuple[int, int], RowState] = {}  # of rows forwarded to the last step, from before that step
+        self._ids: dict[int, Ids] = {}  # by group, the ids of these rows
         self._written: set[int] = set()  # groups whose tables were written after the last step had ended
 
     def begin(self, forwarded: Sequence[ForwardedRows | None], values: Sequence[Sequence[Tensor]]) -> None:
@@ -212,7 +212,7 @@ class Forwarding:
             for table, embedding in enumerate(self._groups[number].embeddings):
                 at = number, table
                 held, taken, state = self._states.get(at), self._taken.get(at), new[table]
-                if number in self._written:  # the host's table is up to date, as a write waits for all updates
+                if number in self._written:  # the host's table is up to date, because a write waits for all updates
                     state = _read(embedding.table, rows.ids, state)
                     held, taken = None, None
                 states[at] = embedding.forward_update(held, state, places, taken, values[number][table])
@@ -224,7 +224,7 @@ class Forwarding:
         self._taken[group, table] = taken
 
     def reload(self, table: Any, ids: npt.NDArray[Any] | None) -> None:
-        """Use the rows of a table that was written in the body of the last step, before or after the step's end.
+        """Use new values of a table that was written in the loop's body, before or after the last step's end.
 
         Args:
             table: The table.

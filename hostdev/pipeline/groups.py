@@ -1,6 +1,6 @@
 """Groups of tables that the same features look up, and that therefore get the same ids.
 
-All tables of a group share the deduplication, the plan and the cache. Every stage treats all groups at once.
+All tables of a group share the deduplication, the plan and the cache. Every stage processes all groups at once.
 """
 
 from collections.abc import Sequence
@@ -40,12 +40,12 @@ class Embedding:
         self.forward_update = Primitive("ForwardUpdate", forward, nbytes=forwarded_bytes, scope=self.name, log=log)
 
     def current(self, rows: Tensor) -> Tensor:
-        """Return the weights of fetched rows, float32 [U, D], as they are after all steps that have begun."""
+        """Return the weights of fetched rows, float32 [U, D], as of all steps that have begun."""
         clock = self.table.clock()
         return rows if clock is None else unpack(rows, self.table.dim, clock, self._clocks)
 
     def uncount_unfinished(self) -> None:
-        """Subtract the table's steps whose updates did not finish, after the in-flight batches are abandoned."""
+        """Subtract steps whose updates did not finish from the table's count, after in-flight batches are abandoned."""
         self.table.uncount_steps(self.begun - self.steps)
         self.begun = self.steps
 
@@ -79,7 +79,7 @@ class Group:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row that is looked up, summed over the tables."""
+        """Bytes of one looked-up row, summed over the tables."""
         return 4 * sum(embedding.table.fetched_width for embedding in self.embeddings)
 
     @property
@@ -88,7 +88,7 @@ class Group:
         return any((one.table.dtype, one.table.slots_dtype) != (FP32, FP32) for one in self.embeddings)
 
     def row_ids(self, rows: Ids) -> Ids:
-        """Return the ids, in the whole tables, of rows of this rank."""
+        """Convert this rank's local row numbers to ids in the whole tables."""
         table = self.embeddings[0].table
         assert isinstance(table, HostTable)
         return table.row_ids(rows)

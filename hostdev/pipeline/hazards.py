@@ -1,8 +1,8 @@
-"""Read-after-write hazards: which rows of a batch an unfinished batch will write, and when they may be read.
+"""Read-after-write hazards: finds the rows of a batch that an unfinished batch will write.
 
-Conflicting rows form two subsets. Rows that the previous batch writes are forwarded on the device, if there is one.
-Otherwise they are updated first, as soon as its gradients arrive. Rows that only older batches write are updated even
-earlier.
+Conflicting rows form two subsets. Rows that the previous batch writes are forwarded on the device if possible.
+Otherwise they are updated first, as soon as that batch's gradients arrive. Rows that only older batches write are
+updated even earlier.
 """
 
 from collections.abc import Sequence
@@ -30,10 +30,10 @@ def find_conflicts(
     Args:
         unfinished: The batch, and the batches that it may have to wait for.
         reads: The host rows that the batch reads.
-        written: The rows whose last writer the batch becomes: first those that it reads, then others.
-        last_writers: The last writer of each row; this batch is recorded in it.
-        staleness: Number of batches before this one whose writes it does not wait for.
-        ignored: Groups whose hazards are ignored, to test that the checks detect it.
+        written: The rows whose last writer the batch becomes: first the rows that it reads, then others.
+        last_writers: The last writer of each row; this batch is recorded here.
+        staleness: Number of preceding batches whose writes this batch does not wait for.
+        ignored: Groups whose hazards are ignored, to test that the checks detect this.
     """
     batch, before, updated, pin = unfinished
     number = batch.number
@@ -65,7 +65,7 @@ def find_conflicts(
 
 
 def record_writer(batch: InFlight, last_writers: Claims) -> None:
-    """Make a batch the last writer of its rows, without looking for conflicts: it was planned after all updates."""
+    """Make a batch the last writer of its rows; it has no conflicts, because it was planned after all updates."""
     assert batch.writes is not None
     claim(batch.writes.ids, last_writers, batch.number, batch.number, batch.number - 1)
     batch.claimed = True

@@ -20,7 +20,7 @@ class PipelineHooks:
             rows, [any, 1 + S, D], and their positions in it.
         ignore_hazards: Numbers of groups whose read-after-write hazards are ignored, which makes results wrong.
         forward: Whether rows are also forwarded on a device without copies, such as the CPU.
-        staleness: Number of batches before a lookup whose updates it may miss. **Not exact** unless it is 0.
+        staleness: Number of earlier batches whose updates a lookup may miss. Results are **not exact** unless it is 0.
     """
 
     before_stage: BeforeStage | None = None

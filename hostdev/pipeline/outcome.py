@@ -12,7 +12,7 @@ from hostdev.device.staging import Staging
 
 
 class Outcome:
-    """Small results of a step, and the value that is computed from them on the host.
+    """Small results of a step, and a value that is computed from them on the host.
 
     Args:
         tensors: Small tensors on the device.
@@ -51,7 +51,7 @@ class Outcome:
             if not self._done:
                 assert self._results is not None
                 self.has_raised = True
-                self._value = self._read(self._results)  # an error is not stored: it would hold its frames
+                self._value = self._read(self._results)  # an error is not stored: it would keep its frames alive
                 self.has_raised = False
                 self._done, self._results = True, []
         return self._value

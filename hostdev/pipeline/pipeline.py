@@ -26,7 +26,7 @@ _MOST_DEPTH = MOST_UNFINISHED - 2
 def require_depth(depth: Any) -> None:
     """Raise ValueError unless the depth is an integer that the pipeline supports."""
     if not isinstance(depth, int | np.integer) or not 0 <= depth <= _MOST_DEPTH:
-        raise ValueError(f"the depth must be in 0..{_MOST_DEPTH}, not {depth!r}")
+        raise ValueError(f"the depth must be an integer in 0..{_MOST_DEPTH}, not {depth!r}")
 
 
 class Pipeline:
@@ -36,12 +36,12 @@ class Pipeline:
         groups: The tables, grouped by shared ids.
         staging: Copies between host and device.
         depth: Number of batches that are looked up ahead. At most depth + 2 are alive: being looked up, in the step, or
-            being updated. At 0 the stages run one after the other in the caller's thread; this is the reference for
-            other depths.
+            being updated. With depth 0, the stages run one after the other in the caller's thread; this is the
+            reference for other depths.
         timeline: Records the stages' durations.
         log: Records the ops' durations.
         ranks: The processes that have the other parts of the tables; None for a single process.
-        hooks: For tests.
+        hooks: Hooks for tests.
     """
 
     def __init__(
@@ -102,9 +102,9 @@ class Pipeline:
 
         Args:
             batches: The requests.
-            background: Whether batches are read in a background thread, and not in the caller's.
-            read_ahead: Maximum number of batches to read beyond the one in its step; None: as many as depth and caches
-                need.
+            background: Whether batches are read in a background thread instead of the caller's thread.
+            read_ahead: Maximum number of batches to read beyond the batch in its step; None for as many as the depth
+                and the caches need.
             position: Position, in the caller's loop, of the batch before the first one.
 
         Raises:
@@ -136,17 +136,17 @@ class Pipeline:
     def predict(
         self, batches: Iterable[Request], *, background: bool = True, read_ahead: int | None = None
     ) -> Iterator[Pass]:
-        """Open a pass that updates nothing; arguments as for `train`. A pass of `train` may be open, and is drained."""
+        """Open a pass that updates nothing; the arguments are those of `train`. An open training pass is drained."""
         self.write_back()
         with self._open(batches, 0, update=False, background=background, read_ahead=read_ahead) as one:
             yield one
 
     def abandon(self, batch: StepBatch) -> None:
-        """At the end of a pass, abandon a batch that was taken and will not be finished."""
+        """Abandon a batch that was taken and will not be finished, at the end of a pass."""
         abandon_step(batch)
 
     def write_back(self) -> None:
-        """Bring the host tables up to date: wait for the updates of stepped batches, and write the cached rows."""
+        """Bring the host tables up to date: wait for the updates of stepped batches, and write back cached rows."""
         if self.training is not None:
             self.training.drain()
         for group in self.groups:
@@ -154,11 +154,11 @@ class Pipeline:
                 group.cache.write_back_rows()
 
     def reload(self, table: Any, ids: Ids | None) -> None:
-        """Refresh rows that were looked up ahead or are cached; call it after `write_back` and a write to the table.
+        """Refresh rows that were looked up ahead or are cached; call this after `write_back` and a write to the table.
 
         Args:
             table: The table that was written.
-            ids: int32 or int64 [N], local row numbers on this rank; None for all.
+            ids: int32 or int64 [N], local row numbers on this rank; None for all rows.
         """
         for group in self.groups:
             if group.cache is not None and any(one.table is table for one in group.embeddings):

@@ -1,4 +1,4 @@
-"""Exchange of rows that other ranks own, and of their gradients, if tables are partitioned over ranks.
+"""Exchange of rows and their gradients with other ranks, if tables are partitioned over ranks.
 
 Each function runs in the thread of the stage that calls it.
 """
@@ -54,7 +54,7 @@ def exchange_early(
         context: The pipeline's context.
         batch: The batch, with its rows on this rank.
         conflicts: The batch's conflicting rows on this rank.
-        before: The previous batch, if it is unfinished on this rank. It records which of its rows this batch waits for.
+        before: The previous batch, if it is unfinished on this rank. Its rows that this batch waits for are recorded.
         update: Whether the pass updates the tables.
         overlapped: Whether batches overlap, so that rows may have to wait, on this rank or others.
     """
@@ -85,7 +85,7 @@ def exchange_early(
         if not context.staging.copies:
             return EarlyRows(incoming, [])
         flat = [torch.from_numpy(rows) for group in incoming.rows for rows in group]
-        sent, _ = context.staging.send(flat, batch.memory)  # the batch's next copy ends later
+        sent, _ = context.staging.send(flat, batch.memory)  # no event needed: the batch's next copy ends later
         return EarlyRows(incoming, sent)
 
 
@@ -142,7 +142,7 @@ class Leaving(NamedTuple):
 
     gradients: Gradients | None  # for rows on this rank's device
     outgoing: Outgoing | None  # gradients that the updater sends to the owners
-    received: Any  # an event: the outgoing gradients are in host memory
+    received: Any  # the event after which the outgoing gradients are in host memory
 
 
 def send_gradients(context: Context, batch: StepBatch, gradients: Gradients) -> Leaving:
@@ -185,7 +185,7 @@ def exchange_gradients(
 ) -> list[list[Tensor | None]]:
     """Send gradients to the owners of the rows; return the sums for this rank's rows, in host memory.
 
-    If the gradients of some rows go first, only these are exchanged; `exchange_rest` must follow.
+    If the gradients of some rows are sent first, only these are exchanged; `exchange_rest` must follow.
     """
     if outgoing.chosen is None:
         _exchange(context, batch, outgoing, None)

@@ -37,12 +37,12 @@ class Request(NamedTuple):
 class Gradients(NamedTuple):
     """A step's gradients."""
 
-    grads: Sequence[Sequence[Tensor | None]]  # by group and table: float32 [U, D]; None: the table takes no step
+    grads: Sequence[Sequence[Tensor | None]]  # by group and table: float32 [U, D]; None if the table takes no step
     skip: Tensor | None = None  # float32 [] on the device; if it is not 0, no row may change
     check: Any = None  # an `Outcome`; reading it raises if the host rows must not change
     parts: Sequence[Sequence[Sequence[Tensor] | None]] = ()  # with other ranks, in place of grads: a sum per tree node
     micro_batches: int = 1  # the step's number of micro-batches on this rank
-    in_two: bool = False  # sent in two parts; then all ranks know which rows the next batch waits for
+    in_two: bool = False  # whether they are sent in two parts; then all ranks know the rows that the next batch awaits
 
 
 class ReadBatch(NamedTuple):
@@ -53,7 +53,7 @@ class ReadBatch(NamedTuple):
 
 
 class UniqueGroup(NamedTuple):
-    """A group's unique ids; with other ranks, those of this rank's rows that any rank requests."""
+    """A group's unique ids; with other ranks, the ids of this rank's rows that any rank requests."""
 
     ids: Ids  # unique [U]
     inverse: Inverse  # [N], the unique row of each of the batch's own ids
@@ -74,8 +74,8 @@ class PlannedGroup(NamedTuple):
 
     ids: Ids  # unique [U]
     asked: Asked | None
-    plan: Plan | None  # None: no cache, or a pass that updates nothing
-    places: Positions | None  # where the ids' rows are on the device, int32 [U]; None: in the order of the ids
+    plan: Plan | None  # None without a cache, or in a pass that updates nothing
+    places: Positions | None  # where the ids' rows are on the device, int32 [U]; None if in the order of the ids
 
     @property
     def reads(self) -> Ids:
@@ -89,7 +89,7 @@ class PlannedGroup(NamedTuple):
 
 
 class PlannedBatch(NamedTuple):
-    """A planned batch: which rows come from the cache, which from the host, and which of the latter conflict."""
+    """A planned batch: which rows come from the cache, which from the host, and which host rows conflict."""
 
     number: int
     position: int
@@ -109,7 +109,7 @@ class EarlyRows(NamedTuple):
 
 
 class LookedUpBatch(NamedTuple):
-    """A looked-up batch: those of its rows that need not wait are in host memory."""
+    """A looked-up batch; its rows that need not wait are in host memory."""
 
     number: int
     position: int
@@ -135,7 +135,7 @@ class SentBatch(NamedTuple):
     early: EarlyRows | None
     inverses: list[Tensor]  # by group, int32 [N] on the device
     device_ids: list[Tensor | None]  # by group, for tables on the device
-    tensors: list[Tensor]  # the request's, on the device
+    tensors: list[Tensor]  # the request's tensors, on the device
     sent: list[Tensor]  # all the tensors above
     mark: Any  # the copy's event
 
@@ -161,13 +161,13 @@ class StepGroup(NamedTuple):
 
     @property
     def own_size(self) -> int:
-        """Number of rows that the step gets, including those of other ranks."""
+        """Number of rows that the step gets, including rows from other ranks."""
         asked = self.planned.asked
         return len(self.planned.ids) if asked is None else asked.size
 
     @property
     def own_places(self) -> Positions | None:
-        """Positions of the batch's rows among those that the step gets, int32; None: in the order of the ids."""
+        """Positions of the batch's rows among the step's rows, int32; None if they are in the order of the ids."""
         asked = self.planned.asked
         return self.planned.places if asked is None else asked.places
 
@@ -189,7 +189,7 @@ class StepBatch(NamedTuple):
 
     @property
     def first(self) -> list[SelectedRows] | None:
-        """The rows that the next batch waits for, if other ranks know them; None: not yet known."""
+        """The rows that the next batch waits for, if other ranks know them; None if not yet known."""
         return self.in_flight.first
 
 
@@ -198,7 +198,7 @@ class Outgoing(NamedTuple):
 
     grads: Parts
     micro_batches: int
-    chosen: list[SelectedRows] | None  # rows whose gradients go first; None: all together
+    chosen: list[SelectedRows] | None  # rows whose gradients are sent first; None if all are sent together
     sums: list[list[Rows | None]]  # by group and table, the sums for this rank's rows, float32 [any, D]
 
 
@@ -212,7 +212,7 @@ class SteppedBatch(NamedTuple):
     memory: PinnedBuffer
     outcomes: list[Any]
     check: Any  # an `Outcome` that raises if the update must not happen
-    received: Any  # an event: everything that the host receives has arrived
+    received: Any  # the event after which everything that the host receives has arrived
     received_first: tuple[SharedRows | None, Any]  # the rows received before the rest, and their event
     outgoing: Outgoing | None
     clocks: tuple[Any, Any]  # the device's clock at the beginning and at the end of the step

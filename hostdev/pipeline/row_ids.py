@@ -13,10 +13,10 @@ Positions = npt.NDArray[np.int32]
 
 
 class RowSubset(NamedTuple):
-    """Some of a batch's ids, and where they are among all of them."""
+    """A subset of a batch's ids, with their positions in the batch."""
 
     ids: Ids  # int32 or int64 [any], unique
-    positions: Positions | None  # [any], ascending, among the batch's ids; None: all of these
+    positions: Positions | None  # [any], ascending, among the batch's ids; None for all ids
 
     @classmethod
     def select(cls, ids: Ids, positions: Positions | None) -> "RowSubset":
@@ -68,7 +68,7 @@ class RowOffsets:
         """Return each group's share of a subset of concatenated ids, with the group's own ids and positions.
 
         Args:
-            subset: Some of the concatenated ids.
+            subset: A subset of the concatenated ids.
             starts: Where each group's ids begin in the array that the subset's positions refer to.
         """
         if self._alone:

@@ -1,4 +1,4 @@
-"""A batch's rows of a host table: looked up, sent to the device, updated, written back."""
+"""A batch's rows of a host table, which are looked up, sent to the device, updated and written back."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ class LateLookup(NamedTuple):
 class BatchRows:
     """A batch's unique rows of a host table: fetched in parts, sent to the device, updated in parts.
 
-    Rows that bypass the cache (all rows if there is none) are looked up and updated on the host. Admitted rows are
+    Rows that bypass the cache (without a cache, all rows) are looked up and updated on the host. Admitted rows are
     read with their optimizer state, and evicted rows are written with theirs. Methods return the host's work as tasks,
     so that the tasks of all tables run at once.
 
@@ -41,7 +41,7 @@ class BatchRows:
         memory: The batch's host memory, for its copies.
         plan: The cache's plan, if there is a cache.
         places: The plan's slots, on the device.
-        mark: The event of copying `places` to the device.
+        mark: The event of the copy of `places` to the device.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class BatchRows:
             self._host.append(memory.buffer(len(plan.admitted), len(optimizer.row_slots)))
         self._sent = self._host  # the same tensors on the device
         self._marks: list[Any] = [mark] if mark is not None else []  # events in the staging's stream
-        self._step: TableStep | None = None  # None: the table takes no step with this batch
+        self._step: TableStep | None = None  # None if the table takes no step with this batch
         self._received: list[Tensor | None] = []  # bypassing rows' gradients, evicted rows' block and per-row state
         self._first: Tensor | None = None  # gradients of the rows to update first, if received first
         self._evicted: tuple[list[Tensor], Any] = ([], None)  # the evicted rows and their event
 
     def fetch(self, subset: RowSubset) -> list[Task]:
-        """Return tasks that look rows up, for `send`; the subset refers to bypassing ids, followed by admitted ones."""
+        """Return tasks that look up rows for `send`; the subset refers to bypassing ids followed by admitted ids."""
         passed, admitted = subset.split(self.passed)
         return self._fetch_into(self._host, passed, admitted)
 
@@ -138,8 +138,8 @@ class BatchRows:
     def arrived(self) -> Tensor:
         """Return the rows on the device; its current stream waits for them. All must have been sent.
 
-        They are weights, float32 [U, D], or packed rows for `Embedding.current`. They are in the order of the ids, or
-        with a cache in the order of its plan.
+        They are weights, float32 [U, D], or packed rows for `Embedding.current`. They are in the order of the ids or,
+        with a cache, in the order of its plan.
         """
         self._lookup.end()
         if self._places is not None:
@@ -160,19 +160,19 @@ class BatchRows:
         return found
 
     def begin_step(self) -> None:
-        """Count a step of the table, to which `update` then belongs."""
+        """Count a step of the table; `update` then belongs to this step."""
         self._step = self._table.begin_step()
         self.embedding.begun += 1
 
     def update_cached(self, grads: Tensor, skip: Tensor | None) -> None:
-        """Begin a step, and update the rows in a cache, if any; grads float32 [U, D], skip as in `Ops.update`."""
+        """Begin a step, and update the rows in a cache, if any; grads is float32 [U, D], skip as in `Ops.update`."""
         self.begin_step()
         if self._places is not None:
             self.embedding.cache_update(self._places, grads, *self._sent[1:], self._step, skip)
 
     @property
     def step(self) -> TableStep | None:
-        """The table's step, from `begin_step` on; None: the table takes no step with this batch."""
+        """The table's step, set by `begin_step`; None if the table takes no step with this batch."""
         return self._step
 
     @property
@@ -203,7 +203,7 @@ class BatchRows:
         self._sent = []
 
     def bring_back(self, evicted: npt.NDArray[Any]) -> None:
-        """Write evicted rows, with ids `evicted` [E], to the host if an error prevents the update."""
+        """Write the evicted rows, whose ids are `evicted` [E], to the host if an error prevents the update."""
         values, mark = self._evicted
         self._staging.await_event(mark)
         block, row_slots = (tensor.cpu().numpy() for tensor in values)
@@ -213,7 +213,7 @@ class BatchRows:
         """Return tasks that update rows with their gradients and write evicted rows back; all parts form one step.
 
         Args:
-            subset: A subset of the bypassing ids, followed by the evicted ones.
+            subset: A subset of the bypassing ids followed by the evicted ids.
             first: Whether this is the subset whose gradients were received first.
         """
         passed, evicted = subset.split(self.passed)
@@ -243,7 +243,7 @@ class FetchedRows(NamedTuple):
 
     ids: ConcatenatedIds  # the rows that are read
     groups: list[list[BatchRows]]  # by group, by table; `release` empties the lists
-    forwarded: list[ForwardedRows | None]  # by group, or empty: the rows that the step before forwards
+    forwarded: list[ForwardedRows | None]  # by group, or empty: the rows that the previous step forwards
 
 
 def make_rows(group: Group, unique: int, plan: Plan | None, staging: Staging, memory: PinnedBuffer) -> list[BatchRows]:
@@ -274,11 +274,11 @@ def fetch_late(rows: Sequence[tuple[BatchRows, RowSubset]]) -> None:
 def receive_rows(
     rows: Sequence[tuple[BatchRows, list[Tensor | None], RowSubset | None]], staging: Staging, memory: PinnedBuffer
 ) -> tuple[Any, Any]:
-    """Copy the tensors that leave the device to the host.
+    """Copy tensors from the device to the host.
 
     Args:
-        rows: For each table, its rows, the tensors of their `leave`, and the ids that another batch waits for. The
-            gradients of these ids are copied before the rest.
+        rows: For each table, its rows, the tensors returned by their `leave`, and the ids that another batch waits for.
+            The gradients of these ids are copied before the rest.
         staging: Copies to the host.
         memory: The batch's host memory.
 
@@ -325,7 +325,7 @@ def count_bytes(group: Group, unique: int, plan: Plan | None, uses: int) -> int:
 def find_on_device(
     plan: Plan, slots: Sequence[DeviceSlots], rows: Sequence[BatchRows]
 ) -> Iterator[tuple[npt.NDArray[Any], list[tuple[Tensor, Tensor]]]]:
-    """Yield ids of rows that are on the device before `leave`, and per table their memory and positions in it."""
+    """Yield ids of rows that are on the device before `leave`, and for each table, their memory and positions in it."""
     at = torch.from_numpy(plan.hit_slots)
     yield plan.ids[plan.hits], [(held.block, at) for held in slots]
     new = torch.arange(len(plan.admitted))

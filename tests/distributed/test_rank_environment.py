@@ -133,7 +133,10 @@ WRONG = [
     (without(LOOP, "WORLD_SIZE"), "WORLD_SIZE is not set"),
     (without(OPEN_MPI, "OMPI_COMM_WORLD_SIZE"), "(Open MPI): OMPI_COMM_WORLD_SIZE is not set"),
     (without(MPICH, "PMI_RANK"), "(MPICH): PMI_RANK is not set"),
-    ({"PMI_PORT": "a:1", "PMI_ID": "0", "MPI_LOCALNRANKS": "2"}, "MPICH sets no ranks with -pmi-port; leave it out"),
+    (
+        {"PMI_PORT": "a:1", "PMI_ID": "0", "MPI_LOCALNRANKS": "2"},
+        "MPICH does not set ranks with -pmi-port; omit this option",
+    ),
     (LOOP | {"RANK": "one"}, "RANK is 'one', not a number"),
     (LOOP | {"RANK": ""}, "RANK is '', not a number"),
     (LOOP | {"WORLD_SIZE": "2.0"}, "WORLD_SIZE is '2.0', not a number"),
@@ -151,7 +154,7 @@ WRONG = [
     (TORCHRUN | {"LOCAL_RANK": "2"}, "LOCAL_RANK is 2, but LOCAL_WORLD_SIZE is 2"),
     (
         OPEN_MPI | {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "x"},
-        "Open MPI says rank 1 of 4, but RANK and WORLD_SIZE says rank 0 of 4; unset the variables of one",
+        "Open MPI says rank 1 of 4, but RANK and WORLD_SIZE says rank 0 of 4; unset the variables of one launcher",
     ),
     (
         OPEN_MPI | {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "x"},

@@ -64,10 +64,10 @@ def test_micro_batches_that_processes_cannot_share_out_equally(refused, as_one_o
             "--mesh pipe=2 --stage-cut deep.99",
             "--stage-cut deep.99: the network has no such piece; its pieces are input, deep.0,",
         ),
-        ("--mesh pipe=2 --stage-cut deep.2,deep.4", "makes 3 stages, but --mesh pipe=2 has processes for 2"),
+        ("--mesh pipe=2 --stage-cut deep.2,deep.4", "makes 3 stages, but --mesh pipe=2 needs 2"),
         (
             "--mesh pipe=2 --schedule interleaved --stage-cut deep.2",
-            "makes 2 stages, but --schedule interleaved needs the same number",
+            "makes 2 stages, but --schedule interleaved needs an equal number",
         ),
         ("--mesh pipe=2 --model tests.own_models:FewRows", "FewRows cannot be cut into stages"),
         ("--mesh pipe=2 --dense-exchange tree", "--dense-exchange tree has no effect with --mesh pipe=2"),
@@ -208,8 +208,8 @@ def test_a_rank_that_asks_for_rows_beyond_the_part():
 
     first, second = with_ranks(2, work)
     assert isinstance(first, ValueError)
-    assert str(first).startswith("rank 1 asks rank 0 for row ")
-    assert "of its part of tables with 20 rows, but the part has 10;" in str(first)
+    assert str(first).startswith("rank 1 asks rank 0 for its local row ")
+    assert "but that rank has 10 of the tables' 20 rows;" in str(first)
     assert not isinstance(second, ValueError)
     [(ids, _)], _ = with_ranks(2, lambda ranks: Exchange(ranks, [9], [[1]]).ids([np.arange(9)]))
     assert sorted(ids) == [0, 1, 2, 3]

@@ -152,7 +152,7 @@ def test_a_rank_that_is_one_call_behind():
         one.run(part([0, 0]), part([0, 0]), None)
 
     first, second = both(twice, ahead)
-    assert str(first) == "rank 1 of this host makes another call"
+    assert str(first) == "rank 1 of this host is in a different call"
     assert "rank 0 of this host" in str(second)
 
 
@@ -206,7 +206,7 @@ def test_hosts_of_groups():
     assert group_by_host([0, 1, 2, 3], identities) == [[0, 2], [1], [3]]
     assert group_by_host([1, 3], identities) == [[0], [1]]
     assert [have_levels(hosts) for hosts in ([[0, 2], [1]], [[0], [1]], [[0, 1]])] == [True, False, False]
-    with pytest.raises(UserError, match="each rank has a host of its own"):
+    with pytest.raises(UserError, match="each rank is on a different host"):
         require_two_levels([[0], [1]])
     with pytest.raises(UserError, match="all ranks are on one host"):
         require_two_levels([[0, 1]])

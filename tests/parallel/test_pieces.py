@@ -40,7 +40,7 @@ def test_a_sequential_network_is_cut_at_its_modules():
     ("begins", "says"),
     [
         (["5"], "--stage-cut 5: the network has no such piece; its pieces are 0, 1.0, 1.1, 2, 3, 4"),
-        (["0"], "0 is the first piece, with which the first stage begins"),
+        (["0"], "0 is the first piece, where the first stage begins anyway"),
         (["3", "2"], "--stage-cut 3,2: 2 is not after 3"),
         (["3", "3"], "3 is not after 3"),
     ],
@@ -84,9 +84,9 @@ def test_a_parameter_of_nobody_and_pieces_of_one_name_are_named():
 
     with pytest.raises(UserError, match="piece 'x' of Wrong holds a parameter that the network does not have"):
         get_pieces(Wrong(Piece("x", abs, (nn.Linear(1, 1),))))
-    with pytest.raises(UserError, match=r"pieces\(\) of Wrong returns two with the same name"):
+    with pytest.raises(UserError, match=r"pieces\(\) of Wrong returns duplicate names"):
         get_pieces(Wrong(Piece("x", abs), Piece("x", abs)))
-    with pytest.raises(UserError, match=r"pieces\(\) of Wrong returns none"):
+    with pytest.raises(UserError, match=r"pieces\(\) of Wrong returns no pieces"):
         get_pieces(Wrong())
 
 

@@ -104,7 +104,7 @@ def test_what_does_not_fit_comes_last():
     assert [one.mesh for one in found] == [Mesh(pipe=2), Mesh(data=2)]
     chosen = LayoutChoice(found[0].mesh, Layout(), found, known, machine)
     assert "(does not fit)" in chosen.lines()[-2]
-    assert chosen.lines()[-1].endswith("the only one that fits")
+    assert chosen.lines()[-1].endswith("the only layout that fits")
 
 
 def test_nothing_is_possible():
@@ -173,11 +173,11 @@ def test_a_profile_says_what_a_network_has():
 def test_the_lines():
     found = candidates(profile(0.1, 0.1, parameters=10**8, given=8), SLOW, layers(), SearchOptions(2, 32))
     lines = LayoutChoice(found[0].mesh, Layout(), found, profile(0.1, 0.1), SLOW).lines()
-    assert lines[0].startswith("measured: 0.00 GB/s between processes, 1,000 us an exchange")
-    assert " ".join(lines[1].split()) == "ms a step expected compute waiting exchange update memory layout"
+    assert lines[0].startswith("measured: 0.00 GB/s between processes, 1,000 us per exchange")
+    assert " ".join(lines[1].split()) == "ms/step expected compute waiting exchange update memory layout"
     assert all(line.split()[0] == "-" for line in lines[2:-1])
     assert re.match(
-        r"chosen: --mesh pipe=2 --stage-cut 1, as --mesh .* would take \d+% longer, most of it for", lines[-1]
+        r"chosen: --mesh pipe=2 --stage-cut 1, because --mesh .* would take \d+% longer, mostly due to", lines[-1]
     )
     assert len(lines) == 3 + len(found)
 
@@ -187,7 +187,7 @@ def test_the_reason_is_what_was_measured_where_it_was():
     measured = [found[0]._replace(measured=0.2), found[1]._replace(measured=0.25), *found[2:]]
     lines = LayoutChoice(found[0].mesh, Layout(), measured, profile(0.1, 0.1), SLOW).lines()
     assert [line.split()[0] for line in lines[2:5]] == ["200.0", "250.0", "-"]
-    assert f"as steps of --mesh {found[1].mesh} took 25% longer, most of it for" in lines[-1]
+    assert f"because steps with --mesh {found[1].mesh} took 25% longer, mostly due to" in lines[-1]
     other_way = [measured[1], measured[0], *found[2:]]
     assert reason(other_way, SLOW).endswith("% longer"), "the model has it the other way round, and so cannot say why"
 
@@ -197,7 +197,7 @@ def test_between_what_takes_about_as_long_the_expected_time_decides():
     taken = [third._replace(measured=0.3), second._replace(measured=0.2), first._replace(measured=0.208)]
     assert [one.measured for one in _order_measured(taken)] == [0.208, 0.2, 0.3]
     assert reason(_order_measured(taken), FAST) == (
-        f"as steps of --mesh {second.mesh} took about as long, and are not expected to be faster"
+        f"because steps with --mesh {second.mesh} took about as long and are not expected to be faster"
     )
     taken[2] = first._replace(measured=0.22)
     assert [one.measured for one in _order_measured(taken)] == [0.2, 0.22, 0.3]

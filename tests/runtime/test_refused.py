@@ -206,7 +206,7 @@ def test_caches_that_are_none():
 def test_invalid_depths_and_options():
     table = table_of()
     for depth in (-1, 99, 2.0, "2", None):
-        with pytest.raises(ValueError, match=f"the depth must be in 0..98, not {depth!r}"):
+        with pytest.raises(ValueError, match=f"the depth must be an integer in 0..98, not {depth!r}"):
             Runtime({"x": table}, device="cpu", depth=depth)
     with pytest.raises(TypeError, match="unexpected keyword argument 'deph'"):
         Runtime({"x": table}, device="cpu", deph=2)

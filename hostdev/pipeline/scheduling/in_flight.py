@@ -14,8 +14,8 @@ from hostdev.pipeline.rows import FetchedRows
 class InFlight:
     """The shared state of an in-flight batch; threads change it under the condition of `InFlightBatches`.
 
-    `writes`, `rows` and `first` are each set once, by the fetcher; `claimed`, `forwarded` and `awaits` are the
-    fetcher's own.
+    `writes`, `rows` and `first` are each set once, by the fetcher. Only the fetcher uses `claimed`, `forwarded` and
+    `awaits`.
     """
 
     __slots__ = (
@@ -40,20 +40,20 @@ class InFlight:
         self.writes: ConcatenatedIds | None = None  # host rows that its update writes
         self.rows: FetchedRows | None = None  # set once they are looked up
         self.first: list[SelectedRows] | None = None  # rows that the next batch waits for, if other ranks know them
-        self.missing = 0  # number of parts of the rows that are not fetched yet
+        self.missing = 0  # number of subsets of its rows that are not fetched yet
         self.ready: list[RowSubset] = []  # conflicting rows that may be looked up now
         self.shared: SharedRows | None = None  # rows that the next batch waits for
-        self.after: list[tuple[InFlight, RowSubset]] = []  # rows that later batches wait for, with these batches
+        self.after: list[tuple[InFlight, RowSubset]] = []  # later batches, with the rows that they wait for
         self.updating = False  # the update has begun: it is too late to request rows first
         self.pinned = False  # the state of some of its rows is being read for the next batch: no update meanwhile
         self.forwarded: Forwarded | None = None  # rows that the previous batch forwards to it
-        self.awaits = 0  # the last of the batches whose updates precede the lookup of its late rows; 0: none
+        self.awaits = 0  # the last batch whose update must precede the lookup of its late rows; 0 for none
         self.claimed = True  # False while it is not recorded as the last writer of its rows
         self.held = True  # False once the caller or the updater has released the batch
 
 
 class SharedRows(NamedTuple):
-    """The rows of a batch, divided into those that the next batch also has and the others."""
+    """The rows of a batch, divided into rows that the next batch shares and other rows."""
 
     first: RowSubset  # the shared rows, which are updated first
     rest: RowSubset  # the batch's other rows
@@ -65,7 +65,7 @@ class Conflicts(NamedTuple):
     """Rows of a batch that unfinished batches will write (read-after-write hazards)."""
 
     rows: Positions  # their positions among the rows that the batch reads
-    subsets: list[tuple[RowSubset, int]]  # to look up late, each with the batch whose update must precede the read
+    subsets: list[tuple[RowSubset, int]]  # rows to look up late, each with the batch whose update must come first
     shared: SharedRows | None  # rows shared with the previous batch, if they are looked up late
     forwarded: Forwarded | None  # rows that the previous batch forwards, and that are not looked up late
 
@@ -76,7 +76,7 @@ class Unfinished(NamedTuple):
     batch: InFlight  # the batch that is planned
     before: InFlight | None  # the previous batch, if it is unfinished
     updated: int  # the last batch whose update is finished
-    pin: Callable[[], bool] | None  # delays the update of `before`; False if it has begun. None: rows are not forwarded
+    pin: Callable[[], bool] | None  # delays the update of `before`, or returns False; None if rows are not forwarded
 
 
 class InFlightBatches:
@@ -118,7 +118,7 @@ class InFlightBatches:
             self.changed.notify_all()
 
     def request(self, batch: InFlight, conflicts: Conflicts) -> list[RowSubset]:
-        """Register a batch for its conflicting rows with their writers; return the rows that are already updated."""
+        """Register a batch with the writers of its conflicting rows; return the rows that are already updated."""
         found = []
         with self.changed:
             for rows, number in conflicts.subsets:
@@ -148,7 +148,7 @@ class InFlightBatches:
             return next((batch for batch in self.by_number.values() if batch.ready), None)
 
     def begin_delivery(self, batch: InFlight) -> RowSubset | None:
-        """Return conflicting rows of a batch to look up; `end_delivery` must follow. None if none are left."""
+        """Return conflicting rows of a batch to look up, or None if none are left; `end_delivery` must follow."""
         with self.changed:
             if self._delivering or not batch.ready:
                 return None

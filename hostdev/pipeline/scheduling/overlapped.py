@@ -1,19 +1,19 @@
 """The overlapped pass: stages of neighbouring batches run concurrently; results equal the serial pass bit for bit.
 
-The in-flight rule: a batch sees a row only after every earlier batch's update of it. When a batch is planned, its rows
-that an unfinished batch will write are found. Rows shared with the previous batch are updated first, as soon as that
-batch's gradients arrive, and then looked up. Rows shared with an older batch are looked up after that batch's update,
-and all others immediately. Only the updater writes the tables, in the order of the batches, so no row is locked.
+The in-flight rule: a batch sees a row only after every earlier batch's update of it. Planning a batch finds its rows
+that an unfinished batch will write. Rows shared with the previous batch are updated first, as soon as that batch's
+gradients arrive, and then looked up. Rows shared with an older batch are looked up after that batch's update, and all
+others immediately. Only the updater writes the tables, in the order of the batches, so no row is locked.
 
 Threads: a fetcher (deduplicate, plan, look up, send), the caller's thread (read and step) and an updater; also a
 reader, if batches may be read in the background. They share their state under one condition variable. A batch carries
 its own results, and an exception takes the path of its batch.
 
-On a CPU, a step may run alone, where this is faster (`turns`): the fetcher then works only while the caller waits for a
-batch, after the update of the batch before, so that no row is in conflict.
+On a CPU, a step may run alone if this is faster (`turns`): the fetcher then works only while the caller waits for a
+batch, after the previous batch's update, so that no row is in conflict.
 
 Reading calls the user's code. In the caller's thread it never runs at the same time as the loop's body, so both may use
-the same objects. How far it runs ahead depends only on the depth and the caches' windows, not on timing.
+the same objects. How far reading runs ahead depends only on the depth and the caches' windows, not on timing.
 """
 
 import threading
@@ -134,7 +134,7 @@ class Workers:
         held: list[Any] = [read(self._context, source, self.number + 1) or End(None)]
         more = isinstance(held[0], ReadBatch)
         with queues.changed:
-            if queues.stopping:  # meanwhile, the user's code may have run into the next pass
+            if queues.stopping:  # by now, the next pass may have begun
                 raise Stopped
             if more:
                 self.number += 1
@@ -220,7 +220,7 @@ class Workers:
         self._queues.in_flight.unpin(before)
 
     def _await_room(self, number: int) -> None:
-        """Wait until the device has taken the previous batch's rows: only one batch's rows may wait there."""
+        """Wait until the device has taken the previous batch's rows, because only one batch's rows may wait there."""
         queues, staging = self._queues, self._context.staging
         if not staging.copies:
             return
@@ -264,7 +264,7 @@ class Workers:
         return True
 
     def _update_batch(self, batch: SteppedBatch) -> None:
-        """Update a batch's host rows: first those that the next batch waits for, then the others."""
+        """Update a batch's host rows: first the rows that the next batch waits for, then the others."""
         context, in_flights, in_flight = self._context, self._queues.in_flight, batch.in_flight
         context.before_stage("update", batch.number)
         receive_sums(context, batch)
@@ -277,7 +277,7 @@ class Workers:
 
 
 class OverlappedPass:
-    """Runs neighbouring batches concurrently: depth + 2 at most. Batches beyond these are only read and deduplicated.
+    """Runs at most depth + 2 neighbouring batches concurrently; batches beyond these are only read and deduplicated.
 
     Args:
         context: The pipeline's context.
@@ -351,7 +351,7 @@ class OverlappedPass:
                 self._source = None
 
     def _await_rows(self, batch: InFlight) -> None:
-        """Wait until all rows of a batch are sent, and look up conflicting ones."""
+        """Wait until all rows of a batch are sent, and look up its conflicting rows meanwhile."""
         queues = self._queues
         while True:
             with self._timeline.stall("step"):
@@ -399,7 +399,7 @@ class OverlappedPass:
         return thread in self._workers.threads
 
     def _raise_update_error(self) -> None:
-        """Raise the updater's error, if any, and drop it, since it holds its frames. The pass must then be closed."""
+        """Raise the updater's error, if any, and drop it, since it keeps frames alive. The pass must then be closed."""
         held, self._queues.update_error = [self._queues.update_error], None
         raise_held(held)
 
@@ -430,7 +430,7 @@ class OverlappedPass:
             if together and failed:  # the thread may wait for a rank that has failed
                 thread.join(LONGEST_JOIN)
             else:
-                uninterruptible(thread.join)  # the caller of `close` will write what these threads write
+                uninterruptible(thread.join)  # the caller of `close` will write the same memory as these threads
         if self._reads_behind:
             threads[0].join(LONGEST_JOIN)
         queues.clear()

@@ -20,22 +20,22 @@ from hostdev.pipeline.stages.update import await_step, receive_sums, release, up
 
 
 class PassOptions(NamedTuple):
-    """Where a pass begins, and how far it runs ahead."""
+    """Options of a pass: where it begins, and how far it runs ahead."""
 
     depth: int  # the pipeline's depth
     window: int  # batches that the caches know in advance, in addition to those that are looked up ahead
     number: int  # number of the batch before the first
     position: int  # position of that batch in the caller's loop
     update: bool  # whether steps update the tables
-    background: bool  # whether a background thread reads the batches, and not the caller's
+    background: bool  # whether a background thread reads the batches, instead of the caller's thread
     ahead_of_step: int  # batches looked up ahead, at most `depth`, if they are read in the caller's thread
 
 
 class Pass(Protocol):
-    """Yields batches in order for the caller to step. One thread calls `take` and `finish`."""
+    """A pass, which yields batches in order for the caller to step. One thread calls `take` and `finish`."""
 
     def take(self) -> StepBatch | None:
-        """Return the next batch with its rows on the device; None after the last, when all updates are finished."""
+        """Return the next batch with its rows on the device, or None after the last, when all updates are finished."""
 
     def finish(self, batch: StepBatch, gradients: Gradients | None) -> None:
         """End a step; gradients are None in a pass that updates nothing."""
@@ -44,9 +44,9 @@ class Pass(Protocol):
         """Wait until the updates of all stepped batches are finished."""
 
     def reload(self, table: Any, ids: Ids | None) -> None:
-        """Look up again a table's rows that were looked up ahead, after `drain` and a write to the table.
+        """Repeat the lookup of a table's rows that were looked up ahead, after `drain` and a write to the table.
 
-        It has an effect only in the thread that takes the batches.
+        This has an effect only in the thread that takes the batches.
 
         Args:
             table: The table that was written.
@@ -65,7 +65,7 @@ class Pass(Protocol):
 
 
 def raise_held(held: list[BaseException | None]) -> None:
-    """Remove the error, if any, from a list, and raise it; left in the list, it would form a cycle with its frames."""
+    """Remove the error, if any, from a list and raise it; left in the list, it would form a cycle with its frames."""
     if held[0] is not None:
         raise held.pop()  # type: ignore[misc]
 
@@ -114,7 +114,7 @@ def look_ahead(
 
 
 class SerialPass:
-    """Runs the stages one after the other in the caller's thread: the reference.
+    """Runs the stages one after the other in the caller's thread; the reference for the overlapped pass.
 
     Args:
         context: The pipeline's context.

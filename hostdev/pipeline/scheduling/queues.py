@@ -82,7 +82,7 @@ class PipelineQueues:
             self.changed.notify_all()
 
     def take(self, queue: deque[Any]) -> Any:
-        """Wait for an item of a queue, and return it; raise `Stopped` if none will come."""
+        """Wait for an item of a queue, and return it; raise `Stopped` if there will be none."""
         self.wait(lambda: queue or (self.closing and self.read_all), at_close=True)
         if not queue:
             raise Stopped
@@ -94,7 +94,7 @@ class PipelineQueues:
         Args:
             ready: Called under the condition.
             finish: If `ready()` is true, return even if the pass is stopping.
-            at_close: Wait also while the pass is closing.
+            at_close: Keep waiting while the pass is closing.
         """
         with self.changed:
             self.changed.wait_for(lambda: ready() or self.stopping or (self.closing and not at_close))
@@ -113,9 +113,9 @@ class PipelineQueues:
                 self._caller_waits = False
 
     def await_turn(self, ready: Callable[[], Any]) -> None:
-        """If the caller's step runs alone, wait until the caller waits for a batch and `ready()`, but not for long.
+        """If the caller's step runs alone, wait until the caller waits for a batch and `ready()`, for at most 2 s.
 
-        The caller's code may itself wait for something in the background, which must go on then.
+        The time is limited because the caller's code may itself wait for work in the background.
         """
         with self.changed:
             self.changed.wait_for(
@@ -142,7 +142,7 @@ class PipelineQueues:
             self.changed.notify_all()
 
     def stop(self) -> None:
-        """Make all threads end where they wait."""
+        """Make all threads end at their next wait."""
         with self.changed:
             self.stopping = True
             self.changed.notify_all()

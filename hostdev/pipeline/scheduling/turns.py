@@ -1,22 +1,22 @@
-"""Whether stages of later batches overlap with the caller's step on a CPU, or take turns with it.
+"""Decides whether later batches' stages overlap with the caller's step on a CPU, or take turns with it.
 
-Step and stages share the processors. Where a step leaves some idle, overlapping saves time; where it does not, each
-takes processors and memory bandwidth from the other, and torch's threads wait for the slowest of them. How much a step
-leaves cannot be seen from the processor time that it takes, so both ways are tried, and the faster one is kept. It
-decides when stages run, never a result.
+Step and stages share the processors. If a step leaves some idle, overlapping saves time. Otherwise, each takes
+processors and memory bandwidth from the other, and torch's threads wait for the slowest thread. The processor time of a
+step does not show how much it leaves idle, so both modes are tried, and the faster one is kept. The choice affects only
+when stages run, never a result.
 """
 
 import statistics
 from time import perf_counter
 
 _FIRST = 4  # steps before the first trial: kernels are compiled, and memory is allocated
-_BLOCKS = (False, True, False, True)  # of a trial: whether their steps run alone
-_COUNTED = 5  # steps of a block, after those that still see the block before
+_BLOCKS = (False, True, False, True)  # blocks of a trial: whether their steps run alone
+_COUNTED = 5  # timed steps of a block, after the steps that the previous block still affects
 _SHORTEST_PERIOD, _LONGEST_PERIOD = 512, 16_384  # steps between trials; doubled while the result stays the same
 
 
 class Turns:
-    """Tries both ways, and chooses.
+    """Tries both modes, and chooses the faster one.
 
     Args:
         shares: Whether the step and the host's stages share the processors. If not, they always overlap.
@@ -33,7 +33,7 @@ class Turns:
         self._chosen = False  # the choice of the last trial
         self._steps = 0
         self._begun = 0.0
-        self._seconds: tuple[list[float], list[float]] = [], []  # of counted steps: overlapped, alone
+        self._seconds: tuple[list[float], list[float]] = [], []  # seconds of timed steps: overlapped, alone
 
     def begin_step(self) -> None:
         """Record that the caller begins a step; this sets `alone`."""
@@ -41,7 +41,7 @@ class Turns:
             return
         now = perf_counter()
         place = self._steps - self._next  # within the trial
-        if place > 0:  # the step before was the one at place - 1
+        if place > 0:  # the previous step was at place - 1
             block, step = divmod(place - 1, self._block)
             if step >= self._block - _COUNTED:
                 self._seconds[_BLOCKS[block]].append(now - self._begun)

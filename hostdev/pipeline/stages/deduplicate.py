@@ -11,7 +11,7 @@ from hostdev.pipeline.results import ReadBatch, UniqueBatch, UniqueGroup
 def deduplicate(context: Context, batch: ReadBatch, position: int, update: bool) -> UniqueBatch:
     """Find the unique ids of each group, in order of first occurrence over the group's features.
 
-    With other ranks, exchange them, and return those of this rank's rows that any rank requests.
+    With other ranks, exchange the ids, and return the ids of this rank's rows that any rank requests.
 
     Args:
         context: The pipeline's context.

@@ -32,7 +32,7 @@ def take_memory(context: Context, batch: PlannedBatch) -> PinnedBuffer:
 
 
 def take_forwarded(context: Context, batch: PlannedBatch, memory: PinnedBuffer) -> list[ForwardedRows | None]:
-    """Return the rows that the previous batch forwards to this one, by group, not yet read; empty without any."""
+    """Return the rows that the previous batch forwards to this one, by group and not yet read; [] if there are none."""
     if batch.conflicts is None or batch.conflicts.forwarded is None:
         return []
     parts = context.groups, context.offsets, batch.reads, batch.conflicts.forwarded
@@ -40,7 +40,7 @@ def take_forwarded(context: Context, batch: PlannedBatch, memory: PinnedBuffer) 
 
 
 def read_forwarded(context: Context, number: int, rows: Sequence[ForwardedRows | None]) -> None:
-    """Read the state of rows that the previous batch forwards to this one, if it was not forwarded before."""
+    """Read the state of rows that are forwarded to this batch but were not forwarded to the previous one."""
     context.before_stage("lookup forwarded", number)
     found = [one for one in rows if one is not None]
     with context.timeline.span("lookup forwarded", number) as span:

@@ -15,7 +15,7 @@ from hostdev.pipeline.scheduling.in_flight import Conflicts, Unfinished
 def plan(
     context: Context, batch: UniqueBatch, update: bool, get_unfinished: Callable[[], Unfinished] | None
 ) -> PlannedBatch:
-    """Return the caches' plans, and the conflicting rows among those read from the host.
+    """Return the batch with its caches' plans and the conflicting rows among those read from the host.
 
     Args:
         context: The pipeline's context.

@@ -1,4 +1,4 @@
-"""Read: take the next request from the caller's iterator. Its ids are flat, without padding, and checked."""
+"""Read: take the next request from the caller's iterator. Its ids are flat and have no padding."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from hostdev.pipeline.results import ReadBatch, Request
 
 
 def read(context: Context, source: Iterator[Request], number: int) -> ReadBatch | None:
-    """Return the next batch; None after the last."""
+    """Return the next batch, or None after the last."""
     context.before_stage("read", number)
     with context.timeline.span("read", number, flow="s") as span:
         request = next(source, None)

@@ -19,7 +19,7 @@ from hostdev.pipeline.scheduling.in_flight import InFlight
 
 
 def begin_step(context: Context, batch: SentBatch, in_flight: InFlight, update: bool) -> StepBatch:
-    """Return the batch with the rows of all tables on the device; its current stream waits for them.
+    """Return the batch with the rows of all tables on the device, whose current stream waits for them.
 
     Args:
         context: The pipeline's context.
@@ -65,12 +65,12 @@ def begin_step(context: Context, batch: SentBatch, in_flight: InFlight, update: 
 
 
 def end_step(context: Context, batch: StepBatch, gradients: Gradients | None) -> SteppedBatch:
-    """Update the rows on the device, and start to copy the gradients of the others to the host.
+    """Update the rows on the device, and start to copy the gradients of the other rows to the host.
 
     Args:
         context: The pipeline's context.
         batch: The batch in the step.
-        gradients: The step's gradients; None if nothing changes, as in an evaluation.
+        gradients: The step's gradients, or None if nothing changes, as in evaluation.
     """
     try:
         check = gradients.check if gradients is not None else None
