@@ -18,8 +18,8 @@ class Batch:
         dense: float32 [B, dense columns], scaled.
         ids: int32 or int64 [B, columns of kind "id"].
         bags: By column of kind "bag": concatenated ids [N] with the dtype of `ids`, and lengths int32 [B].
-        whole: Size of the step's batch if this is a slice of it; None: this is the full batch.
-        weight: float32 [B], the samples' weights in the loss; None if all are 1.
+        whole: Size of the step's full batch if this is a slice of it, or None if this is the full batch.
+        weight: float32 [B], the samples' weights in the loss, or None if all are 1.
     """
 
     label: npt.NDArray[np.float32]

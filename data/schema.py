@@ -94,7 +94,7 @@ class Schema:
         dense: Names of the dense columns.
         columns: The id and bag columns.
         spaces: The columns' id spaces.
-        rows: Total number of ids: the rows of a table that all columns share.
+        rows: Total number of ids, which is the number of rows of a table that all columns share.
         targets: Further labels, labels that can be any number, and the column of weights.
     """
 

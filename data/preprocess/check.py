@@ -296,7 +296,7 @@ def _wrong_statistics(found: Manifest, split: str, totals: Totals) -> Iterator[s
 
 
 def _find_extra_files(folder: Path, found: Manifest) -> Iterator[Path]:
-    """Iterate over files in a data set's folder that do not belong to it."""
+    """Yield the files in a data set's folder that do not belong to it."""
     shards = (shard.file for split in found.splits for shard in found.shards(split))
     own = {manifest.FILE_NAME, REJECTED_FILE, found.vocabulary, *shards}
     for path in sorted(folder.rglob("*")):

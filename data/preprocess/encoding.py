@@ -153,7 +153,7 @@ class Encoding:
             except WrongValueError as error:
                 raise WrongRowError(error.row, column, str(error)) from None
             if len(large := np.flatnonzero(np.abs(numbers[:, i]) > self._most[i])):
-                raise WrongRowError(int(large[0]), column, f"{numbers[large[0], i]:g} is too large a number")
+                raise WrongRowError(int(large[0]), column, f"{numbers[large[0], i]:g} is too large")
         return self._encoded(rows, self._no_labels(len(rows)), numbers)
 
     def encode_readable(self, rows: pa.RecordBatch) -> tuple[Batch, Ids]:

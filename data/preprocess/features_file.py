@@ -65,7 +65,7 @@ def read_features(path: Path) -> FeaturesFile:
     for name, settings in parsed.items():
         by_kind[settings["kind"]].append(name)
     if content.get("decimal", ".") not in DECIMALS:
-        raise UserError(f"{where}: decimal is one of {' '.join(DECIMALS)}, not {content['decimal']!r}")
+        raise UserError(f"{where}: decimal must be one of {' '.join(DECIMALS)}, not {content['decimal']!r}")
     given = {name: content[name] for name in _TOP if name in content and name not in ("features", "labels")}
     if "missing" in given:
         given["missing"] = tuple(given["missing"])
@@ -100,7 +100,7 @@ def _labels(where: str, content: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError(f"{where}, label {name!r}: positive has no effect on a label of regression; leave it out")
     for task in [content.get("task"), *(one.get("task") for one in settings.values())]:
         if task not in (None, *TASKS):
-            raise UserError(f"{where}: task is one of {', '.join(TASKS)}, not {task!r}")
+            raise UserError(f"{where}: task must be one of {', '.join(TASKS)}, not {task!r}")
     names = tuple(settings) or ((content["label"],) if "label" in content else ())
     tasks = {name: settings.get(name, {}).get("task", content.get("task")) for name in names}
     return {

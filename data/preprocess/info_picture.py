@@ -65,7 +65,7 @@ def _draw_labels(axes: Any, info: Information) -> None:
         if are_shares:
             low, high = np.maximum(0, low), np.minimum(1, high)
         axes.fill_between(
-            place, low, high, color="grey", alpha=0.15, linewidth=0, label="95% by chance alone" if not number else None
+            place, low, high, color="grey", alpha=0.15, linewidth=0, label="95% range by chance" if not number else None
         )
         axes.plot(place, mean, color=color, marker=".", linewidth=1, label=f"{of}training, in {has.sum()} parts")
         for split in info.found.splits:

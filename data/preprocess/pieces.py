@@ -127,7 +127,7 @@ def write_piece(
         for name, column in zip(layout.labels, columns_of(part.label), strict=True)
     ]
     values = [_sums(lengths, n) for _, lengths in part.bags]
-    ends = [n] * len(layout.ids) + values  # for each column with ids: numbers of values by split
+    ends = [n] * len(layout.ids) + values  # for each column with ids, the number of values in each split
     content: dict[str, Any] = {f"label {i}": np.ascontiguousarray(column) for i, column in enumerate(labels)}
     content["numbers"] = narrowed(part.numbers.ravel())
     if part.weight is not None:

@@ -25,9 +25,9 @@ class Layout:
         dense: Names of the numeric columns.
         ids: Columns with one id per row.
         bags: Columns with any number of ids per row.
-        hashed: The hash key of each id space if values are hashed; None: its name.
-        thresholds: By id space, a threshold of its own for the vocabulary.
-        scaling: By numeric column, a scaling of its own.
+        hashed: The hash key of each id space if values are hashed; None to use its name.
+        thresholds: Vocabulary thresholds by id space, which override the default.
+        scaling: Scaling settings by numeric column, which override the default.
         targets: Further labels, labels that can be any number, and the column of weights.
     """
 
@@ -79,7 +79,7 @@ class RawRows:
     splits: npt.NDArray[np.uint8] | None = None  # [n], each row's index in `manifest.SPLITS`; None if drawn later
     texts: Mapping[str, pa.Array] | None = None  # by id space, the values; keys are indices into them
     missing: Mapping[str, int] = field(default_factory=dict)  # by id space, the key of a missing value
-    forms: Mapping[str, frozenset[int]] = field(default_factory=dict)  # by column with ids, how its values are written
+    forms: Mapping[str, frozenset[int]] = field(default_factory=dict)  # by column with ids, the forms of its values
     weight: npt.NDArray[np.float32] | None = None  # [n]; None: all are 1
 
     def __len__(self) -> int:

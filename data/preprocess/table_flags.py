@@ -98,7 +98,7 @@ def _roles(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     for name in features:
         if name not in dict(bags):
-            raise UserError(f"--padding and --last are for columns of --bag, but {name!r} is none")
+            raise UserError(f"--padding and --last apply to columns of --bag, and {name!r} is not one")
     roles = {
         **named,
         "numeric": parse_names(arguments.numeric),

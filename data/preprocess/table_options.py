@@ -58,12 +58,12 @@ class TableOptions:
     quotes: bool = True  # text files may have values in double quotes
     encoding: str = "utf-8"  # of text files
     skipped_lines: int = 0  # at the beginning of each text file
-    missing: tuple[str, ...] = ()  # values that mean "missing", in every column
-    decimal: str = "."  # the decimal point of numbers in text
-    trimmed: bool = True  # blanks around texts are dropped; False: as in an earlier data set that kept them
-    features: Mapping[str, Reading] = field(default_factory=dict)  # how single features are read
-    thresholds: Mapping[str, int] = field(default_factory=dict)  # by feature with ids, in place of --threshold
-    scaling: Mapping[str, Scaled] = field(default_factory=dict)  # by numeric feature, in place of --dense
+    missing: tuple[str, ...] = ()  # missing-value markers in all columns
+    decimal: str = "."  # the decimal separator of numbers in text
+    trimmed: bool = True  # surrounding whitespace is removed; False for earlier data sets, which kept it
+    features: Mapping[str, Reading] = field(default_factory=dict)  # reading settings by feature
+    thresholds: Mapping[str, int] = field(default_factory=dict)  # by feature with ids, instead of --threshold
+    scaling: Mapping[str, Scaled] = field(default_factory=dict)  # by numeric feature, instead of --dense
     targets: Targets = SINGLE_LABEL  # further labels, labels that can be any number, and weights
     positives: Mapping[str, str] = field(default_factory=dict)  # by label, in place of `positive`
 

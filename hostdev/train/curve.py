@@ -13,7 +13,7 @@ from hostdev.train.quality import Quality
 _SMOOTHED_PARTS = 25  # the loss is smoothed over 1 / 25 of all steps
 _MOST_POINTS = 4000
 _MOST_EPOCH_LINES = 30
-_LEAST_RANGE = 0.02  # least range of the axis, so that small differences look small
+_LEAST_RANGE = 0.02  # minimum range of the axis, so that small differences look small
 _TEST, _TRAINING = "C1", "C2"  # colours
 
 

@@ -171,7 +171,7 @@ class WholeNetwork(Network):
                     yield result.pop()
 
     def _step(self, rows: Rows, batch: Batch, dense: Tensor, label: Tensor, weight: Tensor | None) -> Outcome | None:
-        """Queue a micro-batch's passes; after a step's last one, also queue Adam and return the outcome, else None."""
+        """Queue a micro-batch's passes; if it is the step's last, also queue Adam and return the outcome."""
         micro = self.setup.micro_batches
         if self._table_l2 is not None:
             self.setup.runtime.write_back()  # the table is read as a whole

@@ -21,8 +21,8 @@ class Quality:
     """The evaluations of a run. The best is the first one with the highest AUC (or the lowest RMSE for regression).
 
     Args:
-        patience: Epochs without a better AUC before training stops. None: no early stop.
-        split: The rows that are evaluated: "test" or "validation".
+        patience: Epochs without a better AUC before training stops, or None for no early stop.
+        split: The split that is evaluated: "test" or "validation".
         labels: Names of all labels.
     """
 
@@ -39,7 +39,7 @@ class Quality:
             self.best = point
 
     def is_better(self, evaluation: Evaluation) -> bool:
-        """Return whether an evaluation is better than all before."""
+        """Return whether an evaluation is better than all earlier ones."""
         return bool(np.isfinite(evaluation.score)) and (self.best is None or evaluation.score > self.best.test.score)
 
     @property

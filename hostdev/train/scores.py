@@ -26,7 +26,7 @@ class Figures(NamedTuple):
     auc: float
     logloss: float
     rows: int
-    not_finite: int  # samples with a non-finite output; if there are any, the other figures mean nothing
+    not_finite: int  # samples with a non-finite output; if there are any, the other figures are meaningless
     rmse: float = float("nan")  # for a label that is any number
     mae: float = float("nan")
 

@@ -137,7 +137,7 @@ class Trainer:
         setup = Setup(
             model, self.runtime, self._micro_batches, ranks, l2, precision, rate, self.tables, log, self._loss
         )
-        reading = {"ids": model.ids, "send": _get_tensors, "background": True}  # both draw no random numbers
+        reading = {"ids": model.ids, "send": _get_tensors, "background": True}  # neither function draws random numbers
         if layout is None:
             self._network: WholeNetwork | StagedNetwork = WholeNetwork(setup, reading)
         else:
