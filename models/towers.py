@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from hostdev.models.layers import in_float32, perceptron
 
 
-class Towers(nn.Module):
+class Towers(nn.ModuleList):
     """A ReLU network with one output for each label.
 
     Args:
@@ -18,22 +18,19 @@ class Towers(nn.Module):
     """
 
     def __init__(self, labels: int, inputs: int, layers: Sequence[int]) -> None:
-        super().__init__()
-        self.towers = nn.ModuleList(perceptron([inputs, *layers, 1]) for _ in range(labels))
+        super().__init__(perceptron([inputs, *layers, 1]) for _ in range(labels))
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Return float32 [B, labels], or [B] for a single label; the last layers are float32 under autocast.
 
         Args:
-            inputs: Each tower's input [B, inputs]; a single one is that of all towers.
+            inputs: Each tower's input [B, inputs], or a single tensor that is the input of all towers.
         """
-        each = inputs if len(inputs) == len(self.towers) else inputs * len(self.towers)
-        found = [self._output(tower, one) for tower, one in zip(self.towers, each, strict=True)]
+        each = inputs if len(inputs) == len(self) else inputs * len(self)
+        found = []
+        for tower, one in zip(self, each, strict=True):
+            *hidden, last = tower.children()
+            for layer in hidden:
+                one = layer(one)
+            found.append(in_float32(last, one))
         return found[0] if len(found) == 1 else torch.stack(found, 1)
-
-    @staticmethod
-    def _output(tower: nn.Module, inputs: Tensor) -> Tensor:
-        layers = list(tower.children())
-        for layer in layers[:-1]:
-            inputs = layer(inputs)
-        return in_float32(layers[-1], inputs)

@@ -13,6 +13,7 @@ import pytest
 from hostdev.core.micro_batches import cut
 from hostdev.train import metrics, scores, together
 from hostdev.train.scores import Scores
+from hostdev.train.target_scores import TargetScores
 from hostdev.train.together import Together
 from tests import naive
 from tests.conftest import environment
@@ -80,7 +81,7 @@ def test_losses_do_not_depend_on_how_many_are_held(monkeypatch):
 
 def test_no_rows(tmp_path):
     with Scores(tmp_path) as none:
-        np.testing.assert_equal(tuple(none.figures()), (np.nan, np.nan, 0, 0))
+        np.testing.assert_equal(tuple(none.figures()), (np.nan, np.nan, 0, 0, np.nan, np.nan))
 
 
 def test_the_pairs_are_counted_in_integers():
@@ -114,20 +115,20 @@ def test_ranks_bring_theirs_together_in_the_order_of_the_rows(tmp_path, monkeypa
 
     def work(ranks):
         ranks.control = ranks.channel()
-        with Scores(tmp_path, 100) as to:
+        with TargetScores(folder=tmp_path, block=100) as to:
             found = Together(ranks, to)
             for start, size in zip(edges, sizes, strict=False):
                 for begin, stop in cut(size, parts)[2 * ranks.rank : 2 * ranks.rank + 2]:
                     found.add(logits[start + begin : start + stop], labels[start + begin : start + stop])
                 found.end_batch(size)
-            assert to.rows == 0 or ranks.rank == 0
+            assert ranks.rank == 0 or to.figures()[0].rows == 0
             return found.figures()
 
-    assert with_ranks(3, work) == [collected(logits, labels, 100, tmp_path)] * 3
+    np.testing.assert_equal(with_ranks(3, work), [[collected(logits, labels, 100, tmp_path)]] * 3)
     none = with_ranks(
-        2, lambda ranks: setattr(ranks, "control", ranks.channel()) or Together(ranks, Scores()).figures()
+        2, lambda ranks: setattr(ranks, "control", ranks.channel()) or Together(ranks, TargetScores()).figures()
     )
-    assert [each.rows for each in none] == [0, 0]
+    assert [each.rows for (each,) in none] == [0, 0]
 
 
 LARGE = """

@@ -63,9 +63,7 @@ class Labels:
         name = self._targets.weight
         if name is None:
             return None
-        found = self._numbers(name, get)
-        found[found < 0] = np.nan
-        return found
+        return self._numbers(name, get, least=0)
 
     def require(self, get: GetColumn) -> None:
         """Raise WrongLabelError for the first label or weight of a row that cannot be read."""
@@ -74,28 +72,34 @@ class Labels:
             try:
                 if name in self._rules:
                     arrow.as_labels(self._readings[name].label(get(column)), self._rules[name])
-                elif np.isnan(self._numbers(name, get)).any():
-                    self._readings[name].numbers(get(column))  # raises for text that is not a number
-                    what = "label" if name in self._names else "weight"
-                    raise WrongValueError(0, f"the {what} is missing, negative or too large")
+                else:
+                    self._require_number(name, get)
             except WrongValueError as error:
                 raise WrongLabelError(column, error) from None
 
+    def _require_number(self, name: str, get: GetColumn) -> None:
+        """Raise WrongValueError unless a row has a number for a label or the weight."""
+        is_label = name in self._names
+        if not np.isnan(self._numbers(name, get, least=-np.inf if is_label else 0)).any():
+            return
+        self._readings[name].numbers(get(self.column(name)))  # raises for text that is not a number
+        raise WrongValueError(0, "no number, or too large" if is_label else "no number, negative, or too large")
+
     def _label(self, name: str, get: GetColumn) -> Values:
         if name not in self._rules:
-            return self._numbers(name, get)
+            return self._numbers(name, get, least=-np.inf)
         found = self._readings[name].label(get(self.column(name)))
         try:
             return arrow.as_labels(found, self._rules[name])
         except WrongValueError:
             return arrow.labels_where_readable(found, self._rules[name])
 
-    def _numbers(self, name: str, get: GetColumn) -> Values:
-        """Return a column of numbers, NaN where a value is missing, unreadable or too large for float32."""
+    def _numbers(self, name: str, get: GetColumn, *, least: float) -> Values:
+        """Return a column of numbers, NaN where one is missing, unreadable, below `least` or too large for float32."""
         numbers, unread = self._readings[name].numbers_where_readable(get(self.column(name)))
         with np.errstate(over="ignore"):
             found = np.asarray(numbers).astype(np.float32)
-        found[unread | ~np.isfinite(found)] = np.nan
+        found[unread | ~np.isfinite(found) | (found < least)] = np.nan
         return found
 
 

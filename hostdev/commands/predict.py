@@ -12,7 +12,9 @@ PROG = "hostdev.predict"
 
 def parser(prog: str = PROG) -> cli.Parser:
     """Return the parser of the command's flags."""
-    made = cli.parser(prog, "Write the probability of a positive label for each row of a file or a data set.")
+    made = cli.parser(
+        prog, "Write the probability of a positive label, or a number, for each row of a file or a data set."
+    )
     made.add_argument(
         "--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint, or a folder of checkpoints"
     )
@@ -24,7 +26,7 @@ def parser(prog: str = PROG) -> cli.Parser:
     made.add_argument("--split", choices=("train", "test", "validation"), help="rows of a data set (default test)")
     made.add_argument("--out", type=Path, required=True, metavar="FILE", help="a new file, NAME.parquet or NAME.csv")
     made.add_argument(
-        "--keep", metavar="NAMES", help="columns of FILE, separated by commas, to write next to the probabilities"
+        "--keep", metavar="NAMES", help="columns of FILE, separated by commas, to write next to the predictions"
     )
     made.add_argument(
         "--by", metavar="NAME", help="print GAUC, NDCG and recall of rows that are grouped by this column"

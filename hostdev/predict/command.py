@@ -3,14 +3,11 @@
 import hostdev.core.environment  # noqa: F401  # isort: skip  (before torch)
 
 import argparse
-import math
 import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
-
-import numpy as np
 
 from hostdev.core.errors import UserError, naming
 from hostdev.core.outputs import new_file
@@ -20,11 +17,10 @@ from hostdev.data.preprocess.meaning import difference, with_known_ids
 from hostdev.data.preprocess.unlabelled import Part, rows_in
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
-from hostdev.predict.groups import Groups
+from hostdev.predict.measures import Measures
 from hostdev.predict.output import Output, kept_columns
-from hostdev.predict.predictor import Predictor, probabilities
+from hostdev.predict.predictor import Predictor
 from hostdev.predict.unknown import UnknownValues
-from hostdev.train.scores import Scores
 
 _AT = 10  # rows of each group for NDCG and recall
 
@@ -45,22 +41,20 @@ def run(arguments: argparse.Namespace, prog: str) -> None:
         )
     for warning in told:
         note(f"{prog}: {warning.message}")
-    kept = kept_columns(arguments.keep)
+    schema = predictor.data.schema
+    kept = kept_columns(arguments.keep, schema)
     work = _open_rows(arguments, predictor, kept)
     chosen = f" ({predictor.why})" if predictor.why else ""
     print(f"model    {predictor.settings['model']} of {predictor.path}{chosen}", flush=True)
     unknown = None if arguments.data.is_dir() else UnknownValues(predictor.encoding)
     start = time.monotonic()
-    lines = predicted = unlabelled = 0
-    expected: list[float] = []  # sums of the probabilities of rows with labels
-    positives = 0
-    groups = None if arguments.by is None else Groups(arguments.by, predictor.data.schema)
+    lines = 0
     out.parent.mkdir(parents=True, exist_ok=True)
     with new_file(out) as partial:  # noqa: SIM117  (an error of new_file names its own file)
         with (
             naming(out),
-            Scores(out.parent) as scores,
-            Output(partial, is_csv=out.suffix.lower() == ".csv", more=kept) as output,
+            Measures(schema, arguments.by, out.parent) as measures,
+            Output(partial, schema, is_csv=out.suffix.lower() == ".csv", more=kept) as output,
             bar(work.total, "predicting", work.unit, unit_scale=True) as progress,
         ):
             for part in work.parts:
@@ -68,31 +62,22 @@ def run(arguments: argparse.Namespace, prog: str) -> None:
                 if unknown is not None:
                     unknown.count(part.batch)
                 output.write(logits, part)
-                finite = np.isfinite(logits)  # a result that overflows counts as missing
-                known = finite & ~np.isnan(part.batch.label)
-                scores.add(logits[known], part.batch.label[known])
-                expected.append(float(probabilities(logits[known]).sum(dtype=np.float64)))
-                positives += int(np.count_nonzero(part.batch.label[known]))
-                if groups is not None:
-                    groups.add(logits, known, part)
-                lines, predicted = lines + part.lines, predicted + int(finite.sum())
-                unlabelled += int((finite & ~known).sum())
+                measures.add(logits, part)
+                lines += part.lines
                 progress.update(part.size)
-            quality = scores.figures()
+            quality = list(measures.lines(arguments.at or _AT))
+    predicted = measures.predicted
     seconds = time.monotonic() - start
     print(f"rows     {predicted:,} in {seconds:.1f} s to {out}")
     if lines > predicted:
         have = "has" if lines - predicted == 1 else "have"
-        print(f"         {counted(lines - predicted, 'malformed line')} {have} no probability")
-    if unlabelled and work.labelled:
-        print(f"         {counted(unlabelled, 'row')} without a label that can be read")
+        what = "prediction" if schema.targets.numeric else "probability"
+        print(f"         {counted(lines - predicted, 'malformed line')} {have} no {what}")
+    if measures.unlabelled and work.labelled:
+        print(f"         {counted(measures.unlabelled, 'row')} without a label that can be read")
     for line in unknown.lines() if unknown is not None else ():
         note(f"{prog}: warning: {line}")
-    if quality.rows:
-        of_these = "" if quality.rows == predicted else f" of the {quality.rows:,} rows with labels"
-        calibration = f"   calibration {math.fsum(expected) / positives:.4f}" if positives else ""
-        print(f"AUC {quality.auc:.4f}   log loss {quality.logloss:.4f}{calibration}{of_these}")
-    for line in groups.lines(arguments.at or _AT) if groups is not None else ():
+    for line in quality:
         print(line)
 
 

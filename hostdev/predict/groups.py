@@ -33,10 +33,16 @@ class Groups:
         self._parts: list[tuple[Keys, npt.NDArray[np.float32], npt.NDArray[np.bool_]]] = [none]
         self._rare = 0
 
-    def add(self, logits: npt.NDArray[np.float32], known: npt.NDArray[np.bool_], part: Part) -> None:
+    def add(
+        self,
+        logits: npt.NDArray[np.float32],
+        label: npt.NDArray[np.float32],
+        known: npt.NDArray[np.bool_],
+        part: Part,
+    ) -> None:
         """Add the rows of a part that have a label and a finite score, `known` [n]."""
         keys, known = (self._values(part), known) if part.more is not None else self._ids(part, known)
-        self._parts.append((keys[known], logits[known], part.batch.label[known] != 0))
+        self._parts.append((keys[known], logits[known], label[known] != 0))
 
     def _values(self, part: Part) -> Keys:
         """Return a hash of each row's value."""

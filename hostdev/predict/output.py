@@ -1,5 +1,6 @@
 """Writer of the predictions file: Parquet or CSV, with a line for each input row, and columns kept from the input."""
 
+import itertools
 import os
 from pathlib import Path
 from types import TracebackType
@@ -14,17 +15,27 @@ from pyarrow import csv as arrow_csv
 from hostdev.core.errors import UserError
 from hostdev.data.preprocess.naming import parse_names
 from hostdev.data.preprocess.unlabelled import Part
+from hostdev.data.schema import Schema
+from hostdev.data.targets import columns_of
 from hostdev.predict.predictor import probabilities
 
-NAMES = ("probability", "label")
+Values = npt.NDArray[np.float32]
 
 
-def kept_columns(text: str | None) -> list[str]:
-    """Parse the comma-separated names of --keep; raise UserError for duplicates and for names in NAMES."""
+def names_of(schema: Schema) -> list[tuple[str, str]]:
+    """Return the names of the prediction's and the label's column for each label."""
+    kinds = ["prediction" if name in schema.targets.numeric else "probability" for name in schema.labels]
+    if not schema.targets.more:
+        return [(kinds[0], "label")]
+    return [(f"{kind}_{name}", f"label_{name}") for kind, name in zip(kinds, schema.labels, strict=True)]
+
+
+def kept_columns(text: str | None, schema: Schema) -> list[str]:
+    """Parse the comma-separated names of --keep; raise UserError for duplicates and for the output's own columns."""
     names = list(parse_names(None if text is None else [text]))
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"--keep names {twice[0]!r} twice; name it once")
-    if own := [name for name in names if name in NAMES]:
+    if own := [name for name in names if name in itertools.chain(*names_of(schema))]:
         raise UserError(f"--keep {own[0]}: the predictions have a column of that name; rename the column in the file")
     return names
 
@@ -34,13 +45,15 @@ class Output:
 
     Args:
         path: The new file.
+        schema: The data set's schema, whose labels name the columns.
         is_csv: Whether to write CSV instead of Parquet.
         more: Columns kept from the input.
     """
 
-    def __init__(self, path: Path, *, is_csv: bool, more: list[str]) -> None:
+    def __init__(self, path: Path, schema: Schema, *, is_csv: bool, more: list[str]) -> None:
         self._file = pa.OSFile(os.fsencode(path), "wb")
         self._is_csv, self._more = is_csv, more
+        self._names, self._numeric = names_of(schema), [name in schema.targets.numeric for name in schema.labels]
         self._writer: Any = None  # for Parquet or CSV, made with the first rows, which determine the types
 
     def __enter__(self) -> Self:
@@ -51,21 +64,35 @@ class Output:
     ) -> None:
         try:
             if kind is None and self._writer is None:  # no rows
-                fields = [*((name, pa.float32()) for name in NAMES), *((name, pa.string()) for name in self._more)]
+                fields = [
+                    *((name, pa.float32()) for names in self._names for name in names),
+                    *((name, pa.string()) for name in self._more),
+                ]
                 self._open(pa.schema(fields))
             if self._writer is not None:
                 self._writer.close()
         finally:
             self._file.close()
 
-    def write(self, logits: npt.NDArray[np.float32], part: Part) -> None:
-        """Write the probabilities and labels of a part's lines; null for malformed lines and missing labels."""
-        table = _table(logits, part)
+    def write(self, outputs: Values, part: Part) -> None:
+        """Write the predictions and labels of a part's lines; null for malformed lines and missing labels.
+
+        `outputs` are the model's, float32 [n] or [n, labels].
+        """
+        table = self._table(outputs, part)
         if part.more is not None:
             for name in self._more:
                 table = table.append_column(name, [_flat(part.more[name]) if self._is_csv else part.more[name]])
         writer = self._writer if self._writer is not None else self._open(table.schema)
         writer.write_table(table)
+
+    def _table(self, outputs: Values, part: Part) -> pa.Table:
+        columns: dict[str, pa.Array] = {}
+        each = zip(self._names, self._numeric, columns_of(outputs), columns_of(part.batch.label), strict=True)
+        for (name, label_name), is_number, output, label in each:
+            columns[name] = _column(output if is_number else probabilities(output), ~np.isfinite(output), part)
+            columns[label_name] = _column(label, np.isnan(label), part)
+        return pa.table(columns)
 
     def _open(self, schema: pa.Schema) -> Any:
         make = arrow_csv.CSVWriter if self._is_csv else pq.ParquetWriter
@@ -83,16 +110,10 @@ def _flat(column: pa.Array) -> pa.Array:
     return pa.array(list(texts), pa.string())
 
 
-def _table(logits: npt.NDArray[np.float32], part: Part) -> pa.Table:
-    probability, none = probabilities(logits), ~np.isfinite(logits)
-    label = part.batch.label
-    missing = np.isnan(label)
-    if part.places is not None:
-        columns = []
-        for values, without in ((probability, none), (label, missing)):
-            whole, nulls = np.zeros(part.lines, np.float32), np.ones(part.lines, np.bool_)
-            whole[part.places], nulls[part.places] = values, without
-            columns.append(pa.array(whole, mask=nulls))
-    else:
-        columns = [pa.array(probability, mask=none), pa.array(label, mask=missing)]
-    return pa.table(columns, names=list(NAMES))
+def _column(values: Values, missing: npt.NDArray[np.bool_], part: Part) -> pa.Array:
+    """Return the values of a part's rows [n] as a column of all of its lines."""
+    if part.places is None:
+        return pa.array(values, mask=missing)
+    whole, nulls = np.zeros(part.lines, np.float32), np.ones(part.lines, np.bool_)
+    whole[part.places], nulls[part.places] = values, missing
+    return pa.array(whole, mask=nulls)

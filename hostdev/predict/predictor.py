@@ -17,6 +17,7 @@ from hostdev.checkpoint.current import open_table
 from hostdev.core.errors import UserError
 from hostdev.data.batch import Batch
 from hostdev.data.preprocess.encoding import rows_of
+from hostdev.data.targets import columns_of
 from hostdev.device import backend
 from hostdev.device.ops import get_ops
 from hostdev.models import registry
@@ -32,7 +33,7 @@ _FEW = 64  # rows; up to this many, plain Python values are faster
 
 
 class Predictor:
-    """A trained model that predicts the probability of a positive label.
+    """A trained model that predicts the probability of a positive label, or numbers for labels of regression.
 
     ::
 
@@ -108,7 +109,9 @@ class Predictor:
         return int(self.settings["batch_size"])
 
     def __call__(self, rows: Any) -> Probabilities:  # Any, as pandas may not be installed
-        """Return the probability of each row, float32 [n].
+        """Return the probability of each row, float32 [n], or [n, labels] if the model has several labels.
+
+        For a label of regression, the value is the predicted number.
 
         A value matches the same value in training even if its type differs (docs/serving.md). Unseen values are out of
         vocabulary; a warning names a column in which most values are unseen, unlike in training.
@@ -135,28 +138,39 @@ class Predictor:
             warnings.warn(line, stacklevel=2)
         logits = self.logits_by_batch(batch)
         self._require_finite(batch, logits)
-        return probabilities(logits)
+        return self._predictions(logits)
+
+    def _predictions(self, outputs: Probabilities) -> Probabilities:
+        """Return probabilities for labels of 0 or 1, and the model's outputs for others."""
+        schema = self.data.schema
+        if not schema.targets.numeric:
+            return probabilities(outputs)
+        if not schema.targets.more:
+            return outputs
+        each = zip(schema.labels, columns_of(outputs), strict=True)
+        return np.stack([one if name in schema.targets.numeric else probabilities(one) for name, one in each], 1)
 
     def _require_finite(self, batch: Batch, logits: Probabilities) -> None:
-        """Raise UserError, which names the likely cause, unless all logits [n] are finite."""
-        if not len(wrong := np.flatnonzero(~np.isfinite(logits))):
+        """Raise UserError, which names the likely cause, unless all outputs [n] or [n, labels] are finite."""
+        if not len(wrong := np.flatnonzero(~np.logical_and.reduce(list(map(np.isfinite, columns_of(logits)))))):
             return
         row, names = int(wrong[0]), self.data.schema.dense
         most = f"; the row's largest number is in column {names[np.abs(batch.dense[row]).argmax()]!r}"
         raise UserError(f"row {row + 1}: the model's result is not a finite number{most if names else ''}")
 
     def predict(self, batch: Batch) -> Probabilities:
-        """Return the probability of each row in a batch with the data set's ids, float32 [n]."""
-        return probabilities(self.logits_by_batch(batch))
+        """Return the predictions for a batch with the data set's ids, as for raw rows."""
+        return self._predictions(self.logits_by_batch(batch))
 
     def logits_by_batch(self, batch: Batch) -> Probabilities:
-        """Return the logits of any number of rows, float32 [n], computed with the training's batch size."""
+        """Return the model's outputs for any number of rows, as `logits`, computed with the training's batch size."""
         size = self.batch_size
         logits = [self.logits(rows_of(batch, start, start + size)) for start in range(0, len(batch), size)]
-        return np.concatenate(logits) if logits else np.empty(0, np.float32)
+        labels = self.data.schema.labels
+        return np.concatenate(logits) if logits else np.empty((0, len(labels)) if len(labels) > 1 else 0, np.float32)
 
     def logits(self, batch: Batch) -> Probabilities:
-        """Return the model's logits for one batch, float32 [n]."""
+        """Return the model's logits (or numbers) for one batch, float32 [n], or [n, labels] for several labels."""
         with torch.inference_mode():
             rows = dict(self._rows(batch))
             dense = torch.from_numpy(batch.dense).to(self._device)

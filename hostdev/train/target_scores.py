@@ -9,8 +9,8 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.data.targets import Targets, columns_of
-from hostdev.train.scores import Figures, Scores
+from hostdev.data.targets import SINGLE_LABEL, Targets, columns_of
+from hostdev.train.scores import BLOCK, Figures, Scores
 
 _BLOCK = 1 << 20  # samples whose errors are summed at once
 _NAN = float("nan")
@@ -65,12 +65,19 @@ class TargetScores:
     Args:
         labels: Names of all labels.
         folder: As for `Scores`.
+        block: As for `Scores`.
     """
 
-    def __init__(self, labels: tuple[str, ...], targets: Targets, folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        labels: tuple[str, ...] = ("label",),
+        targets: Targets = SINGLE_LABEL,
+        folder: Path | None = None,
+        block: int = BLOCK,
+    ) -> None:
         self._files = ExitStack()
         self._each: list[Scores | Errors] = [
-            Errors() if name in targets.numeric else self._files.enter_context(Scores(folder)) for name in labels
+            Errors() if name in targets.numeric else self._files.enter_context(Scores(folder, block)) for name in labels
         ]
 
     def __enter__(self) -> Self:

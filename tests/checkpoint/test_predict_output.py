@@ -17,6 +17,7 @@ from hostdev.data.shards import ShardReader
 from hostdev.predict.output import kept_columns
 from hostdev.train.ranking import rank
 from tests.data import movies
+from tests.models.samples import schema_of
 
 
 def run(module, *arguments):
@@ -117,4 +118,4 @@ def test_a_column_of_a_file_that_it_has_not(films, tmp_path, capsys):
     options = ["--checkpoint", films / "run", "--data", films / "films.csv", "--out", tmp_path / "p.csv"]
     assert run(predict, *options, "--keep", "nothing") == 2
     assert "films.csv has no column 'nothing'; it has" in capsys.readouterr().err
-    assert kept_columns('"a,b", c') == ["a,b", "c"]
+    assert kept_columns('"a,b", c', schema_of()) == ["a,b", "c"]

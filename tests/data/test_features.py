@@ -285,7 +285,7 @@ def test_a_file_of_features(tmp_path, prepared):
             "clip must be two quantiles, such as [0.001, 0.999], not ",
         ),
         ("[features.u]\nkind = 'numeric'\nclip = [0.9, 0.1]", "0 <= low < high <= 1, not [0.9, 0.1]"),
-        ("[features.u]\nkind = 'numeric'\nscaling = 'cube'", "scaling is one of max, log, standard, not 'cube'"),
+        ("[features.u]\nkind = 'numeric'\nscaling = 'cube'", "scaling must be one of max, log, standard, not 'cube'"),
         ("[features.u]\nkind = 'categorical'\nmissing = [0]", "the values of missing must be quoted strings"),
         ("[features.u]\nkind = 'categorical'\nmissing = 0", "missing must be a list"),
         ("[features.u]\nkind = 'categorical'\nthreshold = true", "threshold must be an integer, not True"),

@@ -28,7 +28,7 @@ from tests.data.conftest import GOOD
         (["--label", "y", "--test-after", "zz=1"], "good.csv has no column 'zz'; it has"),
         (
             ["--label", "y", "--numeric", "x,x"],
-            "column 'x' is named twice among --label, --numeric, --categorical and ",
+            "column 'x' is named twice among --label, --weight, --numeric, --categorical and ",
         ),
         (["--label", "y", "--numeric", "c"], "column 'c' is named twice"),
         (["--label", "c"], "column 'c' is named twice"),
@@ -118,7 +118,7 @@ from tests.data.conftest import GOOD
         ),
         (["--label", "y", "--columns", "Y,x,c, g,z"], "leave --columns out"),
         (["--label", "y", "--columns", "y,a,c,d,e"], "good.csv:1: column 'y': 'y' is not 0 or 1"),
-        (["--label", "y", "--label", "c"], "--label is given twice, as y and as c; give it once"),
+        (["--label", "y", "--task", "binary", "--task", "regression"], "--task is given twice, as binary and as"),
         (["--label", "y", "--positive", "1", "--positive=>1"], "--positive is given twice, as 1 and as >1"),
         (["--label", "y", "--test-after", "t=1", "--test-after", "t=2"], "--test-after is given twice, as t=1 and"),
         ([], "the following arguments are required: --label"),

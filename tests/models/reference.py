@@ -13,7 +13,7 @@ def linear(p, name, x):
 
 def network(p, name, x, relu_at_the_end):
     """Apply layers name.0, name.2, ... with a ReLU after each, or after each but the last."""
-    numbers = sorted({int(key.split(".")[1]) for key in p if key.startswith(f"{name}.")})
+    numbers = sorted({int(key[len(name) + 1 :].split(".")[0]) for key in p if key.startswith(f"{name}.")})
     for number in numbers:
         x = linear(p, f"{name}.{number}", x)
         if relu_at_the_end or number != numbers[-1]:
@@ -70,4 +70,39 @@ def dcn(p, dense, vectors, structure="stacked"):
     return linear(p, "last", torch.cat([x, network(p, "deep", x0, True)], 1))[:, 0]
 
 
-NETWORKS = {"wide_deep": wide_deep, "deepfm": deepfm, "dlrm": dlrm, "dcn": dcn}
+def towers(p, inputs):
+    """A tower's output for each label [B, labels], or [B] for one; `inputs` has each tower's input."""
+    found = torch.stack([network(p, f"towers.{k}", x, False)[:, 0] for k, x in enumerate(inputs)], 1)
+    return found[:, 0] if found.shape[1] == 1 else found
+
+
+def count(p, name):
+    return len({key.split(".")[1] for key in p if key.startswith(f"{name}.")})
+
+
+def shared_bottom(p, dense, vectors):
+    """Ma et al. 2018, equation 1: y_k = h_k(f(x))."""
+    x = network(p, "bottom", torch.cat([dense, *vectors], 1), True)
+    return towers(p, [x] * count(p, "towers"))
+
+
+def mmoe(p, dense, vectors):
+    """Ma et al. 2018, equations 5 to 7."""
+    x = torch.cat([dense, *vectors], 1)
+    experts = [network(p, f"experts.{e}", x, True) for e in range(count(p, "experts"))]
+    mixed = []
+    for k in range(count(p, "gates")):
+        scores = torch.exp(x @ p[f"gates.{k}.weight"].T)
+        gate = scores / scores.sum(1, keepdim=True)
+        mixed.append(sum(gate[:, e, None] * expert for e, expert in enumerate(experts)))
+    return towers(p, mixed)
+
+
+NETWORKS = {
+    "wide_deep": wide_deep,
+    "deepfm": deepfm,
+    "dlrm": dlrm,
+    "dcn": dcn,
+    "shared_bottom": shared_bottom,
+    "mmoe": mmoe,
+}

@@ -4,6 +4,7 @@ import numpy as np
 
 from hostdev.data.batch import Batch
 from hostdev.data.schema import Column, Schema, Space
+from hostdev.data.targets import SINGLE_LABEL
 
 # Options of the models' constructors: small networks, for speed.
 SMALL = {
@@ -11,10 +12,12 @@ SMALL = {
     "deepfm": {"layers": (32, 16)},
     "dlrm": {"bottom": (16,), "top": (32, 16)},
     "dcn": {"layers": (32, 16), "rank": 8},
+    "shared_bottom": {"bottom": (32, 16), "tower": (8,)},
+    "mmoe": {"experts": 3, "expert": (16,), "tower": (8,)},
 }
 
 
-def schema_of(dense=3, ids=4, bags=1, values=12):
+def schema_of(dense=3, ids=4, bags=1, values=12, targets=SINGLE_LABEL):
     """Return columns c0, c1, ... of ids, the last two of one range, and bags b0, b1, ...; `values` ids per range."""
     columns = [Column(f"c{i}", "id", f"s{min(i, max(0, ids - 2))}") for i in range(ids)]
     columns += [Column(f"b{i}", "bag", f"s{i}") for i in range(bags)]
@@ -22,7 +25,7 @@ def schema_of(dense=3, ids=4, bags=1, values=12):
     fixed = dense + len(names)
     spaces = tuple(Space(name, dense + i, fixed + i * values, values) for i, name in enumerate(names))
     rows = fixed + len(names) * values
-    return Schema("label", tuple(f"d{i}" for i in range(dense)), tuple(columns), spaces, rows)
+    return Schema("label", tuple(f"d{i}" for i in range(dense)), tuple(columns), spaces, rows, targets)
 
 
 def batch_of(schema, size, seed=0, dtype=np.int32):
@@ -46,4 +49,13 @@ def batch_of(schema, size, seed=0, dtype=np.int32):
             bags[column.name] = draw(column, lengths.sum()), lengths
     score = np.sin(ids.sum(1)) + dense.sum(1) - 0.3 * len(schema.dense)
     label = (rng.random(size) < 1 / (1 + np.exp(-2 * score))).astype(np.float32)
-    return Batch(label, dense, ids, bags)
+    if schema.targets == SINGLE_LABEL:
+        return Batch(label, dense, ids, bags)
+    labels = [label]
+    for number, name in enumerate(schema.targets.more, 1):
+        one = np.cos(number * ids.sum(1)) + rng.normal(size=size)
+        labels.append((one if name in schema.targets.numeric else one > 0).astype(np.float32))
+    if schema.label in schema.targets.numeric:
+        labels[0] = (score + rng.normal(size=size)).astype(np.float32)
+    weight = None if schema.targets.weight is None else rng.random(size, dtype=np.float32)
+    return Batch(np.stack(labels, 1) if len(labels) > 1 else labels[0], dense, ids, bags, weight=weight)

@@ -12,6 +12,8 @@ from hostdev.models import NAMES, make
 from hostdev.models.dcn import DCN
 from hostdev.models.deepfm import DeepFM
 from hostdev.models.dlrm import DLRM
+from hostdev.models.mmoe import MMoE
+from hostdev.models.shared_bottom import SharedBottom
 from hostdev.models.wide_deep.network import WideDeep
 from tests.models.reference import NETWORKS
 from tests.models.samples import batch_of, schema_of
@@ -25,6 +27,8 @@ MADE = {
     "dcn low rank": (DCN, {"layers": (8, 5), "rank": 4, "cross_layers": 2}),
     "dcn parallel": (DCN, {"layers": (8, 5), "rank": None, "structure": "parallel"}),
     "dcn without a network": (DCN, {"layers": ()}),
+    "shared_bottom": (SharedBottom, {"bottom": (8, 5), "tower": (4,)}),
+    "mmoe": (MMoE, {"experts": 3, "expert": (8, 5), "tower": (4,)}),
 }
 SCHEMAS = {"dense, ids, bag": (3, 4, 1), "no dense": (0, 3, 0), "bags only": (2, 0, 2), "one of each": (1, 1, 1)}
 by_model = pytest.mark.parametrize("name", MADE)
@@ -190,8 +194,8 @@ def test_published_sizes():
     assert shapes["dlrm"] == [(512, 13), (256, 512), (128, 256), *top]
     n = 13 + 26 * 128
     assert shapes["dcn"] == [(512, n), (n, 512)] * 3 + [(1024, n), *top[1:]]
-    assert [make(name, schema, 4, seed=0).default_dim for name in NAMES] == [80, 10, 128, 128]
-    assert [make(name, schema, 4, seed=0).lr for name in NAMES] == [3.5e-4, 1e-3, 1e-3, 5e-4]
+    assert [make(name, schema, 4, seed=0).default_dim for name in NAMES] == [80, 10, 128, 128, 16, 16]
+    assert [make(name, schema, 4, seed=0).lr for name in NAMES] == [3.5e-4, 1e-3, 1e-3, 5e-4, 1e-3, 1e-3]
 
 
 def test_low_rank_only_where_it_is_smaller():
@@ -237,6 +241,8 @@ def test_tables_and_their_optimizers():
         "deepfm": {"first_order": (1, LazyAdam(lr=1e-3)), "vectors": (DIM, LazyAdam(lr=1e-3))},
         "dlrm": {"vectors": (DIM, RowWiseAdagrad(lr=1e-2))},
         "dcn": {"vectors": (DIM, Adagrad(lr=5e-3))},
+        "shared_bottom": {"vectors": (DIM, LazyAdam(lr=1e-3))},
+        "mmoe": {"vectors": (DIM, LazyAdam(lr=1e-3))},
     }
     given = SGD()
     for name in NAMES:

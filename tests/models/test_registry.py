@@ -107,7 +107,7 @@ def test_the_models_of_here(name):
 
 
 def test_columns_where_the_user_does_not_say(mine):
-    assert [default_dim(name) for name in NAMES] == [80, 10, 128, 128]
+    assert [default_dim(name) for name in NAMES] == [80, 10, 128, 128, 16, 16]
     assert default_dim("shop.models:WithDim") == 7
     with pytest.raises(UserError, match="model 'shop.models:Mine' has no default_dim; .*--emb-dim N"):
         default_dim("shop.models:Mine")
@@ -118,7 +118,7 @@ def test_options_of_a_models_constructor():
 
 
 def test_the_names():
-    assert list(NAMES) == ["wide_deep", "deepfm", "dlrm", "dcn"]
+    assert list(NAMES) == ["wide_deep", "deepfm", "dlrm", "dcn", "shared_bottom", "mmoe"]
 
 
 def test_a_model_of_ones_own(mine):
@@ -134,7 +134,7 @@ def test_a_model_of_ones_own(mine):
     [
         (
             "deepfmm",
-            "there is no model 'deepfmm'; choose one of wide_deep, deepfm, dlrm, dcn, or name a class as package",
+            "there is no model 'deepfmm'; choose one of wide_deep, deepfm, dlrm, dcn, shared_bottom, mmoe, or",
         ),
         ("", "there is no model ''; choose one of"),
         ("shop.models", "there is no model 'shop.models'"),

@@ -59,7 +59,7 @@ class Twin:
         self.steps += 1
         for parameter in (*self.tables.values(), *self.dense.values()):
             parameter.grad = None
-        loss = F.binary_cross_entropy_with_logits(self.logits(batch), torch.from_numpy(batch.label))
+        loss = self.loss(self.logits(batch), torch.from_numpy(batch.label), batch.weight)
         loss.backward()
         self.adam.step()
         rows = torch.unique(self.ids(batch))
@@ -68,6 +68,20 @@ class Twin:
                 update = UPDATES[type(self.optimizers[key]).__name__]
                 update(self.optimizers[key], self.steps, table, self.slots[key], rows, table.grad[rows])
         return loss.item()
+
+    def loss(self, outputs, label, weight):
+        if label.dim() == 1 and weight is None and not self.schema.targets.numeric:
+            return F.binary_cross_entropy_with_logits(outputs, label)  # in torch's own rounding
+        if label.dim() == 1:
+            outputs, label = outputs[:, None], label[:, None]
+        total = 0
+        for name, x, y in zip(self.schema.labels, outputs.unbind(1), label.unbind(1), strict=True):
+            if name in self.schema.targets.numeric:
+                each = (x - y) ** 2
+            else:
+                each = F.binary_cross_entropy_with_logits(x, y, reduction="none")
+            total = total + (each if weight is None else torch.from_numpy(weight) * each).mean()
+        return total
 
     @torch.no_grad()
     def predict(self, batch):
