@@ -48,7 +48,7 @@ def test_it_is_kept_and_taken(overfitted, tmp_path, capsys):
     names = folder.names_in(checkpoints)
     newest = folder.newest(checkpoints).chain[-1]
     known = best.of_run(newest)
-    assert known == best.Best(6 * (number + 1), number + 1, pytest.approx(found[number][0], abs=1e-6), True)
+    assert known == best.Best(6 * (number + 1), number + 1, "AUC", pytest.approx(found[number][0], abs=1e-6), True)
     chains = [folder.read_chain(checkpoints / name) for name in names]
     assert {known.step, newest.manifest.step} <= {chain[-1].manifest.step for chain in chains}
 
