@@ -5,8 +5,11 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from hostdev.commands import preprocess
+from hostdev.core import cli
 from tests.conftest import ROOT
 from tests.distributed.conftest import Trained, flags_of
 from tests.distributed.processes import free_port
@@ -110,6 +113,25 @@ def test_two_processes_round_rows_as_one(alone, processes, small_data, stored):
     first, _ = trained(processes, spawned, small_data, *own, *CACHED)
     assert first == alone(small_data, *own)
     assert first.sha256 != alone(small_data, *SMALL).sha256
+
+
+def test_two_processes_with_several_labels(alone, processes, tmp_path):
+    """A binary label, a number and weights; the evaluations of both processes' rows are collected."""
+    rng = np.random.default_rng(1)
+    user, x = rng.integers(0, 30, 1500), rng.random(1500).round(3)
+    lines = (f"u{u},{v},{int(v + u / 30 > 1)},{v * u:.3f},{1 + u % 3}" for u, v in zip(user, x, strict=True))
+    (tmp_path / "t.csv").write_text("\n".join(["user,x,click,stars,w", *lines]) + "\n")
+    (tmp_path / "f.toml").write_text(
+        'weight = "w"\n[labels]\nclick = {}\nstars = {task = "regression"}\n'
+        '[features]\nuser = {kind = "categorical"}\nx = {kind = "numeric"}\n'
+    )
+    data = tmp_path / "data"
+    given = ["table", str(tmp_path / "t.csv"), "--features", str(tmp_path / "f.toml"), "--out", str(data)]
+    assert cli.run(preprocess.PROG, preprocess.main, given) == 0
+    own = ("--model", "mmoe", *SMALL, "--max-steps", 7)
+    first, _ = trained(processes, spawned, data, *own)
+    assert first == alone(data, *own)
+    assert b"rmse is" in first.evaluations
 
 
 @pytest.mark.slow
