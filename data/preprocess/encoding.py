@@ -28,8 +28,15 @@ from hostdev.data.preprocess.known import Vocabulary, written_by_space
 from hostdev.data.preprocess.labels import Labels
 from hostdev.data.preprocess.naming import listed
 from hostdev.data.preprocess.raw import Layout
-from hostdev.data.preprocess.reading import all_readings
+from hostdev.data.preprocess.reading import all_readings, own_settings
 from hostdev.data.preprocess.serving import WrongTypeError, format_texts, require_type
+from hostdev.data.preprocess.vectors import (
+    WrongNumberError,
+    read_numbers,
+    require_numbers,
+    vectors_in,
+    with_elements,
+)
 from hostdev.data.preprocess.vocabulary import HashBuckets
 from hostdev.data.schema import Column
 from hostdev.kernels.forms import EMPTY, TEXT
@@ -66,7 +73,9 @@ class Encoding:
         self._scaling = scaling.fixed(*of, data.statistics, signed=not self.is_criteo)
         self._most = scaling.largest(*of, data.statistics)
         names = (*self.schema.labels, *self.schema.dense, *(column.name for column in self.schema.columns))
-        self._readings = all_readings({} if self.is_criteo else data.options, names)
+        options = {} if self.is_criteo else data.options
+        readings = all_readings(options, names)
+        self._readings = with_elements(readings, vectors_in(options), own_settings(options))
         self._sources = {name: reading.column or name for name, reading in self._readings.items()}
         rules = data.options.get("positive"), data.options.get("positives", {})
         self._labels = Labels(self.schema.labels, self.schema.targets, *rules, self._readings)
@@ -103,7 +112,8 @@ class Encoding:
     @property
     def separators(self) -> Mapping[str, str | None]:
         """The separator of each bag's text by column, or None for a bag of lists."""
-        return {self._sources[name]: self._readings[name].separator for name in self.schema.bags}
+        vectors = (name for name in self.schema.dense if self._readings[name].element is not None)
+        return {self._sources[name]: self._readings[name].separator for name in [*self.schema.bags, *vectors]}
 
     @property
     def numeric_columns(self) -> set[str]:
@@ -145,13 +155,12 @@ class Encoding:
         Raises UserError for a missing column or a wrong type, and WrongRowError for an invalid value.
         """
         self._require_types(rows)
-        numbers = np.empty((len(rows), len(self.schema.dense)))
+        try:
+            numbers = require_numbers(self.schema.dense, self._readings, lambda name: _plain(rows[name]), len(rows))
+        except WrongNumberError as error:
+            raise WrongRowError(error.row, error.column, str(error)) from None
         for i, name in enumerate(self.schema.dense):
             column = self._sources[name]
-            try:
-                numbers[:, i] = self._readings[name].numbers(_plain(rows[column]))
-            except WrongValueError as error:
-                raise WrongRowError(error.row, column, str(error)) from None
             if len(large := np.flatnonzero(np.abs(numbers[:, i]) > self._most[i])):
                 raise WrongRowError(int(large[0]), column, f"{numbers[large[0], i]:g} is too large")
         return self._encoded(rows, self._no_labels(len(rows)), numbers)
@@ -163,13 +172,11 @@ class Encoding:
         """
         self._require_types(rows)
         label = self._labels.read(lambda name: _plain(rows[name]), len(rows), rows.schema.names)
-        numbers = np.empty((len(rows), len(self.schema.dense)))
-        unreadable = np.zeros(len(rows), np.bool_)
-        for i, name in enumerate(self.schema.dense):
-            numbers[:, i], wrong = self._readings[name].numbers_where_readable(_plain(rows[self._sources[name]]))
-            wrong |= np.abs(numbers[:, i]) > self._most[i]
-            numbers[wrong, i] = np.nan
-            unreadable |= wrong
+        get = (self.schema.dense, self._readings, lambda name: _plain(rows[name]), len(rows))
+        numbers, unreadable = read_numbers(*get)
+        large = np.abs(numbers) > self._most
+        unreadable |= large.any(axis=1)
+        numbers[large] = np.nan
         batch = self._encoded(rows, label, numbers)
         kept = np.flatnonzero(~unreadable)
         return (batch if len(kept) == len(rows) else _take_rows(batch, kept)), kept
@@ -179,6 +186,8 @@ class Encoding:
         self.require(rows.schema.names)
         for name in self.schema.dense:
             kind = arrow.classify_type(found := rows.schema.field(self._sources[name]).type)
+            if kind == "list" and self._readings[name].element is not None:
+                continue
             if kind in ("list", "nested", "other"):
                 raise UserError(f"column {self._sources[name]!r} is of type {found}; expected one number per row")
         for column in self.schema.columns:

@@ -12,6 +12,7 @@ from hostdev.data.preprocess.flags import TASKS
 from hostdev.data.preprocess.naming import listed, short
 from hostdev.data.preprocess.reading import DECIMALS, ENDS, Reading
 from hostdev.data.preprocess.scaling import Scaled
+from hostdev.data.preprocess.vectors import Vector, check_length, elements
 
 _TOP = {
     "label": str,
@@ -29,6 +30,7 @@ _IDS = {**_ANY, "share": str, "threshold": int, "buckets": int}
 _KINDS: dict[str, dict[str, type]] = {
     "numeric": {**_ANY, "scaling": str, "clip": list},
     "categorical": _IDS,
+    "vector": {**_ANY, "length": int, "separator": str, "scaling": str},
     "bag": {**_IDS, "separator": str, "length": int, "end": str},
 }
 _TYPES = {str: "a quoted string", int: "an integer", list: 'a list, such as ["NA", "?"]', dict: "a table"}
@@ -71,18 +73,25 @@ def read_features(path: Path) -> FeaturesFile:
         given["missing"] = tuple(given["missing"])
     if "label" in given:
         given["label"] = (given["label"],)
+    vectors = {name: Vector(parsed[name]["length"], parsed[name].get("separator")) for name in by_kind["vector"]}
     labels = _labels(where, content)
     read = {**labels.pop("readings"), **{name: one["reading"] for name, one in parsed.items()}}
     roles = {
         **given,
         **labels,
-        "numeric": tuple(by_kind["numeric"]),
+        "numeric": (*by_kind["numeric"], *elements(vectors)),
+        "vectors": vectors,
         "categorical": tuple(by_kind["categorical"]),
         "bags": tuple((name, parsed[name].get("separator")) for name in by_kind["bag"]),
         "share": tuple((name, one["share"]) for name, one in parsed.items() if "share" in one),
         "features": {name: one for name, one in read.items() if one != Reading()},
         "thresholds": {name: one["threshold"] for name, one in parsed.items() if "threshold" in one},
-        "scaling": {name: one["scaled"] for name, one in parsed.items() if one["scaled"] != Scaled()},
+        "scaling": {
+            part: one["scaled"]
+            for name, one in parsed.items()
+            for part in (vectors[name].names(name) if name in vectors else [name])
+            if one["scaled"] != Scaled()
+        },
     }
     return FeaturesFile(roles, frozenset(given) | ({"label"} if "labels" in content else frozenset()))
 
@@ -126,6 +135,10 @@ def _feature(where: str, settings: Any) -> dict[str, Any]:
     for name, least in (("length", 1), ("buckets", 1), ("threshold", 0)):
         if settings.get(name, least) < least:
             raise UserError(f"{where}: {name} must be at least {least}, not {settings[name]}")
+    if kind == "vector" and "length" not in settings:
+        raise UserError(f"{where}: length is missing; give the number of numbers in each vector")
+    if kind == "vector":
+        check_length(where, settings["length"])
     if settings.get("end", "last") not in ENDS:
         raise UserError(f"{where}: end must be one of {', '.join(ENDS)}, not {settings['end']!r}")
     if settings.get("separator") == "":
@@ -140,7 +153,7 @@ def _feature(where: str, settings: Any) -> dict[str, Any]:
     reading = Reading(
         column=settings.get("column"),
         missing=tuple(settings.get("missing", ())),
-        length=settings.get("length"),
+        length=settings.get("length") if kind == "bag" else None,
         end=settings.get("end", "last"),
         buckets=settings.get("buckets"),
     )

@@ -46,6 +46,7 @@ def add_roles(to: argparse.ArgumentParser) -> None:
         help="which labels are positive: '>3', '>=3', '<3', '<=3', '!=no' or a value (default: 1 or true)",
     )
     add("--numeric", "NAMES", "numeric columns, separated by commas")
+    add("--vector", "NAME=N", "a column with a list of N numbers in each row, which become N numeric columns")
     add("--categorical", "NAMES", "columns whose values become ids, separated by commas")
     add("--bag", "NAME=SEP", "a column with any number of values: text split by SEP, or a list in Parquet and Arrow")
     add("--share", "NAME=OTHER", "give the values of column NAME the ids of column OTHER")

@@ -39,6 +39,7 @@ class Reading:
         end: Which values of a longer bag are kept: "first" or "last".
         buckets: Number of hash buckets, whose numbers replace the values, or None to keep the values.
         decimal: Decimal separator of numbers in text.
+        element: For a numeric column that is an element of a vector, its index; the vector has `length` numbers.
     """
 
     column: str | None = None
@@ -49,10 +50,11 @@ class Reading:
     end: str = "last"
     buckets: int | None = None
     decimal: str = "."
+    element: int | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return the settings that differ from the defaults, except those that the manifest stores elsewhere."""
-        stored = (field for field in fields(self) if field.name not in ("trimmed", "separator", "decimal"))
+        stored = (field for field in fields(self) if field.name not in ("trimmed", "separator", "decimal", "element"))
         found = {
             field.name: getattr(self, field.name) for field in stored if getattr(self, field.name) != field.default
         }
@@ -104,7 +106,7 @@ class Reading:
         """Return labels, with null for missing-value markers."""
         if not self.missing:
             return array
-        array, _ = _readable(arrow.decoded(array))
+        array, _ = readable(arrow.decoded(array))
         return self.clean(array)
 
     def numbers(self, array: pa.Array) -> npt.NDArray[np.float64]:
@@ -115,14 +117,14 @@ class Reading:
         """Return numbers as `columns.numbers_where_readable` does, with NaN for missing-value markers."""
         if self.is_usual:
             return arrow.numbers_where_readable(array)
-        array, no_text = _readable(arrow.decoded(array))
+        array, no_text = readable(arrow.decoded(array))
         numbers, wrong = arrow.numbers_where_readable(self._with_points(array))
         return self._known(numbers), wrong | no_text
 
     @property
     def is_usual(self) -> bool:
         """Whether there are no missing-value markers and numbers have a decimal point."""
-        return not self.missing and self.decimal == "."
+        return not self.missing and self.decimal == "." and self.element is None
 
     def _with_points(self, array: pa.Array) -> pa.Array:
         """Return text with decimal points, and null for missing-value markers; return other types unchanged."""
@@ -226,7 +228,7 @@ class Reading:
         return pc.if_else(pc.equal(texts, ""), texts, numbers)
 
 
-def _readable(array: pa.Array) -> tuple[pa.Array, npt.NDArray[np.bool_]]:
+def readable(array: pa.Array) -> tuple[pa.Array, npt.NDArray[np.bool_]]:
     """Replace text that is not UTF-8 with null; return the result and the mask of these rows, bool [n]."""
     if arrow.classify_type(array.type) != "text":
         return array, np.zeros(len(array), np.bool_)

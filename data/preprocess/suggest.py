@@ -34,6 +34,7 @@ _TIMES = re.compile(r"(.*[^a-z])?(time|timestamp|date|datetime|day|ts|created_at
 _FEW = 100  # up to this many distinct integers may be categories
 _RARE = 0.01  # minimum share of rows with a text for it to be a missing-value marker
 _PADS = 0.5  # a value above this share of a bag's values may be padding
+_VECTORS = 0.99  # minimum share of a column's lists that have the same length for it to be a vector
 _SHARED = 0.5  # a bag shares the ids of a column that has more than this share of its values
 _SKEWED = 100.0  # a maximum above this many times the median suggests log scaling
 
@@ -163,6 +164,8 @@ def _suggest(column: _Column) -> Suggestion:
         return Suggestion(
             column.name, None, f"of type {short(column.type, 40)}: flatten it with `preprocess query`", {}
         )
+    if kind == "list" and pa.types.is_floating(column.type.value_type):
+        return _vector(column)
     if kind == "list":
         return _bag(column, None)
     distinct = column.distinct
@@ -212,6 +215,18 @@ def _separator(column: _Column) -> str | None:
         if pc.count_distinct(parts).as_py() < 0.5 * len(parts) and pc.mean(pc.utf8_length(parts)).as_py() < 30:
             return separator
     return None
+
+
+def _vector(column: _Column) -> Suggestion:
+    """Return the settings for lists of floating-point numbers, or the reason to leave them out."""
+    lengths = pc.value_counts(pc.list_value_length(column.known)).to_pylist()
+    if not lengths:
+        return Suggestion(column.name, None, "no values", {})
+    most = max(lengths, key=lambda one: one["counts"])
+    if most["counts"] < _VECTORS * len(column.known) or not most["values"]:
+        shown = f"lists of numbers with {len(lengths):,} different lengths"
+        return Suggestion(column.name, None, f"{shown}: average them with `preprocess query`", {})
+    return Suggestion(column.name, {"kind": "vector", "length": most["values"]}, "lists of equally many numbers", {})
 
 
 def _bag(column: _Column, separator: str | None) -> Suggestion:

@@ -20,6 +20,7 @@ from hostdev.data.preprocess.opening import open_file
 from hostdev.data.preprocess.raw import BEGINNING, Block, Place, RawRows
 from hostdev.data.preprocess.table_options import TEXT_OPTIONS, TableOptions
 from hostdev.data.preprocess.table_rows import RowParser, value_type
+from hostdev.data.preprocess.vectors import elements
 from hostdev.kernels.forms import INTEGER, TEXT, WHOLE
 
 
@@ -180,8 +181,10 @@ class Table:
             if kind != "list" and bags[name] is None:
                 return f"it is of type {shown}, not a list; give the separator of its values, such as --bag '{name}=|'"
             return None
-        if kind == "list":
-            return f"it is of type {shown}, a list; only --bag takes lists"
+        if kind == "list" and name not in elements(self._options.vectors):
+            return f"it is of type {shown}, a list; only --bag and --vector take lists"
+        if name in elements(self._options.vectors) and kind not in ("list", "text"):
+            return f"it is of type {shown}, not a list of numbers; name it with --numeric"
         if name in self._options.numeric and kind == "other":
             return f"it is of type {shown}, not numbers; name it with --categorical, or make it a number"
         return None

@@ -13,10 +13,11 @@ from hostdev.data.preprocess.features_file import read_features
 from hostdev.data.preprocess.naming import parse_names
 from hostdev.data.preprocess.reading import Reading
 from hostdev.data.preprocess.table_options import TableOptions
+from hostdev.data.preprocess.vectors import Vector, check_length, elements
 from hostdev.data.targets import Targets
 
 _ESCAPES = {"\\t": "\t", "tab": "\t"}
-_ROLES = ("numeric", "categorical", "bag", "share", "padding", "last")  # flags that a features file replaces
+_ROLES = ("numeric", "vector", "categorical", "bag", "share", "padding", "last")  # flags that a features file replaces
 
 
 def parse_table_options(arguments: argparse.Namespace, earlier: Earlier | None = None) -> TableOptions:
@@ -99,9 +100,13 @@ def _roles(arguments: argparse.Namespace) -> dict[str, Any]:
     for name in features:
         if name not in dict(bags):
             raise UserError(f"--padding and --last apply to columns of --bag, and {name!r} is not one")
+    for text in arguments.vector or ():
+        check_length(f"--vector {text}", _number("--vector", text)[1])
+    vectors = {name: Vector(length) for text in arguments.vector or () for name, length in [_number("--vector", text)]}
     roles = {
         **named,
-        "numeric": parse_names(arguments.numeric),
+        "numeric": (*parse_names(arguments.numeric), *elements(vectors)),
+        "vectors": vectors,
         "categorical": parse_names(arguments.categorical),
         "bags": bags,
         "share": tuple(_pair("--share", text) for text in arguments.share or ()),
@@ -134,6 +139,13 @@ def _parse_encoding(name: str | None) -> str:
         return codecs.lookup(name or "utf-8").name
     except LookupError:
         raise UserError(f"--encoding {name}: unknown to Python; give an encoding such as latin-1 or cp1252") from None
+
+
+def _number(flag: str, text: str) -> tuple[str, int]:
+    name, value = _pair(flag, text)
+    if not value.isdecimal() or int(value) < 1:
+        raise UserError(f"{flag} {text}: write it as NAME=N with a number N from 1")
+    return name, int(value)
 
 
 def _pair(flag: str, text: str) -> tuple[str, str]:

@@ -1,7 +1,9 @@
 """Options for the roles of a table's columns and for reading their values."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from hostdev.core.errors import UserError
@@ -9,6 +11,7 @@ from hostdev.data.preprocess.naming import listed
 from hostdev.data.preprocess.raw import Layout
 from hostdev.data.preprocess.reading import Reading
 from hostdev.data.preprocess.scaling import Scaled
+from hostdev.data.preprocess.vectors import Vector, with_elements
 from hostdev.data.schema import Column
 from hostdev.data.targets import SINGLE_LABEL, Targets
 
@@ -34,6 +37,7 @@ _USUAL: dict[str, Any] = {  # values that the manifest omits; whitespace is kept
     "scaling": {},
     "targets": {},
     "positives": {},
+    "vectors": {},
 }
 
 
@@ -66,16 +70,16 @@ class TableOptions:
     scaling: Mapping[str, Scaled] = field(default_factory=dict)  # by numeric feature, instead of --dense
     targets: Targets = SINGLE_LABEL  # further labels, labels that can be any number, and weights
     positives: Mapping[str, str] = field(default_factory=dict)  # by label, in place of `positive`
+    vectors: Mapping[str, Vector] = field(default_factory=dict)  # by feature; `numeric` has their elements
 
     def __post_init__(self) -> None:
         with_ids = [*self.categorical, *(name for name, _ in self.bags)]
         names = [*self.targets_names(), *self.numeric, *with_ids]
-        for name in names:
-            if names.count(name) > 1:
-                raise UserError(
-                    f"column {name!r} is named twice among --label, --weight, --numeric, --categorical and --bag; name "
-                    "it once"
-                )
+        if twice := next((name for name, count in Counter(names).items() if count > 1), None):
+            raise UserError(
+                f"column {twice!r} is named twice among --label, --weight, --numeric, --categorical and --bag; name it "
+                "once"
+            )
         if self.positive is not None and len(self.targets.numeric) == len(self.labels()):
             raise UserError("--positive has no effect on labels of --task regression; leave it out")
         if not with_ids:
@@ -104,7 +108,14 @@ class TableOptions:
                 raise UserError(f"{one_of} is empty")
         if self.skipped_lines < 0:
             raise UserError(f"--skip-lines must be at least 0, not {self.skipped_lines}")
-        for settings, among in ((self.features, names), (self.thresholds, with_ids), (self.scaling, self.numeric)):
+        for name, vector in self.vectors.items():
+            if vector.separator == "":
+                raise UserError(f"vector {name!r}: the separator is empty; leave it out for lists and commas")
+        for settings, among in (
+            (self.features, [*names, *self.vectors]),
+            (self.thresholds, with_ids),
+            (self.scaling, self.numeric),
+        ):
             for name in settings:
                 if name not in among:
                     raise UserError(f"{name!r} has settings, but is not one of the columns {listed(among) or '(none)'}")
@@ -142,9 +153,19 @@ class TableOptions:
         own, separator = self.features.get(name, Reading()), dict(self.bags).get(name)
         return own.within(self.missing, self.decimal, separator, trimmed=self.trimmed)
 
+    def readings(self) -> dict[str, Reading]:
+        """Return the reading settings of all labels, the weight and all features."""
+        return with_elements({name: self.reading(name) for name in self.roles()}, self.vectors, self.features)
+
     def column(self, name: str) -> str:
         """Return the name of the column that the label or a feature is read from."""
-        return self.features.get(name, Reading()).column or name
+        owner = self._owners.get(name, name)
+        return self.features.get(owner, Reading()).column or owner
+
+    @cached_property
+    def _owners(self) -> dict[str, str]:
+        """By numeric column that is an element of a vector, the vector's name."""
+        return {part: name for name, vector in self.vectors.items() for part in vector.names(name)}
 
     def roles(self) -> tuple[str, ...]:
         """Return the names of all labels, the weight and all features."""
@@ -168,5 +189,7 @@ class TableOptions:
         found = {**vars(self), "bags": dict(self.bags), "share": dict(self.share)}
         found["features"] = {name: settings for name, one in self.features.items() if (settings := one.as_json())}
         found["targets"] = self.targets.as_json()
+        found["vectors"] = {name: list(vector) for name, vector in self.vectors.items()}
+        found.pop("_owners", None)
         found["scaling"] = {name: one.as_json() for name, one in self.scaling.items()}
         return {name: value for name, value in found.items() if name not in _USUAL or value != _USUAL[name]}

@@ -26,6 +26,7 @@ from hostdev.data.preprocess.reading import Reading
 from hostdev.data.preprocess.rejected import RejectedLines
 from hostdev.data.preprocess.serving import large_float
 from hostdev.data.preprocess.table_options import TableOptions
+from hostdev.data.preprocess.vectors import WrongNumberError, read_numbers, require_numbers
 from hostdev.data.targets import columns_of
 from hostdev.kernels.forms import EMPTY, FRACTION, INTEGER, LARGE_FLOAT, TEXT, WHOLE
 from hostdev.kernels.strings import TextMap, hash_texts
@@ -96,7 +97,7 @@ class RowParser:
 
     def __init__(self, options: TableOptions, files: Sequence[TableFile]) -> None:
         self._options, self._files, self._layout = options, files, options.layout()
-        self._readings = {name: options.reading(name) for name in options.roles()}
+        self._readings = options.readings()
         rules = options.positive, options.positives
         self._labels = Labels(options.labels(), options.targets, *rules, self._readings)
         self._columns = {name: options.column(name) for name in options.roles()}
@@ -149,10 +150,8 @@ class RowParser:
         wrong: Mask = np.logical_or.reduce(list(map(np.isnan, columns_of(label))))
         if weight is not None:
             wrong = wrong | np.isnan(weight)
-        numbers = np.empty((n, len(options.numeric)))
-        for i, name in enumerate(options.numeric):
-            numbers[:, i], unread = self._readings[name].numbers_where_readable(rows.column(self._columns[name]))
-            wrong = wrong | unread
+        numbers, unread = read_numbers(options.numeric, self._readings, rows.column, n)
+        wrong = wrong | unread
         splits = np.full(n, split, np.uint8)
         pairs = (options.validation_column, options.validation_after), (options.test_column, options.test_after)
         for number, (column, after) in zip((2, 1), pairs, strict=True):  # a test row is never a validation row
@@ -184,18 +183,17 @@ class RowParser:
         options, column = self._options, ""
         try:
             self._labels.require(row.column)
-            for name in options.numeric:
-                column = self._columns[name]
-                self._readings[name].numbers(row.column(column))
+            require_numbers(options.numeric, self._readings, row.column, 1)
             for number, after in ((2, options.validation_after), (1, options.test_after)):
                 if after is not None:
                     column = after[0]
                     is_after(row.column(column), after[1], _FLAGS[number])
         except WrongLabelError as error:
             return f"column {error.column!r}: {error}"
+        except WrongNumberError as error:
+            return f"column {error.column!r}: {error}{_NO_NUMBER}"
         except WrongValueError as error:
-            hint = _NO_NUMBER if column in map(self._columns.get, options.numeric) else ""
-            return f"column {column!r}: {error}{hint}"
+            return f"column {column!r}: {error}"
         raise AssertionError("all values of the row can be read")
 
     def _forms(self, name: str, file: TableFile, codes: arrow.Codes | None, texts: pa.StringArray) -> frozenset[int]:
