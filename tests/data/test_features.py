@@ -275,7 +275,7 @@ def test_a_file_of_features(tmp_path, prepared):
     ("text", "message"),
     [
         ("[features.u]\nkind = 'categorical'\ntreshold = 3", "feature 'u': 'treshold' is not a key of a categorical"),
-        ("[features.u]\nkind = 'id'", "feature 'u': kind is 'id'; it must be one of numeric, categorical, bag"),
+        ("[features.u]\nkind = 'id'", "feature 'u': kind is 'id'; it must be one of numeric, categorical, vector, bag"),
         ("[features.u]\ncolumn = 'v'", "feature 'u': kind is missing"),
         ("[features.u]\nkind = 'numeric'\nlength = 3", "'length' is not a key of a numeric feature"),
         ("[features.u]\nkind = 'bag'\nlength = 0", "feature 'u': length must be at least 1, not 0"),

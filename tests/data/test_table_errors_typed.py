@@ -17,9 +17,14 @@ TABLE = {"y": [0, 1, 1], "c": ["a", "b", "c"], "x": [1.0, 2.5, None]}
     [
         ("c", [{"a": 1}] * 3, [], "it is of type struct<a: int64>, which is nested or unknown; only plain values and"),
         ("c", [[["a"]]] * 3, ["--bag", "c"], "it is of type list<element: list<element: string>>, which is nested"),
-        ("c", [["a"]] * 3, [], "it is of type list<element: string>, a list; only --bag takes lists"),
-        ("x", [["a"]] * 3, ["--numeric", "x"], "it is of type list<element: string>, a list; only --bag takes lists"),
-        ("y", [[1]] * 3, [], "it is of type list<element: int64>, a list; only --bag takes lists"),
+        ("c", [["a"]] * 3, [], "it is of type list<element: string>, a list; only --bag and --vector take lists"),
+        (
+            "x",
+            [["a"]] * 3,
+            ["--numeric", "x"],
+            "it is of type list<element: string>, a list; only --bag and --vector take lists",
+        ),
+        ("y", [[1]] * 3, [], "it is of type list<element: int64>, a list; only --bag and --vector take lists"),
         ("x", [5, 6, 7], ["--bag", "x"], "it is of type int64, not a list; give the separator of its values"),
         (
             "x",
