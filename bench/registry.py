@@ -63,6 +63,7 @@ BENCHES = {
     "peers": Bench("bench_peers"),
     "bags": Bench("bench_bags"),
     "dlrm": Bench("bench_dlrm"),
+    "ctr": Bench("bench_ctr"),
     "parallel": Bench("bench_parallel"),
     "layouts": Bench("bench_layouts"),
     "large": Bench("bench_large"),
