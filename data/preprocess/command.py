@@ -158,5 +158,7 @@ def write_synthetic(arguments: argparse.Namespace) -> None:
     source = make_synthetic(arguments)
     for name in (*FLAGS, "threads"):
         if getattr(arguments, name) is not None:
-            raise UserError(f"--{name.replace('_', '-')} has no effect with --tsv; leave out --{name.replace('_', '-')}")
+            raise UserError(
+                f"--{name.replace('_', '-')} has no effect with --tsv; leave out --{name.replace('_', '-')}"
+            )
     write_text(source, arguments.tsv)

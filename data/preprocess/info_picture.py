@@ -21,7 +21,7 @@ _DEVIATIONS = 2  # half-width of the 95% interval of a part's mean, in standard 
 
 
 def draw(info: Information, out: Path) -> None:
-    """Draw labels by position, frequencies, missing values and coverage; raise UserError if `out` is not writable."""
+    """Draw the picture into file `out`; raise UserError if the file cannot be written."""
     rates = _rates(info)
     features = len(info.found.schema.columns)
     bars = [name for name, n in (("rates", len(rates[1])), ("coverage", features)) if n]
@@ -110,7 +110,7 @@ def _draw_curves(axes: Any, info: Information) -> None:
 
 
 def _rates(info: Information) -> tuple[str, list[str], dict[str, list[float]]]:
-    """Return a title, column names and, by split, their missing rates, or rates of zeros if those are unknown."""
+    """Return a title, column names, and by split their shares of missing values, or of zeros if these are unknown."""
     dense = info.found.schema.dense
     if info.missing:
         every = [*dense, *(column.name for column in info.found.schema.columns)]
