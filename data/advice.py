@@ -1,4 +1,4 @@
-"""Warnings about suspicious columns of a data set, to read before trusting a model."""
+"""Warnings about suspicious columns of a data set, from the statistics in its manifest."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

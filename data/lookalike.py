@@ -43,9 +43,9 @@ def _folder() -> Path:
 
 
 def ensure() -> tuple[Path, bool]:
-    """Create the synthetic data set unless it exists; return its folder, and whether it did not exist yet.
+    """Create the synthetic data set unless it exists; return its folder, and whether it was missing.
 
-    Concurrent processes may call this; they get the same folder.
+    Concurrent processes may call this; all of them get the same folder.
     """
     folder = _folder()
     if (folder / FILE_NAME).is_file():

@@ -16,7 +16,7 @@ class Window:
     Attributes:
         shards: The shards' numbers in the split, from 0.
         rows: Total number of rows.
-        key: Key of the row permutation, or None for stored order.
+        key: Key that determines the permutation of the rows, or None for stored order.
     """
 
     shards: tuple[int, ...]

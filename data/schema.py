@@ -153,7 +153,7 @@ class Schema:
 
     @property
     def id_type(self) -> str:
-        """The smallest dtype for all ids: "int32" or "int64"."""
+        """The smallest dtype that can hold all ids: "int32" or "int64"."""
         return "int32" if self.rows <= 2**31 else "int64"
 
     @property
@@ -187,7 +187,7 @@ def from_json(content: Any) -> Schema:
     if not all(isinstance(text, str) for text in [*texts, *(space.name for space in spaces)]):
         raise TypeError("a name in the schema is not text")
     if not all(type(number) is int for number in numbers):
-        raise TypeError("an id or a number of ids in the schema is not an integer")
+        raise TypeError("an id or a count of ids in the schema is not an integer")
     return Schema(dense=dense, columns=columns, spaces=spaces, targets=targets, **content)
 
 

@@ -45,13 +45,18 @@ class DamagedDataError(UserError):
 
 @dataclass
 class Report:
-    """The report: `lines` has a line for each part of the data set and each finding, `wrong` those of findings."""
+    """The report of a check.
+
+    Attributes:
+        lines: A line for each part of the data set and each finding.
+        wrong: Only the lines of the findings.
+    """
 
     lines: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
     def say(self, path: Path, about: str, wrong: list[str]) -> None:
-        """Add a line for a part of the data set, which `about` describes, after its findings.
+        """Add the findings about a part of the data set, then a line about the part, with the description `about`.
 
         Each finding in `wrong` is a line with the path, the problem and the remedy.
         """
@@ -155,7 +160,7 @@ def _check_rejected(folder: Path, found: Manifest, report: Report) -> None:
 def _open_vocabulary(folder: Path, found: Manifest, report: Report) -> tuple[StoredVocabulary | None, list[str]]:
     """Open the vocabulary; return it and the findings about its id ranges.
 
-    Returns no vocabulary if ids are hashed, or if it is unreadable, which is added to the report.
+    Returns None for the vocabulary if ids are hashed, or if the file is unreadable; the report then says so.
     """
     if found.vocabulary is None:
         return None, []

@@ -122,7 +122,7 @@ class Positive:
 
 
 def classify_type(found: pa.DataType) -> str:
-    """Return "text", "number", "bool", "other" (dates, times), "list" or "nested" (or unsupported) for a type."""
+    """Return "text", "number", "bool", "other" (dates, times), "list" or "nested" (also unsupported) for a type."""
     if pa.types.is_dictionary(found):
         return classify_type(found.value_type)
     if any(test(found) for test in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)):

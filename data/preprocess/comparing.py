@@ -166,7 +166,7 @@ def _find_type(value: str) -> pa.DataType | None:
 
 
 def _is_ordered(value: str) -> bool:
-    """Return whether Python's `float` accepts `value`, too, and it is not NaN."""
+    """Return whether Python's `float` also accepts `value`, and the result is not NaN."""
     try:
         return not math.isnan(float(value))
     except ValueError:  # such as nan(abc)

@@ -83,7 +83,7 @@ class CriteoText:
         return [source.describe() for source in self._inputs]
 
     def stamp(self) -> list[Any] | None:
-        """Return the files' paths, sizes and modification times, and the block size; None for inputs read only once."""
+        """Return each file's path, size and change time, and the block size; None if a file can be read only once."""
         stamps = [source.stamp() for source in self._inputs]
         return None if None in stamps else [*stamps, self._block_bytes]
 

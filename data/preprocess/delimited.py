@@ -27,8 +27,8 @@ BLOCK_BYTES = 1 << 24
 MOST_COLUMNS = 1 << 16
 _USUAL = {"\t": "tab", ";": "';'", "|": "'|'", ",": ","}  # delimiters, quoted for a shell
 _SHOWN = 120  # characters of a header in a message
-_MANY_LINES = 20  # a quoted value with this many lines may have swallowed rows:
-_ROWLIKE = 0.8  # it has if at least this share of the lines has as many delimiters as a row
+_MANY_LINES = 20  # a quoted value with this many lines may contain rows
+_ROWLIKE = 0.8  # such a value does contain rows if this share of its lines has as many delimiters as a row
 _STAND_IN = b"\x1f"  # replaces a delimiter of several characters: the unit separator, unusual in text
 
 
@@ -149,7 +149,7 @@ class DelimitedFile:
         return Chunk(batch.filter(pc.invert(again)), 0, chunk.rejected.merge(aside), chunk.size, skipped)
 
     def _refuse_swallowed(self, text: bytes, wrong: "_WrongRows", chunk: Chunk, header: int) -> None:
-        """Raise WrongRowError if a quoted value has many lines that look like rows, as if a quote is not closed."""
+        """Raise WrongRowError if a quoted value has many lines that look like rows, as after an unclosed quote."""
         delimiter = self._delimiter.decode() if len(self._delimiter) == 1 else _STAND_IN.decode()
         columns = [str(i) for i in range(len(self.names))]
         found = [(number - header, wrong.text(i)) for i, number in enumerate(wrong.numbers().tolist())]
@@ -200,8 +200,8 @@ class DelimitedFile:
         if len(self._delimiter) > 1:
             if _STAND_IN in text:
                 raise UserError(
-                    f"{self.input.name}: the file contains the character 1F (hexadecimal), which a delimiter "
-                    "of several characters does not allow in text; remove that character"
+                    f"{self.input.name}: the file contains the character 1F (hexadecimal), which must not "
+                    "occur if the delimiter has several characters; remove that character"
                 )
             text = text.replace(self._delimiter, _STAND_IN)
         return text if text.endswith(b"\n") else text + b"\n"  # Arrow ignores a single row without a line end

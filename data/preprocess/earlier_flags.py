@@ -27,7 +27,7 @@ def find_earlier(arguments: argparse.Namespace) -> Earlier | None:
     earlier = read_earlier(folder, frozen=arguments.frozen_vocabulary)
     if earlier.is_table != (arguments.command in TABLES):
         command = " or ".join(TABLES) if earlier.is_table else "criteo"
-        raise UserError(f"--vocabulary {folder} was made by another command; use preprocess {command}")
+        raise UserError(f"--vocabulary {folder}: this data set was made by another command; use preprocess {command}")
     if earlier.buckets is not None and arguments.threshold is not None:
         raise UserError(f"--threshold has no effect with --vocabulary {folder}, whose ids are hashed; omit --threshold")
     if arguments.hash_buckets not in (None, earlier.buckets):

@@ -76,7 +76,7 @@ class Encoding:
 
     @cached_property
     def _known(self) -> Vocabulary | HashBuckets:
-        """The mapping from values to ids, loaded on first use because that takes time."""
+        """The mapping from values to ids, loaded on first use because loading takes time."""
         buckets = self._data.options.get("hash_buckets")
         if buckets is not None:
             columns = self.schema.columns

@@ -97,7 +97,7 @@ class TableFile(Protocol):
         """Return a column's type."""
 
     def parts(self, used: Sequence[str], offset: int) -> Iterator[Part]:
-        """Yield the `used` columns of the rows from `offset` on, which is 0 or the end of a part."""
+        """Yield the `used` columns of the rows from `offset` on; `offset` is 0 or the end of a part."""
 
     def parse(self, part: Part, used: Sequence[str]) -> Chunk:
         """Parse a part's rows; thread-safe."""
@@ -306,7 +306,7 @@ def find_format(source: AnyInput) -> str:
 
 
 def _continues_as_text(source: AnyInput, start: bytes) -> bool:
-    """Return whether a file with Parquet's first bytes is text: printable bytes follow, and its last bytes differ."""
+    """Return whether a file with Parquet's first bytes is text: printable bytes follow, and it ends differently."""
     magic, _ = _FORMATS[0]
     if not _PRINTED.issuperset(start[len(magic) :]):
         return False

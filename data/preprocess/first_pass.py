@@ -32,9 +32,9 @@ class FirstPass:
     """Parses a source into pieces; can resume after the pieces that an interrupted process wrote.
 
     Args:
-        fractions: Shares of rows to draw with `seed`, first for testing, then for validation; None to draw none.
+        fractions: The shares of rows to draw with `seed` for testing and for validation; None to draw none.
         splits: Number of splits.
-        hashed: The hash that maps values to ids; None if values are counted.
+        hashed: The hash that maps values to ids; None if values are counted for a vocabulary.
         shards: The memory that the second pass needs for shards.
         survey: A survey of the earlier data set's values, which will be in memory, too; None without such a data set.
     """
@@ -174,7 +174,7 @@ class FirstPass:
         self._rejected += rejected
 
     def _check_rejected(self, accepted: int) -> None:
-        """Raise UserError if more than 1% of all rows, or most of the rows so far, are malformed.
+        """Raise UserError if more than 1% of all rows, or over half of the first 10,000 or more, are malformed.
 
         `accepted` is the number of well-formed rows in the source, or an upper bound on it. The second case indicates a
         wrong option, so it is reported early.

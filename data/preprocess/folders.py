@@ -79,7 +79,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def _order(name: str) -> tuple[list[tuple[int, str]], str]:
-    """Return a sort key that puts day_2 before day_10; names with equal numbers, such as day_01 and day_1, as text."""
+    """Return a sort key that puts day_2 before day_10; with equal numbers, as in day_01 and day_1, text decides."""
     parts = re.split(r"(\d+)", name)
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts if part], name
 
@@ -106,7 +106,7 @@ def _refuse_two_forms(files: Sequence[Path]) -> None:
 
 
 def _check_repeated(files: Sequence[Path]) -> None:
-    """Print a note for each file given twice, also under two names; raise UserError for repeated standard input."""
+    """Print a note for each file given twice, also under two names; raise UserError if it is standard input."""
     if files.count(STANDARD_INPUT) > 1:
         raise UserError("- is standard input, which can be read only once; name it once")
     seen: dict[tuple[int, int], Path] = {}

@@ -148,7 +148,7 @@ def format_names(forms: Iterable[int]) -> list[str]:
 
 
 def from_json(content: Mapping[str, Any]) -> Written:
-    """Read the result of `as_json`; forms unknown to this version become text."""
+    """Read the result of `as_json`; forms that this version does not know become `TEXT`."""
     return Written(frozenset(_BY_EXAMPLE.get(name, kernel.TEXT) for name in content["forms"]), tuple(content["types"]))
 
 

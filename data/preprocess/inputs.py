@@ -88,7 +88,8 @@ class Stream:
 class Input:
     """A plain or compressed file, or a file in a tar or zip archive.
 
-    `wanted` is called with the names of an archive's files, without folders, to select one; None expects a single file.
+    `wanted` is called with the name of each file in an archive, without folders, to select one; None requires that
+    the archive has only one.
     """
 
     def __init__(self, path: Path, wanted: Callable[[str], bool] | None = None) -> None:
@@ -294,7 +295,7 @@ def _decompressing(file: Any, codec: str, *, padded: bool = False) -> Any:
 
 
 def _ends_in_zero(file: BinaryIO) -> bool:
-    """Return whether the last byte is zero: padding, or part of a length. If not, Arrow can read the file, faster."""
+    """Return whether the last byte is zero: padding or part of a length. If not, Arrow, which is faster, can read."""
     file.seek(-1, os.SEEK_END)
     last = file.read(1)
     file.seek(0)

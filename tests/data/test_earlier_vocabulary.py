@@ -321,7 +321,7 @@ def test_other_commands_and_missing_columns(tmp_path, in_process):
     path = write(tmp_path / "t.csv", "y,c\n" + "\n".join(f"{i % 2},v{i % 7}" for i in range(60)) + "\n")
     flags = ["--label", "y", "--categorical", "c"]
     assert in_process(preprocess, "table", path, "--out", tmp_path / "one", *flags)[0] == 0
-    made = f"--vocabulary {tmp_path / 'one'} was made by another command; use preprocess table"
+    made = f"--vocabulary {tmp_path / 'one'}: this data set was made by another command; use preprocess table"
     refused(tmp_path, in_process, path, [], made, "criteo")
     other = write(tmp_path / "u.csv", "y,d\n0,1\n1,2\n")
     refused(tmp_path, in_process, other, [], "u.csv has no column 'c'; it has y, d")
