@@ -187,7 +187,7 @@ def from_json(content: Any) -> Schema:
     if not all(isinstance(text, str) for text in [*texts, *(space.name for space in spaces)]):
         raise TypeError("a name in the schema is not text")
     if not all(type(number) is int for number in numbers):
-        raise TypeError("an id or a count of ids in the schema is not an integer")
+        raise TypeError("an id or a number of ids in the schema is not an integer")
     return Schema(dense=dense, columns=columns, spaces=spaces, targets=targets, **content)
 
 
