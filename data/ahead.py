@@ -1,4 +1,4 @@
-"""Background threads that open and sort windows of shards before their rows are needed."""
+"""Background threads that open shards and compute the order of their rows before the rows are needed."""
 
 import threading
 from collections import deque
@@ -13,20 +13,20 @@ from hostdev.data.order import Window
 from hostdev.data.rows import Piece, Rows
 
 _THREADS = 2
-_AHEAD = 2  # number of shards to open in advance, or one window if it has more
+_AHEAD = 2  # open whole windows in advance until they have at least this many shards
 
 
 def opened(
     windows: Sequence[Window], open_shard: Callable[[int, threading.Event], list[Piece]]
 ) -> Generator[Rows, None, None]:
-    """Yield the rows of each window while threads open the next two shards, or the whole next window if it has more.
+    """Yield the rows of each window, while threads open the windows after it: enough to have two shards ready.
 
-    Each open shard uses one mapped file, and 8 bytes per row for the order (16 while sorting). Closing the iterator
-    ends the threads.
+    Each open shard maps one file and, if shuffled, needs 8 bytes per row for the order of its rows (16 while this order
+    is computed). Closing the iterator ends the threads.
 
     Args:
-        open_shard: Called with a shard's number and an event that is set on close; errors from this function
-            are raised in window order.
+        open_shard: Called with a shard's number and an event that is set when the iterator is closed. If it fails, its
+            error is raised when the shard's window is due.
     """
     if len(windows) == 1 and len(windows[0].shards) == 1:
         [window] = windows

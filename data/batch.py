@@ -1,4 +1,4 @@
-"""Batches: the samples of one step, as the reader yields them."""
+"""Batches; each holds the samples of one step."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,14 +11,15 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """B samples, with ids in the schema's shared id range.
+    """B samples, whose ids are in the range [0, `Schema.rows`).
 
     Attributes:
-        label: float32 [B], or [B, labels] if the schema has several: 0 or 1, or any number for regression.
+        label: float32 [B], or [B, labels] if the schema has several labels: 0 or 1, or any number for regression.
         dense: float32 [B, dense columns], scaled.
         ids: int32 or int64 [B, columns of kind "id"].
-        bags: By column of kind "bag": concatenated ids [N] with the dtype of `ids`, and lengths int32 [B].
-        whole: Size of the step's full batch if this is a slice of it, or None if this is the full batch.
+        bags: For each column of kind "bag", the concatenated ids of all samples [N], with the dtype of `ids`, and the
+            number of ids of each sample, int32 [B].
+        whole: Size of the step's full batch if this batch is a slice of it, otherwise None.
         weight: float32 [B], the samples' weights in the loss, or None if all are 1.
     """
 
@@ -39,7 +40,7 @@ class Batch:
         return len(self) if self.whole is None else self.whole
 
     def split(self, edges: Sequence[int]) -> "Iterator[Batch]":
-        """Yield the slices between consecutive edges, without copying."""
+        """Yield the slices of the batch between consecutive indices in `edges`, without copying."""
         ends = {name: np.concatenate([[0], np.cumsum(lengths)]) for name, (_, lengths) in self.bags.items()}
         for start, stop in pairwise(edges):
             bags = {

@@ -11,5 +11,6 @@ def require(folder: Path) -> None:
     """Raise UserError unless `folder` has a manifest."""
     if not (folder / FILE_NAME).is_file():
         raise UserError(
-            f"{folder} is not a data set: it has no {FILE_NAME}; create one with python -m hostdev.data.preprocess"
+            f"{folder} is not a data set: it has no {FILE_NAME}; create a data set with python -m "
+            "hostdev.data.preprocess"
         )

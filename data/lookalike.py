@@ -25,7 +25,9 @@ def cache_folder() -> Path:
     try:
         home = Path.home()
     except RuntimeError:
-        raise UserError("no home folder for the synthetic data set; set XDG_CACHE_HOME or pass --data") from None
+        raise UserError(
+            "there is no home folder to store the synthetic data set in; set XDG_CACHE_HOME or pass --data"
+        ) from None
     return (home / "Library/Caches" if sys.platform == "darwin" else home / ".cache") / "hostdev"
 
 
@@ -41,7 +43,10 @@ def _folder() -> Path:
 
 
 def ensure() -> tuple[Path, bool]:
-    """Return the synthetic data set's folder and whether this call created it; concurrent processes share it."""
+    """Create the synthetic data set unless it exists; return its folder, and whether it was missing.
+
+    Concurrent processes may call this; all of them get the same folder.
+    """
     folder = _folder()
     if (folder / FILE_NAME).is_file():
         return folder, False

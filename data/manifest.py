@@ -1,6 +1,6 @@
-"""A data set's manifest, which describes its shards and their sources. Writes format version 2, reads 1 and 2.
+"""A data set's manifest, which describes its shards and their sources. Format versions 1 and 2 are read, 2 is written.
 
-Version 1 supports only Criteo's columns. It has no id ranges, so every column gets the full range.
+Version 1 has only Criteo's columns and no id ranges, so every column gets the range of all values' ids.
 """
 
 import json
@@ -32,8 +32,8 @@ REJECTED_FILE = "rejected.tsv"
 def shard_schema(schema: Schema, id_type: str) -> pa.Schema:
     """Return the Arrow schema of a shard with ids of type "int32" or "int64".
 
-    The fields are label (a fixed-size list if there are several), weight (if there is one), the fixed-size lists dense
-    and cat (omitted if empty), and "bag:NAME" for each bag.
+    The fields are label (a fixed-size list if there are several labels), weight (if the samples have weights), the
+    fixed-size lists dense (numbers) and cat (ids), each omitted if it would be empty, and "bag:NAME" for each bag.
     """
     ids = pa.int32() if id_type == "int32" else pa.int64()
     several = len(schema.labels) > 1
@@ -65,18 +65,18 @@ class Manifest:
     id_type: str  # "int32" or "int64"
     train: list[Shard]
     test: list[Shard]
-    vocabulary: str | None  # Arrow file: column or id space, value and count by id; None if ids are hashed
+    vocabulary: str | None  # Arrow file: column or id space, value and count of each id; None if ids are hashed
     vocabulary_sha256: str | None  # None in older data sets
     rejected_sha256: str | None  # None in older data sets, which have no checksum of the manifest either
     options: dict[str, Any]
     statistics: dict[str, Any]
     sources: list[dict[str, Any]]
-    kinds: dict[str, Any] = field(default_factory=dict)  # by id column: its types and text forms in the source files
+    kinds: dict[str, Any] = field(default_factory=dict)  # by column with ids: types and text forms in the sources
     validation: list[Shard] = field(default_factory=list)  # empty if there are no validation rows
 
     @property
     def vocabulary_size(self) -> int:
-        """Number of rows of a table that all columns share, including fixed ids."""
+        """Total number of ids, including the fixed ones: those of dense columns and of out-of-vocabulary values."""
         return self.schema.rows
 
     @property
@@ -95,13 +95,13 @@ class Manifest:
 
     @property
     def identity(self) -> str:
-        """Checksum of the rows and the schema, which training and evaluation depend on."""
+        """Checksum of everything that training and evaluation depend on: the rows and the schema."""
         content: dict[str, Any] = {"schema": self.schema.as_json(), "id_type": self.id_type}
         content |= {split: [[shard.rows, shard.sha256] for shard in self.shards(split)] for split in self.splits}
         return json_checksum(content)
 
     def uses(self, split: str) -> int:
-        """Return the number of id occurrences in a split, including dense columns."""
+        """Return the number of id occurrences in a split, including one in each row for each dense column."""
         each = len(self.schema.dense) + len(self.schema.ids)
         bags = sum(self.statistics["bag_values"][name][split] for name in self.schema.bags)
         return self.rows(split) * each + int(bags)
@@ -130,7 +130,7 @@ def read(folder: Path) -> Manifest:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     if found not in ((FORMAT, VERSION), (FORMAT, 1)):
         raise UserError(
-            f"{path} has format {found[0]!r} version {found[1]!r}; this hostdev reads "
+            f"{path} has format {found[0]!r} version {found[1]!r}; this version of hostdev reads "
             f"{FORMAT!r} versions 1 to {VERSION}; preprocess the data again"
         )
     sha256 = content.pop("sha256", None)
@@ -169,7 +169,7 @@ def _without_checksum(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_names(folder: Path, content: dict[str, Any]) -> None:
-    """Raise ValueError for file names outside the data set's folder."""
+    """Raise ValueError if a file name leads outside the data set's folder."""
     for split in SPLITS:
         for shard in content[split]:
             inside(folder, shard.file)
@@ -178,7 +178,7 @@ def _check_names(folder: Path, content: dict[str, Any]) -> None:
 
 
 def _version_1(content: dict[str, Any]) -> Schema:
-    """Remove the schema fields of a version 1 manifest and return them as a Schema."""
+    """Remove the fields that describe the schema from a version 1 manifest's content, and return the Schema."""
     rows, dense, names = (content.pop(key) for key in ("vocabulary_size", "dense_names", "categorical_names"))
     fixed = len(dense) + len(names)
     if type(rows) is not int or rows < fixed:
@@ -210,7 +210,9 @@ def read_counts(folder: Path, found: Manifest) -> npt.NDArray[np.int64]:
         raise_if_transient(error)
         raise UserError(f"{path} is broken ({in_words(error)}); preprocess the data again") from None
     if len(column) != found.vocabulary_size:
-        raise UserError(f"{path} has {len(column)} ids, not {found.vocabulary_size}; preprocess the data again")
+        raise UserError(
+            f"{path} has {len(column)} ids, but the manifest has {found.vocabulary_size}; preprocess the data again"
+        )
     wrong = _wrong_counts(column, found.uses("train"))
     if wrong is not None:
         raise UserError(f"{path} is broken ({wrong}); preprocess the data again")
@@ -218,7 +220,7 @@ def read_counts(folder: Path, found: Manifest) -> npt.NDArray[np.int64]:
 
 
 def _wrong_counts(column: Any, uses: int) -> str | None:
-    """Return the problem with a vocabulary's counts, which must add up to `uses`, or None."""
+    """Describe what is wrong with a vocabulary's counts, or return None; the counts must add up to `uses`."""
     if column.type != pa.int64():
         return f"its counts are {column.type}, not int64"
     if column.null_count:
@@ -254,7 +256,7 @@ def _check(found: Manifest, path: Path) -> None:
 
 
 def _has_bag_values(found: Manifest) -> bool:
-    """Return whether the statistics have each bag's number of values."""
+    """Return whether the statistics have the number of values of each bag in each split."""
     values = found.statistics.get("bag_values", {}) if isinstance(found.statistics, dict) else None
     return isinstance(values, dict) and all(
         isinstance(values.get(bag), dict) and all(type(values[bag].get(split)) is int for split in found.splits)
@@ -263,7 +265,7 @@ def _has_bag_values(found: Manifest) -> bool:
 
 
 def _has_kinds(kinds: Any) -> bool:
-    """Return whether `kinds` maps columns to types and forms."""
+    """Return whether `kinds` has a list of types and a list of forms for each column that it names."""
     return isinstance(kinds, dict) and all(
         isinstance(kind, dict)
         and set(kind) == {"types", "forms"}
@@ -273,7 +275,7 @@ def _has_kinds(kinds: Any) -> bool:
 
 
 def _has_rates(missing: Any) -> bool:
-    """Return whether `missing` maps splits and columns to shares of missing values."""
+    """Return whether `missing` has a number, the share of missing values, for each column in each split."""
     return isinstance(missing, dict) and all(
         isinstance(of_split, dict) and all(isinstance(rate, int | float) for rate in of_split.values())
         for of_split in missing.values()

@@ -22,7 +22,7 @@ _ALL = {**STATISTICS_OF, BY_COLUMN: SCALING_STATISTICS}
 
 
 def check_values(options: dict[str, Any], statistics: dict[str, Any], dense: tuple[str, ...]) -> None:
-    """Raise ValueError for an invalid option or statistic; a missing one is valid."""
+    """Raise ValueError if an option or statistic is present but invalid."""
     for name, kind in _OPTIONS.items():
         if name in options:
             parse(kind, options[name], f"options.{name}")
@@ -36,9 +36,12 @@ def check_values(options: dict[str, Any], statistics: dict[str, Any], dense: tup
 
 
 def check_scaling(mode: str, statistics: dict[str, Any], dense: tuple[str, ...]) -> None:
-    """Raise ValueError unless `statistics` are exactly those of `mode`: max, log, standard or "by column"."""
+    """Raise ValueError unless `statistics` has exactly the entries that scaling `mode` needs, all valid.
+
+    The modes are max, log, standard and "by column".
+    """
     if sorted(statistics) != sorted(_ALL[mode]):
-        raise ValueError(f"scaling {mode} needs {', '.join(_ALL[mode])}, found {', '.join(statistics) or 'nothing'}")
+        raise ValueError(f"scaling {mode} needs {', '.join(_ALL[mode])}, not {', '.join(statistics) or 'nothing'}")
     for name, values in statistics.items():
         _check_scale(name, values, dense)
 
@@ -47,7 +50,7 @@ def _check_scale(name: str, values: Any, dense: tuple[str, ...]) -> None:
     if name == CLIP:
         limits = parse(dict[str, list[float]], values, f"statistics.{name}")
         if not set(limits) <= set(dense) or any(len(two) != 2 for two in limits.values()):
-            raise ValueError(f"statistics.{name} must map numeric columns to two limits each")
+            raise ValueError(f"statistics.{name} must map names of numeric columns to two limits each")
     elif len(parse(list[float], values, f"statistics.{name}")) != len(dense):
         raise ValueError(f"statistics.{name} must have one value for each of the {len(dense)} numeric columns")
 

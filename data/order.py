@@ -1,4 +1,4 @@
-"""The order of a data set's rows, computed from the seed, the epoch and the shuffle window."""
+"""The order of a data set's rows, computed from the seed, the epoch and the width of the shuffle window."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from hostdev.kernels.counter import key64, permutation
 
 @dataclass(frozen=True)
 class Window:
-    """Consecutive shards that are shuffled together.
+    """Shards whose rows are shuffled together; they are consecutive in the order of an epoch.
 
     Attributes:
         shards: The shards' numbers in the split, from 0.
         rows: Total number of rows.
-        key: Key of the row permutation, or None for stored order.
+        key: Key that determines the permutation of the rows, or None for stored order.
     """
 
     shards: tuple[int, ...]
@@ -29,12 +29,12 @@ class Window:
 
 
 def windows_of(rows: Sequence[int], seed: int | None, epoch: int, width: int) -> list[Window]:
-    """Return an epoch's windows in order; each shard is in one window.
+    """Return the windows of an epoch in the order of reading; each shard is in one window.
 
     Args:
         rows: Number of rows of each shard.
-        seed: Seed for shuffling shards and rows, or None for stored order.
-        width: Number of shards in a window; the last window may have fewer.
+        seed: Seed for shuffling shards and rows, or None for stored order, in windows of one shard.
+        width: Number of shards in a shuffled window; the last window may have fewer.
     """
     if seed is None:
         return [Window((number,), rows[number], None) for number in range(len(rows))]

@@ -16,9 +16,9 @@ from hostdev.kernels.pool import run_tasks
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of one record batch; bags are concatenated values [N] and offsets [n + 1]."""
+    """The n rows of one record batch; each bag has concatenated values [N] and offsets [n + 1]."""
 
-    label: npt.NDArray[np.float32]  # [n], or [n, labels] if there are several
+    label: npt.NDArray[np.float32]  # [n], or [n, labels] if there are several labels
     dense: npt.NDArray[np.float32]  # [n, dense columns]
     ids: npt.NDArray[Any]  # [n, columns with one id]
     bags: dict[str, tuple[npt.NDArray[Any], ragged.Offsets]]
@@ -29,10 +29,10 @@ class Piece:
 
 
 class Rows:
-    """Concatenated rows of pieces, without copying.
+    """The concatenated rows of one or more pieces, which are not copied.
 
     Args:
-        pieces: The pieces, at least one.
+        pieces: The pieces, in order.
         order: Permutation of the rows, int64 [n], or None for stored order.
     """
 
@@ -48,7 +48,7 @@ class Rows:
         }
 
     def places(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Return the locations of rows [start, stop) of the order, encoded as in kernels.pieces."""
+        """Return the locations of the rows at positions [start, stop) of the order, encoded as in kernels.pieces."""
         rows = np.arange(start, stop) if self._order is None else self._order[start:stop]
         return places_of(rows, self._first)
 
@@ -56,15 +56,15 @@ class Rows:
         return self._size
 
 
-Range = tuple[Rows, int, int]  # the rows [start, stop) in the order of a `Rows`
+Range = tuple[Rows, int, int]  # positions [start, stop) in the order of a `Rows`
 
 
 def gathered(ranges: Sequence[Range], whole: int | None) -> Batch:
-    """Copy rows into a batch, in order, with the host threads.
+    """Copy rows into a batch, in the order of `ranges`, with the host threads.
 
     Args:
-        ranges: At least one range; all rows have the same columns.
-        whole: Size of the step's full batch if this is a slice of it, or None if this is the full batch.
+        ranges: The rows to copy: one or more ranges, with the same columns.
+        whole: Size of the step's full batch if the new batch is a slice of it, otherwise None.
     """
     ends = np.cumsum([0, *(stop - start for _, start, stop in ranges)]).tolist()
     found = [

@@ -2,10 +2,11 @@
 
 An id space holds the values of a column, or of several columns that share ids. All id spaces share one range of `rows`
 ids: one for each dense column (used only by models that look up dense columns), one out-of-vocabulary id for each id
-space, then the values by id space, in order of first occurrence. All hashed id spaces share the same range of values.
+space, then the ids of the values, id space by id space, in order of first occurrence. If ids are hashed, all id spaces
+share the ids of the hash buckets.
 
-A data set that extends an earlier one appends its new values, again by id space. An id space can thus have several
-segments.
+A data set that extends an earlier one appends ids for new values, again id space by id space. The ids of an id space
+can thus be in several segments.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -24,7 +25,7 @@ KINDS = ("id", "bag")
 class Space:
     """An id space: its out-of-vocabulary id, and the ids [first, first + size) of its values.
 
-    `more` has further segments (first, size), ascending, for values added by later data sets.
+    `more` lists further segments (first, size), ascending, for the values that later data sets added.
     """
 
     name: str
@@ -57,7 +58,7 @@ class Space:
         return replace(self, size=last + size)
 
     def has(self, ids: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-        """Return whether each of the ids [N] is a value of this id space, bool [N]."""
+        """Return whether each of the ids [N] belongs to a value of this id space, bool [N]."""
         found = np.zeros(ids.shape, np.bool_)
         for first, size in self.segments:
             found |= (ids >= first) & (ids < first + size)
@@ -69,7 +70,7 @@ class Space:
             if number < size:
                 return first + number
             number -= size
-        raise IndexError(f"space {self.name!r} has {self.values} values")
+        raise IndexError(f"id space {self.name!r} has only {self.values} values")
 
     def in_words(self) -> str:
         """Return the values' id ranges as text, such as "4..7, 20..22" or ""."""
@@ -90,12 +91,12 @@ class Schema:
     """The columns of a data set and its total number of ids.
 
     Attributes:
-        label: Name of the label column, or of the first one.
+        label: Name of the first label.
         dense: Names of the dense columns.
         columns: The id and bag columns.
         spaces: The columns' id spaces.
         rows: Total number of ids, which is the number of rows of a table that all columns share.
-        targets: Further labels, labels that can be any number, and the column of weights.
+        targets: The further labels, which labels can be any number, and the column of weights.
     """
 
     label: str
@@ -109,28 +110,28 @@ class Schema:
         weight = () if self.targets.weight is None else (self.targets.weight,)
         names = [*self.labels, *weight, *self.dense, *(column.name for column in self.columns)]
         if unknown := set(self.targets.numeric) - set(self.labels):
-            raise ValueError(f"{min(unknown)!r} is not a label")
+            raise ValueError(f"the targets name {min(unknown)!r} as numeric, but {min(unknown)!r} is not a label")
         if twice := _twice(names):
             raise ValueError(f"column {twice!r} occurs twice")
         spaces = [space.name for space in self.spaces]
         if twice := _twice(spaces):
-            raise ValueError(f"space {twice!r} occurs twice")
+            raise ValueError(f"id space {twice!r} occurs twice")
         for column in self.columns:
             if column.kind not in KINDS:
                 raise ValueError(f"column {column.name!r} is of kind {column.kind!r}, not one of {', '.join(KINDS)}")
             if column.space not in spaces:
-                raise ValueError(f"column {column.name!r} names an unknown space {column.space!r}")
+                raise ValueError(f"column {column.name!r} names an unknown id space {column.space!r}")
         fixed = len(self.dense) + len(self.spaces)
         if self.rows < fixed:
-            raise ValueError(f"{self.rows} rows are fewer than the {fixed} fixed ids")
+            raise ValueError(f"{self.rows} ids are too few: dense columns and out-of-vocabulary values need {fixed}")
         for space in self.spaces:
             if not (0 <= space.oov < self.rows and space.size >= 0 and 0 <= space.first <= self.rows - space.size):
-                raise ValueError(f"space {space.name!r} has ids outside 0..{self.rows - 1}")
+                raise ValueError(f"id space {space.name!r} has ids outside 0..{self.rows - 1}")
             end = space.first + space.size
             for first, size in space.more:
                 if size < 1 or first < end or first + size > self.rows:
                     raise ValueError(
-                        f"space {space.name!r} has id segments that overlap, are empty or end outside "
+                        f"id space {space.name!r} has segments that overlap, are empty or end outside "
                         f"0..{self.rows - 1}"
                     )
                 end = first + size
@@ -152,7 +153,7 @@ class Schema:
 
     @property
     def id_type(self) -> str:
-        """The smallest dtype for all ids: "int32" or "int64"."""
+        """The smallest dtype that can hold all ids: "int32" or "int64"."""
         return "int32" if self.rows <= 2**31 else "int64"
 
     @property
@@ -193,10 +194,10 @@ def from_json(content: Any) -> Schema:
 def _space(content: Any) -> Space:
     """Parse an id space of a manifest."""
     if not isinstance(content, dict):
-        raise TypeError("a space is not an object")
+        raise TypeError("an id space of the schema is not an object")
     more = content.get("more", ())
     if not isinstance(more, list | tuple) or not all(isinstance(one, list | tuple) and len(one) == 2 for one in more):
-        raise TypeError("further segments of a space are not pairs")
+        raise TypeError("the further segments of an id space are not pairs")
     return Space(**{**content, "more": tuple((first, size) for first, size in more)})
 
 
@@ -205,6 +206,6 @@ def _numbers(space: Space) -> tuple[Any, ...]:
 
 
 def _twice(names: list[str]) -> str | None:
-    """Return a duplicate name, or None."""
+    """Return a name that occurs twice, or None."""
     seen: set[str] = set()
     return next((name for name in names if name in seen or seen.add(name)), None)  # type: ignore[func-returns-value]

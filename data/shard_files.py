@@ -1,7 +1,7 @@
 """Memory-mapped Arrow IPC files; every file is checked before its rows are used.
 
 A file is read sequentially before it is mapped: the first time to verify its checksum, later to load it into the page
-cache for random access. A read error, or a file that was shortened or replaced, raises an error at that point. A file
+cache for random access. This raises an error if the file cannot be read, or was shortened or replaced. A file
 that has changed since its checksum was computed is hashed again. Shortening a file that is already mapped kills the
 process (SIGBUS).
 """
@@ -45,7 +45,7 @@ class ShardFiles:
 
         Raises:
             StoppedError: `stop` is set.
-            UserError: The file is missing or does not match the manifest, or an id or a label is invalid.
+            UserError: The file is missing or does not match the manifest, or an id, label or weight is invalid.
         """
         path = self._root / shard.file
         state = self._read(path, shard, stop)
@@ -104,8 +104,8 @@ class ShardFiles:
 
         def outside(row: int, name: str, found: int) -> UserError:
             return UserError(
-                f"shard {path}, row {row}, field {name}: id {found} is outside "
-                f"0..{size - 1}, the table's rows; preprocess the data again"
+                f"shard {path}, row {row}, field {name}: id {found} is not one of the data set's ids, "
+                f"0..{size - 1}; preprocess the data again"
             )
 
         for first, piece in _numbered(pieces):
@@ -131,7 +131,7 @@ class ShardFiles:
 
 
 def _numbered(pieces: list[Piece]) -> Iterator[tuple[int, Piece]]:
-    """Yield each piece with the index of its first row."""
+    """Yield each piece, preceded by the index of the piece's first row in the shard."""
     first = 0
     for piece in pieces:
         yield first, piece

@@ -20,7 +20,7 @@ class ShardReader:
         root: The data set's folder.
         manifest: The data set's manifest.
         split: "train", "test" or "validation".
-        shuffle_window: Number of consecutive shards (in the epoch's order) that are shuffled together.
+        shuffle_window: Number of consecutive shards (in the epoch's order) whose rows are shuffled together.
     """
 
     def __init__(self, root: Path, manifest: Manifest, split: str, *, shuffle_window: int = 1) -> None:
@@ -34,7 +34,7 @@ class ShardReader:
         self.rows = manifest.rows(split)
 
     def require(self, batch_size: int) -> None:
-        """Raise UserError unless a batch of this size can be filled."""
+        """Raise UserError if the split has fewer than `batch_size` rows."""
         if batch_size > self.rows:
             kind = "training" if self._split == "train" else self._split
             smaller = max(1, min(1000, self.rows // 20))
@@ -55,11 +55,11 @@ class ShardReader:
         Args:
             seed: Seed for shuffling shards and the rows of each window, or None for stored order.
             skip: Number of batches to skip; windows that contain only skipped rows are not read.
-            part: (i, n): yield slice i, from 0, of the n slices of each batch; a slice may be empty.
+            part: (i, n): divide each batch into n slices and yield only slice i, from 0; a slice may be empty.
 
         Raises:
-            UserError: A shard is missing or does not match the manifest, or an id or a label is invalid; raised after
-                all preceding batches.
+            UserError: A shard is missing or does not match the manifest, or an id, label or weight is invalid. The
+                batches of earlier windows are yielded first.
         """
         windows = windows_of([shard.rows for shard in self._shards], seed, epoch, self._window)
         passed = skip * batch_size

@@ -1,4 +1,4 @@
-"""What a data set gives a model to predict: one or more labels, and a weight for each sample."""
+"""The targets of a data set: the labels that a model learns to predict, and the weights of samples in the loss."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -43,16 +43,17 @@ def from_json(content: Any) -> Targets:
 
 
 def columns_of(label: npt.NDArray[np.float32]) -> list[npt.NDArray[np.float32]]:
-    """Return each label's values [n], from labels [n] or [n, labels]."""
+    """Return a list with each label's values [n], from an array [n] (a single label) or [n, labels]."""
     return [label] if label.ndim == 1 else list(label.T)
 
 
 def find_wrong(
     label: npt.NDArray[np.float32], weight: npt.NDArray[np.float32] | None, labels: tuple[str, ...], targets: Targets
 ) -> tuple[str, str, npt.NDArray[np.int64], npt.NDArray[np.float32]] | None:
-    """Find invalid labels or weights of n samples.
+    """Find the first label or weight column that has invalid values in n samples.
 
-    Returns the column's name, the fault, the indices of the samples, and the column's values; None if all are valid.
+    Returns the column's name, what is wrong, the indices of the samples with an invalid value, and all values of the
+    column; None if all columns are valid.
     """
     for name, values in zip(labels, columns_of(label), strict=True):
         is_number = name in targets.numeric

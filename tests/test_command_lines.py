@@ -22,7 +22,7 @@ WRONG = {
     "checkpoint": (["diff", ".", "nope"], "nope does not exist"),
     "advise": (
         ["--data", "nope"],
-        "nope is not a data set: it has no manifest.json; create one with python -m hostdev.data.preprocess",
+        "nope is not a data set: it has no manifest.json; create a data set with python -m hostdev.data.preprocess",
     ),
     "verify": (["--steps", 1], "--steps must be at least 2, not 1"),
     "warm-up": (["--jobs", 0], "--jobs must be in 1..256, not 0"),

@@ -1,7 +1,7 @@
 """Build a data set in two passes: learn from the training rows, then encode all rows into shards.
 
-The source is read once: the first pass parses it into pieces on disk, which the second reads. If the process is
-interrupted, finished work is kept, and the same command continues from it. The result depends only on the rows
+The source is read once: the first pass parses it into pieces on disk, which the second pass reads. If the process
+is interrupted, finished work is kept, and the same command continues from it. The result depends only on the rows
 and the options.
 """
 
@@ -45,17 +45,17 @@ def build(
 ) -> Manifest:
     """Write a data set into the new folder `out` and return its manifest.
 
-    The folder appears under its name only when it is complete. After an interruption or a
-    TransientError, finished work stays next to it for the next call with the same arguments; a UserError removes it.
+    The folder gets its name only when it is complete. After an interruption or a TransientError, the finished work
+    stays next to `out` for the next call with the same arguments; after a UserError, it is removed.
 
     Args:
         threads: Number of threads, or None for the number that host kernels use.
-        earlier: A data set whose ids and scaling are kept; new values get ids after its own.
+        earlier: A data set whose ids and scaling are reused; new values get higher ids.
 
     Raises:
-        UserError: `out` exists; `earlier` has other columns, scaling or kinds of ids; more than 1% of the lines are
-            malformed; or the training or the test split is empty.
-        TransientError: The vocabulary, or a shard for each thread, does not fit into memory, or a read fails.
+        UserError: `out` exists; `source` and `options` differ from `earlier` in columns, scaling or the kind of ids;
+            more than 1% of the lines are malformed; or a split that must have rows is empty.
+        TransientError: The vocabulary, or one shard per thread, does not fit into memory; or a read fails.
     """
     if earlier is not None:
         earlier.require(source, options.dense, options.hash_buckets)
@@ -71,7 +71,7 @@ class _Build:
     def __init__(self, source: Source, work: Work, options: Options, threads: int, earlier: Earlier | None) -> None:
         self._source, self._work, self._options, self._threads = source, work, options, threads
         self._earlier = earlier
-        self._known_shares: dict[str, float] | None = None  # by id space: share of occurrences with an earlier id
+        self._known_shares: dict[str, float] | None = None  # by id space: share of occurrences with an id of `earlier`
         self._padded: dict[str, list[Any]] = {}  # by bag: a value that makes up most of its values, and its share
         self._layout: Layout = source.layout
         has_validation = source.has_validation or options.validation_fraction is not None
@@ -132,7 +132,7 @@ class _Build:
         return self._write_manifest(schema, scaling, rows, shards, uses)
 
     def _is_learned(self, entries: Sequence[dict[str, Any]], workers: Workers) -> bool:
-        """Return whether the learned files that the journal lists are present and intact."""
+        """Return whether the journal has the learned schema and scaling, and all files written with them are intact."""
         found = next((entry["learned"] for entry in entries if "learned" in entry), None)
         if found is None or self._hashed is not None:
             return found is not None
@@ -140,7 +140,10 @@ class _Build:
         return _count_intact(paths, found["checksums"], workers) == len(paths)
 
     def _rows(self) -> dict[str, int]:
-        """Return the number of rows of each split; raise UserError if a required split is empty."""
+        """Return the number of rows of each split.
+
+        Raises UserError if a required split is empty, or no label is positive by a --positive rule.
+        """
         rows = {split: sum(fact.rows[i] for fact in self._facts) for i, split in enumerate(self._splits)}
         total = sum(rows.values())
         if total == 0:
@@ -165,7 +168,7 @@ class _Build:
     def _learn(
         self, entries: Sequence[dict[str, Any]], rows: dict[str, int], workers: Workers
     ) -> tuple[Schema, Scaling]:
-        """Return the schema and the scaling from the journal; if it has none, learn them and write the vocabulary."""
+        """Return the schema and the scaling that the journal records, or else learn them and write the vocabulary."""
         of, signed = (self._options.dense, self._layout.dense, self._layout.scaling), self._source.signed
         for entry in entries:
             if "learned" in entry:
@@ -204,7 +207,7 @@ class _Build:
     def _write_shards(
         self, entries: Sequence[dict[str, Any]], schema: Schema, scaling: Scaling, workers: Workers
     ) -> tuple[dict[str, list[Shard]], dict[str, Any]]:
-        """Write the missing shards; return all shards by split, and their id statistics."""
+        """Write the shards that do not exist yet; return all shards by split, and statistics of their ids."""
         folder = self._work.result
         written = {entry["shard"]["file"]: entry["shard"] for entry in entries if "shard" in entry}
         shards: dict[str, list[Shard]] = {split: [] for split in self._splits}
@@ -266,7 +269,7 @@ class _Build:
         shards: dict[str, list[Shard]],
         uses: dict[str, Any],
     ) -> Manifest:
-        """Write the malformed lines and the manifest; `uses` has the id statistics."""
+        """Write the malformed lines and the manifest; `uses` has the statistics that `_write_shards` returned."""
         folder = self._work.result
         with (folder / REJECTED_FILE).open("w", encoding="utf-8", errors="replace") as file:
             for path, fact in zip(self._paths, self._facts, strict=True):
@@ -305,7 +308,7 @@ class _Build:
         return manifest
 
     def _kinds(self) -> dict[str, Any]:
-        """Return the types and text forms of id columns; empty if the source has values of one kind only."""
+        """Return the types and text forms of each column with ids; empty if all values of the source have one kind."""
         if self._source.kinds is None:
             return {}
         forms: dict[str, dict[int, frozenset[int]]] = {}
@@ -316,11 +319,11 @@ class _Build:
         return self._source.kinds(forms)
 
     def _by_split(self, of: Callable[[Facts, int], float]) -> dict[str, float]:
-        """Return the sum of `of` over all pieces, by split."""
+        """Return, for each split, the sum of `of(facts, split number)` over the facts of all pieces."""
         return {split: sum(of(fact, i) for fact in self._facts) for i, split in enumerate(self._splits)}
 
     def _label_means(self, rows: dict[str, int]) -> dict[str, Any]:
-        """Return the mean of the first label by split, and by label those of further labels."""
+        """Return the label means for the manifest: of the first label by split, of others by label and split."""
         means = {}
         for k, name in enumerate(self._layout.labels):
             sums = {split: math.fsum(fact.labels[i][k] for fact in self._facts) for i, split in enumerate(self._splits)}
@@ -334,7 +337,7 @@ class _Build:
         return {"bag_values": values} if values else {}
 
     def _missing(self, rows: dict[str, int]) -> dict[str, dict[str, float]]:
-        """Return the share of missing values by split and column, without bags, which omit missing values."""
+        """Return the share of missing values by split and column. Bags are left out, as they omit missing values."""
         names = [*self._layout.dense, *(column.name for column in self._layout.ids)]
         return {
             split: {name: sum(fact.missing[i][k] for fact in self._facts) / rows[split] for k, name in enumerate(names)}
@@ -344,7 +347,7 @@ class _Build:
 
 
 def _count_sound(entries: Sequence[dict[str, Any]], layout: Layout, mode: str, splits: int) -> int:
-    """Return the number of leading journal entries that are valid and in order."""
+    """Return how many journal entries, from the first on, are valid and in order."""
     order = ("piece", "parsed", "learned", "shard")
     stage = 0
     for number, entry in enumerate(entries):
@@ -384,10 +387,12 @@ class _Done(Shard):
     """The journal entry of a written shard.
 
     Attributes:
-        out: Number of out-of-vocabulary ids of each column with ids.
-        uses: Number of ids of each column with ids.
-        apart: In the first shard, the columns that share another column's ids but have no value in common with it.
-        squeezed: In the first shard, the numeric columns where a few huge numbers make all others nearly equal.
+        out: Number of out-of-vocabulary occurrences in each column with ids.
+        uses: Number of id occurrences in each column with ids.
+        apart: In the entry of the first training shard, the columns that share another column's ids but have no value
+            in common with it; otherwise empty.
+        squeezed: In the entry of the first training shard, the numeric columns with a few numbers so large that nearly
+            all others are almost equal when scaled; otherwise empty.
     """
 
     out: list[int]
@@ -397,7 +402,7 @@ class _Done(Shard):
 
 
 def _count_intact(paths: Sequence[Path], checksums: Sequence[str], workers: Workers) -> int:
-    """Return the number of leading files whose CRC-32 matches."""
+    """Return how many files, from the first on, have the expected CRC-32."""
 
     def check(path: Path, expected: str) -> bool:
         return path.is_file() and checksum(path, Crc32) == expected

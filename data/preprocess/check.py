@@ -34,7 +34,7 @@ from hostdev.data.targets import columns_of
 
 _NO_CHECKSUM = "no checksum recorded"
 _SHOWN = 40  # characters shown of a value
-_CLOSE = 1e-9  # relative tolerance for means that differ only by the order of a sum
+_CLOSE = 1e-9  # relative tolerance of means, which depend on the order of summation
 
 
 class DamagedDataError(UserError):
@@ -45,13 +45,21 @@ class DamagedDataError(UserError):
 
 @dataclass
 class Report:
-    """The report: `lines` has a line for each part of the data set and each finding, `wrong` only the findings."""
+    """The report of a check.
+
+    Attributes:
+        lines: A line for each part of the data set and each finding.
+        wrong: Only the lines of the findings.
+    """
 
     lines: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
     def say(self, path: Path, about: str, wrong: list[str]) -> None:
-        """Record a part of the data set and its findings, each a line with the path, the problem and the remedy."""
+        """Add the findings about a part of the data set, then a line about the part, with the description `about`.
+
+        Each finding in `wrong` is a line with the path, the problem and the remedy.
+        """
         wrong = [printable(line) for line in wrong]
         self.lines += wrong
         self.wrong += wrong
@@ -64,8 +72,10 @@ class Totals:
     """Sums over the rows of a shard or a split.
 
     Attributes:
-        known: Whether every row was readable and valid, so that the sums can be compared.
+        known: Whether every row was readable and valid, so that the sums can be compared with the manifest.
+        uses: Number of id occurrences.
         out: Number of out-of-vocabulary occurrences.
+        bags: Number of values in each bag.
     """
 
     known: bool = True
@@ -135,7 +145,7 @@ def check(folder: Path) -> Report:
 
 
 def _check_rejected(folder: Path, found: Manifest, report: Report) -> None:
-    """Check the file of rejected lines."""
+    """Check the file of malformed lines, and add the result to the report."""
     path, expected = folder / REJECTED_FILE, found.rejected_sha256
     about = counted(found.statistics.get("rejected", 0), "malformed line")
     try:
@@ -148,7 +158,10 @@ def _check_rejected(folder: Path, found: Manifest, report: Report) -> None:
 
 
 def _open_vocabulary(folder: Path, found: Manifest, report: Report) -> tuple[StoredVocabulary | None, list[str]]:
-    """Return the vocabulary, or None if absent or unreadable, and the findings about its id ranges."""
+    """Open the vocabulary; return it and the findings about its id ranges.
+
+    Returns None for the vocabulary if ids are hashed, or if the file is unreadable; the report then says so.
+    """
     if found.vocabulary is None:
         return None, []
     try:
@@ -169,18 +182,18 @@ def _open_vocabulary(folder: Path, found: Manifest, report: Report) -> tuple[Sto
 
 
 def _format_kept(found: Manifest) -> str:
-    """Format the number of ids kept from an earlier data set."""
+    """Format the number of ids kept from an earlier data set; return "" if there is none."""
     earlier = recorded(found)
     return "" if earlier is None else f" ({earlier['ids']:,} kept from {earlier['path']})"
 
 
 def _is_version_1(found: Manifest) -> bool:
-    """Return whether the manifest has version 1 and a vocabulary, and thus no id range for each space."""
+    """Return whether a manifest with a vocabulary is of version 1, which has no separate id range for each space."""
     return len(found.schema.spaces) > 1 and len({(space.first, space.size) for space in found.schema.spaces}) == 1
 
 
 def _wrong_ids(vocabulary: StoredVocabulary, found: Manifest, counts: npt.NDArray[Any] | None) -> Iterator[str]:
-    """Yield findings about values and counts; `counts` [ids] are of the training rows, or None if unknown."""
+    """Yield findings about values and counts; `counts` [ids] are counted in training rows, or None if not known."""
     path, fixed = vocabulary.path, found.schema.first_value
     values = vocabulary.table["value"]
     if values.slice(0, fixed).null_count != fixed or values.null_count != fixed:
@@ -198,7 +211,10 @@ def _wrong_ids(vocabulary: StoredVocabulary, found: Manifest, counts: npt.NDArra
     if least is not None and least < 0:
         yield f"{path}: it has counts below 0; {REMEDY}"
     elif (total or 0) != found.uses("train"):
-        yield f"{path}: its counts add up to {total:,}, not the {found.uses('train'):,} training ids; {REMEDY}"
+        yield (
+            f"{path}: its counts add up to {total:,}, not to the {found.uses('train'):,} ids in the training rows; "
+            f"{REMEDY}"
+        )
     if counts is None:
         return
     counts[: len(found.schema.dense)] = found.rows("train")
@@ -217,7 +233,10 @@ def _wrong_ids(vocabulary: StoredVocabulary, found: Manifest, counts: npt.NDArra
 
 
 def _check_shards(folder: Path, found: Manifest, split: str, counter: Counter | None, report: Report) -> Totals:
-    """Read the shards of a split and count the ids of training rows."""
+    """Check the shards of a split, add the result to the report, and return the sums over the rows.
+
+    If `counter` is given and the split is "train", it counts the ids.
+    """
     wrong: list[str] = []
     totals, shards = Totals(), found.shards(split)
     counting = counter if split == "train" else None
@@ -234,7 +253,7 @@ def _check_shards(folder: Path, found: Manifest, split: str, counter: Counter | 
 
 
 def _check_shard(folder: Path, found: Manifest, shard: Shard, counter: Counter | None) -> tuple[Totals, list[str]]:
-    """Read a shard; return the sums over its rows and the findings."""
+    """Read a shard; return the sums over its rows, and the findings. `counter`, if given, counts the ids."""
     totals = Totals()
     wrong: dict[str, Wrong] = {}
     try:
@@ -265,7 +284,7 @@ def _add_part(totals: Totals, part: Part, found: Manifest, counter: Counter | No
 
 
 def _label_means(found: Manifest, recorded: dict[str, Any], totals: Totals) -> Iterator[tuple[str, Any, float]]:
-    """Yield the name of each label's mean, its values in the statistics by split, and the mean of the rows."""
+    """Yield, for each label, the name of its mean in the statistics, the recorded means, and the rows' mean."""
     means = [total / max(1, totals.rows) for total in totals.labels or [0.0] * len(found.schema.labels)]
     yield "label_mean", recorded.get("label_mean"), means[0]
     for name, mean in zip(found.schema.targets.more, means[1:], strict=True):
@@ -274,7 +293,7 @@ def _label_means(found: Manifest, recorded: dict[str, Any], totals: Totals) -> I
 
 
 def _wrong_statistics(found: Manifest, split: str, totals: Totals) -> Iterator[str]:
-    """Yield findings about statistics of a split that contradict its rows."""
+    """Yield a finding for each statistic of a split that contradicts the split's rows."""
     if not totals.known:
         return
     recorded = found.statistics

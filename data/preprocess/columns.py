@@ -37,7 +37,7 @@ _SHOWN = 40  # characters of a wrong value in a message
 
 
 def get_buffers(texts: pa.Array) -> tuple[npt.NDArray[Any], npt.NDArray[np.uint8]]:
-    """Return the offsets, int32 or int64 [n + 1], and the bytes of texts without nulls."""
+    """Return the offsets, int32 or int64 [n + 1], and the bytes of n texts, none of which may be null."""
     _, offsets, data = texts.buffers()
     dtype = np.dtype(np.int64 if pa.types.is_large_string(texts.type) else np.int32)
     begin = np.zeros(1, dtype)
@@ -61,7 +61,10 @@ class WrongValueError(Exception):
 
 
 def check_text(array: pa.Array) -> None:
-    """Raise WrongValueError for a text, alone or in a list, that is not UTF-8; pa.ArrowInvalid for other damage."""
+    """Check an array of any type.
+
+    Raises WrongValueError if a text, in the array or in its lists, is not UTF-8, and pa.ArrowInvalid for other damage.
+    """
     try:
         array.validate(full=True)
         return
@@ -87,7 +90,7 @@ def find_row(value: int, lengths: npt.NDArray[Any]) -> int:
 
 @dataclass(frozen=True)
 class Positive:
-    """A rule for positive labels: `op`, one of >, >=, <, <=, = and !=, and the value to compare with."""
+    """A rule for which labels are positive: the comparison `op` (>, >=, <, <=, = or !=) with `value`."""
 
     op: str
     value: str
@@ -113,13 +116,13 @@ class Positive:
         if (found := _COMPARISON.fullmatch(text)) is not None:
             raise UserError(
                 f"--positive {text}: give only the comparison, '{found[2]}', which applies to the --label column; "
-                f"for a value that contains such a sign, write '={text}'"
+                f"if labels are the text {text!r}, write '={text}'"
             )
         return Positive("=", text.strip())
 
 
 def classify_type(found: pa.DataType) -> str:
-    """Return "text", "number", "bool", "other" (dates, times), "list" or "nested" for a column's type."""
+    """Return "text", "number", "bool", "other" (dates, times), "list" or "nested" (also unsupported) for a type."""
     if pa.types.is_dictionary(found):
         return classify_type(found.value_type)
     if any(test(found) for test in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)):
@@ -175,9 +178,10 @@ def _whole_numbers(array: pa.Array) -> npt.NDArray[np.int64]:
 
 
 def get_written_form(found: pa.DataType) -> str | None:
-    """Return a name for all types (for lists: value types) that write equal values as the same text.
+    """Return a name for the way a type is written; types with the same name write equal values as the same text.
 
-    Text and numbers share a name, since CSV stores numbers as text. The name is None for nulls, which fit all types.
+    A list has the name of its values' type. Text and numbers share a name, since CSV stores numbers as text. Nulls,
+    which fit all types, have the name None.
     """
     if pa.types.is_dictionary(found) or classify_type(found) == "list":
         return get_written_form(found.value_type)
@@ -194,7 +198,7 @@ def as_text(array: pa.Array, clean: Callable[[pa.Array], pa.Array] | None = None
     Floats must be integers small enough to be exact, and are written without a decimal point. Raises WrongValueError
     for any other float and for text that is not UTF-8.
 
-    `clean` changes the distinct values before they become text; two may then have the same text.
+    `clean` is called with the distinct values before they become text; several of them may then get the same text.
     """
     array = decoded(array)
     if classify_type(array.type) == "text":
@@ -207,7 +211,7 @@ def as_text(array: pa.Array, clean: Callable[[pa.Array], pa.Array] | None = None
 
 
 def distinct(array: pa.Array) -> tuple[Codes, pa.Array]:
-    """Dictionary-encode values: codes int32 [n], and the distinct values, including null, by first occurrence."""
+    """Return codes, int32 [n], and the distinct values that they index, in order of first occurrence, with null."""
     if pa.types.is_integer(array.type) and not pa.types.is_uint64(array.type) and not array.null_count:
         ids = array.cast(pa.int64()).to_numpy(zero_copy_only=False)  # several times faster than Arrow's encoding
         seen = id_map(ids)
@@ -251,7 +255,7 @@ def _whole(values: pa.Array) -> pa.Array:
 
 
 def whole_numbers_below_limit(values: pa.Array) -> None:
-    """Raise WrongValueError for a float that is infinite or too large to represent each integer exactly."""
+    """Raise WrongValueError for a float that is infinite, or so large that it may represent several integers."""
     digits = {16: 11, 32: 24, 64: 53}[values.type.bit_width]
     numbers = values.cast(pa.float64()).to_numpy(zero_copy_only=False)
     if len(wrong := np.flatnonzero(np.isinf(numbers))):
@@ -269,10 +273,10 @@ def whole_numbers_below_limit(values: pa.Array) -> None:
 
 
 def as_numbers(array: pa.Array) -> npt.NDArray[np.float64]:
-    """Return numbers, or parse them from text, as float64 [n], NaN for a missing value.
+    """Convert numbers, or texts of numbers, to float64 [n], NaN for a missing value.
 
-    true and false become 1 and 0, also as text in any case, so that CSV and Parquet give the same numbers.
-    Raises WrongValueError for values that are not finite numbers.
+    Booleans, and the texts "true" and "false" in upper or lower case, become 1 and 0, so that CSV and Parquet give the
+    same numbers. Raises WrongValueError for values that are not finite numbers.
     """
     array = decoded(array)
     is_text = classify_type(array.type) == "text"
@@ -292,7 +296,7 @@ def as_numbers(array: pa.Array) -> npt.NDArray[np.float64]:
 
 
 def numbers_where_readable(array: pa.Array) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
-    """Return numbers as `as_numbers` does, float64 [n], and a mask of invalid values, bool [n], which are NaN."""
+    """Convert like `as_numbers`, but with NaN for invalid values; return float64 [n], and a mask of these, bool [n]."""
     try:
         return as_numbers(array), np.zeros(len(array), np.bool_)
     except WrongValueError:
@@ -323,7 +327,10 @@ def _booleans_as_digits(texts: pa.Array) -> pa.Array:
 
 
 def as_labels(array: pa.Array, positive: Positive | None) -> npt.NDArray[np.float32]:
-    """Return labels 0 or 1, float32 [n], by the rule `positive` if given; raise WrongValueError for other values."""
+    """Convert values to labels 0 or 1, float32 [n], by the rule `positive` if there is one.
+
+    Raises WrongValueError for a missing or invalid value.
+    """
     if positive is not None and positive.orders:
         numbers = as_numbers(array)
         if len(missing := np.flatnonzero(np.isnan(numbers))):
@@ -348,14 +355,14 @@ def as_labels(array: pa.Array, positive: Positive | None) -> npt.NDArray[np.floa
             else f"{text[:_SHOWN]!r} is not 0 or 1, true or false; give a rule for positive labels, "
             "such as --positive '>3' or --positive yes"
             if positive is None
-            else f"{text[:_SHOWN]!r} is not a number, unlike --positive {positive.value}, so the label is unknown; "
+            else f"{text[:_SHOWN]!r} is not a number, so it cannot be compared with --positive {positive.value}; "
             "remove the row, or select rows with `preprocess query`",
         )
     return labels
 
 
 def labels_where_readable(array: pa.Array, positive: Positive | None) -> npt.NDArray[np.float32]:
-    """Return labels as `as_labels` does, float32 [n], NaN for missing and invalid ones."""
+    """Convert like `as_labels`, but with NaN for missing and invalid values."""
     kind = classify_type(array.type)
     if kind in ("list", "nested"):
         return np.full(len(array), np.nan, np.float32)
@@ -374,7 +381,7 @@ def labels_where_readable(array: pa.Array, positive: Positive | None) -> npt.NDA
 
 
 def _parse_labels(texts: list[str], positive: Positive | None) -> npt.NDArray[np.float32]:
-    """Return the labels of texts, float32 [n], NaN for invalid ones; 5, 5.0 and 5e0 are the same value."""
+    """Return the label of each text, float32 [n], NaN for an invalid text; 5, 5.0 and 5e0 are the same value."""
     if positive is None:
         return np.array([_TRUE_OR_FALSE.get(_parse_exactly(text.lower()), np.nan) for text in texts], np.float32)
     value = _parse_exactly(positive.value)
@@ -420,7 +427,7 @@ def cast(array: pa.Array, to: pa.DataType, what: str, *, safe: bool = True) -> p
 
 
 def cast_where_possible(array: pa.Array, to: pa.DataType) -> tuple[pa.Array, npt.NDArray[np.bool_]]:
-    """Cast an array; return it with null for uncastable values, and a mask of these, bool [n]."""
+    """Cast an array; return it with null where a value cannot be cast, and a mask of these values, bool [n]."""
     encoded = _encode(array)  # wrong values often repeat
     parts: list[pa.Array] = []
 

@@ -57,7 +57,7 @@ def summary(manifest: Manifest, out: Path, seconds: float) -> str:
 
 
 def _label_means(manifest: Manifest) -> dict[str, dict[str, float]]:
-    """Return the labels' means by label and split."""
+    """Return the mean of each label in each split, by label and then by split."""
     statistics = manifest.statistics
     return {manifest.schema.label: statistics["label_mean"], **statistics.get("label_means", {})}
 
@@ -92,14 +92,16 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def make_source(arguments: argparse.Namespace, earlier: Earlier | None = None) -> tuple[Source, Options]:
-    """Make the source and its options from parsed flags; `earlier` is the data set whose ids are kept."""
+    """Make the source and the options from parsed flags; `earlier` is the data set whose ids are kept."""
     if arguments.command in earlier_flags.TABLES:
         how = table_flags.parse_table_options(arguments, earlier)
         if arguments.dense is not None and not how.numeric:
             raise UserError("--dense has no effect without --numeric; leave --dense out, or name numeric columns")
         options = table_options(arguments, earlier)
         if options.hash_buckets is not None and how.thresholds:
-            raise UserError(f"threshold of {next(iter(how.thresholds))!r} has no effect with --hash-buckets; omit it")
+            raise UserError(
+                f"threshold of {next(iter(how.thresholds))!r} has no effect with --hash-buckets; leave out threshold"
+            )
         return Table(arguments.files if arguments.command == "table" else [_open_query(arguments)], how), options
     options = parse_options(arguments, **earlier_flags.defaults(earlier))
     if arguments.command == "criteo":
@@ -140,7 +142,7 @@ def table_options(arguments: argparse.Namespace, earlier: Earlier | None = None)
     if test in ([], ["--test-fraction"]):
         return options
     if arguments.seed is not None and arguments.validation_fraction is None:
-        raise UserError(f"--seed has no effect with {test[0]}; leave it out")
+        raise UserError(f"--seed has no effect with {test[0]}; leave out --seed")
     return replace(options, test_fraction=None)
 
 
@@ -152,9 +154,11 @@ def make_synthetic(arguments: argparse.Namespace) -> Synthetic:
 
 
 def write_synthetic(arguments: argparse.Namespace) -> None:
-    """Write synthetic rows as raw text."""
+    """Write synthetic rows as Criteo text to the file that --tsv names."""
     source = make_synthetic(arguments)
     for name in (*FLAGS, "threads"):
         if getattr(arguments, name) is not None:
-            raise UserError(f"--{name.replace('_', '-')} has no effect with --tsv; leave it out")
+            raise UserError(
+                f"--{name.replace('_', '-')} has no effect with --tsv; leave out --{name.replace('_', '-')}"
+            )
     write_text(source, arguments.tsv)

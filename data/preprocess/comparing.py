@@ -30,10 +30,10 @@ _DIGITS = 400  # more digits than any float64 or decimal has
 
 
 def is_after(array: pa.Array, value: str, flag: str = _FLAG) -> npt.NDArray[np.bool_]:
-    """Return a mask of the times or numbers after `value`, bool [n].
+    """Return a mask of the times later, or the numbers larger, than `value`, bool [n].
 
     Integers and decimals are compared exactly; numbers in text with a point or an exponent are compared as float64.
-    Errors name `flag`.
+    `flag` is the option that error messages name.
 
     Raises:
         WrongValueError: A value of the array is missing or cannot be compared.
@@ -54,7 +54,7 @@ def is_after(array: pa.Array, value: str, flag: str = _FLAG) -> npt.NDArray[np.b
 def is_after_where_readable(
     array: pa.Array, value: str, flag: str = _FLAG
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Return masks of the times or numbers after `value`, bool [n], and of missing or unreadable values, bool [n].
+    """Return two masks, bool [n]: of times later or numbers larger than `value`, and of missing or unreadable values.
 
     Raises UserError if `value` cannot be compared with the array's type.
     """
@@ -136,7 +136,7 @@ def _is_integer_larger(numbers: npt.NDArray[Any], value: str) -> npt.NDArray[np.
 
 
 def _float_at_most(value: str) -> float:
-    """Return the largest float that does not exceed an integer; round any other number to the nearest float."""
+    """Return the largest float not above `value` if `value` is an integer, otherwise the float nearest to `value`."""
     found = float(value)
     if np.isfinite(found) and (exact := Decimal(value)) == exact.to_integral_value() and found > exact:
         return float(np.nextafter(found, -np.inf))
@@ -144,7 +144,7 @@ def _float_at_most(value: str) -> float:
 
 
 def _parse_time_of_day(value: str) -> pa.Scalar:
-    """Parse a time of day; raise ValueError for other text, including a time zone."""
+    """Parse a time of day; raise ValueError for any other text, such as a time with a time zone."""
     found = _TIME_OF_DAY.fullmatch(value)
     if found is None:
         raise ValueError(value)
@@ -155,7 +155,7 @@ def _parse_time_of_day(value: str) -> pa.Scalar:
 
 
 def _find_type(value: str) -> pa.DataType | None:
-    """Return the type for comparing text with `value`: float64 or a timestamp; None if `value` is NaN or other text."""
+    """Return the type for comparing text with `value`: float64 or a timestamp; None if it is neither."""
     for found in (pa.float64(), pa.timestamp("us"), pa.timestamp("us", "UTC")):
         try:
             pa.scalar(value).cast(found)
@@ -166,7 +166,7 @@ def _find_type(value: str) -> pa.DataType | None:
 
 
 def _is_ordered(value: str) -> bool:
-    """Return whether Python also parses `value` as a number, other than NaN."""
+    """Return whether Python's `float` also accepts `value`, and the result is not NaN."""
     try:
         return not math.isnan(float(value))
     except ValueError:  # such as nan(abc)

@@ -14,7 +14,7 @@ from hostdev.kernels.unique import tally
 
 
 def count_bytes(uses: int) -> int:
-    """Return the bytes needed to count up to `uses` occurrences: 4 or 8."""
+    """Return the size in bytes of a counter of up to `uses` occurrences: 4 or 8."""
     return 4 if uses < 2**32 else 8
 
 
@@ -32,7 +32,7 @@ class Counter:
 
     Args:
         ids: Number of ids.
-        uses: Maximum number of occurrences.
+        uses: Upper bound on the number of occurrences of all ids together.
     """
 
     def __init__(self, ids: int, uses: int) -> None:
@@ -44,7 +44,7 @@ class Counter:
             self._free.put(array)
 
     def add(self, ids: npt.NDArray[Any]) -> None:
-        """Count ids [N], which must be in range."""
+        """Count ids [N], each at least 0 and less than the number of ids."""
         array = self._free.get()
         try:
             tally(ids, array)
@@ -52,7 +52,7 @@ class Counter:
             self._free.put(array)
 
     def total(self) -> npt.NDArray[Any]:
-        """Return the occurrences of each id, uint32 or uint64 [ids]; call it after all counting."""
+        """Return the occurrences of each id, uint32 or uint64 [ids]; call this after the last `add`."""
         total = self._arrays[0]
         for other in self._arrays[1:]:
             total += other

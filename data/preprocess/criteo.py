@@ -39,7 +39,9 @@ _MISSING = dict.fromkeys(LAYOUT.spaces, EMPTY)
 
 
 class CriteoText:
-    """Rows of text files in the given order: plain or compressed files, train.txt in tar archives, folders of files.
+    """The rows of Criteo's text files, in the given order.
+
+    Each path is a plain or compressed file, a tar or zip archive that contains train.txt, or a folder of files.
 
     The constructor and the reading methods raise UserError for unreadable files.
     """
@@ -81,7 +83,7 @@ class CriteoText:
         return [source.describe() for source in self._inputs]
 
     def stamp(self) -> list[Any] | None:
-        """Return each file's path, size and modification time; None if an input can be read only once."""
+        """Return each file's path, size and change time, and the block size; None if a file can be read only once."""
         stamps = [source.stamp() for source in self._inputs]
         return None if None in stamps else [*stamps, self._block_bytes]
 
@@ -101,7 +103,7 @@ class CriteoText:
 
 
 def parse(block: bytes, *, file: str) -> RawRows:
-    """Parse whole lines into rows and rejected lines; the last line may lack its line end."""
+    """Parse complete lines into rows and malformed lines; only the last line may lack a line end."""
     text = np.frombuffer(block, np.uint8)
     most = len(text) // _SHORTEST_LINE + 1
     label, numbers, keys = np.empty(most, np.uint8), np.empty((most, DENSE)), np.empty((CATEGORICAL, most), np.int64)
@@ -143,7 +145,10 @@ def hex_text(keys: npt.NDArray[np.int64]) -> pa.Array:
 
 
 def hex_values(column: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Parse binary values [n] into 32-bit keys, int64 [n] (EMPTY for empty values), and a malformed mask [n]."""
+    """Parse texts of hexadecimal digits [n], of type binary.
+
+    Returns 32-bit keys, int64 [n], with EMPTY for empty texts, and a mask of malformed texts, bool [n].
+    """
     lengths = np.asarray(pc.binary_length(column))
     wrong = (lengths != 8) & (lengths != 0)
     text = pc.if_else(pa.array(lengths == 8), column, b"00000000")

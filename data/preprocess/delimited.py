@@ -1,4 +1,4 @@
-"""Delimited text (CSV, TSV) with a header or given names, read into Arrow with all columns as text."""
+"""Delimited text (CSV, TSV) with a header or given column names, read into Arrow with all columns as text."""
 
 import codecs
 from array import array
@@ -27,8 +27,8 @@ BLOCK_BYTES = 1 << 24
 MOST_COLUMNS = 1 << 16
 _USUAL = {"\t": "tab", ";": "';'", "|": "'|'", ",": ","}  # delimiters, quoted for a shell
 _SHOWN = 120  # characters of a header in a message
-_MANY_LINES = 20  # a quoted value with so many lines may have swallowed rows
-_ROWLIKE = 0.8  # share of its lines with as many delimiters as a row
+_MANY_LINES = 20  # a quoted value with this many lines may contain rows
+_ROWLIKE = 0.8  # such a value does contain rows if this share of its lines has as many delimiters as a row
 _STAND_IN = b"\x1f"  # replaces a delimiter of several characters: the unit separator, unusual in text
 
 
@@ -37,11 +37,12 @@ class DelimitedFile:
 
     Args:
         columns: The column names, or None to read them from the first row.
-        delimiter: The separator, of one or more characters; with several, quotes are ordinary characters. None selects
-            by suffix: a tab for .tsv and .tab, a comma for .csv; otherwise a tab if the first line has one, or a comma.
-        quotes: Allow double-quoted values that contain delimiters and line ends (RFC 4180).
+        delimiter: The separator of values. If it has several characters, quotes are ordinary characters. None selects
+            it by suffix: a tab for .tsv and .tab, a comma for .csv; for other suffixes, a tab if the first line has
+            one, else a comma.
+        quotes: Whether values in double quotes may contain delimiters and line ends (RFC 4180).
         encoding: The text's encoding, as a Python codec name.
-        skipped_lines: Number of lines before the first row or the header.
+        skipped_lines: Number of lines to skip before the header, or before the first row if there is no header.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class DelimitedFile:
 
     @property
     def other_delimiter(self) -> str | None:
-        """The common delimiter inside a first line that has only one value, as a --delimiter value, or None."""
+        """A usual delimiter in a first line that has only one value, as --delimiter takes it; None if there is none."""
         if len(self.names) > 1:
             return None
         return next((shown for text, shown in _USUAL.items() if text in self.names[0]), None)
@@ -94,7 +95,7 @@ class DelimitedFile:
         return pa.string()
 
     def parts(self, used: Sequence[str], offset: int) -> Iterator[Part]:
-        """Yield the text from a byte offset, a few MiB of complete rows at a time."""
+        """Yield the text from byte `offset` on, a few MiB of complete rows at a time."""
         ends = _RowEnds(self.input, self._delimiter, offset) if self._quotes else None
         last_end = newline if ends is None else ends.last
         begin = offset
@@ -105,7 +106,7 @@ class DelimitedFile:
             begin = lines.offset
 
     def parse(self, part: Part, used: Sequence[str]) -> Chunk:
-        """Parse a part into rows and rejected lines."""
+        """Parse a part into rows and malformed lines."""
         text, offset = part.content
         named = self._columns is None and offset == 0  # the first row is the header
         wrong = _WrongRows()
@@ -131,7 +132,7 @@ class DelimitedFile:
         return chunk
 
     def _without_headers(self, chunk: Chunk) -> Chunk:
-        """Set aside rows that repeat the header, as in concatenated files."""
+        """Move rows that repeat the header, as in concatenated files, to the malformed lines."""
         batch = chunk.batch
         again = pc.equal(batch.column(0), batch.schema.names[0])
         for name, column in (
@@ -148,7 +149,7 @@ class DelimitedFile:
         return Chunk(batch.filter(pc.invert(again)), 0, chunk.rejected.merge(aside), chunk.size, skipped)
 
     def _refuse_swallowed(self, text: bytes, wrong: "_WrongRows", chunk: Chunk, header: int) -> None:
-        """Raise WrongRowError if a quoted value contains many rows, because a quote before them is not closed."""
+        """Raise WrongRowError if a quoted value has many lines that look like rows, as after an unclosed quote."""
         delimiter = self._delimiter.decode() if len(self._delimiter) == 1 else _STAND_IN.decode()
         columns = [str(i) for i in range(len(self.names))]
         found = [(number - header, wrong.text(i)) for i, number in enumerate(wrong.numbers().tolist())]
@@ -199,8 +200,8 @@ class DelimitedFile:
         if len(self._delimiter) > 1:
             if _STAND_IN in text:
                 raise UserError(
-                    f"{self.input.name}: the file contains the character 1F (hexadecimal), which a delimiter "
-                    "of several characters does not allow; remove that character"
+                    f"{self.input.name}: the file contains the character 1F (hexadecimal), which must not "
+                    "occur if the delimiter has several characters; remove that character"
                 )
             text = text.replace(self._delimiter, _STAND_IN)
         return text if text.endswith(b"\n") else text + b"\n"  # Arrow ignores a single row without a line end
@@ -228,7 +229,7 @@ class DelimitedFile:
         most = LONGEST * BLOCK_BYTES if most is None else most
         return UserError(
             f"{self.input.name}: a row is longer than {most} bytes; check that {self.shown} separate its values "
-            "and quotes are paired, as in CSV, or see --delimiter and --no-quotes"
+            "and that quotes are paired, as in CSV; if not, give --delimiter or --no-quotes"
         )
 
     def _unreadable(self, error: str) -> UserError:
@@ -238,7 +239,7 @@ class DelimitedFile:
 
 
 def _refuse_header(source: AnyInput | Recoded, columns: Sequence[str], first: Sequence[str]) -> None:
-    """Raise UserError if the first row is a header, although --columns names the columns."""
+    """Raise UserError if the first row seems to be a header: if at least half of its values are names in --columns."""
     same = sum(name.strip().lower() == value.strip().lower() for name, value in zip(columns, first, strict=True))
     if 2 * same >= len(columns):
         raise UserError(
@@ -259,7 +260,7 @@ def _no_rows(used: Sequence[str]) -> pa.RecordBatch:
 
 
 class _WrongRows:
-    """The rows with too few or too many values, from Arrow's parser; `columns` counts each row's values, int32."""
+    """Collects the parser's rows with too few or too many values; `columns` has their numbers of values, int32."""
 
     def __init__(self) -> None:
         self._numbers, self.columns = array("q"), array("i")
@@ -274,11 +275,11 @@ class _WrongRows:
         return "skip"
 
     def numbers(self) -> npt.NDArray[np.int64]:
-        """Return row numbers from 1, counting the header but not quoted line ends and empty lines."""
+        """Return the rows' numbers, from 1: the header counts, empty lines and line ends in quotes do not."""
         return np.asarray(memoryview(self._numbers))
 
     def text(self, i: int) -> str:
-        """Return a row's original text."""
+        """Return the original text of recorded row `i`."""
         return self._text[self._ends[i] : self._ends[i + 1]].decode()
 
 
@@ -290,7 +291,7 @@ class _RowEnds:
         self._state = 0, 0, 0  # the state of `scan_quotes`
 
     def last(self, piece: bytes) -> int:
-        """Return the length of the next chunk up to its last row end; 0 if it has none."""
+        """Return the length of the next chunk up to and including its last row end; 0 if it has none."""
         state, lines, opened = self._state
         if state < IN_QUOTES and b'"' not in piece:
             plain = piece[-1:] not in (self._delimiter, b"\n", b"\r")

@@ -16,7 +16,7 @@ _BLOCK = 4096  # rows summed at once
 
 
 class Scaling(Protocol):
-    """A scaling of numbers: `observe` the training rows, then `transform` all. A missing number (NaN) becomes 0."""
+    """A scaling of numbers: `observe` training rows, then `transform` any rows. A missing number (NaN) becomes 0."""
 
     def observe(self, numbers: Numbers) -> None:
         """Update the statistics with the values of some training rows, float64 [n, columns]."""
@@ -32,12 +32,12 @@ class Scaling(Protocol):
 
 
 def make_scaling(mode: str, names: tuple[str, ...], *, signed: bool) -> Scaling:
-    """Return a mode's scaling; if `signed`, negative numbers are scaled symmetrically to positive ones."""
+    """Return a new scaling of this mode; if `signed`, negative numbers are scaled symmetrically to positive ones."""
     return Standard(names) if mode == "standard" else ByMaximum(mode, names, signed=signed)
 
 
 def fixed_scaling(mode: str, names: tuple[str, ...], statistics: Mapping[str, Any], *, signed: bool) -> Scaling:
-    """Return a fixed scaling from a manifest's statistics."""
+    """Return the scaling that a manifest's statistics describe."""
     if mode != "standard":
         made = ByMaximum(mode, names, signed=signed)
         made.maximum = np.array(statistics["dense_max"], np.float64)
@@ -67,7 +67,7 @@ class _Fixed:
 class ByMaximum:
     """Scaling by the maximum: x / maximum in mode `max`, log1p(max(x, 0)) / log1p(maximum) in mode `log`.
 
-    A column whose maximum is 0 is not divided. For signed numbers, the maximum is max |x| and the logarithm is
+    A column is divided only if its maximum is above 0. For signed numbers, the maximum is max |x| and the logarithm is
     sign(x) log1p(|x|).
     """
 
@@ -99,10 +99,10 @@ class ByMaximum:
 
 
 class Standard:
-    """Standardization: (x - mean) / standard deviation; a constant column is not divided.
+    """Standardization: (x - mean) / standard deviation, or x - mean for a constant column.
 
-    Moments of fixed-size blocks of training rows are merged in order (Chan, Golub & LeVeque, 1979), so that they
-    depend only on the rows, not on their division among calls of `observe`.
+    The moments of fixed-size blocks of training rows are merged in order (Chan, Golub & LeVeque, 1979). They thus
+    depend only on the rows, and not on how many of them each call of `observe` gets.
     """
 
     def __init__(self, names: tuple[str, ...]) -> None:
@@ -166,11 +166,11 @@ class Standard:
 
     @property
     def _subtracted(self) -> Numbers:
-        """The mean; for a constant column, its exact value, since the computed mean may be rounded."""
+        """The mean, or the exact value of a constant column, since its computed mean may be rounded."""
         return np.where(self.deviation > 0, self.mean, np.where(self._count > 0, self._low, 0.0))
 
     def statistics(self) -> dict[str, Any]:
-        """Return the subtracted means and the standard deviations."""
+        """Return the numbers that are subtracted, and the standard deviations, for the manifest."""
         return {"dense_mean": self._subtracted.tolist(), "dense_deviation": self.deviation.tolist()}
 
 

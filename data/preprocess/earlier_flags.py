@@ -28,19 +28,20 @@ def find_earlier(arguments: argparse.Namespace) -> Earlier | None:
     earlier = read_earlier(folder, frozen=arguments.frozen_vocabulary)
     if earlier.is_table != (arguments.command in TABLES):
         command = " or ".join(TABLES) if earlier.is_table else "criteo"
-        raise UserError(f"--vocabulary {folder} was made by another command; use preprocess {command}")
+        raise UserError(f"--vocabulary {folder}: this data set was made by another command; use preprocess {command}")
     if earlier.buckets is not None and arguments.threshold is not None:
         raise UserError(f"--threshold has no effect with --vocabulary {folder}, whose ids are hashed; omit --threshold")
     if arguments.hash_buckets not in (None, earlier.buckets):
         there = "a vocabulary" if earlier.buckets is None else f"{earlier.buckets} buckets"
         raise UserError(
-            f"--hash-buckets {arguments.hash_buckets}: {folder} has {there}, whose ids --vocabulary keeps; omit it"
+            f"--hash-buckets {arguments.hash_buckets}: {folder} has {there}, whose ids --vocabulary keeps; omit "
+            "--hash-buckets"
         )
     return earlier
 
 
 def defaults(earlier: Earlier | None) -> dict[str, Any]:
-    """Return the defaults of `Options` from the earlier data set: threshold, buckets and scaling."""
+    """Return the defaults of `Options` from the earlier data set, if any: threshold, hash buckets and scaling."""
     if earlier is None:
         return {}
     options = earlier.found.options
@@ -48,10 +49,10 @@ def defaults(earlier: Earlier | None) -> dict[str, Any]:
 
 
 def columns(given: Mapping[str, Any], earlier: Earlier) -> dict[str, Any]:
-    """Return the `TableOptions` arguments about columns, taken from the earlier data set in its order.
+    """Return the arguments of `TableOptions` about columns, with their values and order in the earlier data set.
 
-    `given` maps the same names to the flags' values, None or empty if unset. Raises UserError if a set value differs
-    from the earlier data set; the order of names does not matter.
+    `given` has the flags' values for some of these arguments, None or empty if the flag is not set. Raises UserError if
+    a flag that is set differs from the earlier data set in more than the order of names.
     """
     options = earlier.found.options
     targets = earlier.schema.targets

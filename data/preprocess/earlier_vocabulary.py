@@ -41,7 +41,7 @@ class Earlier:
     Attributes:
         found: The manifest in `folder`.
         schema: The columns, with the id ranges of the vocabulary.
-        frozen: Whether unknown values get no ids.
+        frozen: Whether new values stay out of vocabulary, instead of getting ids.
         identity: Checksum of everything that a later data set reuses.
     """
 
@@ -85,8 +85,8 @@ class Earlier:
             if here != there:
                 one, other = (short(value or "none", _SHOWN) for value in (here, there))
                 raise UserError(
-                    f"{what}: this command has {one}, but {self.folder} has {other}; --vocabulary keeps its columns, "
-                    f"ids and scaling, so use {other}"
+                    f"{what}: this command has {one}, but {self.folder} has {other}; --vocabulary keeps that data "
+                    f"set's columns, ids and scaling, so use {other}"
                 )
         if buckets is not None and HashBuckets(buckets, theirs).schema != mine:
             raise UserError(f"{self.folder}: the ids do not match {buckets:,} hash buckets; preprocess it again")
@@ -100,7 +100,7 @@ class Earlier:
     def vocabulary(self, threshold: int | None, source: Source) -> Vocabulary:
         """Return a vocabulary with the earlier values and their ids; raise DamagedError if the file is damaged.
 
-        New values with more than `threshold` occurrences get ids.
+        New values with more than `threshold` occurrences get ids, unless `frozen` is set.
         """
         made = Vocabulary(None if self.frozen else threshold, source.layout, source.format_keys, self.schema)
         stored = self._stored()
@@ -112,7 +112,7 @@ class Earlier:
         return made
 
     def survey(self) -> Survey | None:
-        """Return a survey of the earlier values, which are in memory with the new ones; None if ids are hashed."""
+        """Return a survey of the earlier values, which need memory besides the new ones; None if ids are hashed."""
         if self.buckets is not None:
             return None
         stored, registers, texts = self._stored(), [], []
@@ -131,14 +131,14 @@ class Earlier:
         return Survey(np.stack(registers), tuple(texts) or None)
 
     def _stored(self) -> StoredVocabulary:
-        """Open the vocabulary; raise DamagedError if it has changed."""
+        """Open the vocabulary; raise DamagedError if it has changed since `read_earlier`."""
         stored = StoredVocabulary(self.folder, self.found)
         if _identity(self.folder, self.found, _make_schema(self.found, stored)) != self.identity:
             raise DamagedError(stored.path, "it changed while this command was running")
         return stored
 
     def _keys(self, stored: StoredVocabulary, number: int) -> Iterator[Any]:
-        """Yield an id space's values in the order of their ids, as `Vocabulary.count` expects them."""
+        """Yield the values of id space `number` in chunks, in the order of their ids, for `Vocabulary.count`."""
         for chunk in stored.values(self.schema.spaces[number]).chunks:
             for start in range(0, len(chunk), _AT_ONCE):
                 values = chunk.slice(start, _AT_ONCE)
@@ -175,7 +175,9 @@ def read_earlier(folder: Path, *, frozen: bool = False) -> Earlier:
     """Read the data set that --vocabulary names; raise UserError if it is damaged or not a data set."""
     found = manifest.read(folder)
     if found.vocabulary is None and frozen:
-        raise UserError(f"--frozen-vocabulary has no effect with {folder}, whose ids are hashed; leave it out")
+        raise UserError(
+            f"--frozen-vocabulary has no effect with {folder}, whose ids are hashed; omit --frozen-vocabulary"
+        )
     _require_whole(folder, found)
     schema = found.schema if found.vocabulary is None else _make_schema(found, StoredVocabulary(folder, found))
     return Earlier(folder, found, schema, frozen, _identity(folder, found, schema))
@@ -233,14 +235,14 @@ def _listed(columns: Any) -> str:
 
 
 def _shorten_path(path: str) -> str:
-    """Return a path relative to the current folder if it is inside."""
+    """Return a path inside the current folder relative to that folder; return any other path unchanged."""
     with contextlib.suppress(OSError, ValueError):  # the current folder may have been removed
         return str(Path(path).relative_to(Path.cwd()))
     return path
 
 
 def recorded(found: Manifest) -> Mapping[str, Any] | None:
-    """Return the manifest's entry made by `Earlier.as_json`, or None if absent or invalid."""
+    """Return the entry that `Earlier.as_json` made in a manifest, or None if it is absent or invalid."""
     earlier = found.options.get(EARLIER)
     types = {"path": str, "identity": str, "ids": int, "frozen": bool}
     if isinstance(earlier, dict) and all(type(earlier.get(name)) is kind for name, kind in types.items()):
@@ -249,7 +251,7 @@ def recorded(found: Manifest) -> Mapping[str, Any] | None:
 
 
 def growth(found: Manifest) -> list[str]:
-    """Return lines that describe what a data set reuses from an earlier one; empty if nothing."""
+    """Return lines that describe what a data set reuses from an earlier one; none if it reuses nothing."""
     earlier = recorded(found)
     if earlier is None:
         return []

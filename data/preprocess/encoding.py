@@ -56,7 +56,7 @@ class WrongRowError(UserError):
 
 
 class Encoding:
-    """The encoding of a data set's rows.
+    """Encodes new rows as those of a data set were encoded.
 
     Args:
         data: The data set's manifest.
@@ -85,7 +85,7 @@ class Encoding:
 
     @cached_property
     def _known(self) -> Vocabulary | HashBuckets:
-        """The mapping from values to ids, loaded on first use because that takes time."""
+        """The mapping from values to ids, loaded on first use because loading takes time."""
         buckets = self._data.options.get("hash_buckets")
         if buckets is not None:
             columns = self.schema.columns
@@ -166,9 +166,9 @@ class Encoding:
         return self._encoded(rows, self._no_labels(len(rows)), numbers)
 
     def encode_readable(self, rows: pa.RecordBatch) -> tuple[Batch, Ids]:
-        """Encode the rows with readable numbers; return the batch and the rows' ascending indices, int64 [m].
+        """Encode the rows whose numbers are all readable; return the batch, and the indices of its rows, int64 [m].
 
-        Missing or unreadable labels are NaN. Raises as `encode` does, except for numbers and labels.
+        Missing or unreadable labels are NaN. Raises the errors of `encode`, except those about unreadable numbers.
         """
         self._require_types(rows)
         label = self._labels.read(lambda name: _plain(rows[name]), len(rows), rows.schema.names)
@@ -234,7 +234,8 @@ class Encoding:
     def encode_few(self, rows: Mapping[str, Sequence[Any]]) -> Batch | None:
         """Encode a few rows faster than `encode`; return None for rows that only `encode` supports.
 
-        `rows` has columns of equal length: text, integers or None for ids, and numbers or None for numeric columns.
+        `rows` has columns of equal length: text or integers for ids, and numbers for numeric columns, with None for a
+        missing value.
         """
         columns = self.schema.columns
         if self.schema.bags or self._has_own_numbers or any(name not in rows for name in self.columns()):
@@ -265,7 +266,7 @@ class Encoding:
 
     @cached_property
     def _has_own_numbers(self) -> bool:
-        """Whether a numeric column has numbers that mean "missing"."""
+        """Whether a numeric column has missing-value markers, or a decimal separator other than a point."""
         return any(not self._readings[name].is_usual for name in self.schema.dense)
 
     def _find_few(self, texts: list[str], n: int) -> Ids | None:
@@ -280,7 +281,7 @@ class Encoding:
         except UnicodeEncodeError:
             return None
         if any(number < 0 and kind not in ("text", "unknown") for kind, number in zip(kinds, found, strict=True)):
-            return None  # its form may differ from training's
+            return None  # it may have been written differently in training
         oov = np.array([self._spaces[column.space].oov for column in columns], np.int64)[:, None]
         ids: Ids = found.reshape(len(columns), n)
         return np.where(ids < 0, oov, ids)
@@ -341,7 +342,7 @@ class Encoding:
         return ids[codes], missing[codes]
 
     def _find_distinct_ids(self, column: Column, values: pa.Array) -> tuple[Ids, npt.NDArray[np.bool_]]:
-        """Return the ids of distinct values [N], and a mask of the values that a bag skips [N]."""
+        """Return the ids of distinct values [N], and a mask of missing values, which a bag skips [N]."""
         known, written, reading = self._known, self._written[column.space], self._readings[column.name]
         if column.kind == "bag" or reading.missing:  # training skips a bag's missing values
             written = Written(written.forms | {EMPTY}, written.types)
@@ -370,7 +371,7 @@ class Encoding:
                 raise WrongValueError(
                     int(several[0]),
                     f"{shown} was written in several ways in training, each with "
-                    "its own id; give it as text, as written in training",
+                    "its own id; give it as text, in one of these ways",
                 )
             ids = np.where(ids < 0, these, ids)
         unknown = np.flatnonzero(found.doubtful & (ids < 0))
@@ -378,7 +379,7 @@ class Encoding:
             shown = found.fallback[int(unknown[0])].as_py()
             raise WrongValueError(
                 int(unknown[0]),
-                f"{shown} may have been written differently in training; give it as text, as written in training",
+                f"{shown} may have been written differently in training; give it as the text that it was in training",
             )
         return np.where(ids < 0, self._spaces[column.space].oov, ids), missing
 
@@ -404,7 +405,7 @@ def _plain(array: Any) -> pa.Array:
 
 
 def _criteo_keys(texts: pa.Array) -> Ids:
-    """Parse Criteo's 32-bit values as its parser does; raise UserError for an invalid one."""
+    """Parse texts as Criteo's 32-bit values; raise UserError for an invalid one."""
     keys, wrong = criteo.hex_values(texts.cast(pa.binary()))
     if wrong.any():
         shown = texts[int(np.flatnonzero(wrong)[0])].as_py()

@@ -41,8 +41,9 @@ class FeaturesFile:
     """The content of a features file, as arguments of `TableOptions`.
 
     Attributes:
-        roles: Arguments for the label and the features.
-        given: Names of the file's settings for all columns: some of label, positive, missing, decimal.
+        roles: Arguments about the labels and the features.
+        given: Names of the settings at the top of the file: any of label (also for [labels.NAME]), task, weight,
+            positive, missing and decimal.
     """
 
     roles: Mapping[str, Any]
@@ -97,7 +98,10 @@ def read_features(path: Path) -> FeaturesFile:
 
 
 def _labels(where: str, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Check `task` and [labels.NAME]; return labels, numeric_labels, positives, and readings by label."""
+    """Check `task` and the tables [labels.NAME].
+
+    Returns the arguments labels, numeric_labels and positives, and `readings`, which has each label's `Reading`.
+    """
     settings: dict[str, Any] = content.get("labels", {})
     if settings and "label" in content:
         raise UserError(f"{where}: both label and [labels.{next(iter(settings))}] are given; leave one of them out")
@@ -106,7 +110,9 @@ def _labels(where: str, content: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError(f"{where}: write the settings of label {name!r} as [labels.{name}]")
         _check_keys(f"{where}, label {name!r}", one, _LABEL, " of a label")
         if one.get("task", content.get("task")) == "regression" and "positive" in one:
-            raise UserError(f"{where}, label {name!r}: positive has no effect on a label of regression; leave it out")
+            raise UserError(
+                f"{where}, label {name!r}: positive has no effect on a label of regression; leave out positive"
+            )
     for task in [content.get("task"), *(one.get("task") for one in settings.values())]:
         if task not in (None, *TASKS):
             raise UserError(f"{where}: task must be one of {', '.join(TASKS)}, not {task!r}")
@@ -124,7 +130,7 @@ def _labels(where: str, content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _feature(where: str, settings: Any) -> dict[str, Any]:
-    """Check a feature's settings; return them with its `Reading` and `Scaled`."""
+    """Check a feature's settings; return them, with a `Reading` as "reading" and a `Scaled` as "scaled" added."""
     if not isinstance(settings, dict):
         raise UserError(f'{where}: write its settings as [features.NAME] or NAME = {{kind = "categorical"}}')
     kind = settings.get("kind")
@@ -142,7 +148,7 @@ def _feature(where: str, settings: Any) -> dict[str, Any]:
     if settings.get("end", "last") not in ENDS:
         raise UserError(f"{where}: end must be one of {', '.join(ENDS)}, not {settings['end']!r}")
     if settings.get("separator") == "":
-        raise UserError(f"{where}: the separator is empty; leave it out for lists in Parquet and Arrow")
+        raise UserError(f"{where}: the separator is empty; leave out separator for lists in Parquet and Arrow")
     clip = settings.get("clip")
     if clip is not None and (len(clip) != 2 or not all(isinstance(q, int | float) for q in clip)):
         raise UserError(f"{where}: clip must be two quantiles, such as [0.001, 0.999], not {clip}")
@@ -170,4 +176,4 @@ def _check_keys(where: str, content: Mapping[str, Any], known: Mapping[str, type
         if not isinstance(value, known[name]) or isinstance(value, bool):
             raise UserError(f"{where}: {name} must be {_TYPES[known[name]]}, not {short(repr(value))}")
     if not all(isinstance(mark, str) for mark in content.get("missing", ())):
-        raise UserError(f"{where}: the values of missing must be quoted strings, even numbers")
+        raise UserError(f"{where}: the values of missing must be quoted strings, also those that are numbers")

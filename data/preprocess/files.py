@@ -97,7 +97,7 @@ class TableFile(Protocol):
         """Return a column's type."""
 
     def parts(self, used: Sequence[str], offset: int) -> Iterator[Part]:
-        """Yield the `used` columns of the rows, starting at offset 0 or at a part's end."""
+        """Yield the `used` columns of the rows from `offset` on; `offset` is 0 or the end of a part."""
 
     def parse(self, part: Part, used: Sequence[str]) -> Chunk:
         """Parse a part's rows; thread-safe."""
@@ -132,7 +132,10 @@ def split_batch(batch: pa.RecordBatch, first: int, each: float) -> Iterator[Part
 
 
 def _fitting(sizes: Sequence[npt.NDArray[np.int64]], most: int, n: int) -> int:
-    """Return how many of the first n rows, at least one, fit into `most`; `sizes` has an array [n] for each column."""
+    """Return how many of n rows, at least one, fit into a total size of `most`.
+
+    `sizes` has an array for each column: the size of its value in each row [n].
+    """
     if not sizes:
         return n
     ends = np.cumsum(sum(sizes[1:], sizes[0]))
@@ -140,7 +143,7 @@ def _fitting(sizes: Sequence[npt.NDArray[np.int64]], most: int, n: int) -> int:
 
 
 def _rows_at_once(size: GroupSize) -> int:
-    """Return how many rows of a row group to decode at once: half a chunk if the rows are large."""
+    """Return how many rows of a row group to decode at once: CHUNK_ROWS, or half a chunk of large rows."""
     per_row = max(size.list_values / CHUNK_VALUES, size.text_bytes / CHUNK_BYTES) / max(1, size.rows)
     return CHUNK_ROWS if 2 * CHUNK_ROWS * per_row <= 1 else max(1, int(0.5 / per_row))
 
@@ -159,7 +162,7 @@ def _no_name(path: Path, error: UnicodeDecodeError) -> UserError:
 
 
 def _is_list_of_dictionary(found: pa.DataType) -> bool:
-    """Return whether Arrow can read a column from only one row group at a time, as each has its own dictionary."""
+    """Return whether a type is a list of dictionary values, which Arrow can read from only one row group at a time."""
     lists = pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list
     return any(test(found) for test in lists) and pa.types.is_dictionary(found.value_type)
 
@@ -278,13 +281,16 @@ class ArrowTable:
 
 
 def is_table(path: Path, start: bytes) -> bool:
-    """Return whether a folder's file is a table, by its name or its first bytes (Parquet, Arrow)."""
+    """Return whether a file in a folder is a table, judging by its name, or by the first bytes of Parquet and Arrow."""
     named = path.name.lower().endswith(_SUFFIXES) or (_PART.fullmatch(path.name) and b"\0" not in start)
     return bool(named) or start.startswith((_FEATHER_1, *(magic for magic, _ in _FORMATS)))
 
 
 def find_format(source: AnyInput) -> str:
-    """Return "Parquet", "an Arrow file", "an Arrow stream" or "text", by a file's first bytes."""
+    """Return "Parquet", "an Arrow file", "an Arrow stream" or "text", judging by a file's first bytes.
+
+    Raises UserError for the first bytes of an unsupported format.
+    """
     start = source.head(8)
     if start.startswith(_FEATHER_1):
         raise UserError(f"{source.name}: this is Feather version 1; write it again as version 2, or as Parquet")
@@ -300,7 +306,7 @@ def find_format(source: AnyInput) -> str:
 
 
 def _continues_as_text(source: AnyInput, start: bytes) -> bool:
-    """Return whether a file with Parquet's first bytes is text: no header follows, and the final magic is missing."""
+    """Return whether a file with Parquet's first bytes is text: printable bytes follow, and it ends differently."""
     magic, _ = _FORMATS[0]
     if not _PRINTED.issuperset(start[len(magic) :]):
         return False

@@ -29,14 +29,14 @@ Written = tuple[dict[str, Any], Survey | None]
 
 
 class FirstPass:
-    """Parses a source into pieces, resuming after an earlier process's pieces.
+    """Parses a source into pieces; can resume after the pieces that an interrupted process wrote.
 
     Args:
-        fractions: Shares of rows drawn with `seed` for testing and for validation, or None to draw none.
+        fractions: The shares of rows to draw with `seed` for testing and for validation; None to draw none.
         splits: Number of splits.
-        hashed: The hash that maps values to ids; None if values are counted.
-        shards: The second pass's memory requirement.
-        survey: A survey of further values that will be in memory, or None if there are none.
+        hashed: The hash that maps values to ids; None if values are counted for a vocabulary.
+        shards: The memory that the second pass needs for shards.
+        survey: A survey of the earlier data set's values, which will be in memory, too; None without such a data set.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class FirstPass:
         (self._fraction, self._validation), self._splits = fractions, splits
         self._key, self._hashed = key64(seed, "test split"), hashed
         self.facts: list[Facts] = []  # one for each written piece
-        self._input = self._lines = self._rows = self._rejected = 0  # counts so far; `_lines` only in this input
+        self._input = self._lines = self._rows = self._rejected = 0  # counts so far; `_lines` of the current input only
         self._first: Rejected | None = None
         self._surveys = [] if survey is None else [survey]
         self._unchecked: list[Facts] = []  # pieces whose memory has not been checked yet
@@ -65,7 +65,10 @@ class FirstPass:
         return self._work.pieces / f"{number:06d}.arrow"
 
     def resume(self, facts: list[Facts]) -> None:
-        """Resume after finished pieces; raise TransientError if their values or shards would not fit into memory."""
+        """Resume after the pieces that `facts` describes.
+
+        Raises TransientError if their distinct values or their shards would not fit into memory.
+        """
         self._unchecked = list(facts)
         for number, one in enumerate(facts):
             self._pass(one.end.input, one.lines, sum(one.rows), one.rejected)
@@ -110,7 +113,7 @@ class FirstPass:
         return self._source.parse(block, hashed=self._hashed is not None)
 
     def _write(self, block: Block, parsed: Future[RawRows], workers: Workers, number: int) -> Future[Written]:
-        """Submit a task that writes a block's rows, whose position in the source is now known."""
+        """Wait until a block is parsed, count its rows, and submit a task that writes them as piece `number`."""
         before = self._lines if block.end.input == self._input else 0
         try:
             rows = parsed.result()
@@ -130,7 +133,7 @@ class FirstPass:
         return workers.submit(write)
 
     def _draw(self, rows: RawRows, begin: int) -> npt.NDArray[np.uint8]:
-        """Return each row's split number; training rows of the source may be drawn for testing or validation.
+        """Return the number of each row's split; rows that the source uses for training may be drawn for other splits.
 
         `begin` is the number of preceding rows. The validation fraction does not change which rows are test rows.
         """
@@ -156,7 +159,7 @@ class FirstPass:
             self._check_memory()
 
     def _check_memory(self) -> None:
-        """Raise TransientError if the shards or the surveyed values would not fit into memory."""
+        """Raise TransientError if the shards or the distinct values would not fit into memory."""
         self._shards.add_pieces(self._unchecked)
         self._unchecked = []
         if self._surveys:
@@ -171,9 +174,10 @@ class FirstPass:
         self._rejected += rejected
 
     def _check_rejected(self, accepted: int) -> None:
-        """Raise UserError if more than 1% of `accepted` plus malformed rows, or most of the first rows, are malformed.
+        """Raise UserError if more than 1% of all rows, or over half of the first 10,000 or more, are malformed.
 
-        The second case indicates a wrong option, so it is reported early.
+        `accepted` is the number of well-formed rows in the source, or an upper bound on it. The second case indicates a
+        wrong option, so it is reported early.
         """
         if self._first is None:
             return
@@ -188,7 +192,7 @@ class FirstPass:
 
 
 def _until_error(blocks: Iterator[Block]) -> Iterator[Block | HostdevError | None]:
-    """Yield the blocks, then the error that ended the iteration, or None."""
+    """Yield the blocks, then the HostdevError that ended the iteration, or None if it ended without one."""
     try:
         yield from blocks
     except HostdevError as error:  # reported after the errors of in-flight blocks

@@ -50,8 +50,8 @@ def add_roles(to: argparse.ArgumentParser) -> None:
     add("--categorical", "NAMES", "columns whose values become ids, separated by commas")
     add("--bag", "NAME=SEP", "a column with any number of values: text split by SEP, or a list in Parquet and Arrow")
     add("--share", "NAME=OTHER", "give the values of column NAME the ids of column OTHER")
-    add("--padding", "NAME=VALUE", "a padding value in the lists of --bag NAME, which is left out")
-    add("--last", "NAME=N", "keep only the last N values of a longer list of --bag NAME")
+    add("--padding", "NAME=VALUE", "leave VALUE out of the lists of --bag NAME, as it is only padding")
+    add("--last", "NAME=N", "keep only the last N values of each list of --bag NAME")
     add("--missing", "VALUES", "missing-value markers in every column, separated by commas, such as '\\N,?'")
     to.add_argument("--decimal", choices=(".", ","), help="the decimal point of numbers in text (default .)")
     to.add_argument(
@@ -63,7 +63,7 @@ def add_roles(to: argparse.ArgumentParser) -> None:
 
 
 def add_split(to: argparse.ArgumentParser) -> None:
-    """Add the flags that choose test rows by a column instead of --test-fraction."""
+    """Add the flags that choose test and validation rows by the values of a column."""
     to.add_argument("--test-column", metavar="NAME=VALUE", help="rows with this value in column NAME are for testing")
     to.add_argument(
         "--test-after",
@@ -73,7 +73,7 @@ def add_split(to: argparse.ArgumentParser) -> None:
     to.add_argument(
         "--validation-column",
         metavar="NAME=VALUE",
-        help="rows with this value in column NAME are for validation, which training monitors instead of the test rows",
+        help="rows with this value in column NAME are for validation; training monitors them instead of the test rows",
     )
     to.add_argument(
         "--validation-after",

@@ -14,13 +14,14 @@ _NAMED = 3  # files named in a message
 
 
 def expand(paths: Sequence[Path], is_taken: Callable[[Path, bytes], bool] | None = None) -> list[Path]:
-    """Return the files of the paths; a folder's files are sorted by the numbers in their names.
+    """Return the files of the paths; a folder's files are sorted by name, and by number where names have numbers.
 
     `is_taken(path, first_bytes)` selects a folder's files; None selects all. Hidden files and names with a leading
-    underscore, which other programs use internally, are skipped silently; other skipped files are logged.
+    underscore, which other programs use internally, are skipped silently; a note names other skipped files.
 
     Raises:
-        UserError: A folder has the same file plain and compressed, an unsupported compression, or no readable file.
+        UserError: A folder has two forms of the same file (plain and compressed), a file with an unsupported
+            compression, or no readable file; or standard input is named twice.
     """
     found: list[Path] = []
     for path in paths:
@@ -47,7 +48,7 @@ def _inside(top: Path, is_taken: Callable[[Path, bytes], bool] | None) -> list[P
     if empty:
         note(f"skipped in {top} as empty: {_listed(empty, top)}")
     if others:
-        note(f"skipped in {top}, not tables by name or content: {_listed(others, top)}; to read a file, name it")
+        note(f"skipped in {top}, as not tables by name or content: {_listed(others, top)}; to read one, name it")
     return taken
 
 
@@ -78,13 +79,13 @@ def _is_hidden(name: str) -> bool:
 
 
 def _order(name: str) -> tuple[list[tuple[int, str]], str]:
-    """Return a sort key that orders day_2 before day_10, and day_01 and day_1 by their letters."""
+    """Return a sort key that puts day_2 before day_10; with equal numbers, as in day_01 and day_1, text decides."""
     parts = re.split(r"(\d+)", name)
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts if part], name
 
 
 def _start(file: Path) -> bytes:
-    """Return a file's first bytes, or none for pipes, which can be read only once."""
+    """Return a file's first bytes; return no bytes for a pipe, which can be read only once."""
     if not file.is_file():
         return b""
     with file.open("rb") as source:
@@ -92,7 +93,7 @@ def _start(file: Path) -> bytes:
 
 
 def _refuse_two_forms(files: Sequence[Path]) -> None:
-    """Raise UserError if a folder has the same file plain and compressed, or compressed twice."""
+    """Raise UserError if a folder has the same file plain and compressed, or in two compressed forms."""
     seen: dict[Path, Path] = {}
     for file in files:
         plain = file.with_suffix("") if file.suffix.lower() in COMPRESSED else file
@@ -105,7 +106,7 @@ def _refuse_two_forms(files: Sequence[Path]) -> None:
 
 
 def _check_repeated(files: Sequence[Path]) -> None:
-    """Print a note for each file given twice, also under two names; raise UserError for repeated standard input."""
+    """Print a note for each file given twice, also under two names; raise UserError if it is standard input."""
     if files.count(STANDARD_INPUT) > 1:
         raise UserError("- is standard input, which can be read only once; name it once")
     seen: dict[tuple[int, int], Path] = {}

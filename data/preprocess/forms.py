@@ -1,4 +1,4 @@
-"""The text forms that a column's values had in training; a manifest records them so that lookups match.
+"""The text forms that a column's values had in training; manifests record them so that new values are found.
 
 A form is a way to write a value, such as 1.0 for a number; a manifest names it by an example. `hostdev.kernels.forms`
 defines the forms' numbers.
@@ -132,8 +132,9 @@ class Written:
 class Texts(NamedTuple):
     """The texts that N values may have had in training.
 
-    `texts` has an array [N] for each form, with null for impossible texts; the first also has missing values' text.
-    `fallback` [N] is used where all are null; `doubtful` [N] marks values that may have had yet another form.
+    `texts` has an array [N] for each form, with null where a value cannot have that form; the first array also has the
+    text of missing values. `fallback` [N] has the texts to use where all these arrays have null. `doubtful` [N] marks
+    values that may have had yet another form.
     """
 
     texts: list[pa.StringArray]
@@ -147,7 +148,7 @@ def format_names(forms: Iterable[int]) -> list[str]:
 
 
 def from_json(content: Mapping[str, Any]) -> Written:
-    """Read the result of `as_json`; forms unknown to this version become text."""
+    """Read the result of `as_json`; forms that this version does not know become `TEXT`."""
     return Written(frozenset(_BY_EXAMPLE.get(name, kernel.TEXT) for name in content["forms"]), tuple(content["types"]))
 
 

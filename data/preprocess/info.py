@@ -61,7 +61,7 @@ class Totals:
         high: Maximum of each dense column's scaled numbers [C].
         uses: Number of id occurrences in each column [F].
         out: Number of out-of-vocabulary occurrences in each column [F].
-        seen: Number of occurrences in each column of ids that training rows also use [F].
+        seen: Number of occurrences, in each column, of ids that training rows also use [F].
     """
 
     labels: Numbers
@@ -103,7 +103,7 @@ class Totals:
             setattr(self, name, combine(getattr(self, name), values))
 
     def label_mean(self, label: int) -> float:
-        """Return the mean of label number `label`, which is the share of positive ones if it is 0 or 1."""
+        """Return the mean of label number `label`: the share of positive labels if all are 0 or 1."""
         return float(self.labels[label].sum() / max(1, self.rows.sum()))
 
     def label_deviation(self, label: int) -> float:
@@ -131,7 +131,7 @@ class Information:
 
     @property
     def hashed(self) -> bool:
-        """Whether ids are hashed, without a vocabulary."""
+        """Whether ids are hashed, so that there is no vocabulary."""
         return self.found.vocabulary is None
 
     def shared(self, space: str) -> list[str]:
@@ -148,7 +148,7 @@ def gather(folder: Path) -> Information:
     else:
         vocabulary = StoredVocabulary(folder, found)
         largest = max((space.values for space in vocabulary.spaces.values()), default=0)
-        require_room(folder, found.schema.rows, found.schema.rows + 16 * largest)  # mask; sorted counts and sums
+        require_room(folder, found.schema.rows, found.schema.rows + 16 * largest)  # mask; sorted counts and their sums
         known = vocabulary.counts > 0
         known[: found.schema.first_value] = False
         totals = {split: _totals(folder, found, split, known) for split in found.splits}
@@ -214,7 +214,7 @@ def _add_part(
 
 
 def _count_hashed(folder: Path, found: Manifest, test: Totals) -> dict[str, Curve]:
-    """Return the curve of each id space from counts of its hash buckets, and add to `test.seen`.
+    """Count the occurrences of each hash bucket; return the curve of each id space, and add to `test.seen`.
 
     Each pass over the rows handles as many id spaces as fit into memory, at `count_bytes` bytes for each bucket.
     """
@@ -257,7 +257,7 @@ def _count_hashed(folder: Path, found: Manifest, test: Totals) -> dict[str, Curv
 
 
 def _iterate_columns(part: Part, found: Manifest, spaces: Sequence[Space]) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-    """Yield the index and the buckets of each column of `spaces`, whose buckets are numbered consecutively."""
+    """Yield the index of each column of `spaces`, and its ids as bucket numbers, counted through all of `spaces`."""
     places = {space.name: i * space.size - space.first for i, space in enumerate(spaces)}
     for i, column in enumerate(found.schema.columns):
         if column.space in places:

@@ -21,7 +21,7 @@ _DEVIATIONS = 2  # half-width of the 95% interval of a part's mean, in standard 
 
 
 def draw(info: Information, out: Path) -> None:
-    """Draw labels by position, frequencies, missing values and coverage; raise UserError if `out` is not writable."""
+    """Draw the picture into file `out`; raise UserError if the file cannot be written."""
     rates = _rates(info)
     features = len(info.found.schema.columns)
     bars = [name for name, n in (("rates", len(rates[1])), ("coverage", features)) if n]
@@ -110,7 +110,10 @@ def _draw_curves(axes: Any, info: Information) -> None:
 
 
 def _rates(info: Information) -> tuple[str, list[str], dict[str, list[float]]]:
-    """Return a title, column names and, by split, their missing rates, or rates of zeros if those are unknown."""
+    """Return a title, column names and, by split, the columns' shares of missing values.
+
+    If the manifest does not record these shares, the numeric columns' shares of zeros are returned instead.
+    """
     dense = info.found.schema.dense
     if info.missing:
         every = [*dense, *(column.name for column in info.found.schema.columns)]
@@ -134,7 +137,7 @@ def _draw_coverage(axes: Any, info: Information, *, wide: bool) -> None:
 
 
 def _draw_rates(axes: Any, names: Sequence[str], rates: dict[str, list[float]], *, wide: bool) -> None:
-    """Draw two bars for each name, with the rates of training and test rows."""
+    """Draw two bars for each name: the shares `rates` in training and in test rows."""
     place = np.arange(len(names))
     for split, name, side in (("train", "training rows", -0.2), ("test", "test rows", 0.2)):
         axes.bar(place + side, rates[split], 0.4, color=_COLORS[split], label=name)

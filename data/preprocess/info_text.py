@@ -88,7 +88,7 @@ def _features(info: Information) -> Iterator[str]:
     yield from _table("feature", [_label(column) for column in columns], groups)
     for space in info.found.schema.spaces:
         if len(names := info.shared(space.name)) > 1:
-            yield f"{', '.join(names)} share ids: ids and training uses of the top are counted over all of them"
+            yield f"{', '.join(names)} share ids: ids and training uses of the top count these features together"
 
 
 def _parts(curves: Sequence[Curve]) -> list[tuple[int, int]]:
@@ -96,7 +96,7 @@ def _parts(curves: Sequence[Curve]) -> list[tuple[int, int]]:
 
 
 def _missing(info: Information, names: Sequence[str]) -> list[_Group]:
-    """Return the table columns of missing rates, if known."""
+    """Return the group of table columns with the shares of missing values; none if these are unknown."""
     splits = info.found.splits
     rates = [info.missing.get(split, {}) for split in splits]
     cells = [[f"{of[name]:.1%}" if name in of else _NO_FIGURE for name in names] for of in rates]

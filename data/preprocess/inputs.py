@@ -40,8 +40,8 @@ class Stream:
     Args:
         source: An object with `read`, and `seek` if `seekable`.
         name: The source's name in error messages.
-        taken: Returns the number of bytes read from the file so far, before decompression.
-        after: The rest of the file, read at the end to verify a trailing checksum.
+        taken: Called to get the number of bytes read from the file so far, before decompression.
+        after: A stream that is read to its end after `source`, to verify a trailing checksum.
     """
 
     def __init__(
@@ -88,7 +88,8 @@ class Stream:
 class Input:
     """A plain or compressed file, or a file in a tar or zip archive.
 
-    `wanted` selects an archive's file by its name without folders; None expects a single file.
+    `wanted` is called with the name of each file in an archive, without folders, to select one; None requires that
+    the archive has only one.
     """
 
     def __init__(self, path: Path, wanted: Callable[[str], bool] | None = None) -> None:
@@ -129,7 +130,7 @@ class Input:
             )
 
     def head(self, size: int) -> bytes:
-        """Return the first bytes."""
+        """Return the first `size` bytes."""
         with self.open() as stream:
             return stream.read(size)
 
@@ -187,7 +188,7 @@ class Input:
 
 
 class ReadOnce:
-    """Standard input or a named pipe, plain or compressed; its head is buffered for reading."""
+    """Standard input or a named pipe, plain or compressed; its first bytes are buffered for `head`."""
 
     plain, size = False, 0
 
@@ -204,7 +205,7 @@ class ReadOnce:
         self._stream = Stream(decompressed, self.name, lambda: raw.taken)
         self._head = self._stream.read(HEAD_BYTES)
         if self._head[_TAR_AT : _TAR_AT + len(_TAR_MAGIC)] == _TAR_MAGIC:
-            raise UserError(f"{self.name}: this is a tar archive; give it as a file, or only the member to read")
+            raise UserError(f"{self.name}: this is a tar archive; give it as a file, or pipe only the file in it")
 
     @contextmanager
     def open(self) -> Iterator[Stream]:
@@ -212,7 +213,7 @@ class ReadOnce:
         yield Stream(_Rest(self._head, self._stream), self.name, self._stream.taken)
 
     def head(self, size: int) -> bytes:
-        """Return the first bytes, at most HEAD_BYTES."""
+        """Return the first `size` bytes, at most HEAD_BYTES."""
         return self._head[:size]
 
     def describe(self) -> dict[str, Any]:
@@ -249,7 +250,7 @@ def unreadable(name: str, what: str, error: Exception) -> HostdevError:
 
 
 def refuse_unread(path: Path, start: bytes) -> None:
-    """Raise UserError for a file with an unsupported compression, by its name or its first bytes."""
+    """Raise UserError for an unsupported compression, judging by the name or the first bytes of a file."""
     by_name = _OTHER_SUFFIXES.get(path.suffix.lower())
     if by_name is not None:
         raise _not_read(by_name, str(path))
@@ -287,14 +288,14 @@ def _codec(start: bytes, name: str) -> str | None:
 
 
 def _decompressing(file: Any, codec: str, *, padded: bool = False) -> Any:
-    """Return the content of a compressed file; `padded` allows trailing zeros, which Arrow cannot skip."""
+    """Return a reader of a compressed file's content; `padded` allows trailing zeros, which Arrow cannot skip."""
     if codec == "gzip" and padded:
         return gzip.GzipFile(fileobj=file, mode="rb")
     return pa.CompressedInputStream(pa.PythonFile(file, mode="r"), codec)
 
 
 def _ends_in_zero(file: BinaryIO) -> bool:
-    """Return whether the last byte is zero (padding or a length); if not, Arrow can decompress, a fifth faster."""
+    """Return whether the last byte is zero: padding or part of a length. If not, Arrow, which is faster, can read."""
     file.seek(-1, os.SEEK_END)
     last = file.read(1)
     file.seek(0)

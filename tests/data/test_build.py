@@ -253,7 +253,7 @@ def test_the_manifest_of_another_version_is_refused(tmp_path):
     path = tmp_path / "out" / "manifest.json"
     content = json.loads(path.read_text())
     for change, message in [
-        ({"version": 3}, "version 3; this hostdev reads 'hostdev-shards' versions 1 to 2"),
+        ({"version": 3}, "version 3; this version of hostdev reads 'hostdev-shards' versions 1 to 2"),
         ({"format": "x"}, "'x'"),
         ({"extra": 1}, "extra"),
         ({"vocabulary_sha256": 3}, "an invalid value of vocabulary_sha256"),
@@ -312,7 +312,7 @@ def test_the_vocabulary_has_a_checksum(own_data):
     ("change", "message"),
     [
         (lambda counts: counts, None),
-        (lambda counts: counts[:-1], r"has \d+ ids, not \d+"),
+        (lambda counts: counts[:-1], r"has \d+ ids, but the manifest has \d+"),
         (plus(40, 3), r"its counts do not add up to the \d+ ids in the training rows"),
         (plus(slice(40, 42), np.array([-(10**6), 10**6])), "a count is below 0"),
         (lambda counts: counts.astype(np.float64), "its counts are double, not int64"),

@@ -392,8 +392,8 @@ def test_no_data_set(tmp_path, in_process):
     code, out, err = in_process(preprocess, "check", tmp_path)
     assert (code, out) == (2, "")
     assert err == (
-        f"hostdev.data.preprocess: error: {tmp_path} is not a data set: it has no manifest.json; create one with "
-        "python -m hostdev.data.preprocess\n"
+        f"hostdev.data.preprocess: error: {tmp_path} is not a data set: it has no manifest.json; create a data set "
+        "with python -m hostdev.data.preprocess\n"
     )
 
 

@@ -268,7 +268,7 @@ def test_hash_buckets(tmp_path, in_process):
     for given, message in (
         (["--hash-buckets", "51"], "--hash-buckets 51: {one} has 50 buckets, whose ids --vocabulary keeps; omit"),
         (["--threshold", "3"], "--threshold has no effect with --vocabulary {one}, whose ids are hashed; omit --thr"),
-        (["--frozen-vocabulary"], "--frozen-vocabulary has no effect with {one}, whose ids are hashed; leave it out"),
+        (["--frozen-vocabulary"], "--frozen-vocabulary has no effect with {one}, whose ids are hashed; omit --fro"),
     ):
         refused(tmp_path, in_process, more, given, message.format(one=tmp_path / "one"))
 
@@ -292,10 +292,10 @@ def refused(tmp_path, in_process, path, given, message, command="table"):
         (["--bag", "g=;"], "--bag g=;: {one} has g=|; leave the flag out"),
         (["--share", "d=c"], "--share d=c: {one} has none; leave the flag out"),
         (["--positive", ">3"], "--positive >3: {one} has none; leave the flag out"),
-        (["--dense", "log"], "--dense: this command has log, but {one} has max; --vocabulary keeps its columns, ids"),
+        (["--dense", "log"], "--dense: this command has log, but {one} has max; --vocabulary keeps that data set's"),
         (
             ["--hash-buckets", "9"],
-            "--hash-buckets 9: {one} has a vocabulary, whose ids --vocabulary keeps; omit it",
+            "--hash-buckets 9: {one} has a vocabulary, whose ids --vocabulary keeps; omit --hash",
         ),
         (
             ["--frozen-vocabulary", "--threshold", "2"],
@@ -321,7 +321,7 @@ def test_other_commands_and_missing_columns(tmp_path, in_process):
     path = write(tmp_path / "t.csv", "y,c\n" + "\n".join(f"{i % 2},v{i % 7}" for i in range(60)) + "\n")
     flags = ["--label", "y", "--categorical", "c"]
     assert in_process(preprocess, "table", path, "--out", tmp_path / "one", *flags)[0] == 0
-    made = f"--vocabulary {tmp_path / 'one'} was made by another command; use preprocess table"
+    made = f"--vocabulary {tmp_path / 'one'}: this data set was made by another command; use preprocess table"
     refused(tmp_path, in_process, path, [], made, "criteo")
     other = write(tmp_path / "u.csv", "y,d\n0,1\n1,2\n")
     refused(tmp_path, in_process, other, [], "u.csv has no column 'c'; it has y, d")

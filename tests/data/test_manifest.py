@@ -95,7 +95,7 @@ def test_a_schema_survives_json():
         ({"spaces": (*SCHEMA.spaces, Space("c", 1, 2, 3))}, "space 'c' .*twice"),
         ({"spaces": SCHEMA.spaces[:1]}, "column 'e' .*space 'e'"),
         ({"columns": (Column("c", "list", "c"),)}, "column 'c' is of kind 'list', not one of id, bag"),
-        ({"rows": 3}, "3 rows .*4 fixed ids"),
+        ({"rows": 3}, "3 ids are too few: .* need 4"),
         ({"rows": 18}, "space 'e' has ids outside 0..17"),
         ({"spaces": (SCHEMA.spaces[0], Space("e", -1, 14, 5))}, "space 'e' has ids outside 0..18"),
         ({"spaces": (SCHEMA.spaces[0], Space("e", 3, 14, -5))}, "space 'e' has ids outside 0..18"),

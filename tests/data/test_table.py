@@ -182,7 +182,7 @@ def test_labels_that_are_not_known_are_no_negatives(tmp_path, label):
     columns = {"y": ["1", "0", label, "1"], "c": ["a"] * 4, "s": [0, 0, 0, 1]}
     path = twins.write_text(tmp_path / "t.tsv", columns, "\t")
     with pytest.raises(
-        UserError, match=f":4: column 'y': {re.escape(repr(label))} is not a number, unlike --positive 1"
+        UserError, match=f":4: column 'y': {re.escape(repr(label))} is not a number, so it cannot be compared with"
     ):
         twins.build_table(path, tmp_path / "out", label="y", positive="1", categorical=("c",), test_column=("s", "1"))
 

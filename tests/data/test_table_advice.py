@@ -17,7 +17,7 @@ def test_values_that_are_unknown_or_apart_are_said(tmp_path, in_process):
     out = printed.splitlines()
     assert "rare: all values are out of vocabulary: each occurs too rarely (--threshold)" in out
     assert "a: 100.0% of the values in test rows are out of vocabulary, 0.0% in training rows" in out
-    assert "b: no value also occurs in the column whose ids it shares (--share); is the spelling the same?" in out
+    assert "b: none of its values occurs in the column whose ids it shares (--share); is the spelling the same?" in out
     assert not [line for line in out if line.startswith("u:")]
     found = manifest.read(tmp_path / "d").statistics["out_of_vocabulary_by_column"]
     assert found["train"]["rare"] == 1

@@ -88,7 +88,7 @@ from tests.data.conftest import GOOD
         ),
         (
             ["--label", "y", "--seed", "1", "--test-after", "t=3"],
-            "--seed has no effect with --test-after; leave it out",
+            "--seed has no effect with --test-after; leave out --seed",
         ),
         (["--label", "y", "--threshold", "1", "--hash-buckets", "9"], "--threshold has no effect with --hash-buckets"),
         (
