@@ -17,9 +17,9 @@ TABLE = {"y": [0, 1, 1], "c": ["a", "b", "c"], "x": [1.0, 2.5, None]}
     [
         ("c", [{"a": 1}] * 3, [], "it is of type struct<a: int64>, which is nested or unknown; only plain values and"),
         ("c", [[["a"]]] * 3, ["--bag", "c"], "it is of type list<element: list<element: string>>, which is nested"),
-        ("c", [["a"]] * 3, [], "it is of type list<element: string>, a list; only --bag takes lists"),
-        ("x", [["a"]] * 3, ["--numeric", "x"], "it is of type list<element: string>, a list; only --bag takes lists"),
-        ("y", [[1]] * 3, [], "it is of type list<element: int64>, a list; only --bag takes lists"),
+        ("c", [["a"]] * 3, [], "it is of type list<element: string>, a list; name it with --bag"),
+        ("x", [["a"]] * 3, ["--numeric", "x"], "it is of type list<element: string>, a list; name it with --bag"),
+        ("y", [[1]] * 3, [], "it is of type list<element: int64>, a list; name it with --bag"),
         ("x", [5, 6, 7], ["--bag", "x"], "it is of type int64, not a list; give the separator of its values"),
         (
             "x",
@@ -126,9 +126,9 @@ TABLE = {"y": [0, 1, 1], "c": ["a", "b", "c"], "x": [1.0, 2.5, None]}
             "x",
             [["a"]] * 3,
             ["--bag", "x", "--test-column", "x=a"],
-            "it is of type list<element: string>, a list; rows are chosen by a column with one value per row",
+            "it is of type list<element: string>, a list; choose rows by a column with one value per row",
         ),
-        ("x", [[1]] * 3, ["--bag", "x", "--test-after", "x=1"], "a list; rows are chosen by a column"),
+        ("x", [[1]] * 3, ["--bag", "x", "--test-after", "x=1"], "a list; choose rows by a column"),
         (
             "x",
             [True, False, True],
@@ -139,7 +139,7 @@ TABLE = {"y": [0, 1, 1], "c": ["a", "b", "c"], "x": [1.0, 2.5, None]}
             "y",
             [0, 1, 1],
             ["--columns", "y,c,x"],
-            "--columns has no effect on t.parquet, which is Parquet; leave it out",
+            "--columns has no effect on t.parquet, which is Parquet; leave out --columns",
         ),
         ("y", [0, 1, 1], ["--delimiter", ","], "--delimiter has no effect on t.parquet"),
         ("y", [0, 1, 1], ["--no-quotes"], "--no-quotes has no effect on t.parquet"),

@@ -44,7 +44,7 @@ PICKING = frozenset(
         *("json_group_array", "json_group_object"),
     ]
 )
-"""Aggregates whose value depends on the order of equal rows."""
+"""Aggregates whose value depends on the order of rows, even of those that tie in their ORDER BY."""
 
 SUMMING = frozenset(
     [
@@ -60,7 +60,7 @@ APPROXIMATE = frozenset(("approx_quantile", "reservoir_quantile", "approx_top_k"
 """Aggregates whose value depends on how rows are divided among threads."""
 
 WINDOWS = frozenset(["last_items"])
-"""The engine's window functions."""
+"""Window functions that hostdev adds to DuckDB."""
 
 _NUMBERING = frozenset(
     ("row_number", "ntile", "lag", "lead", "first_value", "last_value", "nth_value", "first", "last", "fill")
@@ -106,7 +106,7 @@ def settle(statement: Statement, aggregates: Set[str], *, windows: bool = True) 
     Args:
         statement: The query.
         aggregates: The names of all aggregate functions.
-        windows: Whether to add keys to windows, too; DuckDB cannot bind every resulting query.
+        windows: Whether to add keys to windows, too; DuckDB rejects some of the resulting queries.
     """
     tree = copy.deepcopy(statement.tree)
     doubts: list[str] = []
@@ -159,7 +159,7 @@ def _settle_window(statement: Statement, node: Node, select: Node, doubts: list[
     if keys:
         node["orders"] += [ordering(key) for key in keys]
     else:
-        doubts.append(f"{statement.place(node)} numbers rows that may be equal in its ORDER BY")
+        doubts.append(f"{statement.place(node)} numbers rows that may tie in its ORDER BY")
 
 
 def _keys_of(select: Node) -> Iterator[Node]:
@@ -190,7 +190,7 @@ def _names_in(table: Node) -> Iterator[str]:
         table["alias"] = f"hostdev_{table['query_location']}"
         yield table["alias"]
     elif kind not in ("EMPTY", None):
-        yield "unnamed"  # nothing has this name, so that the query cannot be bound
+        yield "unnamed"  # no table has this name, so DuckDB rejects the query with keys in its windows
 
 
 def implicit_name(table: str) -> str:
