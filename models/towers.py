@@ -9,7 +9,7 @@ from hostdev.models.layers import in_float32, perceptron
 
 
 class Towers(nn.ModuleList):
-    """A ReLU network with one output for each label.
+    """For each label, a ReLU network with one output.
 
     Args:
         labels: Number of labels.
