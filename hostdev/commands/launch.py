@@ -34,7 +34,10 @@ def main(argv: Sequence[str], prog: str = PROG) -> int:
     if options.rank_table is None:
         for name in ("server", "log_dir"):
             if getattr(options, name) is not None:
-                raise UserError(f"--{name.replace('_', '-')} has no effect without --rank-table; leave it out")
+                raise UserError(
+                    f"--{name.replace('_', '-')} has no effect without --rank-table; "
+                    f"leave out --{name.replace('_', '-')}"
+                )
         if not options.check:
             raise UserError("give --rank-table FILE -- PROGRAM OPTIONS, or --check")
         return check()
