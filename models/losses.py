@@ -25,7 +25,7 @@ class TargetLoss:
         """Return the loss, a scalar.
 
         Args:
-            outputs: float32 [B], or [B, labels] if there are several: logits or predictions.
+            outputs: float32 [B], or [B, labels] if there are several labels; logits, or predictions for numeric labels.
             label: float32, of the same shape.
             weight: float32 [B]; None if all are 1.
 

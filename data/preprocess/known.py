@@ -118,7 +118,7 @@ class Vocabulary:
         return self._ids(*arrow.get_buffers(self._named(space, texts)))
 
     def find_few(self, spaces: Sequence[str], texts: Sequence[str]) -> Ids:
-        """Return the id of each text in the id space at the same index, -1 for an unknown text."""
+        """Return, for each text, its id in the id space at the same index of `spaces`, or -1 if the text is unknown."""
         found = [(self._prefixes.get(space, "?") + text).encode() for space, text in zip(spaces, texts, strict=True)]
         offsets = ragged.offsets_of(np.fromiter(map(len, found), np.int64, len(found)))
         return self._ids(offsets, np.frombuffer(b"".join(found), np.uint8))

@@ -96,7 +96,7 @@ class Labels:
             return arrow.labels_where_readable(found, self._rules[name])
 
     def _numbers(self, name: str, get: GetColumn, *, least: float) -> Values:
-        """Return a column's numbers; NaN for missing or unreadable ones, and outside [`least`, float32's maximum]."""
+        """Return a column's numbers; NaN where missing, unreadable, less than `least`, or too large for float32."""
         numbers, unread = self._readings[name].numbers_where_readable(get(self.column(name)))
         with np.errstate(over="ignore"):
             found = np.asarray(numbers).astype(np.float32)

@@ -84,7 +84,7 @@ def add_options(to: argparse.ArgumentParser, default: Options | None = None) -> 
 
 
 def add_seed(to: argparse.ArgumentParser, default: int | None) -> None:
-    """Add --seed."""
+    """Add the flag --seed."""
     to.add_argument(
         "--seed",
         type=int,

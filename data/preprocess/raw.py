@@ -153,7 +153,7 @@ class Source(Protocol):
 
     @property
     def kinds(self) -> Callable[[Mapping[str, Mapping[int, frozenset[int]]]], dict[str, Any]] | None:
-        """Function that maps value forms, by column and input, to the manifest's `kinds`; None if it has none."""
+        """Function that returns the manifest's `kinds` for value forms by column and input; None for no `kinds`."""
 
     def describe(self) -> list[dict[str, Any]]:
         """Return the manifest's entry about where the rows come from."""

@@ -188,7 +188,7 @@ class Reading:
         return kept[ragged.places_of(starts, short)], short
 
     def flat_values(self, array: pa.Array) -> tuple[pa.Array, Codes]:
-        """Return a bag's concatenated values [N], with missing ones, and each row's number of values, int32 [n]."""
+        """Return a bag's concatenated values [N], including missing ones, and each row's value count, int32 [n]."""
         if arrow.classify_type(array.type) == "list":
             return array.flatten(), arrow.list_lengths(array).astype(np.int32)
         codes, whole = arrow.as_text(array)

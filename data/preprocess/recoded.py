@@ -16,9 +16,9 @@ class Recoded:
 
     Args:
         source: The input.
-        encoding: Python's name for its encoding.
+        encoding: Python's name for the input's encoding.
         skipped_lines: Number of lines to skip at the beginning.
-        returns: Whether lines end with a carriage return alone.
+        returns: Whether lines end with a carriage return and no newline.
     """
 
     plain = False
@@ -51,7 +51,7 @@ class Recoded:
 
 
 def recode(source: AnyInput, *, encoding: str, skipped_lines: int, head: int) -> "AnyInput | Recoded":
-    """Convert an input to UTF-8 with newlines; return `source` itself if that changes nothing.
+    """Convert an input to UTF-8 with newlines; return `source` itself if no conversion is needed.
 
     The line ends are inferred from the first `head` bytes.
     """

@@ -36,7 +36,7 @@ class RowGroups:
     """The row groups of an untrusted Parquet file, with the columns to read.
 
     Attributes:
-        ends: Each row group's end as a row number, int64.
+        ends: Each row group's end, as the number of rows in the file up to there, int64.
     """
 
     def __init__(self, path: Path, file: pq.ParquetFile, used: Sequence[str]) -> None:

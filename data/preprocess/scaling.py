@@ -173,7 +173,7 @@ def select(numbers: Callable[[], Iterable[Numbers]], quantiles: Sequence[float])
 
 
 def _select(numbers: Callable[[], Iterable[Numbers]], rank: int) -> float:
-    """Return the number of this rank, from 0, by radix selection on the numbers' keys, most significant digit first."""
+    """Return the number whose rank, from 0, is `rank`: radix selection on keys, from the most significant digit."""
     known = np.uint64(0)
     for shift in range(64 - _DIGIT, -1, -_DIGIT):
         counts = np.zeros(1 << _DIGIT, np.int64)

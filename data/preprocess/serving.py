@@ -227,7 +227,8 @@ def _format_numbers(values: pa.Array, written: Written) -> Texts:
         if wrong:
             raise WrongValueError(
                 wrong[0],
-                f"{texts[wrong[0]]} is neither true nor false, but the values were {written.shown} in training",
+                f"{texts[wrong[0]]} is neither true nor false, but the column's values were "
+                f"{written.shown} in training",
             )
         return _format_bools(pa.array([None if text is None else text == "1" for text in texts], pa.bool_()), written)
     fraction = next((i for i, text in enumerate(texts) if text is not None and "." in text), None)

@@ -74,7 +74,7 @@ def read_parts(folder: Path, found: Manifest, shard: Shard, *, known: bool = Fal
         known: Whether the shard was checked before; if so, its checksum and values are not checked again.
 
     Raises:
-        DamagedError: Checksum, schema, number of rows or lists are wrong, or values are missing.
+        DamagedError: The checksum, the schema, a list or the number of rows is wrong, or values are missing.
     """
     path = folder / shard.file
     if not known:
@@ -150,7 +150,7 @@ class Wrong:
 
 
 def wrong_values(part: Part, schema: Schema) -> list[Wrong]:
-    """Find ids outside their column's range, labels other than 0 and 1, and numbers that are not finite."""
+    """Find ids outside their column's range, invalid labels and weights, and numbers that are not finite."""
     found = []
     spaces = {space.name: space for space in schema.spaces}
     for column in schema.columns:

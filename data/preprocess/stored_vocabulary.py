@@ -63,7 +63,7 @@ class StoredVocabulary:
         return pieces[0] if len(pieces) == 1 else np.concatenate([np.zeros(0, np.int64), *pieces])
 
     def _owners(self) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
-        """Yield each chunk's first id and its ids' owners: the fixed id of a column or id space, or -1 if unknown."""
+        """Yield, by chunk, the first id and each id's owner: the fixed id of its column or id space; -1 if none."""
         numbers = {name: i for i, name in enumerate(self._names)}
         start = 0
         for chunk in self.table["field"].chunks:
@@ -94,7 +94,7 @@ class StoredVocabulary:
                 number = int(at[right.argmin()])
                 name = self.table["field"][number].as_py()
                 raise DamagedError(
-                    self.path, f"id {number} belongs to {name!r}, which is out of order or not in the schema"
+                    self.path, f"id {number} belongs to {name!r}, which is not in the schema or has ids out of order"
                 )
             sizes += np.bincount(values, minlength=fixed)
             last = int(values[-1]) if len(values) else last

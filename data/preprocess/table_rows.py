@@ -143,7 +143,7 @@ class RowParser:
         return keys.rows(read.label, read.weight, read.numbers, ids, tuple(bags), rejected, read.splits, forms)
 
     def _read(self, rows: _Rows, split: int) -> _Read:
-        """Read labels, numbers, and each row's split."""
+        """Read labels, weights, numbers, and each row's split."""
         options, n = self._options, len(rows.batch)
         label, weight = self._labels.read(rows.column, n), self._labels.weights(rows.column)
         wrong: Mask = np.logical_or.reduce(list(map(np.isnan, columns_of(label))))
@@ -265,7 +265,7 @@ class _Keys:
         splits: npt.NDArray[np.uint8] | None,
         forms: dict[str, frozenset[int]],
     ) -> RawRows:
-        """Return rows whose values have these keys; `ids` is int64 [columns, n]."""
+        """Return raw rows with the texts of all keys; `ids` is int64 [columns, n]."""
         if self._hashed:
             by_space, missing = None, dict.fromkeys(self._seen, int(hash_texts(*_NOTHING).view(np.int64)[0]))
         else:

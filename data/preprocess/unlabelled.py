@@ -114,7 +114,7 @@ def _labelled(block: bytes) -> bytes:
 
 
 def _with_labels(block: bytes) -> tuple[bytes, npt.NDArray[np.int64]]:
-    """Replace missing and invalid labels with 0; return the text and the numbers of these lines, from 0."""
+    """Replace missing and invalid labels with 0; return the text and the numbers of the changed lines, from 0."""
     text = np.frombuffer(block, np.uint8)
     starts = np.concatenate([[0], np.flatnonzero(text == ord("\n")) + 1])
     starts = starts[starts + 1 < len(text)]  # a line of one character is always malformed

@@ -54,7 +54,7 @@ class _Integers:
         return self._format_keys(self._seen.keys[numbers])
 
     def lengths(self, numbers: Ids) -> Ids:
-        """Return the maximum number of bytes of each value's text."""
+        """Return an upper bound on the number of bytes of each value's text."""
         return np.full(len(numbers), _DIGITS)
 
 

@@ -37,7 +37,7 @@ class Work:
         self._last = ""  # checksum of the journal's last line
 
     def begin(self, recipe: Any) -> list[dict[str, Any]]:
-        """Return the journal entries of earlier work with the same recipe; remove other work.
+        """Return the journal entries of earlier work with the same recipe; remove any other work.
 
         `recipe` has everything that the result depends on; None if that is unknown.
         """
@@ -61,7 +61,7 @@ class Work:
         return entries
 
     def rewrite(self, entries: list[dict[str, Any]]) -> None:
-        """Replace the journal's entries."""
+        """Replace all entries of the journal."""
         self._close()
         path = self.folder / _JOURNAL
         partial = path.with_suffix(".partial")
@@ -89,7 +89,7 @@ class Work:
         sync_folder(self._out.parent)
 
     def is_finished(self) -> bool:
-        """Return whether the result has its final name."""
+        """Return whether the result has been renamed to the data set's folder."""
         return not self.result.exists() and os.path.lexists(self._out)
 
     def clear(self) -> None:

@@ -39,7 +39,7 @@ def main(argv: Sequence[str], prog: str = PROG) -> int:
                     f"leave out --{name.replace('_', '-')}"
                 )
         if not options.check:
-            raise UserError("give --rank-table FILE -- PROGRAM OPTIONS, or --check")
+            raise UserError("give --rank-table FILE -- PROGRAM OPTIONS, or --check to test connections")
         return check()
     if not command and not options.check:
         raise UserError("missing command after --, such as -- -m hostdev.train --host-device-mix ...")

@@ -91,7 +91,7 @@ def main(argv: Sequence[str], prog: str = PROG) -> int:
     if arguments.inject_fault:
         if not all(different):
             raise UserError("the injected fault was not caught: no consecutive batches share a row; use larger batches")
-        print(f"\nthe injected fault was caught in {' and '.join(map(str, different))} modes")
+        print(f"\nthe injected fault was caught in every group of modes: {' and '.join(map(str, different))} differ")
     elif any(different):
         print(f"\n{different[0]} modes differ from the serial run")
     else:

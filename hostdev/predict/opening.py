@@ -106,7 +106,7 @@ def _chosen(path: Path, which: str | None) -> tuple[Found, str]:
     if chain is None:
         told = f"the best checkpoint (step {known.step:,}, after epoch {known.epoch}) is not in {path}"
         if which == "best":
-            raise UserError(f"{told}; only runs with --early-stop keep it; use the newest")
+            raise UserError(f"{told}; only runs with --early-stop keep the best; use the newest")
         return Found(found.chain, found.broken), f"the newest; {told}"
     is_newest = chain[-1].path == found.chain[-1].path
     return Found(chain, found.broken), (
@@ -137,7 +137,7 @@ def choose_model(settings: dict[str, Any], model: "str | type[Any] | None", path
         shown = str(settings["model"])[:100]
         raise UserError(
             f"{path} has the custom model class {shown!r}, whose module would be imported; if you trust it, name it "
-            "with --model, or Predictor(..., model=)"
+            "with --model, or in Python with Predictor(..., model=)"
         )
     return str(settings["model"])
 

@@ -122,7 +122,7 @@ class Predictor:
                 and NaN are missing values. Other columns, such as the label, are ignored.
 
         Raises:
-            UserError: A column is missing or of another type than in training, or a value or a result is invalid.
+            UserError: A column is missing or its type does not fit training, or a value or a result is invalid.
         """
         rows = as_mapping(rows)
         self.encoding.require(get_column_names(rows))
@@ -141,7 +141,7 @@ class Predictor:
         return self._predictions(logits)
 
     def _predictions(self, outputs: Probabilities) -> Probabilities:
-        """Return probabilities for labels of 0 or 1, and the model's outputs for others."""
+        """Return probabilities for labels of 0 or 1, and the model's outputs for numeric labels."""
         schema = self.data.schema
         if not schema.targets.numeric:
             return probabilities(outputs)
@@ -170,7 +170,7 @@ class Predictor:
         return np.concatenate(logits) if logits else np.empty((0, len(labels)) if len(labels) > 1 else 0, np.float32)
 
     def logits(self, batch: Batch) -> Probabilities:
-        """Return the model's logits (or numbers) for one batch, float32 [n], or [n, labels] for several labels."""
+        """Return the model's logits, or numbers, for one batch, float32 [n], or [n, labels] for several labels."""
         with torch.inference_mode():
             rows = dict(self._rows(batch))
             dense = torch.from_numpy(batch.dense).to(self._device)

@@ -87,7 +87,7 @@ class MMoE(Model):
         return torch.cat([dense, concatenate_fields(rows, self.features).flatten(1).float()], 1)
 
     def _mixtures(self, inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return each label's mixture of the experts, float32 [B, expert's last width]."""
+        """Return each label's mixture of the experts' outputs, float32 [B, expert's last width]."""
         found = torch.stack([expert(inputs) for expert in self.experts], 1).float()  # [B, E, width]
         with torch.autocast(inputs.device.type, enabled=False):
             weights = [torch.softmax(gate(inputs.float()), 1) for gate in self.gates]

@@ -1,4 +1,4 @@
-"""The two losses of MindSpore's Wide & Deep: the wide loss, and the L2 term that the deep loss adds to it."""
+"""The two losses of MindSpore's Wide & Deep: the wide loss, and the deep loss, which adds an L2 term."""
 
 import torch.nn.functional as F
 from torch import Tensor

@@ -73,7 +73,7 @@ def test_processes_that_reach_each_other(processes):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ([], "give --rank-table FILE -- PROGRAM OPTIONS, or --check"),
+        ([], "give --rank-table FILE -- PROGRAM OPTIONS, or --check to test connections"),
         (["--check", "--", "-m", "x"], "--check starts no program; leave out -- and everything after it"),
         (["--check"], "--check needs several processes"),
         (["--check", "--server", "a"], "--server has no effect without --rank-table; leave out --server"),

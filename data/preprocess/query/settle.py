@@ -1,8 +1,8 @@
 """Makes a query's result independent of threads: the rows, their order, and their values.
 
 DuckDB guarantees the order of rows only if a query is a chain of scans, filters and expressions. Otherwise, rows that
-tie in an ORDER BY come in the order in which threads finish. So this module appends tie-breaking keys to each order: of
-the result, a LIMIT, a window or an aggregate.
+tie in an ORDER BY come in the order in which threads finish. So this module adds tie-breaking keys wherever rows are
+ordered: in the result, and for a LIMIT, a window or an aggregate.
 """
 
 import copy
@@ -101,7 +101,7 @@ def refuse_changing(statement: Statement) -> None:
 
 
 def settle(statement: Statement, aggregates: Set[str], *, windows: bool = True) -> Settled:
-    """Add tie-breaking keys to a query's orders, so that its result does not depend on threads.
+    """Add tie-breaking keys wherever a query orders rows, so that its result does not depend on threads.
 
     Args:
         statement: The query.
@@ -129,7 +129,7 @@ def settle(statement: Statement, aggregates: Set[str], *, windows: bool = True) 
 
 
 def _settle_functions(statement: Statement, select: Node, doubts: list[str], *, windows: bool) -> None:
-    """Add tie-breaking keys to the orders inside a SELECT's aggregates and windows."""
+    """Add tie-breaking keys to the ORDER BY clauses inside a SELECT's aggregates and windows."""
     for node in own(select):
         name = node.get("function_name", "").lower()
         if node.get("class") == "WINDOW":
@@ -240,7 +240,7 @@ def _named_tables(tree: Node) -> dict[str, Node]:
 
 
 def _keeps_order(node: Any, tables: dict[str, Node], aggregates: Set[str]) -> bool:
-    """Return whether DuckDB guarantees a SELECT's rows in the order of its files, for any number of threads."""
+    """Return whether DuckDB guarantees that a SELECT's rows are in the order of its files for any number of threads."""
     kind = node.get("type")
     if kind == "SET_OPERATION_NODE":
         return (

@@ -69,7 +69,7 @@ class QueryRows:
     Args:
         sql: One SELECT statement in DuckDB's dialect.
         engine: Runs the query.
-        threads: Maximum number of threads; a query whose result could depend on threads runs on one.
+        threads: Maximum number of threads; a query whose result could depend on threads runs on a single one.
 
     Raises:
         UserError: The query is invalid, or its result changes between runs.
@@ -174,5 +174,5 @@ def open_query(sql: str, options: QueryOptions) -> QueryRows:
 
 
 def spill_folder(out: Path) -> Path:
-    """Return the folder for data that does not fit in memory, in the work folder, which is removed at the end."""
+    """Return the folder for data that does not fit in memory. It is removed with the work folder, in which it lies."""
     return out.parent / f".{out.name}.partial" / "query"
