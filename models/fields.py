@@ -34,19 +34,19 @@ def bag_feature(column: str) -> str:
 def make_features(schema: Schema, tables: str | tuple[str, ...], *, more: int = 0) -> dict[str, Feature]:
     """Return the features that look up a schema's ids in `tables`; the model adds `more` ids per sample to FIELDS."""
     if not schema.columns:
-        raise UserError("the data has no column of ids, so no table is looked up; name one with --categorical or --bag")
+        raise UserError("the data has no column of ids, so no table is used; preprocess it with --categorical or --bag")
     features = {FIELDS: Feature(tables)} if schema.ids or more else {}
     return features | {bag_feature(name): Feature(tables, pooling="mean") for name in schema.bags}
 
 
 def collect_ids(schema: Schema, batch: Batch) -> dict[str, Ids]:
-    """Return the ids of the features of `make_features`."""
+    """Return the ids of a batch for each feature that `make_features` returns, without a model's own ids."""
     found: dict[str, Ids] = {FIELDS: batch.ids} if schema.ids else {}
     return found | collect_bags(schema, batch)
 
 
 def collect_bags(schema: Schema, batch: Batch) -> dict[str, Ids]:
-    """Return the ids of the bags' features."""
+    """Return the ids of a batch for each bag's feature."""
     return {bag_feature(name): Bag(batch.bags[name][0], lengths=batch.bags[name][1]) for name in schema.bags}
 
 

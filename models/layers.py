@@ -13,7 +13,7 @@ from hostdev.core.pieces import Piece
 
 
 def perceptron(widths: Sequence[int], *, dropout: float = 0.0, linear: bool = True) -> nn.Sequential:
-    """Return linear layers with these widths, each with ReLU and dropout; the last has neither if `linear`."""
+    """Return linear layers with these widths, each followed by ReLU and dropout; if `linear`, the last by neither."""
     modules: list[nn.Module] = []
     for inputs, outputs in itertools.pairwise(widths):
         modules += [nn.Linear(inputs, outputs), nn.ReLU()]
@@ -23,7 +23,7 @@ def perceptron(widths: Sequence[int], *, dropout: float = 0.0, linear: bool = Tr
 
 
 def hidden_pieces(name: str, layers: nn.Sequential, *, alone: bool = False) -> list[Piece]:
-    """Return all layers except the last as segments; unless `alone`, each maps pairs to pairs (see `pass_through`)."""
+    """Return all layers except the last as segments, which map pairs to pairs (see `pass_through`) unless `alone`."""
     return [
         Piece(f"{name}.{number}", layer if alone else partial(pass_through, layer), (layer,))
         for number, layer in enumerate(list(layers)[:-1])
@@ -43,7 +43,10 @@ def in_float32(last: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def initialize(module: nn.Module, seed: int, init: Callable[[str, Tensor], Initializer]) -> None:
-    """Set each parameter to values drawn by seed and parameter name; `init` returns its initializer."""
+    """Set each parameter to values drawn by seed and parameter name.
+
+    `init` is called with a parameter's name and the parameter, and returns the initializer.
+    """
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             values = initial_array(tuple(parameter.shape), init(name, parameter), seed, f"dense/{name}")

@@ -1,4 +1,4 @@
-"""The loss of a model's outputs by a data set's targets: binary labels, numbers, and weights of samples."""
+"""The loss of a model's outputs for binary and numeric labels, with weights of samples."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,6 +15,7 @@ class TargetLoss:
 
     Args:
         labels: Names of all labels.
+        targets: Which labels are numbers.
     """
 
     def __init__(self, labels: tuple[str, ...] = ("label",), targets: Targets = SINGLE_LABEL) -> None:
@@ -24,17 +25,17 @@ class TargetLoss:
         """Return the loss, a scalar.
 
         Args:
-            outputs: float32 [B], or [B, labels] if there are several: logits or predictions.
+            outputs: float32 [B], or [B, labels] if there are several labels; logits, or predictions for numeric labels.
             label: float32, of the same shape.
             weight: float32 [B]; None if all are 1.
 
         Raises:
-            UserError: The outputs have another shape than the labels.
+            UserError: The outputs and the labels differ in shape.
         """
         if outputs.shape != label.shape:
             raise UserError(
                 f"the model returned outputs of shape {list(outputs.shape)} for labels of shape {list(label.shape)} "
-                f"({', '.join(self.labels)}); return one for each sample and label"
+                f"({', '.join(self.labels)}); return one output for each sample and label"
             )
         if len(self.labels) == 1:
             return self._mean(self.labels[0], outputs, label, weight)

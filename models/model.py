@@ -13,7 +13,7 @@ Rows = dict[str, Any]  # by feature: a Tensor, or a tuple of Tensors if the feat
 
 
 class Batch(Protocol):
-    """A batch of B samples as a model sees it, on the host; its ids follow the schema."""
+    """A batch of B samples as a model sees it, on the host; its columns are those of the schema."""
 
     @property
     def dense(self) -> npt.NDArray[np.float32]:
@@ -31,8 +31,8 @@ class Batch(Protocol):
 class Model(nn.Module):
     """A network over rows of embedding tables.
 
-    It specifies the tables, but does not know where they are stored or when they change. A model class has this
-    constructor, and these attributes and methods; inheritance is optional::
+    A model specifies the tables, but does not know where they are stored or when they change. A model class must have
+    this constructor, and these attributes and methods, but need not inherit from `Model`::
 
         def __init__(self, schema: Schema, dim: int, *, seed: int, optimizer: SparseOptimizer | None = None): ...
 

@@ -24,7 +24,7 @@ NAMES: dict[str, str] = {
 
 
 def find(name: "str | type[Any]") -> "type[Model]":
-    """Return a model class by a name in NAMES, or "package.module:Class", or the class itself.
+    """Return the model class for a name in NAMES, for "package.module:Class", or for the class itself.
 
     The class must be an nn.Module with the constructor and methods of `Model`, but need not inherit from `Model`.
 
@@ -115,8 +115,8 @@ def _load(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name and f"{module}.".startswith(f"{error.name}."):
             raise UserError(
-                f"model {name!r}: there is no module {error.name!r}; it must be in the current folder, on PYTHONPATH, "
-                "or installed"
+                f"model {name!r}: there is no module {error.name!r}; modules must be in the current folder, on "
+                "PYTHONPATH, or installed"
             ) from None
         raise UserError(
             f"model {name!r}: module {module!r} needs {error.name!r}, which is not installed; install it"

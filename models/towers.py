@@ -9,7 +9,7 @@ from hostdev.models.layers import in_float32, perceptron
 
 
 class Towers(nn.ModuleList):
-    """A ReLU network with one output for each label.
+    """For each label, a ReLU network with one output.
 
     Args:
         labels: Number of labels.
@@ -21,7 +21,7 @@ class Towers(nn.ModuleList):
         super().__init__(perceptron([inputs, *layers, 1]) for _ in range(labels))
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Return float32 [B, labels], or [B] for a single label; the last layers are float32 under autocast.
+        """Return the outputs, float32 [B, labels], or [B] for a single label; last layers are float32 under autocast.
 
         Args:
             inputs: Each tower's input [B, inputs], or a single tensor that is the input of all towers.

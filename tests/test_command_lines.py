@@ -26,7 +26,7 @@ WRONG = {
     ),
     "verify": (["--steps", 1], "--steps must be at least 2, not 1"),
     "warm-up": (["--jobs", 0], "--jobs must be in 1..256, not 0"),
-    "launch": ([], "give --rank-table FILE -- PROGRAM OPTIONS, or --check"),
+    "launch": ([], "give --rank-table FILE -- PROGRAM OPTIONS, or --check to test connections"),
 }
 HEAVY = ("torch", "numba", "pyarrow", "matplotlib")
 

@@ -1,4 +1,4 @@
-"""Lookup of values' ids in a data set's vocabulary, whose file is checked when it is loaded."""
+"""Lookup of values' ids in a data set's vocabulary. The vocabulary's file is checked when it is loaded."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -22,18 +22,19 @@ Ids = npt.NDArray[np.int64]
 
 
 class Vocabulary:
-    """Map from values to ids; each key is a text, prefixed with the out-of-vocabulary id of its id space.
+    """Map from values to ids.
 
     Attributes:
-        written: How the values of each id space are written.
+        written: By id space, the forms in which its values are written.
         rates: By id space, the share of out-of-vocabulary values in training rows.
 
     Raises:
-        UserError: The file `path` does not match the data set's manifest.
+        UserError: The file `path` is missing or damaged, or does not match the data set's manifest.
     """
 
     def __init__(self, path: Path, data: Manifest) -> None:
         schema = data.schema
+        # A text is stored after its id space's prefix (`_prefixes`), so that equal texts of two spaces differ.
         self._texts, self._first, self._path = TextMap(), schema.first_value, path
         self.written: dict[str, Written] = {}
         self.rates: dict[str, float] = {}
@@ -49,8 +50,8 @@ class Vocabulary:
             raise self._broken(in_words(error)) from None
         owners = self._owners(table, [*schema.dense, *(space.name for space in schema.spaces)], schema.rows)
         if not np.array_equal(owners[: self._first], np.arange(self._first)):
-            raise self._broken("its first ids do not match the columns")
-        # The file assigns ids to id spaces, because manifests of version 1 do not.
+            raise self._broken("its first ids do not match the data set's columns and id spaces")
+        # Read each id's id space from the file, because manifests of version 1 do not record it.
         starts = np.flatnonzero(np.diff(owners[self._first :], prepend=-2)) + self._first
         ends = [*starts.tolist(), len(table)]
         segments: dict[int, list[tuple[int, int]]] = {}
@@ -58,7 +59,7 @@ class Vocabulary:
             segments.setdefault(int(owners[first]), []).append((first, last - first))
         by_oov = {space.oov: space for space in schema.spaces}
         if not segments.keys() <= by_oov.keys():
-            raise self._broken("an id does not belong to a column with ids")
+            raise self._broken("an id is assigned to a column that is unknown or has no ids")
         everything = (self._first, schema.rows)
         recorded = any((space.first, space.first + space.size) != everything for space in schema.spaces)
         self._prefixes = {space.name: f"{space.oov}\0" for space in schema.spaces if space.oov in segments}
@@ -71,7 +72,7 @@ class Vocabulary:
         for space in schema.spaces:
             found = tuple(segments.get(space.oov, ()))
             if found != space.segments if recorded else len(found) > 1:
-                raise self._broken(f"its ids of {space.name!r} differ from the manifest")
+                raise self._broken(f"its ids of {space.name!r} differ from those in the manifest")
             self.written[space.name] = Written(forms[space.name])
             rare = table["count"][space.oov].as_py()
             self.rates[space.name] = rare / max(1, known[space.name] + rare)
@@ -79,7 +80,7 @@ class Vocabulary:
             raise self._broken("a value has two ids in one id space")
 
     def _owners(self, table: pa.Table, names: list[str], rows: int) -> npt.NDArray[np.int64]:
-        """Return each id's column or id space, as an index into `names`; raise UserError for an invalid vocabulary."""
+        """Return the column or id space of each id, as an index into `names`; raise UserError for an invalid table."""
         schema = table.schema
         field = schema.types[0] if schema.types and pa.types.is_dictionary(schema.types[0]) else None
         kinds = [field and field.value_type, *schema.types[1:]]
@@ -112,24 +113,24 @@ class Vocabulary:
 
     def find(self, space: str, texts: pa.Array) -> Ids:
         """Return the id of each text, -1 for an unknown text."""
-        if space not in self._prefixes:  # none of its values is frequent enough
+        if space not in self._prefixes:  # no value of the id space is frequent enough to have an id
             return np.full(len(texts), -1, np.int64)
         return self._ids(*arrow.get_buffers(self._named(space, texts)))
 
     def find_few(self, spaces: Sequence[str], texts: Sequence[str]) -> Ids:
-        """Return the id of each text in the id space at the same index, -1 for an unknown text."""
+        """Return, for each text, its id in the id space at the same index of `spaces`, or -1 if the text is unknown."""
         found = [(self._prefixes.get(space, "?") + text).encode() for space, text in zip(spaces, texts, strict=True)]
         offsets = ragged.offsets_of(np.fromiter(map(len, found), np.int64, len(found)))
         return self._ids(offsets, np.frombuffer(b"".join(found), np.uint8))
 
     def _ids(self, offsets: npt.NDArray[np.int64], data: npt.NDArray[np.uint8]) -> Ids:
-        """Return the ids of texts; the map stores values in id order."""
+        """Return the ids of prefixed texts, -1 for unknown ones; the map numbers texts in the order of their ids."""
         found = self._texts.find(offsets, data).astype(np.int64)
         return np.where(found < 0, -1, found + self._first)
 
 
 def written_by_space(data: Manifest, inferred: Mapping[str, Written]) -> dict[str, Written]:
-    """Return the forms of each id space's values, from `inferred` for columns that the manifest lacks."""
+    """Return, by id space, the forms of its values: from the manifest, or from `inferred` if not recorded there."""
     found: dict[str, Written] = {}
     for column in data.schema.columns:
         if column.name not in data.kinds:

@@ -1,4 +1,4 @@
-"""Labels and weights of raw rows, by a data set's targets."""
+"""Reading of the labels and weights of raw rows."""
 
 from collections.abc import Callable, Container, Mapping
 
@@ -21,9 +21,10 @@ class Labels:
 
     Args:
         names: Names of all labels.
-        rule: The rule for positive labels that have no rule of their own; None: 1 or true.
-        rules: Rules by label.
-        readings: How the values of labels and weights are read, by name.
+        targets: Which labels are numbers, and the name of the weight.
+        rule: Which values are positive (see `Positive`), for labels that are not in `rules`; None: 1 and true.
+        rules: Which values are positive, by label.
+        readings: Reading settings by the name of a label or the weight.
     """
 
     def __init__(
@@ -43,11 +44,11 @@ class Labels:
         }
 
     def column(self, name: str) -> str:
-        """Return the column that a label or the weight is read from."""
+        """Return the name of the column from which a label or the weight is read."""
         return self._readings[name].column or name
 
     def read(self, get: GetColumn, n: int, known: Container[str] | None = None) -> Values:
-        """Return the labels of n rows, float32 [n], or [n, labels] if there are several; NaN where one is unreadable.
+        """Return the labels of n rows, float32 [n], or [n, labels] if there are several; NaN for unreadable labels.
 
         Args:
             known: Names of the columns that exist, or None if all do; labels of other columns are NaN.
@@ -59,14 +60,14 @@ class Labels:
         return each[0] if len(each) == 1 else np.stack(each, 1)
 
     def weights(self, get: GetColumn) -> Values | None:
-        """Return the weights, float32 [n], NaN where one is missing or negative; None if the rows have no weights."""
+        """Return the weights, float32 [n], or None if there is no weight; NaN for unreadable or negative weights."""
         name = self._targets.weight
         if name is None:
             return None
         return self._numbers(name, get, least=0)
 
     def require(self, get: GetColumn) -> None:
-        """Raise WrongLabelError for the first label or weight of a row that cannot be read."""
+        """Raise WrongLabelError if a label or the weight of a single row cannot be read; `get` returns columns [1]."""
         for name in (*self._names, *(() if self._targets.weight is None else (self._targets.weight,))):
             column = self.column(name)
             try:
@@ -78,12 +79,12 @@ class Labels:
                 raise WrongLabelError(column, error) from None
 
     def _require_number(self, name: str, get: GetColumn) -> None:
-        """Raise WrongValueError unless a row has a number for a label or the weight."""
+        """Raise WrongValueError unless a numeric label, or the weight, of a single row is a valid number."""
         is_label = name in self._names
         if not np.isnan(self._numbers(name, get, least=-np.inf if is_label else 0)).any():
             return
         self._readings[name].numbers(get(self.column(name)))  # raises for text that is not a number
-        raise WrongValueError(0, "no number, or too large" if is_label else "no number, negative, or too large")
+        raise WrongValueError(0, "missing, or too large" if is_label else "missing, negative, or too large")
 
     def _label(self, name: str, get: GetColumn) -> Values:
         if name not in self._rules:
@@ -95,7 +96,7 @@ class Labels:
             return arrow.labels_where_readable(found, self._rules[name])
 
     def _numbers(self, name: str, get: GetColumn, *, least: float) -> Values:
-        """Return a column of numbers, NaN where one is missing, unreadable, below `least` or too large for float32."""
+        """Return a column's numbers; NaN where missing, unreadable, less than `least`, or too large for float32."""
         numbers, unread = self._readings[name].numbers_where_readable(get(self.column(name)))
         with np.errstate(over="ignore"):
             found = np.asarray(numbers).astype(np.float32)

@@ -37,7 +37,7 @@ def _suggest(arguments: argparse.Namespace) -> None:
 
 
 def _as_flags(arguments: argparse.Namespace) -> list[str]:
-    """Return the flags for reading text that the user gave."""
+    """Return the flags about reading text files, as the user gave them."""
     named = {"--columns": arguments.columns, "--delimiter": arguments.delimiter, "--encoding": arguments.encoding}
     named["--skip-lines"] = arguments.skip_lines
     flags = [text for flag, value in named.items() if value is not None for text in (flag, str(value))]

@@ -19,7 +19,9 @@ _SHOWN = 120  # characters of a value or a list of columns
 
 
 def difference(there: Manifest, theirs: Path, here: Manifest, root: Path) -> str | None:
-    """Describe how a data set differs from a checkpoint's, or return None if common ids and numbers mean the same.
+    """Describe how a data set differs from a checkpoint's data set.
+
+    Returns None if ids that exist in both data sets, and scaled numbers, have the same meaning.
 
     Args:
         there: Manifest of the checkpoint's data set.
@@ -40,7 +42,7 @@ def difference(there: Manifest, theirs: Path, here: Manifest, root: Path) -> str
         ("hashed features", _hashed(there), _hashed(here)),
     ):
         if a != b:
-            order = " in a different order" if sorted(a) == sorted(b) else ""
+            order = " (only the order differs)" if sorted(a) == sorted(b) else ""
             return f"different {what}{order}: {_shown(a)} in the checkpoint, {_shown(b)} in the data set"
     if there.vocabulary is None or here.vocabulary is None:
         return None
@@ -66,7 +68,9 @@ def _compare_ids(there: StoredVocabulary, here: StoredVocabulary) -> str | None:
 def with_known_ids(batch: Batch, schema: Schema, known: int) -> Batch:
     """Replace each id >= `known` with the out-of-vocabulary id of its column.
 
-    `schema` describes the batch's data set, whose first `known` ids are from another data set.
+    Args:
+        schema: Schema of the batch's data set.
+        known: Number of ids that the model has.
     """
     if schema.rows <= known:
         return batch

@@ -1,4 +1,4 @@
-"""Names of columns and types: parsed from flags, and shortened for messages with visible whitespace."""
+"""Names of columns and types: parses them from flags, and formats them for messages."""
 
 import csv
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ _MOST_NAMES, _MOST_LETTERS, _EACH = 30, 240, 60
 
 
 def parse_names(texts: Sequence[str] | None) -> tuple[str, ...]:
-    """Parse comma-separated names; a name with a comma is in double quotes."""
+    """Parse comma-separated names; a name that contains a comma must be in double quotes."""
     try:
         return tuple(name for text in texts or () for name in next(csv.reader([text], skipinitialspace=True)))
     except csv.Error:
@@ -45,6 +45,6 @@ def about_blanks(name: str, names: Sequence[str]) -> str:
     if found is None:
         return ""
     return (
-        f"; {short(found, _EACH)!r} differs in whitespace: remove it from the file, or include it in NAME, as "
-        f"'{short(chr(34) + found + chr(34), _EACH)}'"
+        f"; {short(found, _EACH)!r} differs in whitespace: remove the whitespace from the file, or include it in the "
+        f"name, as '{short(chr(34) + found + chr(34), _EACH)}'"
     )

@@ -1,4 +1,4 @@
-"""Opens a table's file in the format that its first bytes show."""
+"""Opens a table's file in a given format."""
 
 from collections.abc import Sequence
 
@@ -19,10 +19,10 @@ def open_file(
     encoding: str,
     skipped_lines: int,
 ) -> TableFile:
-    """Open a file of format `found` (see `files.find_format`) with the options of `DelimitedFile`.
+    """Open a file of format `found`, a result of `files.find_format`.
 
-    Text can be sparse text only if all options have their defaults. Raises UserError for a broken file, and for formats
-    that cannot be read from a pipe.
+    The options are those of `DelimitedFile`. Sparse text is recognized only if all options have their defaults.
+    Raises UserError for a broken file, and for a pipe unless the format is text.
     """
     if found == "text":
         is_told = columns is not None or delimiter is not None or skipped_lines or encoding != "utf-8" or not quotes

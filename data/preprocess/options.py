@@ -14,11 +14,11 @@ FLAGS = ("threshold", "hash_buckets", "dense", "test_fraction", "validation_frac
 class Options:
     """Options for the conversion of rows to shards."""
 
-    threshold: int | None = 100  # values seen at most this often in training rows are out of vocabulary; None to hash
-    hash_buckets: int | None = None  # number of hash buckets for ids, instead of a vocabulary
+    threshold: int | None = 100  # values seen at most this often in training rows are out of vocabulary; None if hashed
+    hash_buckets: int | None = None  # number of hash buckets; None for a vocabulary
     dense: str = "max"  # scaling of the numeric columns: "max", "log" or "standard"
     test_fraction: float | None = 0.1  # share of test rows, drawn by seed and row number; None if the source decides
-    validation_fraction: float | None = None  # share of validation rows, drawn likewise; None to draw no rows
+    validation_fraction: float | None = None  # share of validation rows, drawn in the same way; None for no rows
     seed: int = 2020
     rows_per_shard: int = 1 << 18
 
@@ -42,7 +42,7 @@ class Options:
             raise UserError(f"--rows-per-shard must be at least 1, not {self.rows_per_shard}")
 
     def as_json(self) -> dict[str, Any]:
-        """Return the manifest's entry, without options that have no effect."""
+        """Return the options for the manifest, without those that have no effect."""
         found = asdict(self)
         if self.validation_fraction is None:
             del found["validation_fraction"]
@@ -54,7 +54,7 @@ class Options:
 
 
 def add_options(to: argparse.ArgumentParser, default: Options | None = None) -> None:
-    """Add the fields of `Options` as flags; an absent flag is None."""
+    """Add flags for all fields of `Options` but the seed; the value of an absent flag is None."""
     default = default or Options()
     to.add_argument(
         "--threshold",
@@ -76,7 +76,7 @@ def add_options(to: argparse.ArgumentParser, default: Options | None = None) -> 
         "--validation-fraction",
         type=float,
         metavar="F",
-        help="share of the rows for validation; training evaluates on it instead of test rows (default: none)",
+        help="share of the rows for validation; training evaluates on these rows instead of test rows (default: none)",
     )
     to.add_argument(
         "--rows-per-shard", type=int, metavar="N", help=f"maximum rows per file (default {default.rows_per_shard})"
@@ -84,7 +84,7 @@ def add_options(to: argparse.ArgumentParser, default: Options | None = None) -> 
 
 
 def add_seed(to: argparse.ArgumentParser, default: int | None) -> None:
-    """Add --seed."""
+    """Add the flag --seed."""
     to.add_argument(
         "--seed",
         type=int,
@@ -99,7 +99,7 @@ def parse_options(arguments: argparse.Namespace, **defaults: object) -> Options:
     given = {name: getattr(arguments, name) for name in FLAGS if getattr(arguments, name) is not None}
     if "hash_buckets" in given:
         if "threshold" in given:
-            raise UserError("--threshold has no effect with --hash-buckets; leave one of them out")
+            raise UserError("--threshold has no effect with --hash-buckets; leave out one of the two")
         given["threshold"] = None
     if arguments.seed is not None:
         given["seed"] = arguments.seed

@@ -1,10 +1,11 @@
 """Parsed rows on disk between the first and the second pass, in pieces with their own dictionaries.
 
 A piece holds the rows of one block, split by split, training rows first. It has a dictionary for each id space and
-stores each value as an index into it. The values of training rows come first, in order of first occurrence, with their
-counts. Values of different pieces are therefore compared once per piece, not once per row.
+stores each value as an index into that dictionary. A dictionary begins with the values of training rows, in order of
+first occurrence; the piece also has their counts. A value is therefore looked up in the vocabulary once per piece, not
+once per row.
 
-A piece is an Arrow file with one record whose columns are lists. Readers map it without copying.
+A piece is an Arrow file with a single record; each column holds one list. Readers map the file without copying.
 """
 
 import os
@@ -35,7 +36,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Statistics of a piece that are available without reading it.
+    """Statistics of a piece, kept outside the piece's file.
 
     Attributes:
         rows: Number of rows by split.
@@ -44,10 +45,10 @@ class Facts:
         bag_values: Number of values by split and bag.
         lines: Number of input rows, including malformed ones.
         rejected: Number of malformed input rows.
-        end: Where the next piece's rows begin.
-        size: Size in the source's units.
-        checksum: CRC-32 of the file.
-        forms: How the values of each column with ids are written (`kernels.forms`).
+        end: Position in the source after the piece's rows.
+        size: Size of the piece's rows in the source, in the source's `unit`.
+        checksum: CRC-32 of the piece's file.
+        forms: By column with ids, the forms in which its values are written (`kernels.forms`).
     """
 
     rows: tuple[int, ...]
@@ -75,7 +76,7 @@ class Facts:
         if not all(type(n) is int and 0 <= n < 2**63 for n in counts) or not isinstance(content["checksum"], str):
             raise ValueError("a count or the checksum is invalid")
         if len({len(content[name]) for name in by_split}) > 1 or len(content["end"]) != 2:
-            raise ValueError("a field does not have a value for each split")
+            raise ValueError("the fields have different numbers of splits, or the end is malformed")
         if not all(type(value) in (int, float) for each in content["labels"] for value in each):
             raise ValueError("a sum of labels is not a number")
         lists = {name: tuple(map(tuple, content[name])) for name in ("labels", "missing", "bag_values")}
@@ -115,10 +116,15 @@ class Piece:
 def write_piece(
     path: Path, rows: RawRows, splits: npt.NDArray[np.uint8], count: int, layout: Layout, hashed: HashBuckets | None
 ) -> "tuple[dict[str, Any], Survey | None]":
-    """Write rows as a piece; `splits` [n] has the index of each row's split, less than `count`.
+    """Write rows as a piece.
 
-    `hashed` turns keys into ids; if it is None, keys are counted for a vocabulary.
-    Returns fields of Facts, and a survey of the values (None if they are hashed).
+    Args:
+        splits: The index of each row's split, uint8 [n].
+        count: Number of splits.
+        hashed: Turns keys into ids; if it is None, keys are counted for a vocabulary.
+
+    Returns:
+        The fields of Facts except `end` and `size`, and a survey of the values (None if they are hashed).
     """
     part = rows.take(np.argsort(splits, kind="stable"))
     n = tuple(np.bincount(splits, minlength=count).tolist())
@@ -163,7 +169,8 @@ class Survey:
     """Estimates of the number and length of the distinct values in training rows (see kernels/cardinality.py).
 
     `registers` is uint8 [id spaces, R], the estimator's registers.
-    `texts` has sampled hashes and lengths of each id space's values, to estimate their bytes; None for integers.
+    `texts` has, for each id space, hashes and lengths of a sample of its values, to estimate the bytes of all values;
+    None if the values are integers.
     """
 
     registers: Array
@@ -174,7 +181,7 @@ class Survey:
         return sum(map(estimate, self.registers))
 
     def text_bytes(self) -> float | None:
-        """Estimate the bytes of the texts, or return None for integers."""
+        """Estimate the total bytes of the distinct values, or return None if they are integers."""
         return None if self.texts is None else sum(map(total, self.texts))
 
 
@@ -205,8 +212,8 @@ def _encoded(
 ) -> tuple[list[Array], list[npt.NDArray[np.bool_]], dict[str, Any]]:
     """Encode values as dictionary indices.
 
-    `ends` has each column's number of values in each split, training rows first.
-    Returns the columns' indices, masks of missing values, and the id spaces' keys and occurrence counts.
+    `ends` has, for each column, the number of its values in each split, training first.
+    Returns each column's indices and its mask of missing values, and the keys and occurrence counts of the id spaces.
     """
     columns = [*part.keys.T, *(keys for keys, _ in part.bags)]
     codes: list[Array] = [np.empty(0)] * len(columns)
@@ -257,7 +264,7 @@ def _sums(values: Array, lengths: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _label_sums(values: Array, lengths: tuple[int, ...]) -> tuple[float, ...]:
-    """Return the sums of a label's values in consecutive parts of these lengths; integers if all values are 0 or 1."""
+    """Return the sums of consecutive segments of a label with these lengths, as integers if the label is 0 or 1."""
     if values.dtype == np.uint8:
         return _sums(values, lengths)
     ends = np.cumsum(lengths).tolist()
@@ -271,7 +278,7 @@ def _narrow(codes: Array, size: int) -> Array:
 
 
 def write_lists(path: Path, content: Mapping[str, Any]) -> str:
-    """Write arrays of any length to an Arrow file atomically; return its CRC-32."""
+    """Write arrays, which may differ in length, to an Arrow file atomically; return the file's CRC-32."""
     arrays = {name: values if isinstance(values, pa.Array) else pa.array(values) for name, values in content.items()}
     lists = [pa.LargeListArray.from_arrays([0, len(values)], values) for values in arrays.values()]
     record = pa.RecordBatch.from_arrays(lists, names=list(arrays))

@@ -1,4 +1,4 @@
-"""Raw rows, before ids and scaling: the output of all parsers and of the generator."""
+"""Raw rows, before values become ids and numbers are scaled: the output of parsers and of the synthetic generator."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,13 +22,14 @@ class Layout:
     """The columns of a source.
 
     Attributes:
+        label: Name of the first label.
         dense: Names of the numeric columns.
         ids: Columns with one id per row.
         bags: Columns with any number of ids per row.
-        hashed: The hash key of each id space if values are hashed; None to use its name.
+        hashed: For each id space, a key that is hashed with its values; None for the spaces' names.
         thresholds: Vocabulary thresholds by id space, which override the default.
         scaling: Scaling settings by numeric column, which override the default.
-        targets: Further labels, labels that can be any number, and the column of weights.
+        targets: The other labels, which labels are numbers, and the weight.
     """
 
     label: str
@@ -76,8 +77,8 @@ class RawRows:
     keys: npt.NDArray[np.int64]  # [n, columns with one id per row]
     bags: Bags = ()  # for each bag, the concatenated keys of all rows [N] and the rows' lengths [n]
     rejected: RejectedLines = field(default_factory=RejectedLines)
-    splits: npt.NDArray[np.uint8] | None = None  # [n], each row's index in `manifest.SPLITS`; None if drawn later
-    texts: Mapping[str, pa.Array] | None = None  # by id space, the values; keys are indices into them
+    splits: npt.NDArray[np.uint8] | None = None  # [n], each row's index in `manifest.SPLITS`; None to draw them later
+    texts: Mapping[str, pa.Array] | None = None  # by id space, the values; None if keys are not indices
     missing: Mapping[str, int] = field(default_factory=dict)  # by id space, the key of a missing value
     forms: Mapping[str, frozenset[int]] = field(default_factory=dict)  # by column with ids, the forms of its values
     weight: npt.NDArray[np.float32] | None = None  # [n]; None: all are 1
@@ -104,7 +105,7 @@ class RawRows:
 
 
 class Place(NamedTuple):
-    """A position in a source: the number of the input, and an offset in the source's own unit."""
+    """A position in a source: the index of an input, and an offset in that input, which only the source interprets."""
 
     input: int
     offset: int
@@ -132,27 +133,27 @@ class Source(Protocol):
     most_rows: int
     """Upper bound on the number of well-formed rows."""
     has_validation: bool
-    """Whether some rows are chosen for validation."""
+    """Whether the source itself assigns rows to validation."""
     signed: bool
-    """Whether negative numbers are scaled like positive ones; Criteo's negative numbers are markers."""
+    """Whether negative numbers are scaled like positive ones; false for Criteo, where they are markers."""
 
     @property
     def format_keys(self) -> Callable[[npt.NDArray[np.int64]], pa.Array] | None:
         """Function that maps keys to values ("" for a missing one), or None if rows have `texts`."""
 
     def blocks(self, start: Place) -> Iterator[Block]:
-        """Iterate over blocks of rows from `start` on, which is BEGINNING or the end of a block."""
+        """Iterate over the blocks from `start` on; `start` must be BEGINNING or the `end` of a block."""
 
     def parse(self, block: Block, *, hashed: bool) -> RawRows:
         """Parse a block's rows; thread-safe.
 
-        With `hashed`, the values need not be recoverable from the keys.
+        If `hashed` is true, keys may be hashes, which cannot be turned back into values.
         Raises WrongRowError for an invalid value, and UserError for unreadable input.
         """
 
     @property
     def kinds(self) -> Callable[[Mapping[str, Mapping[int, frozenset[int]]]], dict[str, Any]] | None:
-        """Function that maps forms by column and input to the manifest's entry, or None if all values have one kind."""
+        """Function that returns the manifest's `kinds` for value forms by column and input; None for no `kinds`."""
 
     def describe(self) -> list[dict[str, Any]]:
         """Return the manifest's entry about where the rows come from."""

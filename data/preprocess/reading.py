@@ -30,14 +30,14 @@ class Reading:
     """Settings for reading the values of a feature.
 
     Attributes:
-        column: The column's name in the file, or None for the feature's name.
-        trimmed: Whether surrounding whitespace is removed, and text in square brackets is a list. False for data sets
-            of earlier versions, which kept the whitespace.
+        column: The column's name in the file; None if it equals the feature's name.
+        trimmed: Whether surrounding whitespace is removed, and text in square brackets is read as a list. False for
+            data sets of earlier versions, which did neither.
         missing: Missing-value markers; bags omit them.
-        separator: Separator of a bag's values in text; None for lists.
+        separator: Separator of a bag's values in text; None if the file has lists.
         length: Maximum number of values in a bag, or None for no limit.
         end: Which values of a longer bag are kept: "first" or "last".
-        buckets: Number of hash buckets, whose numbers replace the values, or None to keep the values.
+        buckets: Number of hash buckets; each value is replaced with its bucket's number. None to keep the values.
         decimal: Decimal separator of numbers in text.
         element: For a numeric column that is an element of a vector, its index; the vector has `length` numbers.
     """
@@ -61,12 +61,12 @@ class Reading:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
     def within(self, missing: Iterable[str], decimal: str, separator: str | None, *, trimmed: bool) -> "Reading":
-        """Return a feature's settings combined with the settings of all columns and a bag's separator."""
+        """Return these settings combined with those for all columns; `separator` is a bag's separator, or None."""
         every = tuple(dict.fromkeys([*missing, *self.missing]))
         return replace(self, trimmed=trimmed, missing=every, separator=separator, decimal=decimal)
 
     def clean(self, values: pa.Array) -> pa.Array:
-        """Trim texts and replace missing-value markers with null, in values [N] of any type.
+        """Return values [N] of any type, with texts trimmed and missing-value markers replaced with null.
 
         Raises WrongValueError for text that is not UTF-8.
         """
@@ -81,7 +81,7 @@ class Reading:
         return texts
 
     def _without_marks(self, values: pa.Array) -> pa.Array:
-        """Return typed values, with null for those that equal a missing-value marker."""
+        """Return values that are not text, with null for those that equal a missing-value marker."""
         if not self.missing:
             return values
         if pa.types.is_floating(values.type):
@@ -144,7 +144,7 @@ class Reading:
     def values(self, array: pa.Array) -> tuple[Codes, pa.StringArray]:
         """Dictionary-encode values as text: codes int32 [n], and the texts, "" for a missing value.
 
-        Raises as `columns.as_text` does.
+        Raises the same errors as `columns.as_text`.
         """
         return arrow.as_text(array, self.clean)
 
@@ -174,9 +174,12 @@ class Reading:
     def known(
         self, values: npt.NDArray[Any], lengths: npt.NDArray[Any], there: npt.NDArray[np.bool_]
     ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
-        """Drop missing values, and values beyond `length`, from rows of these lengths [n]; return values and lengths.
+        """Drop missing values, and each row's values beyond `length`; return the kept values and the rows' new lengths.
 
-        `there` [N] marks the values [N] that are not missing.
+        Args:
+            values: The concatenated values of all rows, [N].
+            lengths: The number of values of each row, [n].
+            there: Mask of the values that are not missing, [N].
         """
         ends = ragged.offsets_of(there)[ragged.offsets_of(lengths)]
         kept, lengths = values[there], np.diff(ends).astype(np.int32)
@@ -187,7 +190,7 @@ class Reading:
         return kept[ragged.places_of(starts, short)], short
 
     def flat_values(self, array: pa.Array) -> tuple[pa.Array, Codes]:
-        """Return the concatenated values of a bag, [N], missing ones included, and the lengths, int32 [n]."""
+        """Return a bag's concatenated values [N], including missing ones, and each row's value count, int32 [n]."""
         if arrow.classify_type(array.type) == "list":
             return array.flatten(), arrow.list_lengths(array).astype(np.int32)
         codes, whole = arrow.as_text(array)
@@ -236,7 +239,7 @@ def readable(array: pa.Array) -> tuple[pa.Array, npt.NDArray[np.bool_]]:
 
 
 def _may_have_blanks(texts: pa.StringArray) -> bool:
-    """Return whether a text may begin or end with whitespace: a control character, a space, or a non-ASCII byte."""
+    """Return whether a text begins or ends with a byte that may be whitespace: a control byte, a space or non-ASCII."""
     if texts.null_count:
         texts = pc.fill_null(texts, "")
     offsets, data = arrow.get_buffers(texts)
@@ -266,7 +269,7 @@ def own_settings(options: Mapping[str, Any]) -> dict[str, Reading]:
 
 
 def all_readings(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Reading]:
-    """Return the settings for reading the label and each feature, from a manifest's options.
+    """Return the reading settings of labels, weights or features by name, from a manifest's options.
 
     Raises UserError for invalid settings.
     """

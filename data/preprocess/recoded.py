@@ -16,9 +16,9 @@ class Recoded:
 
     Args:
         source: The input.
-        encoding: Python's name for its encoding.
+        encoding: Python's name for the input's encoding.
         skipped_lines: Number of lines to skip at the beginning.
-        returns: Whether lines end with a carriage return alone.
+        returns: Whether lines end with a carriage return and no newline.
     """
 
     plain = False
@@ -28,7 +28,7 @@ class Recoded:
         self.path, self.name, self.size = source.path, source.name, source.size
 
     def head(self, size: int) -> bytes:
-        """Return at most the first `size` bytes, fewer if lines are skipped."""
+        """Return the beginning of the content, at most `size` bytes; fewer if lines are skipped."""
         return _Recoder(_Given(self._source.head(size)), self.name, *self._how, whole=False).read(size)
 
     @contextmanager
@@ -51,7 +51,10 @@ class Recoded:
 
 
 def recode(source: AnyInput, *, encoding: str, skipped_lines: int, head: int) -> "AnyInput | Recoded":
-    """Convert an input to UTF-8 with newlines; return `source` itself if its first `head` bytes need no conversion."""
+    """Convert an input to UTF-8 with newlines; return `source` itself if no conversion is needed.
+
+    The line ends are inferred from the first `head` bytes.
+    """
     start = source.head(head)
     returns = b"\r" in start and b"\n" not in start and encoding == "utf-8"
     if encoding == "utf-8" and not skipped_lines and not returns:
@@ -89,11 +92,13 @@ class _Recoder:
             text: bytes = self._decoder.decode(piece, final=self._whole and not piece).encode()
         except UnicodeDecodeError as error:
             raise UserError(
-                f"{self._name}: byte {self._read + error.start:,} or a byte near it is not {self._encoding}; give "
-                "another --encoding"
+                f"{self._name}: byte {self._read + error.start:,} or a byte near it is not {self._encoding}; "
+                "choose another --encoding"
             ) from None
         except UnicodeEncodeError:  # the encoding allows lone surrogates
-            raise UserError(f"{self._name}: a character cannot be written as UTF-8; give another --encoding") from None
+            raise UserError(
+                f"{self._name}: a character cannot be written as UTF-8; choose another --encoding"
+            ) from None
         self._read += len(piece)
         return text
 
@@ -105,7 +110,7 @@ class _Recoder:
 
 
 class _Given:
-    """Bytes as a stream."""
+    """A stream of given bytes."""
 
     def __init__(self, content: bytes) -> None:
         self._content = content

@@ -1,4 +1,4 @@
-"""Malformed lines, stored compactly: a file in an unexpected format has many of them."""
+"""Malformed lines, stored compactly because a file in an unexpected format has many of them."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -24,7 +24,7 @@ class RejectedLines:
 
     Args:
         numbers: int64 [n], line numbers within the part, from 1; `after` turns them into line numbers of the file.
-        look: Returns the reason and the text of line i in [0, n); called on demand.
+        look: Called with i in [0, n) when line i is needed; returns the reason and the text of that line.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class RejectedLines:
         return (self[i] for i in range(len(self)))
 
     def after(self, lines: int) -> "RejectedLines":
-        """Return these lines with their numbers shifted by `lines`."""
+        """Return these lines with `lines` added to their numbers."""
         return RejectedLines(self.file, self.numbers + lines, self._look)
 
     def merge(self, other: "RejectedLines") -> "RejectedLines":
-        """Merge with other lines from the same part of a file, in the order of line numbers."""
+        """Return these lines and others from the same part of the file, ordered by line number."""
         first = len(self)
         numbers = np.concatenate([self.numbers, other.numbers])
         order = np.argsort(numbers, kind="stable")

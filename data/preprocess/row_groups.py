@@ -13,12 +13,12 @@ import pyarrow.parquet as pq
 from hostdev.data.preprocess import columns as arrow
 
 MOST_BYTES = 1 << 27  # maximum bytes of text in rows that are decoded together
-_LARGE = 1 << 13  # bytes; columns with smaller chunks do not limit the rows
-_BUFFER = 1 << 12  # bytes; without it, Arrow reads a column's whole chunk when only metadata is needed
+_LARGE = 1 << 13  # bytes; columns with smaller chunks do not limit how many rows are decoded at a time
+_BUFFER = 1 << 12  # bytes; without a buffer size, Arrow reads a column's whole chunk when only metadata is needed
 
 
 class GroupSize(NamedTuple):
-    """Sizes of the columns to read in a row group."""
+    """Size of the part of a row group that is read: the used columns."""
 
     rows: int
     list_values: int
@@ -36,7 +36,7 @@ class RowGroups:
     """The row groups of an untrusted Parquet file, with the columns to read.
 
     Attributes:
-        ends: Each row group's end as a row number, int64.
+        ends: Each row group's end, as the number of rows in the file up to there, int64.
     """
 
     def __init__(self, path: Path, file: pq.ParquetFile, used: Sequence[str]) -> None:
@@ -65,7 +65,7 @@ class RowGroups:
     def rows_for_text(self, number: int, rows: int) -> int:
         """Return how many rows of a row group, at most `rows`, can be decoded at once within MOST_BYTES of text.
 
-        A dictionary can hide the size of decoded text.
+        Text that is stored with a dictionary can be much larger when decoded.
         """
         doubtful = [
             name

@@ -63,7 +63,7 @@ class ByColumn:
     Args:
         names: Names of the columns.
         parts: Pairs of column indices and the scaling of these columns.
-        clips: Quantiles by clipped column.
+        clips: The two quantiles of each clipped column, by name.
         limits: The learned limits of clipped columns, or None if `find_limits` will learn them.
     """
 
@@ -80,7 +80,10 @@ class ByColumn:
             self._low[names.index(name)], self._high[names.index(name)] = low, high
 
     def find_limits(self, numbers: Callable[[], Iterator[Numbers]]) -> None:
-        """Learn the limits from the training rows' numbers, float64 [n, columns], which are read several times."""
+        """Learn the clipping limits from training rows.
+
+        `numbers` yields the rows' numbers, float64 [n, columns]; it is called several times.
+        """
         for name, quantiles in self._clips.items():
             column = self._names.index(name)
             found = select(lambda column=column: (some[:, column] for some in numbers()), quantiles)  # type: ignore[misc]
@@ -123,7 +126,7 @@ def make(mode: str, names: tuple[str, ...], own: Mapping[str, Scaled], *, signed
 def fixed(
     mode: str, names: tuple[str, ...], own: Mapping[str, Scaled], statistics: Mapping[str, Any], *, signed: bool
 ) -> dense.Scaling:
-    """Return a scaling that was learned earlier, from a manifest's statistics."""
+    """Return the scaling that a manifest's statistics define."""
     if not own:
         return dense.fixed_scaling(mode, names, statistics, signed=signed)
     parts = []
@@ -161,16 +164,16 @@ def _clips(own: Mapping[str, Scaled]) -> dict[str, tuple[float, float]]:
 
 
 def select(numbers: Callable[[], Iterable[Numbers]], quantiles: Sequence[float]) -> list[float] | None:
-    """Return exact quantiles: for each q, the number of rank floor(q * (n - 1)) among the n that are not NaN.
+    """Return exact quantiles: for each q, the number of rank floor(q * (n - 1)), from 0, among the n that are not NaN.
 
-    `numbers` yields float64 arrays; it is called several times to save memory. Returns None if there are no numbers.
+    `numbers` yields float64 arrays; it is called several times to save memory. Returns None if n is 0.
     """
     total = sum(int(np.count_nonzero(~np.isnan(some))) for some in numbers())
     return [_select(numbers, int(q * (total - 1))) for q in quantiles] if total else None
 
 
 def _select(numbers: Callable[[], Iterable[Numbers]], rank: int) -> float:
-    """Return the number of a rank, from 0, by radix selection on its key, most significant digit first."""
+    """Return the number whose rank, from 0, is `rank`: radix selection on keys, from the most significant digit."""
     known = np.uint64(0)
     for shift in range(64 - _DIGIT, -1, -_DIGIT):
         counts = np.zeros(1 << _DIGIT, np.int64)
@@ -190,6 +193,6 @@ def _select(numbers: Callable[[], Iterable[Numbers]], rank: int) -> float:
 
 
 def _keys(numbers: Numbers) -> npt.NDArray[np.uint64]:
-    """Map numbers to integers of the same order; both zeros get the same key."""
+    """Map numbers to integers in the same order; 0.0 and -0.0 get the same integer."""
     bits = (np.ascontiguousarray(numbers) + 0.0).view(np.uint64)
     return np.where(bits >> np.uint64(63), ~bits, bits ^ np.uint64(1 << 63))

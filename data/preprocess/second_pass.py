@@ -23,8 +23,8 @@ from hostdev.data.rows import Piece as Rows
 from hostdev.data.schema import Schema
 from hostdev.kernels.columns import place_column
 
-_SOME = 20  # minimum number of a column's values for a report about it
-_NEARLY_ALL = 0.999
+_SOME = 20  # a column with fewer values is not reported
+_NEARLY_ALL = 0.999  # share of a column's numbers
 
 Array = npt.NDArray[Any]
 
@@ -42,9 +42,12 @@ def learn(
     vocabulary: Vocabulary | None,
     workers: Workers,
 ) -> None:
-    """Update scaling and vocabulary with all training rows, in order, in one task for scaling and one per id space."""
+    """Update scaling and vocabulary with all training rows, in order.
+
+    One task updates the scaling; one task per id space updates the vocabulary.
+    """
     kinds = 1 + (len(layout.spaces) if vocabulary is not None else 0)
-    stop = Event()  # on Ctrl-C or an error in one id space, tasks end after their current piece
+    stop = Event()  # set on Ctrl-C or an error in one task; tasks then end after their current piece
     with bar(len(paths) * kinds, "counting", "pieces") as progress:
 
         def known() -> Iterator[npt.NDArray[np.float64]]:
@@ -185,7 +188,7 @@ def out_of_vocabulary(rows: Rows, schema: Schema) -> tuple[list[int], list[int]]
 
 
 def apart(rows: Rows, schema: Schema) -> list[str]:
-    """Return the columns that share another column's ids but have no value in common with it in these rows."""
+    """Return the columns that share another column's ids but have no value in common with that column."""
     ids = dict(
         zip([*schema.ids, *rows.bags], [*rows.ids.T, *(values for values, _ in rows.bags.values())], strict=True)
     )

@@ -1,7 +1,8 @@
-"""Conversion of served values of any type to the texts that training may have used, for lookup or hashing.
+"""Conversion of served values of any type to the texts that they may have had in training, for lookup or hashing.
 
 A value may be served with a different type than in training: 1.0 for "1", or a timestamp in another unit.
-It is therefore formatted in each form that the values had in training; incompatible types are rejected.
+A served value is therefore formatted in each form in which the column's values were written in training. Values of
+types that cannot match are rejected.
 """
 
 from decimal import Decimal
@@ -24,14 +25,15 @@ _SHOWN = 40
 
 
 class WrongTypeError(Exception):
-    """A column's type does not determine which training values are meant."""
+    """Values of a column's type match no values in training, or match them ambiguously."""
 
 
 def format_texts(values: pa.Array, written: Written, *, hashed: bool) -> Texts:
     """Return the texts that values [N] of any type may have had in training.
 
-    With `hashed`, each value needs exactly one text, because there is no vocabulary in which to look up several.
-    Raises WrongTypeError if the type cannot match training's values, and WrongValueError if a single value cannot.
+    If `hashed` is true, each value must have exactly one text, because there is no vocabulary to look up several texts.
+    Raises WrongTypeError if the type does not fit the values in training, and WrongValueError if a single value does
+    not.
     """
     kind = arrow.classify_type(values.type)
     if kind == "text":
@@ -52,13 +54,13 @@ def format_texts(values: pa.Array, written: Written, *, hashed: bool) -> Texts:
 
 
 def _with_missing(found: Texts, missing: Mask, written: Written) -> Texts:
-    """Replace missing values with the text that training used for them."""
+    """Replace the texts of missing values with the text that missing values had in training."""
     if not missing.any():
         return found
     if written.missing is None:
         raise WrongValueError(
             int(np.flatnonzero(missing)[0]),
-            "the value is missing, but training had several texts for missing values; give the text used in training",
+            "the value is missing, but missing values had several texts in training; give the text that applies",
         )
     mask, word = pa.array(missing), pa.scalar(written.missing)
     texts = [pc.if_else(mask, word, found.texts[0]), *(pc.if_else(mask, None, each) for each in found.texts[1:])]
@@ -66,7 +68,7 @@ def _with_missing(found: Texts, missing: Mask, written: Written) -> Texts:
 
 
 def require_type(found: pa.DataType, written: Written) -> None:
-    """Raise WrongTypeError if no value of a type can match training's values."""
+    """Raise WrongTypeError if no value of a type can match a value in training."""
     kind, was = arrow.classify_type(found), written.kind
     if was == "unknown" or kind in ("text", "list", "nested"):
         return
@@ -83,7 +85,7 @@ def require_type(found: pa.DataType, written: Written) -> None:
 
 
 def _require_one(found: Texts, of: pa.DataType, written: Written) -> None:
-    """Raise WrongTypeError if a value may match several of training's values."""
+    """Raise WrongTypeError if a value may match several values in training."""
     several = sum(each.is_valid().to_numpy(zero_copy_only=False).astype(np.int32) for each in found.texts) > 1
     if several.any() or found.doubtful.any():
         raise WrongTypeError(
@@ -173,7 +175,10 @@ def _parse_timestamps(values: pa.Array, forms: Any, unlike: Mask, written: Writt
 
 
 def _part(values: pa.Array, some: Mask, written: Written, *, zoned: bool) -> Texts | None:
-    """Return training's texts for selected timestamps, all with or all without a zone, or None if there are none."""
+    """Return the texts that the timestamps selected by `some` may have had in training, or None if none is selected.
+
+    `zoned` tells whether they have a time zone.
+    """
     if not some.any():
         return None
     texts = values.filter(pa.array(some))
@@ -204,7 +209,7 @@ def _require_readable(values: pa.Array, wrong: Mask, written: Written, what: str
 
 
 def _format_numbers(values: pa.Array, written: Written) -> Texts:
-    """Return training's texts for integers, floats or decimals."""
+    """Return the texts that integers, floats or decimals may have had in training."""
     require_type(values.type, written)
     if pa.types.is_floating(values.type):
         arrow.whole_numbers_below_limit(values)
@@ -222,7 +227,8 @@ def _format_numbers(values: pa.Array, written: Written) -> Texts:
         if wrong:
             raise WrongValueError(
                 wrong[0],
-                f"{texts[wrong[0]]} is neither true nor false, but the values were {written.shown} in training",
+                f"{texts[wrong[0]]} is neither true nor false, but the column's values were "
+                f"{written.shown} in training",
             )
         return _format_bools(pa.array([None if text is None else text == "1" for text in texts], pa.bool_()), written)
     fraction = next((i for i, text in enumerate(texts) if text is not None and "." in text), None)
@@ -236,7 +242,7 @@ def _format_numbers(values: pa.Array, written: Written) -> Texts:
 
 
 def _numbers(texts: pa.StringArray, written: Written) -> Texts:
-    """Return training's texts for numbers, which are given as their shortest texts."""
+    """Return the texts that numbers may have had in training; `texts` has the shortest text of each number."""
     forms = written.forms
     whole = pc.invert(pc.match_substring(texts, "."))
     integers = pc.if_else(whole, texts, None)
@@ -254,7 +260,7 @@ def _numbers(texts: pa.StringArray, written: Written) -> Texts:
 
 
 def _with_digits(texts: pa.Array, digits: int) -> pa.Array:
-    """Pad numbers with zeros to `digits` digits after the point; return null for a number that has more."""
+    """Pad numbers with zeros to `digits` digits after the point; return null for a number with more digits."""
     after = pc.subtract(pc.utf8_length(texts), pc.add(pc.find_substring(texts, "."), 1))
     padded = [
         None if text is None or n > digits else text + "0" * (digits - n)
@@ -264,7 +270,7 @@ def _with_digits(texts: pa.Array, digits: int) -> pa.Array:
 
 
 def _padded(integers: pa.Array, width: int) -> pa.Array:
-    """Pad non-negative integers with zeros to `width`; return null for negative ones and those that are not shorter."""
+    """Pad non-negative integers with zeros to `width`; return null for negative ones and for `width` or more digits."""
     shorter = pc.and_(pc.less(pc.utf8_length(integers), width), pc.invert(pc.starts_with(integers, "-")))
     return pc.if_else(shorter, pc.utf8_lpad(integers, width, "0"), None)
 
@@ -280,7 +286,10 @@ def _format_bools(values: pa.Array, written: Written) -> Texts:
 
 
 def _format_times(values: pa.Array, written: Written, shown: str | None = None) -> Texts:
-    """Return training's texts for dates, timestamps or times of day."""
+    """Return the texts that dates, timestamps or times of day may have had in training.
+
+    `shown` is the value to name in an error message; None to name the type.
+    """
     require_type(values.type, written)
     if pa.types.is_time(values.type):
         return time_texts(values.cast(pa.string()), written.forms)
@@ -296,12 +305,12 @@ def _format_times(values: pa.Array, written: Written, shown: str | None = None) 
     if zone is not None and not zoned:
         raise WrongTypeError(
             f"{shown or f'is of type {values.type} here, which'} has a time zone, but the column's values had "
-            "none in training; give it without one"
+            "none in training; give it without a time zone"
         )
     if zone is None and not naive:
         raise WrongTypeError(
             f"{shown or f'is of type {values.type} here, which'} has no time zone, but the column's values had "
-            "one in training; give it with one"
+            "one in training; give it with a time zone"
         )
     return timestamp_texts(values, written)
 

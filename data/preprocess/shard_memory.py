@@ -9,12 +9,12 @@ from hostdev.core.memory import available_bytes, format_bytes
 from hostdev.data.preprocess.pieces import Facts
 from hostdev.data.preprocess.raw import Layout
 
-_OVERHEAD = 16 << 20  # overhead per thread
+_OVERHEAD = 16 << 20  # bytes per thread, besides rows
 _NUMBER_BYTES = 24  # per number of a piece during scaling: three float64 copies
 
 
 class ShardMemory:
-    """Memory estimate for the shards of all rows added so far.
+    """Estimates the memory for writing the shards of all rows added so far.
 
     Args:
         threads: Number of threads; each writes one shard at a time.
@@ -48,7 +48,7 @@ class ShardMemory:
     def _shard(self, split: int) -> tuple[int, int, int]:
         """Return the estimated bytes of a split's shard, the number of concurrent shards, and the rows per shard.
 
-        A bag's values are held twice: by piece and concatenated. Counting out-of-vocabulary ids needs a mask.
+        A bag's values are held twice: by piece and concatenated. Counting out-of-vocabulary ids takes a byte per id.
         """
         rows = min(self._rows[split], self._most)
         if rows == 0:

@@ -5,8 +5,8 @@
     click:0 1:737395 1:9 2:210498938   slots: name:value, where a name may occur several times
 
 LIBSVM becomes the columns `label` and `features`, a bag of indices, if all values are 1; otherwise each index becomes a
-numeric column. libffm becomes `label` and a bag `field N` for each field. Each slot becomes a bag with its name,
-except the first, which is the label.
+numeric column. libffm becomes `label` and a bag `field N` for each field. Of slots, the first is the label; each other
+slot becomes a bag with the slot's name.
 """
 
 import re
@@ -31,12 +31,12 @@ _KINDS = {
     "libffm": re.compile(rf"{_NUMBER}(?: +\d+:\d+:{_NUMBER})+ *"),
     "slots": re.compile(r"[A-Za-z_][\w.]*:[01](?: +[\w.]+:[^\s:]+)+ *"),
 }
-_LOOKED_AT = 50  # lines that must all have the same kind
+_LOOKED_AT = 50  # number of first lines that must all be of the same kind
 _MOST = 4096  # maximum number of numeric columns
 
 
 class _Row(NamedTuple):
-    """A label, and entries: a column's name, an index or value as text, and the number after it."""
+    """A line's label, and its entries: the name of a column, an index or a slot's value, and a number (1 for slots)."""
 
     label: str
     pairs: list[tuple[str, str, float]]
@@ -51,7 +51,7 @@ def find_kind(source: AnyInput) -> str | None:
 
 
 class SparseText:
-    """A file of sparse text; lines with columns that do not occur in the first MiB are malformed."""
+    """A file of sparse text; a line is malformed if it has a column that does not occur in the file's first MiB."""
 
     lines_before = 0
 
@@ -73,7 +73,7 @@ class SparseText:
                 "it as Parquet with a list of indices in each row"
             )
         if kind == "libffm" and others:
-            note(f"{source.name}: values other than 1 are not used, since lists of ids have no weights")
+            note(f"{source.name}: nonzero values are read as 1, because lists of ids have no weights")
         label = lines[0].partition(":")[0] if kind == "slots" else "label"
         self._columns = {name: f"field {name}" if kind == "libffm" else name for name in columns} or {"": "features"}
         self.names = (label, *self._columns.values())
@@ -111,7 +111,7 @@ class SparseText:
         skipped = np.array(wrong, np.int64)
 
         def look(i: int) -> tuple[str, str]:
-            return f"not in {self._kind} format, or has a column that the first MiB lacks", short(
+            return f"not in {self._kind} format, or has a column that does not occur in the first MiB", short(
                 lines[wrong[i] - 1], 200
             )
 

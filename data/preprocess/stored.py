@@ -37,7 +37,7 @@ class DamagedError(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Part(Piece):
-    """Consecutive rows of a shard, as views of its memory."""
+    """Consecutive rows of a shard, as views of the mapped file."""
 
     start: int  # number of the first row in the shard
 
@@ -71,10 +71,10 @@ def read_parts(folder: Path, found: Manifest, shard: Shard, *, known: bool = Fal
     """Iterate over a shard's rows, in parts of bounded size.
 
     Args:
-        known: Skip checking the checksum and values, because the shard was read before.
+        known: Whether the shard was checked before; if so, its checksum and values are not checked again.
 
     Raises:
-        DamagedError: Checksum, schema, number of rows or lists are wrong, or values are missing.
+        DamagedError: The checksum, the schema, a list or the number of rows is wrong, or values are missing.
     """
     path = folder / shard.file
     if not known:
@@ -106,7 +106,7 @@ def require_checksum(path: Path, expected: str) -> None:
 
 
 def _map_batches(path: Path, expected: pa.Schema) -> list[pa.RecordBatch]:
-    """Map a file with this schema into memory."""
+    """Map a shard into memory; raise DamagedError if it is unreadable or has a different schema."""
     try:
         file = pa.ipc.open_file(pa.memory_map(os.fsencode(path)))
         batches = [file.get_batch(i) for i in range(file.num_record_batches)]
@@ -150,7 +150,7 @@ class Wrong:
 
 
 def wrong_values(part: Part, schema: Schema) -> list[Wrong]:
-    """Find ids outside their column's range, labels other than 0 and 1, and numbers that are not finite."""
+    """Find ids outside their column's range, invalid labels and weights, and numbers that are not finite."""
     found = []
     spaces = {space.name: space for space in schema.spaces}
     for column in schema.columns:

@@ -22,9 +22,9 @@ _MOST_IDS = 1 << 20  # per chunk
 
 
 class StoredVocabulary:
-    """The vocabulary of a data set that has one.
+    """The vocabulary of a data set, which must have one.
 
-    Raises DamagedError if its checksum, its columns or the number of ids are wrong.
+    Raises DamagedError if the file is missing or unreadable, or its checksum, columns or number of ids are wrong.
     """
 
     def __init__(self, folder: Path, found: Manifest) -> None:
@@ -53,17 +53,17 @@ class StoredVocabulary:
 
     @cached_property
     def counts(self) -> npt.NDArray[np.int64]:
-        """Occurrences of each id in training rows, int64 [V]; mapped if the file has one batch."""
+        """Occurrences of each id in training rows, int64 [V]; a view of the mapped file if it has one batch."""
         chunks = [chunk.to_numpy() for chunk in self.table["count"].chunks]
         return chunks[0] if len(chunks) == 1 else np.concatenate([np.zeros(0, np.int64), *chunks])
 
     def get_counts(self, space: Space) -> npt.NDArray[np.int64]:
-        """Return the occurrences of each value of an id space, int64 [values]; a view if it has one segment."""
+        """Return the occurrences of each value of an id space, int64 [values]; a view if the space has one segment."""
         pieces = [self.counts[first : first + size] for first, size in space.segments]
         return pieces[0] if len(pieces) == 1 else np.concatenate([np.zeros(0, np.int64), *pieces])
 
     def _owners(self) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
-        """Yield each chunk's first id, and each id's owner as the fixed id of a column or id space, or -1."""
+        """Yield, by chunk, the first id and each id's owner: the fixed id of its column or id space; -1 if none."""
         numbers = {name: i for i, name in enumerate(self._names)}
         start = 0
         for chunk in self.table["field"].chunks:
@@ -94,7 +94,7 @@ class StoredVocabulary:
                 number = int(at[right.argmin()])
                 name = self.table["field"][number].as_py()
                 raise DamagedError(
-                    self.path, f"id {number} belongs to {name!r}, which is out of order or not in the schema"
+                    self.path, f"id {number} belongs to {name!r}, which is not in the schema or has ids out of order"
                 )
             sizes += np.bincount(values, minlength=fixed)
             last = int(values[-1]) if len(values) else last

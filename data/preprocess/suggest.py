@@ -1,6 +1,6 @@
-"""`preprocess suggest`: proposes a features file for a table, based on its first rows, with a reason for each line.
+"""`preprocess suggest`: proposes a features file for a table, with a reason for each line, from the table's first rows.
 
-The user should review and edit it, because values do not show what a column means.
+The user should review and edit the proposal, because values do not show what a column means.
 """
 
 import json
@@ -32,7 +32,7 @@ _IDS = re.compile(
 )
 _TIMES = re.compile(r"(.*[^a-z])?(time|timestamp|date|datetime|day|ts|created_at)", re.I)
 _FEW = 100  # up to this many distinct integers may be categories
-_RARE = 0.01  # minimum share of rows with a text for it to be a missing-value marker
+_RARE = 0.01  # one of _MARKS is a missing-value marker if at least this share of the rows has it
 _PADS = 0.5  # a value above this share of a bag's values may be padding
 _VECTORS = 0.99  # minimum share of a column's lists that have the same length for it to be a vector
 _SHARED = 0.5  # a bag shares the ids of a column that has more than this share of its values
@@ -41,7 +41,7 @@ _SKEWED = 100.0  # a maximum above this many times the median suggests log scali
 
 @dataclass
 class _Column:
-    """A sampled column: its type in the file, all values as text, the known values, and missing-value markers."""
+    """A sampled column: its type in the file, all values as text, those not missing, and missing-value markers."""
 
     name: str
     type: pa.DataType
@@ -56,7 +56,7 @@ class _Column:
 
     @property
     def numbers(self) -> Any:
-        """The known values as float64, or None if some are not numbers."""
+        """The values that are not missing, as float64, or None if some are not numbers."""
         try:
             return self.known.cast(pa.float64()).to_numpy(zero_copy_only=False)
         except pa.ArrowInvalid:
@@ -65,7 +65,7 @@ class _Column:
 
 @dataclass
 class Suggestion:
-    """Settings of a feature with the reason for them, or None with the reason to leave the column out."""
+    """Proposed settings of a feature, or None to leave out the column, with the reason."""
 
     name: str
     settings: dict[str, Any] | None
@@ -133,7 +133,7 @@ def _by_name(columns: Sequence[_Column], name: str) -> _Column:
 
 
 def _label(columns: Sequence[_Column], given: str | None) -> tuple[str | None, str | None, str]:
-    """Return the label's column, a rule for positive labels, and the reason."""
+    """Return the label's column or None, the rule for positive labels (None: 1 and true), and the reason."""
     candidates = [column for column in columns if column.name == given] if given is not None else []
     why = "given"
     if given is None:
@@ -205,7 +205,7 @@ def _numeric_or_ids(column: _Column, numbers: Any, distinct: int) -> Suggestion:
 
 
 def _separator(column: _Column) -> str | None:
-    """Return a separator that many texts contain and whose parts repeat, or None."""
+    """Return a separator that occurs in many texts and splits them into repeating parts, or None."""
     texts = column.known.slice(0, 10_000)
     for separator in _SEPARATORS:
         having = pc.sum(pc.match_substring(texts, separator)).as_py() or 0
@@ -251,7 +251,7 @@ def _bag_values(column: _Column, separator: str | None) -> pa.Array:
 
 
 def _share(found: Sequence[Suggestion], columns: Mapping[str, _Column]) -> None:
-    """Let bags share the ids of a categorical column that has most of their values."""
+    """Let each bag share the ids of a categorical column that has most of the bag's values, if there is one."""
     ids = [one for one in found if one.settings is not None and one.settings["kind"] == "categorical"]
     for one in found:
         if one.settings is None or one.settings["kind"] != "bag":
@@ -281,7 +281,7 @@ def _key(name: str) -> str:
 
 
 def _toml(value: Any) -> str:
-    """Format a string, a number or a list of strings as TOML, whose strings are written as in JSON."""
+    """Format a string, a number or a list of strings as TOML, which writes them as JSON does."""
     return json.dumps(value)
 
 
@@ -295,5 +295,5 @@ def write(file: TableFile, label: str | None, out: Path) -> list[str]:
     left = counts.pop("", 0)
     each = ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "no feature"
     more = f", {counted(left, 'column')} left out" if left else ""
-    told = [] if has_label else ["no column looks like a label: give one with --label NAME"]
+    told = [] if has_label else ["no column looks like a label: name the label with --label NAME"]
     return [f"{out}: {each}{more}; review it, then run", *told]

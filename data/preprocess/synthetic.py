@@ -122,7 +122,7 @@ class Synthetic:
             yield self.parse(block)
 
     def blocks(self, start: Place = BEGINNING) -> Iterator[Block]:
-        """Iterate over blocks, each with the number of a chunk of 65,536 rows."""
+        """Iterate over blocks, each with the number and the size of a chunk of up to 65,536 rows."""
         for number in range(start.offset, -(-self.total // CHUNK_ROWS)):
             n = min(CHUNK_ROWS, self.total - number * CHUNK_ROWS)
             yield Block((number, n), "synthetic", Place(0, number + 1), n)
@@ -172,7 +172,7 @@ def zipf_ranks(
 ) -> npt.NDArray[np.int64]:
     """Map uniform numbers to ranks 0 .. cardinality - 1 with frequency proportional to (rank + 1)^-exponent.
 
-    Inverts the continuous power law's distribution on [1, cardinality + 1) and rounds down; exponent != 1.
+    Inverts the continuous power law's distribution on [1, cardinality + 1) and rounds down. `exponent` must not be 1.
     """
     power = 1.0 - exponent
     x = (1.0 + u * ((cardinality + 1.0) ** power - 1.0)) ** (1.0 / power)
@@ -188,7 +188,7 @@ def _standard(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
 def write_text(source: Synthetic, path: Path, *, wait: bool = False) -> None:
     """Write rows as Criteo text, atomically; raise UserError if the file exists.
 
-    With `wait`, first wait for another process that is writing the same file.
+    If `wait` is true, first wait for another process that is writing the same file.
     """
     if os.path.lexists(path):
         raise UserError(f"{path} exists already; remove it or choose another --tsv")

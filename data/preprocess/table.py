@@ -1,4 +1,4 @@
-"""A source of rows from any table: columns by name in CSV, TSV, Parquet and Arrow files."""
+"""A source of rows from tables with named columns: CSV, TSV, Parquet and Arrow files."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,9 +25,11 @@ from hostdev.kernels.forms import INTEGER, TEXT, WHOLE
 
 
 class Table:
-    """Rows of files in the given order, of the tables in folders, or of standard input ("-").
+    """The rows of files, of all tables in folders, or of standard input ("-").
 
-    A file that is already open, such as a query's rows, is used unchanged.
+    Args:
+        files: Paths, and files that are already open, such as a query's result; these are read last.
+        options: Roles of the columns; may name further files, with test or validation rows.
 
     Raises UserError for unreadable files and wrong columns, in the constructor or while reading.
     """
@@ -47,10 +49,10 @@ class Table:
         opened: list[list[TableFile]] = [[open_table(path, options) for path in group] for group in paths]
         opened[0] += [file for file in files if not isinstance(file, Path)]
         self._files = [file for group in opened for file in group]
-        self._splits = [split for split, group in enumerate(opened) for _ in group]  # 0 if the options decide
+        self._splits = [split for split, group in enumerate(opened) for _ in group]  # 0 if the options choose by row
         self._types: dict[
             str, tuple[str, pa.DataType, TableFile, str]
-        ] = {}  # by id space: the first known type and its column
+        ] = {}  # by id space: written form, type, file and column of the first column that has a written form
         for file in self._files:
             self._check_columns(file)
         self.layout, self.has_validation = options.layout(), options.has_validation()
@@ -73,7 +75,7 @@ class Table:
             file.input.check_unchanged()
 
     def options(self) -> dict[str, Any]:
-        """Return the manifest's entry about the roles of the columns."""
+        """Return the manifest's entry about the columns' roles and how their values are read."""
         return {"preset": "table", **self._options.as_json()}
 
     def blocks(self, start: Place = BEGINNING) -> Iterator[Block]:
@@ -83,14 +85,17 @@ class Table:
                 yield Block((file, part, self._splits[number]), file.input.name, Place(number, part.offset), part.taken)
 
     def parse(self, block: Block, *, hashed: bool = False) -> RawRows:
-        """Parse a block's rows; a key is the index of the value's text within its id space, or the text's hash."""
+        """Parse a block's rows.
+
+        A key is the hash of the value's text if `hashed` is true, otherwise the text's index within the id space.
+        """
         file, part, split = block.content
         return self._parser.parse(file, file.parse(part, self._used), hashed=hashed, split=split)
 
     def kinds(self, forms: Mapping[str, Mapping[int, frozenset[int]]]) -> dict[str, Any]:
         """Return the manifest's entries about columns with ids: their types in the files, and the forms of the values.
 
-        `forms` is indexed by column and file number.
+        `forms` has the forms of values by column name and file number.
         Prints a note for each column whose integers are written differently in two files.
         """
         found = {}
@@ -120,9 +125,9 @@ class Table:
             raise UserError(f"{file.input.name} has no column {missing[0]!r}; it has {listed(file.names)}{hint}")
         if sorted(file.names) != sorted(first.names):
             one = sorted(set(file.names) ^ set(first.names))
-            difference = f"only one of them has {listed(one)}" if one else "some names occur twice"
+            difference = f"not in both files: {listed(one)}" if one else "some names occur twice"
             raise UserError(
-                f"{file.input.name} has different columns than {first.input.name}: {difference}; make them equal"
+                f"{file.input.name} has different columns than {first.input.name}: {difference}; make the columns equal"
             )
         for name in self._used:
             if file.names.count(name) > 1:
@@ -149,7 +154,7 @@ class Table:
         if written != first and other == column:
             raise UserError(
                 f"column {column!r} is of type {short(before)} in {where.input.name} and {short(found)} in "
-                f"{file.input.name}, so equal values would get different ids; cast it in one of them"
+                f"{file.input.name}, so equal values would get different ids; cast it in one of the files"
             )
         if written != first and arrow.TEXT_OR_WHOLE not in (written, first):
             raise UserError(
@@ -162,8 +167,8 @@ class Table:
         if not isinstance(file, DelimitedFile) or self._options.columns is not None:
             return ""
         if other := file.other_delimiter:
-            return f" (one name, because its first line has no {file.shown}; give --delimiter {other})"
-        return " (from its first line; if that is not a header, give --columns)"
+            return f" (a single name, because the first line has no {file.shown}; give --delimiter {other})"
+        return " (from its first line; if that is no header, name the columns with --columns)"
 
     def _against(self, name: str, found: pa.DataType) -> str | None:
         """Return the reason why a column of this type cannot have its role, or None."""
@@ -171,7 +176,7 @@ class Table:
         if kind == "nested":
             return f"it is of type {shown}, which is nested or unknown; only plain values and lists of them can be read"
         if kind == "list" and name in self._options.split():
-            return f"it is of type {shown}, a list; rows are chosen by a column with one value per row"
+            return f"it is of type {shown}, a list; choose rows by a column with one value per row"
         if name == self._options.label and kind == "other" and self._positive is not None and self._positive.orders:
             return (
                 f"it is of type {shown}, and --positive {self._options.positive} compares numbers; make it a "
@@ -186,7 +191,7 @@ class Table:
         if name in elements(self._options.vectors) and kind not in ("list", "text"):
             return f"it is of type {shown}, not a list of numbers; name it with --numeric"
         if name in self._options.numeric and kind == "other":
-            return f"it is of type {shown}, not numbers; name it with --categorical, or make it a number"
+            return f"it is of type {shown}, not numbers; name it with --categorical, or convert it to numbers"
         return None
 
 
@@ -203,5 +208,5 @@ def open_table(path: Path, options: TableOptions) -> TableFile:
     text = {name: getattr(options, name) for name in TEXT_OPTIONS}
     for name, flag in TEXT_OPTIONS.items():
         if found != "text" and text[name] != TableOptions.__dataclass_fields__[name].default:
-            raise UserError(f"{flag} has no effect on {source.name}, which is {found}; leave it out")
+            raise UserError(f"{flag} has no effect on {source.name}, which is {found}; leave out {flag}")
     return open_file(source, found, **text)

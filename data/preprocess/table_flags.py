@@ -21,20 +21,22 @@ _ROLES = ("numeric", "vector", "categorical", "bag", "share", "padding", "last")
 
 
 def parse_table_options(arguments: argparse.Namespace, earlier: Earlier | None = None) -> TableOptions:
-    """Build `TableOptions` from parsed flags; an earlier data set determines the columns' roles."""
+    """Build `TableOptions` from parsed flags; an earlier data set, if given, determines the columns' roles."""
     for name, given in vars(arguments).items():
         for text in given if isinstance(given, list) else [given]:
             if isinstance(text, str) and not is_text(text):
                 raise UserError(f"--{name.replace('_', '-')} {text!r} is not text in UTF-8")
-    is_query = arguments.command == "query"  # its text is read by the engine
+    is_query = arguments.command == "query"  # the query engine reads the text files
     what = _roles(arguments)
     task = what.pop("task")
     if earlier is not None:
         if arguments.features is not None:
-            raise UserError("--features has no effect with --vocabulary, which gives the features; leave it out")
+            raise UserError("--features has no effect with --vocabulary, which sets the features; leave out --features")
         what = earlier_flags.columns(what, earlier)
         if task is not None and set(what["numeric_labels"]) != set(what["labels"] if task == "regression" else ()):
-            raise UserError(f"--task {task} is not that of {earlier.folder}; leave it out, as --vocabulary keeps it")
+            raise UserError(
+                f"--task {task} differs from the task of {earlier.folder}, which --vocabulary keeps; leave out --task"
+            )
     elif not what["labels"]:
         raise UserError("the following arguments are required: --label")
     else:
@@ -67,17 +69,19 @@ def text_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _roles(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of `TableOptions` on the label, the features, and how their values are read."""
+    """Return the arguments of `TableOptions` about labels, weight and features, and how their values are read."""
     named = {"label": parse_names(arguments.label), "positive": arguments.positive}
     named |= {"weight": arguments.weight, "task": arguments.task}
     named |= {"missing": parse_names(arguments.missing), "decimal": arguments.decimal}
     if arguments.features is not None:
         if twice := [name for name in _ROLES if getattr(arguments, name)]:
-            raise UserError(f"--{twice[0]} has no effect with --features, whose file defines the columns")
+            raise UserError(
+                f"--{twice[0]} has no effect with --features, whose file defines the columns; leave out --{twice[0]}"
+            )
         found = read_features(arguments.features)
         for name in found.given:
             if named[name]:
-                raise UserError(f"--{name} and {name} in {arguments.features} are both given; leave one of them out")
+                raise UserError(f"--{name} and {name} in {arguments.features} are both given; leave out one of the two")
         kept = {
             name: value for name, value in named.items() if value or name in ("label", "positive", "weight", "task")
         }
@@ -116,7 +120,7 @@ def _roles(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _with_labels(roles: dict[str, Any]) -> dict[str, Any]:
-    """Replace `label` by all labels, and add those that can be any number."""
+    """Replace the entry `label` with `labels`, all labels, and `numeric_labels`, those that are numbers."""
     labels = roles.pop("label") or roles.get("labels", ())
     numeric = labels if roles["task"] == "regression" else roles.get("numeric_labels", ())
     return {**roles, "labels": labels, "numeric_labels": numeric}
@@ -131,7 +135,9 @@ def _parse_delimiter(text: str) -> str:
     try:
         return bytes.fromhex(text.removeprefix("\\x")).decode()
     except ValueError:
-        raise UserError(f"--delimiter {text}: write the code with two hexadecimal digits, such as \\x01") from None
+        raise UserError(
+            f"--delimiter {text}: write the character's code with two hexadecimal digits, such as \\x01"
+        ) from None
 
 
 def _parse_encoding(name: str | None) -> str:

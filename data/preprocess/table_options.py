@@ -22,7 +22,7 @@ TEXT_OPTIONS = {  # options for reading text files, with their flags
     "encoding": "--encoding",
     "skipped_lines": "--skip-lines",
 }
-_USUAL: dict[str, Any] = {  # values that the manifest omits; whitespace is kept unless it has "trimmed"
+_USUAL: dict[str, Any] = {  # values that the manifest omits; a manifest without "trimmed" means that whitespace is kept
     "validation_column": None,
     "validation_after": None,
     "test_files": (),
@@ -49,11 +49,11 @@ class TableOptions:
     positive: str | None = None  # condition for positive labels, such as ">3"; None if labels are 0/1 or false/true
     numeric: tuple[str, ...] = ()
     categorical: tuple[str, ...] = ()
-    bags: tuple[tuple[str, str | None], ...] = ()  # name, and the separator of values in its text
+    bags: tuple[tuple[str, str | None], ...] = ()  # name, and the separator of values in text; None for lists
     share: tuple[tuple[str, str], ...] = ()  # a column, and the column whose ids it shares
     test_column: tuple[str, str] | None = None  # a column, and its value in test rows
     test_after: tuple[str, str] | None = None  # a column; test rows have a larger or later value
-    validation_column: tuple[str, str] | None = None  # likewise, among rows that are not test rows
+    validation_column: tuple[str, str] | None = None  # likewise for validation, among the other rows
     validation_after: tuple[str, str] | None = None
     test_files: tuple[str, ...] = ()  # files of test rows
     validation_files: tuple[str, ...] = ()  # files of validation rows
@@ -68,7 +68,7 @@ class TableOptions:
     features: Mapping[str, Reading] = field(default_factory=dict)  # reading settings by feature
     thresholds: Mapping[str, int] = field(default_factory=dict)  # by feature with ids, instead of --threshold
     scaling: Mapping[str, Scaled] = field(default_factory=dict)  # by numeric feature, instead of --dense
-    targets: Targets = SINGLE_LABEL  # further labels, labels that can be any number, and weights
+    targets: Targets = SINGLE_LABEL  # other labels, labels that are numbers, and the weight
     positives: Mapping[str, str] = field(default_factory=dict)  # by label, in place of `positive`
     vectors: Mapping[str, Vector] = field(default_factory=dict)  # by feature; `numeric` has their elements
 
@@ -81,7 +81,7 @@ class TableOptions:
                 "once"
             )
         if self.positive is not None and len(self.targets.numeric) == len(self.labels()):
-            raise UserError("--positive has no effect on labels of --task regression; leave it out")
+            raise UserError("--positive has no effect on labels of --task regression; leave out --positive")
         if not with_ids:
             raise UserError("no column has ids; name at least one with --categorical or --bag")
         owners = dict(self.share)
@@ -89,20 +89,22 @@ class TableOptions:
             for one in (name, owner):
                 if one not in with_ids:
                     raise UserError(
-                        f"--share {name}={owner}: {one!r} is not a column of --categorical or --bag, which "
+                        f"--share {name}={owner}: {one!r} is not a column of --categorical or --bag; those "
                         f"are {listed(with_ids)}"
                     )
             if name == owner:
                 raise UserError(f"--share {name}={owner}: a column cannot share its own ids; name another column")
             if owner in owners:
-                raise UserError(f"--share {name}={owner}: {owner!r} shares another column's ids; name that column")
+                raise UserError(
+                    f"--share {name}={owner}: {owner!r} itself shares another column's ids; name that column instead"
+                )
         if len(owners) < len(self.share):
-            raise UserError("--share names a column twice; name it once")
+            raise UserError("--share names the same column twice before =; name it once")
         for name, separator in self.bags:
             if separator == "":
-                raise UserError(f"--bag {name}=: the separator is empty; leave = out for lists in Parquet and Arrow")
+                raise UserError(f"--bag {name}=: the separator is empty; leave out = for lists in Parquet and Arrow")
         if self.columns is not None and len(set(self.columns)) < len(self.columns):
-            raise UserError("--columns names a column twice; give each column its own name")
+            raise UserError("--columns has the same name twice; give each column a different name")
         for one_of, value in (("--delimiter", self.delimiter), ("--columns", self.columns)):
             if value is not None and not value:
                 raise UserError(f"{one_of} is empty")
@@ -121,7 +123,9 @@ class TableOptions:
                     raise UserError(f"{name!r} has settings, but is not one of the columns {listed(among) or '(none)'}")
         for name in self.thresholds:
             if name in owners:
-                raise UserError(f"{name!r} shares the ids of {owners[name]!r}; give the threshold of that column")
+                raise UserError(
+                    f"{name!r} shares the ids of {owners[name]!r}; set the threshold of that column instead"
+                )
 
     def layout(self) -> Layout:
         """Return the columns of the data set."""
@@ -149,7 +153,7 @@ class TableOptions:
         return (*self.labels(), *(() if self.targets.weight is None else (self.targets.weight,)))
 
     def reading(self, name: str) -> Reading:
-        """Return how the values of a label, a weight or a feature are read."""
+        """Return the reading settings of a label, the weight or a feature."""
         own, separator = self.features.get(name, Reading()), dict(self.bags).get(name)
         return own.within(self.missing, self.decimal, separator, trimmed=self.trimmed)
 
@@ -181,11 +185,11 @@ class TableOptions:
         return tuple(pair[0] for pair in pairs if pair is not None)
 
     def has_validation(self) -> bool:
-        """Return whether some rows are chosen for validation."""
+        """Return whether these options choose rows for validation."""
         return bool(self.validation_files or self.validation_column or self.validation_after)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the manifest's entry, without values that equal `_USUAL`."""
+        """Return the manifest's entry, without values that equal those in `_USUAL`."""
         found = {**vars(self), "bags": dict(self.bags), "share": dict(self.share)}
         found["features"] = {name: settings for name, one in self.features.items() if (settings := one.as_json())}
         found["targets"] = self.targets.as_json()

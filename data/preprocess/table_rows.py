@@ -1,6 +1,6 @@
 """Conversion of a table's rows to raw rows: labels, numbers and values, by the columns' roles.
 
-A row is rejected, like a malformed line of text, if its label, a number, or its value for --test-after or
+A row is rejected, like a malformed line of text, if a label, its weight, a number, or its value for --test-after or
 --validation-after cannot be read.
 """
 
@@ -36,7 +36,7 @@ _INTEGERS = frozenset({INTEGER})
 _FLAGS = {1: "--test-after", 2: "--validation-after"}
 _SHOWN = 40  # characters per value of a rejected row
 _NO_NUMBER = (
-    "; a missing number is empty, NA, or a value given by --missing; if the column's values are not numbers, name it "
+    "; a missing number is empty, NA, or a value given by --missing; if the column has other values, name the column "
     "with --categorical"
 )
 
@@ -44,7 +44,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 def value_type(found: pa.DataType) -> pa.DataType:
-    """Return the type of a column's values inside lists and dictionaries."""
+    """Return the type of a column's values; for lists and dictionaries, the type of the values in them."""
     while arrow.classify_type(found) == "list" or pa.types.is_dictionary(found):
         found = found.value_type
     return found
@@ -92,7 +92,7 @@ class RowParser:
     """Converts the rows of files to raw rows.
 
     Args:
-        files: All files of the table, whose types must agree.
+        files: All files of the table; the types of a column must be compatible.
     """
 
     def __init__(self, options: TableOptions, files: Sequence[TableFile]) -> None:
@@ -106,7 +106,7 @@ class RowParser:
     def parse(self, file: TableFile, chunk: Chunk, *, hashed: bool, split: int = 0) -> RawRows:
         """Return a chunk's rows; all belong to `split` if it is not 0.
 
-        A key is the index of the value's text within its id space, or the text's hash.
+        A key is the hash of the value's text if `hashed` is true, otherwise the text's index within the id space.
 
         Raises WrongRowError for an invalid value of a column with ids, and UserError for values of a type that cannot
         be read.
@@ -144,7 +144,7 @@ class RowParser:
         return keys.rows(read.label, read.weight, read.numbers, ids, tuple(bags), rejected, read.splits, forms)
 
     def _read(self, rows: _Rows, split: int) -> _Read:
-        """Read labels, numbers, and each row's split."""
+        """Read labels, weights, numbers, and each row's split."""
         options, n = self._options, len(rows.batch)
         label, weight = self._labels.read(rows.column, n), self._labels.weights(rows.column)
         wrong: Mask = np.logical_or.reduce(list(map(np.isnan, columns_of(label))))
@@ -199,8 +199,9 @@ class RowParser:
     def _forms(self, name: str, file: TableFile, codes: arrow.Codes | None, texts: pa.StringArray) -> frozenset[int]:
         """Return the forms in which a column's values are written.
 
-        `codes` maps rows to texts; None if unknown.
-        Raises WrongValueError for ambiguous text, or text that differs from the same value in another file.
+        `codes` has the index of each row's text; None for a bag.
+        Raises WrongValueError for ambiguous text, and for numbers that may be written differently in another column or
+        file with the same ids.
         """
         if pa.types.is_integer(value_type(file.get_type(self._columns[name]))):
             return _INTEGERS if pc.all(pc.not_equal(texts, "")).as_py() else _INTEGERS | {EMPTY}
@@ -221,13 +222,13 @@ class RowParser:
                 large_float(shown)
                 if wrong == LARGE_FLOAT
                 else f"the column has text such as {shown!r}, but {where}, so that one value would get two ids; "
-                "write the values the same way in both",
+                "write equal values the same way",
             )
         return forms
 
     @cached_property
     def _typed_numbers(self) -> dict[str, str]:
-        """Descriptions, by id space, of a column with a numeric type: name, type and file."""
+        """By id space, a description of a column with a numeric type, if there is one: name, type and file."""
         found = {}
         for file in reversed(self._files):
             for name in self._options.roles():
@@ -245,7 +246,7 @@ class _Keys:
         self._seen = {space: TextMap() for space in layout.spaces}
 
     def find(self, space: str, codes: arrow.Codes, texts: pa.StringArray) -> npt.NDArray[np.int64]:
-        """Return the keys of values given as codes [n] of texts, int64 [n]."""
+        """Return the keys, int64 [n], of values; `codes` [n] has the index of each value's text in `texts`."""
         offsets, content = arrow.get_buffers(texts)
         if self._hashed:
             return hash_texts(offsets, content).view(np.int64)[codes]
@@ -262,7 +263,7 @@ class _Keys:
         splits: npt.NDArray[np.uint8] | None,
         forms: dict[str, frozenset[int]],
     ) -> RawRows:
-        """Return rows whose values have these keys; `ids` is int64 [columns, n]."""
+        """Return raw rows with the texts of all keys; `ids` is int64 [columns, n]."""
         if self._hashed:
             by_space, missing = None, dict.fromkeys(self._seen, int(hash_texts(*_NOTHING).view(np.int64)[0]))
         else:

@@ -17,7 +17,7 @@ class Lines(NamedTuple):
     is_last: bool = False  # the rest of the input, without a newline
 
 
-LONGEST = 4  # maximum blocks per line; a longer line is an error, wherever blocks begin
+LONGEST = 4  # maximum length of a line in blocks, wherever in a block the line begins
 
 
 def newline(piece: bytes) -> int:
@@ -36,7 +36,8 @@ def whole_lines(
 
     Args:
         too_long: Creates the error for a line of more than `LONGEST` blocks.
-        last_end: Like `newline`, for rows that contain newlines; then rows may be one block longer.
+        last_end: Called with bytes; returns the end of the last complete row in them. Any function other than `newline`
+            is for rows that can contain newlines; such rows may be one block longer.
     """
     most = LONGEST * block_bytes
     with source.open() as stream:

@@ -1,4 +1,4 @@
-"""Conversion of served dates, timestamps and times of day to the texts that training may have used."""
+"""Conversion of served dates, timestamps and times of day to the texts that they may have had in training."""
 
 from typing import Any
 
@@ -33,7 +33,8 @@ def timestamps_from_text(texts: pa.StringArray, *, zoned: bool) -> pa.Array:
 
 
 def timestamp_texts(values: pa.Array, written: Written) -> Texts:
-    """Format dates or timestamps in each training form with a time zone if they have one, else in each without.
+    """Format dates or timestamps in each form that training had, of those with a time zone if they have one,
+    otherwise of those without.
 
     Raises WrongValueError if training had only dates and a value has a time.
     """
@@ -94,7 +95,7 @@ def timestamp_texts(values: pa.Array, written: Written) -> Texts:
 
 
 def time_texts(texts: pa.StringArray, forms: Any) -> Texts:
-    """Return training's texts for times of day, given as text."""
+    """Return the texts that times of day, given as text, may have had in training."""
     dated = pc.binary_join_element_wise("2000-01-01", texts, " ")
     short = pc.equal(pc.utf8_length(texts), 5)
     base, fraction = _pieces(pc.if_else(short, pc.binary_join_element_wise(dated, ":00", ""), dated))

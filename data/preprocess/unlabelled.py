@@ -1,4 +1,4 @@
-"""Raw rows for predictions, encoded like a data set: Criteo text with or without labels, or any table."""
+"""Rows for predictions, with or without labels: reads Criteo text or a table, and encodes it like a data set."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -46,9 +46,9 @@ def rows_in(path: Path, encoding: Encoding, options: Mapping[str, Any], more: Se
 
     Args:
         path: A file, or - for standard input.
-        encoding: How its rows become ids and numbers.
+        encoding: Turns rows into ids and numbers.
         options: The manifest's entry about how the data set's files were read.
-        more: Additional columns to read.
+        more: Names of additional columns to read.
     """
     source = open_input(path)
     found = find_format(source)
@@ -70,7 +70,10 @@ def _text_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _columns(source: AnyInput, options: Mapping[str, Any]) -> list[str] | None:
-    """Return column names for text without a header, without labels and weight if the first line lacks their values."""
+    """Return the column names for text without a header, or None if the text has one.
+
+    Labels, or labels and the weight, are left out if the first line has just as many values as there are other columns.
+    """
     names = options.get("columns")
     if names is None:
         return None
@@ -111,7 +114,7 @@ def _labelled(block: bytes) -> bytes:
 
 
 def _with_labels(block: bytes) -> tuple[bytes, npt.NDArray[np.int64]]:
-    """Replace missing and invalid labels with 0; return the text and the numbers of these lines, from 0."""
+    """Replace missing and invalid labels with 0; return the text and the numbers of the changed lines, from 0."""
     text = np.frombuffer(block, np.uint8)
     starts = np.concatenate([[0], np.flatnonzero(text == ord("\n")) + 1])
     starts = starts[starts + 1 < len(text)]  # a line of one character is always malformed
@@ -127,7 +130,7 @@ def _with_labels(block: bytes) -> tuple[bytes, npt.NDArray[np.int64]]:
 
 
 class _Table:
-    """A table; its parts' `places` omit malformed lines and rows with an unparsable number."""
+    """The rows of a table; a part's `places` omits malformed lines and rows with an unreadable number."""
 
     def __init__(self, file: TableFile, encoding: Encoding, more: Sequence[str]) -> None:
         self._file, self._encoding, self._more = file, encoding, more
@@ -162,7 +165,7 @@ class _Table:
             yield Part(batch, places[kept], chunk.lines, chunk.size, more)
 
     def _further(self, chunk: Chunk) -> pa.RecordBatch | None:
-        """Return the additional columns of a chunk's lines."""
+        """Return the additional columns of a chunk's lines, null for malformed lines; None if there are none."""
         if not self._more:
             return None
         columns = [chunk.batch.column(chunk.batch.schema.get_field_index(name)) for name in self._more]

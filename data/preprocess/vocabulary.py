@@ -25,8 +25,8 @@ FormatKeys = Callable[[Ids], pa.Array]
 _WRITTEN_AT_ONCE = 1 << 20  # rows per batch of the vocabulary's file
 _WRITTEN_BYTES = 1 << 28  # maximum bytes of text in a batch
 _AT_ONCE = 1 << 20  # values handled at a time
-_DIGITS = 20  # maximum number of an integer's digits
-_ID_BYTES = 8  # per value, once ids are assigned
+_DIGITS = 20  # maximum number of characters of an integer
+_ID_BYTES = 8  # bytes per value for the assigned ids
 _WRITTEN_ROW = 64  # bytes per row during writing, plus two copies of its text
 _MOST = 0.5  # a value above this share of a bag's values is probably padding
 _MARGIN = 1.03  # error margin of the estimates (see kernels/cardinality.py)
@@ -54,7 +54,7 @@ class _Integers:
         return self._format_keys(self._seen.keys[numbers])
 
     def lengths(self, numbers: Ids) -> Ids:
-        """Return the maximum number of bytes of each value's text."""
+        """Return an upper bound on the number of bytes of each value's text."""
         return np.full(len(numbers), _DIGITS)
 
 
@@ -80,7 +80,7 @@ class _Texts:
         return self._seen.find(*arrow.get_buffers(keys)).astype(np.int64)
 
     def texts(self, numbers: Ids) -> pa.Array:
-        """Return the values at these indices, less than 2 GiB of text."""
+        """Return the values at these indices, which must have less than 2 GiB of text."""
         return arrow.make_texts(*self._seen.take(numbers)).cast(pa.string())
 
     def lengths(self, numbers: Ids) -> Ids:
@@ -98,7 +98,8 @@ class Vocabulary:
         threshold: Values get an id if they occur more often than this. The layout can override it for an id space. If
             it is None, no value gets a new id.
         format_keys: Returns the texts of integer values; None if values are texts.
-        earlier: Schema of an earlier data set whose ids are kept. Count its values first, with 0 uses, in id order.
+        earlier: Schema of an earlier data set whose ids are kept. The caller must count the earlier values first, with
+            0 uses, in the order of their ids.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class Vocabulary:
         return len(self._values[space].uses)
 
     def known_shares(self) -> dict[str, float]:
-        """Return the share of occurrences with earlier values, for each id space with values in both data sets."""
+        """Return, for each id space with values in both data sets, the share of occurrences of earlier values."""
         shares = {}
         for space, values in zip(self._begun, self._values, strict=True):
             uses = int(values.uses.sum())
@@ -148,7 +149,7 @@ class Vocabulary:
         spaces = []
         first = len(self._layout.dense) + len(self._values) if self._earlier is None else self._earlier.rows
         for number, (space, values) in enumerate(zip(self._begun, self._values, strict=True)):
-            # The last element is the id of unseen values, whose position is -1.
+            # The last element is the id of unseen values, for which `find` returns -1.
             ids = np.full(len(values.uses) + 1, space.oov, np.int64)
             done = size = 0
             for begin, count in space.segments:
@@ -262,7 +263,7 @@ def require_memory(values: float, text_bytes: float | None) -> None:
 class HashBuckets:
     """Ids by hashing: first + hash(space, value) mod buckets. Values may collide, and none is out of vocabulary.
 
-    The hash does not depend on the seed: separately built data sets share their ids.
+    The hash does not depend on the seed, so that equal values have equal ids in separately built data sets.
     """
 
     def __init__(self, buckets: int, layout: Layout) -> None:

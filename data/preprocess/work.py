@@ -1,8 +1,8 @@
 """The work folder of a data set under construction, next to its final folder, with a journal of finished work.
 
-A process that is killed at any moment leaves complete pieces; the same command resumes from them. Files are written
-atomically. The journal has their checksums, which reveal damage by a power loss. Each line of the journal has a
-checksum, too; work restarts from the first damaged line.
+If a process is killed, at any moment, its complete pieces remain, and the same command resumes from them. Files are
+written atomically. The journal has the files' checksums, which reveal damage by a power loss. Each line of the journal
+has a checksum, too; work restarts from the first damaged line.
 """
 
 import json
@@ -37,7 +37,7 @@ class Work:
         self._last = ""  # checksum of the journal's last line
 
     def begin(self, recipe: Any) -> list[dict[str, Any]]:
-        """Return the journal entries of earlier work with the same recipe; remove other work.
+        """Return the journal entries of earlier work with the same recipe; remove any other work.
 
         `recipe` has everything that the result depends on; None if that is unknown.
         """
@@ -61,7 +61,7 @@ class Work:
         return entries
 
     def rewrite(self, entries: list[dict[str, Any]]) -> None:
-        """Replace the journal's entries."""
+        """Replace all entries of the journal."""
         self._close()
         path = self.folder / _JOURNAL
         partial = path.with_suffix(".partial")
@@ -83,13 +83,13 @@ class Work:
         return f"{self._last} {text}\n"
 
     def finish(self) -> None:
-        """Sync the result to disk and rename it; the pieces are removed only afterwards."""
+        """Sync the result to disk and rename it to the data set's folder."""
         sync_tree(self.result)
         self.result.rename(self._out)
         sync_folder(self._out.parent)
 
     def is_finished(self) -> bool:
-        """Return whether the result has its final name."""
+        """Return whether the result has been renamed to the data set's folder."""
         return not self.result.exists() and os.path.lexists(self._out)
 
     def clear(self) -> None:
@@ -104,7 +104,7 @@ class Work:
                 path.unlink()
 
     def _remove(self) -> None:
-        self.clear()  # the lock goes last: it marks a work folder
+        self.clear()  # the lock is removed last, because it marks a work folder
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _close(self) -> None:
@@ -124,8 +124,8 @@ class Work:
 def claim(out: Path) -> Iterator[Work]:
     """Lock the work folder of a data set for this process; wait while another process uses it.
 
-    A UserError removes the work. Other errors (TransientError, too) and interruptions keep finished work and print
-    a note, unless the input can be read only once. Success removes the work.
+    The work is removed on success and after a UserError. After TransientError, other errors and interruptions, a note
+    is printed, and the finished work is kept unless the input can be read only once.
 
     Raises UserError if `out` exists.
     """
@@ -153,8 +153,8 @@ def claim(out: Path) -> Iterator[Work]:
             if size:
                 note(
                     f"the finished work ({format_bytes(size)}) is not kept: standard input and pipes "
-                    f"can be read only once, and "
-                    "the same command starts over; with a file it would resume"
+                    f"can be read only once, so "
+                    "the same command starts over; a command that reads files would resume"
                 )
             raise
         try:
@@ -187,7 +187,9 @@ def _locked(folder: Path) -> Iterator[None]:
     while lock is None:  # retry if the lock's previous holder removed the folder
         folder.mkdir(exist_ok=True)
         if not _is_work(folder):
-            raise UserError(f"{folder} is the work folder, but has other files; move them, or choose another --out")
+            raise UserError(
+                f"{folder} is needed as the work folder, but has other files; move them, or choose another --out"
+            )
         lock = _lock(folder)
     with lock:
         yield

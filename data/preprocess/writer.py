@@ -39,7 +39,7 @@ def write_arrow(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]
 
 
 def _batches(rows: Piece, kinds: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """Iterate over batches of rows: one, unless a bag exceeds MOST_VALUES."""
+    """Iterate over batches of rows; there is one batch unless a bag has more than MOST_VALUES values."""
     offsets = [begin for _, begin in rows.bags.values()]
     start, n = 0, len(rows)
     while start < n:

@@ -14,7 +14,8 @@ _SHOWN = 10
 def find_member(path: Path, wanted: Callable[[str], bool] | None) -> str:
     """Return the name of the file to read in a .zip file.
 
-    `wanted` selects it by its name without folders; None expects a single file.
+    `wanted` is called with a file's name without folders, and returns whether this is the file to read. If `wanted` is
+    None, the .zip file must have a single file.
 
     Raises UserError for a broken or encrypted file, for several files, and for other formats.
     """

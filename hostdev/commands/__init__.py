@@ -15,6 +15,6 @@ COMMANDS = {  # module and help text by name
     "checkpoint": ("hostdev.checkpoint", "describe, check, compare, merge and export checkpoints"),
     "advise": ("hostdev.advise", "recommend an embedding cache for your data"),
     "verify": ("hostdev.verify", "show on your data that every mode gives the same bits"),
-    "warm-up": ("hostdev.warm_up", "compile all kernels now, such as for an image"),
+    "warm-up": ("hostdev.warm_up", "compile all kernels now, for example for a container image"),
     "launch": ("hostdev.launch", "start this host's processes of a rank table; test the connections"),
 }

@@ -73,10 +73,12 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
         advise_mesh(settings, arguments.mesh)
         return
     settings = config.from_flags(arguments, OPTIONS)
-    alone()  # even if a launcher started this process
+    alone()  # this command uses one process, even if a launcher started several
     for name in MESH_OPTIONS:
         if getattr(settings, name) != getattr(TrainConfig, name):
-            raise UserError(f"--{name.replace('_', '-')} has no effect without --mesh; leave it out")
+            raise UserError(
+                f"--{name.replace('_', '-')} has no effect without --mesh; leave out --{name.replace('_', '-')}"
+            )
     if not 0 <= arguments.cache_window <= MOST_WINDOW:
         raise UserError(f"--cache-window must be in 0..{MOST_WINDOW}, not {arguments.cache_window}")
     memory = parse_bytes(arguments.memory) if arguments.memory is not None else None
@@ -90,9 +92,9 @@ def _for_mesh(settings: TrainConfig, arguments: argparse.Namespace) -> TrainConf
     """Return the settings; raise UserError if an option has no effect with --mesh, or --mesh is less than 2."""
     for name, given in (("--memory", arguments.memory), ("--out", arguments.out)):
         if given is not None:
-            raise UserError(f"{name} is for caches and has no effect with --mesh; leave it out")
+            raise UserError(f"{name} is for caches and has no effect with --mesh; leave out {name}")
     if settings.shuffle_window != TrainConfig.shuffle_window:
-        raise UserError("--shuffle-window has no effect with --mesh; leave it out")
+        raise UserError("--shuffle-window has no effect with --mesh; leave out --shuffle-window")
     if arguments.mesh < 2:
         raise UserError(f"--mesh must be 2 or more processes, not {arguments.mesh}")
     settings.require_data()

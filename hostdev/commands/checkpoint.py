@@ -37,12 +37,15 @@ def parser(prog: str = PROG) -> cli.Parser:
     of_diff.add_argument("other", type=Path, metavar="OTHER", help="the other checkpoint")
     of_compact = add("compact", "merge an incremental checkpoint and its parents into a full one")
     of_compact.add_argument(
-        "--keep", type=int, metavar="K", help="then remove all but the K newest checkpoints and their parents"
+        "--keep",
+        type=int,
+        metavar="K",
+        help="then keep the K newest checkpoints and their parents, and remove all others",
     )
     of_merge = add("merge", "write a checkpoint of several processes as a checkpoint of one process")
-    of_reshard = add("reshard", "write a checkpoint for another number of processes")
+    of_reshard = add("reshard", "write a checkpoint for a different number of processes")
     of_reshard.add_argument(
-        "--ranks", type=int, required=True, metavar="N", help="number of processes that will load it"
+        "--ranks", type=int, required=True, metavar="N", help="number of processes that will load the new checkpoint"
     )
     for one in (of_merge, of_reshard):
         one.add_argument(

@@ -34,9 +34,12 @@ def main(argv: Sequence[str], prog: str = PROG) -> int:
     if options.rank_table is None:
         for name in ("server", "log_dir"):
             if getattr(options, name) is not None:
-                raise UserError(f"--{name.replace('_', '-')} has no effect without --rank-table; leave it out")
+                raise UserError(
+                    f"--{name.replace('_', '-')} has no effect without --rank-table; "
+                    f"leave out --{name.replace('_', '-')}"
+                )
         if not options.check:
-            raise UserError("give --rank-table FILE -- PROGRAM OPTIONS, or --check")
+            raise UserError("give --rank-table FILE -- PROGRAM OPTIONS, or --check to test connections")
         return check()
     if not command and not options.check:
         raise UserError("missing command after --, such as -- -m hostdev.train --host-device-mix ...")

@@ -18,7 +18,9 @@ def parser(prog: str = PROG) -> cli.Parser:
     made.add_argument(
         "--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint, or a folder of checkpoints"
     )
-    made.add_argument("--which", choices=WHICH, help="which checkpoint (default: best with --early-stop, else newest)")
+    made.add_argument(
+        "--which", choices=WHICH, help="which checkpoint of a run (default: best with --early-stop, else newest)"
+    )
     made.add_argument("--model", metavar="package.module:Class", help="the model's class, if it is your own")
     made.add_argument(
         "--data", type=Path, required=True, metavar="FILE|DIR", help="raw rows (- for standard input), or a data set"

@@ -27,7 +27,8 @@ def main(argv: Sequence[str], prog: str = PROG) -> int:
         arguments = parser(prog).parse_args(argv)
         if arguments.local_rank is not None and os.environ.get("LOCAL_RANK") != str(arguments.local_rank):
             raise UserError(
-                f"--local-rank {arguments.local_rank} is for launchers, which set LOCAL_RANK to this number; omit it"
+                f"--local-rank {arguments.local_rank} is for launchers, which set LOCAL_RANK to this number; "
+                "leave out --local-rank"
             )
         settings = config.from_flags(arguments)
         settings.require_data()

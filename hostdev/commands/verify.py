@@ -42,7 +42,7 @@ def parser(prog: str = PROG) -> cli.Parser:
     made.add_argument(
         "--inject-fault",
         action="store_true",
-        help="test verify itself: let lookups overtake the updates that they need, and check that verify detects it",
+        help="test verify itself: let lookups overtake the updates that they need, and check that verify detects this",
     )
     made.add_argument("--processes", metavar="W,...", help="also compare these numbers of local processes, such as 2,4")
     made.add_argument(
@@ -51,7 +51,7 @@ def parser(prog: str = PROG) -> cli.Parser:
         default=[],
         metavar="AXES",
         help="also compare local processes that distribute the network, such as data=2,pipe=2; may be repeated; "
-        "slices (model=N) are compared by tolerance",
+        "sliced layers (model=N) are compared within a tolerance",
     )
     made.add_argument("--plan", metavar="STRATEGIES", help="how --mesh model=N slices layers (default: in pairs)")
     made.add_argument("--schedule", choices=SCHEDULES, help="order of micro-batches in --mesh pipe=N (default 1f1b)")
@@ -60,7 +60,7 @@ def parser(prog: str = PROG) -> cli.Parser:
         "--micro-batches",
         type=int,
         metavar="M",
-        help="number of micro-batches, divided among the processes (default: the smallest that suits all)",
+        help="number of micro-batches, divided among the processes (default: the smallest that suits all meshes)",
     )
     return made
 
@@ -68,7 +68,7 @@ def parser(prog: str = PROG) -> cli.Parser:
 def main(argv: Sequence[str], prog: str = PROG) -> int:
     """Parse the command line, verify, and return the exit code: 1 if a mode differs."""
     arguments = parser(prog).parse_args(argv)
-    alone()  # even if a launcher started this process: verify starts the processes that it compares
+    alone()  # even if a launcher started several processes: verify starts those that it compares
     settings = config.from_flags(arguments, OPTIONS)
     if arguments.steps < 2:
         raise UserError(f"--steps must be at least 2, not {arguments.steps}")
@@ -91,7 +91,7 @@ def main(argv: Sequence[str], prog: str = PROG) -> int:
     if arguments.inject_fault:
         if not all(different):
             raise UserError("the injected fault was not caught: no consecutive batches share a row; use larger batches")
-        print(f"\nthe injected fault was caught in {' and '.join(map(str, different))} modes")
+        print(f"\nthe injected fault was caught in every group of modes: {' and '.join(map(str, different))} differ")
     elif any(different):
         print(f"\n{different[0]} modes differ from the serial run")
     else:
@@ -101,19 +101,22 @@ def main(argv: Sequence[str], prog: str = PROG) -> int:
 
 
 def _meshes(arguments: argparse.Namespace) -> tuple[list[Mesh], int]:
-    """Return the meshes of processes, and the number of micro-batches that they share."""
+    """Return the meshes of processes to compare, and the number of micro-batches that all of them use."""
     for name, axis in (("plan", "model"), ("schedule", "pipe"), ("stage_cut", "pipe")):
         if getattr(arguments, name) is not None and all(
             getattr(parse_mesh(each), axis) == 1 for each in arguments.mesh
         ):
-            raise UserError(f"--{name.replace('_', '-')} has no effect without --mesh {axis}=N; leave it out")
+            raise UserError(
+                f"--{name.replace('_', '-')} has no effect without --mesh {axis}=N; "
+                f"leave out --{name.replace('_', '-')}"
+            )
     if arguments.processes is None and not arguments.mesh:
         if arguments.micro_batches is not None:
-            raise UserError("--micro-batches has no effect without --processes or --mesh; leave it out")
+            raise UserError("--micro-batches has no effect without --processes or --mesh; leave out --micro-batches")
         return [], 1
     if arguments.inject_fault:
         what = "--processes" if arguments.processes is not None else "--mesh"
-        raise UserError(f"{what} cannot be used with --inject-fault; leave one of them out")
+        raise UserError(f"{what} cannot be used with --inject-fault; leave out one of the two")
     try:
         worlds = [int(each) for each in (arguments.processes or "").split(",") if each or arguments.processes]
     except ValueError:

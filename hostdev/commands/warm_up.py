@@ -13,8 +13,8 @@ def parser(prog: str = PROG) -> cli.Parser:
     """Return the parser of the command's flags."""
     made = cli.parser(
         prog,
-        "Compile all kernels for this machine's processor, so that no command has to wait for them. For images and "
-        "fresh installations.",
+        "Compile all kernels for this machine's processor, so that no command has to wait for them. For container "
+        "images and fresh installations.",
     )
     made.add_argument(
         "--jobs",

@@ -1,3 +1,3 @@
 """Predictions from a checkpoint: `python -m hostdev.predict` for files, `hostdev.Predictor` in a program."""
 
-WHICH = ("best", "newest")  # choices of a run's checkpoint for predictions
+WHICH = ("best", "newest")  # which checkpoint of a run predicts

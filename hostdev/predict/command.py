@@ -22,7 +22,7 @@ from hostdev.predict.output import Output, kept_columns
 from hostdev.predict.predictor import Predictor
 from hostdev.predict.unknown import UnknownValues
 
-_AT = 10  # rows of each group for NDCG and recall
+_AT = 10  # default k of NDCG@k and recall@k
 
 
 def run(arguments: argparse.Namespace, prog: str) -> None:
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace, prog: str) -> None:
 
 
 class _Work(NamedTuple):
-    """The rows to predict; `unit` of `total` is "row", or "B" for bytes, and `labelled` tells if there are labels."""
+    """The rows to predict. `total` is in `unit`: "row", or "B" for bytes. `labelled` tells whether there are labels."""
 
     total: int
     unit: str
@@ -100,8 +100,8 @@ def _open_rows(arguments: argparse.Namespace, predictor: Predictor, kept: list[s
         differs = difference(predictor.data, predictor.data_folder, found, path)
         if differs is not None:
             raise UserError(
-                f"--data {path} has different columns, ids or scales than {predictor.path} was trained on "
-                f"({differs}); give a file of raw rows"
+                f"--data {path} has different columns, ids or scales than the data that {predictor.path} was trained "
+                f"on ({differs}); give a file of raw rows"
             )
         if not found.rows(split):
             other = next((name for name in found.splits if found.rows(name)), None)
@@ -113,7 +113,7 @@ def _open_rows(arguments: argparse.Namespace, predictor: Predictor, kept: list[s
         )  # ids that are newer than the checkpoint's vocabulary count as unknown
         return _Work(reader.rows, "row", True, (Part(batch, None, len(batch), len(batch)) for batch in batches))
     if arguments.split is not None:
-        raise UserError(f"--split has no effect on {path}, which is not a data set; leave it out")
+        raise UserError(f"--split has no effect on {path}, which is not a data set; leave out --split")
     by = [] if arguments.by is None else [arguments.by]
     source = rows_in(path, predictor.encoding, predictor.data.options, [*dict.fromkeys([*kept, *by])])
     return _Work(source.total, "B", source.labelled, source.parts())

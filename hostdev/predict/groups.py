@@ -19,7 +19,7 @@ Keys = npt.NDArray[np.uint64]
 
 
 class Groups:
-    """Collects scores and labels by the values of a column, in 13 bytes per row.
+    """Collects scores and labels, grouped by the values of a column, in 13 bytes of memory per row.
 
     Args:
         column: The column's name. In a data set, the column must have one id per row, and rows whose value is out of
@@ -40,7 +40,7 @@ class Groups:
         known: npt.NDArray[np.bool_],
         part: Part,
     ) -> None:
-        """Add the rows of a part that have a label and a finite score, `known` [n]."""
+        """Add those rows of a part that `known` [n] marks: the ones with a label and a finite score."""
         keys, known = (self._values(part), known) if part.more is not None else self._ids(part, known)
         self._parts.append((keys[known], logits[known], label[known] != 0))
 
@@ -49,7 +49,7 @@ class Groups:
         assert part.more is not None
         column = arrow.decoded(part.more[self._column])
         if arrow.classify_type(column.type) in ("list", "nested"):
-            raise UserError(f"--by {self._column}: the column has lists; give a column with one value per row")
+            raise UserError(f"--by {self._column}: the column has lists; name a column with one value per row")
         if pa.types.is_floating(column.type):
             column = column.cast(pa.string())
         codes, texts = arrow.as_text(column)

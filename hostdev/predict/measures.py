@@ -1,4 +1,4 @@
-"""The quality of a command's predictions: figures for each label, also within groups of rows."""
+"""The quality of a command's predictions: metrics for each label, also within groups of rows."""
 
 import math
 from collections.abc import Iterator
@@ -23,12 +23,12 @@ Values = npt.NDArray[np.float32]
 
 
 class Measures:
-    """Collects outputs and labels, as a context that closes its files at the end.
+    """Collects outputs and labels, and reports metrics. Used as a context manager, which closes its files at the end.
 
     Args:
         schema: The data set's schema.
         by: The column whose values group the rows, or None.
-        folder: Receives scores that do not fit in memory.
+        folder: Folder for files with the scores that do not fit in memory.
 
     Raises:
         UserError: `by` is given, but no label is 0 or 1.
@@ -38,7 +38,7 @@ class Measures:
         self._schema = schema
         self._binary = [name not in schema.targets.numeric for name in schema.labels]
         if by is not None and not any(self._binary):
-            raise UserError(f"--by {by} has no effect on predictions of numbers; leave it out")
+            raise UserError(f"--by {by} has no effect on predictions of numbers; leave out --by")
         self._files = ExitStack()
         self._scores = self._files.enter_context(TargetScores(schema.labels, schema.targets, folder))
         self._groups = [Groups(by, schema) if by is not None and binary else None for binary in self._binary]
@@ -55,7 +55,7 @@ class Measures:
         self._files.close()
 
     def add(self, outputs: Values, part: Part) -> None:
-        """Add the outputs of a part's rows, float32 [n] or [n, labels]; non-finite ones count as missing."""
+        """Add the outputs of a part's rows, float32 [n] or [n, labels]; non-finite outputs count as missing."""
         masks = self._scores.add_known(outputs, part.batch.label)
         is_finite = np.logical_and.reduce(list(map(np.isfinite, columns_of(outputs))))
         self.predicted += int(np.count_nonzero(is_finite))
@@ -70,7 +70,7 @@ class Measures:
                 groups.add(output, label, known, part)
 
     def lines(self, k: int) -> Iterator[str]:
-        """Yield report lines with the figures of each label; NDCG and recall are at `k`."""
+        """Yield report lines with the metrics of each label; NDCG and recall are at `k`."""
         for i, (name, found) in enumerate(zip(self._schema.labels, self._scores.figures(), strict=True)):
             of = f"{name}: " if self._schema.targets.more else ""
             of_these = "" if found.rows == self.predicted else f" of the {counted(found.rows, 'row')} with labels"

@@ -1,4 +1,4 @@
-"""Opens a checkpoint of the `train` command for predictions: chooses one in a folder and checks its content."""
+"""Opens a checkpoint of the `train` command for predictions: chooses it in a folder, and checks its content."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,8 +26,8 @@ class Opened(NamedTuple):
     """The content of a checkpoint of the `train` command.
 
     Attributes:
-        why: The reason for the choice, such as "the best: AUC 0.8100 after epoch 4"; "" for a single checkpoint, or for
-            the newest of a run without --early-stop.
+        why: Why this checkpoint was chosen, such as "the best: AUC 0.8100 after epoch 4"; "" for a single checkpoint,
+            or for the newest of a run without --early-stop.
     """
 
     found: Found
@@ -54,7 +54,8 @@ def open_checkpoint(path: Path, which: str | None) -> Opened:
 
     Args:
         path: The checkpoint or the folder.
-        which: "best" (by test AUC), "newest", or None: the best for a run with --early-stop, else the newest.
+        which: "best" (see `checkpoint.best.Best`), "newest", or None: the best for a run with --early-stop, otherwise
+            the newest.
 
     Raises:
         UserError: There is no checkpoint, the `train` command did not write it, or its content is invalid.
@@ -94,7 +95,7 @@ def _chosen(path: Path, which: str | None) -> tuple[Found, str]:
     found = newest(path)
     if is_checkpoint(path):
         if which is not None:
-            raise UserError(f"{path} is a single checkpoint; name its parent folder, or do not request the {which} one")
+            raise UserError(f"{path} is a single checkpoint; name its parent folder, or do not ask for the {which} one")
         return found, ""
     known = best.of_run(found.chain[-1])
     if which == "newest" or (which is None and (known is None or not known.stops_early)):
@@ -105,7 +106,7 @@ def _chosen(path: Path, which: str | None) -> tuple[Found, str]:
     if chain is None:
         told = f"the best checkpoint (step {known.step:,}, after epoch {known.epoch}) is not in {path}"
         if which == "best":
-            raise UserError(f"{told}; only runs with --early-stop keep it; use the newest")
+            raise UserError(f"{told}; only runs with --early-stop keep the best; use the newest")
         return Found(found.chain, found.broken), f"the newest; {told}"
     is_newest = chain[-1].path == found.chain[-1].path
     return Found(chain, found.broken), (
@@ -129,14 +130,14 @@ def _settings(found: Any) -> dict[str, Any]:
 
 
 def choose_model(settings: dict[str, Any], model: "str | type[Any] | None", path: Path) -> "str | type[Any]":
-    """Return the model's name or class; raise UserError if only the checkpoint names a custom class."""
+    """Return the model's name or class; raise UserError for a custom class that `model` does not name."""
     if model is not None:
         return model
     if settings["model"] not in registry.NAMES:
         shown = str(settings["model"])[:100]
         raise UserError(
             f"{path} has the custom model class {shown!r}, whose module would be imported; if you trust it, name it "
-            "with --model, or Predictor(..., model=)"
+            "with --model, or in Python with Predictor(..., model=)"
         )
     return str(settings["model"])
 

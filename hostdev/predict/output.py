@@ -23,7 +23,7 @@ Values = npt.NDArray[np.float32]
 
 
 def names_of(schema: Schema) -> list[tuple[str, str]]:
-    """Return the names of the prediction's and the label's column for each label."""
+    """Return, for each label, the names of the columns with its predictions and with its values."""
     kinds = ["prediction" if name in schema.targets.numeric else "probability" for name in schema.labels]
     if not schema.targets.more:
         return [(kinds[0], "label")]
@@ -45,9 +45,9 @@ class Output:
 
     Args:
         path: The new file.
-        schema: The data set's schema, whose labels name the columns.
+        schema: The data set's schema; its labels determine the names of the columns.
         is_csv: Whether to write CSV instead of Parquet.
-        more: Columns kept from the input.
+        more: Names of the columns to copy from the input.
     """
 
     def __init__(self, path: Path, schema: Schema, *, is_csv: bool, more: list[str]) -> None:
@@ -77,7 +77,7 @@ class Output:
     def write(self, outputs: Values, part: Part) -> None:
         """Write the predictions and labels of a part's lines; null for malformed lines and missing labels.
 
-        `outputs` are the model's, float32 [n] or [n, labels].
+        `outputs` has the model's outputs for the part's rows, float32 [n] or [n, labels].
         """
         table = self._table(outputs, part)
         if part.more is not None:

@@ -47,8 +47,8 @@ class Predictor:
 
     Args:
         checkpoint: A checkpoint of `python -m hostdev.train`, a folder of them, or a run directory. For a run with
-            --early-stop, its best checkpoint by test AUC is used; for others, the newest valid one, with a warning if a
-            newer one is damaged.
+            --early-stop, the best checkpoint is used (by AUC, or by RMSE if all labels are numbers); for other runs,
+            the newest valid one, with a warning if a newer one is damaged.
         device: The device of the dense layers.
         model: A model class or its name. Required if the run had a custom class: a checkpoint must not decide which
             module is imported.
@@ -105,7 +105,7 @@ class Predictor:
 
     @property
     def batch_size(self) -> int:
-        """Rows per computation: the training's batch size, so that results match the evaluation bit for bit."""
+        """Rows per computation: the training run's batch size, so that results equal its evaluation bit for bit."""
         return int(self.settings["batch_size"])
 
     def __call__(self, rows: Any) -> Probabilities:  # Any, as pandas may not be installed
@@ -122,7 +122,7 @@ class Predictor:
                 and NaN are missing values. Other columns, such as the label, are ignored.
 
         Raises:
-            UserError: A column is missing or of another type than in training, or a value or a result is invalid.
+            UserError: A column is missing or its type does not fit training, or a value or a result is invalid.
         """
         rows = as_mapping(rows)
         self.encoding.require(get_column_names(rows))
@@ -141,7 +141,7 @@ class Predictor:
         return self._predictions(logits)
 
     def _predictions(self, outputs: Probabilities) -> Probabilities:
-        """Return probabilities for labels of 0 or 1, and the model's outputs for others."""
+        """Return probabilities for labels of 0 or 1, and the model's outputs for numeric labels."""
         schema = self.data.schema
         if not schema.targets.numeric:
             return probabilities(outputs)
@@ -159,18 +159,18 @@ class Predictor:
         raise UserError(f"row {row + 1}: the model's result is not a finite number{most if names else ''}")
 
     def predict(self, batch: Batch) -> Probabilities:
-        """Return the predictions for a batch with the data set's ids, as for raw rows."""
+        """Return predictions, as when the predictor is called, for a batch that already has ids of the data set."""
         return self._predictions(self.logits_by_batch(batch))
 
     def logits_by_batch(self, batch: Batch) -> Probabilities:
-        """Return the model's outputs for any number of rows, as `logits`, computed with the training's batch size."""
+        """Return the same as `logits` for any number of rows, computed in batches of `batch_size` rows."""
         size = self.batch_size
         logits = [self.logits(rows_of(batch, start, start + size)) for start in range(0, len(batch), size)]
         labels = self.data.schema.labels
         return np.concatenate(logits) if logits else np.empty((0, len(labels)) if len(labels) > 1 else 0, np.float32)
 
     def logits(self, batch: Batch) -> Probabilities:
-        """Return the model's logits (or numbers) for one batch, float32 [n], or [n, labels] for several labels."""
+        """Return the model's logits, or numbers, for one batch, float32 [n], or [n, labels] for several labels."""
         with torch.inference_mode():
             rows = dict(self._rows(batch))
             dense = torch.from_numpy(batch.dense).to(self._device)
@@ -195,7 +195,7 @@ class Predictor:
             yield name, outputs[0] if feature.is_single else tuple(outputs)
 
     def _values(self, rows: Tensor, feature: Feature, ids: FeatureIds, dim: int) -> Tensor:
-        """Return a feature's rows as the model expects them: weighted or pooled if required, in its precision."""
+        """Return a feature's rows as the model needs them: weighted or pooled if required, in the model's precision."""
         dtype = torch.bfloat16 if self._bf16 and dim > 1 else torch.float32
         if ids.offsets is None and ids.weights is None:
             found = rows.to(dtype)

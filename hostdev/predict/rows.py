@@ -20,8 +20,8 @@ def as_mapping(rows: Any) -> Any:
 def as_columns(rows: Mapping[Any, Any], encoding: Encoding) -> dict[str, Any]:
     """Return the required columns, each with a value per row; single values mean one row.
 
-    A list of single values is one row's bag if all columns that are not bags have single values, or if there are only
-    bags and no separator splits their text.
+    In the column of a bag, a list of single values is one row's bag if all columns that are not bags have single
+    values. If all columns are bags, `_is_one_row` decides.
 
     Args:
         rows: Columns by name.
@@ -52,9 +52,9 @@ def as_columns(rows: Mapping[Any, Any], encoding: Encoding) -> dict[str, Any]:
 
 
 def _is_one_row(rows: Mapping[Any, Any], separators: Mapping[str, str | None]) -> bool:
-    """Return whether bags are one row, for a model without other columns; raise UserError if that is ambiguous.
+    """Return whether rows that have only bags are a single row; raise UserError if that is ambiguous.
 
-    `separators` has an entry for each bag's column.
+    `separators` has, for each bag, the separator of its values in text, or None for lists.
     """
     lists = {name: rows[name] for name in separators if isinstance(rows[name], list | tuple)}
     if len(lists) < len(separators) or not all(map(_is_scalar, (v for values in lists.values() for v in values))):
@@ -76,7 +76,7 @@ def as_batch(rows: Any, encoding: Encoding) -> pa.RecordBatch:
     """Return the required columns of a dict from `as_columns`, a pandas DataFrame, or a pyarrow Table or RecordBatch.
 
     Raises:
-        UserError: Arrow rejects a column.
+        UserError: A column is not a valid Arrow array, or cannot be converted to one.
     """
     names = encoding.columns()
     if isinstance(rows, pa.RecordBatch | pa.Table):
@@ -124,7 +124,7 @@ def _protect_values(name: str, values: Sequence[Any]) -> Any:
     """Protect values that Arrow would change: large integers become text, and NumPy dates become an array.
 
     Raises:
-        UserError: Dates are mixed with times, times with and without zones are mixed, or times are too fine for Arrow.
+        UserError: Dates are mixed with times, times with and without zones are mixed, or times have nanoseconds.
     """
     kinds = {type(value) for value in values}
     if (

@@ -7,7 +7,7 @@ import numpy as np
 from hostdev.data.batch import Batch
 from hostdev.data.preprocess.encoding import Encoding
 
-_SOME = 20  # minimum number of values for a report
+_SOME = 20  # columns with fewer values are not reported
 _MOST = 0.5  # a share of unknown values above this is reported
 _TIMES = 2  # if it is also above this many times the share in training
 
@@ -15,7 +15,7 @@ _TIMES = 2  # if it is also above this many times the share in training
 class UnknownValues:
     """Counts out-of-vocabulary values by column, and warns once per column if there are far more than in training.
 
-    Several threads may count without a lock; small errors do not matter.
+    Several threads may count without a lock; small counting errors do not matter.
     """
 
     def __init__(self, encoding: Encoding) -> None:
@@ -53,5 +53,5 @@ class UnknownValues:
             shown = self._encoding.written(column.space).shown
             yield (
                 f"column {column.name!r}: {share:.1%} of {uses:,} values are out of vocabulary, but only {before:.1%} "
-                f"were in training, where values were {shown}; are they written the same way?"
+                f"were in training, where values were {shown}; are these values written the same way?"
             )

@@ -42,8 +42,8 @@ class DCN(Model):
         optimizer: The table's optimizer, or None for Adagrad(lr=0.005).
         layers: Widths of the hidden layers.
         cross_layers: L, the number of cross layers.
-        rank: W_l = U_l V_l with U_l [n, rank] and V_l [rank, n] if these have fewer numbers (2 * rank < n); otherwise
-            W_l is full. None for always full.
+        rank: W_l = U_l V_l with U_l [n, rank] and V_l [rank, n] if these are smaller than W_l (2 * rank < n),
+            otherwise W_l is full. None: W_l is always full.
         structure: "stacked" or "parallel".
     """
 
@@ -89,7 +89,7 @@ class DCN(Model):
         return logits
 
     def pieces(self) -> list[Piece]:
-        """Return the network's segments in order: "input", "cross.0", ..., "deep.0", ..., and "output"."""
+        """Return the network's segments in order: "input", "cross.0", ..., "cross", "deep.0", ..., and "output"."""
         crosses = [Piece(f"cross.{i}", partial(_crossed, layer), (layer,)) for i, layer in enumerate(self.cross)]
         if self.stacked:  # the input is not needed after the last cross layer
             begin = Piece("cross", lambda first, crossed: crossed)

@@ -107,10 +107,10 @@ class DLRM(Model):
 
 
 class _Pick(torch.autograd.Function):
-    """Gathers values[:, places] from values [B, N]; the backward pass is a gather, too.
+    """Returns values[:, places] of values [B, N]; the backward pass is a gather, too.
 
-    torch's own backward pass scatter-adds gradients to zeros: in any order or, with deterministic algorithms, after a
-    sort. Here the places are distinct, so each gradient is a single value or 0.
+    torch's own backward pass scatter-adds gradients to zeros: in an undefined order or, with deterministic algorithms,
+    after a sort. Here the places are distinct, so each gradient is a single value or 0.
 
     Args:
         places: int64 [P], distinct.

@@ -1,4 +1,4 @@
-"""MMoE: experts on all fields, a gate that mixes them for each label, and a tower on each mixture.
+"""MMoE: experts on all fields and, for each label, a gate that mixes the experts' outputs and a tower on the mixture.
 
 Source: Ma et al., "Modeling Task Relationships in Multi-task Learning with Multi-gate Mixture-of-Experts", KDD 2018,
 equations 5 to 7. The paper's synthetic experiments have 8 experts; the other sizes are ours.
@@ -26,15 +26,15 @@ TOWER = (64,)
 
 
 class MMoE(Model):
-    """outputs = tower_k(sum over experts of g_k(x)_e * expert_e(x)), with g_k(x) = softmax(W_k x) and all fields x.
+    """output_k = tower_k(sum over experts e of g_k(x)_e * expert_e(x)) for label k, with g_k(x) = softmax(W_k x).
 
-    x are the dense columns and the rows of the table "vectors".
+    x has the dense columns and the looked-up rows of the table "vectors", concatenated.
 
     Args:
         schema: The data's schema.
         dim: D, columns of the table "vectors".
-        seed: Seed of the initial values: layers after Glorot, biases 0, vectors N(0, 0.01^2).
-        optimizer: The table's optimizer; None: LazyAdam with Adam's defaults.
+        seed: Seed of the initial values: Glorot for layers, 0 for biases, N(0, 0.01^2) for vectors.
+        optimizer: The table's optimizer, or None for LazyAdam with Adam's defaults.
         experts: E, the number of experts.
         expert: Widths of each expert's layers.
         tower: Widths of each tower's hidden layers.
@@ -87,7 +87,7 @@ class MMoE(Model):
         return torch.cat([dense, concatenate_fields(rows, self.features).flatten(1).float()], 1)
 
     def _mixtures(self, inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return each label's mixture of the experts, float32 [B, expert's last width]."""
+        """Return each label's mixture of the experts' outputs, float32 [B, expert's last width]."""
         found = torch.stack([expert(inputs) for expert in self.experts], 1).float()  # [B, E, width]
         with torch.autocast(inputs.device.type, enabled=False):
             weights = [torch.softmax(gate(inputs.float()), 1) for gate in self.gates]

@@ -1,4 +1,4 @@
-"""Shared bottom (Caruana, 1997): several labels from one network with a tower for each."""
+"""Shared bottom (Caruana, 1997): predicts several labels with one network and a tower for each label."""
 
 from hostdev.models.shared_bottom.network import SharedBottom
 

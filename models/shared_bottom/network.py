@@ -25,13 +25,13 @@ TOWER = (64,)
 
 
 class SharedBottom(Model):
-    """outputs = tower_k(bottom(dense, v_1, v_2, ...)) for label k, with rows v of the table "vectors".
+    """output_k = tower_k(bottom(dense, v_1, v_2, ...)) for label k; v_1, v_2, ... are rows of the table "vectors".
 
     Args:
         schema: The data's schema.
         dim: D, columns of the table "vectors".
-        seed: Seed of the initial values: layers after Glorot, biases 0, vectors N(0, 0.01^2).
-        optimizer: The table's optimizer; None: LazyAdam with Adam's defaults.
+        seed: Seed of the initial values: Glorot for layers, 0 for biases, N(0, 0.01^2) for vectors.
+        optimizer: The table's optimizer, or None for LazyAdam with Adam's defaults.
         bottom: Widths of the shared layers.
         tower: Widths of each tower's hidden layers.
     """

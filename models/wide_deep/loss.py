@@ -1,4 +1,4 @@
-"""The two losses of MindSpore's Wide & Deep: the wide loss, and the L2 term that the deep loss adds to it."""
+"""The two losses of MindSpore's Wide & Deep: the wide loss, and the deep loss, which adds an L2 term."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,9 +17,9 @@ def deep_l2(rows: Tensor, uses: Tensor | None, places: Tensor | None = None) -> 
 
     Args:
         rows: float32 [U, D], the batch's unique deep rows, not weighted.
-        uses: float32 [U], occurrences of each row in the batch (`--l2 batch`); None counts each once (`--l2 table`,
-            whose gradient reaches only the batch's rows, as with lazy optimizers).
-        places: int32 [U], the order in which rows are added, or None for the order of `rows`.
+        uses: float32 [U], occurrences of each row in the batch (`--l2 batch`); None counts each row once (`--l2
+            table`, whose gradient reaches only the batch's rows, as with lazy optimizers).
+        places: int32 [U], indices of the rows in the order in which they are added; None for the order of `rows`.
     """
     squares = rows.square().sum(1)
     terms = squares if uses is None else squares * uses

@@ -80,7 +80,7 @@ class WideDeep(Model):
         """Return logits float32 [B]; under autocast, the last layer is float32.
 
         Args:
-            dense: Unused, because the rows are already multiplied by its values.
+            dense: Unused, because the rows are already multiplied by the values of the dense columns.
             rows: A pair (wide, deep) for each feature, multiplied by the weights: wide in float32, deep in autocast's
                 dtype.
         """

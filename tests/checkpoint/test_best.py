@@ -93,7 +93,7 @@ def test_without_early_stop_the_newest_is_taken(overfitted, tmp_path):
     assert hostdev.Predictor(tmp_path / "run").path == newest.path
     known = best.of_run(newest)
     assert known.step < newest.manifest.step
-    with pytest.raises(hostdev.UserError, match="only runs with --early-stop keep it; use the newest"):
+    with pytest.raises(hostdev.UserError, match="only runs with --early-stop keep the best; use the newest"):
         hostdev.Predictor(tmp_path / "run", which="best")
     with pytest.raises(hostdev.UserError, match="there is no"):
         hostdev.Predictor(tmp_path / "nowhere", which="best")

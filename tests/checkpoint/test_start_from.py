@@ -270,7 +270,7 @@ def others(days):
         (
             "order",
             [],
-            "order does not fit .* different columns with ids in a different order: user, item, g.* in the checkpoint",
+            "order does not fit .* columns with ids .only the order differs.: user, item, g.* in the checkpoint",
         ),
         (
             "anew",

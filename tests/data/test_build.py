@@ -229,7 +229,7 @@ def test_a_folder_of_others_where_the_work_would_be_is_left_alone(tmp_path, ther
     mine.mkdir(parents=True)
     if there:
         (tmp_path / "out").mkdir()
-    message = "exists already" if there else r"\.out\.partial is the work folder, but has other files"
+    message = "exists already" if there else r"\.out\.partial is needed as the work folder, but has other files"
     with pytest.raises(UserError, match=message):
         build(Synthetic(100, 1), tmp_path / "out", Options())
     assert mine.is_dir()

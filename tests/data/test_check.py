@@ -259,7 +259,7 @@ def widen_field(columns):
         ),
         (
             lambda columns: columns["field"].__setitem__(41, "C99"),
-            ["id 41 belongs to 'C99', which is out of order or not in "],
+            ["id 41 belongs to 'C99', which is not in the schema or has "],
         ),
         (swap_fields, ["id "]),
         (widen_field, ["the ids of 'C1' are 39..", "the ids of 'C2' are "]),

@@ -353,13 +353,13 @@ def test_a_large_file_with_carriage_returns(tmp_path, prepared, monkeypatch):
     ("content", "how", "message"),
     [
         ("y,u\n1,é\n0,b\n".encode("latin-1"), [], "is not UTF-8; give the file's encoding, such as --encoding latin-1"),
-        ("y,u\n1,é\n0,b\n".encode("latin-1"), ["--encoding", "ascii"], "is not ascii; give another --encoding"),
+        ("y,u\n1,é\n0,b\n".encode("latin-1"), ["--encoding", "ascii"], "is not ascii; choose another --encoding"),
         (b"y,u\n1,a\n", ["--encoding", "klingon"], "--encoding klingon: unknown to Python"),
         ("y,u\n1,a\n".encode("utf-16"), [], "the file is UTF-16; give --encoding utf-16"),
         (b"y,u\n1,a\n", ["--skip-lines", "-1"], "--skip-lines must be at least 0"),
         (b"y,u\n1,a\n", ["--skip-lines", "9"], "the file is empty"),
-        (b"y,u\n1,a\n", ["--delimiter", r"\xzz"], "write the code with two hexadecimal digits"),
-        (b"y,u\n1,a\n", ["--padding", "u=0"], "--padding and --last apply to columns of --bag, and 'u' is not one"),
+        (b"y,u\n1,a\n", ["--delimiter", r"\xzz"], "write the character's code with two hexadecimal digits"),
+        (b"y,u\n1,a\n", ["--padding", "u=0"], "--padding and --last apply only to --bag columns, but 'u' is not one"),
         (b"y,u\n1,a\n", ["--bag", "g=|", "--last", "g=x"], "--last g=x: write it as NAME=N"),
     ],
 )

@@ -335,5 +335,5 @@ def test_more_than_the_memory(data, tmp_path, monkeypatch):
     rows = QueryRows(
         "SELECT list(a.p) AS l FROM 'events.parquet' a, range(300)", Engine(1, 64 << 20, tmp_path / "s"), 1
     )
-    with pytest.raises(TransientError, match="give more with --query-memory"):
+    with pytest.raises(TransientError, match="give it more --query-memory"):
         list(rows.parts(("l",), 0))

@@ -56,7 +56,7 @@ def test_libffm(tmp_path, capsys):
     found, batch = prepare(tmp_path / "a.ffm", tmp_path / "d", *flags)
     assert [space.values for space in found.schema.spaces] == [5, 7]
     assert set(batch.bags["field 1"][1].tolist()) == {2}
-    assert "values other than 1 are not used, since lists of ids have no weights" in capsys.readouterr().err
+    assert "nonzero values are read as 1, because lists of ids have no weights" in capsys.readouterr().err
 
 
 def test_slots(tmp_path):
@@ -79,7 +79,7 @@ def test_a_column_that_the_first_mib_has_not(tmp_path, monkeypatch):
     assert code == 0
     shown = [line.split("\t") for line in (tmp_path / "d" / "rejected.tsv").read_text().splitlines()]
     assert [line[1:3] for line in shown] == [
-        [n, "not in slots format, or has a column that the first MiB lacks"] for n in ("701", "801")
+        [n, "not in slots format, or has a column that does not occur in the first MiB"] for n in ("701", "801")
     ]
 
 

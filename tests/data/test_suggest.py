@@ -110,5 +110,5 @@ def test_parquet_and_options(tmp_path, in_process):
     flags = ("--columns", "who,what", "--delimiter", ";", "--out", "h.toml")
     code, printed, _ = in_process(preprocess, "suggest", tmp_path / "t.txt", *flags)
     assert code == 0
-    assert "no column looks like a label: give one with --label NAME" in printed
+    assert "no column looks like a label: name the label with --label NAME" in printed
     assert f"{tmp_path / 't.txt'} --columns who,what --delimiter ';' --features h.toml --out DIR" in printed

@@ -19,8 +19,8 @@ from tests.data.conftest import GOOD
     [
         (
             ["--label", "z"],
-            "good.csv has no column 'z'; it has y, x, c, g, t (from its first line; if that is not a header, give "
-            "--columns)",
+            "good.csv has no column 'z'; it has y, x, c, g, t (from its first line; if that is no header, name the "
+            "columns with --columns)",
         ),
         (["--label", "y", "--numeric", "x,zz"], "good.csv has no column 'zz'; it has y, x, c, g, t"),
         (["--label", "y", "--bag", "zz=|"], "good.csv has no column 'zz'; it has"),
@@ -33,7 +33,7 @@ from tests.data.conftest import GOOD
         (["--label", "y", "--numeric", "c"], "column 'c' is named twice"),
         (["--label", "c"], "column 'c' is named twice"),
         (["--label", "y", "--bag", "c=|"], "column 'c' is named twice"),
-        (["--label", "y", "--share", "g=c"], "--share g=c: 'g' is not a column of --categorical or --bag, which are c"),
+        (["--label", "y", "--share", "g=c"], "--share g=c: 'g' is not a column of --categorical or --bag; those are c"),
         (
             ["--label", "y", "--bag", "g=|", "--share", "g=x"],
             "--share g=x: 'x' is not a column of --categorical or --bag",
@@ -41,11 +41,11 @@ from tests.data.conftest import GOOD
         (["--label", "y", "--bag", "g=|", "--share", "g=g"], "--share g=g: a column cannot share its own ids"),
         (
             ["--label", "y", "--bag", "g=|", "--share", "g=c", "--share", "c=g"],
-            "--share g=c: 'c' shares another column's ids",
+            "--share g=c: 'c' itself shares another column's ids",
         ),
         (
             ["--label", "y", "--bag", "g=|", "--categorical", "t", "--share", "g=c", "--share", "g=t"],
-            "--share names a column twice",
+            "--share names the same column twice before =",
         ),
         (["--label", "y", "--share", "g"], "--share g: write it as NAME=VALUE"),
         (["--label", "y", "--test-column", "t"], "--test-column t: write it as NAME=VALUE"),
@@ -58,7 +58,7 @@ from tests.data.conftest import GOOD
         (
             ["--label", "y", "--numeric", "g"],
             "good.csv:2: column 'g': 'a|b' is not a number; a missing number is empty, NA, or a value given by "
-            "--missing; if the column's values are not numbers, name it with --categorical",
+            "--missing; if the column has other values, name the column with --categorical",
         ),
         (
             ["--label", "x"],
@@ -101,11 +101,11 @@ from tests.data.conftest import GOOD
             ["--label", "y", "--columns", "a,b"],
             "good.csv: the first line has 5 values separated by commas, but --columns names 2 columns",
         ),
-        (["--label", "y", "--columns", "y,c,c,d,e"], "--columns names a column twice"),
+        (["--label", "y", "--columns", "y,c,c,d,e"], "--columns has the same name twice"),
         (["--label", "y", "--delimiter", ""], "--delimiter is empty"),
         (
             ["--label", "y", "--delimiter", ";"],
-            "good.csv has no column 'y'; it has y,x,c,g,t (one name, because its first line has no ';'; give "
+            "good.csv has no column 'y'; it has y,x,c,g,t (a single name, because the first line has no ';'; give "
             "--delimiter ,)",
         ),
         (
@@ -202,11 +202,11 @@ def test_files_with_different_columns(refused, good, tmp_path):
     (tmp_path / "other.tsv").write_text("c\tt\ty\tg\tz\n1\t2\t3\t4\t5\n")
     assert (
         refused(good, "other.csv")
-        == f"other.csv has different columns than {good}: only one of them has t; make them equal"
+        == f"other.csv has different columns than {good}: not in both files: t; make the columns equal"
     )
     assert (
         refused(good, "other.tsv")
-        == f"other.tsv has different columns than {good}: only one of them has x, z; make them equal"
+        == f"other.tsv has different columns than {good}: not in both files: x, z; make the columns equal"
     )
     assert "nowhere.csv: no such file" in refused(good, "nowhere.csv")
 
@@ -232,7 +232,7 @@ def test_files_that_write_a_value_otherwise(refused, tmp_path, values, one, othe
     columns = ("--bag", "t") if pa.types.is_list(one) else ("--categorical", "t")
     one, other = (pq.read_schema(tmp_path / f"{name}.parquet").field("t").type for name in "ab")
     line = f"column 't' is of type {one} in a.parquet and {other} in b.parquet, so equal values would get different ids"
-    assert refused("a.parquet", "b.parquet", columns=columns) == f"{line}; cast it in one of them"
+    assert refused("a.parquet", "b.parquet", columns=columns) == f"{line}; cast it in one of the files"
     if "--bag" not in columns:
         assert line in refused("a.parquet", "b.parquet", "--test-column", "t=1")
 
@@ -294,7 +294,7 @@ def test_a_row_that_is_too_long(refused, tmp_path, monkeypatch):
 def test_another_delimiter(refused, tmp_path, delimiter, shown):
     (tmp_path / "t.csv").write_text(GOOD.replace("|", "+").replace(",", delimiter))
     line = refused("t.csv")
-    assert line.endswith(f"(one name, because its first line has no commas; give --delimiter {shown})")
+    assert line.endswith(f"(a single name, because the first line has no commas; give --delimiter {shown})")
 
 
 def test_names_that_are_none(refused, good):
@@ -306,10 +306,11 @@ def test_names_that_are_none(refused, good):
     [
         (
             "y, c",
-            "it has y, ' c'; ' c' differs in whitespace: remove it from the file, or include it in NAME, as '\"",
+            "it has y, ' c'; ' c' differs in whitespace: remove the whitespace from the file, or include it in the "
+            "name, as '\"",
         ),
         ("y,c ", "it has y, 'c '; 'c ' differs in whitespace"),
-        ("y,d", "it has y, d (from its first line; if that is not a header, give --columns)"),
+        ("y,d", "it has y, d (from its first line; if that is no header, name the columns with --columns)"),
     ],
 )
 def test_blanks_around_names_are_seen(refused, tmp_path, header, hint):

@@ -73,11 +73,11 @@ def test_processes_that_reach_each_other(processes):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ([], "give --rank-table FILE -- PROGRAM OPTIONS, or --check"),
+        ([], "give --rank-table FILE -- PROGRAM OPTIONS, or --check to test connections"),
         (["--check", "--", "-m", "x"], "--check starts no program; leave out -- and everything after it"),
         (["--check"], "--check needs several processes"),
-        (["--check", "--server", "a"], "--server has no effect without --rank-table; leave it out"),
-        (["--log-dir", "x", "--check"], "--log-dir has no effect without --rank-table; leave it out"),
+        (["--check", "--server", "a"], "--server has no effect without --rank-table; leave out --server"),
+        (["--log-dir", "x", "--check"], "--log-dir has no effect without --rank-table; leave out --log-dir"),
         (["--rank-table", "TABLE"], "missing command after --"),
         (["--rank-table", "none.json", "--", "x"], "rank table none.json: No such file or directory"),
         (["--rank-table", "TABLE", "--", "x"], "has the servers a, b; give --server ID"),

@@ -143,7 +143,7 @@ def test_a_model_of_ones_own(mine):
         (".models:Mine", "there is no model '.models:Mine'"),
         (
             "shopp.models:Mine",
-            "model 'shopp.models:Mine': there is no module 'shopp'; it must be in the current folder",
+            "model 'shopp.models:Mine': there is no module 'shopp'; modules must be in the current folder",
         ),
         ("shop.model:Mine", "model 'shop.model:Mine': there is no module 'shop.model'"),
         ("shop/models.py:Mine", "there is no module 'shop/models'"),

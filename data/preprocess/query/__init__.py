@@ -1,5 +1,6 @@
 """Rows selected by an SQL query, which DuckDB runs, in a deterministic order.
 
 `engine` configures DuckDB and adds SQL functions, `statement` is a query's parse tree, `settle` rewrites it so that its
-result does not depend on threads, `plan` finds expressions that still do, and `source` reads the rows.
+result does not depend on threads, `plan` finds expressions whose value still depends on them, and `source` reads the
+rows.
 """

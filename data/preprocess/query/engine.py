@@ -42,7 +42,7 @@ class Engine:
         threads: Number of threads per query.
         memory: Bytes that a query may use before it writes to `spill`.
         spill: Folder for data that does not fit in memory; DuckDB creates it if needed.
-        tables: Tables of this process that a query may read, by name: pandas, Arrow, ...
+        tables: Tables in this process that a query may read, such as pandas or Arrow tables, by name.
     """
 
     def __init__(self, threads: int, memory: int, spill: Path, tables: Mapping[str, Any] | None = None) -> None:
@@ -135,7 +135,7 @@ def _in_words(error: Exception) -> HostdevError:
     text = printable(" ".join(text.split()), _SHOWN)
     if isinstance(error, duckdb.OutOfMemoryException) or "Out of Memory Error" in text:
         return TransientError(
-            f"the query needs more memory or disk: {text}; give more with --query-memory, or free disk space"
+            f"the query needs more memory or disk: {text}; give it more --query-memory, or free disk space"
         )
     if "No space left" in text:
         return TransientError(f"the query needs more disk space: {text}")

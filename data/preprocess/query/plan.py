@@ -1,7 +1,7 @@
-"""Analysis of a query: the files that it reads, and its sums of floating-point numbers, which depend on their order.
+"""Analysis of a query: the files that it reads, and its sums of floating-point numbers, which depend on the row order.
 
-Only DuckDB's plan has the types, and DuckDB cannot write a plan as JSON if it reads files. So the query is planned over
-empty tables in place of the files.
+Only DuckDB's plan has the types of expressions, and DuckDB cannot write the plan of a query that reads files as JSON.
+So the query is planned with empty tables in place of the files.
 """
 
 import copy
@@ -21,7 +21,7 @@ _LOCAL = frozenset(("range", "generate_series", "unnest", "repeat", "repeat_row"
 
 
 def patterns(tree: Node, engine: Engine) -> list[str] | None:
-    """Return the names and patterns of the files that a query reads, or None if it also reads something else."""
+    """Return the names and patterns of the files that a query reads, or None if it also has other inputs."""
     found: list[str] = []
     for node in _readers(tree):
         if node["type"] == "BASE_TABLE":
@@ -54,12 +54,12 @@ def float_sums(tree: Node, engine: Engine) -> list[str]:
     if plan.get("error"):
         message = printable(" ".join(str(plan.get("error_message")).split()), 200)
         engine.schema(to_sql(engine.connection, tree_before))  # raises if the query is invalid
-        return [f"DuckDB cannot show its plan ({message})"]
+        return [f"DuckDB cannot show the query's plan ({message})"]
     found = []
     for node in walk(plan):
         if node.get("expression_class") not in ("BOUND_AGGREGATE", "BOUND_WINDOW"):
             continue
-        name = str(node.get("qname", {}).get("path", [""])[-1])  # functions such as row_number() have none
+        name = str(node.get("qname", {}).get("path", [""])[-1])  # functions such as row_number() have no qname
         ordered = (node.get("order_bys") or {}).get("orders") or node.get("arg_orders")
         if name in SUMMING and not ordered and any(one["id"] in _FLOATS for one in node["arguments"]):
             found.append(f"{name}() adds floating-point numbers ({name}(x::DECIMAL(18, 6)) is exact)")
@@ -77,7 +77,7 @@ def _readers(tree: Node) -> Iterator[Node]:
 
 
 def _stand_in(tree: Node, engine: Engine, planner: Any) -> None:
-    """Replace the tables that a query reads with empty ones that have the same columns."""
+    """Replace the tables that a query reads with empty tables of `planner` that have the same columns."""
     for number, node in enumerate(list(_readers(tree))):
         alone = copy.deepcopy(parse(planner, "SELECT * FROM x").tree)
         alone["statements"][0]["node"]["from_table"] = copy.deepcopy(node)

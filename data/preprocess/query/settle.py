@@ -1,8 +1,8 @@
 """Makes a query's result independent of threads: the rows, their order, and their values.
 
 DuckDB guarantees the order of rows only if a query is a chain of scans, filters and expressions. Otherwise, rows that
-tie in an ORDER BY come in the order in which threads finish. So this module appends tie-breaking keys to each order: of
-the result, a LIMIT, a window or an aggregate.
+tie in an ORDER BY come in the order in which threads finish. So this module adds tie-breaking keys wherever rows are
+ordered: in the result, and for a LIMIT, a window or an aggregate.
 """
 
 import copy
@@ -44,7 +44,7 @@ PICKING = frozenset(
         *("json_group_array", "json_group_object"),
     ]
 )
-"""Aggregates whose value depends on the order of equal rows."""
+"""Aggregates whose value depends on the order of rows, even of those that tie in their ORDER BY."""
 
 SUMMING = frozenset(
     [
@@ -60,7 +60,7 @@ APPROXIMATE = frozenset(("approx_quantile", "reservoir_quantile", "approx_top_k"
 """Aggregates whose value depends on how rows are divided among threads."""
 
 WINDOWS = frozenset(["last_items"])
-"""The engine's window functions."""
+"""Window functions that hostdev adds to DuckDB."""
 
 _NUMBERING = frozenset(
     ("row_number", "ntile", "lag", "lead", "first_value", "last_value", "nth_value", "first", "last", "fill")
@@ -101,12 +101,12 @@ def refuse_changing(statement: Statement) -> None:
 
 
 def settle(statement: Statement, aggregates: Set[str], *, windows: bool = True) -> Settled:
-    """Add tie-breaking keys to a query's orders, so that its result does not depend on threads.
+    """Add tie-breaking keys wherever a query orders rows, so that its result does not depend on threads.
 
     Args:
         statement: The query.
         aggregates: The names of all aggregate functions.
-        windows: Whether to add keys to windows, too; DuckDB cannot bind every resulting query.
+        windows: Whether to add keys to windows, too; DuckDB rejects some of the resulting queries.
     """
     tree = copy.deepcopy(statement.tree)
     doubts: list[str] = []
@@ -129,7 +129,7 @@ def settle(statement: Statement, aggregates: Set[str], *, windows: bool = True) 
 
 
 def _settle_functions(statement: Statement, select: Node, doubts: list[str], *, windows: bool) -> None:
-    """Add tie-breaking keys to the orders inside a SELECT's aggregates and windows."""
+    """Add tie-breaking keys to the ORDER BY clauses inside a SELECT's aggregates and windows."""
     for node in own(select):
         name = node.get("function_name", "").lower()
         if node.get("class") == "WINDOW":
@@ -159,7 +159,7 @@ def _settle_window(statement: Statement, node: Node, select: Node, doubts: list[
     if keys:
         node["orders"] += [ordering(key) for key in keys]
     else:
-        doubts.append(f"{statement.place(node)} numbers rows that may be equal in its ORDER BY")
+        doubts.append(f"{statement.place(node)} numbers rows that may tie in its ORDER BY")
 
 
 def _keys_of(select: Node) -> Iterator[Node]:
@@ -190,7 +190,7 @@ def _names_in(table: Node) -> Iterator[str]:
         table["alias"] = f"hostdev_{table['query_location']}"
         yield table["alias"]
     elif kind not in ("EMPTY", None):
-        yield "unnamed"  # nothing has this name, so that the query cannot be bound
+        yield "unnamed"  # no table has this name, so DuckDB rejects the query with keys in its windows
 
 
 def implicit_name(table: str) -> str:
@@ -240,7 +240,7 @@ def _named_tables(tree: Node) -> dict[str, Node]:
 
 
 def _keeps_order(node: Any, tables: dict[str, Node], aggregates: Set[str]) -> bool:
-    """Return whether DuckDB guarantees a SELECT's rows in the order of its files, for any number of threads."""
+    """Return whether DuckDB guarantees that a SELECT's rows are in the order of its files for any number of threads."""
     kind = node.get("type")
     if kind == "SET_OPERATION_NODE":
         return (

@@ -20,14 +20,14 @@ from hostdev.data.preprocess.query.statement import Statement, parse, to_sql
 
 NAME = "the query"
 _POLLED = 0.5  # seconds between updates of the query's progress
-_DOUBTS = 3  # shown in a note
+_DOUBTS = 3  # maximum number of doubts in a note
 
 
 class QueryInput:
     """The input of a query, with the interface of `Input`.
 
     Args:
-        patterns: Names and patterns of the files that it reads, or None if it also reads something else.
+        patterns: Names and patterns of the files that the query reads, or None if it also has other inputs.
     """
 
     name, plain, size, path = NAME, False, 0, Path("-")
@@ -43,7 +43,7 @@ class QueryInput:
         return {"query": self._sql, "engine": f"DuckDB {duckdb.__version__}", "files": files}
 
     def stamp(self) -> list[Any] | None:
-        """Return the query, and its files' paths, sizes and modification times, or None if these are unknown."""
+        """Return the query, DuckDB's version, and its files' paths, sizes and times; None if the files are unknown."""
         return None if self._seen is None else [self._sql, duckdb.__version__, self._seen]
 
     def check_unchanged(self) -> None:
@@ -68,8 +68,8 @@ class QueryRows:
 
     Args:
         sql: One SELECT statement in DuckDB's dialect.
-        engine: The engine that runs it.
-        threads: Maximum number of threads; a query whose result could depend on threads gets one.
+        engine: Runs the query.
+        threads: Maximum number of threads; a query whose result could depend on threads runs on a single one.
 
     Raises:
         UserError: The query is invalid, or its result changes between runs.
@@ -149,9 +149,9 @@ class QueryOptions:
 
     Attributes:
         threads: Number of threads.
-        memory: Bytes of memory, in addition to hostdev's own.
+        memory: Bytes of memory that the query may use.
         spill: Folder for data that does not fit in memory.
-        tables: Tables of this process that the query may read, by name: pandas, Arrow.
+        tables: Tables in this process that the query may read, such as pandas or Arrow tables, by name.
     """
 
     threads: int
@@ -161,7 +161,7 @@ class QueryOptions:
 
 
 def open_query(sql: str, options: QueryOptions) -> QueryRows:
-    """Open a query for `Table`; print a note on its order, threads and memory."""
+    """Open a query for `Table`; print a note about its row order, threads and memory."""
     found = QueryRows(sql, Engine(options.threads, options.memory, options.spill, options.tables), options.threads)
     lines = [f"query: rows in the order {found.order}; {format_bytes(options.memory)} of memory"]
     if found.doubts and options.threads > 1:
@@ -174,5 +174,5 @@ def open_query(sql: str, options: QueryOptions) -> QueryRows:
 
 
 def spill_folder(out: Path) -> Path:
-    """Return the folder for data that does not fit in memory, in the work folder, which is removed at the end."""
+    """Return the folder for data that does not fit in memory. It is removed with the work folder, in which it lies."""
     return out.parent / f".{out.name}.partial" / "query"

@@ -74,7 +74,7 @@ def walk(node: Any) -> Iterator[Node]:
 
 
 def own(node: Any) -> Iterator[Node]:
-    """Iterate over the nodes below a SELECT, without nested SELECTs."""
+    """Iterate over the nodes below a SELECT, without those of nested SELECTs."""
     waiting = list(node.values())
     while waiting:
         one = waiting.pop()
