@@ -101,9 +101,9 @@ class RowParameter:
             self._parameter.grad = None
 
     def parameter(self) -> Tensor:
-        """Return a tensor whose `grad` is the gradient in the order of the ids; it may be changed in place or replaced.
+        """Return a tensor whose `grad` is the gradient in the order of the ids.
 
-        Later backward passes add to that gradient, too.
+        The program may change this gradient in place or replace it, and later backward passes add to it.
         """
         if self._order is None:
             return self.rows
@@ -133,7 +133,7 @@ class RowParameter:
 
 
 def _forward_grad(parameter: Tensor, order: RowOrder, rows: Tensor) -> None:
-    """Move the rows' gradient to `parameter`, whose rows are in the order of the ids; add to its gradient, if any."""
+    """Add the rows' gradient to that of `parameter`, whose rows are in the order of the ids, and clear it in `rows`."""
     if rows.grad is None:  # the backward pass gave gradients only to other tables
         return
     grad, rows.grad = order.in_ids(rows.grad), None
@@ -153,7 +153,7 @@ class _InOrderOfIds(torch.autograd.Function):
 
 
 class _Select(torch.autograd.Function):
-    """Selects rows; like `device.rows.pull`, it allows another backward pass over the same graph."""
+    """Selects rows; like `device.rows.pull`, it allows a second backward pass over the same graph."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:

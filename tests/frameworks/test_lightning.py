@@ -132,9 +132,7 @@ def test_a_loop_is_one_epoch(tmp_path):
             enable_checkpointing=False,
         )
         if epochs == 2:
-            with pytest.raises(
-                ValueError, match=r"this loop is over; .*, or give a trainer runtime.train_loader\(...\)"
-            ):
+            with pytest.raises(ValueError, match=r"this loop is over; .*, or pass runtime.train_loader\(...\)"):
                 trainer.fit(module, runtime.train(loader(), ids=ids))
         else:
             trainer.fit(module, runtime.train(loader(), ids=ids))
