@@ -21,9 +21,9 @@ def checkpoint_io(runtime: Any) -> Any:
         trainer = lightning.Trainer(plugins=[hostdev.frameworks.lightning.checkpoint_io(runtime)])
 
     With Lightning's checkpoint `epoch=3.ckpt`, the plugin saves a checkpoint of the tables to the folder
-    `epoch=3.ckpt.tables` (see `Runtime.save`), and stores its name in `epoch=3.ckpt`. `Trainer.fit`, `validate` and
-    `test` with `ckpt_path` load both checkpoints, and `ModelCheckpoint` removes both. The packages `lightning` and
-    `pytorch_lightning` are supported.
+    `epoch=3.ckpt.tables` (see `Runtime.save`), and stores the name of the tables' checkpoint in `epoch=3.ckpt`.
+    `Trainer.fit`, `validate` and `test` with `ckpt_path` load both checkpoints, and `ModelCheckpoint` removes both. The
+    packages `lightning` and `pytorch_lightning` are supported.
 
     Raises:
         UserError: Neither package is installed; or, when the plugin loads a checkpoint, the checkpoint has no tables.

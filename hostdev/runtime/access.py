@@ -23,7 +23,7 @@ class Access:
         self._is_busy = False  # whether a write-back is running, in the loop's thread
 
     def before_read(self, table: Any) -> None:
-        """See `Owner`."""
+        """See `core.tables.Owner`."""
         runtime = self._runtime()
         loop = None if runtime is None else runtime.loops.training
         if runtime is None or loop is None:
@@ -38,7 +38,7 @@ class Access:
             self._is_busy = False
 
     def before_write(self, table: Any) -> None:
-        """See `Owner`."""
+        """See `core.tables.Owner`."""
         self.before_read(table)
         runtime = self._runtime()
         loop = None if runtime is None else runtime.loops.training
@@ -49,7 +49,7 @@ class Access:
             )
 
     def after_write(self, table: Any, ids: Any) -> None:
-        """See `Owner`."""
+        """See `core.tables.Owner`."""
         runtime = self._runtime()
         if runtime is not None and table.primitive_target == "CPU":
             with torch.inference_mode(False), torch.no_grad():

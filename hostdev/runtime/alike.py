@@ -54,7 +54,7 @@ def get_settings(
 
 
 def get_parameters(parameters: Sequence[Tensor]) -> Mapping[str, Any]:
-    """Return descriptions, with checksums, of the parameters whose gradients the ranks sum; all ranks must be equal."""
+    """Describe the parameters whose gradients the ranks sum, with checksums; the result must be equal on all ranks."""
     found: dict[str, Any] = {"the number of parameters": len(parameters)}
     for number, one in enumerate(parameters):
         values = one.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -65,14 +65,14 @@ def get_parameters(parameters: Sequence[Tensor]) -> Mapping[str, Any]:
 
 
 def make_marks(tables: Sequence[Table], frozen: Sequence[bool]) -> list[int]:
-    """Return numbers whose maxima over the ranks show whether all ranks have the same rates and frozen tables."""
+    """Return numbers whose maxima over the ranks show if all ranks have the same learning rates and frozen tables."""
     rates = [float(table.optimizer.lr) for table in tables]
     marks = [zlib.crc32(np.array(values, np.float64).tobytes()) for values in (rates, frozen)]
     return [*marks, *(-mark for mark in marks)]
 
 
 def require_marks(largest: Sequence[int], step: int) -> None:
-    """Raise UnlikeError on all ranks if their `make_marks` differ; `largest` has the maximum of each over the ranks."""
+    """Raise UnlikeError if `make_marks` differs between ranks; `largest`: the maximum of each mark over the ranks."""
     whats = "the learning rates of the tables differ", "the frozen tables differ"
     for what, most, least in zip(whats, largest[: len(whats)], largest[len(whats) :], strict=True):
         if most != -least:

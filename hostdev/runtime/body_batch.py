@@ -125,7 +125,7 @@ class BodyBatch:
         return batch, rows
 
     def _look_up(self, flight: StepBatch, micro: MicroBatch) -> tuple[list[GroupUses], dict[str, Value]]:
-        """Return a micro-batch's occurrences of the rows, and its rows by feature."""
+        """Return where a micro-batch uses the unique rows, and its rows by feature."""
         runtime, located = self._runtime, []
         for ids, binding in zip(micro.ids, runtime.bindings, strict=True):
             offsets = self._sent.pop(0) if ids.offsets is not None else None

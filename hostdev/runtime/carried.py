@@ -10,7 +10,7 @@ from hostdev.runtime.table_settings import TableSettings
 
 
 class CarriedGradients:
-    """The gradients of rows that wait for a step because their loop has ended; from at most one step's batches.
+    """Gradients of rows that wait for a step, since their loop ended before it; they come from batches of one step.
 
     Args:
         groups: The groups of tables.

@@ -66,7 +66,7 @@ class DenseSteps:
         return optimizers_of([found for held in self._parameters if (found := held()) is not None])
 
     def require_on_time(self) -> None:
-        """Raise ValueError if each optimizer that stepped after the last micro-batch was yielded also did so before."""
+        """Raise ValueError if all optimizers of the step also stepped before the last micro-batch was yielded."""
         if self.stepped and self.stepped <= self._early:
             raise ValueError(
                 "an optimizer stepped too early, before the last of the batches whose gradients are summed for a step; "

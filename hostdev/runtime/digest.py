@@ -36,7 +36,7 @@ class _Table(Protocol):
 
 
 def state_sha256(tables: Iterable[_Table], dense: DenseState, ranks: Ranks | None = None) -> str:
-    """Return the SHA-256, in hexadecimal, of the tables and the dense state; all ranks must call it.
+    """Return the SHA-256, in hexadecimal, of the tables and the dense state; all ranks must call this function.
 
     The order is: tables by name, each with its number of steps, its weights, then its optimizer state by name; the
     dense parameters by name, each followed by its optimizer state by name; the network's persistent buffers by name.

@@ -46,7 +46,7 @@ def resolve(features: Mapping[str, FeatureTables]) -> tuple[list[FeatureBinding]
     """Return the bindings of the features, and the groups of tables.
 
     Args:
-        features: A table, a tuple of tables, or a `Feature` of these, by feature name.
+        features: For each feature's name, a table, a tuple of tables, or a `Feature` of these.
 
     Raises:
         TypeError: A feature is given an object that is not a table.
@@ -140,7 +140,7 @@ def read_ids(name: str, feature: Feature, given: FeatureInput) -> FeatureIds:
     Args:
         name: The feature's name, for messages.
         feature: The feature, which has the pooling and the padding.
-        given: An array, a tensor, a `Bag` or (values, lengths).
+        given: An array, a tensor, a `Bag` or (values, lengths[, weights]).
 
     Raises:
         TypeError: The ids are not integers.

@@ -62,7 +62,7 @@ class Flags:
         return torch.stack([self.stop, self.not_finite, self.loss])
 
     def set(self, values: Tensor) -> None:
-        """Set all flags, from float32 [3]."""
+        """Set all flags to `values`, float32 [3], in the order of `now`."""
         for flag, value in zip((self.stop, self.not_finite, self.loss), values, strict=True):
             flag.copy_(value)
 

@@ -138,7 +138,7 @@ class TrainLoader(RowsLoader[B]):
         if not self._runtime.is_saved and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                "a checkpoint is being saved without the tables; save them with it, for example with "
+                "a checkpoint is being saved without the tables; save the tables, too, for example with "
                 "Trainer(plugins=[hostdev.frameworks.lightning.checkpoint_io(runtime)]), or with runtime.save(path)",
                 stacklevel=2,
             )
@@ -146,7 +146,7 @@ class TrainLoader(RowsLoader[B]):
         return {"given": self._given % len(self), "steps": self._runtime.pipeline.steps}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Skip the checkpoint's batches in the next epoch; raise UserError if the tables are at another step."""
+        """In the next epoch, skip the batches before the checkpoint; raise UserError if the tables' step is another."""
         steps = self._runtime.pipeline.steps
         if state["steps"] != steps:
             raise UserError(

@@ -54,7 +54,7 @@ def lookup_rows(
 
 
 class _Group:
-    """The rows of a group of tables; they are there once all `tasks` have run."""
+    """The rows of a group of tables, which are complete once all `tasks` have run."""
 
     def __init__(self, group: GroupSpec, given: Sequence[npt.NDArray[Any]], device: torch.device) -> None:
         ids = given[0] if len(given) == 1 else np.concatenate(given)

@@ -76,7 +76,7 @@ class LossScaling:
         return {self._device: found}
 
     def require_scaled_alike(self) -> None:
-        """Raise ValueError if only some gradients come from scaled losses, or if other ranks need them."""
+        """Raise ValueError if only some gradients come from scaled losses, or if any do with several ranks."""
         if self.is_scaled():
             self._require_alone()
 

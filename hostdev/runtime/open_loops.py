@@ -57,7 +57,7 @@ class Loops:
 
     @property
     def place(self) -> Place | None:
-        """The position of the open loop over `train` in its batches; without one, where the last left its iterator."""
+        """The position in its batches of the open loop over `train`, or else of the last such loop over an iterator."""
         loop = self.training
         return self.iterators.place if loop is None else loop.place
 
@@ -133,7 +133,7 @@ class Loops:
         self._disown()
 
     def is_predicting(self) -> bool:
-        """Close loops that are finished or abandoned; return whether a loop over `predict` is still open."""
+        """Close loops that are finished or ended with an error; return whether a loop over `predict` is still open."""
         if self.predicting:
             self._close_abandoned(but=self.training)
         return self.predicting > 0

@@ -56,7 +56,7 @@ class OwnGenerators:
         self._elsewhere: set[int] = set()  # generators that other code drew from between two reads
 
     def before_read(self) -> None:
-        """Record which generators other code drew from since the last read; raise ValueError if reads use one, too."""
+        """Record the generators that other code drew from since the last read; raise ValueError if reads use one."""
         self._elsewhere |= self._changed().keys()
         self._require_own()
 
@@ -67,7 +67,7 @@ class OwnGenerators:
         return [Draw(self._found[key], before, now[key]) for key, before in changed]
 
     def after_read(self) -> None:
-        """Record which generators the read has drawn from; raise ValueError if other code uses one, too."""
+        """Record the generators that the read has drawn from; raise ValueError if other code uses one of them."""
         changed = self._changed()
         if not self._is_first:
             self._read |= changed.keys()
@@ -114,7 +114,7 @@ class OwnGenerators:
 
 
 def repeat(draws: list[Draw]) -> None:
-    """Repeat the draws with which the loader made a batch for an earlier loop; raise ValueError after other draws."""
+    """Repeat the loader's draws for a batch that an earlier loop read; raise ValueError if others were made since."""
     for draw in draws:
         if _state(draw.generator) != draw.before:
             raise ValueError(_SHARED.format("the code between two loops", type(draw.generator).__name__))
@@ -204,7 +204,7 @@ def _slots(thing: Any) -> list[Any]:
 
 
 def _methods(kind: type) -> list[Any]:
-    """Return the methods of a class that reading may call, except those of torch, NumPy and hostdev."""
+    """Return the methods of a class that reading a batch may call, except those of torch, NumPy and hostdev."""
     names = ("__getitem__", "__getitems__", "__iter__", "__next__", "__call__")
     bases = [base for base in kind.__mro__ if base.__module__.split(".")[0] not in ("torch", "numpy", "hostdev")]
     found = [vars(base).get(name) for base in bases for name in names]

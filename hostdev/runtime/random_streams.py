@@ -55,7 +55,7 @@ class RandomStreams:
         place: Where an earlier loop over the same batches ended, or a checkpoint's position; None for a new sequence.
         stride: Number of batches of a step, over all processes.
         each: Number of consecutive batches of a step that this process reads.
-        first: Number of batches that precede those in a step, and that other processes read.
+        first: Number of batches of a step that precede those that this process reads.
 
     Attributes:
         start: Number of batches that this process had yielded when the loop began.
@@ -87,7 +87,7 @@ class RandomStreams:
             position: Number of batches that this process reads before this one.
 
         Yields:
-            A list that afterwards has the names of the generators that reading drew from.
+            A list that, after the block, has the names of the generators that were used in it.
         """
         step, place = divmod(position, self._each)
         number = step * self._stride + self._first + place
@@ -107,7 +107,7 @@ class RandomStreams:
                 one.restore(state)
 
     def give(self, drew: Sequence[str]) -> None:
-        """Count a batch as yielded; `drew` has the names of the generators that reading it drew from.
+        """Count a batch as yielded; `drew`: the names of the generators that were used to read the batch.
 
         When a batch has used a generator for the first time, the generator is advanced by one number, so that the next
         loop begins from another state.

@@ -193,7 +193,7 @@ class Reduction:
 
 
 def _largest(channel: Channel, telling: Sequence[int]) -> list[int]:
-    """Exchange numbers with all ranks; return the maximum of each."""
+    """Exchange numbers with all ranks; return the maximum of each over the ranks."""
     rows = np.repeat(np.array([telling], np.int64), channel.ranks, axis=0)
     found: list[int] = channel.exchange_counts(rows).max(0).tolist()
     return found

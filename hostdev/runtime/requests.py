@@ -118,7 +118,7 @@ class Reader:
         return self._make_request([micro])
 
     def _read(self, reading: Reading, number: int) -> list[MicroBatch]:
-        """Read batch `number`, from 0; return it in a list as a micro-batch, or an empty list at the end."""
+        """Read batch `number`, counted from 0; return it in a list as a micro-batch, or an empty list at the end."""
         with reading.batch(number) as held:
             if not held:
                 return []

@@ -71,7 +71,7 @@ class RowParameter:
         return self.rows.requires_grad
 
     def grads(self) -> list[Tensor]:
-        """Return a list with the gradient, in either order, or an empty list if there is none."""
+        """Return a list with the gradient, in the order of the rows or of the ids; empty without a gradient."""
         held = self.rows if self._parameter is None else self._parameter
         return [] if held.grad is None else [held.grad]
 
@@ -85,7 +85,7 @@ class RowParameter:
         return grad if self._order is None or self._parameter is None else self._order.in_rows(grad)
 
     def add_grad(self, grad: Tensor) -> None:
-        """Add float32 [U, D], in the order of the rows, to the gradient."""
+        """Add `grad`, float32 [U, D] in the order of the rows, to the gradient."""
         if self.rows.grad is not None:
             self.rows.grad.add_(grad)
         elif self._parameter is None or self._order is None:

@@ -261,7 +261,7 @@ class Rows(FeatureRows):
 
     @property
     def is_due(self) -> bool:
-        """Whether the optimizer should step after this batch: it is the last batch whose gradients the step sums."""
+        """Whether the optimizer should step after this batch, because it is the last batch of the step."""
         return self._due
 
     @property

@@ -164,7 +164,7 @@ class Runtime(FrameworkLoaders):
         return [group.cache for group in groups if group.cache is not None]
 
     def exchanged_bytes(self) -> dict[str, int]:
-        """Return bytes sent in training: "rows", "least" (a lower bound on "rows"), "dense", "network" (to other hosts)."""
+        """Return bytes sent in training: "rows", "least" (their lower bound), "dense", "network" (to other hosts)."""
         assert self.dense_channel is not None
         sent, dense = self.pipeline.exchanged_bytes(), self.dense_channel
         return {**sent, "dense": dense.sent_bytes, "network": sent["network"] + dense.network_bytes}
@@ -299,7 +299,7 @@ class Runtime(FrameworkLoaders):
     ) -> PredictLoop[Any]:
         """Return an iterator of (batch, rows) like `train`, but without gradients; the tables do not change.
 
-        Within a loop over `train`, the rows have the values after its last optimizer step. With a loader that has a
+        Within a loop over `train`, the rows have the values after that loop's last optimizer step. If the loader has a
         length, the loop ends when the body of the last batch ends, or when another loop begins after that batch was
         yielded. With other ranks, every rank must call it, with the same number of batches.
 

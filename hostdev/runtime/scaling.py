@@ -73,7 +73,7 @@ class LossRecord(Scaled, Protocol):
 
 
 class Watcher(Protocol):
-    """A loop that is notified of the calls of torch's tools."""
+    """An object that is notified, for one loop, of the calls of torch's tools."""
 
     thread: int
 
@@ -391,7 +391,7 @@ def losses_scaled() -> int:
 
 
 def scaler_since(since: int) -> tuple[GradScaler, float] | None:
-    """Return the scaler, and its scale, of the losses that followed the first `since` scaled losses, or None.
+    """Return the scaler that scaled the losses after the first `since` ones, and its scale, or None.
 
     Raises:
         ValueError: These losses had several scalers or scales.

@@ -36,7 +36,7 @@ def resolve_stacks(stacks: Mapping[str, Sequence[str]] | None, bindings: Sequenc
         if isinstance(members, str) or not isinstance(members, Sequence):
             raise TypeError(f"stack {name!r} must be a list of features' names, not {describe(members)}")
         if name in numbers:
-            raise ValueError(f"stack {name!r} has the name of a feature; give it another name")
+            raise ValueError(f"stack {name!r} has the name of a feature; give the stack another name")
         if not members:
             raise ValueError(f"stack {name!r} has no features")
         for member in members:

@@ -26,7 +26,7 @@ class LossScaling(Protocol):
     is_unscaled: bool  # whether the gradients of its rows have been divided by the scale
 
     def require_scaled_alike(self) -> None:
-        """Raise ValueError if only some gradients come from scaled losses, or if other ranks need them."""
+        """Raise ValueError if only some gradients come from scaled losses, or if any do with several ranks."""
 
     def rows_unscaled(self, found: dict[torch.device, Tensor]) -> None:
         """Record that a scaler has divided the rows' gradients; fill in `found`, its record of overflows, if empty."""
@@ -142,7 +142,7 @@ class TableOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the groups' learning rates by name; raise ValueError if names are not the tables', or a rate is wrong."""
+        """Set each table's learning rate from the group of its name; raise ValueError for wrong names or rates."""
         groups = state_dict["param_groups"]
         by_name = {group.get("name"): group for group in groups}
         if len(groups) != len(by_name) or set(by_name) != set(self._names):
@@ -190,7 +190,7 @@ class TableOptimizer(torch.optim.Optimizer):
         self._loops.drop_gradients()
 
     def take_over(self) -> None:
-        """Set the groups' rates to the tables' after a checkpoint was loaded."""
+        """After a checkpoint was loaded, set each group's rate to that of its table."""
         for number, (group, table) in enumerate(zip(self.param_groups, self._tables, strict=True)):
             self._rates[number] = group["lr"] = float(table.optimizer.lr)
 

@@ -31,7 +31,7 @@ class TrainWatcher:
     Attributes:
         steps: The steps of dense optimizers.
         losses: The record of how the batch's losses were scaled.
-        rates: The tables' learning rates for the batch; None to use the rates at its end.
+        rates: The tables' learning rates for the batch; None to use the rates at the batch's end.
         first: The loop's first batch, if gradients of an earlier loop wait for a step; else None.
     """
 
@@ -71,7 +71,7 @@ class TrainWatcher:
         """Raise ValueError if the caller is not in the loop's thread."""
         if threading.get_ident() != self.thread:
             raise ValueError(
-                "a loop over `train` belongs to one thread: use it and its tables in the thread that opened it"
+                "a loop over `train` belongs to one thread: use the loop and its tables in the thread that opened it"
             )
 
     def row_parameter(self, table: Table) -> Tensor | None:

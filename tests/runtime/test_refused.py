@@ -12,7 +12,11 @@ from tests.runtime.test_features import V, table_of
 ARRAY = np.arange(6)
 IDS = {
     "none for a feature": ({}, ValueError, "batch 2: no ids for the features x$"),
-    "for an unknown one": ({"x": ARRAY, "y": ARRAY}, ValueError, "batch 2: ids for 'y', but the .* features are x"),
+    "for an unknown one": (
+        {"x": ARRAY, "y": ARRAY},
+        ValueError,
+        "batch 2: `ids` returned ids for 'y', but the .* features are x",
+    ),
     "floats": (ARRAY / 2, TypeError, "batch 2: feature 'x': ids must be integers, not a ndarray of float64"),
     "floats of torch": (torch.ones(2), TypeError, "feature 'x': ids must be integers, not a Tensor of torch.float32"),
     "halves of torch": (torch.ones(2).bfloat16(), TypeError, "ids must be integers, not a Tensor of torch.bfloat16"),
