@@ -134,7 +134,7 @@ def test_features_that_do_not_go_together():
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        ({"a": np.zeros((5, 2), np.int64), "b": np.zeros(5, np.int64)}, "feature 'a' has 2 rows per sample; give it a"),
+        ({"a": np.zeros((5, 2), np.int64), "b": np.zeros(5, np.int64)}, "feature 'a' has 2 rows per sample; give the"),
         ({"a": np.zeros(5, np.int64), "b": np.zeros(4, np.int64)}, "'a' has 5 samples in this batch, but 'b' has 4"),
     ],
 )
