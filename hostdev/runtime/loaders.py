@@ -146,7 +146,7 @@ class TrainLoader(RowsLoader[B]):
         return {"given": self._given % len(self), "steps": self._runtime.pipeline.steps}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """In the next epoch, skip the batches before the checkpoint; raise UserError if the tables' step is another."""
+        """In the next epoch, skip the batches before the checkpoint; raise UserError if the tables' step differs."""
         steps = self._runtime.pipeline.steps
         if state["steps"] != steps:
             raise UserError(

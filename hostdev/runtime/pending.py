@@ -208,7 +208,7 @@ class FirstBatch:
                 self.pending.add_to(leaves, self.places(inverses))
 
     def places(self, inverses: Sequence[Tensor]) -> list[Tensor]:
-        """Return, by group, the positions of the pending rows in the batch; their ids are the last of the request."""
+        """Return, by group, the positions of the pending rows in the batch; the request ends with their ids."""
         groups = self.pending.groups
         return [at[len(at) - len(rows.ids) :] for at, rows in zip(inverses, groups, strict=True)]
 

@@ -301,7 +301,7 @@ class Runtime(FrameworkLoaders):
 
         Within a loop over `train`, the rows have the values after that loop's last optimizer step. If the loader has a
         length, the loop ends when the body of the last batch ends, or when another loop begins after that batch was
-        yielded. With other ranks, every rank must call it, with the same number of batches.
+        yielded. With other ranks, every rank must call `predict`, with the same number of batches.
 
         Args:
             batches: As for `train`.
@@ -345,7 +345,7 @@ class Runtime(FrameworkLoaders):
     def lookup(self, ids: Mapping[str, FeatureInput], *, features: Iterable[str] | None = None) -> dict[str, Value]:
         """Return the rows of one batch of ids, by feature, as `predict` does, but without a pipeline.
 
-        With other ranks, every rank must call it.
+        With other ranks, every rank must call `lookup`.
 
         Args:
             ids: Each feature's ids, in the form that `ids` of `train` returns.
