@@ -104,7 +104,7 @@ def test_a_plan_is_kept_for_its_batches_and_counts():
         assert parts["counts of uses"] == 8 * rows
         assert parts["batches in flight"] == 4 * 2 * 32 * uses + (4 + ahead) * 24 * uses
     assert parts["the cache's plan"] > planner_bytes(rows, rows // 100)
-    with pytest.raises(UserError, match="at most 2,147,483,647 rows, not 2,147,483,648; leave the cache out"):
+    with pytest.raises(UserError, match="at most 2,147,483,647 rows, not 2,147,483,648; leave out the cache"):
         kept([GroupSize(2**31, [table], True, CacheSpec(10))], depth=2, slots_on_host=True)
 
 

@@ -1,4 +1,4 @@
-"""Support for Hugging Face accelerate's gradient state, and for Lightning's checkpoints."""
+"""Support for the gradient state of Hugging Face accelerate, and for the checkpoints of Lightning."""
 
 from hostdev.frameworks import accelerate, lightning
 

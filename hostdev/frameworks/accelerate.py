@@ -1,9 +1,9 @@
-"""Support for Hugging Face accelerate's prepared loaders in loops that read ahead.
+"""Makes loops that read ahead work with loaders that Hugging Face accelerate has prepared.
 
 accelerate's `GradientState` tells a loop's body whether a batch is the loader's last one (`Accelerator.accumulate`
-steps there), and how many of its samples are padding. A prepared loader sets this state when it is read, but a hostdev
-loop reads several batches before the body sees them. So the loop records each batch's state when it reads the batch,
-and shows the state to accelerate when the body gets the batch.
+then takes a step), and how many samples of the batch are padding. A prepared loader sets this state whenever a batch is
+read, but a hostdev loop reads several batches before the body sees them. So the loop records each batch's state when it
+reads the batch, and shows the state to accelerate when the body gets the batch.
 """
 
 import functools
@@ -23,7 +23,7 @@ class _State(NamedTuple):
 
 
 class _Shown:
-    """The dataloader that accelerate sees as active; it has the state of the body's batch."""
+    """The dataloader that a loop shows to accelerate as the active one, with the state of the batch in the body."""
 
     end_of_dataloader = False
     remainder = -1
@@ -46,21 +46,21 @@ class _Reports:
         self._active = [one for one in self._active if one is not loader]
 
     def state(self) -> _State | None:
-        """Return the state of the innermost loader that is being read, or None if no loader is."""
+        """Return the state of the innermost loader that is being read, or None if no loader is being read."""
         if not self._active:
             return None
         return _State(bool(self._active[-1].end_of_dataloader), int(self._active[-1].remainder))
 
 
 class _Reading(threading.local):
-    """The recorder of prepared loaders' states for each thread that is reading for a loop."""
+    """For each thread: the recorder of prepared loaders' states while the thread reads for a loop, else None."""
 
     reports: _Reports | None = None
 
 
 _reading = _Reading()
 _lock = threading.Lock()
-_readers: list[_Reports] = []  # recorders of the threads that are reading a batch
+_readers: list[_Reports] = []  # one recorder for each thread that is reading a batch
 _original: Callable[[Any], None]  # accelerate's own `begin`, while it is replaced
 
 
@@ -119,7 +119,7 @@ def _gradient_state() -> Any:
 
 @contextmanager
 def _reporting_to(reports: _Reports) -> Iterator[None]:
-    """Patch accelerate so that prepared loaders that this thread begins to read use `reports`."""
+    """In a `with` block, make prepared loaders that this thread begins to read report their state to `reports`."""
     global _original
     mixin = sys.modules["accelerate.data_loader"].DataLoaderStateMixin
     with _lock:

@@ -1,4 +1,4 @@
-"""A plugin for Lightning's Trainer that saves the tables with its checkpoints."""
+"""A plugin for Lightning's Trainer that saves the tables with the Trainer's checkpoints."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ from typing import Any
 
 from hostdev.core.errors import UserError
 
-_ENTRY = "hostdev_tables"  # key in Lightning's checkpoint for the name of the tables' checkpoint
+_ENTRY = "hostdev_tables"  # the key in Lightning's checkpoint that has the name of the tables' checkpoint
 _PACKAGES = {"lightning": "lightning.fabric.plugins", "pytorch_lightning": "lightning_fabric.plugins"}
 
 
@@ -20,12 +20,13 @@ def checkpoint_io(runtime: Any) -> Any:
 
         trainer = lightning.Trainer(plugins=[hostdev.frameworks.lightning.checkpoint_io(runtime)])
 
-    `Runtime.save` writes the tables of `epoch=3.ckpt` to the folder `epoch=3.ckpt.tables` next to it, and Lightning's
-    checkpoint names the tables' checkpoint that belongs to it. `Trainer.fit`, `validate` and `test` with `ckpt_path`
-    load both, and `ModelCheckpoint` removes both. The packages `lightning` and `pytorch_lightning` are supported.
+    With Lightning's checkpoint `epoch=3.ckpt`, the plugin saves a checkpoint of the tables to the folder
+    `epoch=3.ckpt.tables` (see `Runtime.save`), and stores the name of the tables' checkpoint in `epoch=3.ckpt`.
+    `Trainer.fit`, `validate` and `test` with `ckpt_path` load both checkpoints, and `ModelCheckpoint` removes both. The
+    packages `lightning` and `pytorch_lightning` are supported.
 
     Raises:
-        UserError: Neither package is installed. The plugin also raises it when it loads a checkpoint without tables.
+        UserError: Neither package is installed; or, when the plugin loads a checkpoint, the checkpoint has no tables.
     """
     runtime.saves_with_framework = True
     loaded = [plugins for package, plugins in _PACKAGES.items() if package in sys.modules]
@@ -34,7 +35,7 @@ def checkpoint_io(runtime: Any) -> Any:
     class TablesIO(*bases):  # type: ignore[misc]
         def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, *args: Any, **kwargs: Any) -> None:
             folder = _folder(path)
-            # The tables are saved first: an older checkpoint at this path names its own tables until it is replaced.
+            # The tables are saved first: until it is replaced, an older checkpoint here refers to its own tables.
             saved = runtime.save(folder, keep=2).wait().path.name
             super().save_checkpoint({**checkpoint, _ENTRY: saved}, path, *args, **kwargs)
 
@@ -60,10 +61,10 @@ def _installed() -> str:
         except ModuleNotFoundError:
             continue
         return plugins
-    raise UserError("neither lightning nor pytorch_lightning is installed; pip install lightning")
+    raise UserError("neither lightning nor pytorch_lightning is installed; run: pip install lightning")
 
 
 def _folder(path: Any) -> Path:
-    """Return the folder of a checkpoint's tables; `last.ckpt` may be a link to another checkpoint."""
+    """Return the folder of the tables that belong to a checkpoint; a link, such as `last.ckpt`, is followed."""
     resolved = os.path.realpath(path)
     return Path(f"{resolved}.tables")

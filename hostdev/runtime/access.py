@@ -1,4 +1,4 @@
-"""Checks of reads and writes of tables while loops over them are open."""
+"""Checks whether tables may be read or written while a loop uses them, and applies the loop's steps before that."""
 
 import os
 import threading
@@ -23,7 +23,7 @@ class Access:
         self._is_busy = False  # whether a write-back is running, in the loop's thread
 
     def before_read(self, table: Any) -> None:
-        """See `Owner`."""
+        """See `core.tables.Owner`."""
         runtime = self._runtime()
         loop = None if runtime is None else runtime.loops.training
         if runtime is None or loop is None:
@@ -38,18 +38,18 @@ class Access:
             self._is_busy = False
 
     def before_write(self, table: Any) -> None:
-        """See `Owner`."""
+        """See `core.tables.Owner`."""
         self.before_read(table)
         runtime = self._runtime()
         loop = None if runtime is None else runtime.loops.training
         if runtime is not None and runtime.ranks is not None and runtime.pipeline.depth and loop is not None:
             raise ValueError(
-                f"table {table.name!r}: other ranks already have its rows for the next batches; write to it between "
-                "loops, or create the Runtime with depth=0"
+                f"table {table.name!r}: other ranks already have its rows for the next batches; write to the table "
+                "between loops, or create the Runtime with depth=0"
             )
 
     def after_write(self, table: Any, ids: Any) -> None:
-        """See `Owner`."""
+        """See `core.tables.Owner`."""
         runtime = self._runtime()
         if runtime is not None and table.primitive_target == "CPU":
             with torch.inference_mode(False), torch.no_grad():
@@ -59,11 +59,12 @@ class Access:
             loop.wrote(table, ids)
 
     def _require_body(self, table: Any, thread: int) -> None:
-        """Raise ValueError if the caller is reading ahead, is a forked process, or is not in the loop's thread."""
+        """Raise ValueError if the caller reads ahead for a loop, is a forked process, or is in another thread."""
         if is_reading_ahead():
             raise ValueError(
-                f"table {table.name!r}: the loader, `ids` or `send` used it, but these run ahead of the loop, before "
-                "earlier batches' updates; use tables in the loop's body, or depth=0 without a cache or accumulation"
+                f"table {table.name!r}: the loader, `ids` or `send` used this table, but they run ahead of the loop's "
+                "body, before the updates of earlier batches; use the table in the loop's body, or do not read ahead: "
+                "depth=0, no cache and no accumulation"
             )
         if os.getpid() != self._process:
             raise ValueError(
@@ -72,6 +73,6 @@ class Access:
             )
         if threading.get_ident() != thread:
             raise ValueError(
-                f"table {table.name!r} is being trained by a loop in another thread; read and write it after that "
-                "loop or in its body, but not in its loader, `ids` or `send`"
+                f"table {table.name!r} is being trained by a loop in another thread; read and write it in the body "
+                "of that loop or after the loop, but not in the loader, `ids` or `send`"
             )

@@ -27,13 +27,13 @@ def get_settings(
 
     Args:
         bindings: The features.
-        stacks: The features that are returned in one tensor.
-        groups: The tables.
+        stacks: Lists of features, each of which is returned in one tensor.
+        groups: The groups of tables.
         device: The type of the device, such as "cuda".
         depth: Number of batches that are read ahead.
         dense_exchange: How the dense gradients are summed, one of `EXCHANGES`.
-        windows: For each group, the number of batches that its cache looks ahead; None without a cache. The size of
-            a cache may differ between ranks, and so may a policy other than "lookahead".
+        windows: For each group, the number of batches that its cache looks ahead; None without a cache. The sizes
+            of caches may differ between ranks, and policies may differ, too, if none of them is "lookahead".
     """
     tables = [table for group in groups for table in group.tables]
     names = ", ".join(table.name for table in tables)
@@ -54,7 +54,7 @@ def get_settings(
 
 
 def get_parameters(parameters: Sequence[Tensor]) -> Mapping[str, Any]:
-    """Describe the parameters whose gradients the ranks sum, with checksums of their values, to compare the ranks."""
+    """Describe the parameters whose gradients the ranks sum, with checksums; the result must be equal on all ranks."""
     found: dict[str, Any] = {"the number of parameters": len(parameters)}
     for number, one in enumerate(parameters):
         values = one.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -65,18 +65,18 @@ def get_parameters(parameters: Sequence[Tensor]) -> Mapping[str, Any]:
 
 
 def make_marks(tables: Sequence[Table], frozen: Sequence[bool]) -> list[int]:
-    """Return numbers whose maxima over the ranks show whether all ranks have equal learning rates and frozen tables."""
+    """Return numbers whose maxima over the ranks show if all ranks have the same learning rates and frozen tables."""
     rates = [float(table.optimizer.lr) for table in tables]
     marks = [zlib.crc32(np.array(values, np.float64).tobytes()) for values in (rates, frozen)]
     return [*marks, *(-mark for mark in marks)]
 
 
 def require_marks(largest: Sequence[int], step: int) -> None:
-    """Raise UnlikeError on all ranks if their `make_marks` differ; `largest` has the maxima over the ranks."""
+    """Raise UnlikeError if `make_marks` differs between ranks; `largest`: the maximum of each mark over the ranks."""
     whats = "the learning rates of the tables differ", "the frozen tables differ"
     for what, most, least in zip(whats, largest[: len(whats)], largest[len(whats) :], strict=True):
         if most != -least:
-            raise UnlikeError(f"step {step}: {what} between ranks; make the same change on all ranks, in the same step")
+            raise UnlikeError(f"step {step}: {what} between ranks; change them on all ranks equally, in the same step")
 
 
 MARKS = 4

@@ -29,7 +29,7 @@ _open_loops: WeakSet[Any] = WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Close the open loops before Python exits: later their threads are gone, and cannot finish the updates."""
+    """Close the open loops before Python exits, while the loops' threads still exist and can finish the updates."""
     with ExitStack() as stack:
         for loop in list(_open_loops):
             stack.callback(loop.close)
@@ -47,12 +47,12 @@ class Loop(Generic[Item]):
         runtime: A `Runtime`, untyped because its module imports this one.
         batches: The loader.
         reader: Turns the loader's batches into requests.
-        by_step: Yield all batches of a step together.
-        background: Read the batches in another thread.
+        by_step: Whether to yield all batches of a step together, as a `Step`.
+        background: Whether to read the batches in another thread.
         read_ahead: Maximum number of batches to read ahead of the body; None for as many as depth and caches need.
         name: The name of the runtime's method, for messages.
         features: The features that are looked up; None for all.
-        flags: The flags that stop non-finite steps; None in a loop that takes no steps.
+        flags: The flags that stop a step whose gradients or loss are not finite; None in a loop that takes no steps.
     """
 
     name = "train"
@@ -88,14 +88,14 @@ class Loop(Generic[Item]):
         self._body = BodyState()
 
     def __iter__(self) -> Body[Item]:
-        """Return an iterator for one `for` statement; raise ValueError if the loop is over, as at a second epoch."""
+        """Return an iterator for one `for` statement; raise ValueError if the loop is over, as in a second epoch."""
         spent = False
         with suppress(TypeError):  # the loader has no length
             spent = 0 < self._given == len(self)
         if self._ended or spent:
             raise ValueError(
-                "this loop is over; call runtime.train(...) or predict(...) again for each epoch, or give a trainer "
-                "runtime.train_loader(...), which opens a new loop for each epoch"
+                "this loop is over; call runtime.train(...) or predict(...) again for each epoch, or pass "
+                "runtime.train_loader(...), which opens a new loop for each epoch, to a framework's trainer"
             )
         return Body(self)
 
@@ -110,7 +110,7 @@ class Loop(Generic[Item]):
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether an exception left a `for` statement over the loop, which has neither continued nor ended since."""
+        """Whether an exception ended a `for` statement over the loop, and the loop has not continued or ended since."""
         return self._body.abandoned and not self._ended
 
     @property
@@ -130,7 +130,7 @@ class Loop(Generic[Item]):
         self.close()
 
     def __len__(self) -> int:
-        """Return the number of batches, or steps; raise TypeError if the loader has no length."""
+        """Return the number of batches, or of steps with `by_step`; raise TypeError if the loader has no length."""
         if self._length is None:
             self._length = self._reader.length(self._batches) // (self._reader.together if self._by_step else 1)
         return self._length
@@ -144,7 +144,7 @@ class Loop(Generic[Item]):
             self._close_unwatched()
 
     def _close_unwatched(self) -> None:
-        """Close the loop where nobody can catch an error: Python prints it, and the runtime's next call raises it."""
+        """Close the loop where no code can catch an error: Python prints it, and the runtime's next call raises it."""
         try:
             self.close()
         except BaseException as error:
@@ -152,7 +152,7 @@ class Loop(Generic[Item]):
             raise
 
     def close(self) -> None:
-        """End the loop early, with all finished steps in the tables; raise the error of an outstanding update."""
+        """End the loop early, with all finished steps in the tables; raise the error of an update that has failed."""
         self._ended = True
         ranks = self._runtime.ranks
         if ranks is not None and self._pass is not None:
@@ -171,7 +171,7 @@ class Loop(Generic[Item]):
                     reading.leave()
 
     def finish(self) -> None:
-        """End the loop with the batch that was yielded last, as if it were the loader's last."""
+        """End the loop after the batch that was yielded last, as if it were the loader's last batch."""
         try:
             with torch.inference_mode(False):  # as in `__next__`
                 self._end_batch()
@@ -204,12 +204,12 @@ class Loop(Generic[Item]):
         return self._reader.requests(reading)
 
     def _find_place(self, reading: Reading) -> Place | None:
-        """Return the position at which the batches continue, for their random streams; None at the beginning."""
+        """Return where an earlier loop left the iterator, so that its random streams continue there, or None."""
         return None if reading.kept is None else reading.kept.place
 
     @property
     def place(self) -> Place | None:
-        """The loop's position in its batches, for their random streams."""
+        """The loop's position in its sequence of batches, which selects their random streams; None if unknown."""
         return None if self._reading is None else self._reading.place
 
     def __next__(self) -> Item:
@@ -276,7 +276,7 @@ class Loop(Generic[Item]):
         return {"micro_batches": self._reader.together, "by_step": self._by_step}
 
     def _fail(self, error: BaseException) -> None:
-        """End the loop with an error."""
+        """End the loop because of an error."""
         reading, self._reading = self._reading, None
         self._release()
         if reading is not None:
@@ -324,7 +324,9 @@ class PredictLoop(Loop[Item]):
     ) -> None:
         super().__init__(runtime, batches, reader, **options)
         self._counted = ExitStack()  # closing it unregisters this loop from the runtime
-        self._next: list[StepBatch | BaseException | None] = []  # the pipeline's answer after the last batch
+        self._next: list[
+            StepBatch | BaseException | None
+        ] = []  # what the pipeline returned or raised after the last batch
 
     def _open(self) -> Any:
         loops = self._runtime.loops

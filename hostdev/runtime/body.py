@@ -1,10 +1,11 @@
 """Detects how the body of a `for` statement over a loop ended: by `break` or by an exception.
 
-A loop without a dense optimizer takes its step at the end of the body, so it must distinguish the two, and Python does
-not report a propagating exception to `__del__`. But a `for` statement drops its iterator at the instruction that leaves
-it: `POP_TOP` (`POP_ITER` from Python 3.14 on) for `break` and `return`, the raising instruction for an exception. An
-iterator that a variable or a generator also holds is dropped later: at the caller's call instruction when the function
-returns, or at another instruction when the last traceback that has the function's frame is deleted.
+A loop without a dense optimizer takes its step at the end of the body, but takes no step if the body raised an
+exception. So the loop must distinguish the two, but Python does not tell `__del__` whether an exception is propagating.
+This module looks at the instruction at which the `for` statement drops its iterator: `POP_TOP` (`POP_ITER` from
+Python 3.14 on) for `break` and `return`, or the instruction that raised the exception. If a variable or a generator
+also holds the iterator, the iterator is dropped later: at the caller's call instruction when the function returns, or
+at another instruction when the last traceback that contains the function's frame is deleted.
 """
 
 import sys
@@ -24,7 +25,7 @@ _ADVANCING = {opmap["FOR_ITER"], _DELEGATING}
 
 
 class BodyState:
-    """The outcome of a loop's last body, as far as known.
+    """How the last run of a loop's body ended, as far as known.
 
     Attributes:
         raised: Whether an exception ended the body; None while that is unknown.
@@ -51,7 +52,7 @@ class BodyState:
 
 
 class Body(Iterator[Item]):
-    """The iterator of one `for` statement over a loop, which reports to the loop how the statement ended.
+    """The iterator of one `for` statement over a loop; it reports to the loop how the statement ended.
 
     Args:
         loop: A `batches.Loop`, untyped because its module imports this one.
@@ -82,7 +83,7 @@ class Body(Iterator[Item]):
         return len(self._loop)
 
     def close(self) -> None:
-        """Close the loop; also called by a generator that is closed within `yield from`."""
+        """Close the loop. Python also calls this when it closes a generator that is suspended in `yield from`."""
         if self._in_yield_from:
             self._left(sys._getframe(1))
         self._loop.close()
@@ -104,7 +105,7 @@ def _opcode(frame: FrameType) -> int:
 
 
 def _outside(frame: FrameType, within: set[int]) -> FrameType:
-    """Return the frame that iterates over the loop, outside any generators around it, such as tqdm's."""
+    """Return the frame that iterates over the loop, skipping generators around the loop, such as tqdm's."""
     while frame.f_code.co_flags & _GENERATOR and _opcode(frame) in within and frame.f_back is not None:
         frame = frame.f_back
     return frame

@@ -1,4 +1,4 @@
-"""The batch in a loop's body, from the pipeline to the model."""
+"""The batch that a loop's body works on: takes it from the pipeline, and prepares its rows for the model."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,19 +22,19 @@ class BodyBatch:
 
     Args:
         runtime: The runtime that has the features and tables.
-        asks: Whether this rank looks up the rows of its samples.
-        flags: The flags that stop non-finite steps; None in a loop that takes no steps.
+        asks: Whether this rank looks up the rows of its samples; otherwise another rank does so.
+        flags: The flags that stop a step whose gradients or loss are not finite; None in a loop that takes no steps.
         features: The features that are looked up; None for all.
 
     Attributes:
         flight: The pipeline's batch.
-        micros: The loader's batches in it that were not yet yielded.
+        micros: The loader's batches that belong to `flight` and were not yet yielded.
         leaves: The unique rows, by group and by table.
-        inverses: For each group, int32 [N]: the row of each id in `micros`.
-        rows: The `Rows` that were yielded for the pipeline's batch.
+        inverses: For each group, int32 [N]: for each id of the batches in `micros`, the position of its row.
+        rows: The `Rows` that were yielded for `flight`.
         reduction: Sums the gradients of the step's micro-batches; None if `Rows.reduce` has nothing to sum.
-        losses: For each loss of a `backward`, float32 []: 0 if the loss is finite, else NaN.
-        shares_rows: Whether one of the loader's batches may use only some of the rows.
+        losses: For each loss on which `backward` was called, float32 []: 0 if the loss is finite, else NaN.
+        shares_rows: Whether a batch of the loader may use only some of the unique rows.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class BodyBatch:
 
         Args:
             flight: The batch.
-            trains: Returns whether a table gets gradients.
+            trains: Called with a table; returns whether the table's rows get gradients.
         """
         self.flight = flight
         self.micros = list(flight.request.note)
@@ -87,7 +87,7 @@ class BodyBatch:
 
     @property
     def gradients(self) -> list[Tensor]:
-        """The gradients of the rows so far, on this rank."""
+        """The gradients that the rows have so far on this rank."""
         return [grad for leaf in self.all_leaves for grad in leaf.grads()]
 
     def has_gradients(self) -> bool:
@@ -95,7 +95,7 @@ class BodyBatch:
         return (self.reduction is not None and self.reduction.has_rows) or any(leaf.grads() for leaf in self.all_leaves)
 
     def is_reduced(self) -> bool:
-        """Return whether the last yielded micro-batch has been added to the step."""
+        """Return whether the gradients of the last yielded micro-batch have been added to the step's sums."""
         return bool(self.rows) and self.rows[-1].reduced
 
     def next(self) -> tuple[Any, Rows]:
@@ -125,7 +125,7 @@ class BodyBatch:
         return batch, rows
 
     def _look_up(self, flight: StepBatch, micro: MicroBatch) -> tuple[list[GroupUses], dict[str, Value]]:
-        """Return a micro-batch's occurrences of the rows, and its rows by feature."""
+        """Return where a micro-batch uses the unique rows, and its rows by feature."""
         runtime, located = self._runtime, []
         for ids, binding in zip(micro.ids, runtime.bindings, strict=True):
             offsets = self._sent.pop(0) if ids.offsets is not None else None

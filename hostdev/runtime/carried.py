@@ -1,4 +1,4 @@
-"""Carries the gradients of rows from a loop that ended before their step over to the next step."""
+"""Keeps gradients of rows if a loop ends before a step has used them, and applies them with the next step."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from hostdev.runtime.table_settings import TableSettings
 
 
 class CarriedGradients:
-    """The gradients that wait for a step; at most one batch has such gradients.
+    """Gradients of rows that wait for a step, since their loop ended before it; they come from batches of one step.
 
     Args:
         groups: The groups of tables.
@@ -24,7 +24,7 @@ class CarriedGradients:
         self.is_training = False  # whether a loop over `train` is open; then the loop takes the steps
 
     def keep(self, pending: Pending) -> None:
-        """Keep the gradients of a loop that ended before their step."""
+        """Keep the gradients of a loop that ended before a step used them; forget earlier ones."""
         self.forget()
         self._pending = pending
         scaling.watch_pending(pending)
@@ -53,7 +53,7 @@ class CarriedGradients:
             self.forget()
 
     def apply(self, pending: Pending) -> None:
-        """Update the tables with these gradients alone, at a dense optimizer's step outside a loop."""
+        """Update the tables with these gradients alone; called when a dense optimizer steps outside a loop."""
         if pending is not self._pending or self.is_training:
             return
         self.forget()

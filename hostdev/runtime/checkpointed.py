@@ -7,7 +7,7 @@ from hostdev.runtime.table_optimizer import TableOptimizer
 
 
 class CheckpointedState:
-    """The tables, their optimizer and the position in the batches, for `hostdev.runtime.saving`.
+    """The tables, their torch optimizer, and the position in the sequence of batches, for `hostdev.runtime.saving`.
 
     Args:
         runtime: A `Runtime`, untyped because its module imports this one.
@@ -32,6 +32,6 @@ class CheckpointedState:
 
     @property
     def place(self) -> Place | None:
-        """The position of the open or last loop over `train` in its batches."""
+        """The position of the open loop over `train`, or else of the last one, in its sequence of batches."""
         place: Place | None = self._loops.place
         return place

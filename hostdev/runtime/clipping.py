@@ -1,8 +1,9 @@
 """Lets torch's clipping functions, when a framework calls them, clip the batch's rows together with the parameters.
 
 A trainer clips the parameters of its optimizers, which do not include the rows of the batch. This module adds the
-rows, once per step, while the loop of a `train_loader` is open. Frameworks call `torch.nn.utils.clip_grad_norm_` and
-`clip_grad_value_` through their module, so both are replaced there until the last such loop ends.
+rows, once per step, while the loop of a `train_loader` is open. Frameworks look up `clip_grad_norm_` and
+`clip_grad_value_` in the module `torch.nn.utils` at each call, so both are replaced there until the last such loop
+ends.
 """
 
 import functools
@@ -32,10 +33,10 @@ _loops: WeakSet[Any] = WeakSet()
 
 
 def add(loop: Clipped) -> None:
-    """Clip the rows of a loop with the parameters until the loop is deleted or `remove` is called.
+    """Clip a loop's rows together with the parameters, until the loop is deleted or `remove` is called.
 
     Raises:
-        RuntimeError: This version of torch lacks one of the two functions.
+        RuntimeError: This version of torch lacks `clip_grad_norm_` or `clip_grad_value_`.
     """
     with _hooks.lock:
         _hooks.place()
@@ -43,7 +44,7 @@ def add(loop: Clipped) -> None:
 
 
 def remove(loop: Clipped) -> None:
-    """Undo `add`; after the last loop, torch's own functions are restored."""
+    """Undo `add`; if no loop is left, restore torch's own functions."""
     with _hooks.lock:
         _loops.discard(loop)
         if not list(_loops):

@@ -1,4 +1,4 @@
-"""The record of which dense optimizers step with a loop's batches, which decides when tables are updated."""
+"""Records which dense optimizers step with a loop's batches, since this decides when the tables are updated."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,12 +12,12 @@ from hostdev.runtime.waiting import leaves_of, optimizers_of
 
 
 class DenseSteps:
-    """The record of optimizer steps in a loop and with its current batch.
+    """The record of the optimizer steps in a loop: with all its batches, and with the current one.
 
     Attributes:
         any: Whether an optimizer has stepped with an earlier batch of the loop.
-        without: Number of batches with gradients but without a step.
-        stepped: The `id` of each optimizer that stepped with the batch after its last micro-batch was yielded.
+        without: Number of the loop's batches that had gradients but no optimizer step.
+        stepped: The `id` of each optimizer that stepped with the current batch after the last micro-batch was yielded.
     """
 
     def __init__(self) -> None:
@@ -28,18 +28,23 @@ class DenseSteps:
     def begin_batch(self) -> None:
         """Forget the steps of the previous batch."""
         self.stepped: set[int] = set()
-        self._early: set[int] = set()  # the `id` of each optimizer that stepped before that
+        self._early: set[int] = set()  # as `stepped`, but before the last micro-batch was yielded
         self._parameters: list[ReferenceType[Tensor]] = []  # dense parameters that get gradients from the batch
-        self._awaits: bool | None = None  # the result of `awaits`; None: unknown
+        self._awaits: bool | None = None  # the result of `awaits`, if known
 
     def note(self, optimizer: Optimizer, *, early: bool) -> None:
-        """Record an optimizer's step with the batch; `early` if the last micro-batch was not yielded yet."""
+        """Record an optimizer's step with the batch; `early`: whether the last micro-batch was not yet yielded."""
         (self._early if early else self.stepped).add(id(optimizer))
         if not isinstance(optimizer, TableOptimizer):
             self._optimizers.add(optimizer)
 
     def expect_backward(self, roots: Iterable[Any], rows: set[int]) -> None:
-        """Record the dense parameters that `roots` give gradients to; `rows` has the `id` of each row tensor."""
+        """Record the dense parameters that get gradients from a `backward`.
+
+        Args:
+            roots: The tensors or graph edges on which `backward` is called.
+            rows: The `id` of each tensor of rows; these are not dense parameters.
+        """
         self._parameters += [ref(leaf) for leaf in leaves_of(roots) if id(leaf) not in rows]
 
     def forget_awaited(self) -> None:
@@ -55,13 +60,13 @@ class DenseSteps:
         return self._awaits
 
     def find_waiting(self) -> list[Optimizer]:
-        """Return the optimizers that have stepped in the loop, or, if none has, those of the batch's parameters."""
+        """Return the optimizers that have stepped in the loop; if none has, those whose parameters have gradients."""
         if self.any:
             return list(self._optimizers)
         return optimizers_of([found for held in self._parameters if (found := held()) is not None])
 
     def require_on_time(self) -> None:
-        """Raise ValueError if all optimizers that stepped with the last batch of a step also stepped before it."""
+        """Raise ValueError if all optimizers of the step also stepped before the last micro-batch was yielded."""
         if self.stepped and self.stepped <= self._early:
             raise ValueError(
                 "an optimizer stepped too early, before the last of the batches whose gradients are summed for a step; "

@@ -1,4 +1,4 @@
-"""The digest (`core.digest`) of tables and torch modules, on the host or the device."""
+"""Computes digests (see `core.digest`) of tables and torch modules, in host or device memory."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,12 +36,12 @@ class _Table(Protocol):
 
 
 def state_sha256(tables: Iterable[_Table], dense: DenseState, ranks: Ranks | None = None) -> str:
-    """Return the SHA-256, in hexadecimal, of the tables and the dense state; all ranks must call it.
+    """Return the SHA-256, in hexadecimal, of the tables and the dense state; all ranks must call this function.
 
     The order is: tables by name, each with its number of steps, its weights, then its optimizer state by name; the
     dense parameters by name, each followed by its optimizer state by name; the network's persistent buffers by name.
     `hostdev.core.digest` has the exact definition. The device and the memory layout of a table do not matter. Ranges of
-    rows that were not written since the last full checkpoint are not read.
+    rows that were not written since the last full checkpoint are not read, because their digests are known.
 
     Args:
         tables: The tables.
@@ -59,7 +59,7 @@ def state_sha256(tables: Iterable[_Table], dense: DenseState, ranks: Ranks | Non
 
 
 def add_table(digest: StateDigest, table: _Table, ranks: Ranks | None = None) -> None:
-    """Add a table's weights and optimizer state; with ranks, the rows of all ranks, gathered on rank 0."""
+    """Add a table's weights and optimizer state to a digest; with ranks, all rows are gathered on rank 0."""
     found, total = table.columns(), table.total_rows
     length = rows_per_range(found["weights"].shape[1])
     if ranks is None:
@@ -75,17 +75,17 @@ def add_table(digest: StateDigest, table: _Table, ranks: Ranks | None = None) ->
     if ranks.control.rank == 0:
         digest.table(table.name, table.step, columns)
         return
-    for column in in_order(columns):  # as rank 0 does
+    for column in in_order(columns):  # takes part in the gathers of rank 0
         deque(column.ranges(()), maxlen=0)
 
 
 def _ranges(rows: Any, length: int) -> Callable[[Sequence[int]], Iterable[Fetch]]:
-    """Return a function that yields ranges of a host array or a tensor."""
+    """Return a function that takes the numbers of ranges, and yields these ranges of an array or a tensor."""
     return partial(_device_ranges if isinstance(rows, torch.Tensor) else ranges_of, rows, length)
 
 
 def _device_ranges(rows: torch.Tensor, length: int, numbers: Sequence[int]) -> Iterator[Fetch]:
-    """Yield ranges, which this thread copies to the host."""
+    """Yield ranges of a tensor's rows; this thread copies each range to the host."""
     for number in numbers:
         yield partial(np.asarray, fetched(rows[number * length : (number + 1) * length]))
 

@@ -35,9 +35,10 @@ class EMA:
             for batch, rows in runtime.predict(test_loader, ids=ids):
                 ...
 
-    With a step's weights w, average <- decay * average + (1 - decay) * w; it starts as a copy of the weights. The
-    averages of unchanged rows are computed when they are read, with the same result. An EMA takes
-    rows x (8 x dim + 8) bytes of host memory. `update` reads the table, which finishes the body's batch.
+    After a step with the weights w: average <- decay * average + (1 - decay) * w. The average starts as a copy of the
+    weights. The averages of unchanged rows are computed only when they are read, with the same result. An EMA takes
+    rows x (8 x dim + 8) bytes of host memory. `update` reads the table; in a loop, the current batch's step is
+    therefore applied to the table at once.
 
     Args:
         table: A HostTable or a DeviceTable.
@@ -69,11 +70,11 @@ class EMA:
         self._rows: Rows = np.empty((table.rows, table.dim), np.float32)  # the weights at each row's last update
         for part, values in self._parts(self._read(None)):
             self._rows[part] = values
-        self._average = self._rows.copy()  # the averages at that update
+        self._average = self._rows.copy()  # the averages at each row's last update
         self._last = np.zeros(table.rows, np.int64)  # the number of each row's last update
 
     def update(self, ids: npt.ArrayLike | torch.Tensor | None = None) -> None:
-        """Add the weights after a step to the average.
+        """Add the table's current weights to the average; call it once after each step.
 
         Args:
             ids: The ids of all rows that the step may have changed: integers of any shape, each in [0, rows),
@@ -92,8 +93,8 @@ class EMA:
         else:
             if getattr(self.table, "part", None) is not None:
                 raise ValueError(
-                    f"table {self.table.name!r}: this rank has only some of its rows, but its batch also uses other "
-                    "ranks' rows; call update() without ids, which finds the changed rows of this rank"
+                    f"table {self.table.name!r}: this rank has only some of the table's rows, but a batch also uses "
+                    "rows of other ranks; call update() without ids, which finds the changed rows of this rank"
                 )
             array = ids.detach().cpu().numpy() if isinstance(ids, torch.Tensor) else np.asarray(ids)
             rows = np.unique(checked_ids(array.reshape(-1), self.table.rows, self.table.name))
@@ -121,13 +122,13 @@ class EMA:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Replace the table's weights by the averages in a `with` block, whose end restores them bit for bit.
+        """Replace the table's weights by the averages in a `with` block; its end restores the weights bit for bit.
 
-        The optimizer state does not change. With dtype="bfloat16" the averages are rounded to nearest. A checkpoint
-        saved within the block has the averages. Writes to the weights within the block are lost.
+        The optimizer state does not change. In a bfloat16 table, the averages are rounded to nearest. A checkpoint
+        that is saved within the block contains the averages. Writes to the weights within the block are lost.
 
         Raises:
-            ValueError: The table cannot be written, for example with other ranks in a loop at depth > 0.
+            ValueError: The table cannot be written now, for example in a loop at depth > 0 with several ranks.
         """
         average = self.weights
         if self.table.dtype == BF16:
@@ -149,7 +150,7 @@ class EMA:
         return {"decay": self.decay, "steps": self.steps, **tensors}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # Any: as `state_dict` returns it
-        """Load the result of `state_dict`; raise ValueError if its table had another shape."""
+        """Load a result of `state_dict`; raise ValueError if it is for a table of another shape."""
         shape = list(state["rows"].shape)
         if shape != list(self._rows.shape):
             raise ValueError(
@@ -160,7 +161,7 @@ class EMA:
             array[...] = state[name].cpu().numpy()
 
     def _at(self, rows: Ids, step: int) -> npt.NDArray[np.float64]:
-        """Return the averages of rows [N] after `step` updates, float64 [N, D], if no later update changed them."""
+        """Return the averages of rows [N] after `step` updates, float64 [N, D]; they must not have changed since."""
         there = self._rows[rows].astype(np.float64)
         gone = np.power(self.decay, (step - self._last[rows]).astype(np.float64))[:, None]
         return there + gone * (self._average[rows].astype(np.float64) - there)

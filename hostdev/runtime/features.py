@@ -26,7 +26,7 @@ class FeatureBinding(NamedTuple):
 
     name: str
     feature: Feature
-    tables: tuple[tuple[int, int], ...]  # for each table: its group, and its index in the group
+    tables: tuple[tuple[int, int], ...]  # for each table: its group's number, and its index in the group
     dtypes: tuple[torch.dtype, ...]  # the dtype of each table's rows
 
 
@@ -34,7 +34,7 @@ class GroupSpec(NamedTuple):
     """Tables that the same features look up, and that therefore get the same ids."""
 
     tables: list[Table]
-    features: list[int]  # the features' numbers, in order
+    features: list[int]  # the numbers of these features, in order
 
 
 def on_host(group: GroupSpec) -> bool:
@@ -46,14 +46,16 @@ def resolve(features: Mapping[str, FeatureTables]) -> tuple[list[FeatureBinding]
     """Return the bindings of the features, and the groups of tables.
 
     Args:
-        features: A table, a tuple of tables, or a `Feature` of these, by feature name.
+        features: For each feature's name, a table, a tuple of tables, or a `Feature` of these.
 
     Raises:
-        TypeError: A feature has an object that is not a table.
+        TypeError: A feature is given an object that is not a table.
         ValueError: There are no features, a feature has a table twice, or two tables have the same name.
     """
     if not isinstance(features, Mapping) or not features:
-        raise ValueError("features must be a dict from names to a table, a tuple of tables or a hostdev.Feature")
+        raise ValueError(
+            "features must be a dict from names, at least one, each to a table, a tuple of tables or a hostdev.Feature"
+        )
     specs = {str(name): value if isinstance(value, Feature) else Feature(value) for name, value in features.items()}
     users: dict[int, list[int]] = {}  # the numbers of each table's features
     tables: dict[int, Table] = {}
@@ -93,8 +95,8 @@ def require_seeds(groups: Sequence[GroupSpec], ranks: World | None) -> None:
         for name, seed in others.items():
             if seeds.get(name, seed) != seed:
                 raise UserError(
-                    f"table {name!r} has the seed {seed} on rank {rank}, but {seeds[name]} on rank {ranks.rank}; give "
-                    "all ranks the same seed=, since torch.manual_seed may differ between them"
+                    f"table {name!r} has the seed {seed} on rank {rank}, but {seeds[name]} on rank {ranks.rank}; "
+                    "pass the same seed= on all ranks, since the default depends on each rank's torch.manual_seed"
                 )
 
 
@@ -121,7 +123,7 @@ class FeatureIds(NamedTuple):
     """A batch's ids of one feature."""
 
     values: npt.NDArray[Any]  # int32 or int64 [N], C-contiguous, without padding
-    offsets: Tensor | None  # int32 [B + 1], where each bag begins, and the end; None: one row per id
+    offsets: Tensor | None  # int32 [B + 1], where each bag begins, and where the last one ends; None: one row per id
     weights: Tensor | None  # float32 [N]
     shape: tuple[int, ...] | None  # shape of the caller's ids; None if their rows are pooled
     samples: int
@@ -138,7 +140,7 @@ def read_ids(name: str, feature: Feature, given: FeatureInput) -> FeatureIds:
     Args:
         name: The feature's name, for messages.
         feature: The feature, which has the pooling and the padding.
-        given: An array, a tensor, a `Bag` or (values, lengths).
+        given: An array, a tensor, a `Bag` or (values, lengths[, weights]).
 
     Raises:
         TypeError: The ids are not integers.
@@ -201,7 +203,7 @@ def _lengths(name: str, bag: Bag, values: npt.NDArray[Any]) -> npt.NDArray[np.in
         raise ValueError(f"feature {name!r}: offsets must be of shape [B] and begin with 0")
     lengths = np.diff(offsets, append=len(values))
     if len(lengths) and lengths.min() < 0:
-        raise ValueError(f"feature {name!r}: offsets must not decrease or exceed the {len(values)} ids")
+        raise ValueError(f"feature {name!r}: offsets must not decrease, or exceed {len(values)}, the number of ids")
     if not len(lengths) and len(values):
         raise ValueError(f"feature {name!r}: the offsets are empty, but there are {len(values)} ids")
     return lengths.astype(np.int32)
@@ -233,7 +235,7 @@ def _weights(name: str, given: Any, shape: tuple[int, ...]) -> npt.NDArray[np.fl
         return None
     if isinstance(given, Tensor):
         if given.requires_grad:
-            raise ValueError(f"feature {name!r}: weights get no gradient; detach them")
+            raise ValueError(f"feature {name!r}: weights get no gradients; pass weights.detach()")
         if given.dtype.is_complex:
             raise TypeError(f"feature {name!r}: weights must be numbers, not {given.dtype}")
         given = given.cpu().float().numpy() if given.dtype.is_floating_point else given.cpu().numpy()
@@ -257,7 +259,7 @@ def check_ranges(
         ids: Each feature's ids, from `read_ids`.
         groups: The groups of tables.
         bindings: The features' bindings.
-        given: The caller's ids, for the position in the message.
+        given: The ids as the caller passed them, in which the message gives the position.
     """
     found = check_groups(
         [([ids[feature].values for feature in group.features], group.tables[0].total_rows) for group in groups]

@@ -13,12 +13,12 @@ from hostdev.kernels.finite import largest_of_each
 
 
 class Flags:
-    """Flags on the device, each float32 []: 0 until a gradient or a loss is not finite, or a gradient is too large.
+    """Flags on the device, each float32 []: 0 until the flag is set, then more than 0.
 
     Attributes:
-        stop: If it is not 0, no row may change.
-        not_finite: If it is not 0, a gradient is not finite.
-        loss: If it is not 0, a loss is not finite.
+        stop: Set if a gradient or a loss is not finite, or a gradient of rows is too large; then no row may change.
+        not_finite: Set if a gradient of rows is not finite.
+        loss: Set if a loss is not finite.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,7 +32,7 @@ class Flags:
         Args:
             grads: Each table's row gradients, float32 [U, D]; a value too large for the table's optimizer sets `stop`.
             tables: The table of each of `grads`.
-            losses: For each loss of a `backward`, float32 []: 0 if the loss is finite, else NaN.
+            losses: For each loss on which `backward` was called, float32 []: 0 if the loss is finite, else NaN.
         """
         if losses:
             torch._amp_foreach_non_finite_check_and_unscale_(list(losses), self.loss, _power(0, self.loss.device))
@@ -53,16 +53,16 @@ class Flags:
             torch._amp_foreach_non_finite_check_and_unscale_(some, self.stop, down)
 
     def check_others(self, tensors: Sequence[Tensor]) -> None:
-        """Set `stop` if a tensor is not finite."""
+        """Set `stop` if a value in these tensors is not finite."""
         # GradScaler's check with a factor of 1: one pass, no device sync
         torch._amp_foreach_non_finite_check_and_unscale_(list(tensors), self.stop, _power(0, self.stop.device))
 
     def now(self) -> Tensor:
-        """Return a copy of all flags, float32 [3]: later steps may change the flags before the host reads them."""
+        """Return a copy of all flags, float32 [3]: later steps may change the flags before the host reads the copy."""
         return torch.stack([self.stop, self.not_finite, self.loss])
 
     def set(self, values: Tensor) -> None:
-        """Set all flags, from float32 [3]."""
+        """Set all flags to `values`, float32 [3], in the order of `now`."""
         for flag, value in zip((self.stop, self.not_finite, self.loss), values, strict=True):
             flag.copy_(value)
 

@@ -31,7 +31,7 @@ class Generator(Protocol):
 
 
 def get_generators(device: torch.device) -> list[Generator]:
-    """Return the global generators of the host, and the device's if torch can set its state."""
+    """Return the global generators of the host, and that of the device if torch provides it."""
     found: list[Generator] = [_Torch(torch.default_generator, "torch"), _NumPy(), _Python()]
     if device.type != "cpu":
         defaults = getattr(torch.get_device_module(device), "default_generators", ())

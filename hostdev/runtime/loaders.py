@@ -39,7 +39,7 @@ class RowsLoader(Generic[B]):
     """A loader of batches with their rows, which opens a new loop for each epoch.
 
     Args:
-        open: Returns a loop over the given batches.
+        open: Called with an iterable of batches; returns a loop over these batches.
         loader: A DataLoader or another iterable.
         length: Number of batches per epoch; None for `len(loader)`.
 
@@ -70,7 +70,7 @@ class RowsLoader(Generic[B]):
         return len(self._loader) if self._length is None else self._length  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[tuple[B, Rows]]:
-        """Yield the (batch, rows) pairs of an epoch. The first request closes the previous loop and opens a new one.
+        """Yield the (batch, rows) pairs of an epoch. The first `next` closes the previous loop and opens a new one.
 
         Raises:
             ValueError: The loader has fewer batches than an epoch.
@@ -85,7 +85,7 @@ class RowsLoader(Generic[B]):
             while self._given < length:
                 item = next(loop, None)
                 if item is None:
-                    raise ValueError(f"the loader ended after {self._given} batches, but an epoch has {length}")
+                    raise ValueError(f"the loader ended after {self._given} batches, but an epoch has {length} batches")
                 self._given, self._skip = self._given + 1, 0
                 yield item  # a trainer may stop asking after the last batch: the next loop closes this one
                 del item
@@ -111,7 +111,7 @@ class PredictLoader(RowsLoader[B]):
 
 
 class TrainLoader(RowsLoader[B]):
-    """A loader of batches with their rows for a framework's training; the result of `Runtime.train_loader`."""
+    """A loader of batches with their rows for training by a framework; the result of `Runtime.train_loader`."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class TrainLoader(RowsLoader[B]):
         if not self._runtime.is_saved and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                "a checkpoint is being saved without the tables; save them with it, for example with "
+                "a checkpoint is being saved without the tables; save the tables, too, for example with "
                 "Trainer(plugins=[hostdev.frameworks.lightning.checkpoint_io(runtime)]), or with runtime.save(path)",
                 stacklevel=2,
             )
@@ -146,19 +146,19 @@ class TrainLoader(RowsLoader[B]):
         return {"given": self._given % len(self), "steps": self._runtime.pipeline.steps}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Make the next epoch skip the batches before the checkpoint; raise UserError if the tables' step differs."""
+        """In the next epoch, skip the batches before the checkpoint; raise UserError if the tables' step differs."""
         steps = self._runtime.pipeline.steps
         if state["steps"] != steps:
             raise UserError(
                 f"the checkpoint was saved at step {state['steps']}, but the tables are at step {steps}; save and load "
-                "the tables with it, for example with "
+                "the tables with the checkpoint, for example with "
                 "Trainer(plugins=[hostdev.frameworks.lightning.checkpoint_io(runtime)])"
             )
         self._skip = state["given"]
 
 
 def close_loaders(loaders: Iterable[RowsLoader[Any]], kind: type[RowsLoader[Any]]) -> None:
-    """Close the loops that frameworks may have left open, of all loaders of type `kind`."""
+    """Close the loops of loaders of type `kind`, which frameworks may have left open."""
     for loader in list(loaders):
         if isinstance(loader, kind):
             loader.close()
@@ -207,16 +207,16 @@ class FrameworkLoaders:
             trainer.fit(module, runtime.train_loader(loader, ids=ids))  # training_step gets (batch, rows)
 
         The loader has a `len`, and opens a new loop over `train` for each epoch. The trainer's own clipping
-        (`gradient_clip_val`) clips the gradients of the rows with those of the parameters. A resumed trainer continues
-        after the batch at which it saved.
+        (`gradient_clip_val`) clips the gradients of the rows with those of the parameters. A trainer that resumes from
+        a checkpoint continues after the batch at which the checkpoint was saved.
 
         Args:
             loader: As `batches` of `train`.
             ids: As for `train`.
             send: As for `train`.
-            accumulate: The trainer's number of batches per step, such as `accumulate_grad_batches`.
-            length: Number of batches per epoch; None for `len(loader)`. An iterator continues in each epoch where the
-                previous epoch ended.
+            accumulate: Number of batches per step, as set in the trainer, for example by `accumulate_grad_batches`.
+            length: Number of batches per epoch; None for `len(loader)`. If the loader is an iterator, each epoch
+                continues where the previous one ended.
 
         Raises:
             TypeError: The loader has no `len`, and no length is given.
@@ -247,17 +247,17 @@ class FrameworkLoaders:
         send: Callable[[Any], Any] | None = None,
         length: int | None = None,
     ) -> PredictLoader[Any]:
-        """Return a loader like `train_loader`'s whose rows get no gradients, for validation, tests and predictions."""
+        """Return a loader as `train_loader` does, but rows get no gradients; for validation and predictions."""
         made = PredictLoader[Any](lambda batches: self.predict(batches, ids=ids, send=send), loader, length)
         self.loaders.add(made)
         return made
 
     def close_loaders(self, kind: type[RowsLoader[Any]] = RowsLoader) -> None:  # Any: any batches
-        """Close the loops that frameworks may have left open, of all loaders or those of type `kind`."""
+        """Close the loops of all loaders, or of those of type `kind`, which frameworks may have left open."""
         close_loaders(self.loaders, kind)
 
     def __copy__(self) -> "FrameworkLoaders":
-        """Return the runtime itself: copies of a module that holds a runtime share its tables."""
+        """Return the runtime itself, so that copies of a module that holds the runtime share the tables."""
         return self
 
     def __deepcopy__(self, memo: dict[int, object]) -> "FrameworkLoaders":

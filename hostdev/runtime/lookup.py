@@ -27,14 +27,14 @@ def lookup_rows(
     device: torch.device,
     stacks: Sequence[Stack],
 ) -> dict[str, Value]:
-    """Return the rows of a request by feature, as a loop does; the tables must be up to date.
+    """Return the rows of a request by feature, as a loop yields them; the tables must be up to date.
 
     Args:
-        request: The request for one batch, with its ids by group, and its `MicroBatch` as a note.
+        request: The request for one batch; its `note` is a list with one `MicroBatch`.
         bindings: The features' bindings.
         groups: The groups of tables.
         device: The device of the returned rows.
-        stacks: Features that are returned in one tensor.
+        stacks: Lists of features, each of which is returned in one tensor.
     """
     [micro] = request.note
     found = [_Group(group, given, device) for group, given in zip(groups, request.ids, strict=True)]
@@ -54,7 +54,7 @@ def lookup_rows(
 
 
 class _Group:
-    """A group's rows, which its tasks look up."""
+    """The rows of a group of tables, which are complete once all `tasks` have run."""
 
     def __init__(self, group: GroupSpec, given: Sequence[npt.NDArray[Any]], device: torch.device) -> None:
         ids = given[0] if len(given) == 1 else np.concatenate(given)

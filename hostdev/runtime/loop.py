@@ -34,10 +34,10 @@ Item = TypeVar("Item")
 class TrainLoop(Loop[Item]):
     """A loop over batches with rows, whose gradients update the tables; the result of `Runtime.train`.
 
-    When the loop asks for the next batch, the gradients of the rows are applied to the tables in the background; a
+    When the next batch is requested, the gradients of the rows are applied to the tables in the background; a
     batch without gradients is skipped and changes nothing.
 
-    If dense optimizers step in the loop, the tables are updated with each batch in which an optimizer has stepped.
+    If dense optimizers step in the loop, the tables are updated for each batch with which an optimizer has stepped.
     Otherwise they are updated at the end of each body in which `backward` has run, whether the loop continues, is left
     by `break` or is closed. A body that raises an exception has not reached its end, and changes nothing.
     """
@@ -73,7 +73,7 @@ class TrainLoop(Loop[Item]):
         return self.watcher.thread
 
     def clipping_rows(self) -> "TrainLoop[Item]":
-        """From now on, clip the rows whenever torch's functions clip the parameters; return the loop."""
+        """From now on, clip the rows whenever torch's functions clip parameters; return this loop."""
         clipping.add(self)
         return self
 
@@ -98,7 +98,7 @@ class TrainLoop(Loop[Item]):
         return super()._find_place(reading) or loaded
 
     def _open_pass(self) -> Any:
-        """Open a pass over the remaining batches, or over only the first one if an earlier loop's gradients wait."""
+        """Open a pass over the remaining batches, or over the first one alone if an earlier loop's gradients wait."""
         requests: Iterator[Request] = self._wanted
         self.watcher.first = first = self._runtime.loops.carried.first_batch()
         if first is not None:
@@ -176,7 +176,7 @@ class TrainLoop(Loop[Item]):
         return super()._next_batch()
 
     def wrote(self, table: Table, ids: Any) -> None:
-        """Record that the program has written to a table: ids int32 or int64 [N], or None for all rows."""
+        """Record that the program has written rows of a table: `ids`, int32 or int64 [N], or all rows if None."""
         if self.watcher.first is not None:
             self.watcher.first.wrote(table, ids)
 
@@ -185,7 +185,7 @@ class TrainLoop(Loop[Item]):
         self.watcher.forget_gradients()
 
     def submit(self) -> None:
-        """Finish the body's batch if an optimizer has stepped with it, and wait until readers see all updates."""
+        """Finish the body's batch if its step was taken, and wait until all updates of the tables are done."""
         self.watcher.require_thread()
         try:
             with torch.inference_mode(False):  # as in `__next__`
@@ -202,7 +202,7 @@ class TrainLoop(Loop[Item]):
             raise
 
     def _was_stepped(self) -> bool:
-        """Return whether the body is done with its batch: an optimizer has stepped, or the loop has none."""
+        """Return whether the body is done with its batch: an optimizer has stepped, or none steps in this loop."""
         batch, steps = self._batch, self.watcher.steps
         if batch.reduction is not None and not batch.is_reduced():
             return False
@@ -213,8 +213,8 @@ class TrainLoop(Loop[Item]):
     def _end_batch(self, *, closing: bool = False) -> None:
         if any(leaf.grads() for leaf in self._late):
             raise ValueError(
-                "a batch got gradients after an evaluation or a read of its tables had finished it; call backward() "
-                "first"
+                "a batch got gradients after an evaluation, or a read of a table, had already finished the batch; call "
+                "backward() before evaluations and reads"
             )
         self._late = []
         batch, runtime, watcher = self._batch, self._runtime, self.watcher
@@ -237,11 +237,11 @@ class TrainLoop(Loop[Item]):
                 runtime.settings.exchange_rates(later)
 
     def _has_reported(self) -> bool:
-        """Return whether the body has already seen that the step failed, so that the error is not raised again."""
+        """Return whether the error of a failed step was already raised in the body; then it is not raised again."""
         return any(rows.guarded is not None and rows.guarded[1].has_raised for rows in self._batch.rows)
 
     def _keep_pending(self, flight: StepBatch) -> None:
-        """Keep the rows' gradients for the next step if the batch had no step, as `.grad` keeps the dense ones."""
+        """If the batch had no step, keep the rows' gradients for the next one, as `.grad` keeps dense gradients."""
         batch, watcher = self._batch, self.watcher
         steps, carried = watcher.steps, self._runtime.loops.carried
         if steps.stepped or batch.reduction is not None or not batch.has_gradients():
@@ -264,6 +264,6 @@ trained: WeakKeyDictionary[Table, ReferenceType[AnyTrainLoop]] = WeakKeyDictiona
 
 
 def trained_by(table: Table) -> AnyTrainLoop | None:
-    """Return the open loop, of any runtime, that trains a table."""
+    """Return the open loop, of any runtime, that trains a table, or None."""
     loop = trained.get(table)
     return None if loop is None else loop()

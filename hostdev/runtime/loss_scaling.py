@@ -9,7 +9,7 @@ from hostdev.runtime.body_batch import BodyBatch
 
 
 class LossScaling:
-    """The record of what a scaler has done to one batch.
+    """The record of what a `GradScaler` has done to one batch.
 
     Args:
         batch: The batch in the body.
@@ -21,9 +21,9 @@ class LossScaling:
         self._batch, self._device, self._has_ranks = batch, device, has_ranks
         self._since = scaling.losses_scaled()
         self._origin: scaling.Origin | None = None  # None: no loss was scaled
-        self._overflow: Tensor | None = None  # float32 []: not 0 if divided gradients are not finite
+        self._overflow: Tensor | None = None  # float32 []: 0 if all divided gradients are finite, else more
         self.is_unscaled = False
-        self._by_optimizer = False  # whether a scaler divided them through `Runtime.optimizer`
+        self._by_optimizer = False  # whether a scaler divided the gradients through `Runtime.optimizer`
 
     @property
     def has_scaled(self) -> bool:
@@ -37,7 +37,7 @@ class LossScaling:
         return None if scaled is None else scaled[0]
 
     def scaled(self, losses: object) -> None:
-        """Record that a scaler has multiplied these losses."""
+        """Record that a scaler has multiplied these losses by its scale."""
         if self._origin is None:
             self._origin = scaling.Origin(plain=bool(self._batch.gradients))
             for leaf in self._batch.all_leaves:
@@ -56,7 +56,11 @@ class LossScaling:
         self._by_optimizer = False
 
     def unscale(self, scaler: GradScaler) -> dict[torch.device, Tensor]:
-        """Unscale the rows' gradients, only once; return float32 [] by device, not 0 if a gradient is not finite."""
+        """Divide the rows' gradients by the scale, unless this was done before.
+
+        Returns:
+            By device, float32 []: 0 if all divided gradients are finite, else 1. Empty if nothing was divided.
+        """
         if self.is_unscaled or not self.is_scaled():
             return {}
         scaled = scaling.scaler_since(self._since)
@@ -72,12 +76,16 @@ class LossScaling:
         return {self._device: found}
 
     def require_scaled_alike(self) -> None:
-        """Raise ValueError if only some gradients come from scaled losses, or if ranks exchange such gradients."""
+        """Raise ValueError if only some gradients come from scaled losses, or if any do with several ranks."""
         if self.is_scaled():
             self._require_alone()
 
     def rows_unscaled(self, found: dict[torch.device, Tensor]) -> None:
-        """Record that a scaler has unscaled `Runtime.optimizer`; complete the scaler's record, `found`."""
+        """Record that a scaler has divided the rows' gradients, which it got from `Runtime.optimizer`.
+
+        Args:
+            found: The scaler's record of overflows by device; if it is empty, it is filled in here.
+        """
         if not found:  # the gradients were already divided, or there are none
             found[self._device] = self._scalar(0.0) if self._overflow is None else self._overflow.to(self._device)
         self.is_unscaled = self._by_optimizer = True
@@ -85,14 +93,16 @@ class LossScaling:
             self.overflowed(wrong)
 
     def overflowed(self, found: Tensor) -> None:
-        """Record the result of a check of gradients, float32 []: not 0 if some are not finite."""
+        """Record the result of a check of gradients, float32 []: 0 if all are finite, else more."""
         self._overflow = found if self._overflow is None else self._overflow + found.to(self._overflow.device)
 
     def skips_step(self, owner: object) -> bool:
-        """Unscale the gradients if no scaler has done so yet; return whether the step is skipped.
+        """Divide the gradients by the scale, unless this was done before; return whether to skip the step.
+
+        The step is skipped if a gradient is not finite after the division.
 
         Args:
-            owner: An object that represents an optimizer in the scaler's record.
+            owner: An object in place of an optimizer, under whose `id` the scaler records an overflow.
         """
         scaled = scaling.scaler_since(self._since) if self.is_scaled() else None
         if scaled is not None:

@@ -29,7 +29,7 @@ class Loops:
         groups: The groups of tables.
         pipeline: Looks up and updates the rows.
         settings: The tables' settings.
-        access: The `Owner` of the tables while a loop is open; called at each read and write.
+        access: The `Owner` of the tables while a loop is open; it is called at each read and write.
         loaders: The loaders of frameworks' trainers, whose loops may be open.
     """
 
@@ -57,7 +57,7 @@ class Loops:
 
     @property
     def place(self) -> Place | None:
-        """The position of the open loop over `train` in its batches, or of the last such loop in its iterator."""
+        """The position in its batches of the open loop over `train`, or else of the last such loop over an iterator."""
         loop = self.training
         return self.iterators.place if loop is None else loop.place
 
@@ -78,24 +78,24 @@ class Loops:
             loop.drop_gradients()
 
     def failed_late(self, error: BaseException) -> None:
-        """Keep the error of a deleted loop for `raise_late`, since no caller could catch it."""
+        """Keep the error of a deleted loop, which no caller could catch, for `raise_late`."""
         try:
             self._late = copy(error)  # without its traceback, whose frames hold the loop
         except Exception:  # copying a user's exception may fail
             self._late = RuntimeError(f"{type(error).__name__}: {error}")
 
     def raise_late(self) -> None:
-        """Raise the error of a loop that failed after the program had left it."""
+        """Raise the error, if any, of a loop that failed after the program had left it."""
         error, self._late = self._late, None
         if isinstance(error, HostdevError):
             raise error
         if error is not None:
             raise AbandonedLoopError(
-                f"a loop over these tables failed after it was left: {type(error).__name__}: {error}"
+                f"a loop over these tables failed after the program had left it: {type(error).__name__}: {error}"
             ) from error
 
     def begin_training(self, loop: AnyTrainLoop) -> None:
-        """Register a loop over `train`; raise ValueError while another one over these tables is open."""
+        """Register a loop over `train`; raise ValueError while another loop over these tables is open."""
         self._close_abandoned()
         self.raise_late()
         if self.training is not None:
@@ -133,7 +133,7 @@ class Loops:
         self._disown()
 
     def is_predicting(self) -> bool:
-        """Close loops that are finished or abandoned; return whether a loop over `predict` is still open."""
+        """Close loops that are finished or ended with an error; return whether a loop over `predict` is still open."""
         if self.predicting:
             self._close_abandoned(but=self.training)
         return self.predicting > 0
@@ -162,7 +162,7 @@ class Loops:
         self.iterators.clear()
 
     def _close_abandoned(self, *, but: AnyTrainLoop | None = None) -> None:
-        """Close loops, except `but`, that are finished or that an error left; a traceback may keep them alive."""
+        """Close all loops except `but` that are finished or ended with an error; a traceback may keep them alive."""
         training = [trained_by(table) for table in self._tables.values()]
         for loop in [*training, *self._predict_loops]:
             if loop is not None and (loop.is_abandoned or loop.is_finished) and loop is not but:

@@ -1,10 +1,11 @@
 """Makes the program's own random generators draw the same numbers at any depth, or raises an error.
 
-A global generator has streams for reading (`random_streams`). A generator of the program, such as
-`numpy.random.default_rng(0)`, has the same order of draws at any depth if only reading (the loader, `ids`, `send`) or
-only the body uses it. If both do, the order depends on the depth, and the loop raises an error. To detect this, the
-generators that reading can reach are found once, and their states are compared around each read. A loop that ends early
-sets them back to their states after the last yielded batch.
+The global generators use separate random streams while a batch is read (see `random_streams`). A generator of the
+program, such as `numpy.random.default_rng(0)`, has the same order of draws at any depth if it is used only while
+batches are read (by the loader, `ids` or `send`) or only in the body. If it is used in both, the order depends on the
+depth, and the loop raises an error. To detect this, the generators that the loader, `ids` and `send` can reach are
+found once, and their states are compared before and after each read. A loop that ends early restores the states that
+these generators had when the last yielded batch had been read.
 """
 
 import functools
@@ -28,15 +29,15 @@ _LONGEST = 64  # items; longer containers are not searched
 
 
 class Draw(NamedTuple):
-    """The loader's draws from a generator for a prefetched batch; a later loop that gets the batch repeats them."""
+    """The loader's draws from one generator for a prefetched batch; a later loop that yields the batch repeats them."""
 
     generator: Any
-    before: bytes  # the generator's state
-    after: bytes
+    before: bytes  # the generator's state before the draws
+    after: bytes  # and after the draws
 
 
 class OwnGenerators:
-    """The program's generators that reading can reach.
+    """The program's random generators that the loader, `ids` and `send` can reach.
 
     Args:
         roots: The loader, `ids` and `send`.
@@ -47,24 +48,26 @@ class OwnGenerators:
         self._states = {key: _state(one) for key, one in self._found.items()}  # at the last comparison
         self._ahead: deque[dict[int, bytes]] = (
             deque()
-        )  # for each prefetched batch: the states, before its read, of the generators that it drew from
+        )  # for each prefetched batch: the generators that its read drew from, each with its state before the read
         self._is_first = True
-        self._read: set[int] = set()  # that a read drew from; the first read, which is not ahead, does not count
-        self._elsewhere: set[int] = set()  # that other code drew from between two reads
+        self._read: set[int] = (
+            set()
+        )  # generators that a read drew from; the first read is not ahead, and does not count
+        self._elsewhere: set[int] = set()  # generators that other code drew from between two reads
 
     def before_read(self) -> None:
-        """Record which generators other code has drawn from since the last read; raise ValueError for a shared one."""
+        """Record the generators that other code drew from since the last read; raise ValueError if reads use one."""
         self._elsewhere |= self._changed().keys()
         self._require_own()
 
     def loaded(self) -> list[Draw]:
-        """Return the loader's draws in this read; call it before `ids` and `send`."""
+        """Return the loader's draws in the current read; call this before `ids` and `send` run."""
         now = {key: _state(one) for key, one in self._found.items()}
         changed = [(key, before) for key, before in self._states.items() if now[key] != before]
         return [Draw(self._found[key], before, now[key]) for key, before in changed]
 
     def after_read(self) -> None:
-        """Record which generators the read has drawn from; raise ValueError for a shared one."""
+        """Record the generators that the read has drawn from; raise ValueError if other code uses one of them."""
         changed = self._changed()
         if not self._is_first:
             self._read |= changed.keys()
@@ -73,11 +76,11 @@ class OwnGenerators:
         self._require_own()
 
     def failed(self) -> None:
-        """Accept the draws of a read that raised an error: depth 0 would have made them, too."""
+        """Accept the draws of a read that raised an error: a loop at depth 0 would have made the same draws."""
         self._changed()
 
     def give(self) -> None:
-        """Count a batch as yielded; raise ValueError if the previous batch's body has drawn from a shared generator."""
+        """Count a batch as yielded; raise ValueError if the previous body drew from a generator that reads use, too."""
         self.before_read()
         self._ahead.popleft()
 
@@ -111,7 +114,7 @@ class OwnGenerators:
 
 
 def repeat(draws: list[Draw]) -> None:
-    """Repeat the loader's draws for a batch of an earlier loop; raise ValueError if other code has drawn since."""
+    """Repeat the loader's draws for a batch that an earlier loop read; raise ValueError if others were made since."""
     for draw in draws:
         if _state(draw.generator) != draw.before:
             raise ValueError(_SHARED.format("the code between two loops", type(draw.generator).__name__))
@@ -120,8 +123,8 @@ def repeat(draws: list[Draw]) -> None:
 
 _SHARED = (
     "the loader, `ids` or `send` draws from the same {1} as {0}, and the loop reads ahead: the order of the draws "
-    "would depend on the depth. Give each its own generator, draw from the global ones, or use read_ahead=0, "
-    "which disables reading ahead in loops that do not accumulate"
+    "would depend on the depth. Use a separate generator for each, draw from the global generators, or pass "
+    "read_ahead=0, which disables reading ahead in loops that do not accumulate"
 )
 
 
@@ -144,7 +147,7 @@ def _generators_in(roots: tuple[Any, ...]) -> Iterator[Any]:
 
 
 def _is_global(generator: Any) -> bool:
-    """Return whether a generator is a global one: `from random import choice` leads to Python's."""
+    """Return whether a generator is global; for example, `from random import choice` makes Python's reachable."""
     if isinstance(generator, torch.Generator):
         return generator is torch.default_generator
     if isinstance(generator, np.random.RandomState):
@@ -201,7 +204,7 @@ def _slots(thing: Any) -> list[Any]:
 
 
 def _methods(kind: type) -> list[Any]:
-    """Return the methods of a class that reading may call, except those of torch, NumPy and hostdev."""
+    """Return the methods of a class that reading a batch may call, except those of torch, NumPy and hostdev."""
     names = ("__getitem__", "__getitems__", "__iter__", "__next__", "__call__")
     bases = [base for base in kind.__mro__ if base.__module__.split(".")[0] not in ("torch", "numpy", "hostdev")]
     found = [vars(base).get(name) for base in bases for name in names]

@@ -39,7 +39,7 @@ def get_ids_of_some(
 
     Args:
         chosen: The names of features and stacks.
-        ids: Returns all ids of a batch; None if batches are dicts that have them.
+        ids: Called with a batch; returns its ids by feature. None if batches are dicts that contain the ids.
         bindings: The bindings of the runtime's features.
         stacks: The runtime's stacks.
     """

@@ -1,9 +1,9 @@
 """Gradients of rows that wait for a step because a loop ended between `backward` and the optimizer's step.
 
 The dense parameters keep such gradients in `.grad`, and the next step uses them, unless `zero_grad` is called first.
-The same step uses the gradients of the rows. The next loop adds these rows to its first batch, which is alone in the
-pipeline. When that batch's first gradients arrive, the loop checks whether the dense parameters still have the earlier
-gradients.
+That step must also use the gradients of the rows. So the next loop adds these rows to its first batch, which is alone
+in the pipeline. When that batch gets its first gradients, the loop checks whether the dense parameters still have the
+earlier gradients; if so, it adds the earlier gradients of the rows, too.
 """
 
 import threading
@@ -33,11 +33,11 @@ class GroupGradients(NamedTuple):
     """Gradients of some rows of a group's tables."""
 
     ids: Ids  # int32 or int64 [P], unique
-    grads: list[Tensor | None]  # for each table, float32 [P, D] on the device; None without a gradient
+    grads: list[Tensor | None]  # for each table, float32 [P, D] on the device, or None without a gradient
 
 
 class _Held(NamedTuple):
-    """A dense parameter's gradient from the same batches."""
+    """A dense parameter's gradient from the batches whose rows have waiting gradients."""
 
     optimizer: Optimizer
     parameter: Tensor
@@ -57,7 +57,7 @@ class Pending:
     Args:
         groups: The gradients by group of tables, in the runtime's order.
         optimizers: The dense optimizers that have gradients from the same batches; may be empty.
-        apply: Takes a step with these gradients alone.
+        apply: Called with this object to take a step with these gradients alone.
         scaler: The scaler that has multiplied the losses; it divides these gradients together with the dense ones.
     """
 
@@ -112,7 +112,7 @@ class Pending:
         return [one.optimizer for one in self._held]
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Apply the gradients with the step that a dense optimizer takes after the loop; see `scaling.Waiting`."""
+        """Apply the gradients; called when one of the dense optimizers steps after the loop."""
         if threading.get_ident() == self.thread and self.is_kept():
             self._apply(self)
 
@@ -121,7 +121,7 @@ class Pending:
         return self._scaler is not None
 
     def unscale(self, scaler: GradScaler) -> dict[torch.device, Tensor]:
-        """Divide the gradients by the scaler's current scale, as it divides those of dense parameters."""
+        """Divide the gradients by the scaler's current scale, once; see `scaling.Scaled`."""
         if scaler is not self._scaler or not self.is_kept():
             return {}
         self._scaler = None
@@ -149,12 +149,12 @@ def gradients_left(
     uses: Sequence[Sequence[GroupUses]],
     more: Sequence[Tensor] | None,
 ) -> list[GroupGradients]:
-    """Take the rows' gradients of a batch that the loop left without a step.
+    """Remove and return the rows' gradients of a batch that the loop left without a step.
 
     Args:
         flight: The batch.
         leaves: The batch's rows, by group and by table.
-        uses: For each batch that the loop yielded, the occurrences by group; rows that do not occur are left out.
+        uses: For each batch that the loop yielded, the occurrences of rows by group; other rows are left out.
         more: For each group, positions of further rows with gradients; None if there are none.
     """
     left = []
@@ -173,17 +173,17 @@ def gradients_left(
 
 
 class FirstBatch:
-    """The first batch of a loop that opens while gradients wait for a step; it also looks up their rows.
+    """The first batch of a loop that opens while gradients of rows wait for a step; it also looks up these rows.
 
     The values of pending rows that the batch does not use itself are kept until it is known whether the pending
     gradients apply. If they do not, the values are restored after the step, because an optimizer changes even a row
     whose gradient is 0.
 
     Args:
-        pending: The gradients.
+        pending: The gradients that wait.
         tables: The tables by group.
         pipeline: The runtime's pipeline.
-        done: Called when the gradients have been added or dropped.
+        done: Called with `pending` when the gradients have been added or dropped.
     """
 
     def __init__(
@@ -201,25 +201,30 @@ class FirstBatch:
         return self.pending.added_to(request)
 
     def came(self, leaves: Sequence[Sequence[RowParameter]], inverses: Sequence[Tensor]) -> None:
-        """At the batch's first gradients, decide whether the pending gradients apply; if so, add them."""
+        """When the batch gets its first gradients, decide whether the pending gradients apply; if so, add them."""
         if self.counts is None:
             self.counts = self.pending.is_kept()
             if self.counts:
                 self.pending.add_to(leaves, self.places(inverses))
 
     def places(self, inverses: Sequence[Tensor]) -> list[Tensor]:
-        """Return, by group, the positions of the pending rows in the batch; their ids are the last of the request."""
+        """Return, by group, the positions of the pending rows in the batch; the request ends with their ids."""
         groups = self.pending.groups
         return [at[len(at) - len(rows.ids) :] for at, rows in zip(inverses, groups, strict=True)]
 
     def wrote(self, table: Any, ids: Ids | None) -> None:
-        """Make `end` restore the values just written to a table: ids int32 or int64 [N], or None for all rows."""
+        """Make `end` restore the values that the program has just written to a table.
+
+        Args:
+            table: The table.
+            ids: The written rows, int32 or int64 [N]; None for all rows.
+        """
         for number, (one, own, _, _) in enumerate(self._before):
             if one is table and (ids is None or np.isin(own, ids).any()):
                 self._before[number] = (table, own, *_read(table, own))
 
     def end(self) -> None:
-        """Restore the rows that must not change, after the batch's update."""
+        """After the batch's update, restore the rows that must not have changed."""
         if self.counts is None:
             return
         before, self._before = self._before, []
@@ -274,8 +279,8 @@ def take_step(pipeline: Any, pending: Pending, frozen: set[str]) -> None:
         flags.check(*zip(*found, strict=True))
         if flags.stop.item():
             raise NonFiniteError(
-                "the gradients of rows that an earlier loop left without a step are not finite, or too large for their "
-                "optimizer; no row was updated"
+                "an earlier loop ended before a step used its gradients, and its gradients of rows are not finite, or "
+                "too large for the table's optimizer; no row was updated"
             )
         one.finish(flight, Gradients(grads))
         del flight

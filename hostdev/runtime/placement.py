@@ -1,4 +1,4 @@
-"""Checks of a runtime's groups of tables: device, caches, ranks and host memory."""
+"""Checks that a runtime's tables fit its device, ranks, caches and host memory; creates the caches."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -31,13 +31,13 @@ def require_place(groups: list[GroupSpec], device: torch.device) -> None:
 def cache_specs(
     cache: CacheSize | Mapping[str, CacheSize | None] | None, groups: list[GroupSpec]
 ) -> list[CacheSpec | None]:
-    """Return each group's `CacheSpec`, or None without a cache, from the argument `cache` of `Runtime`."""
+    """Return each group's `CacheSpec`, or None for a group without a cache, from the argument `cache` of `Runtime`."""
     if cache is None:
         return [None] * len(groups)
     if not isinstance(cache, Mapping):
         spec = cache if isinstance(cache, CacheSpec) else CacheSpec(cache)
         if not any(on_host(group) for group in groups):
-            raise UserError("a cache has no effect if all tables are on the device; leave it out")
+            raise UserError("a cache has no effect if all tables are on the device; leave out cache=")
         return [spec if on_host(group) else None for group in groups]
     specs: list[CacheSpec | None] = [None] * len(groups)
     for name, value in cache.items():
@@ -46,10 +46,10 @@ def cache_specs(
             known = [table.name for group in groups for table in group.tables]
             raise ValueError(f"a cache is given for table {name!r}, but the tables are {', '.join(known)}")
         if not on_host(groups[found[0]]):
-            raise UserError(f"a cache for table {name!r}, which is on the device, has no effect; leave it out")
+            raise UserError(f"a cache has no effect on table {name!r}, which is on the device; remove it from cache=")
         if specs[found[0]] is not None:
             raise ValueError(
-                f"table {name!r} shares its ids, and so its cache, with another table that `cache` names; leave one out"
+                f"table {name!r} shares its ids, and so its cache, with another table in cache=; name only one of them"
             )
         if value is not None:
             specs[found[0]] = value if isinstance(value, CacheSpec) else CacheSpec(value)
@@ -78,7 +78,7 @@ def require_parts(groups: list[GroupSpec], ranks: Ranks | None) -> None:
             raise ValueError(
                 f"table {table.name!r} holds {'all rows' if part is None else f'part {part[0]} of {part[1]}'}, but "
                 + ("there are no other ranks" if wanted is None else f"this is rank {wanted[0]} of {wanted[1]}")
-                + "; create it with part=ranks.part(), and give the Runtime these ranks"
+                + "; create the table with part=ranks.part(), and the Runtime with ranks=ranks"
             )
 
 

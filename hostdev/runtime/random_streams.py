@@ -2,9 +2,9 @@
 
 A loop reads ahead of its body, and both may draw from the same global generator: torch's, NumPy's, Python's `random`,
 or the device's. The order of their draws would depend on how far ahead the loop reads. So each batch is read with its
-own streams: the global generators are seeded by (their state when the loop began, the number of the batch), and their
-states are restored afterwards. A read's draws then depend only on the global seeds and the batch's number, not on
-depth, caches, or the process that reads the batch.
+own streams: each global generator is seeded from its state when the loop began and from the number of the batch, and
+its state is restored afterwards. The draws for a batch then depend only on the global seeds and the batch's number, not
+on depth, caches, or the process that reads the batch.
 
 The first `next` of a new iterator draws from the global generators directly: a `DataLoader` that shuffles takes its
 seed there, the same one as in a plain torch loop.
@@ -23,7 +23,7 @@ from hostdev.runtime.generators import get_generators
 
 
 class Place(NamedTuple):
-    """A position in a sequence of batches, and the seeds of their streams.
+    """A position in a sequence of batches, and the seeds of the batches' random streams.
 
     Attributes:
         seeds: Each generator's seed, by name.
@@ -55,7 +55,7 @@ class RandomStreams:
         place: Where an earlier loop over the same batches ended, or a checkpoint's position; None for a new sequence.
         stride: Number of batches of a step, over all processes.
         each: Number of consecutive batches of a step that this process reads.
-        first: Number of a step's batches that precede these and are read by other processes.
+        first: Number of batches of a step that precede those that this process reads.
 
     Attributes:
         start: Number of batches that this process had yielded when the loop began.
@@ -81,13 +81,13 @@ class RandomStreams:
 
     @contextmanager
     def reading(self, position: int) -> Iterator[list[str]]:
-        """Seed the generators with a batch's own streams in a `with` block, which reads the batch.
+        """In a `with` block that reads a batch, let the generators draw from the batch's own streams.
 
         Args:
-            position: The number of batches before it in this process's sequence.
+            position: Number of batches that this process reads before this one.
 
         Yields:
-            A list that afterwards has the names of the generators that reading drew from.
+            A list that, after the block, has the names of the generators that were used in it.
         """
         step, place = divmod(position, self._each)
         number = step * self._stride + self._first + place
@@ -107,9 +107,10 @@ class RandomStreams:
                 one.restore(state)
 
     def give(self, drew: Sequence[str]) -> None:
-        """Count a batch as yielded; `drew` has the names of the generators that reading it drew from.
+        """Count a batch as yielded; `drew`: the names of the generators that were used to read the batch.
 
-        At its first use, a generator is advanced by one number, so that the next loop begins from another state.
+        When a batch has used a generator for the first time, the generator is advanced by one number, so that the next
+        loop begins from another state.
         """
         self._given += 1
         for one in self._generators:

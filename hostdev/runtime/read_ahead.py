@@ -1,4 +1,4 @@
-"""Iterators that loops read ahead: prefetched batches that a loop did not use are replayed by the next one."""
+"""Keeps the batches that a loop has read ahead from an iterator but not used, for the next loop over the iterator."""
 
 import sys
 import threading
@@ -15,13 +15,13 @@ _OWN_REFERENCES = 2  # references to the iterator: the field, and the argument o
 class ReadAhead:
     """The batches of an iterator that were read but not used yet.
 
-    A loop that ends early has read further than its body, by its depth and the window of its caches. The next loop over
-    the same iterator gets these batches first, so that none is lost.
+    A loop that ends early has read more batches than its body has used, because of the depth and the window of the
+    caches. The next loop over the same iterator gets these batches first, so that none is lost.
     """
 
     def __init__(self, source: Iterator[Any]) -> None:
         self.source = source
-        self.streams: RandomStreams | None = None  # random streams of the last loop over it
+        self.streams: RandomStreams | None = None  # random streams of the last loop over the iterator
         self.states: Any = None  # accelerate's state for each kept batch
         self.draws: deque[list[Draw]] = deque()  # the loader's draws from its own generators, for each kept batch
         self._kept: deque[Any] = deque()
@@ -35,11 +35,11 @@ class ReadAhead:
 
     @property
     def place(self) -> Place | None:
-        """The position of the last loop over the iterator, for the random streams."""
+        """The position of the last loop over the iterator, which selects the random streams; None if unknown."""
         return None if self.streams is None else self.streams.place
 
     def batches(self) -> Iterator[Any]:
-        """Yield the kept batches, then the iterator's; a later call ends an earlier one."""
+        """Yield the kept batches, then new ones from the iterator, until `batches` is called again."""
         with self._reading:
             again = deque(self._kept)
             self._readers += 1
@@ -69,7 +69,7 @@ class Iterators:
 
     def __init__(self) -> None:
         self._held: list[ReadAhead] = []
-        self._last: ReadAhead | None = None  # the one of the last loop over `train`
+        self._last: ReadAhead | None = None  # the iterator of the last loop over `train`
         self._loaded: Place | None = None  # a loaded checkpoint's position
 
     def get(self, source: Iterator[Any], *, train: bool) -> ReadAhead:
@@ -99,7 +99,7 @@ class Iterators:
         return None if self._last is None else self._last.place
 
     def continue_at(self, place: Place | None) -> None:
-        """Begin the next loop over `train` at a checkpoint's position in the batches."""
+        """Make the next loop over `train` begin at a checkpoint's position in the batches."""
         self._loaded = place
 
     def take_loaded(self) -> Place | None:
@@ -109,10 +109,10 @@ class Iterators:
 
 
 def require_read_ahead(read_ahead: Any, *, background: bool) -> None:
-    """Raise ValueError unless `read_ahead` is a number of batches and has an effect."""
+    """Raise ValueError unless `read_ahead` is None, or a number of batches without `background`."""
     if read_ahead is None:
         return
     if isinstance(read_ahead, bool) or not isinstance(read_ahead, int) or read_ahead < 0:
         raise ValueError(f"read_ahead must be a number of batches, 0 or more, not {read_ahead!r}")
     if background:
-        raise ValueError("read_ahead limits reading in the loop's thread; leave it out with background=True")
+        raise ValueError("read_ahead limits reading in the loop's thread; leave out read_ahead with background=True")

@@ -3,7 +3,7 @@
 The loader, `ids` and `send` are the program's code. They run in the loop's thread, but ahead of the body. Each problem
 that this causes has its own module: random numbers (`random_streams`, `own_generators`), reused memory (`refills`),
 prefetched batches that a loop did not use (`read_ahead`), and accelerate's state (`frameworks.accelerate`). This module
-calls them when a batch is read and when the loop yields it.
+calls those modules when a batch is read and when the loop yields it.
 """
 
 from collections import deque
@@ -25,7 +25,7 @@ class Reading:
     Args:
         batches: The loader, whose iterator is created here.
         program: The other functions that are called for each batch: `ids` and `send`.
-        keep: Returns the record of an iterator, from which a later loop may continue.
+        keep: Called with an iterator; returns its `ReadAhead`, from which a later loop may continue.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Reading:
                 kept.states = self._states
 
     def watch(self, streams: RandomStreams, *, ahead: bool) -> None:
-        """Watch the program's code while it reads.
+        """Prepare to watch what the program's code does while batches are read.
 
         Args:
             streams: The batches' random streams.
@@ -68,18 +68,18 @@ class Reading:
 
     @property
     def place(self) -> Place | None:
-        """The loop's position in its batches, for their random streams."""
+        """The loop's position in its sequence of batches, which selects their random streams; None if unknown."""
         return None if self._streams is None else self._streams.place
 
     @contextmanager
     def batch(self, number: int) -> Iterator[list[Any]]:
-        """Read the next batch for a `with` block, which calls the program's functions with it.
+        """Read the next batch for a `with` block, which calls `ids` and `send` with the batch.
 
         Args:
-            number: Number of batches that were read before it.
+            number: Number of batches that were read before this one.
 
         Yields:
-            A list with the batch, which the block removes from it; empty at the end.
+            A list with the batch, which the block removes from the list; an empty list after the last batch.
         """
         if self._in_flight is not None:
             self._in_flight.before_read()
@@ -100,7 +100,7 @@ class Reading:
 
     @contextmanager
     def _reading(self, number: int) -> Iterator[tuple[list[Any], Sequence[str]]]:
-        """Read the next batch with its own random streams, for the loader and the program's functions."""
+        """Read the next batch; the loader, and the `with` block, draw from the batch's own random streams."""
         streams = self._streams
         position = 0 if streams is None else streams.start + number
         is_first = streams is not None and streams.is_new and not number  # draws as a plain torch loop does
@@ -124,12 +124,12 @@ class Reading:
         return []
 
     def has_read(self, batch: Any, number: int) -> None:
-        """Record a batch's memory; raise ValueError, with its number, if reading it has changed an earlier batch."""
+        """Record the memory of batch `number`; raise ValueError if reading this batch has changed an earlier one."""
         if self._in_flight is not None:
             self._in_flight.after_read(batch, number)
 
     def give(self) -> None:
-        """Count the first prefetched batch as yielded; raise ValueError if reading a later one has changed it."""
+        """Count the first prefetched batch as yielded; raise ValueError if reading a later one changed the batch."""
         if self.kept is not None:
             self.kept.given()
         if self._in_flight is not None:

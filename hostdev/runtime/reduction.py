@@ -1,4 +1,4 @@
-"""Sums of the gradients of a step's micro-batches, for rows and dense parameters, in the order of a tree."""
+"""Sums the gradients of a step's micro-batches, of rows and of dense parameters, in the order of a tree."""
 
 from collections.abc import Iterable, Sequence
 
@@ -17,16 +17,16 @@ from hostdev.runtime.row_parameter import RowParameter
 
 
 class Reduction:
-    """The gradient sums over a step's finished micro-batches.
+    """The sums of the gradients of a step's finished micro-batches.
 
     Args:
         leaves: The unique rows of each table.
         count: Number of the step's micro-batches on each rank.
-        flags: The flags that stop non-finite steps.
+        flags: The flags that stop a step whose gradients or loss are not finite.
         ranks: The ranks that have the other micro-batches; None if this process has all.
         dense: Exchanges the gradients of parameters with other ranks.
         flight: The step's batch.
-        losses: For each loss of a `backward`, float32 []: 0 if the loss is finite, else NaN.
+        losses: For each loss on which `backward` was called, float32 []: 0 if the loss is finite, else NaN.
         steps: The channel to other ranks for small values of each step; None without other ranks.
     """
 
@@ -50,7 +50,7 @@ class Reduction:
         self._next = self._first
         self._parameters: list[Tensor] = []
         self._values: list[Tensor | None] = []
-        self.in_two = False  # whether gradients are sent in two parts: all ranks know which go first
+        self.in_two = False  # whether rows' gradients are sent in two parts, since all ranks know which go first
         self.parts: list[list[Tensor] | None] = []  # with ranks, for each leaf: gradients of this rank's nodes, or None
 
     @property
@@ -59,14 +59,18 @@ class Reduction:
         return self._ranks is not None
 
     def has_sums(self, *, reduced: bool) -> bool:
-        """Return whether the rows have the gradients of the whole step; with other ranks, always False."""
+        """Return whether the rows have the gradients of the whole step; with other ranks, always False.
+
+        Args:
+            reduced: Whether the last yielded micro-batch was reduced.
+        """
         return self._ranks is None and reduced and self._next >= self.count
 
     def require_sums(self, *, reduced: bool) -> None:
         """Raise ValueError if this process does not have the step's summed gradients of the rows."""
         if self._ranks is not None:
             raise ValueError(
-                "each rank has only the gradients of its own rows, so none can compute the total norm: "
+                "each rank has only the gradients of its own rows, so no rank can compute the total norm: "
                 "with ranks, clip only model.parameters()"
             )
         if not self.has_sums(reduced=reduced):
@@ -84,7 +88,7 @@ class Reduction:
         given = list(parameters)
         if self._values and [id(one) for one in given] != [id(one) for one in self._parameters]:
             raise ValueError(
-                "reduce() was given different parameters for micro-batches of the same step; pass the same each time"
+                "reduce() got different parameters for micro-batches of one step; pass the same parameters each time"
             )
         self._parameters = given
         if values is not None and values.ndim > 1:
@@ -189,7 +193,7 @@ class Reduction:
 
 
 def _largest(channel: Channel, telling: Sequence[int]) -> list[int]:
-    """Exchange numbers with all ranks; return the maximum of each."""
+    """Exchange numbers with all ranks; return the maximum of each over the ranks."""
     rows = np.repeat(np.array([telling], np.int64), channel.ranks, axis=0)
     found: list[int] = channel.exchange_counts(rows).max(0).tolist()
     return found

@@ -75,7 +75,7 @@ class InFlight:
         self._batches: deque[_Batch] = deque()
 
     def before_read(self) -> None:
-        """Record the contents that the loader must not change; the body may have changed them since the last call."""
+        """Record the contents that the next read must not change; before the read, the body may have changed them."""
         for held in self._all():
             held.version = _version(held.leaf)
             if held.is_shared:

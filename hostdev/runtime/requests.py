@@ -36,7 +36,7 @@ class MicroBatch(NamedTuple):
         return [] if self.structure is None else [leaf for leaf in self.leaves if _is_sent(leaf)]
 
     def batch(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the batch that the loop yields, with these tensors in place of the host's."""
+        """Return the batch that the loop yields, with these tensors in place of those in host memory."""
         if self.structure is None:
             return self.leaves[0]
         there = iter(tensors)
@@ -61,10 +61,11 @@ class Reader:
     Args:
         bindings: The bindings of the runtime's features.
         groups: The groups of the runtime's tables.
-        ids: Returns a batch's ids by feature; None if batches are dicts that have them.
-        send: Returns the parts of a batch that the loop needs, in any structure, whose tensors are sent to the device.
+        ids: Called with a batch; returns its ids by feature. None if batches are dicts that contain the ids.
+        send: Called with a batch; returns the parts that the loop yields, in any structure; tensors in it are sent to
+            the device. None if the loop yields the batch itself.
         together: Number of batches in a step.
-        whole: Whether a step with fewer batches is an error, as with micro-batches.
+        whole: Whether it is an error if the last step has fewer batches, as with micro-batches.
         asks: Whether to look up the rows; otherwise another rank looks them up for the same samples.
     """
 
@@ -117,7 +118,7 @@ class Reader:
         return self._make_request([micro])
 
     def _read(self, reading: Reading, number: int) -> list[MicroBatch]:
-        """Read batch `number`, from 0; return it in a list as a micro-batch, or an empty list at the end."""
+        """Read batch `number`, counted from 0; return it in a list as a micro-batch, or an empty list at the end."""
         with reading.batch(number) as held:
             if not held:
                 return []
@@ -161,8 +162,8 @@ class Reader:
         unknown = [name for name in given if name not in self._names] if self._ids is not None else []
         if unknown:
             raise ValueError(
-                f"batch {number}: ids for {', '.join(map(repr, unknown))}, but the runtime's features are "
-                f"{', '.join(self._names)}"
+                f"batch {number}: `ids` returned ids for {', '.join(map(repr, unknown))}, but the runtime's features "
+                f"are {', '.join(self._names)}"
             )
         return given
 

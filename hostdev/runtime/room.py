@@ -1,6 +1,6 @@
-"""Estimates of the host memory that training needs for its tables, by purpose, before it is allocated.
+"""Estimates the host memory that training needs for its tables, by purpose, before the memory is allocated.
 
-The program itself, dense layers and evaluations are not counted: they do not grow with the tables.
+The memory of the program itself, of dense layers and of evaluations does not grow with the tables, and is not counted.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,8 +14,8 @@ from hostdev.core.errors import UserError
 from hostdev.core.memory import TableShape, available_bytes, format_bytes, row_bytes
 from hostdev.runtime.spec import CacheSpec
 
-_USE_BYTES = 24  # per occurrence: its id, the unique id, and the position of the unique id
-COUNTS = "counts of uses"  # allocated before everything else
+_USE_BYTES = 24  # per occurrence of an id: the id, its unique id, and the position of the unique id
+COUNTS = "counts of uses"  # `CacheSpec.counts`, which the program has already allocated
 _MARKS = 3  # bitmaps of rows while a checkpoint is saved: rows to save, not yet read, and written since
 
 
@@ -36,7 +36,7 @@ def kept(
     Args:
         groups: The tables.
         depth: The pipeline's depth.
-        slots_on_host: Whether the caches' device is the CPU.
+        slots_on_host: Whether caches are in host memory, because their device is the CPU.
         uses: Number of ids that a batch looks up; 0 if unknown.
         copies: Bytes of rows that are copied while a checkpoint is saved; 0 without checkpoints.
 
@@ -58,7 +58,7 @@ def kept(
         if group.cache is not None:
             if group.rows > MOST_ROWS:
                 raise UserError(
-                    f"a cache supports tables of at most {MOST_ROWS:,} rows, not {group.rows:,}; leave the cache out"
+                    f"a cache supports tables of at most {MOST_ROWS:,} rows, not {group.rows:,}; leave out the cache"
                 )
             slots = rows_of(group.cache.rows, group.rows)
             ahead = group.cache.window if group.cache.policy == POLICIES[0] else 0
@@ -74,7 +74,7 @@ def kept(
 
 
 def free_with_counts(parts: Mapping[str, int]) -> int:
-    """Return the free bytes of host memory plus those of the counts, which are already allocated."""
+    """Return the free bytes of host memory, plus the bytes of the counts of uses, which are already allocated."""
     return available_bytes() + parts.get(COUNTS, 0)
 
 

@@ -71,7 +71,7 @@ class RowParameter:
         return self.rows.requires_grad
 
     def grads(self) -> list[Tensor]:
-        """Return a list with the gradient, in either order, or an empty list if there is none."""
+        """Return a list with the gradient, in the order of the rows or of the ids; empty without a gradient."""
         held = self.rows if self._parameter is None else self._parameter
         return [] if held.grad is None else [held.grad]
 
@@ -85,7 +85,7 @@ class RowParameter:
         return grad if self._order is None or self._parameter is None else self._order.in_rows(grad)
 
     def add_grad(self, grad: Tensor) -> None:
-        """Add float32 [U, D], in the order of the rows, to the gradient."""
+        """Add `grad`, float32 [U, D] in the order of the rows, to the gradient."""
         if self.rows.grad is not None:
             self.rows.grad.add_(grad)
         elif self._parameter is None or self._order is None:
@@ -101,9 +101,9 @@ class RowParameter:
             self._parameter.grad = None
 
     def parameter(self) -> Tensor:
-        """Return a tensor whose `grad` is the gradient in the order of the ids; it may be changed in place or replaced.
+        """Return a tensor whose `grad` is the gradient in the order of the ids.
 
-        Later backward passes add to that gradient, too.
+        The program may change this gradient in place or replace it, and later backward passes add to it.
         """
         if self._order is None:
             return self.rows
@@ -133,7 +133,7 @@ class RowParameter:
 
 
 def _forward_grad(parameter: Tensor, order: RowOrder, rows: Tensor) -> None:
-    """Move the rows' gradient to `parameter`, whose rows are in the order of the ids; add to its gradient, if any."""
+    """Add the rows' gradient to that of `parameter`, whose rows are in the order of the ids, and clear it in `rows`."""
     if rows.grad is None:  # the backward pass gave gradients only to other tables
         return
     grad, rows.grad = order.in_ids(rows.grad), None
@@ -153,7 +153,7 @@ class _InOrderOfIds(torch.autograd.Function):
 
 
 class _Select(torch.autograd.Function):
-    """Selects rows; like `device.rows.pull`, it allows another backward pass over the same graph."""
+    """Selects rows; like `device.rows.pull`, it allows a second backward pass over the same graph."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:

@@ -23,10 +23,10 @@ Read: TypeAlias = Callable[[list[npt.NDArray[Any]]], Any]  # turns arrays of any
 
 
 class FeatureRows:
-    """Rows by feature, with the methods of a read-only dict; they raise ValueError once the batch is over.
+    """Rows by feature, with the methods of a read-only dict, which raise ValueError once the batch is over.
 
-    It is not a Mapping: frameworks that move or convert the tensors of a batch rebuild every Mapping in it from its
-    items, which is impossible for rows. They leave other objects unchanged.
+    This class is not a Mapping: frameworks that move or convert the tensors of a batch rebuild every Mapping from its
+    items, which is impossible for rows, but leave other objects unchanged.
 
     Args:
         values: The rows of each feature.
@@ -87,8 +87,8 @@ class FeatureRows:
     def _require_open(self) -> None:
         if self.over:
             raise ValueError(
-                "this batch is over: the loop has asked for the next one, or an evaluation has finished it; use "
-                "rows only in the body of their own batch, before evaluations"
+                "this batch is over: the loop has asked for the next batch, or an evaluation has finished this one; "
+                "use rows only in the body of their own batch, before evaluations"
             )
 
 
@@ -118,12 +118,12 @@ class Rows(FeatureRows):
     ) -> None:
         super().__init__(values, hint)
         self._flight, self._staging, self._flags, self._due = flight, staging, flags, due
-        self._losses = losses  # for each loss of a `backward`: 0, or NaN for a loss that is not finite
+        self._losses = losses  # for each loss on which `backward` was called: 0 if it is finite, else NaN
         self._reduction = reduction  # sums over a step's micro-batches
         self._has_others = shares_rows or reduction is not None  # whether other batches of the step may use some rows
         self.reduced = False
         self._uses, self._leaves = uses, leaves
-        self._order = order  # each table's group, and its index there, in the order of the features
+        self._order = order  # for each table, in the order of the features: its group, and its index there
         self._unique: dict[str, Tensor] = {}
         self.guarded: tuple[Tensor, Outcome] | None = None  # set by `guard`: the device's flag, and the outcome
 
@@ -170,19 +170,20 @@ class Rows(FeatureRows):
                 optimizer.zero_grad()
 
         Each call removes the gradients of the parameters and of the rows. The call for the last micro-batch sets them
-        to the sums over all micro-batches (with ranks, only the parameters'), added in the order of a tree that depends
-        only on the number of micro-batches. A micro-batch without samples adds nothing, but counts. Without
-        `micro_batches`, the gradients do not change.
+        to the sums over all micro-batches (with ranks, it sets only those of the parameters). The order of the
+        additions is a tree that depends only on the number of micro-batches; a micro-batch without samples adds
+        nothing, but is counted. In a loop without `micro_batches`, `reduce` does not change the gradients.
 
         Args:
             parameters: The dense parameters, the same ones each time.
-            values: A small tensor, such as losses, of shape [] or [n], the same in all micro-batches; or None.
+            values: A small tensor, such as losses, or None. Its shape, [] or [n], is the same in all micro-batches.
 
         Returns:
             For the last micro-batch, the values of all micro-batches, float32 [M, ...], 0 for missing ones; else None.
 
         Raises:
-            ValueError: It was called twice, parameters or shapes are wrong, or, with ranks, a parameter is not float32.
+            ValueError: `reduce` was called twice for a micro-batch, parameters or shapes are wrong, or, with ranks, a
+                parameter is not float32.
         """
         self._require_open()
         if self._reduction is None:
@@ -219,7 +220,7 @@ class Rows(FeatureRows):
 
         Args:
             tensors: The tensors, which must not be changed in place afterwards.
-            read: Turns the arrays into the outcome's value, or raises an error.
+            read: Called with the tensors as arrays; returns the value of the outcome, or raises an error.
         """
         self._require_open()
         outcome = Outcome(tensors, read, self._staging, self._flight.memory)
@@ -229,18 +230,18 @@ class Rows(FeatureRows):
     def guard(
         self, optimizer: torch.optim.Optimizer, look_at: Sequence[Tensor], results: Sequence[Tensor], read: Read
     ) -> Outcome:
-        """Make a step with non-finite gradients change nothing, on device and host, without a device sync.
+        """If gradients are not finite, make the step change nothing, on device and host; this needs no device sync.
 
         Call it between `backward` and the optimizer's step. If a gradient of the optimizer's parameters or of the
-        rows is not finite, a flag on the device is set. While it is not 0, the optimizer and the updates of rows do
-        nothing, in this step and in the steps queued after it.
+        rows is not finite, a flag on the device is set. From then on, the optimizer and the updates of rows do nothing,
+        in this step and in the steps that are queued after it.
 
         Args:
             optimizer: An optimizer that accepts torch's `found_inf`, such as Adam(fused=True).
             look_at: Other float32 tensors that must be finite, such as losses.
             results: Small tensors for the host, which must not be changed in place afterwards.
-            read: Turns the results and the flag, float32 [1], into the outcome's value. If the flag is not 0, it must
-                raise an error, which the loop raises before the host's rows change.
+            read: Called with the results and the flag, float32 [1], as arrays; returns the value of the outcome. If the
+                flag is not 0, `read` must raise an error; the loop raises the same error before the host's rows change.
         """
         self._require_open()
         if self._flags is None:
@@ -260,7 +261,7 @@ class Rows(FeatureRows):
 
     @property
     def is_due(self) -> bool:
-        """Whether the optimizer should step after this batch, the last one of an accumulation of gradients."""
+        """Whether the optimizer should step after this batch, because it is the last batch of the step."""
         return self._due
 
     @property
@@ -274,7 +275,7 @@ class Rows(FeatureRows):
         return self._flight.position
 
     def let_go(self) -> None:
-        """Release the features' rows after their gradients have arrived."""
+        """Release the rows by feature, once their gradients have been taken."""
         self._values, self._unique = {}, {}
 
     def end(self) -> None:
@@ -300,7 +301,7 @@ def values_of(
         leaves: The unique rows of each group's tables.
         uses: The occurrences of each group's rows.
         shapes: The shape of each feature's ids; None for a pooled feature.
-        stacks: Features that are returned in one tensor.
+        stacks: Lists of features, each of which is returned in one tensor.
     """
     lookups: dict[tuple[int, int], Lookup] = {}
     for group, (mine, group_uses) in enumerate(zip(leaves, uses, strict=True)):

@@ -77,7 +77,7 @@ class Runtime(FrameworkLoaders):
             GOMP_SPINCOUNT or OMP_WAIT_POLICY is set, and glibc keeps freed memory, unless its own variables are set.
         cache: Size of the cache of hot rows on the device: a number of rows, a share of each table such as "10%", or
             a `CacheSpec`; or a dict of these by table name. Tables that are looked up with the same ids share a cache.
-        depth: Number of batches to read and look up ahead of the current one; 0 runs the stages serially.
+        depth: Number of batches to read and look up ahead of the current one; 0 runs the pipeline's stages serially.
         ranks: The ranks of this run (`hostdev.parallel`), each with a part of every table; all must create their
             runtimes in the same order. None for a process without other ranks; if a launcher has started several
             processes, such a process must call `hostdev.alone()` first.
@@ -88,8 +88,8 @@ class Runtime(FrameworkLoaders):
         hooks: Changes to the pipeline, for tests and `hostdev.verify`.
 
     Raises:
-        UserError: The device is missing, there is not enough memory, or this is one of several processes without
-            `ranks`.
+        UserError: The device is missing, there is not enough memory, or `ranks` is missing in one of several
+            processes.
         TypeError, ValueError: An argument is wrong.
     """
 
@@ -164,7 +164,7 @@ class Runtime(FrameworkLoaders):
         return [group.cache for group in groups if group.cache is not None]
 
     def exchanged_bytes(self) -> dict[str, int]:
-        """Return the bytes sent in training: "rows", their lower bound "least", "dense", "network" (to other hosts)."""
+        """Return bytes sent in training: "rows", "least" (their lower bound), "dense", "network" (to other hosts)."""
         assert self.dense_channel is not None
         sent, dense = self.pipeline.exchanged_bytes(), self.dense_channel
         return {**sent, "dense": dense.sent_bytes, "network": sent["network"] + dense.network_bytes}
@@ -210,8 +210,8 @@ class Runtime(FrameworkLoaders):
         """Return an iterator of (batch, rows): each batch with its `Rows`, whose gradients update the tables.
 
         While a batch is read, draws from the global random number generators (torch's, NumPy's, Python's, the device's)
-        come from a stream for that batch, seeded by the generators' states when the loop begins. They are the same at
-        any depth, and so are the body's draws. Only the first `next` of a new loader draws from the generators
+        come from a stream for that batch, seeded by the generators' states when the loop begins. These draws are the
+        same at any depth, and so are those of the body. Only the first `next` of a new loader draws from the generators
         themselves.
 
         A table is updated only if its rows received a gradient. A step without `backward` is skipped and changes
@@ -220,8 +220,8 @@ class Runtime(FrameworkLoaders):
         is read ahead of the body; the next loop over the same iterator replays the unused batches first.
 
         Args:
-            batches: A DataLoader or another iterable. It is read ahead of the body, in the loop's thread, whenever the
-                loop asks for the next batch. Reading a batch must not change earlier ones.
+            batches: A DataLoader or another iterable. It is read ahead of the body, in the loop's thread, each time
+                the loop goes on to the next batch. Reading a batch must not change earlier ones.
             ids: Returns a batch's ids by feature: integers [B] or [B, k], a `Bag`, or (values, lengths[, weights]).
                 Called when a batch is read. None if batches are dicts that have the ids under the features' names.
             send: Returns the parts of a batch that the loop needs, in any structure of tuples, lists and dicts, whose
@@ -232,12 +232,12 @@ class Runtime(FrameworkLoaders):
             micro_batches: Like `accumulate`, but gradients are summed in an order that does not depend on which rank
                 computes which batch; call `Rows.reduce` for each batch. With other ranks, the number of micro-batches
                 per step on this rank. None means 1 with other ranks, and no micro-batches otherwise.
-            reduce_early: With other ranks, exchange a parameter's gradient as soon as the last micro-batch's backward
-                pass has computed it, as DistributedDataParallel does, instead of in `reduce`. Until `reduce`, nothing
-                may change the gradient, and the loop must not be left.
+            reduce_early: With other ranks, whether to exchange a parameter's gradient as soon as the last micro-batch's
+                backward pass has computed it, as DistributedDataParallel does, instead of in `reduce`. If so, until
+                `reduce` nothing may change the gradient, and the loop must not be left.
             read_ahead: Maximum number of batches to read ahead of the body. None means `depth` steps, plus the window
                 of a cache that looks ahead; a step has `accumulate` or `micro_batches` batches. 0 reads a step's
-                batches when the loop asks for the first of them.
+                batches only when the loop goes on to that step.
             background: Read batches in another thread. The loader, `ids` and `send` must then not draw from global
                 random number generators, write to memory that they have returned, or share objects with the body.
 
@@ -260,7 +260,7 @@ class Runtime(FrameworkLoaders):
             raise ValueError(
                 f"micro_batches must be a number of batches, 1 or more, not {micro_batches}"
                 if micro_batches < 1
-                else "micro_batches and accumulate both set the number of batches per step; give one"
+                else "micro_batches and accumulate both set the number of batches per step; give only one of them"
             )
         if by_step and self.ranks is None:
             raise ValueError("by_step requires other ranks, but this process is alone")
@@ -299,9 +299,9 @@ class Runtime(FrameworkLoaders):
     ) -> PredictLoop[Any]:
         """Return an iterator of (batch, rows) like `train`, but without gradients; the tables do not change.
 
-        Within a loop over `train`, the rows have the values after its last optimizer step. With a loader that has a
+        Within a loop over `train`, the rows have the values after that loop's last optimizer step. If the loader has a
         length, the loop ends when the body of the last batch ends, or when another loop begins after that batch was
-        yielded. With other ranks, every rank must call it, with the same number of batches.
+        yielded. With other ranks, every rank must call `predict`, with the same number of batches.
 
         Args:
             batches: As for `train`.
@@ -320,7 +320,7 @@ class Runtime(FrameworkLoaders):
         require_read_ahead(read_ahead, background=background)
         chosen = None if features is None else some_features(features, self.bindings, self.stacks)
         if chosen is not None and micro_batches is not None:
-            raise ValueError("features and micro_batches cannot be combined: stages need the rows of all features")
+            raise ValueError("features and micro_batches cannot be combined: micro_batches looks up all features")
         how = {"features": chosen, "read_ahead": read_ahead, "background": background}
         return self._make_predict_loop(batches, ids, send, micro_batches, **how)  # type: ignore[arg-type]
 
@@ -345,7 +345,7 @@ class Runtime(FrameworkLoaders):
     def lookup(self, ids: Mapping[str, FeatureInput], *, features: Iterable[str] | None = None) -> dict[str, Value]:
         """Return the rows of one batch of ids, by feature, as `predict` does, but without a pipeline.
 
-        With other ranks, every rank must call it.
+        With other ranks, every rank must call `lookup`.
 
         Args:
             ids: Each feature's ids, in the form that `ids` of `train` returns.
@@ -396,15 +396,16 @@ class Runtime(FrameworkLoaders):
     ) -> "AsyncWriter":
         """Save a checkpoint of all tables, with optimizer state and steps, to a folder (docs/checkpoints.md).
 
-        Within a loop, the checkpoint includes the body's batch if the dense optimizer has stepped; prefetched batches
-        are kept. The checkpoint is full or, in a folder that has checkpoints of this runtime, incremental: only the
-        rows written since the last one. Training may continue while it is written.
+        Within a loop, the checkpoint includes the body's batch if the dense optimizer has stepped with it; the loop
+        keeps its prefetched batches. The checkpoint is full or, in a folder that has checkpoints of this runtime,
+        incremental, with only the rows written since the last one. Training may continue while it is written.
 
         Args:
             path: The checkpoint folder.
             extra: Values to save with the tables, such as `state_dict`s of the dense layers, their optimizer and
                 schedulers: dicts, lists, tensors, numbers and strings.
-            keep: Number of newest checkpoints to keep in the folder, with their parents; 1 or more.
+            keep: Number of newest checkpoints to keep in the folder, 1 or more; checkpoints on which incremental ones
+                build are kept, too.
             wait: Wait until the checkpoint is written. Otherwise call `wait()` on the returned object, which raises
                 errors; the program also waits before it exits. An error that was not raised this way becomes a warning
                 in the next `save` or `load`, or a line on standard error at exit.
@@ -424,10 +425,10 @@ class Runtime(FrameworkLoaders):
     def load(self, path: Path | str, *, strict: bool = True) -> Any:  # Any: the `extra` of `save`
         """Load a checkpoint, or the newest complete one in a folder; return its `extra`.
 
-        With `strict`, unused host tables and no other ranks, files are checked while they are loaded, and an error or
-        Ctrl-C resets the tables to their initial values. Otherwise all files are checked before a table changes, but
-        Ctrl-C may leave some of the checkpoint's rows in the tables. If the newest checkpoint is damaged, the previous
-        one is loaded with a warning.
+        With `strict`, if all tables are unused host tables and there are no other ranks, files are checked while they
+        are loaded, and an error or Ctrl-C resets the tables to their initial values. Otherwise all files are checked
+        before a table changes, but Ctrl-C may leave some of the checkpoint's rows in the tables. If the newest
+        checkpoint is damaged, the previous one is loaded with a warning.
 
         Args:
             path: A checkpoint, or a folder of checkpoints.

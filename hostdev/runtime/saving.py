@@ -1,4 +1,4 @@
-"""Saving and loading of a runtime's tables, with other values that the user's program saves with them."""
+"""Saves and loads a runtime's tables, with other values that the user's program saves in the same checkpoint."""
 
 import atexit
 import sys
@@ -22,7 +22,7 @@ _unreported: set[AsyncWriter] = set()  # writers whose outcome the program does 
 
 @atexit.register
 def _await_all() -> None:
-    """Wait for running writers when Python exits; otherwise their checkpoints would be lost."""
+    """When Python exits, wait until all checkpoints are written, and print the errors that were not reported yet."""
     for writer in list(_unreported):
         writer.join()
         if (failure := writer.take_failure()) is not None:
@@ -54,8 +54,9 @@ def _require_extra(chain: Chain) -> None:
     state = chain[-1].manifest.state
     if not isinstance(state, dict) or "extra" not in state:
         raise UserError(
-            f"{chain[-1].path} was saved by python -m hostdev.train, not by Runtime.save; use its --resume, "
-            "hostdev.open for its tables, hostdev.Predictor for probabilities, or python -m hostdev.checkpoint export"
+            f"{chain[-1].path} was saved by python -m hostdev.train, not by Runtime.save; use "
+            "python -m hostdev.train --resume to continue, hostdev.open for the tables, hostdev.Predictor for "
+            "probabilities, or python -m hostdev.checkpoint export"
         )
 
 
@@ -110,7 +111,7 @@ class RuntimeCheckpoints:
         return values["extra"]
 
     def close(self) -> None:
-        """Wait for running writers, and warn about failures that were not reported."""
+        """Wait until all checkpoints are written, and warn about failures that were not reported."""
         self._join()
 
     def _load_shared(self, path: Path, tables: dict[str, Any]) -> Any:
@@ -130,14 +131,14 @@ class RuntimeCheckpoints:
         return values_of(found.chain)["extra"]
 
     def _get_manager(self, path: Path) -> CheckpointManager:
-        """Return a folder's manager; its path is absolute, since the program may change its working directory."""
+        """Return a folder's manager; the folder's path is made absolute, since the working directory may change."""
         where = path.resolve()
         if where not in self._managers:
             self._managers[where] = CheckpointManager(where, ranks=self._runtime.ranks)
         return self._managers[where]
 
     def _join(self) -> None:
-        """Wait for running writers, and warn about failures that were not reported."""
+        """Wait until all checkpoints are written, and warn about failures that were not reported."""
         for manager in self._managers.values():
             manager.join()
             if (writer := manager.take_ended()) is None:

@@ -1,13 +1,13 @@
 """Watches what torch's own tools do to gradients: `GradScaler`, clipping and optimizers' steps.
 
-A scaler multiplies the loss and divides the gradients of its optimizers' parameters. Clipping affects the parameters
-that it is given. `runtime.optimizer` gives both the batch's rows, but a program need not pass it to them.
-Therefore, while a loop is open or its gradients wait for a step, this module watches these calls in the loop's thread;
-afterwards it restores torch's own functions:
+A scaler multiplies the loss, and divides the gradients of the parameters of each optimizer that is passed to it.
+Clipping changes the gradients of the parameters that are passed to it. A program may pass `runtime.optimizer`, whose
+parameters are the batch's rows, or leave it out. Therefore, while a loop is open or its gradients wait for a step, this
+module watches these calls in the loop's thread; afterwards it restores torch's own functions:
 
 - `GradScaler.scale`: the scale of the loss is recorded.
 - `GradScaler.unscale_`, and the check of fused optimizers: the gradients of the rows are divided, too, and the scaler
-  skips the step if they are not finite.
+  skips the step if one of them is not finite.
 - The clipping functions of torch.nn.utils: the user is warned if the rows were left out.
 - `backward`: a loss that is not finite is detected.
 - `step` of every optimizer: the runtime learns whether an optimizer has stepped with the batch.
@@ -49,7 +49,7 @@ class Scaled(Protocol):
         """Return whether the gradients come from scaled losses; raise ValueError if only some do."""
 
     def unscale(self, scaler: GradScaler) -> dict[torch.device, Tensor]:
-        """Unscale the gradients; return float32 [] by device, not 0 if a gradient is not finite."""
+        """Divide the gradients by the scale; return, by device, float32 []: 0 if all are finite, else 1."""
 
 
 class Waiting(Scaled, Protocol):
@@ -59,21 +59,21 @@ class Waiting(Scaled, Protocol):
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The dense optimizers whose gradients from the same batches also wait."""
+        """The dense optimizers whose parameters have gradients from the same batches."""
 
 
 class LossRecord(Scaled, Protocol):
-    """The scaled losses of a loop's batch."""
+    """The record of the scaled losses of a loop's batch."""
 
     def scaled(self, losses: object) -> None:
-        """Record that a scaler has multiplied these losses."""
+        """Record that a scaler has multiplied these losses by its scale."""
 
     def overflowed(self, found: Tensor) -> None:
-        """Record the result of a check of gradients, float32 []: not 0 if some are not finite."""
+        """Record the result of a check of gradients, float32 []: 0 if all are finite, else more."""
 
 
 class Watcher(Protocol):
-    """A loop that is notified of the calls of torch's tools."""
+    """An object that is notified, for one loop, of the calls of torch's tools."""
 
     thread: int
 
@@ -88,23 +88,23 @@ class Watcher(Protocol):
         """Prepare for a `backward` from these tensors."""
 
     def gradients_version(self) -> int | None:
-        """Return a number that changes with the rows' gradients; 0 if there are none, None if no batch is open."""
+        """Return a number that changes with the rows' gradients: 0 without gradients, None if no batch is open."""
 
     def backward(self, losses: list[Tensor], version: int | None) -> None:
-        """Record the end of a `backward` from losses, each []; `version` is the `gradients_version` before it."""
+        """Record that `backward` on losses, each [], has ended; `version` is the `gradients_version` before it."""
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Prepare for an optimizer's step."""
 
     def clips_rows(self, gradients: list[Tensor]) -> bool | None:
-        """Return whether gradients of the batch's rows are among these; None if the batch has none."""
+        """Return whether gradients of the batch's rows are among these; None if the rows have no gradients."""
 
 
 class Origin:
-    """Tracks whether the rows' gradients come from scaled losses: a scaler may belong to another model.
+    """Tracks whether the rows' gradients come from scaled losses, since a scaler may belong to another model.
 
     Args:
-        plain: Whether there are already gradients from losses that were not scaled.
+        plain: Whether the rows already have gradients from losses that were not scaled.
     """
 
     def __init__(self, *, plain: bool) -> None:
@@ -153,7 +153,7 @@ class Origin:
 
 
 class _Scale:
-    """One value of a scaler's scale, and the number of the last loss that it multiplied."""
+    """A value that a scaler's scale has had, and the number of the last loss that was multiplied by this value."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.version = tensor._version  # grows with every change in place
@@ -204,7 +204,7 @@ def _forget_pending(optimizers: list[ReferenceType[Optimizer]]) -> None:
 
 
 def forget(loop: Watcher) -> None:
-    """Undo `watch`; after the last loop, torch's own functions are restored."""
+    """Undo `watch`; if nothing is watched any more, restore torch's own functions."""
     with _hooks.lock:
         _watchers.discard(loop)
         _remove_if_idle()
@@ -244,7 +244,7 @@ def _names_in(function: Function | None) -> tuple[str, ...]:
 def _watch_backward(original: Function) -> Function:
     @functools.wraps(original)
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Check losses whose gradients reach rows: the gradients may be finite although a loss is not."""
+        """Check losses that give gradients to rows, since the gradients may be finite although a loss is not."""
         given = [tensors] if isinstance(tensors, Tensor | GradientEdge) else list(tensors)
         loops = [(loop, loop.gradients_version()) for loop in _mine()]
         for loop, _ in loops:
@@ -300,7 +300,7 @@ def _watch_unscale(original: Function) -> Function:
 
 
 def _get_found(scaler: GradScaler, optimizer: Optimizer) -> dict[torch.device, Tensor]:
-    """Return a scaler's record of an optimizer, float32 [] by device, not 0 if a gradient is not finite."""
+    """Return a scaler's record for an optimizer: by device, float32 [], 0 if all gradients are finite, else 1."""
     found: dict[torch.device, Tensor] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     return found
 
@@ -340,7 +340,10 @@ def _unscale_rows(scaler: GradScaler, optimizer: Optimizer) -> None:
 
 
 def _look_at_clip(name: str, gradients: list[Tensor]) -> None:
-    """Warn if clipping leaves out the rows of every loop in this thread; another model may have its own loop."""
+    """Warn if gradients are clipped without the rows of any loop in this thread.
+
+    The rows of one loop suffice, since other loops may belong to other models.
+    """
     clipped = [loop.clips_rows(gradients) for loop in _mine()]
     if any(clipped) or False not in clipped:
         return
@@ -388,10 +391,10 @@ def losses_scaled() -> int:
 
 
 def scaler_since(since: int) -> tuple[GradScaler, float] | None:
-    """Return the scaler of the losses scaled after the first `since`, and its factor, or None.
+    """Return the scaler that scaled the losses after the first `since` ones, and its scale, or None.
 
     Raises:
-        ValueError: There were several scalers or factors.
+        ValueError: These losses had several scalers or scales.
     """
     if since == _seen.losses:
         return None
@@ -406,11 +409,11 @@ def scaler_since(since: int) -> tuple[GradScaler, float] | None:
 
 
 def inverse(scale: float) -> float:
-    """Return the factor of `GradScaler.unscale_`: the inverse, rounded to float32."""
+    """Return the factor by which `GradScaler.unscale_` multiplies gradients: 1 / scale, rounded to float32."""
     return float(torch.tensor(scale, dtype=torch.float64).reciprocal().float())
 
 
 def report(scaler: GradScaler, owner: object, device: torch.device) -> None:
-    """Report gradients that are not finite to a scaler's next `update`, as if `owner` were an optimizer."""
+    """Record for a scaler's next `update` that gradients are not finite, as if `owner` were an optimizer."""
     found = torch.ones((), dtype=torch.float32, device=device)
     scaler._per_optimizer_states[id(owner)]["found_inf_per_device"][device] = found

@@ -39,7 +39,7 @@ class TableSpec:
 
     @property
     def slots_dtype(self) -> str:
-        """How the optimizer state is stored, one of SLOT_DTYPES; tables use this name for `slots`."""
+        """The same as `slots`, under the name that tables use; one of SLOT_DTYPES."""
         return self.slots
 
     @property
@@ -56,18 +56,18 @@ class Feature:
 
     Attributes:
         tables: The table, or a tuple of tables that are looked up with the same ids (for example, first-order weights
-            and vectors); tables for a `Runtime`, names of tables in a model.
+            and vectors). For a `Runtime`, these are table objects; in a model, they are the tables' names.
         pooling: "sum" or "mean" of each sample's rows, [B, D]; None returns a row for each id.
         padding: An id that means "no row", inside the table's range or not (such as -1): the model gets zeros for it,
             sums and means leave it out, and it is never looked up or updated.
-        dtype: The dtype of the rows that the model gets, "float32" or "bfloat16", for all tables, or a tuple with one
-            dtype per table; rows are rounded once, after weights and pooling.
+        dtype: The dtype of the rows that the model gets, "float32" or "bfloat16", for all tables; or a tuple with one
+            dtype for each table. Rows are rounded once, after weights and pooling.
 
     Raises:
         ValueError: The pooling or dtype is unknown, the padding is not an integer, or there is no table.
     """
 
-    tables: Any  # tables for a `Runtime`, names of tables in a model
+    tables: Any  # table objects for a `Runtime`, names in a model
     pooling: str | None = None
     padding: int | None = None
     dtype: str | tuple[str, ...] = "float32"

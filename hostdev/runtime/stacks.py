@@ -19,13 +19,13 @@ def resolve_stacks(stacks: Mapping[str, Sequence[str]] | None, bindings: Sequenc
     """Return the stacks, with their features by number.
 
     Args:
-        stacks: The names of the features by stack name.
+        stacks: For each stack's name, the names of its features.
         bindings: The features.
 
     Raises:
         TypeError: `stacks` is not a dict of lists.
-        ValueError: A stack has no features, an unknown one, one of another stack, or one with several tables; its
-            features differ in dimension or dtype; or it has the name of a feature.
+        ValueError: A stack has no features, or has the name of a feature; a feature of a stack is unknown, is in
+            another stack, or has several tables; or the features of a stack differ in dimension or dtype.
     """
     if not isinstance(stacks, Mapping | None):
         raise TypeError(f"stacks must be a dict from names to lists of features, not {describe(stacks)}")
@@ -36,7 +36,7 @@ def resolve_stacks(stacks: Mapping[str, Sequence[str]] | None, bindings: Sequenc
         if isinstance(members, str) or not isinstance(members, Sequence):
             raise TypeError(f"stack {name!r} must be a list of features' names, not {describe(members)}")
         if name in numbers:
-            raise ValueError(f"stack {name!r} has the name of a feature; give it another name")
+            raise ValueError(f"stack {name!r} has the name of a feature; give the stack another name")
         if not members:
             raise ValueError(f"stack {name!r} has no features")
         for member in members:
@@ -48,13 +48,13 @@ def resolve_stacks(stacks: Mapping[str, Sequence[str]] | None, bindings: Sequenc
         chosen = [bindings[numbers[member]] for member in members]
         for one in chosen:
             if not one.feature.is_single:
-                raise ValueError(f"stack {name!r}: feature {one.name!r} has several tables, not one")
+                raise ValueError(f"stack {name!r}: feature {one.name!r} has several tables, but must have one")
         kinds = {member: (_dim(one), one.dtypes[0]) for member, one in zip(members, chosen, strict=True)}
         for member, kind in kinds.items():
             if kind != kinds[members[0]]:
                 raise ValueError(
                     f"stack {name!r}: feature {members[0]!r} has {_kind(kinds[members[0]])}, but {member!r} "
-                    f"has {_kind(kind)}; they must be the same"
+                    f"has {_kind(kind)}; the features of a stack must be alike"
                 )
         found.append(Stack(str(name), tuple(numbers[member] for member in members)))
     return found
@@ -83,7 +83,7 @@ def require_stackable(stacks: Sequence[Stack], bindings: Sequence[FeatureBinding
             name, shape = bindings[number].name, given[number].shape
             if shape is not None and len(shape) > 1:
                 raise ValueError(
-                    f"stack {stack.name!r}: feature {name!r} has {shape[1]} rows per sample; give it a pooling"
+                    f"stack {stack.name!r}: feature {name!r} has {shape[1]} rows per sample; give the feature a pooling"
                 )
             if given[number].samples != given[first].samples:
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""All micro-batches of a step, for callers that choose their order of computation, such as pipeline stages."""
+"""All micro-batches of a step, for callers that compute them in an order of their own, such as pipeline stages."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +19,7 @@ class Step:
     Args:
         number: The step's number in the trace.
         sizes: Number of samples in each micro-batch, 0 or more.
-        following: Returns the next micro-batch with its rows.
+        following: Called for each micro-batch; returns the next one with its rows.
         reduction: Sums the micro-batches' gradients; None in a loop that takes no steps.
     """
 
@@ -49,7 +49,10 @@ class Step:
         return self.micro_batch(len(self.sizes) - 1)[1]
 
     def came(self, number: int) -> None:
-        """Take the rows' gradients after a micro-batch's `backward`; call it for all with samples, in any order."""
+        """Take the gradients that the rows got from the `backward` of micro-batch `number`.
+
+        Call this method for each micro-batch that has samples, in any order.
+        """
         assert self._reduction is not None
         self._reduction.rows_came(number)
         self._made[number][1].let_go()
@@ -57,7 +60,7 @@ class Step:
     def reduce(
         self, parameters: Sequence[Tensor], nodes: Sequence[Node[Grads]], values: Sequence[Tensor | None]
     ) -> Tensor | None:
-        """Sum over all micro-batches of the step, for all ranks; see `Rows.reduce`.
+        """Sum the gradients of all micro-batches of the step, on all ranks; see `Rows.reduce`.
 
         Args:
             parameters: The dense parameters that this rank has.

@@ -16,9 +16,9 @@ def make_gradients(batch: BodyBatch, watcher: TrainWatcher, flags: Flags, stagin
     Args:
         batch: The batch in the body.
         watcher: The loop's watcher.
-        flags: The flags that stop non-finite steps.
+        flags: The flags that stop a step whose gradients or loss are not finite.
         staging: Copies the flags to the host.
-        owner: An object that represents an optimizer in a scaler's record.
+        owner: An object in place of an optimizer, under whose `id` a scaler records an overflow.
 
     Raises:
         ValueError: The dense parameters and the tables would take different steps.
@@ -59,7 +59,7 @@ def _make_outcome(batch: BodyBatch, flight: StepBatch, flags: Flags, staging: St
         elif loss:
             what = "a loss is not finite"
         else:
-            what = f"a gradient of the rows of {names} is too large for its optimizer"
+            what = f"a gradient of the rows of {names} is too large for the table's optimizer"
         advice = "Look at the loss before backward(), or use a smaller learning rate"
         raise NonFiniteError(f"step {step}: {what}; no row was updated. {advice}", step)
 

@@ -1,4 +1,4 @@
-"""A torch optimizer over the tables: learning rates for torch's schedulers, rows for its scalers and clipping."""
+"""A torch optimizer over the tables, through which schedulers set learning rates and scalers see the rows."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,10 +26,10 @@ class LossScaling(Protocol):
     is_unscaled: bool  # whether the gradients of its rows have been divided by the scale
 
     def require_scaled_alike(self) -> None:
-        """Raise ValueError if only some gradients come from scaled losses, or if ranks exchange such gradients."""
+        """Raise ValueError if only some gradients come from scaled losses, or if any do with several ranks."""
 
     def rows_unscaled(self, found: dict[torch.device, Tensor]) -> None:
-        """Record that a scaler has divided the rows' gradients; complete the scaler's record, `found`."""
+        """Record that a scaler has divided the rows' gradients; fill in `found`, its record of overflows, if empty."""
 
 
 class OpenLoop(Protocol):
@@ -37,10 +37,10 @@ class OpenLoop(Protocol):
 
     @property
     def losses(self) -> LossScaling:
-        """The record of what scalers have done to its batch."""
+        """The record of what scalers have done to the loop's batch."""
 
     def row_parameter(self, table: Table) -> Tensor | None:
-        """Return the batch's rows of a table, float32 [U, D], as `Rows.parameters` does, or None."""
+        """Return the batch's rows of a table, float32 [U, D], as `Rows.parameters` does; None if there are none."""
 
 
 class Loops(Protocol):
@@ -89,12 +89,14 @@ class TableOptimizer(torch.optim.Optimizer):
             optimizer.step()
             scheduler.step()
 
-    The loop updates the tables when it asks for the next batch; `step` marks the batch for this update. A program whose
-     dense optimizer steps with each batch need not call `step`. A `GradScaler` may also get this optimizer:
-    `unscale_` divides the gradients of the rows once, and an overflow in them or in dense gradients skips both steps.
+    The tables are updated when the loop goes on to the next batch; `step` marks the batch for this update. A program
+    whose dense optimizer steps with each batch need not call `step`. This optimizer may also be passed to a
+    `GradScaler`: `unscale_` divides the gradients of the rows once, and an overflow in the gradients of rows or of
+    dense parameters skips the steps of both.
 
-    A learning rate applies from the next step on: a batch is updated with the rates at the dense optimizer's step or,
-    in a loop without one, at the last `backward` that gave gradients. The same is true of `table.optimizer.lr = 1e-4`.
+    A changed learning rate, also one set by `table.optimizer.lr = 1e-4`, applies from the next step on: a batch's step
+    uses the rates at the time of the dense optimizer's step or, in a loop without a dense optimizer, at the time of the
+    last `backward` that gave gradients.
     """
 
     def __init__(self, tables: Sequence[Table], loops: Loops) -> None:
@@ -140,7 +142,7 @@ class TableOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the learning rates of the groups by name; raise ValueError for other names or a wrong rate."""
+        """Set each table's learning rate from the group of its name; raise ValueError for wrong names or rates."""
         groups = state_dict["param_groups"]
         by_name = {group.get("name"): group for group in groups}
         if len(groups) != len(by_name) or set(by_name) != set(self._names):
@@ -160,9 +162,9 @@ class TableOptimizer(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Mark the batch as stepped: the tables are updated when the loop asks for the next batch.
+        """Mark the batch as stepped: the tables are updated when the loop goes on to the next batch.
 
-        After a loop, apply the gradients that it left without a step.
+        After a loop, apply the gradients that the loop left without a step.
 
         Args:
             closure: Computes the loss and its gradients again, as for any optimizer.
@@ -188,7 +190,7 @@ class TableOptimizer(torch.optim.Optimizer):
         self._loops.drop_gradients()
 
     def take_over(self) -> None:
-        """Set the groups' rates to the tables' after a checkpoint was loaded."""
+        """After a checkpoint was loaded, set each group's rate to that of its table."""
         for number, (group, table) in enumerate(zip(self.param_groups, self._tables, strict=True)):
             self._rates[number] = group["lr"] = float(table.optimizer.lr)
 

@@ -49,7 +49,7 @@ class TorchHooks:
         """Replace the functions that are not replaced yet.
 
         Raises:
-            RuntimeError: This version of torch lacks one of them; then nothing is replaced.
+            RuntimeError: This version of torch lacks one of the functions; then nothing is replaced.
         """
         with self.lock:
             found = [_get(one) for one in self._replacements]
@@ -63,7 +63,7 @@ class TorchHooks:
                 self._handles += [register() for register in self._register]
 
     def remove(self) -> None:
-        """Restore torch's own functions, except if another library has wrapped a replacement since."""
+        """Restore torch's own functions, except those whose replacements another library has wrapped since."""
         with self.lock:
             for (owner, name), (original, replacement) in list(self._placed.items()):
                 if getattr(owner, name, None) is replacement:
@@ -85,7 +85,7 @@ def _get(one: Replacement) -> Function:
 
 
 class _AfterSteps:
-    """The callbacks to run after an optimizer's steps; an attribute of the function that replaces its `step`."""
+    """The callbacks to run after an optimizer's steps; attached to the function that replaces its `step`."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.callbacks: WeakSet[Any] = WeakSet()

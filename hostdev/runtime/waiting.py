@@ -1,7 +1,7 @@
-"""Finds out whether a dense optimizer has yet to step with a batch, which is unfinished until then.
+"""Finds out whether a dense optimizer has yet to step with a batch; if so, the batch is unfinished.
 
-This search runs only for a loop's first batch with gradients, and only if the loop leaves that batch, or its tables are
-read, before any optimizer has stepped. For later batches it is known whether an optimizer steps.
+This search runs only for a loop's first batch with gradients, and only if the loop leaves that batch, or a table is
+read, before any optimizer has stepped. For later batches it is known whether optimizers step in the loop.
 """
 
 import gc

@@ -20,18 +20,18 @@ from hostdev.runtime.table_settings import TableSettings
 
 
 class TrainWatcher:
-    """The `scaling.Watcher` of one loop, which it does not keep alive.
+    """Implements `scaling.Watcher` for one loop, without keeping the loop alive.
 
     Args:
         batch: The batch in the body.
         settings: The tables' settings.
-        flags: The flags that stop non-finite steps.
+        flags: The flags that stop a step whose gradients or loss are not finite.
         ranks: The ranks; None for a single process.
 
     Attributes:
         steps: The steps of dense optimizers.
         losses: The record of how the batch's losses were scaled.
-        rates: The tables' learning rates for the batch; None to use the rates at its end.
+        rates: The tables' learning rates for the batch; None to use the rates at the batch's end.
         first: The loop's first batch, if gradients of an earlier loop wait for a step; else None.
     """
 
@@ -71,7 +71,7 @@ class TrainWatcher:
         """Raise ValueError if the caller is not in the loop's thread."""
         if threading.get_ident() != self.thread:
             raise ValueError(
-                "a loop over `train` belongs to one thread: use it and its tables in the thread that opened it"
+                "a loop over `train` belongs to one thread: use the loop and its tables in the thread that opened it"
             )
 
     def row_parameter(self, table: Table) -> Tensor | None:
@@ -92,7 +92,7 @@ class TrainWatcher:
             self.steps.expect_backward(roots, {id(leaf.rows) for leaf in self._batch.all_leaves})
 
     def note_gradients(self) -> None:
-        """Record the batch's learning rates: rates set later apply to the next batch, unless more gradients arrive."""
+        """Record the learning rates when rows get gradients: rates set later apply to the next batch's step."""
         if self.first is not None:
             self.first.came(self._batch.leaves, self._batch.inverses)
         backward = torch._C._current_graph_task_id()

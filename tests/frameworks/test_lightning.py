@@ -132,9 +132,7 @@ def test_a_loop_is_one_epoch(tmp_path):
             enable_checkpointing=False,
         )
         if epochs == 2:
-            with pytest.raises(
-                ValueError, match=r"this loop is over; .*, or give a trainer runtime.train_loader\(...\)"
-            ):
+            with pytest.raises(ValueError, match=r"this loop is over; .*, or pass runtime.train_loader\(...\)"):
                 trainer.fit(module, runtime.train(loader(), ids=ids))
         else:
             trainer.fit(module, runtime.train(loader(), ids=ids))
@@ -208,7 +206,7 @@ def test_a_run_resumed_within_an_epoch_goes_on_with_the_batch_after(tmp_path):
 def test_checkpoints_without_the_tables(tmp_path):
     keep = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path / "at", save_last=True)
     with pytest.warns(
-        UserWarning, match=r"saved without the tables; save them with it, for example with Trainer\(plugins=\["
+        UserWarning, match=r"saved without the tables; save the tables, too, for example with Trainer\(plugins=\["
     ):
         fit(tmp_path, 1, callbacks=[keep], limit_train_batches=2)
     runtime = make_runtime()

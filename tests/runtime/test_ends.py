@@ -336,7 +336,7 @@ def test_rows_of_a_batch_that_is_over():
         lambda rows: rows.to_host([torch.ones(1)], list),
         lambda rows: "user" in rows,
     ):
-        with pytest.raises(ValueError, match="this batch is over: the loop has asked for the next one"):
+        with pytest.raises(ValueError, match="this batch is over: the loop has asked for the next batch"):
             use(kept[0])
     assert [rows.step for rows in kept] == [1, 2]
     assert all(rows.is_due for rows in kept)

@@ -259,5 +259,5 @@ def test_the_parts_of_a_table_have_one_seed():
         if seed == 7:
             require_seeds(groups, Ranks)
             require_seeds(groups, None)
-    with pytest.raises(hostdev.UserError, match="table 't' has the seed 7 on rank 1, but 1 on rank 0; give all ranks"):
+    with pytest.raises(hostdev.UserError, match="table 't' has the seed 7 on rank 1, but 1 on rank 0; pass the same"):
         require_seeds(groups, Ranks)

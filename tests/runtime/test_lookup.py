@@ -111,7 +111,7 @@ def test_features_that_are_none():
                 call(batch, features=features)
     with pytest.raises(ValueError, match="batch 1: no ids for the features item"):
         case.runtime.lookup({"user": [1]}, features=["item"])
-    with pytest.raises(ValueError, match="batch 1: ids for 'usr', but the runtime's features are user"):
+    with pytest.raises(ValueError, match="batch 1: `ids` returned ids for 'usr', but the runtime's features are user"):
         next(case.runtime.predict([1], ids=lambda _: {"usr": [1], "item": [2]}, features=["item"]))
     with pytest.raises(TypeError, match="batch 1: `ids` .* dict .* not a list"):
         case.runtime.lookup([1], features=["item"])

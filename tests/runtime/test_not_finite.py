@@ -282,7 +282,7 @@ def test_gradients_that_are_too_large(device, name, where, depth, cache):
         assert (columns["weights"][2, 0] != 0.5) == fits
         assert table.step == (3 if fits else 1)
         if caught is not None:
-            assert "is too large for its optimizer; no row was updated" in str(caught.value)
+            assert "is too large for the table's optimizer; no row was updated" in str(caught.value)
 
 
 def _require_zero(results):
@@ -307,7 +307,7 @@ def test_a_gradient_whose_square_is_infinite(device, depth, cache, on_device, gu
                     rows.guard(case.adam, [], [], _require_zero)
                 case.adam.step()
         if not guarded:
-            assert "is too large for its optimizer; no row was updated" in str(caught.value)
+            assert "is too large for the table's optimizer; no row was updated" in str(caught.value)
         wanted = Case(device, on_device=on_device)
         wanted.adam = torch.optim.Adam(wanted.model.parameters(), lr=0.02, fused=True)
         wanted.train(batches[:2])

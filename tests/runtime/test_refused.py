@@ -12,7 +12,11 @@ from tests.runtime.test_features import V, table_of
 ARRAY = np.arange(6)
 IDS = {
     "none for a feature": ({}, ValueError, "batch 2: no ids for the features x$"),
-    "for an unknown one": ({"x": ARRAY, "y": ARRAY}, ValueError, "batch 2: ids for 'y', but the .* features are x"),
+    "for an unknown one": (
+        {"x": ARRAY, "y": ARRAY},
+        ValueError,
+        "batch 2: `ids` returned ids for 'y', but the .* features are x",
+    ),
     "floats": (ARRAY / 2, TypeError, "batch 2: feature 'x': ids must be integers, not a ndarray of float64"),
     "floats of torch": (torch.ones(2), TypeError, "feature 'x': ids must be integers, not a Tensor of torch.float32"),
     "halves of torch": (torch.ones(2).bfloat16(), TypeError, "ids must be integers, not a Tensor of torch.bfloat16"),
@@ -51,8 +55,16 @@ IDS = {
         ValueError,
         r"with lengths or offsets must be of shape \[N\], not \[2, 3\]",
     ),
-    "offsets that fall": (Bag(ARRAY, offsets=[0, 4, 2]), ValueError, "offsets must not decrease or exceed the 6 ids"),
-    "offsets beyond the ids": (Bag(ARRAY, offsets=[0, 7]), ValueError, "must not decrease or exceed the 6 ids"),
+    "offsets that fall": (
+        Bag(ARRAY, offsets=[0, 4, 2]),
+        ValueError,
+        "offsets must not decrease, or exceed 6, the number of ids",
+    ),
+    "offsets beyond the ids": (
+        Bag(ARRAY, offsets=[0, 7]),
+        ValueError,
+        "must not decrease, or exceed 6, the number of ids",
+    ),
     "offsets that begin later": (
         Bag(ARRAY, offsets=[1, 2]),
         ValueError,
@@ -68,7 +80,7 @@ IDS = {
     "weights that learn": (
         Bag(ARRAY, weights=torch.ones(6, requires_grad=True)),
         ValueError,
-        "feature 'x': weights get no gradient; detach them",
+        "feature 'x': weights get no gradients; pass weights.detach\\(\\)",
     ),
     "an id above": (
         [0, 1, V, 3],
@@ -174,10 +186,10 @@ def test_caches_that_have_no_effect(device):
     with pytest.raises(ValueError, match="a cache is given for table 'wrods', but the tables are users, items, first"):
         Runtime(features, device=device, cache={"wrods": 3})
     with pytest.raises(
-        UserError, match="a cache for table 'users', which is on the device, has no effect; leave it out"
+        UserError, match="a cache has no effect on table 'users', which is on the device; remove it from cache="
     ):
         Runtime(features, device=device, cache={"users": 3})
-    with pytest.raises(UserError, match="a cache has no effect if all tables are on the device; leave it out"):
+    with pytest.raises(UserError, match="a cache has no effect if all tables are on the device; leave out cache="):
         Runtime({"a": tables["users"]}, device=device, cache="10%")
     with pytest.raises(ValueError, match="table 'first' shares its ids, and so its cache"):
         Runtime(features, device=device, cache={"items": 3, "first": 5})

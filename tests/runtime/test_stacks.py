@@ -125,7 +125,7 @@ def test_features_that_do_not_go_together():
     for features, message in (
         ({"a": wide, "b": one}, "'a' has dim 8 and dtype float32, but 'b' has dim 4 and dtype float32"),
         ({"a": one, "b": Feature(one, dtype="bfloat16")}, "dtype float32, but 'b' has dim 4 and dtype bfloat16"),
-        ({"a": (one, wide), "b": one}, "feature 'a' has several tables, not one"),
+        ({"a": (one, wide), "b": one}, "feature 'a' has several tables, but must have one"),
     ):
         with pytest.raises(ValueError, match=message):
             hostdev.Runtime(features, device="cpu", stacks={"x": ["a", "b"]})
@@ -134,7 +134,7 @@ def test_features_that_do_not_go_together():
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        ({"a": np.zeros((5, 2), np.int64), "b": np.zeros(5, np.int64)}, "feature 'a' has 2 rows per sample; give it a"),
+        ({"a": np.zeros((5, 2), np.int64), "b": np.zeros(5, np.int64)}, "feature 'a' has 2 rows per sample; give the"),
         ({"a": np.zeros(5, np.int64), "b": np.zeros(4, np.int64)}, "'a' has 5 samples in this batch, but 'b' has 4"),
     ],
 )

@@ -202,7 +202,7 @@ def test_reading_ahead_is_refused():
             reading_ahead(),
             pytest.raises(
                 ValueError,
-                match="table 'users': the loader, `ids` or `send` used it, but these run ahead",
+                match="table 'users': the loader, `ids` or `send` used this table, but they run ahead",
             ),
         ):
             case.tables["users"].lookup([1])
