@@ -12,7 +12,7 @@ Scalars: TypeAlias = tuple[np.float32 | float, ...]
 class Strided(NamedTuple):
     """Equally spaced rows of a C-contiguous array: row i is values[first + i * step].
 
-    Kernels take the three attributes, because numba does not vectorize loops over arrays with other strides.
+    Kernels take the three attributes as arguments, because numba does not vectorize loops over strided arrays.
     """
 
     values: npt.NDArray[Any]

@@ -1,4 +1,4 @@
-"""Reading and overwriting a table's rows by id, and the range check of ids.
+"""Reading and overwriting a table's rows by id, and checking that ids are in range.
 
 Shapes: V table rows of dimension D, S optimizer slots, N ids.
 """
@@ -73,7 +73,7 @@ def lookup(
         block: float32 [V, 1 + S, D], weights and slots side by side; or bfloat16 as uint16 [V, 1, D].
         ids: int32 or int64 [N], each in [0, V) (see `first_outside`).
         out: float32 [N, D], written; with `positions`, [any, D].
-        positions: int32 [N], distinct: the row of `out` for each id.
+        positions: int32 [N], distinct: for each id, the row of `out` to write.
     """
     run_tasks(lookup_tasks(block, ids, out, positions))
 
@@ -103,12 +103,12 @@ def store(
         rows: float32 [V, width].
         ids: int32 or int64 [N], unique, each in [0, V).
         values: float32 [N, width]; with `positions`, [any, width].
-        positions: int32 [N], the row of `values` for each id.
+        positions: int32 [N]: for each id, the row of `values` that is its new row.
     """
     run_tasks(store_tasks(rows, ids, values, positions))
 
 
 def first_outside(ids: npt.NDArray[Any], rows: int) -> int:
-    """Return the position of the first id outside [0, rows), or -1."""
+    """Return the position of the first id outside [0, rows), or -1 if there is none."""
     low, high = id_range(ids)
     return -1 if low >= 0 and high < rows else int(_first_outside(ids, rows))
