@@ -190,7 +190,7 @@ class Changes:
         self._touched = empty_bits(self._rows)  # since the last snapshot
         self._unsaved: list[Bits] = []  # rows of snapshots that were not saved
         self.since: Any = None  # the checkpoint since which changes are tracked; set by the checkpoint manager
-        self.digests: RangeDigests | None = None  # of row ranges, as of that checkpoint
+        self.digests: RangeDigests | None = None  # of row ranges; each is valid while it is marked `known`
         self._snapshot: Snapshot | None = None
 
     @property

@@ -88,7 +88,7 @@ def test_ids_of_another_kind_are_refused():
         unique_groups([[good[:, None]]])
     with pytest.raises(ValueError, match="C-contiguous"):
         check_groups([([good[::2]], 5)])
-    with pytest.raises(ValueError, match="group 1 must have .* one dtype"):
+    with pytest.raises(ValueError, match="group 1 must have .* the same dtype"):
         unique_groups([[good], [good, good.astype(np.int64)]])
     with pytest.raises(ValueError, match="group 0 must have at least one feature"):
         unique_groups([[]])
