@@ -149,7 +149,7 @@ class Snapshot:
             self._sorted[int(buckets[begin])].append(kept)
 
     def _take_aside(self, rows: Ids, columns: Rows, row_columns: Rows) -> None:
-        """In the columns, replace rows that were copied aside by their copies; the table may have newer values."""
+        """Write the old values of rows that were copied aside to the columns, since the table may have newer values."""
         first, last = int(rows[0]), int(rows[-1]) + 1
         for bucket in range(first // self._bucket, (last - 1) // self._bucket + 1):
             for ids, values, row_slots in self._sorted.get(bucket, ()):
@@ -202,7 +202,7 @@ class Changes:
         return self._touched
 
     def known_digests(self) -> RangeDigests | None:
-        """Return the digests of row ranges, of which only unchanged ranges are marked `known`; None without digests."""
+        """Return the digests of row ranges, with `known` only for unchanged ranges, or None if there are no digests."""
         if self.digests is None:
             return None
         by_column, known = self.digests
@@ -216,7 +216,7 @@ class Changes:
         mark(ids, self._touched)
 
     def begin(self, budget: Budget, *, everything: bool) -> Snapshot:
-        """Begin a snapshot of all rows, or, unless `everything`, of the rows written since the last saved snapshot.
+        """Begin a snapshot: of all rows if `everything`, else of the rows written since the last saved snapshot.
 
         No thread may write to the table during this call.
 

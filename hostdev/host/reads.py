@@ -146,7 +146,7 @@ class ReadableTable(Owned):
         return out
 
     def lookup_tasks(self, ids: Ids, out: Rows, positions: Positions | None = None) -> list[Task]:
-        """Return the tasks of `lookup`."""
+        """Return the work of `lookup` as tasks."""
         check_rows("out", out, (len(ids if positions is None else out), self.dim), self.name)
         if (clock := self.clock()) is not None:
             return self.storage.current_tasks(ids, clock, out, positions)
@@ -158,10 +158,10 @@ class ReadableTable(Owned):
         return self.dim if self.history is None else packed_width(self.dim, self.history.how.betas is not None)
 
     def fetch_tasks(self, ids: Ids, out: Rows, positions: Positions | None = None) -> list[Task]:
-        """Return the tasks of a lookup for a later batch, before the steps of earlier batches are complete.
+        """Return tasks that look up rows for a batch while steps of earlier batches may be unfinished.
 
         If steps change all rows, the tasks copy packed rows, which `kernels.catch_up.unpack_tasks` later brings up to
-        date; otherwise, they are those of `lookup`.
+        date; otherwise, they copy weights.
 
         Args:
             ids: As for `lookup`.
@@ -229,7 +229,7 @@ class ReadableTable(Owned):
         return found | {name: row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}
 
     def where(self, ids: Any) -> tuple[Rows, Any]:  # Any: whatever NumPy indexes rows by
-        """Return an array of rows with optimizer state, float32 [any, 1 + S, D], and where in it the rows `ids` are."""
+        """Return an array of rows with optimizer state, float32 [any, 1 + S, D], and the indices of `ids` in it."""
         if (clock := self.clock()) is not None:
             return current.read(self.storage, clock, ids)[0], np.arange(len(ids))
         if isinstance(self.storage, Float32):
@@ -248,7 +248,7 @@ class ReadableTable(Owned):
         return total(self.partial_squares())
 
     def _require_copies(self, what: str, columns: int) -> None:
-        """Raise UserError unless float32 copies of columns of the table fit in memory."""
+        """Raise UserError unless a float32 copy, with `columns` columns of D values per row, fits in memory."""
         needed, free = 4 * self.rows * self.dim * columns, available_bytes()
         if needed > free:
             raise UserError(

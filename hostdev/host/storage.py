@@ -125,7 +125,7 @@ class Storage(Protocol):
         """Return tasks that overwrite rows; `require_exact` must accept all values."""
 
     def require_exact(self, plane: int, values: Rows) -> None:
-        """Raise ValueError unless values [N, D] can be stored without rounding in a plane: 0 for weights."""
+        """Raise ValueError unless values [N, D] of a plane (0 for the weights) can be stored without rounding."""
 
     def update_tasks(self, ids: Ids, grads: Rows, step: TableStep, positions: Positions | None) -> list[Task]:
         """Return tasks that take an optimizer step on unique rows."""

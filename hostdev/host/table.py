@@ -46,9 +46,10 @@ class HostTable(ReadableTable):
 
     Several threads may look up rows at once. While an update writes rows, no other thread may read or write these rows.
 
-    While a `Runtime.train` loop is open, the loop's body may read and write the table. A read sees all steps so far. A
-    read after the step of the body's batch ends that batch: its rows accept no more gradients. A write takes effect
-    from the next batch on. Access from another thread, or from the loader, `ids` or `send`, raises ValueError.
+    While a `Runtime.train` loop is open, the loop's body may read and write the table. A read sees all steps so far. If
+    the body reads after it has taken the step of its batch, the read ends the batch: the batch's rows accept no more
+    gradients. A write takes effect from the next batch on. Access from another thread, or from the loader, `ids` or
+    `send`, raises ValueError.
 
     Methods check their ids. For many methods there is a `*_tasks` method, which returns the same work as tasks, so that
     one `run_tasks` can serve several tables. `*_tasks` methods do not check their ids, which must be C-contiguous int32
@@ -238,7 +239,7 @@ class HostTable(ReadableTable):
     def update_tasks(
         self, ids: Ids, grads: Rows, step: TableStep | None = None, positions: Positions | None = None
     ) -> list[Task]:
-        """Return the tasks of `update`; unless `step` is passed, this call already counts the step."""
+        """Return the work of `update` as tasks; if `step` is None, this call begins a new step and counts it."""
         check_rows("grads", grads, (len(ids if positions is None else grads), self.dim), self.name)
         step = step or self.begin_step()
         self._note_write(ids)
@@ -268,7 +269,10 @@ class HostTable(ReadableTable):
     def write_rows_tasks(
         self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None = None
     ) -> list[Task]:
-        """Return the tasks of `write_rows`; values must be representable in the table's dtypes (not checked)."""
+        """Return the work of `write_rows` as tasks; the table's dtypes must be able to represent all values.
+
+        This is not checked.
+        """
         self._check_whole(ids, block, row_slots, positions)
         tasks = self.storage.write_tasks(ids, block, row_slots, positions)
         self._note_write(ids)

@@ -127,7 +127,10 @@ def _spread(id_dtype: npt.DTypeLike) -> npt.NDArray[Any]:
 
 
 def warm_up_feature(dim: int, *, pooled: bool = False, weighted: bool = False, bfloat16: bool = False) -> None:
-    """Call each kernel once that such a feature uses with a table of `dim` columns and this number of host threads."""
+    """Call each kernel once that a feature with these properties uses.
+
+    The feature's table has `dim` columns. Kernels also depend on the current number of host threads.
+    """
     rows, inverse = np.zeros((1, dim), np.float32), np.zeros(2, np.int32)
     weights = np.ones(2, np.float32) if weighted else None
     out = np.zeros((2, dim), np.uint16 if bfloat16 else np.float32)

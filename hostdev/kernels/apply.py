@@ -1,4 +1,4 @@
-"""An optimizer step on the rows of a table; host tables and device tables on the CPU share it.
+"""An optimizer step on the rows of a table, for host tables and for device tables on the CPU.
 
 An optimizer's kernel is called as `kernel(start, stop, ids, source, grads, block, row_slots, *scalars, clock)` and
 updates the rows ids[start:stop] in place:
@@ -60,7 +60,7 @@ def apply_tasks(
     clip: np.float32 | None = None,
     clock: Clock | None = None,
 ) -> list[Task]:
-    """Return the tasks of `apply_rows`, which `run_tasks` can run together with other tasks."""
+    """Return the work of `apply_rows` as tasks, so that one `run_tasks` can run it together with other tasks."""
     update, scalars = _KERNELS[primitive](*scalars)
     scalars = (*scalars, clock)
     if positions is None:

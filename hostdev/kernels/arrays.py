@@ -1,4 +1,4 @@
-"""Types of id arrays, equally spaced rows, and optimizer scalars."""
+"""Types for arrays of ids, for equally spaced rows, and for the scalars of optimizers."""
 
 from typing import Any, NamedTuple, TypeAlias
 

@@ -102,7 +102,10 @@ def _pool_scalars(start, stop, rows, inverse, offsets, weights, mean, out, first
 
 
 def pool_tasks(rows: Rows, feature: Feature, out: Strided) -> list[Task]:
-    """Return the tasks of `pool`, which `run_tasks` can run together with other tasks; `out` has one row per bag."""
+    """Return the work of `pool` as tasks, so that one `run_tasks` can run it together with other tasks.
+
+    `out` has one row per bag.
+    """
     inverse, offsets, weights, mean = feature
     assert offsets is not None
     B = len(offsets) - 1
@@ -112,7 +115,9 @@ def pool_tasks(rows: Rows, feature: Feature, out: Strided) -> list[Task]:
 
 
 def pool(rows: Rows, feature: Feature, out: npt.NDArray[Any]) -> None:
-    """Write, for each bag, the sum (or mean) of its rows times weights, added in order of occurrence; 0 if it is empty.
+    """Write, for each bag, the sum (or mean) of its rows times weights, added in order of occurrence.
+
+    An empty bag yields 0.
 
     Args:
         rows: float32 [U, D].
@@ -209,14 +214,15 @@ class Uses:
     Args:
         features: The features that share the rows.
         rows: U, the number of rows.
-        in_order: Whether the rows are numbered by first occurrence, feature by feature, and every row occurs.
+        in_order: Whether the rows are numbered in order of first occurrence, one feature after another, and each row
+            occurs.
     """
 
     def __init__(self, features: Sequence[Feature], rows: int, *, in_order: bool = True) -> None:
         self.features, self.rows, self.in_order = features, rows, in_order
 
     def sum(self, grads: Sequence[Strided], out: Rows) -> None:
-        """Write the sum of each row's gradients over its occurrences, feature by feature, in order of occurrence.
+        """Write the sum of each row's gradients, added one feature after another, and in order of occurrence.
 
         Args:
             grads: For each feature, the gradients of its B bags, or of its N occurrences if it has no bags. They are

@@ -74,7 +74,7 @@ def draw_sample(keys: npt.NDArray[np.uint64], weights: npt.NDArray[np.int64]) ->
 
 
 def join(*samples: Sample) -> Sample:
-    """Return the sample of the union of several sets from their samples; a key must have the same weight in all."""
+    """Combine samples of several sets into a sample of their union; a key must have the same weight in all samples."""
     keys, weights = (np.concatenate(each) for each in zip(*samples, strict=True))
     if len(samples[0].keys) > _SAMPLED:  # most keys of the other samples are dropped here, so few are left to sort
         there = _priorities(keys, weights) >= _priorities(*samples[0]).min()

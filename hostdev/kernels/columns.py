@@ -43,7 +43,7 @@ def _narrow(numbers, short):
 
 
 def narrowed(numbers: npt.NDArray[np.float64]) -> npt.NDArray[Any]:
-    """Return numbers [N] as float32 if each is NaN or exactly a float32; otherwise return them unchanged."""
+    """Return numbers [N] as float32 if float32 can represent each one exactly, or as NaN; otherwise unchanged."""
     short = np.empty(len(numbers), np.float32)
     return short if _narrow(numbers, short) == len(numbers) else numbers
 

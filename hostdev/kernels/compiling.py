@@ -33,10 +33,11 @@ class Compiled(event.Listener):
 
 
 def run_calls(calls: Sequence[Call], processes: int) -> int:
-    """Run calls, each of which uses kernels; once a call has compiled a kernel, helper processes compile for the rest.
+    """Run calls that use kernels, with the help of other processes if kernels must be compiled.
 
-    A call that a helper process has run is run again in this process, which loads the compiled kernels from the cache.
-    So this process has all kernels in the end, and it raises any error of a call. Failures of helpers are ignored.
+    Once a call in this process has compiled a kernel, helper processes take some of the remaining calls, and compile
+    the kernels of these calls. This process then runs the same calls again, and loads their kernels from the cache. So
+    it has all kernels in the end, and it raises any error of a call. Failures of helper processes are ignored.
 
     Args:
         calls: The calls, the slowest first.

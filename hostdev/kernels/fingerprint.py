@@ -1,4 +1,4 @@
-"""64-bit hashes of rows. By these, two runs can be compared without keeping their rows, to find where they diverge."""
+"""64-bit hashes of rows, by which two runs can be compared to find the first different row, without keeping rows."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def _hash_rows(start, stop, words, ids, out):
 
 
 def hash_rows(block: npt.NDArray[np.float32], ids: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
-    """Hash the bits of each of a row's S arrays: FNV-1a over 32-bit words, with a shift that spreads the high bits.
+    """Return a hash for each of the S arrays of each row: FNV-1a over 32-bit words, plus a shift to spread high bits.
 
     Args:
         block: float32 [V, S, D].

@@ -170,7 +170,7 @@ def _run_small(start: int, stop: int, which: npt.NDArray[np.int64], most: int, *
 
 
 def unique_groups(groups: Sequence[Sequence[Ids]]) -> list[tuple[Ids, Positions]]:
-    """Deduplicate the ids of all groups at once. For each group, the result is that of `unique` for its ids.
+    """Deduplicate the ids of all groups at once, with the result of `unique` for the ids of each group.
 
     Args:
         groups: For each group, the ids of its features, of which there must be at least one: int32 or int64 [N_f],
@@ -244,7 +244,7 @@ def _offsets(lengths, offsets):
 
 
 def offsets_of(lengths: npt.NDArray[Any]) -> Positions:
-    """Return where each bag begins and the last one ends, int32 [B + 1], from the bags' lengths, int32 or int64 [B].
+    """Return where each bag begins and the last bag ends, int32 [B + 1], from the bags' lengths, int32 or int64 [B].
 
     Raises:
         UserError: A length is negative, or the lengths add up to more than 2**31 - 1.

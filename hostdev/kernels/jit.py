@@ -203,8 +203,8 @@ def _overload_bare(array: Any) -> Any:
 def prefetch_update(block, ids, i, stop):
     """At iteration i of a loop that updates the rows block[ids[i]], prefetch the row of iteration i + 8.
 
-    Nothing is prefetched if the loop ends before that, at `stop`. The row is prefetched for reading, into the L2 cache:
-    more such prefetches can be in flight than prefetches for writing.
+    If the loop ends (at `stop`) before iteration i + 8, nothing is prefetched. The row is prefetched for reading, into
+    the L2 cache: more such prefetches can be in flight than prefetches for writing.
     """
     ahead = i + np.uint64(8)
     if ahead < np.uint64(stop):

@@ -54,7 +54,7 @@ def lookup_tasks(
     out: npt.NDArray[np.float32],
     positions: npt.NDArray[np.int32] | None = None,
 ) -> list[Task]:
-    """Return the tasks of `lookup`, which `run_tasks` can run together with other tasks."""
+    """Return the work of `lookup` as tasks, so that one `run_tasks` can run it together with other tasks."""
     grain = get_grain(block.itemsize * block.shape[2])
     if positions is None:
         return tasks_over(_lookup, len(ids), ids, block, out, grain=grain)
@@ -84,7 +84,7 @@ def store_tasks(
     values: npt.NDArray[np.float32],
     positions: npt.NDArray[np.int32] | None = None,
 ) -> list[Task]:
-    """Return the tasks of `store`, which `run_tasks` can run together with other tasks."""
+    """Return the work of `store` as tasks, so that one `run_tasks` can run it together with other tasks."""
     if positions is None:
         positions = identity(len(ids))
     arguments = (positions, ids, values[:, None], rows)

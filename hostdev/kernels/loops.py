@@ -45,7 +45,7 @@ def make_loop(work: Any) -> Any:
 
     Args of the loop:
         begun: Address of an int64, initially 0, to which a thread adds 1 when it begins a range.
-        halt: Address of an int64; no range begins unless this is 0.
+        halt: Address of an int64; ranges begin only while this is 0.
         most: Maximum number of ranges that this call runs.
         n: The number of items.
         grain: Ranges begin at multiples of this number of items.
@@ -73,7 +73,7 @@ def make_loop(work: Any) -> Any:
 
 
 def edges(n: int, grain: int, pieces: int) -> list[int]:
-    """Return where each of `pieces` ranges over n items begins, at multiples of `grain`, and where the last ends."""
+    """Split n items into ranges that begin at multiples of `grain`; return where each begins and the last one ends."""
     grains = -(-n // grain)
     return [min(n, grains * at // pieces * grain) for at in range(pieces + 1)]
 

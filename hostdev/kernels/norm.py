@@ -74,7 +74,7 @@ def partial_squares(block: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
 
 
 def total(sums: npt.NDArray[np.float64]) -> float:
-    """Return the total of the sums [P, D] from `partial_squares`, added in the order of numpy's sum of a C array."""
+    """Return the total of the sums [P, D] from `partial_squares`, added as numpy sums a C-contiguous array."""
     return float(np.ascontiguousarray(sums).sum())
 
 

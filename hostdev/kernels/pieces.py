@@ -78,7 +78,7 @@ def _take(start, stop, places, addresses, out):
 
 
 def take_tasks(places: Places, addresses: Addresses, out: npt.NDArray[Any]) -> list[Task]:
-    """Return tasks that copy the row at places[i] to out[i]; `run_tasks` can run them together with other tasks.
+    """Return tasks that copy the row at places[i] to out[i]; one `run_tasks` can run them together with other tasks.
 
     Args:
         places: int64 [n].

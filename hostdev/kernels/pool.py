@@ -307,7 +307,7 @@ def run_tasks(tasks: Sequence[Task]) -> None:
 
 
 def tasks_over(kernel: Kernel, n: int, *args: Any, grain: int = 1) -> list[Task]:
-    """Return the tasks of `parallel_for`, which `run_tasks` can run together with other tasks."""
+    """Return the work of `parallel_for` as tasks, so that one `run_tasks` can run it together with other tasks."""
     if n > 0 and is_kernel(kernel):
         return [KernelTask(kernel, n, grain, _pieces(n, grain), args)]
     return [(kernel, start, stop, args) for start, stop in ranges(n, grain)]
@@ -331,8 +331,8 @@ def _timed(start: int, stop: int, times: Times, kernel: Kernel, args: tuple[Any,
 
 
 def parallel_for(kernel: Kernel, n: int, *args: Any, grain: int = 1) -> None:
-    """Call `kernel(start, stop, *args)` for each of `ranges(n, grain)`, in any order, and wait.
+    """Call `kernel(start, stop, *args)` for each of `ranges(n, grain)`; return when all calls have ended.
 
-    Each call must write only memory that belongs to its range.
+    The calls may run at the same time, so each call must write only memory that belongs to its range.
     """
     run_tasks(tasks_over(kernel, n, *args, grain=grain))

@@ -22,7 +22,7 @@ _MOST_PRODUCT = (1 << 63) - 1
 
 @functools.cache
 def get_multiplier(rows: int) -> int:
-    """Return the multiplier for a table of `rows` rows; multiplied by any of the table's ids, it is below 2**63."""
+    """Return the multiplier for a table of `rows` rows; its product with any id of the table is below 2**63."""
     wanted = max(1, min(int(rows * 0.6180339887498949), _MOST_PRODUCT // rows))
     return next(
         found
@@ -113,7 +113,10 @@ def _write_ids(positions, inverse, rows, out):
 
 
 def get_inverse(rows: int) -> int:
-    """Return the inverse modulo V of the multiplier, by which positions are multiplied to get ids; 0 if V is 1."""
+    """Return the inverse of the multiplier modulo V, or 0 if V is 1: the id at a position is position * inverse mod V.
+
+    V is `rows`, the number of the table's rows.
+    """
     return pow(get_multiplier(rows), -1, rows) if rows > 1 else 0
 
 

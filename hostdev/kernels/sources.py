@@ -18,9 +18,9 @@ _CONSTANTS = (bool, int, float, str, tuple, np.generic)  # types of global varia
 
 
 def hash_sources(function: FunctionType) -> bytes:
-    """Hash a function's file, the files of all package functions that it refers to, and the constants in use.
+    """Hash the files of a function and of all package functions that it refers to, directly or indirectly.
 
-    References are followed from function to function.
+    The constants that these functions use are hashed as well.
     """
     files: set[str] = set()
     constants: set[str] = set()
@@ -83,7 +83,7 @@ def _is_ours(module: str) -> bool:
 
 
 def _as_function(value: Any) -> FunctionType | None:
-    """Return `value` if it is a Python function of this package, its source if it is compiled from one, else None."""
+    """If `value` is a Python function of this package, or is compiled from one, return this function; else None."""
     value = getattr(value, "py_func", getattr(value, "_defn", value))
     if isinstance(value, FunctionType) and _is_ours(value.__module__):
         return value

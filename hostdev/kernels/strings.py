@@ -202,7 +202,7 @@ class TextMap:
     def _grow(self, length: int) -> None:
         if self._count == len(self._known):
             if self._count > _MOST_TEXTS:
-                raise OverflowError(f"more than {self._count} distinct texts in one map")
+                raise OverflowError(f"there are more than {self._count} distinct texts, the limit of one map")
             if self._count == len(self._table) >> _SPARE_BITS:
                 self._shift -= 1
                 size = 2 * len(self._table)
@@ -221,8 +221,8 @@ class TextMap:
 def scan_quotes(text, delimiter, state, lines, opened):
     """Find the quoted fields in the next chunk of a delimited text (RFC 4180).
 
-    The state, lines and opened are 0 for the first chunk; for each other chunk, they are what the previous call
-    returned.
+    Pass 0 for `state`, `lines` and `opened` with the first chunk, and the results of the previous call with each other
+    chunk.
 
     Args:
         text: uint8 [N], the chunk.

@@ -136,7 +136,7 @@ def tree_sums(
             `grads`, or in `own` for the rank `own_rank`.
         out: float32 [U, D], written: the sums; 0 for rows that do not occur, and never -0.
         own_rank: The rank whose gradients are in `own`.
-        own: float32, 1-dimensional: the gradients of the rank `own_rank`, which are not in `grads`; None if all are.
+        own: float32, 1-dimensional: the gradients of the rank `own_rank`, if they are not in `grads`; else None.
         only: bool [U], which rows to write, or None to write all rows.
     """
     firsts = np.cumsum(uses.counts) - uses.counts  # each rank's first occurrence

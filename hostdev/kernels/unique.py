@@ -2,7 +2,7 @@
 
 If the largest id of a batch is less than twice the number of ids, the map is an array indexed by id. Otherwise it is an
 open-addressing hash table with linear probing, whose cost depends on the number of distinct ids, not on the embedding
-table's size. Both number the ids alike.
+table's size. Both maps assign the same positions.
 """
 
 import threading
@@ -104,7 +104,7 @@ def _forget(entries, shift, keys, count):
 
 
 def _entries(n: int, dtype: npt.DTypeLike) -> Ids:
-    """Return n empty slots, [n, 2]: an id and its position, side by side in a cache line; both -1 if empty."""
+    """Return n empty slots, [n, 2]. A slot has an id and its position, side by side in a cache line; -1 if empty."""
     entries: npt.NDArray[Any] = aligned_empty((n, 2), dtype)
     entries.fill(_EMPTY)
     return entries
@@ -166,7 +166,7 @@ class IdMap:
 
     def _grow(self) -> None:
         if self._count > _MAX_DISTINCT // 4:
-            raise OverflowError(f"more than {self._count} distinct ids in one map")
+            raise OverflowError(f"there are more than {self._count} distinct ids, the limit of one map")
         self._shift -= 2
         self._entries = _entries(len(self._entries) * 4, self._keys.dtype)
         keys = np.empty(len(self._entries) >> _SPARE_BITS, self._keys.dtype)
@@ -284,8 +284,8 @@ class Dedupe:
     Args:
         features: The ids, in one or more consecutive arrays: int32 or int64, of one dtype, C-contiguous.
         inverse: int32 [N], written: the position of each id in the unique ids.
-        number: The number of this sequence, from 0, among those that this thread deduplicates at the same time; each
-            number has separate maps.
+        number: The number of this sequence, from 0, among those that this thread deduplicates at the same time; they
+            must have different numbers, since the memory of each number is reused.
     """
 
     def __init__(self, features: Sequence[npt.NDArray[Any]], inverse: Positions, number: int = 0) -> None:
