@@ -312,10 +312,10 @@ class HostTable(ReadableTable):
         self._after_write(None)
 
     def adopt(self, history: History, *, whole: bool) -> None:
-        """Replace the table's step history with a checkpoint's, before the checkpoint's rows are loaded.
+        """Replace the table's step history with that of a checkpoint, before the checkpoint's rows are loaded.
 
         Args:
-            history: The checkpoint's step history, from an equal optimizer.
+            history: The step history of the checkpoint, recorded with an equal optimizer.
             whole: Whether all rows will be loaded. If not, the table's rows are brought up to date first.
         """
         self._before_write()

@@ -238,7 +238,7 @@ def store_row(block: Any, row: Any, scratch: Any) -> None:
 
 
 def prefetch_row(block: Any, ids: Any, i: Any, stop: Any) -> None:
-    """At iteration i of a loop that updates the rows `ids`, prefetch the row of iteration i + 8 if that is < `stop`."""
+    """At iteration i of a loop that updates row ids[i], prefetch the row of iteration i + 8, if i + 8 < stop."""
     raise NotImplementedError("only compiled kernels can call this function")
 
 
