@@ -31,13 +31,13 @@ from hostdev.kernels.buffers import scratch
 Rows = npt.NDArray[np.float32]
 Ids = npt.NDArray[Any]
 
-_AT_ONCE_BYTES = 1 << 22  # bytes copied while the lock is held, about half a millisecond
+_AT_ONCE_BYTES = 1 << 22  # bytes copied each time the lock is held, for about half a millisecond
 _SORTED_AT_ONCE = 16  # sets of copied rows
 _BUCKETS = 32  # ranges of a table's rows; a bucket's copies are freed once its rows are read
 
 
 class Budget:
-    """A limit on the bytes of row copies, shared by several snapshots; threads wait while it is reached."""
+    """A limit on the bytes of copied rows, which several snapshots share; threads wait while the limit is reached."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._used, self._closed = limit, 0, False
@@ -65,12 +65,12 @@ class Budget:
 
 
 class Snapshot:
-    """A table's rows at the moment of construction.
+    """A table's rows as they are when the snapshot is constructed.
 
     Args:
         storage: The table's memory.
-        wanted: The rows to keep, one bit each.
-        budget: Limits the copies of rows that are overwritten before they are read.
+        wanted: The rows that the snapshot has, one bit each.
+        budget: Limits the copies of rows that are overwritten before the snapshot's reader has read them.
     """
 
     def __init__(self, storage: Storage, wanted: Bits, budget: Budget) -> None:
@@ -90,7 +90,10 @@ class Snapshot:
         self._row_bytes = 4 * (planes * D + self.row_slots.shape[1])
 
     def save_before_write(self, ids: Ids) -> None:
-        """Copy aside the rows in `ids` [N] that have not been read yet; wait while the budget is used up."""
+        """Copy aside those of the rows `ids` [N] that have not been read yet, before these rows are overwritten.
+
+        Wait while the budget is used up.
+        """
         step = max(1, _AT_ONCE_BYTES // self._row_bytes)
         begin = time.perf_counter()
         for start in range(0, len(ids), step):
@@ -114,7 +117,7 @@ class Snapshot:
         Args:
             first: The first row of the range.
             last: The end of the range.
-            ids: The rows to copy, int64 [N], ascending, or None for all rows (N = last - first).
+            ids: The rows to copy, int64 [N], ascending, or None for all rows of the range (N = last - first).
             columns: Output, float32 [1 + S, N, D]: weights, then state columns.
             row_columns: Output, float32 [R, N]: per-row state.
         """
@@ -134,7 +137,7 @@ class Snapshot:
         self._free(last)
 
     def _sort_in(self, aside: list[tuple[Ids, Rows, Rows]]) -> None:
-        """Sort copies into buckets, with few Python operations, since training threads need the GIL."""
+        """Sort copied rows into buckets, with few Python operations, since training threads need the GIL."""
         ids, rows, row_slots = (np.concatenate(parts) for parts in zip(*aside, strict=True))
         order = np.argsort(ids)
         ids = ids[order]
@@ -146,7 +149,7 @@ class Snapshot:
             self._sorted[int(buckets[begin])].append(kept)
 
     def _take_aside(self, rows: Ids, columns: Rows, row_columns: Rows) -> None:
-        """Replace rows that may have been overwritten with the copies of their old values."""
+        """Write the old values of rows that were copied aside to the columns, since the table may have newer values."""
         first, last = int(rows[0]), int(rows[-1]) + 1
         for bucket in range(first // self._bucket, (last - 1) // self._bucket + 1):
             for ids, values, row_slots in self._sorted.get(bucket, ()):
@@ -164,12 +167,12 @@ class Snapshot:
             self._budget.add(-freed * self._row_bytes)
 
     def rows_between(self, first: int, last: int) -> Ids:
-        """Return the wanted rows in [first, last), int64, ascending."""
+        """Return the snapshot's rows in [first, last), int64, ascending."""
         out = np.empty(last - first, np.int64)
         return out[: rows_between(first, last, self.wanted, out)].copy()
 
     def end(self) -> None:
-        """Stop copying, and drop all copies, because all rows have been read or the snapshot is abandoned."""
+        """Stop copying rows aside, and free all copies: all rows have been read, or the snapshot is abandoned."""
         self.ended.set()
         with self._lock:
             left = sum(len(kept[0]) for kept in self._aside)
@@ -187,7 +190,7 @@ class Changes:
         self._touched = empty_bits(self._rows)  # since the last snapshot
         self._unsaved: list[Bits] = []  # rows of snapshots that were not saved
         self.since: Any = None  # the checkpoint since which changes are tracked; set by the checkpoint manager
-        self.digests: RangeDigests | None = None  # digests of rows that were not written since
+        self.digests: RangeDigests | None = None  # of row ranges; each is valid while it is marked `known`
         self._snapshot: Snapshot | None = None
 
     @property
@@ -199,7 +202,7 @@ class Changes:
         return self._touched
 
     def known_digests(self) -> RangeDigests | None:
-        """Return the digests of row ranges, with only unchanged ranges marked `known`, or None if there are none."""
+        """Return the digests of row ranges, with `known` only for unchanged ranges, or None if there are no digests."""
         if self.digests is None:
             return None
         by_column, known = self.digests
@@ -213,7 +216,9 @@ class Changes:
         mark(ids, self._touched)
 
     def begin(self, budget: Budget, *, everything: bool) -> Snapshot:
-        """Snapshot all rows or the rows written since the last saved snapshot; no thread may write meanwhile.
+        """Begin a snapshot: of all rows if `everything`, else of the rows written since the last saved snapshot.
+
+        No thread may write to the table during this call.
 
         Raises:
             RuntimeError: The last snapshot has not ended.
@@ -228,12 +233,12 @@ class Changes:
         return snapshot
 
     def await_end(self) -> None:
-        """Wait until the current snapshot, if any, is read or abandoned."""
+        """Wait until all rows of the current snapshot, if any, have been read, or it is abandoned."""
         if self._snapshot is not None:
             self._snapshot.ended.wait()
 
     def end(self, snapshot: Snapshot, *, saved: bool) -> None:
-        """End a snapshot; unless it was saved, its rows count as changed again."""
+        """End a snapshot; if it was not saved, the snapshot's rows count as changed again."""
         snapshot.end()
         if not saved:
             self._unsaved.append(snapshot.wanted)  # merged later: another thread may be marking rows

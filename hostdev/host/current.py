@@ -21,9 +21,9 @@ _PART_BYTES = 1 << 26  # bytes of rows read at a time
 def read(
     storage: Storage, clock: Clock, ids: npt.NDArray[Any], formats: tuple[int, ...] | None = None
 ) -> tuple[Rows, Rows]:
-    """Return copies of rows, brought up to date: float32 [N, 1 + S, D], and their per-row state, [N, R].
+    """Return up-to-date copies of rows: weights and state columns, float32 [N, 1 + S, D], and per-row state, [N, R].
 
-    With `formats`, the stored formats of the planes, values are rounded to the nearest values that can be stored.
+    If `formats`, the storage format of each plane, is not None, values are rounded to the nearest that can be stored.
     """
     _, planes, D = storage.shape
     block = np.empty((len(ids), planes, D), np.float32)
@@ -36,12 +36,12 @@ def read(
 
 
 class CurrentColumn:
-    """A table's weights or state after the last step; indexing by slices or row ids yields float32.
+    """A table's weights, or one column of its state, after the last step; indexing by slices or row ids yields float32.
 
     Args:
         storage: The table's rows.
         clock: The step history that brings rows up to date.
-        number: 0 for the weights, 1 .. S for columns of D values, then per-row state.
+        number: 0 for the weights, 1 .. S for the state columns of D values, then one number for each per-row state.
         formats: As for `read`.
     """
 
@@ -68,6 +68,6 @@ class CurrentColumn:
 def columns(
     storage: Storage, clock: Clock, optimizer: SparseOptimizer, formats: tuple[int, ...] | None = None
 ) -> Mapping[str, CurrentColumn]:
-    """Return weights and optimizer state by name; see `read` for `formats`."""
+    """Return the weights and each optimizer state of a table, by name; see `read` for `formats`."""
     names = "weights", *optimizer.slots, *optimizer.row_slots
     return {name: CurrentColumn(storage, clock, number, formats) for number, name in enumerate(names)}

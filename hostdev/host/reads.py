@@ -39,7 +39,7 @@ class ReadableTable(Owned):
 
     @property
     def rows(self) -> int:
-        """Number of local rows, V; fewer than `total_rows` if the table is a rank's part."""
+        """Number of local rows, V; below `total_rows` if this is only one rank's part of the table."""
         return self._rows
 
     def ids(self, start: int, stop: int) -> npt.NDArray[np.int64]:
@@ -50,7 +50,7 @@ class ReadableTable(Owned):
         return get_ids_at(self.total_rows, self.start + start, self.start + stop)
 
     def row_ids(self, ids: Ids) -> Ids:
-        """Return the ids, in the whole table, of local rows."""
+        """Return the ids, in the whole table, of the local rows `ids`."""
         return ids if self.part is None else ids_of(ids.astype(np.int64) + self.start, self.total_rows)
 
     @property
@@ -65,9 +65,14 @@ class ReadableTable(Owned):
 
     @property
     def block(self) -> Rows:
-        """A read-only view of all rows, float32 [V, 1 + S, D]; raises TypeError if they are stored otherwise."""
+        """A read-only view of all rows, float32 [V, 1 + S, D]: weights, then state columns.
+
+        Raises TypeError if rows are not stored in this form, or are brought up to date only when they are read.
+        """
         if self.history is not None:
-            raise TypeError(f"table {self.name!r} brings rows up to date on reads; use read_rows instead of block")
+            raise TypeError(
+                f"table {self.name!r} brings rows up to date only when they are read; use read_rows instead of block"
+            )
         if not isinstance(self.storage, Float32):
             what = "weights" if self.dtype == BF16 else "slots"
             kind = "as bfloat16" if BF16 in (self.dtype, self.slots_dtype) else "in 8 bits"
@@ -89,7 +94,8 @@ class ReadableTable(Owned):
         """A read-only view of the weights, float32 [V, D]; use `writing` or `write_rows` to change them.
 
         While a loop is open, get a new view for each read: an older view lacks unfinished steps and cached rows. With
-        dtype="bfloat16" this is a float32 copy; raises UserError if there is no memory for it.
+        dtype="bfloat16", or an optimizer that changes all rows in each step, the result is a float32 copy; raises
+        UserError if there is not enough memory for the copy.
         """
         self._before_read()
         if self.dtype == BF16 or self.history is not None:
@@ -102,8 +108,9 @@ class ReadableTable(Owned):
     def slots(self) -> Mapping[str, Rows]:
         """Read-only views of the optimizer state by name, each float32 [V, D], or [V, 1] for per-row state.
 
-        Get new views for each read, as with `weights`. Unless slots="fp32", the columns of D values are float32 copies;
-        raises UserError if there is no memory for them.
+        Get new views for each read, as with `weights`. With slots="bfloat16" or "8bit", or an optimizer that changes
+        all rows in each step, the columns of D values are float32 copies; raises UserError if there is not enough
+        memory for the copies.
         """
         self._before_read()
         if self.slots_dtype != FP32 or self.history is not None:
@@ -121,7 +128,8 @@ class ReadableTable(Owned):
         Args:
             ids: int32 or int64 [N], each in [0, V), duplicates allowed.
             out: Output, float32 [N, D], C-contiguous, or None for a new array.
-            positions: int32 [N], distinct (not checked): the row of `out` for each id; `out` may have more than N rows.
+            positions: int32 [N], distinct (not checked): for each id, the row of `out` to write. `out` may then have
+                more than N rows.
 
         Returns:
             A copy, float32 [N, D], or `out`.
@@ -138,7 +146,7 @@ class ReadableTable(Owned):
         return out
 
     def lookup_tasks(self, ids: Ids, out: Rows, positions: Positions | None = None) -> list[Task]:
-        """Return the tasks of `lookup`."""
+        """Return the work of `lookup` as tasks."""
         check_rows("out", out, (len(ids if positions is None else out), self.dim), self.name)
         if (clock := self.clock()) is not None:
             return self.storage.current_tasks(ids, clock, out, positions)
@@ -146,11 +154,14 @@ class ReadableTable(Owned):
 
     @property
     def fetched_width(self) -> int:
-        """The number of values that `fetch_tasks` copies per row."""
+        """The number of float32 values that `fetch_tasks` copies per row."""
         return self.dim if self.history is None else packed_width(self.dim, self.history.how.betas is not None)
 
     def fetch_tasks(self, ids: Ids, out: Rows, positions: Positions | None = None) -> list[Task]:
-        """Return the tasks of a lookup ahead of steps; if steps change all rows, it yields packed rows (`catch_up`).
+        """Return tasks that look up rows for a batch while steps of earlier batches may be unfinished.
+
+        If steps change all rows, the tasks copy packed rows, which `kernels.catch_up.unpack_tasks` later brings up to
+        date; otherwise, they copy weights.
 
         Args:
             ids: As for `lookup`.
@@ -169,7 +180,7 @@ class ReadableTable(Owned):
             ids: int32 or int64 [N], each in [0, V).
             block: Output, float32 [N, 1 + S, D], C-contiguous: weights, then state of D values.
             row_slots: Output, float32 [N, R], C-contiguous: per-row state.
-            positions: int32 [N]: the row of both outputs for each id, as in `lookup`.
+            positions: int32 [N]: for each id, the row of `block` and of `row_slots` to write, as in `lookup`.
 
         Raises:
             UserError, TypeError, ValueError: As for `lookup`.
@@ -195,12 +206,15 @@ class ReadableTable(Owned):
         return block, row_slots
 
     def read_rows_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None = None) -> list[Task]:
-        """Return the tasks of `read_rows`, without bringing rows up to date."""
+        """Return tasks that copy rows as `read_rows` does, but as they are stored: not brought up to date."""
         self._check_whole(ids, block, row_slots, positions)
         return self.storage.read_tasks(ids, block, row_slots, positions)
 
     def columns(self) -> dict[str, Any]:  # Any: arrays, or columns that are widened as they are read
-        """Return weights and optimizer state by name, for digests; indexing by slices or row ids yields float32."""
+        """Return the stored weights and optimizer state by name; indexing by slices or row ids yields float32.
+
+        The rows are not brought up to date.
+        """
         self._before_read()
         return self._columns()
 
@@ -215,7 +229,7 @@ class ReadableTable(Owned):
         return found | {name: row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}
 
     def where(self, ids: Any) -> tuple[Rows, Any]:  # Any: whatever NumPy indexes rows by
-        """Return rows with their optimizer state, float32 [any, 1 + S, D], and the positions of `ids` in this array."""
+        """Return an array of rows with optimizer state, float32 [any, 1 + S, D], and the indices of `ids` in it."""
         if (clock := self.clock()) is not None:
             return current.read(self.storage, clock, ids)[0], np.arange(len(ids))
         if isinstance(self.storage, Float32):
@@ -223,18 +237,18 @@ class ReadableTable(Owned):
         return self.storage.taken(ids), np.arange(len(ids))
 
     def partial_squares(self) -> npt.NDArray[np.float64]:
-        """Return the sums of squares of the weights per part and column, [P, D], as `kernels.norm` does."""
+        """Return the sum of squares of the weights in each part and column, as `kernels.norm.partial_squares` does."""
         self._before_read()
         if self.history is not None:
             return partial_squares(np.ascontiguousarray(self.weights)[:, None])
         return self.storage.partial_squares()
 
     def sum_of_squares(self) -> float:
-        """Return the sum of squares of all weights, in float64, in the order of `kernels.norm`."""
+        """Return the sum of squares of all weights in float64, added in the order of `kernels.norm`."""
         return total(self.partial_squares())
 
     def _require_copies(self, what: str, columns: int) -> None:
-        """Raise UserError unless float32 copies of columns of the table fit in memory."""
+        """Raise UserError unless a float32 copy, with `columns` columns of D values per row, fits in memory."""
         needed, free = 4 * self.rows * self.dim * columns, available_bytes()
         if needed > free:
             raise UserError(
@@ -243,7 +257,7 @@ class ReadableTable(Owned):
             )
 
     def _check_whole(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> None:
-        """Raise an error unless these arrays have the shapes of rows with their optimizer state."""
+        """Raise an error unless `block` and `row_slots` have the dtypes and shapes that `read_rows` describes."""
         _, planes, D = self.storage.shape
         n, R = len(ids if positions is None else block), self.storage.row_slots.shape[1]
         check_rows("block", block, (n, planes, D), self.name)

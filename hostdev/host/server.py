@@ -15,9 +15,9 @@ class ParameterServer:
         self._tables: dict[str, HostTable] = {}
 
     def add(self, table: HostTable) -> HostTable:
-        """Add a table under its own name and return it; raise ValueError if the name is taken."""
+        """Add a table under its name, and return the table; raise ValueError if there is already one of this name."""
         if table.name in self._tables:
-            raise ValueError(f"there is already a table {table.name!r}; give one of them another name")
+            raise ValueError(f"there is already a table {table.name!r}; give one of the two tables another name")
         self._tables[table.name] = table
         return table
 
@@ -26,7 +26,7 @@ class ParameterServer:
         try:
             return self._tables[name]
         except KeyError:
-            raise UserError(f"no table {name!r}; there are {sorted(self._tables)}") from None
+            raise UserError(f"no table {name!r}; the tables are {sorted(self._tables)}") from None
 
     def __contains__(self, name: object) -> bool:
         """Return whether there is a table of this name."""

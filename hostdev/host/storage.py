@@ -1,7 +1,7 @@
-"""Layouts of a table's rows in host memory: all float32, or with smaller weights or state. Reads return float32.
+"""Layouts of a table's rows in host memory: all float32, or with weights or state in fewer bits. Reads return float32.
 
-Shapes: V rows, D columns; per row, S optimizer state columns of D values and R state values. N ids, int32 or int64,
-which are assumed to be in [0, V).
+Shapes: V rows; for each row, D weights, S columns of optimizer state with D values each, and R values of per-row state.
+N ids, int32 or int64, which must be in [0, V); this is not checked.
 """
 
 from collections.abc import Callable
@@ -46,8 +46,8 @@ class Shape:
         optimizer: Defines the optimizer state.
         first: The position of the first row among all `total` rows.
         total: Rows of the table over all ranks.
-        is_part: Whether the rows are a rank's part, at its positions (`kernels.shards`).
-        ids: Returns the ids, in the whole table, of the local rows [start, stop).
+        is_part: Whether the rows are only one rank's part of the table (`kernels.shards`).
+        ids: Called with (start, stop); returns the ids, in the whole table, of the local rows [start, stop).
         slots_dtype: How the optimizer state columns are stored.
 
     Attributes:
@@ -70,7 +70,7 @@ class Shape:
         self.slots = initial_slots(optimizer, slots_dtype)
 
     def row_slots(self) -> Rows:
-        """Return memory for the per-row state."""
+        """Return uninitialized memory for the per-row state, float32 [V, R]."""
         found: Rows = interleave(aligned_empty((self.rows, len(self.optimizer.row_slots))))
         return found
 
@@ -95,7 +95,7 @@ class Storage(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes in total."""
+        """The size of all rows in bytes."""
 
     def fill(self, shape: Shape, seed: int, init: Initializer) -> None:
         """Write the initial values of all rows."""
@@ -104,7 +104,7 @@ class Storage(Protocol):
         """Return all weights: a view or a read-only copy."""
 
     def column(self, number: int) -> Any:
-        """Return the weights (number 0) or state column `number - 1`; slices and row ids read it as float32."""
+        """Return the weights (number 0) or state column `number - 1`; indexing by slices or row ids yields float32."""
 
     def slot(self, number: int) -> Rows:
         """Return state column `number`, from 0, float32 [V, D]: a view, or a copy."""
@@ -113,7 +113,7 @@ class Storage(Protocol):
         """Return tasks that copy weights to out [N, D]."""
 
     def pack_tasks(self, ids: Ids, out: Rows, positions: Positions | None, planes: int) -> list[Task]:
-        """Return tasks that copy packed rows to out, as `kernels.catch_up.pack_tasks` does."""
+        """Return tasks that copy rows to `out` in packed form, as `kernels.catch_up.pack_tasks` does."""
 
     def current_tasks(self, ids: Ids, clock: Clock, out: Rows, positions: Positions | None) -> list[Task]:
         """Return tasks that write up-to-date weights to out, as `kernels.catch_up.look_up_tasks` does."""
@@ -122,10 +122,10 @@ class Storage(Protocol):
         """Return tasks that copy rows to block [N, 1 + S, D] and row_slots [N, R]."""
 
     def write_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
-        """Return tasks that overwrite rows with values that `require_exact` has accepted."""
+        """Return tasks that overwrite rows; `require_exact` must accept all values."""
 
     def require_exact(self, plane: int, values: Rows) -> None:
-        """Raise ValueError unless values [N, D] of a plane, 0 for weights, can be stored without rounding."""
+        """Raise ValueError unless values [N, D] of a plane (0 for the weights) can be stored without rounding."""
 
     def update_tasks(self, ids: Ids, grads: Rows, step: TableStep, positions: Positions | None) -> list[Task]:
         """Return tasks that take an optimizer step on unique rows."""
@@ -241,8 +241,8 @@ class Float32:
 class Split:
     """Storage of weights [V, D] and state in separate arrays, each in its format; see `kernels.plane_formats`.
 
-    Weights are float32, or bfloat16 as uint16. The state is also float32 or bfloat16, [V, S, D], or 8 bits, uint8
-    [V, S, P]. `kernels.rounding` rounds new values. The rounding depends on the row's id in the whole table.
+    Weights are float32, or bfloat16 as uint16. The state is float32 or bfloat16, [V, S, D], or 8 bits, uint8 [V, S, P].
+    `kernels.rounding` rounds new values; its random numbers depend on a row's id in the whole table.
 
     Args:
         name: The table's name.
@@ -381,7 +381,7 @@ class Split:
 
 
 def _allocate(shape: tuple[int, ...], kind: int) -> npt.NDArray[Any]:
-    """Return memory for planes of `shape`, whose last dimension is D, in a format of `kernels.plane_formats`."""
+    """Return memory for planes in the format `kind`, one of `kernels.plane_formats`; `shape` is [..., D]."""
     dtype: Any = {FLOAT32: np.float32, BFLOAT16: np.uint16}.get(kind, np.uint8)
     if dtype == np.uint8:
         shape = (*shape[:-1], plane_bytes(shape[-1]))
@@ -416,7 +416,7 @@ def _write_row_slots(held: Rows, ids: Ids, values: Rows, positions: Positions | 
 
 
 def taken(values: Rows, ids: Ids) -> Rows:
-    """Return values[ids] of float32 values [any, ...], without holding the GIL."""
+    """Return values[ids], where `values` is float32 [any, ...], without holding the GIL."""
     out = np.empty((len(ids), *values.shape[1:]), np.float32)
     if out.size:
         width = out.size // len(ids)

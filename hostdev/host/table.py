@@ -35,23 +35,25 @@ class HostTable(ReadableTable):
     """An embedding table in host memory: weights float32 [rows, dim], and optimizer state.
 
     Initial weights depend only on (seed, name, row, column). Memory: rows x (dim x (1 + S) + R) x 4 bytes, for S
-    optimizer state columns and R values of per-row state. With dtype="bfloat16" a weight takes 2 bytes. A value of
-    a state column takes 2 bytes with slots="bfloat16". With slots="8bit" it takes 1 byte, plus 4 bytes per row and
-    column for the scale (`kernels.eight_bits`). Reads return float32. Each update rounds such new values
-    stochastically to one of the two nearest values that can be stored, with a random number that depends only on (seed,
-    name, step of the table, row, column, weight or state).
+    optimizer state columns and R values of per-row state. With dtype="bfloat16", a weight takes 2 bytes. A value of a
+    state column takes 2 bytes with slots="bfloat16". With slots="8bit", it takes 1 byte, and each row and state column
+    takes 4 more bytes for a scale (`kernels.eight_bits`). Reads return float32. Each update rounds new values of fewer
+    than 32 bits stochastically to one of the two nearest values that can be stored, with a random number that depends
+    only on (seed, name, step of the table, row, column, weight or state).
 
     With an optimizer that changes all rows in each step (`Adam`, or any with weight_decay), a row is brought up to date
     when it is next read. Reads return rows as they are after the last step, except `row_slots` and `columns`.
 
-    Several threads may look up rows at once. The caller must not let updates overlap other access to the same rows.
+    Several threads may look up rows at once. While an update writes rows, no other thread may read or write these rows.
 
-    While a `Runtime.train` loop is open, the loop's body may read and write the table. A read sees all steps so far. A
-    read after the step of the body's batch ends that batch: its rows accept no more gradients. A write takes effect
-    from the next batch on. Access from another thread, or from the loader, `ids` or `send`, raises ValueError.
+    While a `Runtime.train` loop is open, the loop's body may read and write the table. A read sees all steps so far. If
+    the body reads after it has taken the step of its batch, the read ends the batch: the batch's rows accept no more
+    gradients. A write takes effect from the next batch on. Access from another thread, or from the loader, `ids` or
+    `send`, raises ValueError.
 
-    Methods check their ids. The corresponding `*_tasks` methods return the same work as tasks, so that one `run_tasks`
-    can serve several tables. They do not check their ids, which must be C-contiguous int32 or int64, in [0, V).
+    Methods check their ids. For many methods there is a `*_tasks` method, which returns the same work as tasks, so that
+    one `run_tasks` can serve several tables. `*_tasks` methods do not check their ids, which must be C-contiguous int32
+    or int64, in [0, V).
 
     Args:
         rows: Number of rows, at least 1.
@@ -59,13 +61,14 @@ class HostTable(ReadableTable):
         optimizer: LazyAdam, Adam, RowWiseAdam, FTRL, SGD, Momentum, Adagrad or RowWiseAdagrad.
         name: The table's name, used in error messages and to derive the initial values.
         seed: Seed of the initial values, or None for the seed given to `torch.manual_seed`, or 0.
-        init: Normal(std), Uniform(low, high), Constant(value), or an array [rows, dim], which the table keeps for
-            `erase` and `reset`, and which must not change. With dtype="bfloat16" it is rounded like updates.
-        part: (rank, ranks) to hold only that rank's rows, at its positions (`kernels.shards`), or None for all rows.
-            With a part, ids are local row numbers; `init` still covers all rows.
+        init: The initial weights: Normal(std), Uniform(low, high), Constant(value), or an array [rows, dim]. The table
+            keeps the array for `erase` and `reset`, so its values must not be changed. With dtype="bfloat16", initial
+            weights are rounded like updates.
+        part: (rank, ranks) to hold only the rows of this rank (`kernels.shards`), or None to hold all rows. With a
+            part, ids are local row numbers, but rows and `init` are those of the whole table.
         dtype: How weights are stored: "fp32" or "bfloat16".
-        slots: How the optimizer's state columns are stored: "fp32", "bfloat16" or "8bit". Per-row state is float32, and
-            so are columns of one value (dim=1) with "8bit", since their scales would take 4 bytes anyway.
+        slots: How the optimizer's state columns are stored: "fp32", "bfloat16" or "8bit". Per-row state is always
+            float32. If dim is 1, "8bit" also stores state columns as float32, since a scale would take 4 bytes anyway.
 
     Raises:
         UserError: The table does not fit in the available memory; raised before allocation.
@@ -107,11 +110,11 @@ class HostTable(ReadableTable):
         self.storage.fill(shape, *self._initial)
         self.changes: Changes | None = None  # tracked from the first checkpoint on
         self.untouched = True  # all rows have their initial values
-        self.may_train = part is not None  # otherwise `_require_alone` decides
+        self.may_train = part is not None  # if False, `_require_alone` decides
 
     @contextmanager
     def writing(self, ids: npt.ArrayLike | None = None) -> Iterator[Writing]:
-        """Edit copies of weights and optimizer state; changed rows are written to the table at the end of the `with`.
+        """Edit copies of weights and optimizer state; at the end of the `with` block, write changed rows to the table.
 
         ::
 
@@ -119,16 +122,16 @@ class HostTable(ReadableTable):
                 w.weights *= 0.5
                 w.slots["m"][:] = 0
 
-        `w.weights` is float32 [V, D], and `w.slots[name]` is [V, D], or [V, 1] for per-row state; with `ids`, their
-        first dimension is N. Each copy is made at its first use. After any error the table is unchanged.
+        `w.weights` is float32 [V, D], and `w.slots[name]` is [V, D], or [V, 1] for per-row state; with `ids`, the first
+        dimension is N instead of V. Each copy is made when it is first used. After any error, the table is unchanged.
 
         Args:
             ids: int32 or int64 [N], each in [0, V), all different, or None for all rows.
 
         Raises:
             ValueError: Values are not finite or not representable in the table's dtypes, ids repeat, or the table is
-                written by other means within the `with`.
-            UserError: An id is outside the table, or there is no memory for the copies.
+                written by other means inside the `with` block.
+            UserError: An id is outside the table, or there is not enough memory for the copies.
         """
         chosen = None if ids is None else self._checked(ids)
         if chosen is not None and len(np.unique(chosen)) < len(chosen):
@@ -196,7 +199,7 @@ class HostTable(ReadableTable):
             UserError: An id is outside the table, or this is one of several processes, and the table is not shared
                 between them (see `hostdev.alone`).
             TypeError, ValueError: A dtype or shape is wrong, or a gradient or an id's sum of gradients is not finite or
-                above `optimizer.largest_gradient`; nothing is written then.
+                above `optimizer.largest_gradient`. In these cases, nothing is written.
         """
         self._require_alone()
         ids = self._checked(ids)
@@ -216,8 +219,9 @@ class HostTable(ReadableTable):
         Args:
             ids: int32 or int64 [U], each in [0, V), **unique** (not checked).
             grads: float32 [U, D].
-            step: From `begin_step`, if several calls make one step; None for a new step.
-            positions: int32 [U]: the row of `grads` for each id; `grads` may have more than U rows.
+            step: If several calls make up one step, the result of `begin_step`; None to begin a new step.
+            positions: int32 [U]: for each id, the row of `grads` that has its gradient. `grads` may then have more than
+                U rows.
 
         Raises:
             UserError, TypeError, ValueError: As for `apply`.
@@ -235,7 +239,7 @@ class HostTable(ReadableTable):
     def update_tasks(
         self, ids: Ids, grads: Rows, step: TableStep | None = None, positions: Positions | None = None
     ) -> list[Task]:
-        """Return the tasks of `update`, and count the step now."""
+        """Return the work of `update` as tasks; if `step` is None, this call begins a new step and counts it."""
         check_rows("grads", grads, (len(ids if positions is None else grads), self.dim), self.name)
         step = step or self.begin_step()
         self._note_write(ids)
@@ -246,8 +250,8 @@ class HostTable(ReadableTable):
 
         Raises:
             UserError, TypeError: As for `lookup`.
-            ValueError: As for `lookup`, or values are not finite or not representable in the table's dtypes; nothing is
-                written then.
+            ValueError: As for `lookup`, or values are not finite or not representable in the table's dtypes. In these
+                cases, nothing is written.
         """
         ids = self._checked(ids)
         positions = checked_positions(positions, len(ids), len(block), self.name)
@@ -265,7 +269,10 @@ class HostTable(ReadableTable):
     def write_rows_tasks(
         self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None = None
     ) -> list[Task]:
-        """Return the tasks of `write_rows`; the table's dtypes must be able to represent the values (not checked)."""
+        """Return the work of `write_rows` as tasks; the table's dtypes must be able to represent all values.
+
+        This is not checked.
+        """
         self._check_whole(ids, block, row_slots, positions)
         tasks = self.storage.write_tasks(ids, block, row_slots, positions)
         self._note_write(ids)
@@ -280,24 +287,24 @@ class HostTable(ReadableTable):
             self.may_train = True
 
     def _note_write(self, ids: Ids) -> None:
-        """Record that rows are about to be written; a running snapshot first copies the rows that it has not read."""
+        """Record that rows are about to be written; a snapshot in progress first copies those it has not read."""
         self.untouched = False
         if self.changes is not None:
             self.changes.before_write(ids)
 
     def __getstate__(self) -> Mapping[str, Any]:
-        """See `Owned`; a copy does not track changes."""
+        """Return the state for a copy of the table, as `Owned` does; the copy does not track changes."""
         return {**super().__getstate__(), "changes": None}
 
     def reset(self) -> None:
         """Reset all rows to their initial values, and the step to 0.
 
-        This call waits for a running snapshot. No other thread may use the table meanwhile.
+        If a snapshot is in progress, this waits until it has ended. No other thread may use the table meanwhile.
         """
         self._before_write()
         if self.changes is not None:
             self.changes.await_end()
-            self.note_changes(anew=True)  # relative to no checkpoint, so that the next one is full
+            self.note_changes(anew=True)  # no longer since any checkpoint, so that the next checkpoint is full
         self.storage.fill(self._shape(self.dim), *self._initial)
         if self.history is not None:
             self.history = History(self.history.how)
@@ -305,11 +312,11 @@ class HostTable(ReadableTable):
         self._after_write(None)
 
     def adopt(self, history: History, *, whole: bool) -> None:
-        """Replace the table's step history with a checkpoint's, before the checkpoint's rows are loaded.
+        """Replace the table's step history with that of a checkpoint, before the checkpoint's rows are loaded.
 
         Args:
-            history: The checkpoint's step history, from an equal optimizer.
-            whole: Whether all rows will be loaded. If not, the current rows are brought up to date first.
+            history: The step history of the checkpoint, recorded with an equal optimizer.
+            whole: Whether all rows will be loaded. If not, the table's rows are brought up to date first.
         """
         self._before_write()
         if not whole and self.history is not None:
@@ -326,7 +333,7 @@ class HostTable(ReadableTable):
         return Shape(self.rows, dim, self.optimizer, *where, self.slots_dtype)
 
     def note_changes(self, *, anew: bool = False) -> Changes:
-        """Track changes from now on and return the tracker; `anew` forgets earlier changes."""
+        """Track changes from now on and return the tracker; with `anew`, forget all earlier changes."""
         if self.changes is None or anew:
             self.changes = Changes(self.storage)
         return self.changes

@@ -1,4 +1,4 @@
-"""Views of a host table's columns that are stored in fewer bits and read as float32."""
+"""Views of a host table's columns that are stored in fewer than 32 bits; reading a view yields float32."""
 
 from typing import Any
 

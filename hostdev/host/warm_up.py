@@ -37,7 +37,7 @@ def warm_up(
 ) -> None:
     """Call every kernel once with ids of this dtype, on tables of a few bytes with these optimizers.
 
-    For tables that are not float32, the float32 kernels are called as well: they update rows in a cache.
+    If the table dtypes are not float32, also call the kernels for float32 tables, since cached rows are float32.
 
     Args:
         id_dtype: The dtype of ids.
@@ -61,11 +61,11 @@ def warm_up_table(
     *,
     squares: bool = True,
 ) -> None:
-    """Call the kernels of one kind of table once."""
+    """Call each kernel once that a table with these dtypes, this optimizer and this dimension uses."""
     ids, position = np.zeros(2, id_dtype), np.zeros(1, np.int32)
     dtype, slots = table_dtypes
     table = HostTable(1, dim, optimizer, name="warm-up", dtype=dtype, slots=slots)
-    table.may_train = True  # so that it may be updated in one of several processes
+    table.may_train = True  # so that one of several processes may update this table
     table.note_changes()
     grads = np.zeros((2, dim), np.float32)
     table.lookup(ids)
@@ -122,12 +122,15 @@ def warm_up_batches(id_dtype: npt.DTypeLike) -> None:
 
 
 def _spread(id_dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Return many widely spaced ids, which deduplication hashes and splits."""
+    """Return ids so many and so far apart that deduplication splits and hashes them."""
     return np.arange(1 << 16, dtype=id_dtype) << 8
 
 
 def warm_up_feature(dim: int, *, pooled: bool = False, weighted: bool = False, bfloat16: bool = False) -> None:
-    """Call the kernels of one kind of feature once, for tables of `dim` columns and the current number of threads."""
+    """Call each kernel once that a feature with these properties uses.
+
+    The feature's table has `dim` columns. Kernels also depend on the current number of host threads.
+    """
     rows, inverse = np.zeros((1, dim), np.float32), np.zeros(2, np.int32)
     weights = np.ones(2, np.float32) if weighted else None
     out = np.zeros((2, dim), np.uint16 if bfloat16 else np.float32)

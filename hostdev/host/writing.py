@@ -21,7 +21,7 @@ class Writing(Copies):
 
     Args:
         table: The table's name, for errors.
-        columns: Its weights and optimizer state by name, which slices and row ids can index.
+        columns: The table's weights and optimizer state by name, each indexed by slices or row ids.
         ids: int32 or int64 [N], all different, or None for all rows.
         rows: V, the number of rows of the table.
     """
@@ -43,7 +43,11 @@ class Writing(Copies):
         return np.array(column[:] if self._ids is None else column[self._ids], np.float32)
 
     def changed(self) -> npt.NDArray[np.int64]:
-        """Return the rows of the copies that differ from the table's; raise ValueError unless they are finite."""
+        """Return the numbers of the rows of the copies that differ from the table.
+
+        Raises:
+            ValueError: Such a row has a value that is not finite.
+        """
         found = []
         width = sum(values.shape[1] for values in self._held.values())
         step = max(1, _PART_BYTES // (4 * max(1, width)))
@@ -62,7 +66,7 @@ class Writing(Copies):
     def require_exact(
         self, changed: npt.NDArray[np.int64], planes: Sequence[str], check: Callable[[int, Rows], None]
     ) -> None:
-        """Call `check`, which is `Storage.require_exact`, on the changed rows of the planes that were copied."""
+        """Call `check`, which is `Storage.require_exact`, with the changed rows of each plane that has a copy."""
         for plane, name in enumerate(planes):
             held = self._held.get(name)
             step = max(1, _PART_BYTES // held[:1].nbytes) if held is not None else 1
@@ -71,7 +75,7 @@ class Writing(Copies):
                 check(plane, held[changed[start : start + step]])
 
     def parts(self, changed: npt.NDArray[np.int64]) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[Any]]]:
-        """Yield chunks of the changed rows: row numbers in the copies, and ids in the table."""
+        """Yield the changed rows in chunks, each as row numbers in the copies and ids in the table."""
         width = sum(column.shape[1] for column in self._columns.values())
         step = max(1, _PART_BYTES // (4 * width))
         for start in range(0, len(changed), step):
@@ -79,6 +83,6 @@ class Writing(Copies):
             yield rows, rows if self._ids is None else self._ids[rows]
 
     def put(self, name: str, rows: npt.NDArray[np.int64], out: Rows) -> None:
-        """Write rows of the copy of column `name` to `out`, if there is a copy."""
+        """If there is a copy of the column `name`, write its rows `rows` to `out`."""
         if name in self._held:
             out[...] = self._held[name][rows]

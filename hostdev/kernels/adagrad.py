@@ -1,4 +1,7 @@
-"""SGD, momentum and (row-wise) Adagrad on unique rows; recurrences are in `core.optimizers`, arguments in `apply`."""
+"""SGD, momentum, Adagrad and row-wise Adagrad on unique rows.
+
+`core.optimizers` has the recurrences; `apply` describes the kernels' arguments.
+"""
 
 from typing import Any
 
@@ -74,7 +77,10 @@ def _adagrad(start, stop, ids, source, grads, block, row_slots, lr, eps, clock):
 
 @inline
 def mean_square(grad, lanes, columns):
-    """Return the mean square of a row's gradient, summed as in `core.optimizers.RowWiseAdagrad`; overwrites `lanes`."""
+    """Return the mean square of a row's gradient, added in the order of `core.optimizers.RowWiseAdagrad`.
+
+    `lanes`, float32 [LANES], is scratch memory; `columns` is D in float32.
+    """
     whole = np.uint64(len(grad) - len(grad) % LANES)
     lanes[:] = np.float32(0)
     for c in range(np.uint64(0), whole, np.uint64(LANES)):
@@ -113,20 +119,20 @@ def _row_wise_adagrad(start, stop, ids, source, grads, block, row_slots, lr, eps
 
 
 def sgd(*scalars: Any) -> tuple[Kernel, tuple[Any, ...]]:
-    """Return the kernel and its scalar, lr."""
+    """Return the SGD kernel and its scalar argument, lr."""
     return _sgd, scalars
 
 
 def momentum(*scalars: Any) -> tuple[Kernel, tuple[Any, ...]]:
-    """Return the kernel and its scalars: lr, momentum, nesterov."""
+    """Return the momentum kernel and its scalar arguments: lr, momentum, nesterov."""
     return _momentum, scalars
 
 
 def adagrad(*scalars: Any) -> tuple[Kernel, tuple[Any, ...]]:
-    """Return the kernel and its scalars: lr, eps."""
+    """Return the Adagrad kernel and its scalar arguments: lr, eps."""
     return _adagrad, scalars
 
 
 def row_wise_adagrad(*scalars: Any) -> tuple[Kernel, tuple[Any, ...]]:
-    """Return the kernel and its scalars: lr, eps, and the number of columns D in float32."""
+    """Return the row-wise Adagrad kernel and its scalar arguments: lr, eps, and the number of columns D in float32."""
     return _row_wise_adagrad, scalars

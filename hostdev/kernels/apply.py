@@ -1,14 +1,16 @@
-"""An optimizer step on the rows of a table; host tables and device tables on the CPU share it.
+"""An optimizer step on the rows of a table, for host tables and for device tables on the CPU.
 
 An optimizer's kernel is called as `kernel(start, stop, ids, source, grads, block, row_slots, *scalars, clock)` and
 updates the rows ids[start:stop] in place:
 
-    ids: int32 or int64 [U], unique, each in [0, V).
-    source: int32 [U], the row of `grads` with the summed gradient of each id.
+    ids: int32 or int64 [U], unique, each in [0, V), where V is the number of rows of the table.
+    source: int32 [U], for each id, the row of `grads` that has its summed gradient.
     grads: float32 [any, D].
-    block: float32 [V, 1 + S, D], each row's weights and its S slots of D values; or `rounding.SplitRows`.
+    block: float32 [V, 1 + S, D], for each row, its weights and then its S slots of D values; or `rounding.SplitRows`.
     row_slots: float32 [V, R], the R slots that have one value per row.
-    clock: Step history that brings rows up to date before the update (see `catch_up`), or None to skip this.
+    scalars: The optimizer's scalars at this step.
+    clock: The step history with which rows are brought up to date before the update (see `catch_up`), or None if only
+        updates change rows.
 """
 
 from collections.abc import Callable
@@ -33,7 +35,7 @@ from hostdev.kernels.unique import unique_into
 
 Rows = npt.NDArray[np.float32]
 
-_CLIPPED_BYTES = 1 << 18  # size of the rows that a thread clips and updates at a time
+_CLIPPED_BYTES = 1 << 18  # bytes of the rows that a thread clips and updates at a time
 
 _KERNELS: dict[str, Callable[..., tuple[Kernel, tuple[Any, ...]]]] = {
     "FusedSparseAdagrad": adagrad,
@@ -58,7 +60,7 @@ def apply_tasks(
     clip: np.float32 | None = None,
     clock: Clock | None = None,
 ) -> list[Task]:
-    """Return the tasks of `apply_rows`, which `run_tasks` can run together with other tasks."""
+    """Return the work of `apply_rows` as tasks, so that one `run_tasks` can run it together with other tasks."""
     update, scalars = _KERNELS[primitive](*scalars)
     scalars = (*scalars, clock)
     if positions is None:
@@ -92,12 +94,12 @@ def apply_rows(
     """Take one optimizer step on unique rows, in place; the module's docstring describes block, row_slots and ids.
 
     Args:
-        primitive: The optimizer's op, such as "FusedSparseFtrl".
+        primitive: The name of the optimizer's operation, such as "FusedSparseFtrl".
         grads: float32 [U, D], the summed gradient of each id; with `positions`, [any, D].
         scalars: The optimizer's scalars at this step.
-        positions: int32 [U], the row of `grads` for each id.
+        positions: int32 [U], for each id, the row of `grads` that has its gradient; None if ids[i] has grads[i].
         clip: The mean square above which a row's gradient is clipped, or None to never clip.
-        clock: Step history that brings the rows up to date first, or None to skip this.
+        clock: The step history with which the rows are brought up to date first, or None if only updates change rows.
     """
     run_tasks(apply_tasks(primitive, block, row_slots, ids, grads, scalars, positions, clip, clock))
 
@@ -114,9 +116,11 @@ def apply_occurrences(
 ) -> None:
     """Sum the gradients of each id in order of occurrence, and update its row as `apply_rows` does.
 
+    The other arguments are those of `apply_rows`.
+
     Args:
         ids: int32 or int64 [N], each in [0, V), possibly repeated.
-        grads: float32 [N, D], one row per occurrence.
+        grads: float32 [N, D]: grads[i] is a gradient of the row ids[i].
     """
     if len(ids) == 0:
         return

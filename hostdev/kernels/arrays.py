@@ -1,4 +1,4 @@
-"""Types of id arrays, equally spaced rows, and optimizer scalars."""
+"""Types for arrays of ids, for equally spaced rows, and for the scalars of optimizers."""
 
 from typing import Any, NamedTuple, TypeAlias
 
@@ -12,7 +12,7 @@ Scalars: TypeAlias = tuple[np.float32 | float, ...]
 class Strided(NamedTuple):
     """Equally spaced rows of a C-contiguous array: row i is values[first + i * step].
 
-    Kernels take the three attributes, because numba does not vectorize loops over arrays with other strides.
+    Kernels take the three attributes as arguments, because numba does not vectorize loops over strided arrays.
     """
 
     values: npt.NDArray[Any]

@@ -1,7 +1,8 @@
-"""Pooling of rows into bags and summation of gradients into rows, for several features that share the rows.
+"""Pooling of rows into bags and summation of gradients per row, for several features that share the rows.
 
-In the forward pass, a bag is the sum of its occurrences' rows. In the backward pass, a row's gradient is the sum of its
-bags' gradients over all occurrences, feature by feature. No array with a row per occurrence is built. Each operation is
+A bag is a list of ids, and each of its ids is an occurrence of a row. In the forward pass, the rows of a bag's
+occurrences are summed. In the backward pass, a row's gradient is the sum, over all its occurrences, of the gradient of
+the occurrence's bag, feature by feature. No array with a row per occurrence is built. Each arithmetic operation is
 rounded once.
 
 Shapes: N occurrences of a feature in B bags, U unique rows, D columns.
@@ -40,9 +41,9 @@ class Feature(NamedTuple):
     """The occurrences of one feature.
 
     Attributes:
-        inverse: int32 [N], the unique row of each occurrence.
-        offsets: int32 [B + 1]; bag b has occurrences [offsets[b], offsets[b + 1]). None if each occurrence is a bag.
-        weights: float32 [N], the weight of each occurrence, or None if all are 1.
+        inverse: int32 [N], for each occurrence, the number of its row among the unique rows.
+        offsets: int32 [B + 1]: bag b has the occurrences [offsets[b], offsets[b + 1]); None if the feature has no bags.
+        weights: float32 [N], the weight of each occurrence, or None if all weights are 1.
         mean: Whether each bag's sum is divided by the number of its occurrences.
     """
 
@@ -83,7 +84,7 @@ def _pool(start, stop, rows, inverse, offsets, weights, mean, out, first, step):
 
 @kernel
 def _pool_scalars(start, stop, rows, inverse, offsets, weights, mean, out, first, step):
-    """`_pool` for D = 1."""
+    """Do the same as `_pool`, for D = 1."""
     one, column = np.uint64(1), np.uint64(0)
     last = np.uint64(offsets[stop])
     for b in range(np.uint64(start), np.uint64(stop)):
@@ -101,7 +102,10 @@ def _pool_scalars(start, stop, rows, inverse, offsets, weights, mean, out, first
 
 
 def pool_tasks(rows: Rows, feature: Feature, out: Strided) -> list[Task]:
-    """Return the tasks of `pool`, which `run_tasks` can run together with other tasks; `out` has one row per bag."""
+    """Return the work of `pool` as tasks, so that one `run_tasks` can run it together with other tasks.
+
+    `out` has one row per bag.
+    """
     inverse, offsets, weights, mean = feature
     assert offsets is not None
     B = len(offsets) - 1
@@ -111,19 +115,24 @@ def pool_tasks(rows: Rows, feature: Feature, out: Strided) -> list[Task]:
 
 
 def pool(rows: Rows, feature: Feature, out: npt.NDArray[Any]) -> None:
-    """Write each bag's sum (or mean) of rows times weights, added in order of occurrence; 0 for an empty bag.
+    """Write, for each bag, the sum (or mean) of its rows times weights, added in order of occurrence.
+
+    An empty bag yields 0.
 
     Args:
         rows: float32 [U, D].
-        feature: The occurrences; its offsets must not be None.
-        out: The output, float32 [B, D], or bfloat16 as uint16 [B, D], rounded once at the end.
+        feature: The feature, which must have bags.
+        out: float32 [B, D], or bfloat16 as uint16 [B, D], written; bfloat16 is rounded once, after the additions.
     """
     run_tasks(pool_tasks(rows, feature, Strided(out)))
 
 
 @kernel
 def _add_bags(start, stop, seen, grads, first, step, inverse, offsets, weights, mean, out):
-    """Add the gradients of the bags [start, stop) to rows as `segment.sum_part` does, reading each gradient once."""
+    """Add the gradients of the bags [start, stop) to their rows' sums, with `seen` as in `segment.sum_part`.
+
+    The gradient of each bag is read only once.
+    """
     first, step = np.uint64(first), np.uint64(step)
     D, seen, one = grads.shape[1], np.uint64(seen), np.uint64(1)
     grad = np.empty(D, np.float32)
@@ -154,7 +163,7 @@ def _add_bags(start, stop, seen, grads, first, step, inverse, offsets, weights, 
 
 @kernel
 def _add_scalar_bags(start, stop, seen, grads, first, step, inverse, offsets, weights, mean, out):
-    """`_add_bags` for D = 1."""
+    """Do the same as `_add_bags`, for D = 1."""
     seen, one, column = np.uint64(seen), np.uint64(1), np.uint64(0)
     first, step = np.uint64(first), np.uint64(step)
     for b in range(np.uint64(start), np.uint64(stop)):
@@ -198,23 +207,26 @@ class _Sorted(NamedTuple):
 
 
 class Uses:
-    """The occurrences of U rows in several features, sorted once and reused for every table that has these rows.
+    """The occurrences of U rows in several features.
+
+    The occurrences are sorted at most once, even if gradients are summed for several tables that use the same ids.
 
     Args:
         features: The features that share the rows.
         rows: U, the number of rows.
-        in_order: Whether the rows are numbered by first occurrence, feature by feature, and every row occurs.
+        in_order: Whether the rows are numbered in order of first occurrence, one feature after another, and each row
+            occurs.
     """
 
     def __init__(self, features: Sequence[Feature], rows: int, *, in_order: bool = True) -> None:
         self.features, self.rows, self.in_order = features, rows, in_order
 
     def sum(self, grads: Sequence[Strided], out: Rows) -> None:
-        """Sum the gradients of each row over its occurrences, feature by feature, in order of occurrence.
+        """Write the sum of each row's gradients, added one feature after another, and in order of occurrence.
 
         Args:
-            grads: Per feature, rows of an array [any, D], float32 or bfloat16 as uint16: the gradients of its B bags,
-                or of its N occurrences if it has no bags.
+            grads: For each feature, the gradients of its B bags, or of its N occurrences if it has no bags. They are
+                rows of an array [any, D], float32, or bfloat16 as uint16.
             out: float32 [U, D], written: the sums; -0 for a row that does not occur.
         """
         if streams() or not len(out):
@@ -239,7 +251,7 @@ class Uses:
         run_tasks([(sum_rows, start, stop, ()) for start, stop in row_ranges(ends)])
 
     def stream(self, grads: Sequence[Strided], out: Rows) -> None:
-        """Write the same sums as `sum`, using only this thread."""
+        """Do the same as `sum`, using only this thread."""
         seen = prepare_sums(out, self.in_order)
         for feature, grad in zip(self.features, grads, strict=True):
             seen = _stream(feature, grad, seen, out)
@@ -261,7 +273,10 @@ class Uses:
 
 
 def sum_many(calls: Sequence[tuple[Uses, Sequence[Strided], Rows]]) -> None:
-    """Call `uses.sum(grads, out)` for each table; given at least one table per thread, each table uses one thread."""
+    """Call `uses.sum(grads, out)` for each item (uses, grads, out) of `calls`.
+
+    If there are at least as many calls as threads, each call uses only one thread.
+    """
     if len(calls) < max(2, host_threads()):
         for uses, grads, out in calls:
             uses.sum(grads, out)
@@ -275,7 +290,10 @@ def sum_many(calls: Sequence[tuple[Uses, Sequence[Strided], Rows]]) -> None:
 
 
 def _stream(feature: Feature, grads: Strided, seen: Any, out: Rows) -> Any:
-    """Add the gradients of a feature's occurrences to the sums; see `segment.sum_part` for `seen`."""
+    """Add the gradients of a feature's occurrences to the sums in `out`.
+
+    `segment.sum_part` describes `seen` and the returned value.
+    """
     inverse, offsets, weights, mean = feature
     if offsets is not None:
         add_bags = _add_scalar_bags if out.shape[1] == 1 else _add_bags
@@ -289,5 +307,5 @@ def _stream(feature: Feature, grads: Strided, seen: Any, out: Rows) -> Any:
 def sum_uses(
     features: Sequence[Feature], grads: Sequence[npt.NDArray[Any]], out: Rows, *, in_order: bool = True
 ) -> None:
-    """Sum gradients as `Uses.sum` does, for occurrences that are used only once."""
+    """Sum gradients as `Uses.sum` does, for a single table; `grads` has one array of gradients per feature."""
     Uses(features, len(out), in_order=in_order).sum([Strided(grad) for grad in grads], out)

@@ -1,4 +1,4 @@
-"""Conversions for kernels that take float32 or bfloat16 (stored as uint16); the array's type selects one."""
+"""Conversions for kernels whose arrays are float32 or bfloat16 (as uint16); an array's dtype selects the conversion."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from numba.extending import overload
 
 
 def to_float32(value: Any) -> Any:
-    """Return a stored number as float32."""
+    """Return a stored number, float32 or bfloat16 as uint16, as float32."""
     raise NotImplementedError("only compiled kernels can call this function")
 
 
@@ -28,7 +28,7 @@ def _overload_to_float32(value: Any) -> Any:
 
 
 def as_exact(to: Any, x: Any) -> Any:
-    """Return x in the storage format of the array `to`, which must represent x exactly."""
+    """Return x in the format of the array `to`, float32 or bfloat16, which must be able to represent x exactly."""
     raise NotImplementedError("only compiled kernels can call this function")
 
 
@@ -48,7 +48,7 @@ def _overload_as_exact(to: Any, x: Any) -> Any:
 
 
 def as_stored(to: Any, x: Any) -> Any:
-    """Return x rounded to the type of the array `to`."""
+    """Return x rounded to the format of the array `to`, float32 or bfloat16."""
     raise NotImplementedError("only compiled kernels can call this function")
 
 

@@ -24,7 +24,7 @@ def empty_bits(rows: int) -> Bits:
 
 
 def full_bits(rows: int) -> Bits:
-    """Return the set of all rows."""
+    """Return the set of all rows of a table of `rows` rows."""
     bits = np.full(-(-rows // 64), np.uint64(0xFFFFFFFFFFFFFFFF))
     if rows % 64:
         bits[-1] = np.uint64((1 << rows % 64) - 1)
@@ -37,9 +37,15 @@ def count_bits(bits: Bits) -> int:
 
 
 def any_in_ranges(bits: Bits, rows: int, length: int) -> npt.NDArray[np.bool_]:
-    """Return whether a set has a row in each range of `length` rows, a power of two: bool [ranges].
+    """Split a table of `rows` rows into ranges of `length` rows, and return which ranges have a row in a set.
 
-    The table has `rows` rows; the last range may be shorter.
+    Args:
+        bits: The set.
+        rows: The number of rows of the table.
+        length: The number of rows per range, a power of two; the last range may be shorter.
+
+    Returns:
+        bool [ranges].
     """
     ranges = -(-rows // length)
     if length >= 64:
@@ -68,7 +74,7 @@ def mark(ids: npt.NDArray[Any], bits: Bits) -> None:
 
 @kernel
 def take(ids, bits, out):
-    """Remove ids [N] from a set; write the ids that it contained to the start of out [N], and return their number."""
+    """Remove ids [N] from a set; write those that the set contained to the start of out [N]; return their number."""
     six, low, one = np.uint64(6), np.uint64(63), np.uint64(1)
     count = np.uint64(0)
     for i in range(np.uint64(0), np.uint64(len(ids))):
@@ -84,7 +90,7 @@ def take(ids, bits, out):
 
 @kernel
 def rows_between(first, last, bits, out):
-    """Write a set's rows in [first, last), ascending, to the beginning of `out`; return their number."""
+    """Write the rows of a set that are in [first, last), ascending, to the start of `out`; return their number."""
     six, low, one = np.uint64(6), np.uint64(63), np.uint64(1)
     count = np.uint64(0)
     row, end = np.uint64(first), np.uint64(last)
@@ -102,7 +108,7 @@ def rows_between(first, last, bits, out):
 
 @kernel
 def copy_to_columns(start, stop, first, ids, block, out):
-    """Copy rows to columns: out[s, i] = block[ids[i], s], or block[first + i, s] if ids is None.
+    """Copy rows to columns: out[s, i] = block[ids[i], s], or block[first + i, s] if `ids` is None, for each row i.
 
     Args:
         ids: int32 or int64 [N], or None.
@@ -137,13 +143,13 @@ def gather_rows(rows, order, out):
 
 @kernel
 def place_in_columns(rows, ids, wanted, columns):
-    """Write rows into columns: columns[s, k] = rows[i, s] where wanted[k] = ids[i].
+    """Write rows into columns: columns[s, k] = rows[i, s] for each i, with the k for which wanted[k] = ids[i].
 
     Args:
         rows: float32 [n, S, D].
         ids: int32 or int64 [n], ascending, each in `wanted`.
         wanted: int64 [N], ascending.
-        columns: float32 [S, N, D], written for the rows in `ids`.
+        columns: float32 [S, N, D]; the items of the rows in `ids` are overwritten.
     """
     k = np.uint64(0)
     for i in range(np.uint64(0), np.uint64(len(ids))):

@@ -1,4 +1,4 @@
-"""Memory for the kernels: arrays aligned to cache lines or, if large, huge pages; and reusable scratch memory."""
+"""Memory for the kernels: arrays aligned to cache lines or, if large, to huge pages; and reusable scratch memory."""
 
 import math
 import threading
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-LINE = 64  # bytes; a vector store that crosses a line counts as two
+LINE = 64  # bytes; a vector store that crosses a line takes as long as two
 _HUGE_PAGE = 1 << 21
 _scratch = threading.local()
 
@@ -15,8 +15,8 @@ _scratch = threading.local()
 def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> Any:
     """Return an uninitialized C-contiguous array that begins on a cache line.
 
-    An array of 16 MiB or more begins on a huge page, which numpy requests (madvise) when it allocates. This reserves at
-    most 2 MiB more than the array, and touches less than a page of the extra memory.
+    An array of 16 MiB or more begins at a multiple of 2 MiB, so that it fits huge pages, which numpy requests (madvise)
+    when it allocates memory. At most 2 MiB of extra memory are reserved, and less than a page of this is touched.
     """
     dtype = np.dtype(dtype)
     size = math.prod(shape) * dtype.itemsize
@@ -29,7 +29,8 @@ def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> 
 def scratch(name: str, shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> npt.NDArray[Any]:
     """Return an uninitialized array in this thread's scratch memory, beginning on a cache line.
 
-    The thread's next request for the same name reuses the memory. Fresh memory would cost a page fault per 4 KiB.
+    The array is valid until this thread's next call with the same name, which reuses the memory. Fresh memory would
+    cost a page fault per 4 KiB.
     """
     size = math.prod(shape) * np.dtype(dtype).itemsize
     held: dict[str, npt.NDArray[np.uint8]] = _scratch.__dict__
@@ -42,9 +43,9 @@ _identity = np.arange(1 << 16, dtype=np.int32)
 
 
 def identity(n: int) -> npt.NDArray[np.int32]:
-    """Return 0, 1, ..., n - 1, an array that all callers share and must not change.
+    """Return the numbers 0, 1, ..., n - 1, int32 [n], in an array that all callers share and must not change.
 
-    It is not flagged read-only, since numba would compile each kernel again for a read-only array.
+    The array is not flagged read-only, since numba would compile each kernel again for read-only arrays.
     """
     global _identity
     held = _identity

@@ -1,8 +1,8 @@
-"""numba's cache of machine code on disk, extended by checksums and by a hash of the sources of all helpers.
+"""numba's cache of machine code on disk, extended by checksums and by a hash of all sources of a kernel.
 
-numba trusts its files: a damaged index fails in every process until it is removed, and damaged code would run. This
-module recompiles a kernel whose file has a wrong checksum. A kernel that cannot be written to disk is compiled in every
-process.
+numba does not check its cache files: a damaged index raises an error in every process until the file is removed, and
+damaged code would run. With this module, a kernel whose file has a wrong checksum is compiled again. A kernel that
+cannot be written to disk is compiled in every process.
 """
 
 import io
@@ -24,16 +24,16 @@ try:
     from numba.core.caching import IndexDataCacheFile
 
     _Base = IndexDataCacheFile
-except ImportError:  # another version of numba
+except ImportError:  # an unsupported version of numba
     pass
 
-_MARK = b"hostdev1"  # precedes the checksum at the end of a file, which numba does not read
+_MARK = b"hostdev1"  # precedes the checksum at the end of a file; numba ignores both
 _SIZE = len(_MARK) + 32
 _reported: set[str] = set()
 
 
 def check_cache(dispatcher: Any) -> Any:
-    """Make the cache of a kernel reject code with a wrong checksum or from older sources; return the kernel."""
+    """Make a kernel's cache reject code that has a wrong checksum or is from older sources; return the kernel."""
     cache = getattr(dispatcher, "_cache", None)
     file: Any = getattr(cache, "_cache_file", None)
     if _Base is not object and type(file) is _Base:
@@ -46,7 +46,7 @@ class _CheckedFile(_Base):  # type: ignore[misc]
     _function: Any  # the kernel in Python
 
     def _get_stamp(self) -> Any:
-        """Return the stamp of the code's sources; call this only after the kernel's module has been imported."""
+        """Return a value that identifies the kernel's sources; call this only after its module has been imported."""
         return self._source_stamp, hash_sources(self._function)
 
     def load(self, key: Any) -> Any:
@@ -78,7 +78,7 @@ class _CheckedFile(_Base):  # type: ignore[misc]
             content = _checked(Path(self._index_path).read_bytes())
             version, rest = _unpickled(content)
             stamp, overloads = pickle.loads(rest) if version == self._version else (None, {})
-        except (OSError, _WrongError, AttributeError, ImportError):  # the last two: a type of older sources is gone
+        except (OSError, _WrongError, AttributeError, ImportError):  # the last two: a type no longer exists
             return {}
         return overloads if stamp == self._get_stamp() else {}
 
@@ -104,8 +104,9 @@ class _CheckedFile(_Base):  # type: ignore[misc]
 def _locked(folder: str) -> Iterator[None]:
     """Lock a folder of compiled kernels against writes by other processes.
 
-    Without the lock, processes that compile a kernel for different types at the same time would overwrite each other's
-    index, and one type's code could run for another. On file systems without locks, `load` detects this.
+    Without the lock, processes that compile a kernel for different argument types at the same time could overwrite each
+    other's index, which could then name code for the wrong types. On file systems without locks, `load` rejects such
+    code.
     """
     if os.name != "posix":  # a folder cannot be opened
         yield

@@ -32,9 +32,9 @@ def _note(hashes, registers):
 
 
 def make_registers(keys: npt.NDArray[np.uint64]) -> Registers:
-    """Return the registers of keys [N], uint8 [16384].
+    """Return the HyperLogLog registers of the set of keys [N]: uint8 [16384].
 
-    The registers of a union of sets are the element-wise maximum of the sets' registers.
+    The registers of a union of sets are the element-wise maximum of the registers of the sets.
     """
     registers = np.zeros(_SIZE, np.uint8)
     _note(mix64(keys), registers)
@@ -51,7 +51,7 @@ def estimate(registers: Registers) -> float:
 
 
 class Sample(NamedTuple):
-    """A sample of up to 4097 keys with the largest weight / u, where u, a hash of the key, is uniform in (0, 1].
+    """The up to 4097 keys of a set with the largest weight / u, where u is a hash of the key, uniform in (0, 1].
 
     Attributes:
         keys: uint64 [K], distinct.
@@ -63,7 +63,7 @@ class Sample(NamedTuple):
 
 
 def draw_sample(keys: npt.NDArray[np.uint64], weights: npt.NDArray[np.int64]) -> Sample:
-    """Return a sample of distinct keys [N] for estimating the sum of their weights [N]; drop keys of weight 0."""
+    """Sample distinct keys [N], to estimate the sum of their weights [N] later; keys of weight 0 are dropped."""
     there = weights > 0
     keys, weights = keys[there], weights[there]
     if len(keys) > _SAMPLED + 1:  # the smallest priority is only the threshold for the others
@@ -74,9 +74,9 @@ def draw_sample(keys: npt.NDArray[np.uint64], weights: npt.NDArray[np.int64]) ->
 
 
 def join(*samples: Sample) -> Sample:
-    """Return the sample of the union of several sampled sets; a key must have the same weight in all sets."""
+    """Combine samples of several sets into a sample of their union; a key must have the same weight in all samples."""
     keys, weights = (np.concatenate(each) for each in zip(*samples, strict=True))
-    if len(samples[0].keys) > _SAMPLED:  # most of the others' keys drop out, so few are left to sort
+    if len(samples[0].keys) > _SAMPLED:  # most keys of the other samples are dropped here, so few are left to sort
         there = _priorities(keys, weights) >= _priorities(*samples[0]).min()
         keys, weights = keys[there], weights[there]
     keys, first = np.unique(keys, return_index=True)
@@ -84,7 +84,7 @@ def join(*samples: Sample) -> Sample:
 
 
 def total(sample: Sample) -> float:
-    """Estimate the sum of all keys' weights: exact for up to 4096 keys, else with a standard error of 1.6%."""
+    """Estimate the total weight of the sampled set: exact for up to 4096 keys, else with a standard error of 1.6%."""
     if len(sample.keys) <= _SAMPLED:
         return float(sample.weights.sum())
     priorities = _priorities(*sample)

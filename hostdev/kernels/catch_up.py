@@ -1,25 +1,25 @@
 """Effects of steps on rows without a gradient: weights decay; with Adam, moments also decay and move the weights.
 
-Each row stores the step of its last write. It is brought up to date when it is next read or updated, in one operation
-for all steps since then, so that unused rows cost nothing.
+Each row stores the step of its last write. When the row is next read or updated, one operation brings it up to date
+with all steps since then, so that unused rows cost nothing.
 
-Let a_j be the learning rate of step j (Adam's `lr_t`), d_j the fraction of the weights that decays in step j, L the
-step of the last write, and T the last step::
+Let a_j be the learning rate of step j (Adam's `lr_t`), d_j the fraction by which step j decays the weights, L the step
+of the row's last write, and T the table's last step::
 
     D(L, T) = (1 - d_{L+1}) * ... * (1 - d_T)
     w <- D(L, T) * (w - m * sum over i = 1 .. T - L of  a_{L+i} * beta1^i / D(L, L+i) / (sqrt(v) * beta2^(i/2) + eps))
     m <- beta1^(T - L) * m
     v <- beta2^(T - L) * v
 
-This equals T - L steps of Adam with zero gradients; for other optimizers, the sum is dropped. With s = sqrt(v),
-u = s / (s + eps) and q = sqrt(beta2), each divisor in the sum is (s + eps) * (1 - u * (1 - q^i)), and its reciprocal is
-a geometric series in u. The sum is therefore a polynomial in u, divided by s + eps. Its coefficients do not depend on
-the row's values::
+This equals T - L steps of Adam with zero gradients; with other optimizers, the weights only decay, w <- D(L, T) * w.
+With s = sqrt(v), u = s / (s + eps) and q = sqrt(beta2), each divisor in the sum is (s + eps) * (1 - u * (1 - q^i)), and
+its reciprocal is a geometric series in u. The sum is therefore a power series in u, divided by s + eps. The
+coefficients of this series do not depend on the row's values::
 
     M_p(L, T) = sum over i of  a_{L+i} * beta1^i * (1 - q^i)^p / D(L, L+i)
 
-P = 4 or 10 coefficients suffice for float32, which `core.catch_up` checks. Sums end at i = N, beyond which beta1^i is
-negligible.
+The first P = 4 or 10 coefficients suffice for float32; `core.catch_up` checks this. The sums end at i = N, beyond which
+beta1^i is negligible.
 """
 
 from typing import Any
@@ -39,17 +39,20 @@ Positions = npt.NDArray[np.int32]
 
 @kernel
 def record(rates, decays, first, powers, product, sums, inverse, frozen):
-    """Record steps and return how many were recorded: fewer than given if the product must be scaled first.
+    """Record steps; stop early once the product is so small that the caller must scale it before the next step.
 
     Args:
         rates: float64 [n], a_j of each step.
         decays: float64 [n], d_j of each step.
         first: The number of steps already recorded.
-        powers: float64 [N + 1, P], beta1^k * (1 - q^k)^p.
-        product: float64 [1], updated: D(0, T), scaled.
-        sums: float64 [N + 1, P], updated: M_p(T - k, T) for each k.
-        inverse: float64 [more than T], written at each T.
-        frozen: float32 [more than T - N, P], written at each T - N.
+        powers: float64 [N + 1, P]: beta1^k * (1 - q^k)^p for each k and p.
+        product: float64 [1], updated: D(0, T) times the caller's scale.
+        sums: float64 [N + 1, P], updated: M_p(T - k, T) for each k and p.
+        inverse: float64 [more than T]; for each recorded step T, inverse[T] becomes 1 / product.
+        frozen: float32 [more than T - N, P]; for each recorded step T >= N, frozen[T - N, p] becomes M_p(T - N, T).
+
+    Returns:
+        The number of steps that were recorded.
     """
     N, terms = powers.shape[0] - 1, powers.shape[1]
     for t in range(len(rates)):
@@ -69,8 +72,8 @@ def record(rates, decays, first, powers, product, sums, inverse, frozen):
 
 
 # In loops with branches, numba counts references to array slices in memory that threads share, and a call with array
-# arguments costs as much as a row. So kernels unpack a clock before their loops, collect the coefficients of some rows,
-# and then update these rows in a loop without calls.
+# arguments takes as long as the arithmetic on a row. So kernels unpack a clock before their loops, collect the
+# coefficients of some rows, and then update these rows in a loop without calls.
 
 _ROWS = 64  # rows whose coefficients are collected at a time
 _WIDTH = MOST_TERMS + 2  # coefficients per row: the terms, then the decay of both moments or of the weights
@@ -98,7 +101,10 @@ def _collect(coefficients, i, last, now, recent, frozen, powers):
 
 @inline
 def moved(w, m, v, eps, c0, c1, c2, c3, c4, c5, c6, c7, c8, c9):
-    """Return a weight after the missed steps of its moments; unused terms are 0, which changes no bit."""
+    """Return the weight w after its moments m and v have moved it in the missed steps.
+
+    c0, c1, ... are the row's coefficients; those beyond the P in use are 0, which changes no bit of the result.
+    """
     s = np.sqrt(v)
     r = np.float32(1) / (s + eps)
     u = s * r
@@ -125,7 +131,7 @@ def decay(weights, last, product, inverse):
 
 @kernel
 def catch_up(weights, first, second, last, now, product, inverse, recent, frozen, powers, eps):
-    """Bring a row's weights and moments, each [D], from step `last` up to date."""
+    """Bring a row's weights and its first and second moments, each [D], from step `last` to step `now`."""
     if now > last and recent.shape[0] > 0:
         k = np.empty((1, _WIDTH), np.float32)
         _collect(k, 0, last, now, recent, frozen, powers)
@@ -163,7 +169,7 @@ def _pack(start, stop, ids, positions, block, row_slots, planes, out):
 
 @kernel
 def _look_up(start, stop, ids, positions, block, row_slots, clock, out):
-    """Write up-to-date weights of rows in `SplitRows`."""
+    """Write up-to-date weights of rows that are stored as `SplitRows`."""
     now, product, inverse, recent, frozen, powers, eps = clock
     block, out = bare_rows(block), bare(out)
     scratch, D = make_scratch(block), np.uint64(out.shape[1])
@@ -185,7 +191,10 @@ def _look_up(start, stop, ids, positions, block, row_slots, clock, out):
 
 @kernel
 def _look_up_flat(start, stop, ids, positions, flat, row_slots, clock, out):
-    """Write up-to-date weights; a row of `flat`, float32 [V, at least D or 3 * D], has its planes side by side."""
+    """Write up-to-date weights of rows in `flat`, whose planes lie side by side: float32 [V, D or more].
+
+    If moments decay, `flat` is [V, 3 * D or more].
+    """
     now, product, inverse, recent, frozen, _, eps = clock
     D = np.uint64(out.shape[1])
     k, late = np.empty((_ROWS, _WIDTH), np.float32), np.empty(_ROWS, np.bool_)
@@ -247,7 +256,10 @@ def packed_width(dim: int, moments: bool) -> int:
 def look_up_tasks(
     block: Rows | SplitRows, row_slots: Rows, ids: Any, clock: Clock, out: Rows, positions: Positions | None
 ) -> list[Task]:
-    """Return tasks that write the weights of rows, brought up to date, to out, float32 [N, D]; see `pack_tasks`."""
+    """Return tasks that write up-to-date weights of rows to out, float32 [N, D], or [any, D] with `positions`.
+
+    `pack_tasks` describes the other arguments.
+    """
     positions, grain = identity(len(ids)) if positions is None else positions, get_grain(out.strides[0])
     if isinstance(block, np.ndarray):
         flat = block.reshape(len(block), -1)
@@ -258,22 +270,22 @@ def look_up_tasks(
 def pack_tasks(
     block: Rows | SplitRows, row_slots: Rows, ids: Any, out: Rows, positions: Positions | None, planes: int
 ) -> list[Task]:
-    """Return tasks that copy rows to out, packed for a later call of `unpack_tasks`.
+    """Return tasks that copy rows to `out` in packed form, which `unpack_tasks` later brings up to date.
 
     Args:
         block: float32 [V, 1 + S, D], or `rounding.SplitRows`.
-        row_slots: float32 [V, R]; the last column has the step of a row's last write.
+        row_slots: float32 [V, R]; the last column has the step of each row's last write.
         ids: int32 or int64 [N], each in [0, V).
-        out: float32 [N, W], written; with `positions`, [any, W], with W from `packed_width`.
-        positions: int32 [N], the row of `out` for each id.
-        planes: The number of planes in a packed row.
+        out: float32 [N, W], written; with `positions`, [any, W]. `packed_width` returns W.
+        positions: int32 [N], for each id, the row of `out` to write; None if this is row i for ids[i].
+        planes: The number of planes in a packed row, from `packed_planes`.
     """
     positions, grain = identity(len(ids)) if positions is None else positions, get_grain(out.strides[0])
     return tasks_over(_pack, len(ids), ids, positions, block, row_slots, planes, out, grain=grain)
 
 
 def unpack_tasks(packed: Rows, clock: Clock, out: Rows) -> list[Task]:
-    """Return tasks that write the weights of packed rows [N, W], brought up to date, to out, float32 [N, D]."""
+    """Return tasks that write up-to-date weights of packed rows, float32 [N, W], to out, float32 [N, D]."""
     rows = identity(len(packed))
     return tasks_over(
         _look_up_flat, len(packed), rows, rows, packed, packed, clock, out, grain=get_grain(packed.strides[0])

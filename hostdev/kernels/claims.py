@@ -1,7 +1,8 @@
 """Detection of read-after-write hazards: rows of a batch that an earlier, unfinished batch will still update.
 
-One byte per table row holds the tag of the last batch that claimed the row, so that the tags fit the CPU's cache.
-Batches are numbered 1, 2, 3, ...; tags repeat after 255 batches, and old tags are cleared before that.
+A batch claims the rows that it will update. For each table row, one byte holds the tag of the last batch that claimed
+the row; the CPU's cache would hold fewer tags if they were larger. Batches are numbered 1, 2, 3, ...; tags repeat after
+255 batches, and old tags are cleared before that.
 
 Shapes: U unique ids, V rows.
 """
@@ -28,19 +29,19 @@ class Late(NamedTuple):
     """The conflicting rows of a batch: rows that an earlier, unfinished batch will update."""
 
     rows: Positions  # positions in the batch's unique ids, ascending
-    owner: npt.NDArray[np.int32]  # per row, the batch whose update must precede the read
+    owner: npt.NDArray[np.int32]  # for each of these rows, the batch whose update must precede the read
 
     def first(self, n: int) -> "Late":
-        """Return the conflicting rows among the first n ids."""
+        """Return the conflicting rows among the first n ids of the batch."""
         count = int(np.searchsorted(self.rows, n))
         return Late(self.rows[:count], self.owner[:count])
 
 
 class Claims:
-    """The last batch that writes each row.
+    """For each row of a table, the last batch that claimed it.
 
     Attributes:
-        tags: uint8 [V], the tag of each row's last writer; 0 if there is none.
+        tags: uint8 [V], the tag of the last batch that claimed each row; 0 if there is none.
     """
 
     def __init__(self, rows: int) -> None:
@@ -49,9 +50,10 @@ class Claims:
         self._made: deque[int] = deque()  # the batches that claimed rows since then, and recent earlier ones
 
     def begin(self, number: int) -> None:
-        """Begin a batch; every `MOST_UNFINISHED` batches, clear the tags of batches that are more than that many back.
+        """Begin batch `number`, and clear old tags if they were last cleared `MOST_UNFINISHED` or more batches ago.
 
-        Numbers may be skipped, since evaluation batches claim no rows.
+        Tags are old if they are of batches before number - MOST_UNFINISHED. Numbers may be skipped, since evaluation
+        batches claim no rows.
         """
         if number - self._forgotten >= MOST_UNFINISHED:
             while self._made and self._made[0] < number - MOST_UNFINISHED:
@@ -70,7 +72,11 @@ def _tag(number: int) -> int:
 
 @kernel
 def _claim(start, stop, ids, claims, tag, owner_of, late, owner, counts, piece):
-    """Claim the rows ids[start:stop]; write the conflicting ones to late[start:], and their number to counts[piece]."""
+    """Claim the rows ids[start:stop].
+
+    Write the positions of the conflicting rows to late[start:], the batches to wait for to owner[start:], and the
+    number of conflicting rows to counts[piece].
+    """
     count = np.uint64(start)
     for u in range(np.uint64(start), np.uint64(stop)):
         if u + np.uint64(_AHEAD) < np.uint64(stop):
@@ -94,10 +100,10 @@ def claim(ids: npt.NDArray[Any], claims: Claims, number: int, oldest: int, newes
 
     Args:
         ids: int32 or int64 [U], unique, each in [0, V).
-        claims: The last writers of the table's rows, updated.
+        claims: The claims on the table's rows, updated.
         number: The batch's number, larger than in the previous call.
         oldest: The oldest unfinished batch, at most MOST_UNFINISHED before `number`.
-        newest: The newest batch to wait for; it is returned as the owner in place of any later batch.
+        newest: The newest batch to wait for; rows that a later batch has claimed also get this batch as their owner.
     """
     oldest = max(oldest, 1)
     if number - oldest > MOST_UNFINISHED:
@@ -137,11 +143,13 @@ def _intersect(ids, others, maybe, claims, tag, out):
 
 
 def intersect(ids: npt.NDArray[Any], others: npt.NDArray[Any], claims: Claims, number: int) -> Positions:
-    """Return the ascending positions in ids [U] of the ids that are also in `others`, which batch `number` claimed.
+    """Return the positions, ascending, of those ids [U] that are also in `others`.
 
     Args:
-        ids: int32 or int64 [U], unique, of the previous batch.
-        others: Ids of batch `number` whose owner is the previous batch.
+        ids: int32 or int64 [U], the unique ids of the previous batch.
+        others: The ids of batch `number` whose rows the previous batch will still update.
+        claims: The claims on the table's rows; the last batch to claim rows was `number`.
+        number: The number of the later batch.
     """
     maybe = np.zeros(1 << _FILTER_BITS, np.bool_)  # fits the cache, and saves most reads of the tags
     out = np.empty(len(ids), np.int32)
@@ -157,7 +165,7 @@ def _others(marked, out):
 
 
 def others(n: int, positions: Positions) -> Positions:
-    """Return the positions in range(n) that are not in `positions`, ascending."""
+    """Return the numbers in range(n) that are not in `positions`, ascending."""
     marked = np.zeros(n, np.bool_)
     marked[positions] = True
     out = np.empty(n - len(positions) + 1, np.int32)

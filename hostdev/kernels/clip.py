@@ -13,13 +13,13 @@ Rows = npt.NDArray[np.float32]
 
 @kernel
 def clip_rows(start, stop, source, grads, limit, out):
-    """Write clipped gradients: out[i] = grads[source[i]] * sqrt(limit / q), or unscaled if q <= limit.
+    """Write clipped gradients: a gradient with a mean square q above `limit` is multiplied by sqrt(limit / q).
 
     Args:
-        source: int32 [U], rows of `grads`.
+        source: int32 [U]: out[i] is the clipped grads[source[i]].
         grads: float32 [any, D].
-        limit: float32, the largest mean square q of a row that is not scaled.
-        out: float32 [U, D]; may be `grads` if row i is its own source.
+        limit: float32, the largest mean square of a gradient that is not scaled.
+        out: float32 [U, D], written; may be `grads` itself if source[i] = i for each i.
     """
     lanes, columns = np.empty(LANES, np.float32), np.float32(grads.shape[1])
     for i in range(np.uint64(start), np.uint64(stop)):

@@ -5,22 +5,22 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-FEW_TERMS, MOST_TERMS = 4, 10  # terms of Adam's series: for common betas, and for betas that change v faster
-LEAST = 2.0**-200  # the least product; below it, `History` scales the inverses
+FEW_TERMS, MOST_TERMS = 4, 10  # terms of Adam's series: for common betas, and for betas with which v decays faster
+LEAST = 2.0**-200  # the least product; if it becomes smaller, `History` scales the product and the inverses
 
 Rows = npt.NDArray[np.float32]
 
 
 class Clock(NamedTuple):
-    """The step history that is needed to bring rows up to date.
+    """The step history that is needed to bring rows up to date; `catch_up` explains the symbols.
 
     Attributes:
         now: T, the step to which rows are brought up to date.
-        product: D(0, T), times a power of 2. For an update, the decay of the update's own step is included.
+        product: D(0, T), times a power of 2. In the clock of an update, the decay of the update's step is included.
         inverse: float64 [any]: 1 / D(0, L) for L = 0 .. T, divided by the same power of 2.
         recent: float32 [N + 1, P]: M_p(T - k, T) for k = 0 .. N; [0, P] if moments do not decay.
-        frozen: float32 [any, P]: M_p(L, T) for L < T - N, which no longer depends on T.
-        powers: float32 [any, 2]: beta1^k and beta2^k for k = 0, 1, ...; they are 0 beyond the end.
+        frozen: float32 [any, P]: M_p(L, T) for L < T - N; these sums no longer depend on T.
+        powers: float32 [any, 2]: beta1^k and beta2^k for k = 0, 1, ...; for larger k, both count as 0.
         eps: Adam's eps.
     """
 
@@ -34,5 +34,5 @@ class Clock(NamedTuple):
 
     @property
     def moments(self) -> bool:
-        """Whether moments decay."""
+        """Whether steps also decay the moments of rows without a gradient."""
         return len(self.recent) > 0

@@ -24,7 +24,7 @@ def _copy(values, rows, column):
 
 
 def place_column(codes: npt.NDArray[Any], values: npt.NDArray[Any] | None, rows: npt.NDArray[Any], column: int) -> None:
-    """Write values[codes], or the codes [n] themselves if `values` is None, to a column of rows [n, C]."""
+    """Write values[codes], or codes [n] itself if `values` is None, to rows[:, column]; `rows` is [n, C]."""
     if values is None:
         _copy(codes, rows, column)
     else:
@@ -33,7 +33,7 @@ def place_column(codes: npt.NDArray[Any], values: npt.NDArray[Any] | None, rows:
 
 @kernel
 def _narrow(numbers, short):
-    """Write numbers as float32, up to the first that float32 cannot represent; return how many precede it."""
+    """Convert numbers to float32 up to the first that float32 cannot represent; return how many it can represent."""
     for i in range(np.uint64(0), np.uint64(len(numbers))):
         number = numbers[i]
         short[i] = np.float32(number)
@@ -43,7 +43,7 @@ def _narrow(numbers, short):
 
 
 def narrowed(numbers: npt.NDArray[np.float64]) -> npt.NDArray[Any]:
-    """Return numbers [N] as float32 if float32 represents all of them exactly (or as NaN), else unchanged."""
+    """Return numbers [N] as float32 if float32 can represent each one exactly, or as NaN; otherwise unchanged."""
     short = np.empty(len(numbers), np.float32)
     return short if _narrow(numbers, short) == len(numbers) else numbers
 
@@ -57,7 +57,7 @@ def _hash(keys, of_column, buckets, first, ids):
 def hash_keys(
     keys: npt.NDArray[np.int64], of_column: np.uint64, buckets: np.uint64, first: int
 ) -> npt.NDArray[np.int64]:
-    """Return the id of each of the keys [N], int64 [N]: first + mix64(key ^ of_column) mod buckets."""
+    """Return the id of each of the keys [N], int64 [N]: first + (mix64(key ^ of_column) mod buckets)."""
     ids = np.empty(len(keys), np.int64)
     _hash(keys, of_column, buckets, first, ids)
     return ids

@@ -25,7 +25,7 @@ class Compiled(event.Listener):
         self.count = 0
 
     def on_start(self, event: Any) -> None:
-        """Count a kernel."""
+        """Count a kernel whose compilation begins."""
         self.count += 1
 
     def on_end(self, event: Any) -> None:
@@ -33,10 +33,11 @@ class Compiled(event.Listener):
 
 
 def run_calls(calls: Sequence[Call], processes: int) -> int:
-    """Run calls in this process; once a call compiles a kernel, helper processes compile ahead for later calls.
+    """Run calls that use kernels, with the help of other processes if kernels must be compiled.
 
-    Every call also runs in this process, which thereby compiles or loads all kernels and raises a call's error. A
-    helper's failure is ignored.
+    Once a call in this process has compiled a kernel, helper processes take some of the remaining calls, and compile
+    the kernels of these calls. This process then runs the same calls again, and loads their kernels from the cache. So
+    it has all kernels in the end, and it raises any error of a call. Failures of helper processes are ignored.
 
     Args:
         calls: The calls, the slowest first.
@@ -58,9 +59,12 @@ def run_calls(calls: Sequence[Call], processes: int) -> int:
 
 
 def help_main() -> None:
-    """Run pickled calls from standard input until it ends, and write an empty line after each call."""
+    """Serve as a helper process: run the pickled calls on standard input, and write an empty line after each.
+
+    The first pickled object is not a call but the number of host threads.
+    """
     answers = os.dup(1)
-    os.dup2(2, 1)  # keep the calls' output out of the answers
+    os.dup2(2, 1)  # what calls print goes to standard error, not among the answers
     set_host_threads(pickle.load(sys.stdin.buffer))
     while True:
         try:
@@ -73,7 +77,10 @@ def help_main() -> None:
 
 @contextmanager
 def _helping(left: deque[Call], helpers: int) -> Iterator[list[Call]]:
-    """Run helpers that take calls from `left`; yield a list of these calls, complete once the context ends."""
+    """Start helper processes, which take calls from `left` and run them until none is left.
+
+    Yield the list of the calls that helpers have taken. It is complete when the `with` block has ended.
+    """
     taken: list[Call] = []
     processes: list[subprocess.Popen[bytes]] = []
     threads: list[Thread] = []
@@ -114,8 +121,8 @@ def _start_helper() -> "subprocess.Popen[bytes] | None":
             [sys.executable, "-c", _HELPER],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # this process also runs each call and raises its error
-            start_new_session=True,  # only this process receives Ctrl-C
+            stderr=subprocess.DEVNULL,  # the parent process also runs each call, and raises its error
+            start_new_session=True,  # only the parent process receives Ctrl-C
         )
     except OSError:
         return None

@@ -23,20 +23,20 @@ def mix64(x: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
 
 
 def key64(seed: int, *names: str | int) -> int:
-    """Derive a 64-bit key from a seed and names that describe its purpose; all platforms derive the same key."""
+    """Derive a 64-bit key from a seed and names that tell what the key is for; all platforms derive the same key."""
     text = "\0".join([str(seed), *map(str, names)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
 def uniform(key: int, counters: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """Return uniform numbers in [0, 1) with 53 random bits, one per counter."""
+    """Return a uniform number in [0, 1), with 53 random bits, for each counter."""
     bits = mix64(counters.astype(np.uint64) ^ np.uint64(key & _MASK))
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 @inline
 def hashed(key, counter):
-    """Return mix64(key ^ counter) for one counter, for kernels."""
+    """Return mix64(key ^ counter) of one counter; for use in kernels."""
     x = uint64((uint64(key) ^ uint64(counter)) + uint64(_GAMMA))
     x = uint64((x ^ (x >> uint64(30))) * uint64(0xBF58476D1CE4E5B9))
     x = uint64((x ^ (x >> uint64(27))) * uint64(0x94D049BB133111EB))
@@ -45,7 +45,7 @@ def hashed(key, counter):
 
 @inline
 def mix32(x):
-    """Scramble a 32-bit number, for kernels ("lowbias32": Wellons, Hash Prospector, 2018)."""
+    """Scramble a 32-bit number; for use in kernels ("lowbias32": Wellons, Hash Prospector, 2018)."""
     x = uint32(uint32(x ^ (x >> uint32(16))) * uint32(0x7FEB352D))
     x = uint32(uint32(x ^ (x >> uint32(15))) * uint32(0x846CA68B))
     return uint32(x ^ (x >> uint32(16)))
@@ -53,7 +53,10 @@ def mix32(x):
 
 @kernel
 def _sort_by_hash(key, half, order):
-    """Sort 0, 1, ... by hash: two radix passes over its two highest digits, lower one first, then insertion sort."""
+    """Write the numbers 0, 1, ... to `order`, sorted by hash; `half` is scratch memory.
+
+    Two radix passes sort by the hash's second-highest and then by its highest digit; insertion sort does the rest.
+    """
     n, one, mask = np.uint64(len(order)), np.uint64(1), np.uint64((1 << _DIGIT) - 1)
     first, second = np.uint64(64 - _DIGIT), np.uint64(64 - 2 * _DIGIT)
     ends = np.zeros((2, (1 << _DIGIT) + 1), np.int64)
@@ -87,9 +90,9 @@ def _sort_by_hash(key, half, order):
 
 
 def permutation(n: int, key: int) -> npt.NDArray[np.int64]:
-    """Return a random order of range(n), int64 [n]; the computation takes another 8 bytes per number.
+    """Return the numbers 0 .. n - 1 in a random order, int64 [n]; this needs another 8 bytes per number meanwhile.
 
-    Equals `np.argsort(mix64(np.arange(n, dtype=np.uint64) ^ np.uint64(key)))`; no two numbers share a hash.
+    The result is `np.argsort(mix64(np.arange(n, dtype=np.uint64) ^ np.uint64(key)))`; all hashes are different.
     """
     half, order = np.empty(n, np.int64), np.empty(n, np.int64)
     _sort_by_hash(np.uint64(key & _MASK), half, order)

@@ -1,4 +1,7 @@
-"""A parser for Criteo's lines: a label, 13 integers and 26 values of 8 hexadecimal digits, separated by tabs."""
+"""A parser for Criteo's data files, whose lines have tab-separated fields.
+
+The fields of a line are a label, 13 integers, and 26 values of 8 hexadecimal digits.
+"""
 
 import numpy as np
 
@@ -23,8 +26,8 @@ def parse_lines(text, digits, label, numbers, keys, odd):
         label: uint8 [n], written: the label of each well-formed line; n is at least the number of lines in the text.
         numbers: float64 [n, D], written: the D integers of each well-formed line, NaN for an empty field.
         keys: int64 [C, n], written: the C categorical values of each well-formed line, EMPTY for an empty field.
-        odd: int32 [M, 3], written: for each of the first M malformed lines, where it begins and where the next line
-            begins in the text, and its line number, counted from 0.
+        odd: int32 [M, 3], written: for each of the first M malformed lines, the position in `text` at which it begins,
+            the position at which the next line begins, and its line number, counted from 0.
 
     Returns:
         The numbers of well-formed lines, all lines, and malformed lines.

@@ -1,7 +1,7 @@
 """A dictionary that numbers keys in order of first occurrence and counts how often each occurs.
 
-It is made for hundreds of millions of keys: a key and its count take 16 bytes, and a slot of the hash table takes 4; at
-most three quarters of the slots are used. Cache lines are prefetched some keys ahead, to overlap their latencies.
+It is made for hundreds of millions of keys: a key with its count takes 16 bytes, and a slot of the hash table takes 4;
+at most three quarters of the slots are used. Memory is prefetched for several keys at once, to hide its latency.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from hostdev.kernels.unique import find_slot
 
 Keys = npt.NDArray[np.int64]
 
-BYTES_A_VALUE = 31  # at most: 20 for key and count, a fifth of it unused, and 11 for slots, 3/8 of them used
+BYTES_A_VALUE = 31  # at most: 20 for a key and its count, if a fifth is unused, and 11 for slots, if 3/8 are used
 _EMPTY = -1
 _LEAST_BITS = 10
 _FULL, _OF = 3, 4  # at most 3 of 4 slots are used
@@ -24,7 +24,10 @@ _MOST_VALUES = 2**31 - 1
 
 @kernel
 def _add(keys, uses, start, slots, shift, known, counts, count):
-    """Count keys[start:]; stop early if a new key does not fit. Return (position of the next key, number of keys)."""
+    """Count keys[start:]; stop early at a new key that does not fit.
+
+    Return the index of the first key that was not counted, and the number of distinct keys.
+    """
     mask, one, stop = np.uint64(len(slots) - 1), np.uint64(1), np.uint64(len(keys))
     for i in range(np.uint64(start), stop):
         ahead = i + np.uint64(_AHEAD)
@@ -81,7 +84,10 @@ def _rebuild(slots, shift, known, count):
 
 
 class Dictionary:
-    """A dictionary that grows with the number of distinct keys; several threads may call `find` at once."""
+    """A growing map from keys to numbers 0, 1, 2, ... in order of first occurrence, with a count for each key.
+
+    Several threads may call `find` at once.
+    """
 
     def __init__(self) -> None:
         self._shift = 64 - _LEAST_BITS
@@ -96,16 +102,16 @@ class Dictionary:
 
     @property
     def keys(self) -> Keys:
-        """The distinct keys in order of first occurrence, int64 [len(self)]; a view, valid until the next `count`."""
+        """The distinct keys in order of first occurrence, int64 [len(self)]: a view, valid until `count` is called."""
         return self._keys[: self._count]
 
     @property
     def uses(self) -> Keys:
-        """The number of occurrences of each key, int64 [len(self)]; a view, valid until the next `count`."""
+        """The number of occurrences of each key, int64 [len(self)]: a view, valid until `count` is called."""
         return self._uses[: self._count]
 
     def count(self, keys: Keys, uses: npt.NDArray[Any]) -> None:
-        """Add keys, int64 [N], and the number of occurrences of each, uses [N]."""
+        """Count keys, int64 [N]: keys[i] has uses[i] more occurrences."""
         done = 0
         while True:
             done, self._count = _add(keys, uses, done, self._slots, self._shift, self._keys, self._uses, self._count)
@@ -121,7 +127,7 @@ class Dictionary:
 
     def _grow(self) -> None:
         if self._count == _MOST_VALUES:
-            raise OverflowError(f"more than {self._count} distinct values in one dictionary")
+            raise OverflowError(f"there are more than {self._count} distinct values, the limit of one dictionary")
         room = min(len(self._slots) * _FULL // _OF, _MOST_VALUES)
         if self._count == room:
             self._shift -= 1

@@ -1,29 +1,31 @@
 """8-bit slots: dynamic quantization of each row's slots, with stochastic rounding.
 
 A stored slot has a float32 scale and D codes; a value is map[code] * scale. The scale is the slot's value of largest
-magnitude, with its sign (positive if both signs have that magnitude), so that all quotients value / scale are in
-[-1, 1], and 1 has a code. A slot with a scale below 2^-90 is stored as 0, and 0 is always +0.
+magnitude, with its sign (positive if both signs have that magnitude). So all quotients value / scale are in [-1, 1],
+and the map has a code for 1. If the scale's magnitude is below 2^-90, all values of the slot are stored as 0. A stored
+0 is always +0.
 
-The map has seven decades. Decade i = 0..6 begins at 10^(i - 7), and divides its range linearly::
+The map has seven decades. Decade i = 0..6 begins at 10^(i - 7), and its codes are equally spaced::
 
     map[2^i + k]         = 10^(i - 7) * (1 + 9 * k / 2^i)        k = 0..2^i - 1,      signed
     map[2 * 2^i - 1 + k] = 10^(i - 7) * (1 + 9 * k / (2 * 2^i))  k = 0..2 * 2^i - 1,  slots that are never negative
 
-map[0] = 0, and the last code is 1. In the signed map, code 256 - c has the value -map[c], for c = 1..127.
+map[0] = 0, and map[last code] = 1. In the signed map, code 256 - c has the value -map[c], for c = 1..127.
 
-The inverse t of the map is linear between codes and changes its slope only at the beginnings of decades, which are
-codes. So t is a quotient's exact position between two codes. Rounding t + u down, with u uniform in [0, 1), yields the
-upper code with the probability that preserves the mean. u has 12 bits and stays 2^-13 away from 0 and 1, more than the
-error of t (below 2^-14). Values that have a code therefore never change: storing a slot that was read gives the same
-codes and scale. The mean is not preserved in two ranges: quotients below -0.986 become -0.986, and in a slot that is
-never negative, quotients from 2^-100 to 10^-7 become 10^-7, never 0, since Adam divides by the root.
+Let t be the inverse of the map, linear between codes. Its slope changes only where a decade begins, and each of these
+points has a code. So t is a quotient's exact position between two codes. Rounding t + u down, with u uniform in [0, 1),
+yields the upper code with the probability that preserves the mean. u has 12 bits, and its distance from 0 and from 1 is
+at least 2^-13, more than the error of t (below 2^-14). Values that have a code therefore never change: if a slot is
+read and stored again, its codes and scale stay the same. The mean is not preserved in two ranges: quotients below
+-0.986 become -0.986, and in a slot that is never negative, quotients from 2^-100 to 10^-7 become 10^-7. They never
+become 0, since Adam divides by the square root of such a slot.
 
 Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022, section 2 and bitsandbytes'
-`create_dynamic_map`. Deviations: a decade's codes are the lower ends of its intervals instead of their middles, so that
-the slope changes at codes; blocks are rows' slots; the scale is signed; rounding is stochastic.
+`create_dynamic_map`. Deviations: a decade's codes stand for the lower ends of its intervals instead of their middles,
+so that the slope changes at codes; each slot of a row is a block; the scale is signed; rounding is stochastic.
 
-Shapes: V rows, S slots of D values, P = `plane_formats.plane_bytes(D)`. A plane, uint8 [P], has D codes, and the scale
-in its last 4 bytes.
+Shapes: V rows, S slots of D values, P = `plane_formats.plane_bytes(D)`. A stored slot is a plane, uint8 [P]: it begins
+with D codes and ends with the 4 bytes of the scale.
 """
 
 import numpy as np
@@ -38,7 +40,7 @@ Codes = npt.NDArray[np.uint8]
 Flags = npt.NDArray[np.uint8]  # for each slot, whether it is never negative
 
 LEAST_SCALE = np.float32(2.0**-90)  # below it, Adam's sqrt(v) is far below eps; denormals are far below the least code
-_DECADES = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)  # their beginnings
+_DECADES = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)  # where each decade begins
 
 # t = (y * slope + offset) * s - base, at least 1, and at most a * near_zero; see `_place`. The first row is for signed
 # slots (linear to 0), the second for slots that are never negative (never 0).
@@ -52,7 +54,7 @@ _ABSOLUTE = 0x7FFFFFFF
 
 
 def _make_map(unsigned: int) -> Rows:
-    """Return the values of codes 0..255, float32 [256]."""
+    """Return the map, float32 [256]: signed if `unsigned` is 0, or for slots that are never negative if it is 1."""
     values = [0.0]
     for i, begin in enumerate(_DECADES):
         n = 2 ** (i + unsigned)
@@ -68,7 +70,10 @@ MAPS: Rows = np.stack([_make_map(0), _make_map(1)])  # float32 [2, 256], signed 
 
 @inline
 def find_scale(values):
-    """Return the value of largest magnitude, positive if both signs have it, or 0 if the magnitude is below 2^-90."""
+    """Return a slot's scale: its value of largest magnitude, positive if both signs have this magnitude.
+
+    If the magnitude is below 2^-90, return 0.
+    """
     bits = values.view(np.int32)
     largest, positive = int32(0), int32(0)
     for j in range(np.uint64(len(bits))):
@@ -82,7 +87,7 @@ def find_scale(values):
 
 @inline
 def _place(a, slope, offset, base, near_zero):
-    """Return t, the position among the codes of the quotient `a`, which is in [0, 1]."""
+    """Return t, the position of a quotient `a` among the codes; `a` must be in [0, 1]."""
     s, y = float32(1), a
     for below, factor, part in TO_LAST_DECADE:
         low = y < float32(below)
@@ -96,7 +101,10 @@ def _place(a, slope, offset, base, near_zero):
 
 @inline
 def encode(values, scale, unsigned, random, codes):
-    """Write the codes of values, float32 [D], to codes, uint8 [D]; random is uint16 [D], and scale is not 0."""
+    """Write the codes of values, float32 [D], to codes, uint8 [D].
+
+    `random`, uint16 [D or more], has a random number per value; `scale` must not be 0.
+    """
     constants = CONSTANTS[np.uint64(unsigned)]
     slope, offset, base, near_zero = constants[0], constants[1], constants[2], constants[3]
     for j in range(np.uint64(len(codes))):
@@ -118,14 +126,14 @@ def _decode(codes, scale, unsigned, out):
 
 @inline
 def decode_plane(plane, unsigned, out):
-    """Write the values of a stored slot, uint8 [P], to out, float32 [D], and return it."""
+    """Write the values of a stored slot, uint8 [P], to out, float32 [D], and return `out`."""
     _decode(plane, plane[len(plane) - 4 :].view(np.float32)[0], unsigned, out)
     return out
 
 
 @inline
 def store_plane(values, unsigned, random, plane):
-    """Quantize values, float32 [D], into a stored slot, uint8 [P]; random is uint16 [D or more]."""
+    """Quantize values, float32 [D], and store them in the slot `plane`, uint8 [P]; `random` is as in `encode`."""
     scale, D = find_scale(values), len(values)
     plane[len(plane) - 4 :].view(np.float32)[0] = scale
     if scale == float32(0):
@@ -136,7 +144,7 @@ def store_plane(values, unsigned, random, plane):
 
 @inline
 def round_plane(values, unsigned, random, codes):
-    """Round values, float32 [D], in place to values that a slot can store; overwrites codes, uint8 [D]."""
+    """Round values, float32 [D], in place to values that a slot can store; codes, uint8 [D], is scratch memory."""
     scale = find_scale(values)
     if scale == float32(0):
         values[:] = float32(0)
@@ -199,7 +207,10 @@ def _fill(start, stop, row, slots):
 
 
 def fill(slots: Codes, values: Rows, dim: int, unsigned: Flags) -> None:
-    """Fill slot s of all rows, uint8 [V, S, P], with values[s], float32 [S]; each value must be 0 or at least 2^-90."""
+    """Fill slots, uint8 [V, S, P]: all values of slot s become values[s].
+
+    `values` is float32 [S], each 0 or at least 2^-90; `unsigned` says for each slot whether it is never negative.
+    """
     row = np.zeros(slots.shape[1:], np.uint8)
     row[:, :dim] = np.where(values, np.where(unsigned, 255, 128), 0)[:, None]  # the code of 1
     row[:, -4:] = values.view(np.uint8).reshape(-1, 4)

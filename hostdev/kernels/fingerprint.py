@@ -1,4 +1,4 @@
-"""64-bit hashes of an array's rows, to find the first row in which two runs differ without keeping the rows."""
+"""64-bit hashes of rows, by which two runs can be compared to find the first different row, without keeping rows."""
 
 from typing import Any
 
@@ -24,14 +24,14 @@ def _hash_rows(start, stop, words, ids, out):
 
 
 def hash_rows(block: npt.NDArray[np.float32], ids: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
-    """Return a hash of the bits of each row: FNV-1a over 32-bit words, with a shift that spreads the high bits.
+    """Return a hash for each of the S arrays of each row: FNV-1a over 32-bit words, plus a shift to spread high bits.
 
     Args:
         block: float32 [V, S, D].
-        ids: int32 or int64 [U], each in [0, V).
+        ids: int32 or int64 [U], the rows to hash, each in [0, V).
 
     Returns:
-        uint64 [U, S].
+        The hashes, uint64 [U, S].
     """
     out = np.empty((len(ids), block.shape[1]), np.uint64)
     parallel_for(_hash_rows, len(ids), block.view(np.uint32), ids, out, grain=_GRAIN)

@@ -1,4 +1,4 @@
-"""The largest absolute value of arrays; NaN counts as infinite."""
+"""The largest absolute value in an array; NaN counts as infinite."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ _INFINITE = np.uint32(0x7F800000)
 
 @kernel
 def _largest(start, stop, bits, found, piece):
-    """Write the largest bit pattern of the absolute values, which belongs to the largest absolute value."""
+    """Write the largest bit pattern of the absolute values: that of the largest absolute value, or of a NaN."""
     largest = uint32(0)
     for i in range(np.uint64(start), np.uint64(stop)):
         largest = max(largest, bits[i] & uint32(0x7FFFFFFF))
@@ -23,12 +23,12 @@ def _largest(start, stop, bits, found, piece):
 
 
 def largest(values: npt.NDArray[np.float32]) -> float:
-    """Return the largest absolute value of a C-contiguous float32 array of any shape; inf for NaN, 0 if it is empty."""
+    """Return the largest absolute value in a C-contiguous float32 array: inf if it has a NaN, 0 if it is empty."""
     return largest_of_each([values])[0]
 
 
 def largest_of_each(arrays: Sequence[npt.NDArray[np.float32]]) -> list[float]:
-    """Return `largest` for each array; the host's threads share the work."""
+    """Return `largest` for each of several arrays; all host threads share the work."""
     tasks, parts = [], []
     for values in arrays:
         n, pieces = values.size, max(1, len(ranges(values.size, _GRAIN)))

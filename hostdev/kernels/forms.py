@@ -1,6 +1,6 @@
 """Classification of texts by form: integers, decimals, truth values, dates, times, or any other text.
 
-N texts are given in Arrow's layout: their bytes end to end, uint8, and offsets, int32 or int64 [N + 1].
+N texts are passed in Arrow's layout: their bytes end to end, uint8, and offsets, int32 or int64 [N + 1].
 """
 
 from typing import Any
@@ -35,10 +35,10 @@ NAIVE, ZULU, UTC_COLON, UTC_PLAIN, UTC_HOUR, COLON, PLAIN, HOUR = range(ZONES)
 
 
 def timestamp_form(is_t: bool, precision: int, zone: int) -> int:
-    """Return the form of a timestamp with the given separator, precision and time zone.
+    """Return the number of a timestamp's form.
 
     Args:
-        is_t: Whether a T separates date and time, instead of a space.
+        is_t: Whether date and time are separated by a T; otherwise, by a space.
         precision: 0 for hours and minutes, 1 for seconds, 1 + n for seconds with n decimals.
         zone: How the time zone is written: NAIVE, ZULU, ..., HOUR.
     """
@@ -52,7 +52,7 @@ def _is_digit(c):
 
 @kernel
 def _two(data, at):
-    """Return the number that two digits form, or -1 for other characters."""
+    """Return the number that the two digits at `at` form, or -1 if they are not digits."""
     a, b = np.int64(data[np.uint64(at)]), np.int64(data[np.uint64(at + 1)])
     if not (_is_digit(a) and _is_digit(b)):
         return -1
@@ -82,7 +82,7 @@ def _is_date(data, at):
 
 @kernel
 def _time(data, at, end):
-    """Return the precision of the time of day that begins at `at`, and its end; precision -1 if there is none."""
+    """Return the precision and the end of the time of day that begins at `at`; precision -1 if no time begins there."""
     if end - at < 5 or data[np.uint64(at + 2)] != 58:
         return -1, at
     hour, minute = _two(data, at), _two(data, at + 3)
@@ -111,7 +111,7 @@ def _time(data, at, end):
 
 @kernel
 def _zone(data, at, end):
-    """Return how the rest of a text writes a time zone, NAIVE to HOUR; -1 if it is not a time zone."""
+    """Return how the rest of a text, from `at` on, writes a time zone (NAIVE to HOUR), or -1 if it is no time zone."""
     n = end - at
     if n == 0:
         return NAIVE
@@ -234,7 +234,7 @@ def _forms(offsets, data, out):
 
 
 def classify_texts(offsets: npt.NDArray[Any], data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint16]:
-    """Return the form of each text, uint16 [N], as numbered by this module's constants."""
+    """Return the number of each text's form, uint16 [N]; this module's constants define the numbers."""
     found = np.empty(len(offsets) - 1, np.uint16)
     _forms(offsets, data, found)
     return found

@@ -1,4 +1,7 @@
-"""Sparse FTRL-Proximal on unique rows; `core.optimizers.FTRL` has the recurrence, `apply` the arguments."""
+"""Sparse FTRL-Proximal on unique rows.
+
+`core.optimizers.FTRL` has the recurrence; `apply` describes the kernels' arguments.
+"""
 
 from typing import Any
 
@@ -11,7 +14,7 @@ from hostdev.kernels.rounding import bare_rows, load_slot, load_weights, make_sc
 
 @kernel
 def _ftrl_sqrt(start, stop, ids, source, grads, block, row_slots, lr, l1, two_l2, clock):
-    """Update with the usual lr_power p = -0.5: n^-p is a correctly rounded square root."""
+    """Update rows with lr_power = -0.5, the usual value: the power is a square root, which is rounded correctly."""
     block, grads = bare_rows(block), bare(grads)
     zero, scratch = np.float32(0), make_scratch(block)
     for i in range(np.uint64(start), np.uint64(stop)):
@@ -38,7 +41,10 @@ def _ftrl_sqrt(start, stop, ids, source, grads, block, row_slots, lr, l1, two_l2
 
 @kernel
 def _ftrl_power(start, stop, ids, source, grads, block, row_slots, lr, l1, two_l2, exponent, clock):
-    """Update with any lr_power; powers are taken in float64 and rounded once, since float32 math libraries differ."""
+    """Update rows with any lr_power.
+
+    Powers are computed in float64 and rounded to float32 once, since float32 powers differ between math libraries.
+    """
     block, grads = bare_rows(block), bare(grads)
     zero, scratch = np.float32(0), make_scratch(block)
     for i in range(np.uint64(start), np.uint64(stop)):
@@ -63,7 +69,7 @@ def _ftrl_power(start, stop, ids, source, grads, block, row_slots, lr, l1, two_l
 
 
 def ftrl(lr: np.float32, l1: np.float32, two_l2: np.float32, exponent: float) -> tuple[Kernel, tuple[Any, ...]]:
-    """Return the kernel for these scalars, and the scalars that it takes; two_l2 is 2 * l2, exponent is -lr_power."""
+    """Return the kernel for these scalars, and its scalar arguments; two_l2 is 2 * l2, and exponent is -lr_power."""
     if exponent == 0.5:
         return _ftrl_sqrt, (lr, l1, two_l2)
     return _ftrl_power, (lr, l1, two_l2, exponent)

@@ -1,4 +1,4 @@
-"""Gathering of each occurrence's weighted row, on devices that share the host's memory.
+"""Gathering of a row, times a weight, for each occurrence of an id, on devices that share the host's memory.
 
 Scaling and rounding to bfloat16 happen in the same pass; separate operations would each move all rows through memory.
 """

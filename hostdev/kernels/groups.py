@@ -1,7 +1,8 @@
 """Checks and deduplication of a batch's ids, for all table groups at once.
 
-A group's ids are its features' ids, concatenated. The concatenation is never built: kernels walk through the features
-by address. One kernel call handles many small groups, since a call from Python takes longer than processing their ids.
+A group is a set of tables that the same features look up. Its ids are the ids of these features, concatenated. The
+concatenated array is never built: kernels read the features' arrays by address. One kernel call handles many small
+groups, since a call from Python takes longer than processing their ids.
 """
 
 import threading
@@ -34,7 +35,7 @@ _own = threading.local()
 
 
 class _Features(NamedTuple):
-    """Addresses of the features' ids, for kernels; the caller keeps the arrays alive."""
+    """Addresses of the features' ids, for kernels; the caller must keep the arrays alive."""
 
     addresses: npt.NDArray[np.int64]  # [F]
     widths: npt.NDArray[np.int64]  # [F], bytes of an id
@@ -55,7 +56,10 @@ def _describe_features(features: Sequence[Ids]) -> _Features:
 
 @kernel
 def _check(start, stop, addresses, widths, ends, limits, grain, wrong):
-    """Write to wrong[start // grain] whether any of the ids [start, stop) is outside [0, limit of its feature)."""
+    """Write to wrong[start // grain] whether any of the ids [start, stop) is outside its table.
+
+    An id is inside if it is in [0, limit), where `limits` has the limit of each feature.
+    """
     f = np.searchsorted(ends, start, side="right") - 1
     outside = False
     while f < len(addresses) and ends[f] < stop:
@@ -72,10 +76,11 @@ def _check(start, stop, addresses, widths, ends, limits, grain, wrong):
 
 
 def check_groups(groups: Sequence[tuple[Sequence[Ids], int]]) -> tuple[int, int, int] | None:
-    """Return the (group, feature, position) of the first id outside its table, or None if all are inside.
+    """Return (group, feature, position) of the first id that is outside its table, or None if there is none.
 
     Args:
-        groups: Per group, each feature's ids, int32 or int64 [N_f], C-contiguous, and the number of rows of its tables.
+        groups: For each group, its features' ids, each int32 or int64 [N_f], C-contiguous, and the number of rows of
+            its tables.
     """
     features = [ids for group, _ in groups for ids in group]
     described = _describe_features(features)
@@ -92,7 +97,7 @@ def check_groups(groups: Sequence[tuple[Sequence[Ids], int]]) -> tuple[int, int,
 
 @kernel
 def _add_hashed(ids, slots, shift, keys, count, positions):
-    """Add ids as `IdMap.add` does; slots hold only positions in `keys`, which is faster if both fit the cache."""
+    """Add ids as `IdMap.add` does, but store only positions in `slots`, which is faster if `keys` fits the cache."""
     mask, one = np.uint64(len(slots) - 1), np.uint64(1)
     for i in range(np.uint64(0), np.uint64(len(ids))):
         key = ids[i]
@@ -113,17 +118,18 @@ def _add_hashed(ids, slots, shift, keys, count, positions):
 
 @kernel
 def _unique_small(start, stop, which, firsts, addresses, ends, keys, inverse, counts, places, slots):
-    """Deduplicate each of the groups which[start:stop].
+    """Deduplicate the ids of each of the groups which[start:stop].
 
     Args:
         firsts: [G + 1], the number of each group's first feature.
         addresses: [F], the address of each feature's ids.
         ends: [F + 1], where each feature's ids begin among all ids.
-        keys: [N + G], written: group g's unique ids, from item b + g on, where its ids begin at item b of all ids.
+        keys: [N + G], written: the unique ids of group g, from index b + g on, if its ids begin at index b of all ids.
         inverse: int32 [N], written: the position of each id in its group's unique ids.
         counts: [G], written: the number of unique ids of each group.
         places: int32, one item per possible id, for groups with small ids; all items are -1 before and after the call.
-        slots: int32, the hash table for other groups; its size is a power of two, at least twice a group's ids.
+        slots: int32, the hash table for other groups; its size is a power of two, at least twice the number of ids of
+            the largest group.
     """
     one = np.uint64(1)
     for w in range(np.uint64(start), np.uint64(stop)):
@@ -164,14 +170,15 @@ def _run_small(start: int, stop: int, which: npt.NDArray[np.int64], most: int, *
 
 
 def unique_groups(groups: Sequence[Sequence[Ids]]) -> list[tuple[Ids, Positions]]:
-    """Deduplicate the ids of all groups at once, each as `unique` does for the concatenated ids of its features.
+    """Deduplicate the ids of all groups at once, with the result of `unique` for the ids of each group.
 
     Args:
-        groups: Per group, the ids of at least one feature: int32 or int64 [N_f], all of one dtype, C-contiguous.
+        groups: For each group, the ids of its features, of which there must be at least one: int32 or int64 [N_f],
+            C-contiguous, with the same dtype for all features of a group.
 
     Returns:
-        Per group, its unique ids [U] in order of first occurrence, and each id's position among them, int32 [N]. The
-        positions of all groups are slices of one array.
+        For each group, its unique ids [U] in order of first occurrence, and the position of each id among the unique
+        ids, int32 [N]. The positions of all groups are slices of one array.
     """
     G, features = len(groups), [ids for group in groups for ids in group]
     described = _describe_features(features)
@@ -185,7 +192,7 @@ def unique_groups(groups: Sequence[Sequence[Ids]]) -> list[tuple[Ids, Positions]
     large: dict[int, Dedupe] = {}
     for g, (group, (begin, end)) in enumerate(zip(groups, pairwise(begins), strict=True)):
         if not group or any(ids.dtype != group[0].dtype for ids in group):
-            raise ValueError(f"group {g} must have at least one feature, and all its ids must have one dtype")
+            raise ValueError(f"group {g} must have at least one feature, and all its ids must have the same dtype")
         if end - begin < _LARGE:
             small.setdefault(group[0].dtype, []).append(g)
         else:
@@ -208,7 +215,7 @@ def unique_groups(groups: Sequence[Sequence[Ids]]) -> list[tuple[Ids, Positions]
 
 
 def _shares(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Return ranges of groups with about the same number of ids each, as many as suit the threads."""
+    """Split the groups into ranges with about the same number of ids each; return each range's (start, stop)."""
     ends = list(accumulate(sizes))
     edges = [0, *(bisect_left(ends, stop) + 1 for _, stop in ranges(ends[-1], _GRAIN)), len(sizes)]
     return [(start, stop) for start, stop in pairwise(edges) if start < stop]
@@ -221,7 +228,10 @@ def _merge(start: int, stop: int, works: Sequence[Dedupe]) -> None:
 
 @kernel
 def _offsets(lengths, offsets):
-    """Write where each bag begins; return the position of the first negative length (or -1) and the sum, capped."""
+    """Write where each bag begins; return the index of the first negative length (or -1) and the sum of the lengths.
+
+    The sum is capped just above the largest allowed sum, so that it cannot overflow.
+    """
     total: Any = np.int64(0)
     negative: Any = np.int64(-1)
     for b in range(len(lengths)):
@@ -234,7 +244,7 @@ def _offsets(lengths, offsets):
 
 
 def offsets_of(lengths: npt.NDArray[Any]) -> Positions:
-    """Return where each bag begins and the last one ends, int32 [B + 1], from the bags' lengths, int32 or int64 [B].
+    """Return where each bag begins and the last bag ends, int32 [B + 1], from the bags' lengths, int32 or int64 [B].
 
     Raises:
         UserError: A length is negative, or the lengths add up to more than 2**31 - 1.
@@ -244,7 +254,10 @@ def offsets_of(lengths: npt.NDArray[Any]) -> Positions:
     if negative >= 0:
         raise UserError(f"the length of bag {negative} is {lengths[negative]}; it must be 0 or more")
     if total > _MOST:
-        raise UserError(f"the bag lengths add up to more than {_MOST}, the most ids per feature; use smaller batches")
+        raise UserError(
+            f"the bag lengths add up to more than {_MOST}, the largest number of ids of one feature in a batch; use "
+            "smaller batches"
+        )
     return offsets
 
 
@@ -271,7 +284,7 @@ def _copy_kept(start, stop, values, weights, offsets, padding, begins, kept_valu
 def drop_padding(
     values: Ids, lengths: Positions, padding: int, weights: Weights | None
 ) -> tuple[Ids, Positions, Weights | None]:
-    """Return values, lengths and weights without the padding id, or the given arrays if it does not occur.
+    """Return values, lengths and weights without the padding id; if it does not occur, return the same arrays.
 
     Args:
         values: int32 or int64 [N], the concatenated ids of all bags.
@@ -281,12 +294,14 @@ def drop_padding(
 
     Raises:
         UserError: A length is negative, or the lengths add up to more than 2**31 - 1.
-        ValueError: The lengths do not add up to N, or there are not N weights.
+        ValueError: The lengths do not add up to N, or the number of weights is not N.
     """
     offsets = offsets_of(lengths)
     N, B = len(values), len(lengths)
     if offsets[-1] != N or (weights is not None and len(weights) != N):
-        raise ValueError(f"lengths sum to {offsets[-1]}; this must be the number of values ({N}) and of any weights")
+        raise ValueError(
+            f"lengths sum to {offsets[-1]}; there must be as many values (there are {N}), and as many weights, if any"
+        )
     limits = np.iinfo(values.dtype)
     if not limits.min <= padding <= limits.max:
         return values, lengths, weights

@@ -1,7 +1,8 @@
 """Initial rows: a weight is a pure function of (key, row, column), with identical bits on every IEEE machine.
 
-Normal numbers use the method of Box & Muller (1958): two 32-bit hashes yield the numbers for a pair of columns.
-Logarithm, sine and cosine are Cephes' polynomials (Moshier: logf.c, sinf.c), written out to avoid math libraries.
+Normal numbers are computed by the method of Box & Muller (1958): two 32-bit hashes yield the numbers for a pair of
+columns. Logarithm, sine and cosine are Cephes' polynomials (Moshier: logf.c, sinf.c), written out here because the
+results of math libraries differ.
 """
 
 import numpy as np
@@ -43,7 +44,7 @@ _PAIRS = 640  # pairs of columns at a time; their numbers fit the L1 cache
 
 @inline
 def _normal_pair(a, b, std):
-    """Return two independent normal numbers with standard deviation std from the random words a and b."""
+    """Compute two independent normal numbers with standard deviation `std` from the random 32-bit words a and b."""
     u = np.float32((float32(int32(a >> uint32(9))) + _HALF) * _TO_UNIT)  # (0, 1): 23 bits, exact
     bits = u.view(np.int32)
     exponent = int32(int32(bits - _SQRT_HALF_BITS) >> int32(23))
@@ -142,6 +143,6 @@ def fill_normal(
 
 
 def fill_constant(block: npt.NDArray[np.float32], weight: float, slots: npt.NDArray[np.float32]) -> None:
-    """Fill rows with one weight and constant slots; see `fill_normal` for the arrays."""
+    """Fill rows: all weights become `weight`, and slot s of each row becomes slots[s]; see `fill_normal` for shapes."""
     values = np.concatenate([np.array([weight], np.float32), slots])
     parallel_for(_fill_constant, len(block), values, block, grain=_ROWS)

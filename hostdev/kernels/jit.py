@@ -1,8 +1,8 @@
 """The numba policy: how kernels are compiled, and what their arithmetic guarantees.
 
-A kernel depends only on its arguments. If the first two are `start, stop`, a half-open range of items, then
-different ranges never write the same memory, so any thread may run a range. If the last argument is `piece`, it is
-the number of the range.
+The results of a kernel depend only on its arguments. If its first two arguments are `start, stop`, a half-open range of
+items, then calls for different ranges never write the same memory, so any thread may run any range. If its last
+argument is `piece`, this is the number of the range.
 
 Indices are converted to `np.uint64` before use: numba adds wrap-around for negative signed indices, which prevents
 vectorization.
@@ -46,13 +46,13 @@ def kernel(function: Callable[..., Any]) -> Any:
 def _unlock_after_errors(dispatcher: Any) -> Any:
     """Make a kernel release numba's lock if its compilation ends in an error; return the kernel.
 
-    Ctrl-C can arrive when the main thread has just acquired the lock but has not recorded that yet. The pool's helpers
-    would then wait for the lock forever, and the main thread for the helpers.
+    Ctrl-C can arrive when the main thread has just acquired the lock but has not recorded that yet. The pool's helper
+    threads would then wait forever for the lock, and the main thread for the helper threads.
     """
     compile_for = dispatcher._compile_for_args
 
     def compile_and_unlock(*args: Any, **given: Any) -> Any:
-        if _lock.is_locked():  # by this thread, which compiles another kernel that calls this one
+        if _lock.is_locked():  # by this thread, while it compiles another kernel, which calls this one
             return compile_for(*args, **given)
         try:
             return compile_for(*args, **given)
@@ -65,12 +65,17 @@ def _unlock_after_errors(dispatcher: Any) -> Any:
 
 
 def inline(function: Callable[..., Any]) -> Any:
-    """Compile a scalar helper into the kernels that call it."""
+    """Compile `function`, a small helper, into each kernel that calls it."""
     return numba.njit(function, inline="always", **_OPTIONS)
 
 
 def _prefetch(to_write: int, locality: int) -> Any:
-    """Return an intrinsic that prefetches the cache line at an address; locality: 3 for L1, 2 for L2, 0 for one use."""
+    """Return an intrinsic that prefetches the cache line at an address.
+
+    Args:
+        to_write: 1 to prefetch for writing, 0 for reading.
+        locality: 3 for the L1 cache, 2 for L2, 0 for data that is used only once.
+    """
 
     @intrinsic
     def ask(typing_context: Any, address: Any) -> Any:
@@ -145,7 +150,7 @@ def prefetch_to_read(array, row, nbytes):
 
 @inline
 def prefetch_to_read_once(array, row, nbytes):
-    """Prefetch as `prefetch_to_read` does, for streamed data that must not evict data in use."""
+    """Do the same as `prefetch_to_read`, for data that is used once and must not evict other data from the cache."""
     address = array.ctypes.data + np.int64(row) * np.int64(array.strides[0])
     for offset in range(0, nbytes, 64):
         _ask_to_read_once(address + offset)
@@ -171,15 +176,15 @@ def address_of(array):
 
 @inline
 def array_at(address, n, dtype):
-    """Return the C-contiguous array [n] at an address; the caller keeps its memory alive."""
+    """Return the C-contiguous array [n] at an address; the caller must keep the memory alive."""
     return numba.carray(_pointer(address), n, dtype)  # type: ignore[attr-defined]
 
 
 def bare(array: Any) -> Any:
-    """Return, in a kernel, a C-contiguous array without its reference count; the caller keeps its memory alive.
+    """Return the same C-contiguous array, but not reference-counted; for use in kernels.
 
-    If a loop has branches, numba counts references to slices atomically in memory that threads share, which takes
-    longer than the arithmetic on a short row.
+    The caller must keep the array's memory alive. In a loop with branches, numba would count references to slices of
+    the array atomically, in memory that threads share, which takes longer than the arithmetic on a short row.
     """
     raise NotImplementedError("only compiled kernels can call this function")
 
@@ -196,9 +201,10 @@ def _overload_bare(array: Any) -> Any:
 
 @inline
 def prefetch_update(block, ids, i, stop):
-    """Prefetch the row block[ids[i + 8]], which an update loop that ends at `stop` will write, if i + 8 < stop.
+    """At iteration i of a loop that updates the rows block[ids[i]], prefetch the row of iteration i + 8.
 
-    It prefetches for reading, into the L2 cache: more such prefetches can be in flight than prefetches for writing.
+    If the loop ends (at `stop`) before iteration i + 8, nothing is prefetched. The row is prefetched for reading, into
+    the L2 cache: more such prefetches can be in flight than prefetches for writing.
     """
     ahead = i + np.uint64(8)
     if ahead < np.uint64(stop):

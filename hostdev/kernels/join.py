@@ -1,4 +1,4 @@
-"""A join of two id arrays, using a hash table with linear probing."""
+"""A join of two id arrays: finds the ids that both have, with a hash table and linear probing."""
 
 from typing import Any
 
@@ -20,10 +20,12 @@ def _place(row, shift):
 
 @kernel
 def _join(ids, others, table, maybe, shift, first, second):
-    """Write the positions of common ids to `first` and `second`; return their number.
+    """Write the positions of common ids in `ids` to `first` and in `others` to `second`; return how many there are.
 
-    `table` is int32 [2 ** (64 - shift)], filled with -1; `maybe` is bool [8 times as many], all False. It filters out
-    most ids that are not among the others, without branches.
+    Args:
+        table: int32 [2 ** (64 - shift)], filled with -1: memory for the hash table of `others`.
+        maybe: bool, eight times as long, all False: memory for a filter that rejects, without branches, most ids that
+            are not in `others`.
     """
     last = np.uint64(len(table) - 1)
     fine = np.uint64(shift) - np.uint64(_FILTER_BITS)
@@ -52,11 +54,11 @@ def _join(ids, others, table, maybe, shift, first, second):
 
 
 def join(ids: npt.NDArray[Any], others: npt.NDArray[Any]) -> tuple[Positions, Positions]:
-    """Return the positions of the common ids of two arrays: in ids [U], ascending, and in `others`.
+    """Find the ids that two arrays have in common; return their positions in `ids`, ascending, and in `others`.
 
     Args:
         ids: int32 or int64 [U], unique.
-        others: int32 or int64 [M], unique; should be the smaller array, since it fills the hash table.
+        others: int32 or int64 [M], unique; should be the smaller array, since the hash table is built from it.
     """
     bits = max(_LEAST_BITS, (2 * len(others)).bit_length())
     table, maybe = np.full(1 << bits, -1, np.int32), np.zeros(1 << (bits + _FILTER_BITS), np.bool_)

@@ -1,4 +1,7 @@
-"""Lazy Adam and row-wise Adam on unique rows; recurrences are in `core.optimizers`, arguments in `apply`."""
+"""Lazy Adam and row-wise Adam on unique rows.
+
+`core.optimizers` has the recurrences; `apply` describes the kernels' arguments.
+"""
 
 from typing import Any
 
@@ -119,10 +122,13 @@ def _row_wise_adam(
 
 
 def row_wise_adam(*scalars: Any) -> tuple[Kernel, tuple[Any, ...]]:
-    """Return the kernel and its scalars: lr_t, beta1, 1 - beta1, beta2, 1 - beta2, eps, and D in float32."""
+    """Return the row-wise Adam kernel and its scalar arguments.
+
+    They are lr_t, beta1, 1 - beta1, beta2, 1 - beta2, eps, and the number of columns D in float32.
+    """
     return _row_wise_adam, scalars
 
 
 def lazy_adam(*scalars: Any) -> tuple[Kernel, tuple[Any, ...]]:
-    """Return the kernel and its scalars: lr_t, beta1, 1 - beta1, beta2, 1 - beta2, eps, nesterov."""
+    """Return the Adam kernel and its scalar arguments: lr_t, beta1, 1 - beta1, beta2, 1 - beta2, eps, nesterov."""
     return _lazy_adam, scalars

@@ -1,4 +1,4 @@
-"""Reading and overwriting a table's rows by id, and the range check of ids.
+"""Reading and overwriting a table's rows by id, and checking that ids are in range.
 
 Shapes: V table rows of dimension D, S optimizer slots, N ids.
 """
@@ -54,7 +54,7 @@ def lookup_tasks(
     out: npt.NDArray[np.float32],
     positions: npt.NDArray[np.int32] | None = None,
 ) -> list[Task]:
-    """Return the tasks of `lookup`, which `run_tasks` can run together with other tasks."""
+    """Return the work of `lookup` as tasks, so that one `run_tasks` can run it together with other tasks."""
     grain = get_grain(block.itemsize * block.shape[2])
     if positions is None:
         return tasks_over(_lookup, len(ids), ids, block, out, grain=grain)
@@ -73,7 +73,7 @@ def lookup(
         block: float32 [V, 1 + S, D], weights and slots side by side; or bfloat16 as uint16 [V, 1, D].
         ids: int32 or int64 [N], each in [0, V) (see `first_outside`).
         out: float32 [N, D], written; with `positions`, [any, D].
-        positions: int32 [N], distinct: the row of `out` for each id.
+        positions: int32 [N], distinct: for each id, the row of `out` to write.
     """
     run_tasks(lookup_tasks(block, ids, out, positions))
 
@@ -84,7 +84,7 @@ def store_tasks(
     values: npt.NDArray[np.float32],
     positions: npt.NDArray[np.int32] | None = None,
 ) -> list[Task]:
-    """Return the tasks of `store`, which `run_tasks` can run together with other tasks."""
+    """Return the work of `store` as tasks, so that one `run_tasks` can run it together with other tasks."""
     if positions is None:
         positions = identity(len(ids))
     arguments = (positions, ids, values[:, None], rows)
@@ -103,12 +103,12 @@ def store(
         rows: float32 [V, width].
         ids: int32 or int64 [N], unique, each in [0, V).
         values: float32 [N, width]; with `positions`, [any, width].
-        positions: int32 [N], the row of `values` for each id.
+        positions: int32 [N]: for each id, the row of `values` that is its new row.
     """
     run_tasks(store_tasks(rows, ids, values, positions))
 
 
 def first_outside(ids: npt.NDArray[Any], rows: int) -> int:
-    """Return the position of the first id outside [0, rows), or -1."""
+    """Return the position of the first id outside [0, rows), or -1 if there is none."""
     low, high = id_range(ids)
     return -1 if low >= 0 and high < rows else int(_first_outside(ids, rows))

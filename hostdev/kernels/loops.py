@@ -1,7 +1,7 @@
 """Work that threads share: ranges of a kernel, run by native code, and Python calls.
 
-A kernel is compiled into a loop that takes its next range by an atomic addition, so that a thread needs the
-GIL only once for many ranges.
+A kernel is compiled into a loop over ranges. The loop obtains the next range by an atomic addition, so that a thread
+needs the GIL only once for many ranges.
 """
 
 import threading
@@ -29,8 +29,8 @@ def loop(begun, halt, most, n, grain, grains, pieces{args}):
         done += 1
     return done
 """
-_WORDS, _AT = 16, 8  # the word that all threads write has its own cache line
-_VISIT_NS = 5_000_000  # the main thread's time in native code; Ctrl-C waits for about twice this, or one range
+_WORDS, _AT = 16, 8  # the word that all threads write shares its cache line with no other data
+_VISIT_NS = 5_000_000  # how long the main thread stays in native code; Ctrl-C waits about twice as long, or one range
 
 
 def is_kernel(function: Any) -> bool:
@@ -45,15 +45,15 @@ def make_loop(work: Any) -> Any:
 
     Args of the loop:
         begun: Address of an int64, initially 0, to which a thread adds 1 when it begins a range.
-        halt: Address of an int64; while it is not 0, no range begins.
+        halt: Address of an int64; ranges begin only while this is 0.
         most: Maximum number of ranges that this call runs.
         n: The number of items.
         grain: Ranges begin at multiples of this number of items.
         grains: The number of grains in n items, rounded up.
         pieces: The number of ranges.
-        args: The kernel's arguments after start and stop, without `piece`, the range's number.
+        args: The kernel's arguments other than start, stop and `piece`.
 
-    The kernel is compiled into the loop, and the loop is cached in place of the kernel.
+    The loop contains the kernel's compiled code, and is cached in place of the kernel.
     """
     loop = getattr(work, "loop", None)
     if loop is None:
@@ -73,13 +73,13 @@ def make_loop(work: Any) -> Any:
 
 
 def edges(n: int, grain: int, pieces: int) -> list[int]:
-    """Return where each of `pieces` ranges over n items begins, at multiples of `grain`, and where the last ends."""
+    """Split n items into ranges that begin at multiples of `grain`; return where each begins and the last one ends."""
     grains = -(-n // grain)
     return [min(n, grains * at // pieces * grain) for at in range(pieces + 1)]
 
 
 class Flag:
-    """A flag in memory that native loops check before each range."""
+    """A flag in memory, which native loops check before each range."""
 
     def __init__(self) -> None:
         self.value = np.zeros(1, np.int64)
@@ -90,10 +90,11 @@ class Flag:
 
 
 class Loop:
-    """A kernel's ranges, begun in order by any number of threads.
+    """The ranges of a kernel, which any number of threads run together. Ranges begin in order.
 
     Args:
-        times: Receives the begin and end, in nanoseconds, of each run of ranges by a thread, or None.
+        work: The kernel; n, grain, pieces and args are as in `make_loop`.
+        times: A list to which (begin, end), in nanoseconds, is added whenever a thread has run ranges, or None.
     """
 
     def __init__(self, work: Any, n: int, grain: int, pieces: int, args: tuple[Any, ...], times: Times | None) -> None:
@@ -110,7 +111,7 @@ class Loop:
         self._begun[_AT] = self.pieces
 
     def work(self, halt: Flag) -> None:
-        """Run ranges until none remains or the flag is set; the main thread regularly returns to Python."""
+        """Run ranges until none is left or the flag is set; the main thread regularly returns to Python, for Ctrl-C."""
         begun = address_of(self._begun) + 8 * _AT
         most = 1 if threading.current_thread() is threading.main_thread() else self.pieces
         while self.is_left() and not halt:
@@ -124,7 +125,7 @@ class Loop:
 
 
 class Calls:
-    """Python calls, begun in order by any number of threads."""
+    """Python calls, which any number of threads make together. Calls begin in order."""
 
     def __init__(self, call: Call) -> None:
         self._calls = deque([call])
@@ -147,7 +148,7 @@ class Calls:
         self._calls.clear()
 
     def work(self, halt: Flag) -> None:
-        """Make calls until none remains or the flag is set."""
+        """Make calls until none is left or the flag is set."""
         while not halt:
             try:
                 call, start, stop, args = self._calls.popleft()

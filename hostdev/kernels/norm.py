@@ -1,8 +1,8 @@
-"""The sum of squares of a table's weights, in an order that any number of threads and an accelerator can reproduce.
+"""The sum of squares of a table's weights, added in an order that both threads and an accelerator can reproduce.
 
 Everything is computed in float64, in which the square of a float32 is exact. The rows are split into P parts of 4096;
 the last part is padded with zeros. Within a part, each column is folded in halves, x[i] + x[i + half] for half = 2048,
-1024, ..., 1, which leaves one sum per part and column, [P, D]. The total is numpy's sum over these in C order.
+1024, ..., 1, which leaves one sum per part and column. The total is numpy's sum of this array [P, D] in C order.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ def _square(block, row, j):
 
 @kernel
 def _fold(block, first, x, out):
-    """Write the sums of squares of the rows first .. first + 4095 to out [D]; x [512, D] is scratch memory."""
+    """Write each column's sum of squares over the rows first .. first + 4095 to out [D]; x [512, D] is scratch."""
     D = block.shape[2]
     first, eighth = np.uint64(first), np.uint64(_EIGHTH)
     for i in range(eighth):  # three folds at once
@@ -57,7 +57,7 @@ def _partial_squares(start, stop, block, sums):
 
 
 def partial_squares(block: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """Return the sums of squares of a block's weights by part and column, float64 [P, D].
+    """Return the sum of squares of the weights in each part and column of a block, float64 [P, D].
 
     Args:
         block: float32 [V, 1 + S, D], or bfloat16 as uint16 [V, 1, D].
@@ -74,7 +74,7 @@ def partial_squares(block: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
 
 
 def total(sums: npt.NDArray[np.float64]) -> float:
-    """Return the total of all parts' sums [P, D], added as numpy adds an array in C order on the host."""
+    """Return the total of the sums [P, D] from `partial_squares`, added as numpy sums a C-contiguous array."""
     return float(np.ascontiguousarray(sums).sum())
 
 

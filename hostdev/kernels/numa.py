@@ -27,7 +27,10 @@ _layout = ""
 
 
 def interleave(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Interleave the pages of an array of 16 MiB or more over all nodes; return it. Call this before any write."""
+    """Interleave the pages of an array over all nodes if it has 16 MiB or more; return the array.
+
+    Call this before the array is first written.
+    """
     global _layout
     found = nodes()
     if len(found) < 2 or array.nbytes < _LEAST_BYTES:
@@ -38,7 +41,7 @@ def interleave(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def in_words() -> str:
-    """Describe the placement of large tables on nodes; "" if no table is large or there is only one node."""
+    """Describe how large tables are placed on nodes; return "" if no table is large or there is only one node."""
     return _layout
 
 
@@ -55,7 +58,7 @@ def nodes() -> list[int]:
 
 
 def bind(array: npt.NDArray[Any], found: list[int]) -> str:
-    """Interleave the whole pages of an array over these nodes; return why that failed, or ""."""
+    """Interleave the whole pages of an array over the nodes `found`; return the reason if that fails, else ""."""
     numbers = _NUMBERS.get(platform.machine())
     if numbers is None:
         return f"mbind's system-call number is not known on {platform.machine()}"

@@ -1,6 +1,7 @@
 """Gathering of rows and lists from chunked arrays, such as a file's record batches.
 
-A "place" is an int64 that locates a row: the low 40 bits are its number within a chunk, the others the chunk's number.
+A "place" is an int64 that locates a row: the low 40 bits are the row's number within its chunk, and the other bits are
+the chunk's number.
 
 Shapes: P chunks with R rows in total, n places, D columns.
 """
@@ -23,14 +24,14 @@ _GRAIN = 4096  # places per range
 
 
 def get_addresses(pieces: Sequence[npt.NDArray[Any]]) -> Addresses:
-    """Return the addresses of P C-contiguous arrays, int64 [P]; the caller keeps the arrays alive."""
+    """Return the addresses of P C-contiguous arrays, int64 [P]; the caller must keep the arrays alive."""
     assert all(piece.flags.c_contiguous for piece in pieces)
     return np.array([piece.ctypes.data for piece in pieces], np.int64)
 
 
 @inline
 def _at(addresses, place, nbytes):
-    """Return the address of the row at a place; rows have `nbytes` each."""
+    """Return the address of the row at a place; a row has `nbytes` bytes."""
     piece, row = place >> np.int64(_ROW_BITS), place & np.int64((1 << _ROW_BITS) - 1)
     return addresses[np.uint64(piece)] + row * np.int64(nbytes)
 
@@ -50,10 +51,10 @@ def _locate(start, stop, rows, first, places):
 
 
 def places_of(rows: npt.NDArray[np.int64], first: npt.NDArray[np.int64]) -> Places:
-    """Return the places of rows, int64 [n]; with one chunk, `rows` itself.
+    """Return the places of rows, int64 [n]; if there is only one chunk, this is `rows` itself.
 
     Args:
-        rows: int64 [n], each in [0, R), counted over the concatenated chunks.
+        rows: int64 [n], row numbers in the concatenated chunks, each in [0, R).
         first: int64 [P], ascending from 0: the first row of each chunk.
     """
     if len(first) == 1:
@@ -77,11 +78,11 @@ def _take(start, stop, places, addresses, out):
 
 
 def take_tasks(places: Places, addresses: Addresses, out: npt.NDArray[Any]) -> list[Task]:
-    """Return tasks that copy the row at places[i] to out[i]; `run_tasks` can run them together with other tasks.
+    """Return tasks that copy the row at places[i] to out[i]; one `run_tasks` can run them together with other tasks.
 
     Args:
         places: int64 [n].
-        addresses: int64 [P], the address of each chunk, [any, D] with the dtype of `out`.
+        addresses: int64 [P], the address of each chunk: an array [any, D] with the dtype of `out`.
         out: [n, D], C-contiguous, written.
     """
     return tasks_over(_take, len(places), places, addresses, out, grain=get_grain(out.strides[0]))
@@ -111,7 +112,8 @@ def length_tasks(places: Places, offsets: Addresses, lengths: npt.NDArray[np.int
 
     Args:
         places: int64 [n].
-        offsets: int64 [P], per chunk the address of int64 [its rows + 1], where each list begins in the chunk's values.
+        offsets: int64 [P], the address of each chunk's offsets: int64 [rows + 1], where each list begins in the chunk's
+            values, and where the last list ends.
         lengths: int32 [n], written.
     """
     return tasks_over(_measure, len(places), places, offsets, lengths, grain=_GRAIN)
@@ -126,8 +128,8 @@ def list_tasks(
         places: int64 [n].
         offsets: As for `length_tasks`.
         values: int64 [P], the address of each chunk's values, which have the dtype of `out`.
-        begins: int64 [n + 1], the running sums of the lists' lengths.
-        out: The values of all lists, written.
+        begins: int64 [n + 1], where each list begins in `out`, and where the last list ends.
+        out: 1-dimensional, written: the values of all lists.
     """
     n = len(places)
     mean = (int(begins[-1]) - int(begins[0])) * out.itemsize // max(1, n)

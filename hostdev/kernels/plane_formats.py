@@ -1,4 +1,4 @@
-"""How a table stores a plane of a row: its weights, or one of its slots of D values."""
+"""The formats in which a table stores the planes of a row. A plane is the row's weights, or one slot of D values."""
 
 FLOAT32, BFLOAT16, SIGNED_8, UNSIGNED_8 = range(4)
 EIGHT_BITS = (SIGNED_8, UNSIGNED_8)  # for slots of both signs, and for slots that are never negative

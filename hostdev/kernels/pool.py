@@ -1,8 +1,9 @@
 """The host's thread pool: runs a kernel over ranges of its items on Python threads.
 
-Kernels release the GIL, so plain threads suffice: no OpenMP runtime is needed, and several threads may use the pool at
-once. A caller never waits for a busy pool, since it works on its own ranges. The cost of a call does not grow with the
-number of threads: native code hands out the ranges, and each helper wakes further helpers while work remains.
+Kernels release the GIL, so Python threads suffice: no OpenMP runtime is needed, and several threads may use the pool at
+once. A caller never has to wait until helpers are free, since it also runs ranges itself. The cost of a call does not
+grow with the number of threads: native code hands out the ranges, and each helper wakes further helpers while work
+remains.
 """
 
 import atexit
@@ -35,11 +36,11 @@ class KernelTask(NamedTuple):
 
 Task = Call | KernelTask
 
-_RANGES_PER_THREAD = 4  # compensates for threads that the operating system slows down
+_RANGES_PER_THREAD = 4  # so that other threads can take over the ranges of threads that the operating system slows down
 _RANGE_BYTES, _LINE = 1 << 18, 64  # 20 to 30 microseconds of work; a scattered row costs at least a cache line
 _MOST_GRAINS = 16  # per range: urgent callers wait about half a millisecond at most
 _MAX_RANGE_BITS = 18  # a range has at most about 2 * 2^18 items, which limits how long Ctrl-C waits
-_WAKES = 2  # helpers that each participating thread wakes
+_WAKES = 2  # helpers that each thread at work wakes
 _LONGEST_JOIN = 1.0  # seconds to wait for busy helpers when the interpreter exits
 _NEVER = Flag()
 
@@ -88,7 +89,10 @@ class _Job:
             part.drop()
 
     def wake(self) -> None:
-        """Wake a few helpers, each of which wakes more: no thread has to wake all, and none is woken without work."""
+        """Wake a few helpers, each of which wakes more, so that no thread has to wake all helpers.
+
+        No helper wakes others once all work has begun.
+        """
         with self._changed:
             for _ in range(min(_WAKES, self._asleep)):
                 self._asleep -= 1
@@ -131,7 +135,7 @@ class _Job:
     def end(self) -> None:
         """Drop tasks that have not begun; wait, even if interrupted, for helpers, which write to the caller's memory.
 
-        The job then drops its arrays; otherwise a late helper would hold and free them.
+        Then drop the tasks' arrays, because a helper that wakes late may refer to the job for longer than the caller.
         """
 
         def wait() -> None:
@@ -144,7 +148,7 @@ class _Job:
         uninterruptible(wait)
 
     def raise_error(self) -> None:
-        """Raise the error that ended the job, if any; the job does not keep it, since its frames hold arrays."""
+        """Raise the error that ended the job, if any, and forget it: the error's stack frames hold arrays."""
         if self.error is not None:
             try:
                 raise self.error
@@ -153,10 +157,10 @@ class _Job:
 
 
 class _Urgent:
-    """The open urgent sections, and the job that other threads help with.
+    """The threads that are in an `urgent` block, and the job with which other threads help them.
 
     Attributes:
-        callers: The number of threads in an urgent section.
+        callers: The number of threads in an `urgent` block.
     """
 
     def __init__(self) -> None:
@@ -165,7 +169,7 @@ class _Urgent:
         self.changed = threading.Condition()
 
     def give_way(self) -> None:
-        """Help urgent callers until there are none."""
+        """Help the threads that are in an `urgent` block until there are none."""
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: not self.callers or (self.job is not None and self.job.is_left()))
@@ -186,7 +190,10 @@ _this = threading.local()
 
 @contextmanager
 def urgent() -> Iterator[None]:
-    """Give this thread's kernels priority: until the block ends, other threads begin no tasks of their own."""
+    """Give this thread's kernels priority: until the `with` block ends, other threads help it first.
+
+    Threads that are at work for other callers finish the ranges that they have begun, and begin no more.
+    """
     counted = False
 
     def leave() -> None:
@@ -225,9 +232,9 @@ def _ensure_workers(n: int) -> None:
 
 @atexit.register
 def _end() -> None:
-    """End the helpers before the interpreter exits: a helper that frees a tensor during exit aborts the process.
+    """End the helpers before the interpreter exits: a helper that frees a tensor during exit would abort the process.
 
-    Later calls run without helpers.
+    Later calls of `run_tasks` run without helpers.
     """
     for _worker in _workers:
         _queue.put(None)
@@ -237,7 +244,7 @@ def _end() -> None:
 
 
 def _after_fork() -> None:
-    """Start a new pool in the child: threads do not survive a fork."""
+    """Start a new pool in a child process, since threads do not survive a fork."""
     global _queue, _grow, _urgent
     _queue, _urgent = SimpleQueue(), _Urgent()
     _workers.clear()
@@ -249,14 +256,14 @@ if hasattr(os, "register_at_fork"):
 
 
 def get_grain(nbytes: int) -> int:
-    """Return how many rows of `nbytes` each are enough work to outweigh the cost of handing a range to a thread."""
+    """Return the number of rows per range, for rows of `nbytes`, that outweighs the cost of handing out a range."""
     return max(1, _RANGE_BYTES // max(nbytes, _LINE))
 
 
 def ranges(n: int, grain: int = 1) -> list[tuple[int, int]]:
-    """Return half-open ranges that cover range(n), as many as suit the threads.
+    """Split range(n) into half-open ranges (start, stop), usually several per thread.
 
-    Ranges begin at multiples of `grain`, so n up to `grain` gives one range.
+    Ranges begin at multiples of `grain`, so there is only one if n is at most `grain`.
     """
     return list(itertools.pairwise(edges(n, grain, _pieces(n, grain)))) if n > 0 else []
 
@@ -270,8 +277,9 @@ def _pieces(n: int, grain: int) -> int:
 def run_tasks(tasks: Sequence[Task]) -> None:
     """Call `kernel(start, stop, *args)` for each task (kernel, start, stop, args) and each range of a KernelTask.
 
-    Wait for all tasks. They begin in the given order and may run concurrently, so they must write different memory. A
-    task's exception, or the caller's interruption, is raised once all tasks that have begun have ended.
+    Return when all tasks have ended. Tasks begin in the order of the list and may run concurrently, so they must write
+    different memory. If a task raises an exception or the caller is interrupted, no more tasks begin, and the exception
+    is raised when all tasks that have begun have ended.
     """
     parts: list[Loop | Calls] = []
     for task in tasks:
@@ -299,14 +307,17 @@ def run_tasks(tasks: Sequence[Task]) -> None:
 
 
 def tasks_over(kernel: Kernel, n: int, *args: Any, grain: int = 1) -> list[Task]:
-    """Return the tasks of `parallel_for`, which `run_tasks` can run together with other tasks."""
+    """Return the work of `parallel_for` as tasks, so that one `run_tasks` can run it together with other tasks."""
     if n > 0 and is_kernel(kernel):
         return [KernelTask(kernel, n, grain, _pieces(n, grain), args)]
     return [(kernel, start, stop, args) for start, stop in ranges(n, grain)]
 
 
 def timed(task: Task, times: Times) -> Task:
-    """Return a task that also adds its (begin, end) in nanoseconds to `times`; a KernelTask adds one pair per run."""
+    """Return a task that also appends its (begin, end), in nanoseconds, to `times`.
+
+    A KernelTask appends one pair whenever a thread has run some of its ranges.
+    """
     if isinstance(task, KernelTask):
         return task._replace(times=times)
     kernel, start, stop, args = task
@@ -320,8 +331,8 @@ def _timed(start: int, stop: int, times: Times, kernel: Kernel, args: tuple[Any,
 
 
 def parallel_for(kernel: Kernel, n: int, *args: Any, grain: int = 1) -> None:
-    """Call `kernel(start, stop, *args)` for each of `ranges(n, grain)`, in any order, and wait.
+    """Call `kernel(start, stop, *args)` for each of `ranges(n, grain)`; return when all calls have ended.
 
-    Each call must write only memory that belongs to its range.
+    The calls may run at the same time, so each call must write only memory that belongs to its range.
     """
     run_tasks(tasks_over(kernel, n, *args, grain=grain))

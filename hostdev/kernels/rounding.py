@@ -1,15 +1,16 @@
-"""Stochastic rounding of bfloat16 weights and of bfloat16 or 8-bit slots, and optimizers' access to such rows.
+"""Stochastic rounding of bfloat16 weights and of bfloat16 or 8-bit slots; loads and stores of such rows in optimizers.
 
-A new value between two bfloat16 numbers is rounded up or down, with probabilities that preserve the mean. Steps far
-smaller than the gap between the two are therefore not lost. bits(rounded) = (bits(x) + r) with the low 16 bits cleared,
-r in [0, 2^16). Exact values are unchanged, including infinities; NaN becomes the quiet NaN. Sources: Gupta et al.,
-"Deep Learning with Limited Numerical Precision", ICML 2015; Zamirai et al., "Revisiting BFloat16 Training", 2020.
+A new value between two bfloat16 numbers is rounded up or down, with probabilities that preserve the mean. So updates
+far smaller than the gap between the two numbers are not lost. bits(rounded) = (bits(x) + r) with the low 16 bits
+cleared, r in [0, 2^16). Exact values are unchanged, including infinities; NaN becomes the quiet NaN. Sources: Gupta et
+al., "Deep Learning with Limited Numerical Precision", ICML 2015; Zamirai et al., "Revisiting BFloat16 Training", 2020.
 
-r is a pure function of (key of the table's step, row id, plane, column): each column of a pair uses half of a 32-bit
-hash. r does not depend on threads, order, rank or the row's address. 8-bit slots use the same r (`eight_bits`).
+r is a pure function of (key of the table's step, row id, plane, column): a 32-bit hash yields r for a pair of columns,
+16 bits for each. r does not depend on threads, order, rank or the row's address. 8-bit slots use the same r
+(`eight_bits`).
 
 Shapes: V table rows of dimension D, S optimizer slots of D values, P bytes per 8-bit slot. Plane 0 of a row has its
-weights, plane 1 + s its slot s.
+weights, and plane 1 + s has its slot s.
 """
 
 import functools
@@ -39,16 +40,16 @@ _AHEAD = 8  # rows
 
 
 class SplitRows(NamedTuple):
-    """Rows whose weights or slots are not float32; an optimizer's kernel takes them in place of a block.
+    """Rows whose weights or slots are not float32; optimizers' kernels accept them in place of a float32 block.
 
     Attributes:
         weights: float32 or bfloat16 [V, D].
         slots: float32 or bfloat16 [V, S, D], or 8 bits, uint8 [V, S, P].
-        unsigned: uint8 [S], whether each 8-bit slot is never negative.
+        unsigned: uint8 [S], for each slot, 1 if it is stored in 8 bits and is never negative, else 0.
         steps: The counter of each pair of columns in each plane, from `steps_of`.
         key: The key of the table's step, 64 bits.
         first: The position (see `shards`) of the first row, if these are the rows of one rank; else 0.
-        inverse: From `shards.get_inverse`, converts positions to ids; 0 if row numbers are ids.
+        inverse: The multiplier that turns positions into ids, from `shards.get_inverse`; 0 if row numbers are ids.
         total: The number of rows of the whole table.
     """
 
@@ -85,9 +86,9 @@ def steps_of(dim: int, planes: int = 1) -> npt.NDArray[np.uint32]:
 
 @inline
 def _draw(word, steps, words):
-    """Fill words, uint32 [ceil(D / 2)], with a plane's random numbers; the low 16 bits are for the even column.
+    """Fill words, uint32 [ceil(D / 2)], with a plane's random numbers, one word for each pair of columns.
 
-    `word` is the hash of the key and the row's id.
+    The low 16 bits of a word are for the even column. `word` is the hash of the key and the row's id.
     """
     low, high = uint32(word), uint32(word >> uint64(32))
     for pair in range(np.uint64(len(words))):
@@ -138,14 +139,14 @@ def _round_into(start, stop, first_row, ids, key, steps, values, out):
 
 
 def round_rows(block: Rows, ids: Ids, row_ids: Ids, key: int, formats: tuple[int, ...]) -> None:
-    """Round planes of rows to values that their formats can represent, in place; they remain float32.
+    """Round planes of rows, in place, to values that the planes' formats can represent; the array remains float32.
 
     Args:
         block: float32 [any, 1 + S, D], C-contiguous.
         ids: int32 or int64 [U], unique: the block's rows to round.
         row_ids: int32 or int64 [U], the ids of these rows in their table.
         key: The key of the table's step, 64 bits.
-        formats: The format of each plane, one of `plane_formats`; further planes are not changed.
+        formats: The formats of the first planes, each one of `plane_formats`; further planes are not changed.
     """
     planes, D = block.shape[1:]
     args = ids, row_ids, np.uint64(key), np.array(formats, np.uint8), steps_of(D, planes), block
@@ -153,40 +154,43 @@ def round_rows(block: Rows, ids: Ids, row_ids: Ids, key: int, formats: tuple[int
 
 
 def round_into(values: Rows, out: Bfloat16, key: int, *, first_row: int = 0, ids: Ids | None = None) -> None:
-    """Round weights, float32 [N, 1, D], into out, bfloat16 [N, D].
+    """Round weights, float32 [N, 1, D], to bfloat16, and write them to out, bfloat16 [N, D].
 
-    The rows' ids are `ids`, int64 [N], or first_row, first_row + 1, ... if it is None.
+    The ids of the rows are `ids`, int64 [N], or first_row, first_row + 1, ... if `ids` is None.
     """
     args = np.int64(first_row), ids, np.uint64(key), steps_of(out.shape[1]), values, out
     parallel_for(_round_into, len(values), *args, grain=get_grain(values.strides[0]))
 
 
 def require_exact(values: Rows, table: str, plane: int, kind: int) -> None:
-    """Raise ValueError unless a plane of a table can store new values, float32 [N, D], in its format without rounding.
+    """Raise ValueError unless new values of a plane can be stored in the plane's format without rounding.
 
     Args:
-        values: The new values.
-        table: The table's name.
-        plane: The number of the plane.
-        kind: Its format, one of `plane_formats`.
+        values: The new values, float32 [N, D].
+        table: The table's name, for the error.
+        plane: The number of the plane, 0 for weights.
+        kind: The format of the plane, one of `plane_formats`.
     """
     values, what = np.ascontiguousarray(values), "slots" if plane else "weights"
     if kind == BFLOAT16 and not _are_bfloat16(values):
         raise ValueError(
-            f"table {table!r} stores {what} as bfloat16, which cannot represent all new {what}; round them first, "
-            "for example with torch's tensor.bfloat16().float()"
+            f"table {table!r} stores {what} as bfloat16, which cannot represent all new {what}; round the new {what} "
+            "first, for example with torch's tensor.bfloat16().float()"
         )
     if kind in EIGHT_BITS:
         unsigned = kind == UNSIGNED_8
         if to_nearest(values, unsigned=unsigned).tobytes() != values.tobytes():
             raise ValueError(
-                f"table {table!r} stores slots in 8 bits, which cannot represent all new slots; round them first with "
-                f"hostdev.kernels.eight_bits.to_nearest(values, unsigned={unsigned})"
+                f"table {table!r} stores slots in 8 bits, which cannot represent all new slots; round the new slots "
+                f"first, with hostdev.kernels.eight_bits.to_nearest(values, unsigned={unsigned})"
             )
 
 
 def round_to_nearest(block: Rows, formats: tuple[int, ...]) -> None:
-    """Round planes of rows, float32 [N, 1 + S, D], in place to the nearest storable values; NaN is not allowed."""
+    """Round planes of rows, float32 [N, 1 + S, D], in place to the nearest values that their formats can represent.
+
+    NaN is not allowed.
+    """
     for plane, kind in enumerate(formats):
         if kind == BFLOAT16:
             bits = block[:, plane].view(np.uint32)
@@ -209,37 +213,40 @@ def _are_bfloat16(values):
 
 
 def bare_rows(block: Any) -> Any:
-    """Return, in a kernel, a block or `SplitRows` as `jit.bare` arrays."""
+    """Return a block, or the arrays of `SplitRows`, without reference counting (see `jit.bare`); for use in kernels."""
     raise NotImplementedError("only compiled kernels can call this function")
 
 
 def make_scratch(block: Any) -> Any:
-    """Return, in a kernel, the scratch memory that `load_weights` needs for a range of rows."""
+    """Return the scratch memory with which `load_weights`, `load_slot` and `store_row` handle one row at a time."""
     raise NotImplementedError("only compiled kernels can call this function")
 
 
 def load_weights(block: Any, row: Any, scratch: Any) -> Any:
-    """Return a row's weights, float32 [D], to modify: the row itself, or a copy that `store_row` stores."""
+    """Return a row's weights, float32 [D], for modification: a view, or a copy, which `store_row` later writes back."""
     raise NotImplementedError("only compiled kernels can call this function")
 
 
 def load_slot(block: Any, row: Any, number: Any, scratch: Any) -> Any:
-    """Return an optimizer slot of a row, float32 [D], to modify: the slot itself or a copy; see `load_weights`."""
+    """Return an optimizer slot of a row, float32 [D], for modification: a view or a copy, as in `load_weights`."""
     raise NotImplementedError("only compiled kernels can call this function")
 
 
 def store_row(block: Any, row: Any, scratch: Any) -> None:
-    """Round and store a row's new values from the copies that `load_weights` and `load_slot` returned."""
+    """Write back a row: round the copies that `load_weights` and `load_slot` returned, if any, and store them."""
     raise NotImplementedError("only compiled kernels can call this function")
 
 
 def prefetch_row(block: Any, ids: Any, i: Any, stop: Any) -> None:
-    """Prefetch the row ids[i + 8], which an update loop that ends at `stop` will write, if i + 8 < stop."""
+    """At iteration i of a loop that updates row ids[i], prefetch the row of iteration i + 8, if i + 8 < stop."""
     raise NotImplementedError("only compiled kernels can call this function")
 
 
 def _widen(stored: Any, unsigned: Any, out: Any) -> Any:
-    """Copy a stored plane to out, float32 [D], and return it; unsigned: whether an 8-bit slot is never negative."""
+    """Copy a stored plane to out, float32 [D], and return `out`.
+
+    `unsigned` says, for an 8-bit slot, whether it is never negative.
+    """
     raise NotImplementedError("only compiled kernels can call this function")
 
 
@@ -447,19 +454,19 @@ def read_tasks(
     out: Rows,
     positions: npt.NDArray[np.int32] | None = None,
 ) -> list[Task]:
-    """Return tasks that copy rows with their slots: out[i], or out[positions[i]], becomes the row ids[i].
+    """Return tasks that copy rows, weights and slots: out[i], or out[positions[i]], becomes the row ids[i].
 
     Args:
         weights, slots, unsigned: As in `SplitRows`.
         ids: int32 or int64 [N].
         out: float32 [N, 1 + S, D], written; with `positions`, [any, 1 + S, D].
-        positions: int32 [N], the row of `out` for each id.
+        positions: int32 [N], for each id, the row of `out` to write; None if this is row i for ids[i].
     """
     return tasks_over(_read, len(ids), ids, positions, weights, slots, unsigned, out, grain=get_grain(out.strides[0]))
 
 
 def read_here(weights: Stored, slots: StoredSlots, unsigned: Flags, ids: Ids, out: Rows) -> None:
-    """Copy rows with their slots in this thread, as the tasks of `read_tasks` do."""
+    """Copy rows as the tasks of `read_tasks` do, using only this thread."""
     _read(0, len(ids), ids, None, weights, slots, unsigned, out)
 
 
@@ -471,6 +478,9 @@ def write_tasks(
     values: Rows,
     positions: npt.NDArray[np.int32] | None = None,
 ) -> list[Task]:
-    """Return tasks that overwrite rows, the reverse of `read_tasks`; the table must be able to store them exactly."""
+    """Return tasks that overwrite rows with `values`, the reverse of `read_tasks`.
+
+    The formats of weights and slots must be able to represent the values exactly.
+    """
     args = ids, positions, weights, slots, unsigned, values
     return tasks_over(_write, len(ids), *args, grain=get_grain(values.strides[0]))

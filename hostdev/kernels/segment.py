@@ -1,8 +1,9 @@
-"""Sums of gradients over each row's occurrences, in order of occurrence for any number of threads.
+"""Sums of each row's gradients, always added in order of occurrence, for any number of threads.
 
-There are two ways to sum, with the same additions. With few threads, one thread streams through the gradients in order
-and adds to the rows' sums: one core reads a stream at nearly the machine's memory bandwidth, and two would slow each
-other down. With more threads, the occurrences are sorted by row, and the threads share the rows.
+An occurrence is one use of a row, which yields one gradient. There are two ways to sum, with the same additions. With
+few threads, one thread streams through the gradients in order and adds each to its row's sum: one core reads a stream
+at nearly the machine's memory bandwidth, and two would slow each other down. With more threads, the occurrences are
+sorted by row, and the threads share the rows.
 
 Shapes: N occurrences, U unique rows, D columns.
 """
@@ -24,12 +25,14 @@ _NEVER = 1 << 62  # a value of `seen` for which no occurrence is a row's first
 
 @kernel
 def sum_part(start, stop, seen, grads, first, step, inverse, out):
-    """Add the gradients of the occurrences [start, stop) to their rows' sums, after all earlier occurrences.
+    """Add the gradients of the occurrences [start, stop) to their rows' sums, which have all earlier gradients.
 
-    The gradient of occurrence i is grads[first + i * step].
+    The gradient of occurrence i is grads[first + i * step]. Rows are numbered in order of first occurrence.
 
     Args:
-        seen: Number of rows that occur before `start`; rows are numbered in order of first occurrence.
+        seen: Number of rows that occur before `start`.
+        inverse: int32 [N], the row of each occurrence.
+        out: float32 [U, D], updated: the sums; a row's sum begins with its first gradient.
 
     Returns:
         The number of rows that occur before `stop`.
@@ -55,7 +58,7 @@ def sum_part(start, stop, seen, grads, first, step, inverse, out):
 
 @kernel
 def sum_scalar_part(start, stop, seen, grads, first, step, inverse, out):
-    """`sum_part` for D = 1."""
+    """Do the same as `sum_part`, for D = 1."""
     first, step = np.uint64(first), np.uint64(step)
     seen, one, column = np.uint64(seen), np.uint64(1), np.uint64(0)
     for i in range(np.uint64(start), np.uint64(stop)):
@@ -70,7 +73,10 @@ def sum_scalar_part(start, stop, seen, grads, first, step, inverse, out):
 
 @kernel
 def sum_scaled_part(start, stop, seen, grads, first, step, inverse, weights, out):
-    """Add float32 or bfloat16 gradients as `sum_part` does, each times its weight, or 1 if `weights` is None."""
+    """Add float32 or bfloat16 gradients as `sum_part` does, each times the weight of its occurrence.
+
+    `weights` is float32 [N], or None if all weights are 1.
+    """
     first, step = np.uint64(first), np.uint64(step)
     D = grads.shape[1]
     uses, seen, one = np.uint64(stop), np.uint64(seen), np.uint64(1)
@@ -92,12 +98,15 @@ def sum_scaled_part(start, stop, seen, grads, first, step, inverse, weights, out
 
 
 def streams() -> bool:
-    """Return whether there are so few threads that one of them should add all gradients."""
+    """Return whether one thread should add all gradients, since there are only a few threads."""
     return host_threads() < _SORT_FROM_THREADS
 
 
 def prepare_sums(out: npt.NDArray[np.float32], in_order: bool) -> int:
-    """Prepare sums [U, D] and return the initial `seen`; `in_order` means rows are numbered by first occurrence."""
+    """Prepare `out` [U, D] for sums, and return the initial `seen` for `sum_part`.
+
+    `in_order` says whether rows are numbered by first occurrence; if not, the sums begin as -0.
+    """
     if in_order:
         return 0
     out.fill(-0.0)  # x + -0 is x, even if x is 0
@@ -110,7 +119,7 @@ def sort_uses(inverse, ends, order):
 
     Args:
         inverse: int32 [N], the row of each occurrence.
-        ends: int64 [U + 2], written; only the sort uses the last item.
+        ends: int64 [U + 2], written; the last item is for this function's own use.
         order: int32 [N], written.
     """
     ends[:] = 0
@@ -130,14 +139,14 @@ def sum_sorted(start, stop, grads, first, step, order, ends, source, weights, fr
 
     Args:
         grads: float32 [any, D], or bfloat16 as uint16.
-        first: The row of gradient 0 in `grads`; gradient i is in row first + i * step.
-        step: The distance between two gradients, in rows.
+        first: The row of `grads` that has gradient 0; row first + i * step has gradient i.
+        step: The distance between successive gradients, in rows.
         order: int32 [N], from `sort_uses`.
         ends: int64 [U + 1 or more], from `sort_uses`.
         source: int32 [N], the number of each occurrence's gradient, or None if occurrence i has gradient i.
-        weights: float32 [N], the weight of each occurrence, or None if all are 1.
-        fresh: Whether to begin new sums, which are -0 for rows that do not occur; otherwise add to the sums in `out`.
-        out: The sums, float32 [U, D].
+        weights: float32 [N], the weight of each occurrence, or None if all weights are 1.
+        fresh: Whether to begin new sums, which are -0 for rows that do not occur; if not, add to the sums in `out`.
+        out: float32 [U, D], written: the sums.
     """
     first, step = np.uint64(first), np.uint64(step)
     D = grads.shape[1]
@@ -164,7 +173,10 @@ def sum_sorted(start, stop, grads, first, step, order, ends, source, weights, fr
 
 
 def row_ranges(ends: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Return ranges of rows, several per thread, with about the same number of occurrences; `ends` is [U + 1]."""
+    """Split the rows into ranges (start, stop), several per thread, with about the same number of occurrences each.
+
+    `ends`, int64 [U + 1], is as in `sort_uses`.
+    """
     pieces = host_threads() * _PIECES_PER_THREAD
     edges = np.searchsorted(ends, np.arange(1, pieces) * (ends[-1] // pieces))
     edges = np.concatenate([[0], edges, [len(ends) - 1]])

@@ -1,4 +1,4 @@
-"""Distribution of a table's rows over ranks: ids map one-to-one to positions, and each rank holds a range of them.
+"""Distribution of a table's rows over ranks: ids map one-to-one to positions, and each rank has a range of positions.
 
 Position = id * multiplier mod V. The multiplier is coprime to V and near V times the golden ratio's fraction, so that
 neighbouring ids, such as the popular ones at a vocabulary's beginning, spread evenly over all ranges (three-distance
@@ -22,7 +22,7 @@ _MOST_PRODUCT = (1 << 63) - 1
 
 @functools.cache
 def get_multiplier(rows: int) -> int:
-    """Return the multiplier for a table of V rows; its products with ids stay below 2**63."""
+    """Return the multiplier for a table of `rows` rows; its product with any id of the table is below 2**63."""
     wanted = max(1, min(int(rows * 0.6180339887498949), _MOST_PRODUCT // rows))
     return next(
         found
@@ -33,7 +33,7 @@ def get_multiplier(rows: int) -> int:
 
 
 def range_of(rows: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Return the range [start, stop) of positions that a rank holds in a table of V rows."""
+    """Return the range (start, stop) of the positions that a rank has in a table of `rows` rows."""
     return rows * rank // ranks, rows * (rank + 1) // ranks
 
 
@@ -113,7 +113,10 @@ def _write_ids(positions, inverse, rows, out):
 
 
 def get_inverse(rows: int) -> int:
-    """Return the inverse of the multiplier modulo V, which turns positions into ids."""
+    """Return the inverse of the multiplier modulo V, or 0 if V is 1: the id at a position is position * inverse mod V.
+
+    V is `rows`, the number of the table's rows.
+    """
     return pow(get_multiplier(rows), -1, rows) if rows > 1 else 0
 
 
@@ -133,8 +136,9 @@ def partition(ids: Ids, rows: int, ranks: int) -> tuple[Ids, Places, npt.NDArray
         ranks: W, the number of ranks.
 
     Returns:
-        Each row's number within its rank, [U], sorted by rank and then in the order of the ids, in their dtype or
-        int64; the index of each id in this sorted array, int32 [U]; and the number of ids per rank, int64 [W].
+        The number of each row within its rank, [U], sorted by rank, and in the order of `ids` for each rank; the dtype
+        is that of `ids`, or int64 if that is too small. The index of each id in this sorted array, int32 [U]. The
+        number of ids of each rank, int64 [W].
     """
     most = -(-rows // ranks) - 1  # the largest row number within a rank
     dtype = ids.dtype if most <= np.iinfo(ids.dtype).max else np.dtype(np.int64)

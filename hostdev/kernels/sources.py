@@ -1,6 +1,6 @@
-"""A hash of a kernel's sources: its own file, and the files of all helpers that are compiled into it.
+"""A hash of a kernel's sources: its own file, and the files of all functions that are compiled into it.
 
-numba's cache checks only the kernel's own file, and would run old code after a helper in another file has changed.
+numba's cache checks only the kernel's own file, so it would run old code after a function in another file has changed.
 """
 
 import sys
@@ -14,11 +14,14 @@ from typing import Any
 import numpy as np
 
 _PACKAGE = "hostdev"
-_CONSTANTS = (bool, int, float, str, tuple, np.generic)  # compiled into the code
+_CONSTANTS = (bool, int, float, str, tuple, np.generic)  # types of global variables whose values are compiled into code
 
 
 def hash_sources(function: FunctionType) -> bytes:
-    """Hash the files of a function and of all package functions that it reaches, and the constants that they use."""
+    """Hash the files of a function and of all package functions that it refers to, directly or indirectly.
+
+    The constants that these functions use are hashed as well.
+    """
     files: set[str] = set()
     constants: set[str] = set()
     seen: set[int] = set()
@@ -38,7 +41,10 @@ def hash_sources(function: FunctionType) -> bytes:
 
 
 def _find_helpers(function: FunctionType) -> Iterator[FunctionType]:
-    """Yield the package's functions that a function refers to; for uncompiled ones, also overloads in their modules."""
+    """Yield the package's functions that a function refers to.
+
+    If one of these functions is not compiled, also yield the overloads in its module, which are compiled in its place.
+    """
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
     for value in [*(value for _, value in _get_globals(function)), *cells]:
         helper = _as_function(value)
@@ -53,7 +59,7 @@ def _find_helpers(function: FunctionType) -> Iterator[FunctionType]:
 
 
 def _get_globals(function: FunctionType) -> list[tuple[str, Any]]:
-    """Return (name, value) of each global that a function uses, including globals of the package's modules."""
+    """Return (name, value) of each global that a function uses, from its own or another module of the package."""
     names = _get_names(function.__code__)
     found = [(name, function.__globals__[name]) for name in names if name in function.__globals__]
     modules = [value for _, value in found if isinstance(value, ModuleType) and _is_ours(value.__name__)]
@@ -77,7 +83,7 @@ def _is_ours(module: str) -> bool:
 
 
 def _as_function(value: Any) -> FunctionType | None:
-    """Return the package's Python function that a value is, or was compiled from; else None."""
+    """If `value` is a Python function of this package, or is compiled from one, return this function; else None."""
     value = getattr(value, "py_func", getattr(value, "_defn", value))
     if isinstance(value, FunctionType) and _is_ours(value.__module__):
         return value

@@ -1,9 +1,9 @@
-"""A batch's deduplication, gradient sums and updates in one pipelined pass, for a few threads.
+"""Deduplication, gradient sums and updates of a batch in one pipelined pass, for a few threads.
 
-One thread deduplicates the ids, part by part; another follows it, and adds each part's gradients to their rows' sums.
-The first thread then orders the rows by the part of their last occurrence, and updates each row once its sum is
-complete; a row that occurs once is updated directly with its gradient. At the end both threads update the remaining
-rows. The arithmetic is the same as in separate passes.
+The ids are split into parts. One thread deduplicates the ids of each part in turn; a second thread follows, and adds
+the part's gradients to the sums of their rows. The first thread then orders the rows by the part of their last
+occurrence, and updates each row when its sum is complete; a row that occurs once is updated directly with its gradient.
+At the end, both threads update the remaining rows. The arithmetic is the same as in separate passes.
 
 Shapes: N occurrences, U unique rows, D columns.
 """
@@ -31,7 +31,7 @@ _GRAIN = 256
 
 
 class Progress:
-    """The number of finished parts of a task, for which other tasks can wait."""
+    """The number of parts that a task has finished; other tasks can wait until it reaches a given number."""
 
     def __init__(self) -> None:
         self._done = 0
@@ -39,7 +39,7 @@ class Progress:
         self._changed = threading.Condition()
 
     def wait(self, parts: int) -> None:
-        """Wait until `parts` parts are finished; if the task has failed, raise its exception."""
+        """Wait until `parts` parts are finished; if the task has failed, raise the task's exception."""
         if self._done < parts:
             with self._changed:
                 self._changed.wait_for(lambda: self._done >= parts or self._error)
@@ -64,13 +64,13 @@ def _follow(start: int, stop: int, progress: Progress, work: Callable[[int], Non
 
 
 def apply_stream(update: Kernel, table: tuple[Any, ...], ids: npt.NDArray[Any], grads: Rows) -> None:
-    """Sum the gradients of each id in order of occurrence and update its row.
+    """Sum the gradients of each id in order of occurrence, and update the id's row with the sum.
 
     Args:
         update: An optimizer's kernel.
         table: The kernel's arguments from `block` on (see `apply`).
-        ids: int32 or int64 [N], in range, at least one.
-        grads: float32 [N, D].
+        ids: int32 or int64 [N], at least one, each inside the table.
+        grads: float32 [N, D]: grads[i] is a gradient of the row ids[i].
     """
     N, D = grads.shape
     edges = [*range(0, N, _PART), N]
@@ -101,7 +101,7 @@ def apply_stream(update: Kernel, table: tuple[Any, ...], ids: npt.NDArray[Any], 
         rows_added = add_part(start, stop, rows_added, *Strided(grads), inverse, sums)
 
     def update_complete(part: int, piece: int) -> None:
-        """Update a share of the rows whose sums are complete after `part` parts; 0 means rows that occur once."""
+        """Update a share of the rows whose sums are complete after `part` parts, or, for part 0, that occur once."""
         found.wait(parts + 1)
         added.wait(part)
         first, rows = ends[part], ends[part + 1] - ends[part]
@@ -119,11 +119,12 @@ def apply_stream(update: Kernel, table: tuple[Any, ...], ids: npt.NDArray[Any], 
 
 @kernel
 def _mark(start, stop, seen, part, inverse, uses):
-    """Record the occurrences [start, stop), all in one part, for their rows.
+    """Record in `uses` where rows occur, from the occurrences [start, stop), which are those of part `part`.
 
     Args:
         seen: Number of rows that occur before `start`.
-        uses: [N], written: per row, its only occurrence so far, or -1 - p if it has several, the last one in part p.
+        uses: [N], updated: for each row, its occurrence if it has only one so far, else -1 - p if its last one so far
+            is in part p.
 
     Returns:
         The number of rows that occur before `stop`.

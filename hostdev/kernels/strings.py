@@ -1,6 +1,6 @@
 """Conversion of texts to numbers: a 64-bit hash, or a position in order of first occurrence.
 
-N texts are given in Arrow's layout: their bytes end to end, uint8, and offsets, int32 or int64 [N + 1].
+N texts are passed in Arrow's layout: their bytes end to end, uint8, and offsets, int32 or int64 [N + 1].
 """
 
 from typing import Any
@@ -16,8 +16,8 @@ _EMPTY = -1
 _AHEAD = 8  # texts between a prefetch and its use
 _SPARE_BITS = 1  # the table is at most half full
 _MOST_TEXTS = 2**31 - 2
-# The most bytes per text in the map: 20 for its hash and end, including a quarter for growth; 16 for slots, a quarter
-# of them used; 10 for a count. The text's own bytes also take a quarter more.
+# The most bytes per text in the map: 20 for its hash and end, of which a fifth is spare; 16 for slots, if a quarter of
+# them is used; 10 for a count. The bytes of the text itself are added to this, with a quarter more as spare memory.
 BYTES_A_TEXT = 46
 _FNV_BASIS, _FNV_PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)
 IN_QUOTES = 2  # a state of `scan_quotes`
@@ -58,9 +58,9 @@ def _look_for(data, begin, length, h, table, shift, known, ends, texts):
 
 @inline
 def _prefetch(i, hashes, table, shift, ends, places):
-    """Prefetch for the texts that are looked up next: a slot, then the hash and the end of its text, then its bytes.
+    """Prefetch what the lookups of the next texts read: first the slot, later the hash and end, then the bytes.
 
-    `places` are the addresses of table, known, ends and texts.
+    `places` has the addresses of table, known, ends and texts.
     """
     n = np.uint64(len(hashes))
     ahead = i + np.uint64(3 * _AHEAD)
@@ -78,7 +78,10 @@ def _prefetch(i, hashes, table, shift, ends, places):
 
 @kernel
 def _add(offsets, data, hashes, start, table, shift, known, ends, texts, places, count, positions):
-    """Insert texts from `start` on; stop early if one does not fit. Return (next text to insert, number of texts)."""
+    """Insert texts from `start` on; stop early at a new text that does not fit.
+
+    Return the index of the first text that was not processed, and the number of distinct texts.
+    """
     for i in range(start, len(hashes)):
         _prefetch(np.uint64(i), hashes, table, np.uint64(shift), ends, places)
         h, begin = hashes[i], np.int64(offsets[i])
@@ -171,7 +174,7 @@ class TextMap:
             self._grow(int(offsets[done + 1] - offsets[done]))
 
     def find(self, offsets: npt.NDArray[Any], data: npt.NDArray[np.uint8]) -> Positions:
-        """Return each text's position, int32 [N]; -1 for an unknown text. Several threads may call it at once."""
+        """Return each text's position, int32 [N]; -1 for an unknown text. Several threads may call this at once."""
         hashes = hash_texts(offsets, data)
         positions = np.empty(len(hashes), np.int32)
         table = self._table, self._shift, self._known, self._ends, self._texts
@@ -199,7 +202,7 @@ class TextMap:
     def _grow(self, length: int) -> None:
         if self._count == len(self._known):
             if self._count > _MOST_TEXTS:
-                raise OverflowError(f"more than {self._count} distinct texts in one map")
+                raise OverflowError(f"there are more than {self._count} distinct texts, the limit of one map")
             if self._count == len(self._table) >> _SPARE_BITS:
                 self._shift -= 1
                 size = 2 * len(self._table)
@@ -216,18 +219,21 @@ class TextMap:
 
 @kernel
 def scan_quotes(text, delimiter, state, lines, opened):
-    """Track quotes through the next chunk of delimited text (RFC 4180).
+    """Find the quoted fields in the next chunk of a delimited text (RFC 4180).
+
+    Pass 0 for `state`, `lines` and `opened` with the first chunk, and the results of the previous call with each other
+    chunk.
 
     Args:
         text: uint8 [N], the chunk.
         delimiter: The byte between fields.
-        state: 0 at the start of a field, 1 in an unquoted field, 2 in quotes, 3 at a quote within quotes.
-        lines: Number of line ends so far.
-        opened: Number, counted from 1, of the line on which the last quoted field begins.
+        state: 0 at the start of a field, 1 in an unquoted field, 2 in quotes, 3 after a quote that was met in quotes.
+        lines: Number of line ends before the chunk.
+        opened: Number, counted from 1, of the line on which the last quoted field before the chunk begins.
 
     Returns:
-        The new state, lines and opened (initially 0, 0, 0), and the number of the chunk's bytes up to its last line end
-        outside quotes.
+        The state, lines and opened at the end of the chunk; and the number of bytes up to and including the chunk's
+        last line end that is not in quotes.
     """
     end = 0
     for i in range(len(text)):

@@ -1,4 +1,4 @@
-"""Sums of each row's gradients from several ranks, in the order of the tree in `core.micro_batches`.
+"""Sums of each row's gradients from several ranks, added in the order of the tree in `core.micro_batches`.
 
 Shapes: N gradients from all ranks, U rows, D columns.
 """
@@ -21,7 +21,7 @@ _AHEAD = 8  # prefetch distance in occurrences: memory latency / time per row
 
 @inline
 def _height(a, b):
-    """Return the height of the lowest common ancestor of two nodes, given by their first micro-batches."""
+    """Return the height of the lowest common ancestor of two nodes, each identified by its first micro-batch."""
     different, height = np.uint64(a) ^ np.uint64(b), 0
     while different:
         different >>= np.uint64(1)
@@ -94,7 +94,7 @@ class Uses(NamedTuple):
         ends: int64 [U + 2]; the occurrences of row u are order[ends[u] : ends[u + 1]].
         order: int32 [N], the occurrences sorted by row, and within a row by rank.
         source: int32 [N], the rank of each occurrence.
-        counts: The number of occurrences on each rank.
+        counts: For each rank, its number of occurrences.
     """
 
     ends: npt.NDArray[np.int64]
@@ -104,7 +104,13 @@ class Uses(NamedTuple):
 
 
 def uses_of(inverse: npt.NDArray[np.int32], counts: Sequence[int], rows: int) -> Uses:
-    """Return the occurrences, sorted by row; `inverse`, int32 [N], has the row of each occurrence, rank by rank."""
+    """Sort occurrences by row.
+
+    Args:
+        inverse: int32 [N], the row of each occurrence; the occurrences are ordered by rank.
+        counts: For each rank, its number of occurrences.
+        rows: U, the number of rows.
+    """
     ends, order = np.empty(rows + 2, np.int64), np.empty(len(inverse), np.int32)
     sort_uses(inverse, ends, order)
     return Uses(ends, order, np.repeat(np.arange(len(counts), dtype=np.int32), counts), counts)
@@ -125,12 +131,13 @@ def tree_sums(
     Args:
         grads: float32, 1-dimensional: the received gradients.
         uses: The occurrences of the rows.
-        nodes: Per rank, the first micro-batches of its nodes, ascending.
-        begins: Per rank and node, where its gradients, [occurrences of the rank, D], begin in `grads`, or in `own`.
+        nodes: For each rank, the first micro-batch of each of its nodes, ascending.
+        begins: For each rank and node, where the node's gradients, [number of the rank's occurrences, D], begin in
+            `grads`, or in `own` for the rank `own_rank`.
         out: float32 [U, D], written: the sums; 0 for rows that do not occur, and never -0.
         own_rank: The rank whose gradients are in `own`.
-        own: float32, 1-dimensional: the gradients of `own_rank`, which are not read from `grads`.
-        only: bool [U], whether to write each row, or None to write all rows.
+        own: float32, 1-dimensional: the gradients of the rank `own_rank`, if they are not in `grads`; else None.
+        only: bool [U], which rows to write, or None to write all rows.
     """
     firsts = np.cumsum(uses.counts) - uses.counts  # each rank's first occurrence
     D = out.shape[1]

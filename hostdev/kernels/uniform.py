@@ -38,9 +38,9 @@ def fill_uniform(
     first_row: int = 0,
     ids: npt.NDArray[np.int64] | None = None,
 ) -> None:
-    """Fill rows with weights low + k * (high - low) / 2^24, k uniform in [0, 2^24), and constant slots.
+    """Fill rows with constant slots and weights low + k * (high - low) / 2^24, for random integers k in [0, 2^24).
 
-    Weights are computed in float64 and rounded to float32 once. See `init.fill_normal` for the arrays.
+    Weights are computed in float64 and rounded to float32 once. `init.fill_normal` describes the other arguments.
     """
     width = (np.float64(high) - np.float64(low)) * 2.0**-24
     args = (np.int64(first_row), ids, np.uint64(key), np.float64(low), width, block, slots)

@@ -1,8 +1,8 @@
 """Maps of ids to dense positions in order of first occurrence, to deduplicate a batch or count a vocabulary.
 
-If the largest id of a batch is less than twice the number of ids, an array is indexed by id. Otherwise an
-open-addressing hash table with linear probing is used; its cost depends on the number of distinct ids, not on the
-embedding table's size. The order depends on the ids alone.
+If the largest id of a batch is less than twice the number of ids, the map is an array indexed by id. Otherwise it is an
+open-addressing hash table with linear probing, whose cost depends on the number of distinct ids, not on the embedding
+table's size. Both maps assign the same positions.
 """
 
 import threading
@@ -41,7 +41,10 @@ def find_slot(key, shift):
 
 @kernel
 def _add(ids, start, entries, shift, keys, count, positions):
-    """Insert ids[start:]; stop early when the keys are full. Return (next id to insert, number of keys)."""
+    """Insert ids[start:]; stop early at a new id if `keys` is full.
+
+    Return the index of the first id that was not processed, and the number of keys.
+    """
     mask, one, stop = np.uint64(len(entries) - 1), np.uint64(1), np.uint64(len(ids))
     for i in range(np.uint64(start), stop):
         if i + np.uint64(_AHEAD) < stop:
@@ -90,7 +93,7 @@ def _find(ids, entries, shift, positions):
 
 @kernel
 def _forget(entries, shift, keys, count):
-    """Empty the slots of keys, the last key first: earlier keys were not displaced by later ones."""
+    """Empty the slots of all keys, the last key first, since only earlier keys have displaced a key from its slot."""
     mask, one = np.uint64(len(entries) - 1), np.uint64(1)
     for i in range(np.uint64(count)):
         key = keys[np.uint64(count) - one - i]
@@ -101,7 +104,7 @@ def _forget(entries, shift, keys, count):
 
 
 def _entries(n: int, dtype: npt.DTypeLike) -> Ids:
-    """Return n empty slots, [n, 2]: an id and its position, side by side in a cache line; both -1 if empty."""
+    """Return n empty slots, [n, 2]. A slot has an id and its position, side by side in a cache line; -1 if empty."""
     entries: npt.NDArray[Any] = aligned_empty((n, 2), dtype)
     entries.fill(_EMPTY)
     return entries
@@ -128,7 +131,7 @@ class IdMap:
 
     @property
     def ids(self) -> Ids:
-        """The distinct ids in order of first occurrence, [len(self)]; a view, valid until the next `add`."""
+        """The distinct ids in order of first occurrence, [len(self)]: a view, valid until `add` is called."""
         return self._keys[: self._count]
 
     def clear(self) -> None:
@@ -163,7 +166,7 @@ class IdMap:
 
     def _grow(self) -> None:
         if self._count > _MAX_DISTINCT // 4:
-            raise OverflowError(f"more than {self._count} distinct ids in one map")
+            raise OverflowError(f"there are more than {self._count} distinct ids, the limit of one map")
         self._shift -= 2
         self._entries = _entries(len(self._entries) * 4, self._keys.dtype)
         keys = np.empty(len(self._entries) >> _SPARE_BITS, self._keys.dtype)
@@ -183,7 +186,10 @@ def id_range(ids):
 
 @kernel
 def add_direct(ids, places, keys, count, positions):
-    """Insert ids as `IdMap.add` does, but without branches, which are hard to predict. Return the number of keys."""
+    """Insert ids as `IdMap.add` does, but without branches, which would be hard to predict.
+
+    Return the number of keys.
+    """
     for i in range(np.uint64(0), np.uint64(len(ids))):
         key, next_key = np.uint64(ids[i]), np.uint64(count)
         place = places[key]
@@ -205,11 +211,11 @@ class DirectMap:
 
     @property
     def ids(self) -> Ids:
-        """The distinct ids in order of first occurrence; a view, valid until the next `add`."""
+        """The distinct ids in order of first occurrence: a view, valid until `add` is called."""
         return self._keys[: self._count]
 
     def clear(self, limit: int) -> None:
-        """Remove all ids, and expect ids below `limit`."""
+        """Remove all ids; all ids that are added afterwards must be below `limit`."""
         if len(self._places) < limit:
             self._places = np.empty(limit + limit // 4, np.int32)
             self._keys = np.empty(len(self._places) + 1, self._keys.dtype)
@@ -225,7 +231,7 @@ class DirectMap:
 
 
 def check_ids(ids: npt.ArrayLike) -> Ids:
-    """Return ids as an array; raise TypeError or ValueError unless it is int32 or int64 with one dimension."""
+    """Return ids as an array; raise TypeError unless they are int32 or int64, ValueError unless 1-dimensional."""
     array = np.asarray(ids)
     if array.size == 0 and array.dtype == np.float64:
         array = array.astype(np.int64)  # numpy's dtype for an empty list
@@ -243,8 +249,8 @@ def unique(ids: npt.ArrayLike) -> tuple[Ids, Positions]:
         ids: int32 or int64 [N].
 
     Returns:
-        Unique ids [U] of the same dtype in order of first occurrence, and inverse, int32 [N]: ids[i] is
-        unique[inverse[i]].
+        The unique ids [U], of the same dtype, in order of first occurrence; and the position of each id among the
+        unique ids, int32 [N].
 
     Raises:
         TypeError, ValueError: The ids have a wrong dtype or shape.
@@ -255,11 +261,11 @@ def unique(ids: npt.ArrayLike) -> tuple[Ids, Positions]:
 
 
 def unique_into(ids: Ids, inverse: Positions) -> npt.NDArray[Any]:
-    """Deduplicate as `unique` does, in reused memory; return the unique ids, valid until this thread's next call.
+    """Deduplicate as `unique` does, but in reused memory; the returned ids are valid until this thread's next call.
 
     Args:
         ids: int32 or int64 [N], C-contiguous.
-        inverse: int32 [N], written: the position of each id in the unique ids.
+        inverse: int32 [N], written: the position of each id among the unique ids.
     """
     work = Dedupe([ids], inverse)
     run_tasks(work.tasks())
@@ -269,16 +275,17 @@ def unique_into(ids: Ids, inverse: Positions) -> npt.NDArray[Any]:
 
 
 class Dedupe:
-    """Deduplication of a sequence of ids, in tasks that can run together with other sequences' tasks.
+    """Deduplication of a sequence of ids, in tasks that can run together with the tasks of other sequences.
 
-    Parts of the sequence are deduplicated in parallel (`tasks`). Then each part's unique ids are added, in order, to
-    the unique ids of the earlier parts (`merge`), and positions are renumbered as a single pass would number them
+    Parts of the sequence are deduplicated in parallel (`tasks`). Then the unique ids of each part are added, in order,
+    to those of the earlier parts (`merge`). Finally, positions are renumbered as a single pass would have numbered them
     (`renumber_tasks`).
 
     Args:
         features: The ids, in one or more consecutive arrays: int32 or int64, of one dtype, C-contiguous.
         inverse: int32 [N], written: the position of each id in the unique ids.
-        number: The sequence's number, from 0, among this thread's concurrent sequences; each number has its own maps.
+        number: The number of this sequence, from 0, among those that this thread deduplicates at the same time; they
+            must have different numbers, since the memory of each number is reused.
     """
 
     def __init__(self, features: Sequence[npt.NDArray[Any]], inverse: Positions, number: int = 0) -> None:
@@ -297,15 +304,15 @@ class Dedupe:
         self._numbers: list[Positions] = []
 
     def tasks(self) -> list[Task]:
-        """Return the tasks to run first."""
+        """Return the tasks that deduplicate the parts; run them first."""
         return [(self._add, a, b, (seen,)) for seen, (a, b) in zip(self._maps, pairwise(self._edges), strict=True)]
 
     def merge(self) -> None:
-        """Number the unique ids of all parts, after `tasks`."""
+        """Merge the unique ids of all parts; call this when the tasks from `tasks` have run."""
         self._numbers = [self._maps[0].add(seen.ids) for seen in self._maps[1:]]
 
     def renumber_tasks(self) -> list[Task]:
-        """Return the tasks to run last, after `merge`."""
+        """Return the tasks that renumber the positions; call `merge` before, and run these tasks last."""
         tasks: list[Task] = []
         for (start, stop), number in zip(pairwise(self._edges[1:]), self._numbers, strict=True):
             tasks += tasks_over(_renumber, stop - start, self._inverse[start:stop], number, grain=_SMALLEST_PART)
@@ -313,12 +320,12 @@ class Dedupe:
 
     @property
     def ids(self) -> Ids:
-        """The unique ids [U], after `merge`; a view, valid until this thread's next sequence of the same number."""
+        """The unique ids [U], once `merge` has run: a view, valid until this thread's next `Dedupe` of this number."""
         ids: Ids = self._maps[0].ids
         return ids
 
     def _add(self, start: int, stop: int, seen: Any) -> None:
-        """Deduplicate a part."""
+        """Deduplicate the part [start, stop) of the ids in the map `seen`."""
         seen.clear(*self._limit)
         ends = [0, *accumulate(map(len, self._features))]
         for ids, (begin, end) in zip(self._features, pairwise(ends), strict=True):
@@ -340,7 +347,7 @@ def id_map(ids: Ids) -> "IdMap | DirectMap":
 
 
 def _get_maps(kind: Any, dtype: np.dtype[Any], n: int) -> list[Any]:
-    """Return this thread's maps of a kind and dtype; create maps if there are fewer than n."""
+    """Return this thread's maps of a class and dtype, at least n; create any that are missing."""
     maps: list[Any] = _maps.__dict__.setdefault(f"{kind.__name__} {dtype.char}", [])
     while len(maps) < n:
         maps.append(kind(dtype))
@@ -366,7 +373,12 @@ def tally(positions, counts):
 
 
 def count_occurrences(inverse: Positions, unique: int) -> Positions:
-    """Return how often each of U = `unique` ids occurs, int32 [U]; `inverse`, int32 [N], comes from `unique()`."""
+    """Return how often each unique id occurs, int32 [unique].
+
+    Args:
+        inverse: int32 [N], the position of each id among the unique ids, as returned by `unique()`.
+        unique: The number of unique ids.
+    """
     parts = max(1, min(host_threads(), _MOST_PARTS, len(inverse) // _COUNTED_PART))
     counts = scratch("counts", (parts, unique), np.int32)
     edges = [len(inverse) * i // parts for i in range(parts + 1)]

@@ -181,7 +181,7 @@ def test_the_server_names_tables():
     assert server["deep"] is deep
     assert deep.step == 1
     assert np.all(server.pull("deep", [3]) < before)
-    with pytest.raises(UserError, match=r"no table 'dep'; there are \['deep', 'wide'\]"):
+    with pytest.raises(UserError, match=r"no table 'dep'; the tables are \['deep', 'wide'\]"):
         server.pull("dep", [1])
 
 
