@@ -15,9 +15,9 @@ class Writing(Copies):
 
     Args:
         table: The table's name, for errors.
-        columns: Views of its weights and optimizer state by name.
+        columns: Views of the table's weights and optimizer state by name.
         ids: int64 [N] on the device, all different; None for all rows.
-        current: Returns the up-to-date columns of all rows or of `ids`; None if `columns` are up to date.
+        current: Called with `ids`; returns up-to-date columns of these rows. None if `columns` are up to date.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Writing(Copies):
                 check(plane, self._held[name].cpu().numpy())
 
     def write(self) -> None:
-        """Write the copies to the table; if rows are brought up to date only on reads, write changed rows only."""
+        """Write the copies to the table; only changed rows if the table updates unused rows only when they are read."""
         if self._current is not None:
             self._write_changed(self._current)
             return

@@ -39,7 +39,7 @@ class Together:
             self._send()
 
     def figures(self) -> list[Figures]:
-        """Return the figures of each label on all samples, on every rank."""
+        """Return, on every rank, the figures of each label over the samples of all ranks."""
         self._send()
         found = self._to.figures() if self._ranks.rank == 0 else None
         return [Figures(*each) for each in self._ranks.control.share(found)[0]]

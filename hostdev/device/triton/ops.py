@@ -83,7 +83,7 @@ _OPS: Any = torch.ops.hostdev
 
 
 class Uses(NamedTuple):
-    """A batch's occurrences sorted by unique row, stably; shared by all tables of a group."""
+    """A batch's occurrences, stably sorted by unique row; all tables of a group share them."""
 
     order: Tensor  # int32 [N], the occurrences
     keys: Tensor  # int32 [N], their rows
