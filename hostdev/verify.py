@@ -46,7 +46,7 @@ from hostdev.train.staged import inputs_like
 from hostdev.train.trainer import Trainer
 
 DEPTHS = (1, 2, 4)
-_FAULT_SECONDS = 0.03  # delay of an update, so that a lookup that does not wait for it overtakes it
+_FAULT_SECONDS = 0.03  # delay of an update, so that a lookup that does not wait for the update reads old rows
 
 Hashes = npt.NDArray[np.uint64]
 Step = dict[str, tuple[npt.NDArray[Any], Hashes]]  # by tensor: ids of rows, unordered, and a hash of each row

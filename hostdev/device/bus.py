@@ -1,4 +1,4 @@
-"""Measured bandwidth between host and device."""
+"""Measurement of the bandwidth between host and device."""
 
 import statistics
 import time

@@ -15,7 +15,7 @@ import threading
 
 import torch
 
-_SETTINGS = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}  # the user's, or `environment`'s
+_SETTINGS = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}  # set by the user, or by `hostdev.core.environment`
 _started = threading.Lock()
 
 
@@ -32,7 +32,7 @@ def limit_spinning() -> None:
 
 
 def _hold_team(ready: threading.Event) -> None:
-    """Run a parallel operation on a team of two threads; the team exists for as long as this thread does."""
+    """Run a parallel operation on a team of two threads, then wait forever, because the team ends with this thread."""
     try:
         torch.get_num_threads()  # makes torch set this thread's team size; the next line changes it
         ctypes.CDLL(None).omp_set_num_threads(2)  # for this thread only; torch has loaded the library

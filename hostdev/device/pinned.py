@@ -48,7 +48,7 @@ class PinnedBuffers:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self.pin)
 
     def give_back(self, memory: Tensor | None, used: int) -> None:
-        """Take back the memory of a buffer, which the device must not use any more; its batch needed `used` bytes."""
+        """Take back a buffer's memory, which the device must have stopped using; the batch needed `used` bytes."""
         if not self.batches:
             return
         with self._lock:
@@ -88,6 +88,6 @@ class PinnedBuffer:
         return self._memory[start : start + nbytes].view(dtype).view(shape)
 
     def release(self) -> None:
-        """Give the memory back; its content must not be used any more."""
+        """Give the memory back for other batches; tensors in it must not be used any more."""
         memory, self._memory = self._memory, None
         self._slabs.give_back(memory, self._used)

@@ -103,7 +103,7 @@ class Progress:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Progress":
-        """Return the progress from the values of `as_values`."""
+        """Return the progress from which `as_values` made these values."""
         made = cls()
         made.steps, made.seconds = values["steps"], values["seconds"]
         for name in ("wide", "deep", "rows"):

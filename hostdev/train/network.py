@@ -105,7 +105,7 @@ class Network:
         self.adam.zero_grad()
 
     def finish(self, rows: Rows, batch: Batch, losses: Tensor, squares: Any = None) -> Outcome:
-        """Queue a check that losses and gradients are finite, and Adam's step; return an outcome that gets the losses.
+        """Queue a check that losses and gradients are finite, and Adam's step; return the outcome with the losses.
 
         Args:
             rows: Rows of the step's last micro-batch.

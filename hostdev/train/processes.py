@@ -131,8 +131,8 @@ class ProcessSession:
     def folder(self, made: Path | None) -> Path:
         """Return the folder of this rank's files.
 
-        Rank 0 uses the run directory `made`, whose subfolder rank0 has links to the logs; rank k uses the subfolder
-        rank<k>.
+        This is the run directory `made` on rank 0, where the subfolder rank0 gets links to the logs, and the run
+        directory's subfolder rank<k> on every other rank k.
         """
         self.root = root = Path(self.ranks.control.share(str(made))[0])
         mine = root / f"rank{self._environment.rank}"
@@ -173,7 +173,7 @@ def _identity(data: Path) -> list[Any]:
 
 
 def make_run_dir(settings: TrainConfig, session: ProcessSession | None) -> RunDir:
-    """Make the run directory, or this rank's folder in it."""
+    """Make the run directory, or on ranks above 0 this rank's folder in it."""
     make = partial(RunDir, again=settings.resume is not None, ops_log=settings.ops_log_bytes)
     if session is None:
         return make(settings.run_dir)

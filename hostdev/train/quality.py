@@ -18,7 +18,7 @@ class Point(NamedTuple):
 
 
 class Quality:
-    """The evaluations of a run. The best is the first one with the highest AUC (or the lowest RMSE for regression).
+    """The evaluations of a run. The best one is the first with the highest AUC, or the lowest RMSE for regression.
 
     Args:
         patience: Number of epochs without an improvement after which training stops; None for no early stop.

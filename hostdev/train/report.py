@@ -31,7 +31,7 @@ def start_lines(
 
     Args:
         config: The options, as in config.json.
-        memory: Text about the host memory that grows with the tables; empty if there is none.
+        memory: Text about the host memory that tables and caches take; empty if they take none.
         checkpoints: Text about when and where checkpoints are saved.
         parts: Text about the stages and slices of the model.
         statistics: The statistics in the data set's manifest.

@@ -113,7 +113,7 @@ def measure_free_after_step(
 ) -> int | None:
     """Return the free bytes of an accelerator after a step of the dense layers, or None if unknown.
 
-    The model takes a step on zeros on that device and cannot be used afterwards.
+    The model takes a step on zeros on this device, and cannot be used afterwards.
 
     Args:
         sample: A batch with the shapes of the model's inputs.

@@ -211,7 +211,7 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Steps taken, including those before the checkpoint that the run resumed from."""
+        """Number of steps taken, including those that an earlier process took before the run was resumed."""
         return self.progress.steps
 
     def train(self, stop: GracefulStop) -> str:

@@ -69,7 +69,7 @@ class StagedNetwork(Network):
                 del step, outcome
 
     def _step(self, step: Step) -> tuple[Outcome, int]:
-        """Queue a step; return its outcome, which gets the losses, and its number of samples."""
+        """Queue a step; return its outcome with the losses, and its number of samples."""
         micro = self.setup.micro_batches
         self.adam.zero_grad()
 

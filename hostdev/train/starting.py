@@ -16,7 +16,7 @@ from hostdev.distributed.process_group import Ranks
 from hostdev.train.config import TrainConfig
 from hostdev.train.trainer import Trainer
 
-_REMEDY = "prepare the data with preprocess ... --vocabulary FROM, where FROM is the data set of the checkpoint"
+_REMEDY = "prepare the data with preprocess ... --vocabulary FROM, where FROM is the checkpoint's data set"
 
 
 class Origin(NamedTuple):

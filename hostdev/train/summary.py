@@ -15,7 +15,7 @@ from hostdev.train.trainer import Trainer
 
 
 def get_caches(caches: Sequence[EmbeddingCache], ops: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the statistics of the cache or, if there are several caches, of each by the names of its tables.
+    """Return the cache's statistics for summary.json; with several caches, a dictionary by the names of their tables.
 
     Args:
         ops: Durations, as `OpLog.summary` returns them.

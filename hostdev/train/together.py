@@ -13,7 +13,7 @@ _AT_ONCE = 1 << 20  # samples over all ranks after which they are sent to rank 0
 class Together:
     """Collects the scores of all ranks on rank 0, in the order of the samples: by batch, then by rank.
 
-    All ranks must make the same calls, except to `add`. Memory use is bounded.
+    All ranks must make the same calls, except those of `add`. Memory use is bounded.
 
     Args:
         to: Receives the scores on rank 0.

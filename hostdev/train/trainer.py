@@ -51,14 +51,14 @@ class Trainer:
         model: Declares its tables, and computes logits from dense columns and rows. The model is moved to the device.
         host_device_mix: Whether to place the tables, and the ops on them, on the host.
         precision: "fp32", or "bf16" for the dense layers' arithmetic over float32 weights.
-        lr: Learning rate of the dense layers' Adam, or None for the model's.
+        lr: Learning rate of the dense layers' Adam; None for the model's `lr`.
         most_uses: Maximum number of ids in a batch, for the memory estimate.
         saves: Whether checkpoints will be saved, for the memory estimate.
         micro_batches: Micro-batches per batch; the order in which gradients are summed depends only on this number.
         gradients: "mean" to weight each micro-batch's mean loss by its number of samples; "sum" to add the mean losses.
         ranks: Processes that share the micro-batches and the tables' rows, or None for a single process.
         l2: Regularization of the table "deep": "none", "batch" or "table".
-        layout: Stages and slices of the model, if the ranks' mesh has any.
+        layout: Stages and slices of the model; None if each rank has the whole model.
         sample: A batch with the shapes of the model's inputs; required with `layout`.
         schema: The data's schema, which describes the labels; None for a single label of 0 or 1.
 

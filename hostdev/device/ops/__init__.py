@@ -100,7 +100,7 @@ class Ops(Protocol):
 
         Args:
             grads: For each feature, float32 or bfloat16 [B, D], or [N, D] if it is not pooled.
-            uses: From `uses_of`.
+            uses: The result of `uses_of` for the same features.
         """
 
     def sum_many(self, calls: Sequence[tuple[Sequence[Tensor], Any]]) -> list[Tensor]:

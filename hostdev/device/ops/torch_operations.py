@@ -45,7 +45,7 @@ def gather(rows: Tensor, inverse: Tensor, weights: Tensor | None, dtype: torch.d
 def pool(
     rows: Tensor, inverse: Tensor, offsets: Tensor, weights: Tensor | None, mean: bool, dtype: torch.dtype
 ) -> Tensor:
-    """See `Ops`, and `sum_uses` for the order on CUDA."""
+    """See `Ops`; `sum_uses` describes the order of additions on CUDA."""
     terms = gather(rows, inverse, weights, torch.float32)
     sums = _sum(terms, get_bags(offsets, len(inverse)).long(), len(offsets) - 1)
     if mean:

@@ -61,5 +61,5 @@ def get_bag_sizes(offsets: Tensor) -> Tensor:
 
 
 def concatenate(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate the features' tensors; a single one is not copied."""
+    """Concatenate the features' tensors; a single tensor is returned without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -88,7 +88,7 @@ def _update(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Programs below FIRST update rows of `block`, the others rows of `admitted`."""
+    """Update rows of `block` in the programs below FIRST, and rows of `admitted` in the other programs."""
     program, rows = _rows(tl.program_id(0), FIRST, H, A, skip)
     row, column, inside = tile(D, ROWS, BLOCK, program)
     inside = inside & (row < rows)

@@ -51,9 +51,9 @@ Sampled = list[tuple[npt.NDArray[Any], npt.NDArray[np.int32]]]  # unique ids of 
 def choose_cache(
     settings: TrainConfig, data: Path, found: Manifest, ranks: Ranks | None
 ) -> tuple[TrainConfig, list[str]]:
-    """Return the settings with a cache's rows and policy instead of auto, and lines that explain the choice.
+    """Replace --cache-rows auto in the settings by a number of rows and a policy; return also lines that explain them.
 
-    All ranks must call it. Rank 0 chooses, for the device with the least free memory.
+    All ranks must call this. Rank 0 chooses, for the device with the least free memory.
     """
     if settings.cache_rows != AUTO:
         return settings, []

@@ -28,7 +28,7 @@ from hostdev.train.cache_advice.rates import host_costs
 SHARES = ("0.1%", "0.5%", "1%", "2%", "5%", "10%", "20%", "50%", "100%")
 _WORTH = 1.05  # a smaller cache is preferred up to this multiple of the least time
 _UNKNOWN = Costs(0, 0, 0)
-_PLANS_PART, _MOST_BYTES = 4, 3 << 30  # plans take at most 1/4 of the free memory; plans and counts, 3 GiB
+_PLANS_PART, _MOST_BYTES = 4, 3 << 30  # at most 1/4 of the free memory for plans; 3 GiB with counts
 _RATED = 9  # batches to measure the host's work
 
 
@@ -40,7 +40,7 @@ class Group:
     rows: int
     tables: tuple[TableShape, ...]
     host: Costs = _UNKNOWN  # nanoseconds per row on the host
-    unique: int = 0  # most unique ids in a batch
+    unique: int = 0  # maximum number of unique ids in a batch
 
     @classmethod
     def of(cls, model: Model, names: Sequence[str]) -> "Group":
@@ -205,7 +205,7 @@ def format_size(point: Point) -> str:
 
 
 def gains(point: Point) -> str:
-    """Describe what a cache saves."""
+    """Return as text what a cache saves per step, and its hit rate."""
     return (
         f"{point.moved / 2**20:.2f} MiB per step instead of {point.without / 2**20:.2f}, "
         f"{point.host * 1e3:.2f} ms of host time instead of {point.host_without * 1e3:.2f}, "
