@@ -39,7 +39,7 @@ class Writing(Copies):
         return there.clone(memory_format=torch.contiguous_format)
 
     def require_finite(self) -> None:
-        """Raise a ValueError that names the first wrong row unless all values of the copies are finite."""
+        """If a value of the copies is not finite, raise a ValueError that names the first row with such a value."""
         for values in self._held.values():
             wrong = ~values.isfinite()
             if wrong.any():

@@ -125,7 +125,7 @@ def group_features(model: Model) -> dict[str, list[str]]:
 
 
 def groups_of(model: Model) -> list[list[str]]:
-    """Return the names of the tables in groups, as `Runtime` forms them: the same features look up all of a group."""
+    """Return the tables' names in groups, as `Runtime` forms them: the same features look up all tables of a group."""
     groups: dict[Any, list[str]] = {}
     for table, features in group_features(model).items():
         if not features:

@@ -384,7 +384,7 @@ class CheckpointSchedule:
             self.save(step)
 
     def save_last(self, step: int, state_sha256: str | None = None) -> None:
-        """Save the run's last checkpoint, unless the run has taken no step since the checkpoint it resumed from."""
+        """Save the run's last checkpoint, unless the run was resumed and has taken no step since then."""
         loaded = self._loaded
         due = (
             loaded is None or loaded is not self.manager.last or loaded.manifest.step != step or not is_on_disk(loaded)

@@ -302,7 +302,7 @@ class TrainConfig:
             raise UserError(f"--staleness {self.staleness} has no effect without {missing}; leave out --staleness")
         if 0 < self.ops_log_bytes < LEAST_OPS_LOG:
             raise UserError(
-                f"--ops-log must be at least {format_bytes(LEAST_OPS_LOG)}, or 0 for none, not {self.ops_log}"
+                f"--ops-log must be at least {format_bytes(LEAST_OPS_LOG)}, or 0 for no ops.log, not {self.ops_log}"
             )
         self._check_cache()
         self._check_checkpoints()

@@ -1,4 +1,4 @@
-"""A step's losses on the host."""
+"""The losses of a step, which the host computes from the device's results."""
 
 from typing import Any, NamedTuple
 

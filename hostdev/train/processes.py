@@ -69,7 +69,7 @@ class _Output(io.TextIOBase):
         return super().fileno() if self._shown is None else self._shown.fileno()
 
     def open(self, path: Path) -> None:
-        """Write to this file from now on, beginning with the buffered output."""
+        """Write output to this file from now on, and first the output that was kept in memory."""
         self._file = path.open("a", buffering=1, errors="surrogateescape")  # printed paths may not be UTF-8
         self._file.write("".join(self._buffered))
 

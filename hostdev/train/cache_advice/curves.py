@@ -160,7 +160,7 @@ class Point:
 
     @property
     def is_optimum(self) -> bool:
-        """Whether this point holds lower bounds instead of caches."""
+        """Whether this point holds the optimum's lower bounds instead of the results of caches."""
         return all(cache.least for cache in self.caches)
 
     def _least(self, number: int) -> float:
