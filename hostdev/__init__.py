@@ -1,7 +1,7 @@
 """Train recommender models whose embedding tables do not fit on the accelerator.
 
 `__init__.pyi` lists the public names, each with its module. A name is imported at its first use, so that every command
-starts quickly. Other names may change.
+starts quickly. Other names are not public and may change.
 """
 
 import warnings

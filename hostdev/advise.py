@@ -35,7 +35,7 @@ from hostdev.train.report import kind
 
 
 def format_tables(curves: Curves, memory: int, chosen: tuple[str, Point] | None) -> list[str]:
-    """Format three tables with a line per cache size: bytes, host time and hit rate, each with its optimum."""
+    """Return the lines of three tables: bytes, host time and hit rate by cache size, each with the optimum."""
     first = curves[POLICIES[0]][0]
     blocks: list[tuple[str, str, Callable[[Point], str]]] = [
         (
@@ -103,9 +103,9 @@ def draw(curves: Curves, memory: int, chosen: tuple[str, Point] | None, path: Pa
 
 
 def _percent_axis(axes: Any, shares: Sequence[float]) -> None:
-    """Scale an axis of shares: logarithmic, or linear from 0 if the shares are close together or one is 0.
+    """Scale the y axis of a plot of shares: logarithmic, or linear from 0 if shares are close together or one is 0.
 
-    The logarithmic axis has labels at 1, 2 and 5 times each power of ten, so that they never touch.
+    The logarithmic axis has labels only at 1, 2 and 5 times each power of ten, so that the labels never touch.
     """
     from matplotlib.ticker import LogLocator, NullFormatter, PercentFormatter
 
@@ -171,7 +171,7 @@ def advise(settings: TrainConfig, memory: int | None, window: int, out: Path) ->
 
 
 def _estimate_step_bytes(model: Model, batch: Batch, *, dense: bool) -> int:
-    """Estimate a step's device bytes besides the cache: rows, their gradients and, if `dense`, the dense layers."""
+    """Estimate a step's bytes on the device, without the cache: rows, gradients and, if `dense`, the dense layers."""
     needed = inputs = 0
     for group in (Group.of(model, names) for names in groups_of(model)):
         ids = ids_of(model, batch, group.names[0])
@@ -181,7 +181,10 @@ def _estimate_step_bytes(model: Model, batch: Batch, *, dense: bool) -> int:
 
 
 def advise_mesh(settings: TrainConfig, processes: int) -> None:
-    """Start the processes, or run as one of them, and print the time per step of each layout of the model."""
+    """Measure the time per step of each layout of the model in several processes, and print it.
+
+    Start the processes, unless a launcher has started this process as one of several.
+    """
     from hostdev.train.layouts import advise_alone, advise_together
 
     settings = replace(settings, data=settings.data or lookalike.ensure()[0])

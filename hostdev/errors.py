@@ -1,4 +1,4 @@
-"""The classes of hostdev's own errors. `UserError`, for wrong input, is a ValueError."""
+"""The classes of hostdev's own errors. `UserError`, which is raised for wrong input, is a subclass of ValueError."""
 
 from hostdev.core.errors import HostdevError, NonFiniteError, RankError, TransientError, UserError
 

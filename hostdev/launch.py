@@ -1,4 +1,4 @@
-"""python -m hostdev.launch: start this host's processes of a rank table, or check that all ranks reach each other."""
+"""python -m hostdev.launch: start the processes of this host in a rank table, or check that all ranks are connected."""
 
 if __name__ == "__main__":  # before the slow imports, so that Ctrl-C during an import also prints one line
     from hostdev.core import cli
@@ -27,7 +27,7 @@ _CHECKED_BYTES = 8 << 20
 
 
 def find_server(table: RankTable, wanted: str | None, path: Path) -> dict[str, Any]:
-    """Return this host's entry in a rank table: `wanted`, the only server, or the one with its name or address."""
+    """Return this host's entry in a rank table: `wanted`, the only entry, or the one that names this host."""
     names = [str(server["server_id"]) for server in table.servers]
     if wanted is not None:
         if wanted not in names:
@@ -40,12 +40,14 @@ def find_server(table: RankTable, wanted: str | None, path: Path) -> dict[str, A
     }
     found = [server for server in table.servers if {str(server["server_id"]), server.get("host_nic_ip")} & addresses]
     if len(found) != 1:
-        raise UserError(f"{path} has the servers {', '.join(names)}; give --server ID to say which is this host")
+        raise UserError(
+            f"{path} has the servers {', '.join(names)}; give --server ID to say which of them is this host"
+        )
     return found[0]
 
 
 def start(path: Path, table: RankTable, server: dict[str, Any], command: Sequence[str], folder: Path) -> int:
-    """Start a server's processes, each with a log in its own folder; wait for them; return the exit code.
+    """Start a server's processes, each with a log in its own folder, wait for them, and return the exit code.
 
     If rank 0 runs on this host, its output is also printed.
     """

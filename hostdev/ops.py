@@ -1,4 +1,4 @@
-"""Primitives on rows in host memory, and a parameter server, for programs without a `Runtime`."""
+"""Operations on rows in host memory, and a parameter server, for programs without a `Runtime`."""
 
 from hostdev.core.primitive import Primitive
 from hostdev.core.table_primitives import (

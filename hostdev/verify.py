@@ -1,4 +1,4 @@
-"""python -m hostdev.verify: train a few steps in every mode on the user's data, and compare all bits of every step."""
+"""python -m hostdev.verify: train a few steps in every mode on the user's data, and compare each step bit by bit."""
 
 if __name__ == "__main__":  # before the slow imports, so that Ctrl-C during an import also prints one line
     from hostdev.core import cli
@@ -46,7 +46,7 @@ from hostdev.train.staged import inputs_like
 from hostdev.train.trainer import Trainer
 
 DEPTHS = (1, 2, 4)
-_FAULT_SECONDS = 0.03  # delay of an update, so that a lookup that does not wait for it overtakes it
+_FAULT_SECONDS = 0.03  # delay of an update, so that a lookup that does not wait for the update reads old rows
 
 Hashes = npt.NDArray[np.uint64]
 Step = dict[str, tuple[npt.NDArray[Any], Hashes]]  # by tensor: ids of rows, unordered, and a hash of each row
@@ -90,7 +90,7 @@ class Difference(NamedTuple):
 
 
 def modes(threads: int, groups: int = 1) -> Iterator[Mode]:
-    """Iterate over the modes for a model with `groups` groups of tables, the reference first."""
+    """Yield the modes to compare, for a model with `groups` groups of tables; the first mode is the reference."""
     yield Mode(True, 0, threads)
     if threads > 1:
         yield Mode(True, 0, 1)
@@ -141,7 +141,9 @@ def train(
     ranks: Ranks | None = None,
     layout: Layout | None = None,
 ) -> Record:
-    """Train on batches and record every step; with `ranks`, `batches` are this rank's, and only its rows are recorded.
+    """Train on batches and record every step.
+
+    With `ranks`, `batches` are this rank's parts of the batches, and only the rows of this rank are recorded.
 
     Args:
         faulty_group: Number of the group whose reads do not wait for updates by earlier batches (the injected fault),
@@ -208,7 +210,7 @@ def _count(model: Model, batches: Sequence[Batch], table: str) -> npt.NDArray[np
 
 
 def _add_rows(step: Step, table: str, states: Sequence[str], ids: Any, block: Any, at: Any) -> None:
-    """Add the hashes of the rows `ids`, at the indices `at` of a block (host or cache), to a step's record."""
+    """Add hashes of a table's rows `ids` to a step's record; the rows are block[at], in the table or in a cache."""
     if isinstance(block, torch.Tensor):
         block = block.index_select(0, at.to(block.device)).cpu().numpy()
         at = identity(len(block))
@@ -264,7 +266,7 @@ def get_batch_size(settings: TrainConfig, reader: ShardReader, steps: int) -> in
 
 
 def read_batches(reader: ShardReader, size: int, seed: int, steps: int, part: tuple[int, int] = (0, 1)) -> list[Batch]:
-    """Read the batches of `steps` steps, or a part (number, count) of each."""
+    """Read the batches of `steps` steps, or of each batch only a part, given as (number, number of parts)."""
     epochs = (reader.batches(size, seed=seed, epoch=epoch, part=part) for epoch in itertools.count(1))
     return list(itertools.islice(itertools.chain.from_iterable(epochs), steps))
 
@@ -279,12 +281,12 @@ def verify(
     layout: Layout | None = None,
     micro_batches: int = 1,
 ) -> list[int]:
-    """Train in every mode and compare each with the serial run.
+    """Train in every mode, and compare each run with the reference, a serial run.
 
     Args:
         fault: Whether to inject a fault into each group in turn: batches read rows before earlier batches update them.
         meshes: Meshes of processes to compare with one process.
-        layout: The distribution of the network over meshes with stages or slices.
+        layout: The distribution of the network over those meshes that have stages or slices.
         micro_batches: Number of micro-batches per batch, which the processes of a mesh share.
 
     Returns:
@@ -342,7 +344,7 @@ def _older_objects_kept() -> Iterator[None]:
 
 
 def adapt_layout(mesh: Mesh, layout: Layout, model: Model, sample: Batch) -> Layout:
-    """Return the parts of a layout that a mesh uses; the default plan slices layers in pairs.
+    """Return the parts of a layout that a mesh uses. If a mesh with slices has no plan, slice the layers in pairs.
 
     Raises:
         UserError: The model does not allow this layout.

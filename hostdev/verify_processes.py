@@ -1,4 +1,4 @@
-"""Comparison of several processes with one: each trains and records its part, and the merged record is compared."""
+"""Compares training in several processes with training in one: the processes' records are merged and compared."""
 
 if __name__ == "__main__":
     from hostdev.core import cli
@@ -71,7 +71,7 @@ def compare_meshes(
 
 
 def _compare_by_tolerance(expected: Record, record: Record) -> tuple[bool, str]:
-    """Return whether a run with sliced layers exceeds the tolerance, and the distances as text."""
+    """Return whether a run with sliced layers differs by more than the tolerance, and the differences as text."""
     losses, theirs = np.array(expected.losses), np.array(record.losses)
     far = float(np.max(np.abs(losses - theirs) / np.abs(losses)))
     apart = sum(float(np.sum((value - record.weights[name]) ** 2.0)) for name, value in expected.weights.items())

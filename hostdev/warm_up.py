@@ -44,7 +44,7 @@ Task = tuple[Callable[..., object], tuple[Any, ...]]
 
 
 def run(processes: int) -> None:
-    """Compile all kernels in this many processes, and print their number and folder.
+    """Compile all kernels in this many processes, and print the kernels' number and folder.
 
     Raises:
         UserError: Compiled kernels cannot be kept on this machine.
@@ -143,7 +143,7 @@ def _require_folder() -> Path:
 
 
 def _begin() -> None:
-    """Set up a process of the pool, which ignores Ctrl-C because its parent ends it."""
+    """Set up a process of the pool. It ignores Ctrl-C, because its parent process ends it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_host_threads(_THREADS)
 

@@ -54,7 +54,7 @@ def test_no_ops_log(trained, small_data, tmp_path, capsys):  # noqa: F811
     ("size", "message"),
     [
         ("much", "--ops-log: a size must be a number of bytes, or a number with KiB, MiB, GiB or TiB, not 'much'"),
-        ("1KiB", "--ops-log must be at least 64.0 KiB, or 0 for none, not 1KiB"),
+        ("1KiB", "--ops-log must be at least 64.0 KiB, or 0 for no ops.log, not 1KiB"),
     ],
 )
 def test_a_size_that_is_none(trained, small_data, capsys, size, message):  # noqa: F811

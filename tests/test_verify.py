@@ -132,7 +132,7 @@ def test_wrong_options(verified, small_data):
         (["--steps", 1], "--steps must be at least 2, not 1"),
         (["--batch-size", 10**6], "--batch-size 1000000 is larger than the"),
         (["--pipeline-depth", 1], "unrecognized arguments"),
-        (["--tf32"], "--tf32 has no effect on cpu; leave it out"),
+        (["--tf32"], "--tf32 has no effect on cpu; leave out --tf32"),
     ]:
         code, _, err = verified(*small(small_data, *options))
         assert code == 2

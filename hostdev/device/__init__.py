@@ -1,1 +1,1 @@
-"""The device's clock, tables, rows and optimizers, built on torch. It may call kernels/, but never host/."""
+"""The device's clock, tables, rows and optimizers, built on torch. May import hostdev.kernels, but not hostdev.host."""

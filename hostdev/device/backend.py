@@ -18,10 +18,10 @@ def select(name: str, option: str = "--device ") -> torch.device:
 
     Args:
         name: "auto", "cpu", "cuda", "cuda:1", ...
-        option: The user's option, as errors show it.
+        option: The option that named the device, as the start of error messages.
 
     Raises:
-        UserError: There is no such device, or it has no streams to copy rows with during a step.
+        UserError: There is no such device, or torch has no streams on it, which are needed to copy rows during a step.
     """
     accelerator = _accelerator()
     if name == "auto":
@@ -38,7 +38,7 @@ def select(name: str, option: str = "--device ") -> torch.device:
         raise UserError(f"{option}{name}: {_explain_missing(device, accelerator)}, or use {option}auto")
     count = torch.accelerator.device_count()
     if device.index is not None and device.index >= count:
-        raise UserError(f"{option}{name}: this machine has {count} such devices, numbered from 0")
+        raise UserError(f"{option}{name}: this machine has only {count} of these devices, numbered from 0")
     if missing := _find_missing(device):
         raise UserError(
             f"{option}{name}: torch has no streams on this device, which are needed to copy rows during a step "
@@ -61,7 +61,7 @@ def assign_device(number: int) -> None:
 
 
 def require(device: torch.device | str) -> torch.device:
-    """Return the device that a caller names or passes as a torch.device; raise UserError if this machine lacks it."""
+    """Return the device of this name, or this torch.device with its index; raise UserError if there is none."""
     if isinstance(device, str):
         return select(device, "device=")
     accelerator = _accelerator()
@@ -80,7 +80,7 @@ def _explain_missing(device: torch.device, accelerator: torch.device | None) -> 
     if device.type == "cuda" and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         return f"{version} is built without CUDA; install a CUDA build (https://pytorch.org/get-started/locally)"
     if accelerator is not None:
-        return f"{version} sees only {accelerator.type} on this machine; use that"
+        return f"{version} sees only {accelerator.type} on this machine; use {accelerator.type}"
     if device.type == "cuda":
         return f"{version} sees no accelerator on this machine; check that nvidia-smi and CUDA_VISIBLE_DEVICES show one"
     return f"{version} sees no accelerator on this machine; use a build of torch for {device.type}"
@@ -91,7 +91,7 @@ def _get_current(accelerator: torch.device) -> torch.device:
 
 
 def _find_missing(device: torch.device) -> list[str]:
-    """Return the names that `Staging` needs but torch's module for the device lacks; MPS has no streams."""
+    """Return the names that `Staging` needs and torch's module for the device lacks; MPS, for example, lacks Stream."""
     module = torch.get_device_module(device)
     return [name for name in ("Stream", "Event", "stream", "current_stream") if not hasattr(module, name)]
 
@@ -117,13 +117,13 @@ def make_deterministic(device: torch.device) -> None:
 def set_tf32(device: torch.device, on: bool) -> None:
     """Set whether float32 matrix products round inputs to TF32; raise UserError if `on` and the device has no TF32."""
     if on and (device.type != "cuda" or torch.version.hip is not None):
-        raise UserError(f"--tf32 has no effect on {describe(device)}; leave it out")
+        raise UserError(f"--tf32 has no effect on {describe(device)}; leave out --tf32")
     if device.type != "cuda":
         return
     if on and (found := torch.cuda.get_device_capability(device)) < _TF32_CAPABILITY:
         raise UserError(
             f"--tf32 has no effect on {describe(device)}, whose compute capability is {found[0]}.{found[1]}, below "
-            "8.0; leave it out"
+            "8.0; leave out --tf32"
         )
     torch.backends.cuda.matmul.fp32_precision = "tf32" if on else "ieee"
 
@@ -141,8 +141,8 @@ def free_bytes(device: torch.device) -> int | None:
 def get_cache_room(device: torch.device, beside: int = 0) -> int | None:
     """Return the bytes that an embedding cache may take, or None if torch does not know.
 
-    On the CPU, a cache may take all free memory. On an accelerator, `memory.cache_room` reserves a part, and subtracts
-    `beside` bytes that are yet to be allocated.
+    On the CPU, a cache may take all free memory. On an accelerator, `memory.cache_room` reserves a part of the free
+    memory, and subtracts `beside` bytes for what is yet to be allocated.
     """
     free = free_bytes(device)
     return cache_room(free, beside) if free is not None and is_accelerator(device) else free

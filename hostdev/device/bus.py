@@ -1,4 +1,4 @@
-"""Measured bandwidth between host and device."""
+"""Measurement of the bandwidth between host and device."""
 
 import statistics
 import time
@@ -18,7 +18,10 @@ class Bus(NamedTuple):
 
 
 def measure(device: torch.device, nbytes: int = 1 << 26, rounds: int = 5) -> Bus:
-    """Measure the median bandwidths of copying `nbytes` from and to pinned memory or, on the CPU, within memory."""
+    """Measure the median bandwidths of copies of `nbytes` between pinned memory and the device.
+
+    On the CPU, measure copies within host memory.
+    """
     host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=is_accelerator(device))
     there = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     down = _measure_seconds(lambda: there.copy_(host, non_blocking=True), device, rounds)
@@ -27,7 +30,7 @@ def measure(device: torch.device, nbytes: int = 1 << 26, rounds: int = 5) -> Bus
 
 
 def _measure_seconds(call: Callable[[], object], device: torch.device, rounds: int) -> float:
-    """Return the median seconds of a call on the device."""
+    """Return the median seconds that the device takes for the work of a call."""
     module: Any = torch.get_device_module(device) if is_accelerator(device) else None
     times = []
     for _ in range(rounds + 2):

@@ -11,7 +11,7 @@ from hostdev.device.backend import is_accelerator
 
 
 class EventClock:
-    """Records begin and end events in the device's stream, and reports a duration once the device has passed both."""
+    """Records begin and end events in the device's stream; reports durations once the device has passed the events."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -23,13 +23,13 @@ class EventClock:
         return self._record_event()
 
     def end(self, mark: Any, report: Report) -> None:
-        """Record the end event, and report the durations that are already known."""
+        """Record the end event; `report` is called later, when the duration is known."""
         self._pending.append((mark, self._record_event(), report))
         if len(self._pending) >= 64:
             self.drain()
 
     def drain(self, *, wait: bool = False) -> None:
-        """Report the durations of finished work, in order; with `wait`, first wait for all work."""
+        """Report the durations of finished work, in order; with `wait`, first wait until all work is finished."""
         if wait:
             torch.accelerator.synchronize(self._device)
         with self._draining:

@@ -1,6 +1,7 @@
-"""Forwarding on the device: rows that two successive steps share go from one to the next without the host.
+"""Forwarding on the device: rows that two successive steps share stay on the device, instead of passing the host.
 
-Shapes: U rows of the earlier step, F forwarded rows; per row, S optimizer state columns of D values and R values.
+Shapes: U rows of the earlier step, F forwarded rows; per row, S optimizer state columns of D values, and R numbers of
+per-row state.
 """
 
 from typing import NamedTuple
@@ -30,7 +31,7 @@ class ForwardedPlaces(NamedTuple):
 
 
 class StepGradients(NamedTuple):
-    """A step's gradients of a table's rows, for the table's update on the host and forwarded rows on the device."""
+    """A step's gradients of a table's rows, which update the table on the host and forwarded rows on the device."""
 
     grads: Tensor  # float32 [U, D]
     step: TableStep
@@ -51,11 +52,11 @@ def forward_rows(
 
     Args:
         optimizer: The table's optimizer.
-        held: The rows that were forwarded to the earlier step, as they were before it; None if there were none.
-        new: The other forwarded rows, as they were before the earlier step: from the host.
-        at: Positions of the rows.
+        held: The rows that were forwarded to the earlier step, as they were before that step; None if there were none.
+        new: The rows that come from the host, as they were before the earlier step.
+        at: Positions of the forwarded rows.
         taken: The earlier step's gradients, or None if the table took no step.
-        rows: The later step's rows, float32 [any, D], written.
+        rows: The later step's rows, float32 [any, D]; the forwarded rows' weights are written here.
 
     Returns:
         The state of the forwarded rows after the earlier step.
@@ -81,6 +82,6 @@ def forward_rows(
 def forwarded_bytes(
     held: RowState | None, new: RowState, at: ForwardedPlaces, taken: StepGradients | None, rows: Tensor
 ) -> int:
-    """Return the bytes that `forward_rows` reads and writes: gradients and states once, weights once more."""
+    """Return how many bytes `forward_rows` moves: it reads gradients, reads and writes rows, and copies weights."""
     _, planes, dim = new.block.shape
     return 4 * len(at.source) * (2 * dim + 2 * (planes * dim + new.row_slots.shape[1]))

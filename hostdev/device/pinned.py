@@ -1,7 +1,7 @@
 """Reusable host buffers for a batch's copies, pinned if the device needs it.
 
-Pinning is slow and stalls the device, so it happens in the first steps. A buffer has the size of the largest batch so
-far plus a quarter, rounded up to a power of two as torch does.
+Pinning is slow and stalls the device, so the first steps pin buffers, which later steps use again. A buffer has the
+size of the largest batch so far plus a quarter, rounded up to a power of two as torch does.
 """
 
 import math
@@ -48,7 +48,7 @@ class PinnedBuffers:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self.pin)
 
     def give_back(self, memory: Tensor | None, used: int) -> None:
-        """Take a buffer's memory back once the device is done with it; its batch needed `used` bytes."""
+        """Take back a buffer's memory, which the device must have stopped using; the batch needed `used` bytes."""
         if not self.batches:
             return
         with self._lock:
@@ -57,7 +57,7 @@ class PinnedBuffers:
             self._grow(used)
 
     def _grow(self, nbytes: int) -> None:
-        """Allocate missing buffers, or replace all of them by larger ones."""
+        """Allocate missing buffers; if `nbytes` exceeds their size, replace all buffers by larger ones."""
         if nbytes > self._bytes:
             self._bytes = pinned_size(nbytes)
             self._free, self._made = [], []
@@ -76,7 +76,7 @@ class PinnedBuffer:
         self._lock = threading.Lock()
 
     def buffer(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return uninitialized memory for an asynchronous copy."""
+        """Return an uninitialized tensor in host memory, for an asynchronous copy."""
         if not self._slabs.batches:
             return torch.empty(shape, dtype=dtype, device="cpu")
         nbytes = math.prod(shape) * dtype.itemsize
@@ -88,6 +88,6 @@ class PinnedBuffer:
         return self._memory[start : start + nbytes].view(dtype).view(shape)
 
     def release(self) -> None:
-        """Give the memory back; its content must not be used any more."""
+        """Give the memory back for other batches; tensors in it must not be used any more."""
         memory, self._memory = self._memory, None
         self._slabs.give_back(memory, self._used)

@@ -14,12 +14,12 @@ __all__ = ["FeatureUses", "GroupUses", "Lookup", "pull"]
 
 
 class GroupUses:
-    """The occurrences of a batch's unique rows, shared by all tables of a group, which have the same ids.
+    """The occurrences of a batch's unique rows; all tables of a group share them, because they have the same ids.
 
     Args:
-        features: The features that take their ids from the group.
-        rows: U.
-        in_order: Whether each row occurs, and rows are numbered by first occurrence over the concatenated features.
+        features: The features that look up the group's tables.
+        rows: U, the number of unique rows.
+        in_order: Whether each row occurs, and rows are numbered by first occurrence in the concatenated features.
     """
 
     def __init__(self, features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> None:
@@ -27,7 +27,7 @@ class GroupUses:
         self._found: dict[tuple[bool, ...], Any] = {}  # results of `Ops.uses_of`, by which features have a gradient
 
     def select(self, grads: Sequence[Tensor | None], ops: Ops) -> tuple[list[Tensor], Any]:
-        """Return the arguments of `Ops.sum_uses` for the features that have a gradient, at least one."""
+        """Return the arguments of `Ops.sum_uses` for the features that have a gradient; there must be at least one."""
         given = tuple(grad is not None for grad in grads)
         if given not in self._found:
             features = [feature for feature, has in zip(self.features, given, strict=True) if has]
@@ -57,7 +57,8 @@ class Lookup(NamedTuple):
     Attributes:
         rows: The table's unique rows, float32 [U, D].
         uses: The occurrences of the group's features.
-        dtypes: The dtype of each feature's output, which replaces `FeatureUses.dtype`: tables of a group may differ.
+        dtypes: The dtype of each feature's output. It replaces `FeatureUses.dtype`, because the outputs of a group's
+            tables may have different dtypes.
     """
 
     rows: Tensor
@@ -117,18 +118,24 @@ _BEFORE_ROWS = 3  # arguments of `_Pull` before the rows
 
 
 class Pulled(NamedTuple):
-    """The rows of each table's features, a tensor each, or None for a feature in a stack; and the stacks."""
+    """The results of `pull`.
+
+    Attributes:
+        features: For each table and each of its features, the tensor of rows; None if the feature is in a stack.
+        stacks: The stacks, each a tensor [B, F, D].
+    """
 
     features: list[list[Tensor | None]]
     stacks: list[Tensor]
 
 
 def pull(lookups: Sequence[Lookup], stacks: Sequence[Sequence[tuple[int, int]]] = ()) -> Pulled:
-    """Return each table's features: the bags if a feature is pooled, otherwise each occurrence's weighted row.
+    """Return the rows of each table's features: one per bag if a feature is pooled, otherwise one per occurrence.
 
-    A bag is a sum or mean. The gradient of the rows is the sum over their occurrences, as `Ops.sum_uses` adds them;
-    the occurrences' weights get no gradient. The single graph node survives a backward pass, so that several losses can
-    be differentiated in turn.
+    The row of a bag is the sum or mean of the rows that occur in it, times their weights; the row of an occurrence is
+    multiplied by its weight. The gradient of a unique row is the sum over its occurrences, in the order of
+    `Ops.sum_uses`; weights get no gradient. The single graph node survives a backward pass, so that several losses can
+    be differentiated one after another.
 
     Args:
         lookups: The tables.
@@ -136,7 +143,8 @@ def pull(lookups: Sequence[Lookup], stacks: Sequence[Sequence[tuple[int, int]]] 
             the same B, D and dtype.
 
     Returns:
-        For each table and each of its features, a tensor [B, D] or [N, D] of the feature's dtype; an empty bag is 0.
+        For each table and each of its features, a tensor [B, D] or [N, D] of the feature's dtype, in which the rows of
+        empty bags are 0; and the stacks.
     """
     found: dict[tuple[int, int], Tensor] = {}
     together: dict[int, Tensor] = {}

@@ -24,7 +24,7 @@ class Staging:
     """The copy streams of one device. Any thread may use them; each tensor belongs to one batch.
 
     Args:
-        device: Where the dense layers run.
+        device: The device of the dense layers.
         log: Receives the copies' durations.
         batches: Maximum number of batches that hold a pinned buffer at once.
         streams: The module with Stream, Event, stream and current_stream; None for torch's module of the device.
@@ -53,7 +53,7 @@ class Staging:
 
         Args:
             tensors: Tensors in host memory.
-            memory: The batch's pinned buffer, which stages tensors that are not in it.
+            memory: The batch's pinned buffer. Tensors that are not in pinned memory are copied there first.
         """
         if not self.copies:
             return list(tensors), None
@@ -63,7 +63,7 @@ class Staging:
             ), self._record_event()
 
     def patch(self, rows: Tensor, positions: npt.NDArray[np.int32], late: Tensor, memory: PinnedBuffer) -> Any:
-        """Write conflicting rows `late` [L, ...] to positions [L] of the sent `rows`; return an event."""
+        """Send rows `late` [L, ...] to positions [L] of `rows`, which were sent before; return an event."""
         with self._streams.stream(self._down):
             host = [self._stage(torch.from_numpy(positions), memory), self._stage(late, memory)]
             at, values = self._copy_down(host, self.device)
@@ -85,9 +85,10 @@ class Staging:
         return self._receive(tensors, memory, self._up) if self.copies else (list(tensors), None)
 
     def pick(self, wanted: Sequence[tuple[Tensor, npt.NDArray[np.int32]]], memory: PinnedBuffer) -> list[Tensor]:
-        """Return the rows of each tensor at its positions [L], for `receive`; on accelerators only.
+        """Select rows of tensors on an accelerator, for `receive`: for each tensor, return its rows at positions [L].
 
-        The tensors belong to the current stream. This runs in the stream of `receive`, so the step does not wait.
+        The tensors belong to the current stream. Rows are selected in the stream of `receive`, so the step does not
+        wait for this.
         """
         self._up.wait_stream(self._streams.current_stream(self.device))
         with self._streams.stream(self._up):
@@ -136,7 +137,7 @@ class Staging:
         return int(begin.elapsed_time(end) * 1e6) if self.copies else int(end - begin)
 
     def _stage(self, tensor: Tensor, memory: PinnedBuffer) -> Tensor:
-        """Return the tensor in memory that allows an asynchronous copy."""
+        """Return the tensor, or a copy of it in pinned memory, so that it can be copied asynchronously."""
         if not self.pinned_buffers.pin or tensor.is_pinned():
             return tensor
         return memory.buffer(*tensor.shape, dtype=tensor.dtype).copy_(tensor)

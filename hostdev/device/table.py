@@ -39,10 +39,10 @@ class DeviceTable(Owned):
     """Weights float32 [rows, dim] and optimizer state on `device`; equal to a `HostTable` with the same arguments.
 
     Ids must be in range and unique; the caller checks and deduplicates them on the host. With dtype="bfloat16",
-    slots="bfloat16" or slots="8bit" the values equal that host table's, but take 4 bytes each.
+    slots="bfloat16" or slots="8bit", the values equal those of such a host table, but each takes 4 bytes here.
 
     The body of an open `Runtime.train` loop may read and write the table like a host table. `weights`, `slots` and
-    `block` are views that torch cannot protect: use `writing` or `write_rows` to write.
+    `block` are views that torch cannot make read-only: use `writing` or `write_rows` to write.
 
     Args:
         device: The device that holds the table. The other arguments are those of `HostTable`.
@@ -127,7 +127,8 @@ class DeviceTable(Owned):
     def block(self) -> Tensor:
         """The memory of all rows, float32 [V, 1 + S, D]: weights, then state columns of D values.
 
-        With an optimizer that changes all rows in each step, rows hold the values of their last write.
+        If the optimizer changes all rows in each step, a row has the values of its last write here, not those after the
+        last step.
         """
         self._before_read()
         return self._block
@@ -191,16 +192,16 @@ class DeviceTable(Owned):
 
     @property
     def memory(self) -> tuple[Tensor, Tensor]:
-        """`block` and `row_slots` for internal use by the loop, without checks."""
+        """`block` and `row_slots` for internal use by the training loop, without checks."""
         return self._block, self._row_slots
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """Return the weights of ids int32 or int64 [U], a copy float32 [U, D]."""
+        """Return a copy of the weights of rows, float32 [U, D]; `ids` are int32 or int64 [U]."""
         self._before_read()
         return self.lookup_now(ids)
 
     def lookup_now(self, ids: Tensor) -> Tensor:
-        """Return the weights as `lookup` does, for internal use by the loop, without checks."""
+        """Return the weights as `lookup` does, for internal use by the training loop, without checks."""
         if (clock := self.clock()) is not None:
             rows = pack(self._block.index_select(0, ids), self._row_slots.index_select(0, ids), clock.moments)
             return unpack(rows, self.dim, clock, self._clocks)
@@ -220,15 +221,15 @@ class DeviceTable(Owned):
         most = float(grads.abs().max()) if grads.numel() else 0.0  # NaN if there is one
         if not most <= self.optimizer.largest_gradient:
             raise ValueError(
-                f"table {self.name!r}: the largest gradient is {most}; its optimizer needs finite gradients of at most "
-                f"{self.optimizer.largest_gradient:.3g}; no row was updated"
+                f"table {self.name!r}: the largest gradient is {most}; the table's optimizer needs finite gradients of "
+                f"at most {self.optimizer.largest_gradient:.3g}; no row was updated"
             )
         self._before_write()
         self.update_now(ids, grads, skip)
         self._after_write(ids)
 
     def update_now(self, ids: Tensor, grads: Tensor, skip: Tensor | None = None) -> None:
-        """Update as `update` does, for internal use by the loop, which has checked the gradients."""
+        """Update as `update` does, for internal use by the training loop, which has checked the gradients."""
         step = self.begin_step()
         if step.clip is not None:
             grads = self._ops.clip_rows(grads, step.clip)
@@ -250,14 +251,14 @@ class DeviceTable(Owned):
         self._after_write(None)
 
     def _require_exact(self, plane: int, values: Rows) -> None:
-        """Raise ValueError unless values [N, D] of a plane, 0 for weights, can be stored without rounding."""
+        """Raise ValueError unless values [N, D] of a plane can be stored without rounding; plane 0 is the weights."""
         formats = plane_formats(self.dtype, self.slots_dtype, self.optimizer)
         if formats is not None:
             require_exact(values, self.name, plane, formats[plane])
 
     @contextmanager
     def writing(self, ids: Tensor | npt.ArrayLike | None = None) -> Iterator[Writing]:
-        """Edit copies of weights and state, as with `HostTable.writing`; they are written at the end of the `with`.
+        """Yield copies of weights and state, as `HostTable.writing` does; their changes are written when `with` ends.
 
         Args:
             ids: Integers [N], an array or a tensor, each in [0, V), all different; None for all rows.
@@ -328,7 +329,7 @@ class DeviceTable(Owned):
         self._after_write(ids)
 
     def partial_squares(self) -> Tensor:
-        """Return the sums of squares of the weights by part of the rows and column, float64 [P, D] on the device.
+        """Return the sums of squares of the weights in P parts of the rows, by column: float64 [P, D] on the device.
 
         `kernels.norm` defines the parts and the order; the result equals the host table's bit for bit.
         """

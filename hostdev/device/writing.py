@@ -15,9 +15,9 @@ class Writing(Copies):
 
     Args:
         table: The table's name, for errors.
-        columns: Views of its weights and optimizer state by name.
+        columns: Views of the table's weights and optimizer state by name.
         ids: int64 [N] on the device, all different; None for all rows.
-        current: Returns the up-to-date columns of all rows or of `ids`; None if `columns` are up to date.
+        current: Called with `ids`; returns up-to-date columns of these rows. None if `columns` are up to date.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Writing(Copies):
         return there.clone(memory_format=torch.contiguous_format)
 
     def require_finite(self) -> None:
-        """Raise a ValueError that names the first wrong row unless all values of the copies are finite."""
+        """If a value of the copies is not finite, raise a ValueError that names the first row with such a value."""
         for values in self._held.values():
             wrong = ~values.isfinite()
             if wrong.any():
@@ -58,7 +58,7 @@ class Writing(Copies):
                 check(plane, self._held[name].cpu().numpy())
 
     def write(self) -> None:
-        """Write the copies to the table; if rows are brought up to date only on reads, write changed rows only."""
+        """Write the copies to the table; only changed rows if the table updates unused rows only when they are read."""
         if self._current is not None:
             self._write_changed(self._current)
             return

@@ -1,1 +1,1 @@
-"""The command `hostdev train`, built on `hostdev.runtime`: options, run directory, report."""
+"""The command `hostdev train`, built on `hostdev.runtime`: its options, its run directory and its report."""

@@ -1,4 +1,4 @@
-"""Build the model, layout, caches and device from the options; shared by `train`, `verify` and `advise`."""
+"""Create the model, layout, caches and device that the options describe; shared by `train`, `verify` and `advise`."""
 
 import itertools
 from dataclasses import replace
@@ -42,12 +42,12 @@ _COUNTS = "row counts"
 
 
 def seed_torch(seed: int) -> None:
-    """Seed torch's generators, which layers such as dropout draw from; call it before creating a model."""
+    """Seed torch's random generators, from which layers such as dropout draw. Call this before creating a model."""
     torch.manual_seed(key64(seed, "torch") >> 1)  # 63 bits, because some devices take signed seeds
 
 
 def model_of(settings: TrainConfig, schema: Schema) -> Model:
-    """Return the model that the options name, for data with this schema; raise UserError if they do not match."""
+    """Return the model that the options select, for data with this schema; raise UserError if an option is wrong."""
     optimizer = None
     if settings.table_optimizer is not None:
         optimizer = build_optimizer(settings.table_optimizer, settings.table_lr, settings.table_weight_decay)
@@ -69,7 +69,7 @@ def model_of(settings: TrainConfig, schema: Schema) -> Model:
 
 
 def _decay(model: Model, decay: float) -> None:
-    """Set the weight decay of a model's embedding tables; raise UserError if an optimizer does not support it."""
+    """Set the weight decay of a model's embedding tables; raise UserError if a table's optimizer does not allow it."""
     tables = dict(model.tables)
     for name, spec in vector_tables(model).items():
         try:
@@ -78,7 +78,8 @@ def _decay(model: Model, decay: float) -> None:
             raise UserError(f"--table-weight-decay {decay}: {error}") from None
         if optimizer.lr * decay >= 1:
             raise UserError(
-                f"--table-weight-decay {decay} times the learning rate {optimizer.lr} of table {name!r} must be below 1"
+                f"--table-weight-decay {decay} times the learning rate {optimizer.lr} of table {name!r} must be below "
+                "1; give a smaller --table-weight-decay or --table-lr"
             )
         tables[name] = replace(spec, optimizer=optimizer)
     model.tables = tables
@@ -91,7 +92,7 @@ def get_layout(settings: TrainConfig) -> Layout:
 
 
 def require_layout(settings: TrainConfig, data: Path) -> None:
-    """Raise UserError if the layout does not fit the model's layers; call it before processes wait for each other."""
+    """Raise UserError if the layout does not fit the model's layers. Call this before processes wait for each other."""
     mesh = None if settings.mesh is None else parse_mesh(settings.mesh)
     is_open = mesh is None and settings.parallel == "auto"
     if not is_open and (mesh is None or mesh.pipe == mesh.model == 1):
@@ -124,7 +125,7 @@ def group_features(model: Model) -> dict[str, list[str]]:
 
 
 def groups_of(model: Model) -> list[list[str]]:
-    """Return groups of tables that the same features look up, as `Runtime` forms them."""
+    """Return the tables' names in groups, as `Runtime` forms them: the same features look up all tables of a group."""
     groups: dict[Any, list[str]] = {}
     for table, features in group_features(model).items():
         if not features:
@@ -141,7 +142,10 @@ def ids_of(model: Model, batch: Batch, table: str) -> npt.NDArray[Any]:
 
 
 def known_counts(model: Model, data: Path, found: Manifest, reader: ShardReader) -> npt.NDArray[np.int64] | None:
-    """Return the vocabulary's counts, int64 [V], or None without a vocabulary or with several table groups."""
+    """Return how often each row is used, int64 [V], as the vocabulary counted it.
+
+    Return None if the data has no vocabulary, or if the model has several groups of tables.
+    """
     groups = groups_of(model)
     if len(groups) > 1 or model.tables[groups[0][0]].rows != found.schema.rows or found.vocabulary is None:
         return None
@@ -156,7 +160,7 @@ def known_counts(model: Model, data: Path, found: Manifest, reader: ShardReader)
 def count_uses(model: Model, data: Path, found: Manifest, reader: ShardReader) -> list[npt.NDArray[np.int64]]:
     """Return how often the training samples use each row, int64 [V] for each group of tables.
 
-    If all columns share one group, as in hostdev's own models, the vocabulary has the counts. Otherwise, this reads all
+    The counts come from `known_counts` if possible, as for hostdev's own models. Otherwise, this function reads all
     training samples once.
     """
     known = known_counts(model, data, found, reader)
@@ -177,7 +181,7 @@ def count_uses(model: Model, data: Path, found: Manifest, reader: ShardReader) -
 def make_cache_specs(
     settings: TrainConfig, model: Model, data: Path, found: Manifest, reader: ShardReader
 ) -> dict[str, CacheSpec] | None:
-    """Return the cache of each group for `Runtime`, from resolved settings, or None without a cache."""
+    """Return each group's cache for `Runtime`, by the group's first table; None if the resolved settings have none."""
     if settings.cache_policy is None:
         return None
     assert settings.cache_rows is not None
@@ -192,7 +196,7 @@ def make_cache_specs(
 
 
 def estimate_uses(model: Model, batch: Batch, batch_size: int) -> int:
-    """Estimate how many ids a batch of this size looks up, from a smaller batch."""
+    """Return how many ids a batch of `batch_size` samples looks up, estimated from a smaller batch."""
     uses = sum(len(ids_of(model, batch, tables[0])) for tables in groups_of(model))
     return int(np.ceil(uses * batch_size / max(1, len(batch))))
 
@@ -204,8 +208,8 @@ def warm_up_kernels(
 
     Args:
         model: The model.
-        batch: A batch; it shows which features have weights.
-        id_type: The dtype of ids.
+        batch: Any batch of the data. The function reads from it which features have weights.
+        id_type: The dtype of the ids.
         bf16: Whether the dense layers compute in bfloat16.
         cached: Whether there is a cache.
         squares: Whether the loss includes the sum of squares of a table's weights.

@@ -63,7 +63,7 @@ FIXED = (
     "table_dtype",
     "table_slots",
 )
-_BEFORE = {  # values for files that are older than the option
+_BEFORE = {  # values for files that were written before the option existed
     "micro_batches": 1,
     "gradients": None,
     "torch_threads": None,
@@ -103,7 +103,7 @@ class Progress:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Progress":
-        """Return the progress from the values of `as_values`."""
+        """Return the progress from which `as_values` made these values."""
         made = cls()
         made.steps, made.seconds = values["steps"], values["seconds"]
         for name in ("wide", "deep", "rows"):
@@ -134,10 +134,11 @@ def find(settings: TrainConfig, data: Manifest, check: Callable[[Chain], None] =
     Args:
         settings: The run's options.
         data: The data set.
-        check: Raises BrokenCheckpointError for a damaged checkpoint.
+        check: Called with a checkpoint; raises BrokenCheckpointError if the checkpoint is damaged.
 
     Raises:
-        UserError: The checkpoint is missing or damaged, its model or data differ, or --run-dir holds another run.
+        UserError: The checkpoint is missing or damaged, it is from another model or other data, or there is no
+            checkpoint and --run-dir holds a different or finished run.
     """
     path = _get_search_path(settings)
     if settings.resume:
@@ -152,7 +153,7 @@ def find(settings: TrainConfig, data: Manifest, check: Callable[[Chain], None] =
 
 
 def _get_search_path(settings: TrainConfig) -> Path:
-    """Return the folder that --resume searches, or the checkpoint that it names."""
+    """Return the path that --resume names, or without one the folder of the run's checkpoints."""
     return Path(settings.resume) if settings.resume else get_folder(settings, settings.run_dir or Path())
 
 
@@ -170,15 +171,16 @@ def _make_start(settings: TrainConfig, data: Manifest, chain: Chain) -> Start:
 
 
 def _describe_start(found: Found, start: Start) -> str:
-    """Return lines about the checkpoint that a run resumes from, and about skipped ones."""
+    """Return lines that name the checkpoint that a run resumes from, and newer checkpoints that are damaged."""
     lines = [f"resume   {line}" for line in found.notes()]
     return "\n".join([*lines, f"resume   {start.path}, after step {start.more['progress']['steps']:,}"])
 
 
 def begin(settings: TrainConfig, data: Manifest, start: Start | None, load: Callable[[Start], None]) -> Start | None:
-    """Load the checkpoint to resume from, verify its rows, and return the checkpoint that was loaded.
+    """Load and verify the checkpoint `start`, and return the checkpoint that was loaded; None if `start` is None.
 
-    If its rows are damaged, load an older checkpoint instead and print which one. Raises the same errors as `find`.
+    If rows of `start` are damaged, an older checkpoint is loaded instead, and its name is printed. Raises the same
+    errors as `find`.
     """
     if start is None:
         return None
@@ -218,13 +220,17 @@ def _require_same(settings: TrainConfig, data: Manifest, start: Start) -> None:
         )
     if start.more["data"] != data.identity:
         raise UserError(
-            f"{start.path} was trained on a data set other than {settings.data}: its samples or their order differ; "
-            f"to start a new run with its tables and layers, give --start-from {start.path} instead of --resume"
+            f"{start.path} was trained on a data set other than {settings.data}: the samples or their order differ; to "
+            f"start a new run with the checkpoint's tables and layers, give --start-from {start.path} instead of "
+            "--resume"
         )
 
 
 def _find_difference(settings: TrainConfig, then: Mapping[str, Any], data: Manifest) -> str | None:
-    """Return the first option of FIXED whose effect differs, if any; stating a model's default changes nothing."""
+    """Return the first option in FIXED whose value differs from the one in `then`, or None if there is none.
+
+    Options in IN_EFFECT count as equal if they have the same effect: a model's default may be given or left out.
+    """
     found = [name for name in FIXED if getattr(settings, name) != then[name]]
     if not found or not set(found) <= set(IN_EFFECT):
         return next((name for name in found if name not in IN_EFFECT), None)
@@ -236,14 +242,14 @@ def _find_difference(settings: TrainConfig, then: Mapping[str, Any], data: Manif
 
 
 def _get_effect(settings: TrainConfig, data: Manifest) -> tuple[Any, ...]:
-    """Return a model's tables with their optimizers, and the learning rate of its dense layers."""
+    """Return what the options in IN_EFFECT set: tables with their optimizers, and the dense layers' learning rate."""
     model = model_of(settings, data.schema)
     tables = {name: (spec.rows, spec.dim, spec.optimizer) for name, spec in model.tables.items()}
     return tables, model.lr if settings.lr is None else settings.lr
 
 
 def _require_unfinished(settings: TrainConfig, data: Manifest) -> None:
-    """Raise UserError if the run directory holds another run, or a finished one."""
+    """Raise UserError if the run directory holds a run with other options or data, or a finished run."""
     if settings.run_dir is None or not (settings.run_dir / CONFIG).exists():
         return
     try:
@@ -255,7 +261,9 @@ def _require_unfinished(settings: TrainConfig, data: Manifest) -> None:
         return
     if status in ("finished", "stopped early") or not same:
         what = "another run" if not same else "a finished run"
-        raise UserError(f"--run-dir {settings.run_dir} holds {what}, without checkpoints; choose another --run-dir")
+        raise UserError(
+            f"--run-dir {settings.run_dir} holds {what}, but no checkpoint to resume from; choose another --run-dir"
+        )
 
 
 def _format_option(option: str, value: Any) -> str:
@@ -289,9 +297,9 @@ class CheckpointSchedule:
     Args:
         settings: The run's options: when to save, and how many checkpoints to keep.
         path: The folder of checkpoints.
-        prepare: Writes all rows back to the tables. Its errors are not counted as failures to save.
-        save: Starts saving; called with the manager, the step, and a digest of the state if it is known.
-        ranks: Processes that save together; all make the same calls.
+        prepare: Called before each save; writes all cached rows back to the tables. Its errors end the training.
+        save: Called with the manager, the step, and the state's digest or None; starts saving.
+        ranks: The processes that save together. All of them must make the same calls.
     """
 
     def __init__(
@@ -325,14 +333,17 @@ class CheckpointSchedule:
         )
 
     def start(self, chain: Chain | None, tables: Any) -> None:
-        """Lock the folder; after a resume, track changes since the loaded checkpoint for incremental checkpoints."""
+        """Lock the folder; if `chain` was loaded, record which rows change from now on, for incremental checkpoints."""
         try:
             self.manager.lock()
         except FolderInUseError:
             raise
         except UserError as error:
             self._failing = str(error)
-            note(f"warning: checkpoints cannot be saved: {error}; training continues and retries when one is due")
+            note(
+                f"warning: checkpoints cannot be saved: {error}; training continues, and saving is tried again when a "
+                "checkpoint is due"
+            )
         if chain is not None:
             self.manager.start_from(chain, tables)
             self._loaded = self.manager.last
@@ -357,7 +368,7 @@ class CheckpointSchedule:
         self._record_outcome()
         self._last_began, self._step = start, step
         if self.newest is not None and not self.newest.is_dir():
-            note(f"warning: {self.newest} was removed; the checkpoint of step {step:,} holds all rows")
+            note(f"warning: {self.newest} was removed, so the checkpoint of step {step:,} is saved with all rows")
         self._prepare()
         try:
             self._save(self.manager, step, state_sha256)
@@ -366,14 +377,14 @@ class CheckpointSchedule:
         self._stalled += time.monotonic() - start
 
     def keep_best(self, step: int) -> None:
-        """Keep a checkpoint of this step, the best so far, in addition to the newest ones; save it if necessary."""
+        """Keep a checkpoint of this step, the best so far, besides the newest ones; save it if that is not done yet."""
         self._record_outcome()
         self.manager.best_steps.insert(0, step)
         if self._step != step or self._failing is not None:
             self.save(step)
 
     def save_last(self, step: int, state_sha256: str | None = None) -> None:
-        """Save a run's last checkpoint, unless the run resumed from it and has taken no step since."""
+        """Save the run's last checkpoint, unless the run was resumed and has taken no step since then."""
         loaded = self._loaded
         due = (
             loaded is None or loaded is not self.manager.last or loaded.manifest.step != step or not is_on_disk(loaded)
@@ -386,7 +397,7 @@ class CheckpointSchedule:
             self.saved_step, self._failing = step, None
 
     def _record_outcome(self) -> None:
-        """Record the outcome of the last attempt, if it has ended."""
+        """Record whether the last attempt to save succeeded, if this attempt has ended."""
         writer = self.manager.take_ended()
         if writer is None:
             return
@@ -402,26 +413,26 @@ class CheckpointSchedule:
         self._failed += 1
         if self._failing is None:
             message = f"the checkpoint of step {self._step:,} was not saved: {why}"
-            note(f"warning: {message}; training continues and retries")
+            note(f"warning: {message}; training continues, and saving is tried again when a checkpoint is due")
         self._failing = why
 
     def finish(self) -> None:
-        """Wait for the writer, and unlock the folder."""
+        """Wait until the last checkpoint is written, and unlock the folder."""
         self.manager.close()
         self._record_outcome()
 
     @property
     def newest(self) -> Path | None:
-        """The last checkpoint in the folder that was saved or loaded."""
+        """The checkpoint that was last saved to the folder or loaded from it; None if there is none."""
         return self.manager.last.path if self.manager.last is not None else None
 
     @property
     def failed(self) -> str | None:
-        """The reason why the last attempt failed, or None if it succeeded."""
+        """The reason why the last attempt to save failed, or None if it did not fail."""
         return self._failing
 
     def summary(self) -> dict[str, Any]:
-        """Return the entry for summary.json."""
+        """Return the entry on checkpoints for summary.json."""
         return {
             "path": str(self.manager.path),
             "saved": self._count,

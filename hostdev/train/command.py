@@ -46,7 +46,7 @@ def train(settings: TrainConfig) -> dict[str, Any]:
 
 
 def _require(settings: TrainConfig) -> None:
-    """Check the layout options before the rendezvous, if the data set exists already."""
+    """Raise UserError for wrong layout options before the rendezvous, if the data set exists already."""
     data = settings.data or lookalike.there()
     if data is not None:
         require_layout(settings, data)
@@ -144,7 +144,10 @@ def _train(settings: TrainConfig, session: ProcessSession | None) -> dict[str, A
 
 
 def _deadline(settings: TrainConfig, session: ProcessSession | None) -> float | None:
-    """Return the seconds that a step has after a signal, or None for no limit; ranks, which end together, have more."""
+    """Return how many seconds the current step may take after a signal; None for no limit.
+
+    Several ranks have more time, because they end together.
+    """
     if settings.saves:
         return None
     return DEADLINE_SECONDS if session is None else _RANKS_DEADLINE_SECONDS

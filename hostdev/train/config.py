@@ -1,4 +1,4 @@
-"""The options of a training run. Only this module turns them into flags."""
+"""The options of a training run, and their command-line flags."""
 
 import argparse
 import math
@@ -40,7 +40,7 @@ class TrainConfig:
         "data set written by hostdev preprocess (default: a small synthetic one)", kind=Path, metavar="DIR"
     )
     host_device_mix: bool = _flag(
-        "keep the tables in host memory; the CPU looks rows up and updates them", default=False
+        "keep the tables in host memory, where the CPU looks up rows and updates them", default=False
     )
     device: str = _flag("device of the dense layers: auto, cpu, cuda, ...", default="auto", kind=str, metavar="NAME")
     epochs: int | None = _flag("passes over the training samples (default 15; 2 without --data)", kind=int, metavar="N")
@@ -67,14 +67,14 @@ class TrainConfig:
         metavar="X",
     )
     table_dtype: str = _flag(
-        "storage of the tables' weights in host memory; bfloat16 rounds stochastically",
+        "format of the tables' weights in host memory; bfloat16 rounds stochastically",
         default=FP32,
         kind=str,
         choices=(FP32, BFLOAT16, BF16),
         metavar=f"{{{FP32},{BFLOAT16}}}",
     )
     table_slots: str = _flag(
-        "storage of the tables' optimizer state in host memory; bfloat16 and 8bit round stochastically",
+        "format of the tables' optimizer state in host memory; bfloat16 and 8bit round stochastically",
         default=FP32,
         kind=str,
         choices=(FP32, BFLOAT16, BF16, EIGHT_BIT),
@@ -82,7 +82,7 @@ class TrainConfig:
     )
     lr: float | None = _flag("learning rate of the dense layers' Adam (default: the model's)", kind=float, metavar="X")
     l2: str = _flag(
-        "L2 regularization of the deep table: none, batch (the batch's rows) or table (all rows)",
+        "L2 regularization of Wide & Deep's table deep: none, batch (the batch's rows) or table (all rows)",
         default="none",
         kind=str,
         choices=("none", "batch", "table"),
@@ -93,7 +93,7 @@ class TrainConfig:
         kind=str,
         choices=("fp32", "bf16"),
     )
-    tf32: bool = _flag("on CUDA, round the inputs of the dense layers' float32 products to TF32", default=False)
+    tf32: bool = _flag("on CUDA, round the inputs of the dense layers' matrix products to TF32", default=False)
     host_threads: int | None = _flag(
         "threads of the host kernels (default: all CPUs of the process)", kind=int, metavar="N"
     )
@@ -103,13 +103,15 @@ class TrainConfig:
         metavar="N",
     )
     micro_batches: int = _flag(
-        "split a batch into M micro-batches, whose gradients are summed in a fixed order; processes share them",
+        "split a batch into M micro-batches, whose gradients are summed in a fixed order; several processes share the "
+        "micro-batches",
         default=1,
         kind=int,
         metavar="M",
     )
     gradients: str | None = _flag(
-        "how to combine micro-batches' gradients: the mean over the batch, or the sum of their means (default mean)",
+        "how to combine the micro-batches' gradients: mean (over all samples of the batch) or sum (of the "
+        "micro-batches' means) (default mean)",
         kind=str,
         choices=("mean", "sum"),
     )
@@ -134,8 +136,8 @@ class TrainConfig:
         metavar="NAMES",
     )
     plan: str | None = _flag(
-        "how --mesh model=N slices layers, by name or pattern: colwise slices outputs, rowwise inputs; for example "
-        "deep.0=colwise,deep.2=rowwise; other layers are replicated",
+        "how --mesh model=N slices layers, by the layers' names or patterns: colwise slices outputs, rowwise slices "
+        "inputs; for example deep.0=colwise,deep.2=rowwise; other layers are replicated",
         kind=str,
         metavar="STRATEGIES",
     )
@@ -149,14 +151,14 @@ class TrainConfig:
         "start N processes on this host, which share the tables and the micro-batches", kind=int, metavar="N"
     )
     dense_exchange: str | None = _flag(
-        "how processes sum the dense layers' gradients: tree, in the same order for any number of processes, or "
-        "all-reduce, NOT EXACT, as in DistributedDataParallel (default tree)",
+        "how processes sum the dense layers' gradients: tree (in the same order for any number of processes) or "
+        "all-reduce (as DistributedDataParallel does, NOT EXACT) (default tree)",
         kind=str,
         choices=EXCHANGES,
     )
     exchange_levels: int | None = _flag(
         "1: each process exchanges with every other; 2: processes on a host share memory, and one process per host "
-        "exchanges with the other hosts (default: 2 if there are several hosts, and one has several processes)",
+        "exchanges with the other hosts (default: 2 if there are several hosts, and a host has several processes)",
         kind=int,
         choices=(1, 2),
     )
@@ -225,7 +227,8 @@ class TrainConfig:
         "folder of the checkpoints (default: checkpoints in the run directory)", kind=Path, metavar="DIR"
     )
     resume: str | None = _flag(
-        "resume from DIR or, without DIR, from the run's newest valid checkpoint; if it has none, start a new run",
+        "resume from DIR or, without DIR, from the run's newest valid checkpoint; start a new run if there is no "
+        "checkpoint",
         kind=str,
         metavar="DIR",
         nargs="?",
@@ -255,8 +258,9 @@ class TrainConfig:
                 raise UserError(f"{_option(name)} must be at least 0, not {getattr(self, name)}")
         if self.early_stop is not None and self.epochs is not None and self.epochs <= self.early_stop + 1:
             raise UserError(
-                f"--early-stop {self.early_stop} has no effect with {self.epochs} epoch{'s' * (self.epochs > 1)}: it "
-                f"can stop after epoch {self.early_stop + 1} at the earliest; give more --epochs, or leave it out"
+                f"--early-stop {self.early_stop} has no effect with {self.epochs} epoch{'s' * (self.epochs > 1)}: "
+                f"training can stop after epoch {self.early_stop + 1} at the earliest; give more --epochs, or leave "
+                "out --early-stop"
             )
         for name in ("table_lr", "lr"):
             value = getattr(self, name)
@@ -268,7 +272,8 @@ class TrainConfig:
             raise UserError(f"--pipeline-depth must be at most {MOST_DEPTH}, not {self.pipeline_depth}")
         if self.batch_per_rank is not None and self.batch_size is not None:
             raise UserError(
-                "--batch-size counts the samples of all processes, --batch-per-rank the samples of each; give only one"
+                "--batch-size counts the samples of all processes, --batch-per-rank the samples of each process; give "
+                "only one of the two"
             )
         if self.dist_timeout is not None and not (math.isfinite(self.dist_timeout) and self.dist_timeout > 0):
             raise UserError(f"--dist-timeout must be a number above 0, not {self.dist_timeout}")
@@ -276,25 +281,28 @@ class TrainConfig:
         if not is_open and (self.mesh is None or parse_mesh(self.mesh).pipe == 1):
             for name in ("schedule", "stage_cut"):
                 if getattr(self, name) is not None:
-                    raise UserError(f"{_option(name)} has no effect without --mesh pipe=N; leave it out")
+                    raise UserError(f"{_option(name)} has no effect without --mesh pipe=N; leave out {_option(name)}")
         if self.plan is not None:
             parse_plan(self.plan)  # raises UserError
             if not is_open and (self.mesh is None or parse_mesh(self.mesh).model == 1):
-                raise UserError("--plan has no effect without --mesh model=N; leave it out")
+                raise UserError("--plan has no effect without --mesh model=N; leave out --plan")
         if self.gradients is not None and self.micro_batches == 1:
-            raise UserError(f"--gradients {self.gradients} has no effect without --micro-batches; leave it out")
+            raise UserError(
+                f"--gradients {self.gradients} has no effect without --micro-batches; leave out --gradients"
+            )
         if self.l2 == "table" and self.micro_batches > 1:
             raise UserError(
-                "--l2 table cannot be combined with --micro-batches: each would add the L2 term; use --l2 batch"
+                "--l2 table cannot be combined with --micro-batches: each micro-batch would add the L2 term of the "
+                "whole table; use --l2 batch"
             )
         if self.tf32 and self.precision != "fp32":
-            raise UserError(f"--tf32 has no effect with --precision {self.precision}; leave it out")
+            raise UserError(f"--tf32 has no effect with --precision {self.precision}; leave out --tf32")
         if self.staleness and not (self.host_device_mix and self.pipeline_depth):
             missing = "a --pipeline-depth above 0" if self.host_device_mix else "--host-device-mix"
-            raise UserError(f"--staleness {self.staleness} has no effect without {missing}; leave it out")
+            raise UserError(f"--staleness {self.staleness} has no effect without {missing}; leave out --staleness")
         if 0 < self.ops_log_bytes < LEAST_OPS_LOG:
             raise UserError(
-                f"--ops-log must be at least {format_bytes(LEAST_OPS_LOG)}, or 0 for none, not {self.ops_log}"
+                f"--ops-log must be at least {format_bytes(LEAST_OPS_LOG)}, or 0 for no ops.log, not {self.ops_log}"
             )
         self._check_cache()
         self._check_checkpoints()
@@ -307,20 +315,20 @@ class TrainConfig:
             for name in ("keep_checkpoints", *(("checkpoint_dir",) if self.resume != "" else ())):
                 if getattr(self, name) is not None:
                     raise UserError(
-                        f"{_option(name)} has no effect without --checkpoint-every or --checkpoint-minutes; leave it "
-                        "out"
+                        f"{_option(name)} has no effect without --checkpoint-every or --checkpoint-minutes; leave out "
+                        f"{_option(name)}"
                     )
         if self.resume and self.start_from is not None:
-            raise UserError(f"--start-from has no effect with --resume {self.resume}; leave one of them out")
+            raise UserError(f"--start-from has no effect with --resume {self.resume}; leave out one of the two")
         if self.resume == "" and self.run_dir is None and self.checkpoint_dir is None:
             raise UserError(
-                "--resume looks for checkpoints in --checkpoint-dir, or in the --run-dir; give one of them, or the "
-                "checkpoint itself: --resume DIR"
+                "--resume without a folder looks for checkpoints in --checkpoint-dir or --run-dir; give one of these "
+                "two, or name a checkpoint: --resume DIR"
             )
 
     @property
     def ops_log_bytes(self) -> int:
-        """The limit of ops.log in bytes; raises UserError if --ops-log is not a size."""
+        """The maximum size of ops.log in bytes; raises UserError if --ops-log is not a size."""
         try:
             return parse_bytes(self.ops_log)
         except UserError as error:
@@ -328,14 +336,14 @@ class TrainConfig:
 
     @property
     def saves(self) -> bool:
-        """Whether checkpoints are saved."""
+        """Whether the run saves checkpoints."""
         return self.checkpoint_every is not None or self.checkpoint_minutes is not None
 
     def _check_cache(self) -> None:
         if self.cache_rows is None:
             for name in ("cache_policy", "cache_window"):
                 if getattr(self, name) is not None:
-                    raise UserError(f"{_option(name)} has no effect without --cache-rows; leave it out")
+                    raise UserError(f"{_option(name)} has no effect without --cache-rows; leave out {_option(name)}")
             return
         if self.cache_rows != AUTO and not rows_of(self.cache_rows, 1 << 30):
             return
@@ -343,16 +351,19 @@ class TrainConfig:
             raise UserError(f"--cache-rows {self.cache_rows} has no effect without --host-device-mix; give both")
         if self.staleness:
             raise UserError(
-                "--staleness cannot be combined with --cache-rows, as a stale row would stay cached; omit one"
+                "--staleness cannot be combined with --cache-rows, because a stale row would stay in the cache; leave "
+                "out one of the two"
             )
         if self.l2 == "table":
             raise UserError(
-                "--l2 table cannot be combined with --cache-rows: it reads the whole table on the host, so each step "
-                "would write back all cached rows; leave one of them out"
+                "--l2 table cannot be combined with --cache-rows: the L2 term reads the whole table on the host, so "
+                "each step would write back all cached rows; leave out one of the two"
             )
         if self.cache_window is not None:
             if self.cache_policy not in (None, "lookahead"):
-                raise UserError(f"--cache-window has no effect with --cache-policy {self.cache_policy}; leave it out")
+                raise UserError(
+                    f"--cache-window has no effect with --cache-policy {self.cache_policy}; leave out --cache-window"
+                )
             if not 0 <= self.cache_window <= MOST_WINDOW:
                 raise UserError(f"--cache-window must be in 0..{MOST_WINDOW}, not {self.cache_window}")
 
@@ -412,7 +423,7 @@ def from_flags(arguments: argparse.Namespace, names: Collection[str] | None = No
 
 
 def to_flags(settings: TrainConfig) -> list[str]:
-    """Return the flags for these settings, without defaults."""
+    """Return the command-line flags for these settings, except for those that have their default values."""
     flags: list[str] = []
     for item in fields(TrainConfig):
         value = getattr(settings, item.name)

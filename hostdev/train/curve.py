@@ -87,7 +87,10 @@ def _draw_metric(axes: Any, quality: Quality) -> None:
 
 
 def _series(quality: Quality, name: str) -> list[tuple[str, str, list[float]]]:
-    """Return label, colour and values of a metric over the evaluations, on test and on training samples."""
+    """Return two curves of a metric over the evaluations, each as label, colour and values.
+
+    The first is for test or validation samples, the second for training samples.
+    """
     both = [(getattr(point.test, name), getattr(point.training, name, np.nan)) for point in quality.points]
     return [
         (f"{quality.split} rows", _TEST, [pair[0] for pair in both]),
@@ -96,7 +99,7 @@ def _series(quality: Quality, name: str) -> list[tuple[str, str, list[float]]]:
 
 
 def _means(losses: npt.NDArray[Any], rows: npt.NDArray[Any], window: int) -> npt.NDArray[np.float64]:
-    """Return the mean loss over the samples of `window` consecutive steps, float64 [N - window + 1]."""
+    """Return the moving average of N losses over `window` steps, weighted by samples, float64 [N - window + 1]."""
     ends = np.arange(window, len(losses) + 1)
     sums, counts = (np.concatenate([[0.0], np.cumsum(part, dtype=np.float64)]) for part in (losses * rows, rows))
     means: npt.NDArray[np.float64] = (sums[ends] - sums[ends - window]) / (counts[ends] - counts[ends - window])

@@ -37,7 +37,7 @@ class Ending:
         return content
 
     def count_exchanged(self) -> None:
-        """Sum the bytes that all ranks have sent; all ranks must call it."""
+        """Add up the bytes that all ranks have sent, for summary.json. All ranks must call this."""
         run = self.run
         if run.ranks is not None:
             mine = run.trainer.exchanged_bytes()
@@ -45,7 +45,7 @@ class Ending:
             self._exchanged = dict(zip(mine, np.sum(each, axis=0).tolist(), strict=True))
 
     def draw(self) -> str | None:
-        """Draw the run's picture; return None, the error as text if that fails, or "" on ranks above 0."""
+        """Draw the run's picture on rank 0, and return None, or the error as text; return "" on other ranks."""
         run = self.run
         if run.world.rank:
             return ""
@@ -56,7 +56,10 @@ class Ending:
         return None
 
     def abandon(self, status: str = "interrupted") -> str:
-        """Complete the logs while the main thread is in a step, and return a message; the caller ends the process."""
+        """Complete the logs while the main thread is in a step, and return a message for the user.
+
+        The main thread can write nothing afterwards, so the caller must end the process.
+        """
         run = self.run
         run.lock.acquire()  # never released, so that the main thread writes nothing more
         if not self._is_complete:
@@ -68,7 +71,7 @@ class Ending:
         return f"interrupted in the middle of a step; {self._describe_steps()}{none}"
 
     def interrupted(self, number: signal.Signals) -> Interrupted:
-        """After a signal, save a checkpoint if the run saves any, complete the logs, and return the exception."""
+        """Save a checkpoint if the run saves any, complete the logs, and return the exception for this signal."""
         run = self.run
         self.close_saver(save=True)
         self.finish("interrupted")
@@ -80,7 +83,7 @@ class Ending:
         return Interrupted(number, message, saved=True)
 
     def close_saver(self, digest: str | None = None, *, save: bool) -> None:
-        """If `save`, save a last checkpoint; wait until checkpoints are written, and unlock their folder."""
+        """Save a last checkpoint if `save` is true, wait until checkpoints are written, and unlock their folder."""
         run = self.run
         if run.saver is None:
             return
@@ -92,7 +95,11 @@ class Ending:
         """Return the exception to raise if the last checkpoint was not saved."""
         run = self.run
         assert run.saver is not None
-        newest = f"the newest one is {run.saver.newest}" if run.saver.newest is not None else "no earlier one exists"
+        newest = (
+            f"the newest checkpoint is {run.saver.newest}"
+            if run.saver.newest is not None
+            else "there is no earlier checkpoint"
+        )
         return CheckpointError(f"the last checkpoint was not saved: {run.saver.failed}; {newest}")
 
     def _describe_steps(self) -> str:

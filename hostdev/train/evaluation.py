@@ -1,4 +1,4 @@
-"""The quality of a model on a split: of one label, or of several."""
+"""The quality of a model on a split of the data, for one label or several."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,10 @@ NAN = float("nan")
 
 
 class LabelQuality(NamedTuple):
-    """The quality of the predictions of a label: AUC and log loss if it is 0 or 1, otherwise RMSE and MAE; else NaN."""
+    """The quality of a label's predictions: AUC and log loss if the label is 0 or 1, RMSE and MAE if it is a number.
+
+    The other two values are NaN.
+    """
 
     auc: float
     logloss: float
@@ -19,7 +22,7 @@ class LabelQuality(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """The quality of the model on a split: means over the labels, of those that have the metric; NaN if none has."""
+    """The quality of the model on a split. Each metric is its mean over the labels that have it, or NaN if none has."""
 
     auc: float
     logloss: float
@@ -40,21 +43,24 @@ class Evaluation(NamedTuple):
 
     @property
     def score(self) -> float:
-        """A number that is higher for a better model; NaN if there is none."""
+        """A number that is higher for a better model: AUC or -RMSE; NaN if this metric is NaN."""
         return self.auc if self.has_binary else -self.rmse
 
     def figures(self) -> dict[str, float]:
-        """Return the metrics' values by name, without NaN; log loss is there if a label is 0 or 1."""
+        """Return values by metric: AUC and log loss if a label is 0 or 1; RMSE and MAE if a label is a number."""
         both = {"AUC": self.auc, "log loss": self.logloss} if self.has_binary else {}
         return both | ({} if math.isnan(self.rmse) else {"RMSE": self.rmse, "MAE": self.mae})
 
     @property
     def has_binary(self) -> bool:
-        """Whether a label is 0 or 1."""
+        """Whether at least one label is 0 or 1, rather than any number."""
         return math.isfinite(self.logloss) or math.isnan(self.rmse)
 
     def as_values(self) -> list[Any]:
-        """Return the evaluation as lists of numbers for a checkpoint; three numbers for a single label of 0 or 1."""
+        """Return the evaluation as nested lists of numbers for a checkpoint.
+
+        For a single label of 0 or 1, this is a list of three numbers.
+        """
         first = [self.auc, self.logloss, self.rows]
         if math.isnan(self.rmse) and not self.labels:
             return first
@@ -62,7 +68,7 @@ class Evaluation(NamedTuple):
 
     @classmethod
     def from_values(cls, values: Sequence[Any]) -> "Evaluation":
-        """Return the evaluation of `as_values`."""
+        """Return the evaluation from which `as_values` made these values."""
         if len(values) == 3:
             return cls(*values)
         auc, logloss, rows, rmse, mae, labels = values

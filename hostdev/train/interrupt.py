@@ -18,7 +18,7 @@ class Interrupted(KeyboardInterrupt):
     """The work has ended after a signal; `exit_code` is 130 after Ctrl-C, 143 after SIGTERM.
 
     Args:
-        saved: Whether all steps are saved. SIGTERM and SIGHUP then count as success, and `exit_code` is 0.
+        saved: Whether a checkpoint has all steps. If so, SIGTERM and SIGHUP count as success, with `exit_code` 0.
     """
 
     def __init__(self, number: signal.Signals, message: str, *, saved: bool = False) -> None:
@@ -27,17 +27,17 @@ class Interrupted(KeyboardInterrupt):
 
 
 class GracefulStop:
-    """A context in which signals set `requested` instead of raising.
+    """A context in which Ctrl-C, SIGTERM and SIGHUP set `requested` instead of raising an exception.
 
     Python runs signal handlers only when the main thread returns from native code, and one operation on a large batch
     can take seconds. Therefore the signal itself wakes a watcher thread. If the main thread has not left the context
-    by the deadline, the watcher calls `on_deadline` and ends the process; the main thread then never leaves
-    the context. Otherwise, the watcher ends with the context: a live thread would keep what `on_deadline` references,
-    and freeing a tensor during interpreter shutdown aborts the process.
+    by the deadline, the watcher calls `on_deadline` and ends the process; the main thread then never leaves the
+    context. Otherwise, the watcher ends with the context: if it lived on, it would keep the objects that `on_deadline`
+    references, and freeing a tensor during interpreter shutdown aborts the process.
 
     Args:
         on_deadline: Saves what must not be lost and returns a message for the user; runs in the watcher thread.
-        seconds: Time that the main thread has after a signal, or None to wait for a second signal.
+        seconds: Time from a signal to the deadline; None for no deadline until a second signal arrives.
     """
 
     def __init__(self, on_deadline: Callable[[], str], seconds: float | None = DEADLINE_SECONDS) -> None:
@@ -80,7 +80,7 @@ class GracefulStop:
             silence(self._terminals)  # writing to a lost terminal is an error
 
     def _next_signal(self) -> bytes:
-        """Wait for a signal that requests the end, and return its number, or b"" after the context has ended."""
+        """Wait for a signal that requests the end, and return its number; return b"" once the context has ended."""
         number = self._read.recv(1)
         while number and number[0] not in self._previous:  # another handler's signal
             number = self._read.recv(1)

@@ -24,7 +24,11 @@ from hostdev.train.staged import inputs_like
 
 
 def resolve_mesh(settings: TrainConfig, ranks: int) -> TrainConfig:
-    """Return the settings with the mesh that --parallel selects; raise UserError if it contradicts other options."""
+    """Return the settings with the mesh that --parallel selects.
+
+    Raises:
+        UserError: --parallel contradicts --mesh or the number of ranks.
+    """
     how = settings.parallel
     mesh = None if settings.mesh is None else parse_mesh(settings.mesh)
     if how is None:
@@ -32,22 +36,27 @@ def resolve_mesh(settings: TrainConfig, ranks: int) -> TrainConfig:
     if how == "none":
         if ranks > 1:
             raise UserError(
-                f"--parallel none requires one process, but {ranks} were started; start one, or leave --parallel out"
+                f"--parallel none requires one process, but {ranks} were started; start one process, or leave out "
+                "--parallel"
             )
         return settings
     if ranks == 1:
-        raise UserError(f"--parallel {how} has no effect in one process; leave --parallel out, or start several")
+        raise UserError(
+            f"--parallel {how} has no effect in one process; leave out --parallel, or start several processes"
+        )
     if how == "data" and mesh is not None and mesh.data != mesh.size:
-        raise UserError(f"--parallel data splits samples only, unlike --mesh {mesh}; leave --parallel out, or use semi")
+        raise UserError(
+            f"--parallel data splits samples only, unlike --mesh {mesh}; leave out --parallel, or give --parallel semi"
+        )
     if how == "semi" and mesh is None:
         return replace(settings, mesh=f"model={ranks}")
     return settings
 
 
 def laid_out(settings: TrainConfig, data: Path, found: Manifest, ranks: Ranks) -> tuple[TrainConfig, list[str]]:
-    """Return the settings with the fastest mesh, stages and slices, and lines about the measurements.
+    """Measure layouts; return the settings with the fastest mesh, stages and slices, and lines about the measurements.
 
-    All ranks must call it before anything depends on the mesh's axes. It sets `ranks.mesh`.
+    All ranks must call this before anything depends on the axes of the mesh. It also sets `ranks.mesh`.
     """
     assert settings.batch_size is not None
     seed_torch(settings.seed)
@@ -73,14 +82,18 @@ def laid_out(settings: TrainConfig, data: Path, found: Manifest, ranks: Ranks) -
 
 
 def advise_alone(settings: TrainConfig, processes: int) -> int:
-    """Run this command in several local processes and return the exit code; raise UserError for wrong options."""
+    """Run `hostdev advise` with this process's options in several processes on this host; return the exit code.
+
+    Raises:
+        UserError: An option is wrong.
+    """
     require_layout(settings, _data(settings))
     command = [sys.executable, "-m", "hostdev.advise", *sys.argv[1:]]
     return wait_for(start_processes(processes, command))
 
 
 def advise_together(settings: TrainConfig) -> None:
-    """Measure layouts of a model on these processes; rank 0 prints the times."""
+    """Join the other processes, and measure layouts of the model on all of them; rank 0 prints the times."""
     with join() as ranks:
         assert ranks is not None
         torch.set_num_threads(settings.torch_threads or 1)

@@ -1,8 +1,8 @@
 """Avoids the import of torch's compiler, which takes about a second and which training does not use.
 
-torch imports it in an optimizer's step, and at the first call of some other methods, only to mark these as not to be
-compiled. hostdev does not call these methods from compiled code. A model may still use `torch.compile`, which then
-imports the compiler.
+torch imports its compiler in an optimizer's step, and at the first call of some other methods, only to exclude these
+methods from compilation. hostdev does not call these methods from compiled code. A model may still use `torch.compile`,
+which then imports the compiler.
 """
 
 import inspect
@@ -20,7 +20,7 @@ _MARK = "__dynamo_disable"  # attribute in which torch's `_disable_dynamo` keeps
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Keep torch's optimizers from importing the compiler in this context; do nothing if it is already imported."""
+    """Keep torch's optimizers from importing torch's compiler in this context, unless it is already imported."""
     methods = () if "torch._dynamo" in sys.modules else (getattr(Optimizer, name) for name in _METHODS)
     plain = (getattr(method, "__wrapped__", None) for method in methods)  # None if this torch does not mark it
     changed = [function for function in plain if function is not None and not hasattr(function, _MARK)]

@@ -1,4 +1,4 @@
-"""A step's losses on the host."""
+"""The losses of a step, which the host computes from the device's results."""
 
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from hostdev.runtime.loop import NonFiniteError
 
 
 class Losses(NamedTuple):
-    """A step's wide loss and deep loss."""
+    """A step's losses: the wide loss, without the L2 term, and the deep loss, with it."""
 
     wide: float
     deep: float
@@ -25,11 +25,12 @@ def read_losses(squares: Any, shares: list[float], has_l2: bool, step: int, resu
     """Compute the losses from a step's results.
 
     Args:
-        squares: Sums of squares of the table's weights with --l2 table, else None.
+        squares: With --l2 table, the sums of squares of the table's weights; otherwise None.
         shares: Each micro-batch's share of the batch's samples.
-        has_l2: Whether the deep losses, which are weighted already, include an L2 term.
+        has_l2: Whether the deep losses include an L2 term. Each is already multiplied by its micro-batch's weight.
         step: The step's number, for errors.
-        results: Wide and deep losses [M, 2], squares if they were on the device, and the skipped-update flag.
+        results: Arrays from the device: the wide and deep losses [M, 2]; the squares, if the device computed them; and
+            a flag that is not 0 if the update was skipped.
     """
     losses, *more, skipped = results
     each = losses.tolist()

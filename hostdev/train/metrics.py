@@ -1,4 +1,4 @@
-"""AUC and log loss in float64 over samples in memory; `scores` handles more samples than fit."""
+"""AUC and log loss in float64 of samples in memory; `scores` handles more samples than fit in memory."""
 
 from itertools import pairwise
 from typing import Any
@@ -12,8 +12,8 @@ _AT_ONCE = 1 << 20  # values processed at a time
 def auc(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.float32]) -> float:
     """Return the area under the ROC curve; equal scores count half. NaN unless both labels occur.
 
-    This is the Mann-Whitney statistic (Hanley & McNeil, Radiology 143, 1982). Pairs are counted in integers, so it is
-    rounded once.
+    This is the Mann-Whitney statistic (Hanley & McNeil, Radiology 143, 1982). Pairs are counted in integers, so the
+    result is rounded only once.
 
     Args:
         logits: float32 [N], any monotone score.
@@ -24,7 +24,7 @@ def auc(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.float32]) -> flo
 
 
 def twice_above(positives: npt.NDArray[Any], negatives: npt.NDArray[Any]) -> int:
-    """Return twice the number of pairs whose positive has the higher score; pairs of equal scores count once.
+    """Count the pairs of a positive and a negative: 2 if the positive has the higher score, 1 if the scores are equal.
 
     Args:
         positives: Sorted scores of positive samples [P].
@@ -38,7 +38,7 @@ def twice_above(positives: npt.NDArray[Any], negatives: npt.NDArray[Any]) -> int
 
 
 def make_auc(twice: int, positives: int, negatives: int) -> float:
-    """Return the AUC from the result of `twice_above` and the samples per label; NaN unless both labels occur."""
+    """Return the AUC from the result of `twice_above` and the numbers of samples; NaN unless both labels occur."""
     return twice / (2 * positives * negatives) if positives and negatives else float("nan")
 
 
@@ -48,7 +48,7 @@ def log_loss(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.float32]) -
 
 
 def losses(logits: npt.NDArray[np.float32], labels: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """Return the samples' negative log likelihoods, float64 [N]; not finite for infinite logits; labels may be bool."""
+    """Return each sample's negative log likelihood, float64 [N]; not finite if its logit is not. Labels may be bool."""
     found = np.empty(len(logits))
     for start, stop in pairwise([*range(0, len(logits), _AT_ONCE), len(logits)]):
         x = logits[start:stop].astype(np.float64)

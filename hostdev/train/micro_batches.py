@@ -15,9 +15,9 @@ class MicroBatches:
 
     Args:
         count: Micro-batches per batch, over all ranks.
-        gradients: "mean" weights a micro-batch by its samples; "sum" adds the micro-batches' means.
+        gradients: "mean" to weight each micro-batch's mean loss by its number of samples; "sum" to add the mean losses.
         seed: Seed of the training run.
-        device: Device whose generators the layers use.
+        device: Device whose random generators the layers use.
         share: Index of this rank's share, from 0, and the number of shares.
     """
 
@@ -29,11 +29,11 @@ class MicroBatches:
         self._begun = 0  # micro-batches started on this rank, over all steps
 
     def begin(self, count: int = 1) -> None:
-        """Count micro-batches that have started."""
+        """Record that `count` more micro-batches have started."""
         self._begun += count
 
     def start_after(self, step: int) -> None:
-        """Continue after a step of an earlier training run."""
+        """Continue as after this number of steps, to resume a training run."""
         self._begun = step * self.here
 
     @property
@@ -56,7 +56,7 @@ class MicroBatches:
         return [(stop - start) / batch.step_rows for start, stop in cut(batch.step_rows, self.count)]
 
     def weight(self, batch: Batch) -> float | None:
-        """Return the weight of a micro-batch's loss, or None if batches are not divided."""
+        """Return the weight of a micro-batch's loss, or None if batches are not divided into micro-batches."""
         if self.count == 1:
             return None
         return len(batch) / batch.step_rows if self._gradients == "mean" else 1.0

@@ -45,8 +45,8 @@ class Setup(NamedTuple):
         precision: "fp32", or "bf16" for the dense layers' arithmetic over float32 weights.
         lr: Learning rate of Adam.
         tables: The tables, by name.
-        log: Times the passes and the optimizer.
-        loss: Computes a micro-batch's loss from the model's outputs, labels and weights.
+        log: Records the durations of the passes and of the optimizer.
+        loss: Computes a micro-batch's loss from the model's outputs, the labels and the samples' weights.
     """
 
     model: Model
@@ -75,13 +75,13 @@ class Result:
 
     @property
     def value(self) -> Losses:
-        """The losses; waits for them, and raises NonFiniteLossError if the step is not finite."""
+        """The step's losses. Waits for the device; raises NonFiniteLossError if a loss or gradient is not finite."""
         losses: Losses = self._outcome.get()
         return losses
 
 
 class Network:
-    """Base class of networks: their optimizer and the end of each step.
+    """Base class of networks, with the optimizer and the end of each step.
 
     Args:
         setup: The training run.
@@ -97,7 +97,7 @@ class Network:
         self._adam_step = Primitive("Adam", self.adam.step, scope="network", log=setup.log)
 
     def _start_adam(self) -> None:
-        """Create the optimizer's state in a skipped step, so that a non-finite first step changes nothing."""
+        """Create the optimizer's state in a skipped step, before a step can fail because a gradient is not finite."""
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
         self.adam.found_inf = torch.ones((), device=self.device)  # type: ignore[attr-defined]
@@ -105,13 +105,13 @@ class Network:
         self.adam.zero_grad()
 
     def finish(self, rows: Rows, batch: Batch, losses: Tensor, squares: Any = None) -> Outcome:
-        """Queue the check for non-finite losses and gradients, and Adam's step; return the outcome with the losses.
+        """Queue a check that losses and gradients are finite, and Adam's step; return the outcome with the losses.
 
         Args:
             rows: Rows of the step's last micro-batch.
-            batch: The last micro-batch.
+            batch: The step's last micro-batch.
             losses: Wide and deep losses of all micro-batches, float32 [M, 2].
-            squares: Sums of squares of the table's weights with --l2 table, else None.
+            squares: With --l2 table, the sums of squares of the table's weights; otherwise None.
         """
         looked_at, results = [losses], [losses]
         if isinstance(squares, Tensor):  # on the device, maybe not computed yet
@@ -128,7 +128,7 @@ class Network:
 
 
 class WholeNetwork(Network):
-    """All layers of a model, on this rank.
+    """A network whose layers are all on this rank.
 
     Args:
         setup: The training run.
@@ -213,7 +213,7 @@ class WholeNetwork(Network):
         return logits
 
     def score(self, parts: Iterable[Batch]) -> Scored:
-        """Yield the logits and the batch of each local micro-batch; the logits are None if it has no samples."""
+        """Yield the logits of each of this rank's micro-batches, or None if it has no samples, and the micro-batch."""
         with closing(self.setup.runtime.predict(parts, **self._reading)) as loop:
             for (batch, dense, *_), rows in loop:
                 outcome = None

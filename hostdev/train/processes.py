@@ -39,7 +39,7 @@ _LOG_SECONDS = 5.0  # time to complete the logs when another rank has failed
 
 
 class _Output(io.TextIOBase):
-    """A rank's standard output: buffered until its file is open, then written to it.
+    """A rank's standard output: kept in memory until `open` is called, and written to a file from then on.
 
     Args:
         shown: Stream to which the output is also written; None for ranks above 0.
@@ -69,7 +69,7 @@ class _Output(io.TextIOBase):
         return super().fileno() if self._shown is None else self._shown.fileno()
 
     def open(self, path: Path) -> None:
-        """Write to this file from now on, beginning with the buffered output."""
+        """Write output to this file from now on, and first the output that was kept in memory."""
         self._file = path.open("a", buffering=1, errors="surrogateescape")  # printed paths may not be UTF-8
         self._file.write("".join(self._buffered))
 
@@ -81,7 +81,7 @@ class ProcessSession:
         ranks: The ranks after the rendezvous.
         settings: The options, with the mesh resolved.
         root: The run directory of all ranks.
-        on_fault: Completes the logs before this process ends because another rank failed; set by the run.
+        on_fault: Called before this process ends because another rank has failed. The run sets it to complete its logs.
     """
 
     def __init__(self, environment: RankEnvironment, settings: TrainConfig) -> None:
@@ -105,7 +105,10 @@ class ProcessSession:
 
     @contextmanager
     def printing(self) -> Iterator[None]:
-        """Also write rank 0's output to its file; the other ranks always write only to their files, until they exit."""
+        """Write rank 0's output to its file, too, in this context.
+
+        The other ranks write their output only to their files, in this context and afterwards.
+        """
         if self._environment.rank:
             yield
             return
@@ -128,8 +131,8 @@ class ProcessSession:
     def folder(self, made: Path | None) -> Path:
         """Return the folder of this rank's files.
 
-        Rank 0 uses the run directory `made`, whose subfolder rank0 has links to the logs; rank k uses the subfolder
-        rank<k>.
+        This is the run directory `made` on rank 0, where the subfolder rank0 gets links to the logs, and the run
+        directory's subfolder rank<k> on every other rank k.
         """
         self.root = root = Path(self.ranks.control.share(str(made))[0])
         mine = root / f"rank{self._environment.rank}"
@@ -146,7 +149,7 @@ class ProcessSession:
 def get_shared_values(settings: TrainConfig, ranks: int) -> dict[str, Any]:
     """Return, by name, the values that must be equal on all ranks: the data set and the options.
 
-    Options that concern only one process may differ, and so may folders, because hosts may have different ones.
+    Options that concern only one process are left out, and so are folders, which may differ from host to host.
     """
     mesh = parse_mesh(settings.mesh) if settings.mesh is not None else Mesh(data=ranks)
     given = resolve_batch(settings, mesh.data).resolved()
@@ -170,7 +173,7 @@ def _identity(data: Path) -> list[Any]:
 
 
 def make_run_dir(settings: TrainConfig, session: ProcessSession | None) -> RunDir:
-    """Make the run directory, or this rank's folder in it."""
+    """Make the run directory, or on ranks above 0 this rank's folder in it."""
     make = partial(RunDir, again=settings.resume is not None, ops_log=settings.ops_log_bytes)
     if session is None:
         return make(settings.run_dir)
@@ -183,10 +186,10 @@ def make_run_dir(settings: TrainConfig, session: ProcessSession | None) -> RunDi
 
 @contextmanager
 def join_processes(settings: TrainConfig, require: Callable[[TrainConfig], object]) -> Iterator[ProcessSession | None]:
-    """Join the other processes that a launcher has started; yield None if there are none.
+    """Join the other processes that a launcher has started, and yield the session; yield None if there are no others.
 
     Args:
-        require: Raises UserError for wrong options, before the rendezvous.
+        require: Called with the settings before the rendezvous; raises UserError for wrong options.
     """
     environment = find_rank_environment()
     if environment.alone:
@@ -203,7 +206,9 @@ def join_processes(settings: TrainConfig, require: Callable[[TrainConfig], objec
         for name in own:
             if getattr(settings, name) is not None:
                 option = "--" + name.replace("_", "-")
-                raise UserError(f"{option} has no effect in one process; omit it, or start several processes")
+                raise UserError(
+                    f"{option} has no effect in one process; leave out {option}, or start several processes"
+                )
         yield None
         return
     try:
@@ -234,12 +239,12 @@ def require_shares(settings: TrainConfig, ranks: int) -> None:
     if mesh.size != ranks:
         raise UserError(
             f"--mesh {settings.mesh} needs {mesh.size} processes, the product of its axes, but {ranks} were started; "
-            "start as many as it needs"
+            f"start {mesh.size}, or give another --mesh"
         )
     if settings.dense_exchange is not None and mesh.data == 1:
         raise UserError(
             f"--dense-exchange {settings.dense_exchange} has no effect with --mesh {settings.mesh}, whose data axis "
-            "has size 1; leave it out"
+            "has size 1; leave out --dense-exchange"
         )
     M = settings.micro_batches
     if M % mesh.data:
@@ -258,23 +263,29 @@ def require_shares(settings: TrainConfig, ranks: int) -> None:
         )
     if mesh.data * mesh.pipe > M:
         raise UserError(
-            f"--mesh {settings.mesh} has {mesh.pipe} stages, which need at least as many micro-batches; give "
-            f"--micro-batches {mesh.data * mesh.pipe} or more"
+            f"--mesh {settings.mesh} has {mesh.pipe} stages, so each process needs at least {mesh.pipe} micro-batches; "
+            f"give --micro-batches {mesh.data * mesh.pipe} or more"
         )
 
 
 def resolve_batch(settings: TrainConfig, shares: int) -> TrainConfig:
-    """Return the settings with --batch-per-rank replaced by the batch size of all ranks."""
+    """Return the settings with --batch-per-rank replaced by the equivalent --batch-size of all ranks."""
     if settings.batch_per_rank is None:
         return settings
     return replace(settings, batch_size=settings.batch_per_rank * shares, batch_per_rank=None)
 
 
 def spawn(settings: TrainConfig) -> int:
-    """Start the processes of --spawn on this host, wait, and return the exit code of the first failed one, or 0."""
+    """Start the processes of --spawn on this host and wait for them.
+
+    Returns:
+        The exit code of the first process that failed, or 0.
+    """
     assert settings.spawn is not None
     if not find_rank_environment().alone:
-        raise UserError("--spawn has no effect in a process that a launcher started as one of several; leave it out")
+        raise UserError(
+            "--spawn has no effect in a process that a launcher started as one of several; leave out --spawn"
+        )
     require_shares(resolve_mesh(settings, settings.spawn), settings.spawn)
     command = [sys.executable, "-m", "hostdev.train", *to_flags(replace(settings, spawn=None))]
     return wait_for(start_processes(settings.spawn, command))

@@ -14,14 +14,14 @@ class Point(NamedTuple):
     step: int  # since the start of training
     test: Evaluation  # on the validation rows, or on the test rows if there are none
     training: Evaluation | None  # on a subset of the training samples
-    final: Evaluation | None = None  # on the test rows, if validation rows were evaluated and this may be the result
+    final: Evaluation | None = None  # on the test rows, if `test` is on validation rows and this may be the result
 
 
 class Quality:
-    """The evaluations of a run. The best is the first one with the highest AUC (or the lowest RMSE for regression).
+    """The evaluations of a run. The best one is the first with the highest AUC, or the lowest RMSE for regression.
 
     Args:
-        patience: Epochs without a better AUC before training stops, or None for no early stop.
+        patience: Number of epochs without an improvement after which training stops; None for no early stop.
         split: The split that is evaluated: "test" or "validation".
         labels: Names of all labels.
     """
@@ -33,7 +33,7 @@ class Quality:
         self._patience = patience
 
     def add(self, point: Point) -> None:
-        """Add the next epoch's evaluation. A NaN AUC, as with a single label, is never the best."""
+        """Add the next epoch's evaluation. If all samples have the same label, the AUC is NaN and never the best."""
         self.points.append(point)
         if self.is_better(point.test):
             self.best = point
@@ -58,7 +58,7 @@ class Quality:
         ]
 
     def restore(self, values: list[Any], before_epoch: float = np.inf) -> None:
-        """Add the evaluations of `as_values` from epochs before `before_epoch`."""
+        """Add evaluations from the result of `as_values`, but only those of epochs before `before_epoch`."""
         for epoch, step, test, *others in values:  # checkpoints of earlier versions have one value fewer
             if epoch < before_epoch:
                 found = [None if one is None else Evaluation.from_values(one) for one in others]
@@ -66,12 +66,12 @@ class Quality:
 
     @property
     def is_enough(self) -> bool:
-        """Whether none of the last `patience` epochs has improved on the best one."""
+        """Whether training should stop early, because none of the last `patience` epochs was the best so far."""
         since = len(self.points) - (self.points.index(self.best) + 1 if self.best is not None else 0)
         return self._patience is not None and since >= self._patience
 
     def summary(self) -> dict[str, Any]:
-        """Return the entries in summary.json; None for unknown values."""
+        """Return the metrics and the best epoch, as entries of summary.json; None for a value that is not known."""
         last, best, result = self.points[-1] if self.points else None, self.best, self.result
         training = last.training if last is not None else None
         watched = last.test if last is not None and self.split == "validation" else None
@@ -103,5 +103,5 @@ class Quality:
 
 
 def _finite(value: float | None) -> float | None:
-    """Return the value, or None for NaN, which JSON lacks; the AUC of a single label, for example, is NaN."""
+    """Return the value, or None if it is not finite, because JSON cannot represent NaN and infinity."""
     return value if value is not None and np.isfinite(value) else None

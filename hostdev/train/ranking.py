@@ -1,6 +1,7 @@
 """Quality of predictions within groups, such as the samples of each user: GAUC, NDCG and recall at k, in float64.
 
-Ties count as the mean over all orders of the tied samples, so that no result depends on the order of samples.
+If samples have equal scores, a metric is the mean over all orders of these samples, so that no result depends on the
+order of the samples.
 """
 
 from typing import NamedTuple
@@ -12,7 +13,7 @@ Counts = npt.NDArray[np.int64]
 
 
 class Ranked(NamedTuple):
-    """Means over groups; NaN if there is no such group.
+    """Metrics, as means over groups of samples; NaN if there is no group of the kind that the metric needs.
 
     Attributes:
         gauc: Mean AUC of the groups with both labels, weighted by their samples (Zhu et al., KDD 2017).
@@ -33,13 +34,13 @@ class Ranked(NamedTuple):
 
 
 class _Runs(NamedTuple):
-    """Runs of equal scores within groups, by decreasing score, int64.
+    """Runs of samples of a group with equal scores, ordered by group and by decreasing score; all arrays are int64.
 
-    Each sample of a run counts with the run's mean gain.
+    The gain of each sample is the mean gain of its run.
 
     Attributes:
         group: Index of each run's group.
-        place: Number of the group's samples before each run.
+        place: Number of samples of the same group before each run.
         sizes: Samples of each run.
         positives: Positive samples of each run.
         group_sizes: Samples of each group.
@@ -57,7 +58,7 @@ class _Runs(NamedTuple):
 def rank(
     groups: npt.NDArray[np.uint64], scores: npt.NDArray[np.float32], labels: npt.NDArray[np.bool_], k: int
 ) -> Ranked:
-    """Return the metrics of n samples, given each sample's group key, score and label."""
+    """Return the metrics at k of samples with these group keys, scores and labels."""
     n = len(scores)
     if n == 0:
         return Ranked(np.nan, np.nan, np.nan, 0, 0, 0)

@@ -27,11 +27,11 @@ def start_lines(
     parts: str | None = None,
     statistics: dict[str, Any] | None = None,
 ) -> str:
-    """Return the lines before training: data, tables, caches, memory, device, checkpoints.
+    """Return the lines to print before training: data, tables, caches, memory, device, checkpoints.
 
     Args:
         config: The options, as in config.json.
-        memory: Text about the host memory that grows with the tables; empty if there is none.
+        memory: Text about the host memory that tables and caches take; empty if they take none.
         checkpoints: Text about when and where checkpoints are saved.
         parts: Text about the stages and slices of the model.
         statistics: The statistics in the data set's manifest.
@@ -72,7 +72,7 @@ def tables_line(tables: Iterable[Any], *, on_host: bool = True) -> str:
 
 
 def kind(table: Any) -> str:
-    """Return a table's optimizer, and the dtypes of its weights and optimizer state unless they are float32."""
+    """Return a table's optimizer as text, with the dtype of weights or optimizer state that are not float32."""
     dtype = "" if table.dtype == FP32 else f", {table.dtype}"
     slots = "" if table.slots_dtype == FP32 else f", {table.slots_dtype} slots"
     return f"{type(table.optimizer).__name__}{dtype}{slots}"
@@ -105,7 +105,7 @@ def evaluation_line(point: Point, split: str, labels: tuple[str, ...]) -> str:
 
 
 def _by_label(found: Evaluation, labels: tuple[str, ...]) -> str:
-    """Return the figures of each of several labels; nothing for a single label."""
+    """Return the AUC or RMSE of each label as text if there are several labels, otherwise an empty text."""
     each = (
         f"{name} {'AUC' if math.isnan(one.rmse) else 'RMSE'} {one.auc if math.isnan(one.rmse) else one.rmse:.4f}"
         for name, one in zip(labels, found.labels, strict=False)
@@ -114,7 +114,7 @@ def _by_label(found: Evaluation, labels: tuple[str, ...]) -> str:
 
 
 def result_line(quality: Quality) -> str | None:
-    """Return a line with the quality on the test rows, if validation rows were evaluated during training."""
+    """Return a line with the quality on the test rows if training evaluated validation rows, otherwise None."""
     found = quality.result
     if quality.split == "test" or found is None:
         return None
@@ -189,7 +189,7 @@ def _quality(summary: dict[str, Any]) -> str:
 
 
 def _pipeline(pipeline: dict[str, Any]) -> str:
-    """Format how well the stages overlapped and how long the step waited."""
+    """Return how well the stages overlapped and how long the step waited, as text."""
     wall = pipeline["wall_us"] / 1e6
     parts = [f"depth {pipeline['depth']}"]
     if not pipeline["exact"]:
@@ -204,7 +204,7 @@ def _pipeline(pipeline: dict[str, Any]) -> str:
 
 
 def _cache(cache: dict[str, Any]) -> str:
-    """Return the hit rate, and per step, the rows and bytes moved and the time saved by the cache."""
+    """Return as text a cache's hit rate and, per step, the moved rows and bytes and the saved time."""
     steps = max(1, cache["batches"])
     moved = (cache["bytes_to_device"] + cache["bytes_to_host"]) // steps
     time = ""
@@ -220,7 +220,7 @@ def _cache(cache: dict[str, Any]) -> str:
 
 
 def _ranks(ranks: dict[str, Any], steps: int) -> str:
-    """Return the number of processes and the bytes that they exchanged per step."""
+    """Return the number of processes, and the bytes that they exchanged per step, as text."""
     sent = ranks["sent_bytes"]
     rows, least, dense = (sent[name] / max(1, steps) for name in ("rows", "least", "dense"))
     more = f", {rows / least - 1:.1%} more than the least possible" if least else ""
@@ -241,7 +241,7 @@ def _ranks(ranks: dict[str, Any], steps: int) -> str:
 
 
 def _checkpoints(saved: dict[str, Any]) -> str:
-    """Return the number of checkpoints and how long they stalled training."""
+    """Return the number of checkpoints, and how long they stalled training, as text."""
     last = "" if saved["last_step"] is None else f", the last after step {saved['last_step']:,}"
     failed = f"; {saved['failed']} not saved" * bool(saved["failed"])
     stall = saved["stall_us"] / 1e6
@@ -256,7 +256,7 @@ def _dropped(log: dict[str, int]) -> str:
 
 
 def _op_table(ops: dict[str, dict[str, Any]]) -> list[str]:
-    """Return the lines of a table of ops, sorted by total time; an op on several tables has a line for each."""
+    """Return the lines of a table of ops, sorted by total time, with a line for each embedding table an op works on."""
     rows = []
     for name, times in ops.items():
         for scope, part in times.get("by_scope", {"": times}).items():

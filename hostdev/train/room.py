@@ -29,7 +29,7 @@ class HostBudget(NamedTuple):
     parts: dict[str, int]  # as `hostdev.runtime.room.kept` returns them
 
     def describe(self) -> str:
-        """Return both as text; empty if the rows take nothing."""
+        """Return the bytes that the rows take and the free bytes as text; empty if the rows take nothing."""
         if not self.parts:
             return ""
         return (
@@ -48,7 +48,13 @@ def estimate_host_memory(
     uses: int,
     saves: bool,
 ) -> dict[str, int]:
-    """Estimate the bytes of host memory, by purpose, for training with tables there; arguments as for `Trainer`."""
+    """Estimate the bytes of host memory that training with tables in host memory takes, by purpose.
+
+    Args:
+        part: This rank's part of the tables' rows, as (rank, ranks); None for all rows.
+        uses: Maximum number of ids in a batch, or in this rank's part of a batch.
+        saves: Whether checkpoints will be saved.
+    """
     sizes = []
     for names in groups_of(model):
         specs = [model.tables[name] for name in names]
@@ -60,9 +66,9 @@ def estimate_host_memory(
 
 
 def make_host_budget(parts: dict[str, int]) -> HostBudget:
-    """Return the host memory budget for the parts of `estimate_host_memory`; raise UserError unless they fit.
+    """Return the budget for the bytes that `estimate_host_memory` returned; raise UserError unless they are free.
 
-    Call it before a table is created.
+    Call this before any table is created.
     """
     found = HostBudget(room.free_with_counts(parts), parts)
     room.require(parts, found.free)
@@ -72,7 +78,11 @@ def make_host_budget(parts: dict[str, int]) -> HostBudget:
 def require_room(
     tables: Mapping[str, TableSpec], host_device_mix: bool, device: torch.device, part: tuple[int, int] | None
 ) -> int:
-    """Return the bytes left free by tables, or this rank's part, or 0 if unknown; raise UserError unless they fit."""
+    """Return the bytes of memory that the tables, or this rank's part of them, leave free; 0 if this is not known.
+
+    Raises:
+        UserError: A table does not fit.
+    """
     where = "host" if host_device_mix else "device"
     free = available_bytes() if host_device_mix else free_bytes(device)
     if free is None:
@@ -85,7 +95,7 @@ def require_room(
 
 
 def require_copies(tables: Mapping[str, TableSpec], uses: int, batches: int, free: int, *, cached: bool) -> None:
-    """Raise UserError unless pinned copies of batches fit in the `free` bytes, even if no id repeats."""
+    """Raise UserError unless pinned copies of this many batches fit in `free` bytes, even if no id occurs twice."""
     row, whole = row_bytes((spec.dim, spec.optimizer) for spec in tables.values())
     most = min(max(spec.rows for spec in tables.values()), uses)
     # A cache swaps whole rows in both directions; without a cache, all of a batch's rows may be new forwarded rows.
@@ -103,14 +113,14 @@ def measure_free_after_step(
 ) -> int | None:
     """Return the free bytes of an accelerator after a step of the dense layers, or None if unknown.
 
-    The model takes a step on zeros on that device and cannot be used afterwards.
+    The model takes a step on zeros on this device, and cannot be used afterwards.
 
     Args:
         sample: A batch with the shapes of the model's inputs.
         samples: Samples of the step.
 
     Raises:
-        UserError: The inputs' sizes are not known in advance.
+        UserError: The sizes of the model's inputs vary.
     """
     dense, rows = tree_map(
         lambda value: value.detach().to(device).requires_grad_(value.requires_grad),

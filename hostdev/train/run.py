@@ -57,7 +57,7 @@ class Run:
         found: The data set's manifest.
         start: The checkpoint to resume from; None for a new run.
         session: This process and the other ranks; None for a single process.
-        origin: The checkpoint of --start-from; None if it is not given.
+        origin: The checkpoint of --start-from; None without --start-from.
     """
 
     def __init__(
@@ -87,14 +87,15 @@ class Run:
         )
         if settings.early_stop is not None and not self.watched_rows.rows:
             raise UserError(
-                f"--early-stop {settings.early_stop} needs validation or test rows, and {data} has none; omit it"
+                f"--early-stop {settings.early_stop} needs validation or test rows, and {data} has none; leave out "
+                "--early-stop"
             )
         self.device = backend.select(settings.device)
         backend.set_tf32(self.device, settings.tf32)
         if settings.host_threads is not None:
             if not settings.host_device_mix and backend.is_accelerator(self.device):
                 raise UserError(
-                    "--host-threads has no effect on an accelerator without --host-device-mix; leave it out"
+                    "--host-threads has no effect on an accelerator without --host-device-mix; leave out --host-threads"
                 )
             set_host_threads(settings.host_threads)
         if settings.torch_threads is not None:
@@ -182,12 +183,15 @@ class Run:
         """Load progress, evaluations, rows and layers from a checkpoint."""
         more = start.more
         if more["device"] != self.device.type:
-            print(f"NOT EXACT: {start.path} was trained on {more['device']}; {self.device.type} differs in some bits")
+            print(
+                f"NOT EXACT: {start.path} was trained on {more['device']}; results on {self.device.type} differ in "
+                "some bits"
+            )
         self.progress = Progress.of(more["progress"])
         if self.steps > self.schedule.steps:
             raise UserError(
-                f"{start.path} was saved after step {self.steps:,}, and this run ends after {self.schedule.steps:,}; "
-                "give more --epochs or --max-steps"
+                f"{start.path} was saved after step {self.steps:,}, and this run ends after step "
+                f"{self.schedule.steps:,}; give more --epochs or --max-steps"
             )
         epoch, within = self.schedule.find(self.steps)
         is_unfinished = within < self.schedule.epoch_steps and self.steps < self.schedule.steps
@@ -207,7 +211,7 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Steps taken, including those before the checkpoint that the run resumed from."""
+        """Number of steps taken, including those that an earlier process took before the run was resumed."""
         return self.progress.steps
 
     def train(self, stop: GracefulStop) -> str:
@@ -231,14 +235,14 @@ class Run:
                 if self.saver is not None and self.quality.best is not None:
                     print(
                         f"the best checkpoint, of step {self.quality.best.step:,}, is kept along with the newest; "
-                        "predictions use it unless --which newest is given",
+                        "predictions use the best one unless --which newest is given",
                         flush=True,
                     )
                 return "stopped early"
         raise AssertionError
 
     def _train_epoch(self, epoch: int, taken: int, stop: GracefulStop) -> None:
-        """Take an epoch's steps after the first `taken`."""
+        """Take the steps of an epoch that come after its first `taken` steps."""
         planned = min(self.schedule.epoch_steps, self.schedule.steps - self.steps + taken)
         if planned == taken:
             return
@@ -269,7 +273,10 @@ class Run:
                 self.progress.seconds += time.perf_counter() - start
 
     def _is_stopped(self, stop: GracefulStop) -> bool:
-        """Return whether a signal requests the end; with several ranks, whether all learned of one in the last step."""
+        """Return whether a signal has requested the end of training.
+
+        With several ranks, return whether all ranks learned of such a signal in the last step.
+        """
         if self.ranks is None:
             return stop.requested is not None
         self.ranks.contributed[STOP] = int(stop.requested or 0)
@@ -299,7 +306,10 @@ class Run:
         progress.update()
 
     def _evaluate(self, epoch: int, stop: GracefulStop) -> None:
-        """Evaluate the watched samples and about as many training samples, and print the result."""
+        """Evaluate the validation samples (or else the test samples) and about as many training samples.
+
+        The result is recorded and printed, unless a signal stops the evaluation.
+        """
         with bar(
             self.schedule.evaluation_steps, f"epoch {epoch}/{self.epochs}, evaluation", "step", left=self._left.seconds
         ) as progress:
@@ -331,7 +341,7 @@ class Run:
         print(report.evaluation_line(self.quality.points[-1], self.watched, self.data.schema.labels), flush=True)
 
     def _evaluate_test_rows(self, stop: GracefulStop) -> Evaluation | None:
-        """Evaluate the test samples, which do not affect the run; return None after a signal."""
+        """Evaluate the test samples, whose quality does not affect the run; return None after a signal."""
         with bar(self.test_rows.steps(self.batch_size), "test rows", "step") as progress:
             batches = self.test_rows.batches(self.batch_size, part=self._part)
             until = itertools.takewhile(lambda _: not self._is_stopped(stop), batches)
@@ -339,7 +349,7 @@ class Run:
         return None if self._is_stopped(stop) else found
 
     def _keep_best(self) -> None:
-        """With --early-stop, keep a checkpoint if the last evaluation is the best so far."""
+        """With --early-stop, keep a checkpoint of this step if its evaluation is the best so far."""
         if self.saver is None or self.settings.early_stop is None or self.quality.best is None:
             return
         if self.quality.best is self.quality.points[-1] and self.quality.best.step == self.steps:
@@ -359,10 +369,13 @@ class Run:
 def _delay_by_one(
     results: Iterator[Result], is_stopped: Callable[[], bool], is_due: Callable[[int], bool]
 ) -> Iterator[Result]:
-    """Yield each step after the next one has been queued, so that reading its losses does not wait for the device.
+    """Yield each step's result after the next step has been queued, so that reading losses does not stall the device.
 
-    After a signal, before an error is raised, and when a checkpoint is due, all queued steps are yielded. `is_due` gets
-    the number of steps taken.
+    After a signal, before an error is raised, and when a checkpoint is due, the results of all queued steps are
+    yielded.
+
+    Args:
+        is_due: Called with the number of results taken from `results`; returns whether a checkpoint is due.
     """
     held: list[Result] = []
     error: Exception | None = None
@@ -382,7 +395,7 @@ def _delay_by_one(
 
 
 def _get_trace_path(path: Path | None, world: World) -> Path | None:
-    """Return the file of a rank's trace: the given file for rank 0, NAME.rank<k>.SUFFIX next to it for rank k."""
+    """Return the file of a rank's trace: `path` for rank 0, and NAME.rank<k>.SUFFIX in the same folder for rank k."""
     if path is None or not world.rank:
         return path
     return path.with_name(f"{path.stem}.rank{world.rank}{path.suffix}")

@@ -23,11 +23,11 @@ _NAMES = (LOSS_LOG, EVAL_LOG, OPS_LOG, CONFIG, SUMMARY, CURVE)
 
 
 class RunDir:
-    """A new folder with the open logs of one run.
+    """The folder of one run, with its open logs.
 
     Args:
         path: The folder; None to create one in runs/, named after the current time.
-        again: Whether to accept a folder that holds the run being resumed; its logs are kept until `restart`.
+        again: Whether the folder may hold a run, which is to be resumed; the run's logs are kept until `restart`.
         ops_log: Limit of ops.log in bytes, as in `RotatedFile`; 0 for no ops.log.
 
     Raises:
@@ -71,12 +71,17 @@ class RunDir:
                 raise UserError(f"{self.path} already holds a run ({name}); choose another --run-dir{more}")
 
     def _is_there(self, name: str) -> bool:
-        """Return whether an earlier run wrote this file; the lock creates an empty loss.log."""
+        """Return whether an earlier run wrote this file; an empty loss.log may have been created only for the lock."""
         path = self.path / name
         return path.exists() and (name != LOSS_LOG or path.stat().st_size > 0 or (self.path / CONFIG).exists())
 
     def restart(self, losses: Iterable[tuple[int, int, float, float]], points: Iterable[Point]) -> None:
-        """Rewrite loss.log and eval.log as of a checkpoint, from arguments of `write_losses` and evaluations."""
+        """Rewrite loss.log and eval.log as they were at a checkpoint.
+
+        Args:
+            losses: The arguments of `write_losses` for each step.
+            points: The evaluations.
+        """
         with naming(self.path):
             for file in (self.loss, self.eval):
                 file.truncate(0)
@@ -92,7 +97,7 @@ class RunDir:
             _write_json(self.path / CONFIG, content)
 
     def write_losses(self, epoch: int, step: int, wide: float, deep: float) -> None:
-        """Append a line to loss.log; the epoch, and the step in it, count from 1."""
+        """Append a line to loss.log; `epoch`, and `step` within the epoch, count from 1."""
         self.loss.write(_loss_line(epoch, step, wide, deep))
 
     def write_evaluation(self, point: Point) -> None:
@@ -119,7 +124,7 @@ class RunDir:
         self._release()
 
     def close(self, summary: dict[str, Any] | None = None) -> None:
-        """Close the logs, write summary.json if given, and release the lock; other processes may then resume."""
+        """Close the logs, write summary.json if `summary` is given, and unlock the folder for other processes."""
         try:
             self._close_logs()
             if summary is not None:
@@ -147,13 +152,13 @@ class RunDir:
 
 
 def _figures(found: Evaluation, prefix: str = "") -> str:
-    """Return an evaluation's figures as text for eval.log."""
+    """Return an evaluation's metrics as text for eval.log."""
     figures = found.figures().items()
     return ", ".join(f"{prefix}{name.lower().replace(' ', '')} is {value:.6f}" for name, value in figures)
 
 
 def _locked(path: Path) -> IO[str]:
-    """Open and lock a run directory's loss.log, so that no other process writes there; raise UserError if locked."""
+    """Open and lock a run directory's loss.log; raise UserError if another process has locked it."""
     while True:
         file = (path / LOSS_LOG).open("a")
         state = locks.lock_state(file.fileno())
@@ -161,7 +166,9 @@ def _locked(path: Path) -> IO[str]:
             return file
         file.close()
         if state == "held":
-            raise UserError(f"--run-dir {path} is in use: another process trains there; wait for it, or end it")
+            raise UserError(
+                f"--run-dir {path} is in use: another process trains there; wait for that process, or end it"
+            )
 
 
 def _loss_line(epoch: int, step: int, wide: float, deep: float) -> str:

@@ -1,4 +1,4 @@
-"""Training samples that are evaluated along with the test samples; the difference shows overfitting."""
+"""Training samples that are evaluated along with the test samples; a difference in quality shows overfitting."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,7 +11,7 @@ from hostdev.data.shards import ShardReader
 
 
 class TrainingSample:
-    """The same random training samples at each evaluation, drawn evenly from all shards.
+    """Random training samples, drawn evenly from all shards; each evaluation uses the same ones.
 
     Args:
         root: The data set's folder.

@@ -7,8 +7,8 @@ class Schedule(NamedTuple):
     """The steps of a run.
 
     Attributes:
-        epochs: Passes over the training samples, unless a limit or a signal stops the run.
-        epoch_steps: Steps of an epoch.
+        epochs: Maximum number of passes over the training samples.
+        epoch_steps: Number of steps of an epoch.
         max_steps: Maximum number of steps of the run; None for no limit.
         evaluation_steps: Number of batches of an evaluation.
     """
@@ -30,6 +30,6 @@ class Schedule(NamedTuple):
         return -(-self.steps // self.epoch_steps)
 
     def find(self, steps: int) -> tuple[int, int]:
-        """Return the epoch, from 1, reached after `steps` steps, and the number of steps taken in it."""
+        """Return the epoch, from 1, of the last of `steps` steps, and the number of steps taken in this epoch."""
         epoch = max(1, -(-steps // self.epoch_steps))
         return epoch, steps - (epoch - 1) * self.epoch_steps

@@ -1,4 +1,7 @@
-"""AUC and log loss of any number of samples in bounded memory: sorted runs in a file, read a range at a time."""
+"""AUC and log loss of any number of samples in bounded memory.
+
+Samples that do not fit in memory are written to a file, in sorted runs, and read back one range of scores at a time.
+"""
 
 import math
 import tempfile
@@ -34,14 +37,15 @@ class Figures(NamedTuple):
 class Scores:
     """Collects logits and labels; a context manager that closes its file at the end.
 
-    Up to a block of samples, the figures equal `metrics.auc` and `metrics.log_loss` bit for bit. For more samples, the
-    AUC is still equal, because pairs are counted in integers; the log loss is the correctly rounded sum of the blocks'
-    sums, divided by the number of samples. Neither depends on how the samples are divided into calls of `add`.
+    Up to `block` samples, AUC and log loss equal `metrics.auc` and `metrics.log_loss` bit for bit. For more samples,
+    the AUC is still equal, because pairs are counted in integers; the log loss is the correctly rounded sum of the
+    blocks' sums, divided by the number of samples. The results do not depend on how many samples each call of `add`
+    adds.
 
     Args:
-        folder: Folder for an unnamed temporary file, which holds samples beyond a block, 4 bytes each; None for the
-            system's temporary folder.
-        block: Samples in memory, at most 20 bytes each: 320 MiB by default.
+        folder: Folder for an unnamed temporary file, which is needed for more than `block` samples and takes 4 bytes
+            for each sample; None for the system's temporary folder.
+        block: Maximum number of samples in memory. They take at most 20 bytes each: 320 MiB by default.
     """
 
     def __init__(self, folder: Path | None = None, block: int = BLOCK) -> None:
@@ -63,7 +67,11 @@ class Scores:
             self._file.close()
 
     def add(self, logits: npt.NDArray[np.float32], labels: npt.NDArray[np.float32]) -> None:
-        """Copy and add samples: logits float32 [n], labels float32 [n], 0 or 1; raise OSError if the disk is full."""
+        """Add copies of samples: logits float32 [n], and labels float32 [n], each 0 or 1.
+
+        Raises:
+            OSError: The disk is full.
+        """
         start = 0
         while start < len(logits):
             if self._held == self._block:
@@ -155,7 +163,7 @@ class _Run(NamedTuple):
         return start + int(np.searchsorted(self.read(start, min(stop, self.size), file), np.int64(key)))
 
     def read(self, start: int, stop: int, file: IO[bytes]) -> Keys:
-        """Return the keys [start, stop)."""
+        """Return the keys at positions [start, stop)."""
         keys = np.empty(stop - start, np.int32)
         file.seek(self.offset + 4 * start)
         file.readinto(keys.data)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""A model split over several ranks: rows enter at its first stage, and losses are computed at its last."""
+"""A model split over several ranks: rows enter at the first stage, and losses are computed at the last stage."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -26,9 +26,10 @@ class Staged:
 
     Args:
         sample: A batch with the shapes of the model's inputs.
-        extra: Computes an additional loss term, a scalar, from the model's rows, or None for no such term.
+        extra: Called with the model's rows; returns an additional loss term, a scalar. None for no such term.
         timeline: Records the micro-batches' forward and backward passes.
-        ops: Two functions that time the forward and the backward pass; each calls its first argument with the others.
+        ops: Two functions that time the forward and the backward pass; each calls its first argument with its other
+            arguments.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Staged:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes sent in training to ranks with other parts."""
+        """Bytes that this rank has sent in training to ranks with other parts of the model."""
         return self._parts.sent_bytes + self._sent
 
     def step(
@@ -75,12 +76,12 @@ class Staged:
         """Run a step's micro-batches forward and backward, and sum their gradients over all ranks.
 
         Args:
-            given: Returns a micro-batch's dense columns and rows; called on the first stage.
-            loss: Maps a micro-batch's number, its logits and the additional term to the loss to differentiate, and to
-                values that all ranks receive.
+            given: Called with a micro-batch's number, on ranks of the first stage; returns its dense columns and rows.
+            loss: Called with a micro-batch's number, its logits and the additional loss term or None; returns the loss
+                to differentiate, and values for all ranks.
 
         Returns:
-            The values of all micro-batches, float32 [M, ...].
+            The values that `loss` returned for all micro-batches, float32 [M, ...].
         """
 
         def compute_loss(number: int, output: Any) -> tuple[Tensor, Tensor]:
@@ -96,12 +97,15 @@ class Staged:
         return found
 
     def predict(self, step: Step, given: Given) -> list[tuple[int, Tensor]]:
-        """Return the number and the logits of each micro-batch that has samples; [] if another rank has the logits."""
+        """Return (number, logits) of each micro-batch that has samples; [] if another rank has the logits."""
         found = self._parts.predict(step.number, step.sizes, self._inputs(step, given))
         return [(number, each[0] if self._extra is not None else each) for number, each in found]
 
     def _inputs(self, step: Step, given: Given) -> Callable[[int], tuple[Any, ...]]:
-        """Return a function that returns the network's inputs, looked up here or by the leader of the slices."""
+        """Return a function that maps a micro-batch's number to the network's inputs.
+
+        This rank looks up the inputs' rows itself, or receives them from the leader of its slices.
+        """
 
         def inputs(number: int) -> tuple[Any, ...]:
             dense, rows = given(number)
@@ -137,8 +141,8 @@ def inputs_like(model: Model, sample: Batch, autocast: torch.dtype | None, sampl
         ids = read_ids(name, feature, given[name])
         if feature.pooling is None and ids.shape is not None and ids.shape[0] != ids.samples:
             raise UserError(
-                f"feature {name!r} has no pooling and varying numbers of ids, but a network in parts needs fixed sizes"
-                '; set pooling="sum" or "mean"'
+                f"feature {name!r} has no pooling and a varying number of ids, but a network that is split over "
+                'processes needs inputs of fixed sizes; set pooling="sum" or "mean"'
             )
         per_sample = [] if ids.shape is None else list(ids.shape[1:])
         tables = (feature.tables,) if feature.is_single else feature.tables

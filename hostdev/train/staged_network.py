@@ -55,7 +55,7 @@ class StagedNetwork(Network):
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes sent in training to ranks with other parts."""
+        """Bytes that this rank has sent in training to ranks with other parts of the network."""
         return self._staged.sent_bytes
 
     def train(self, parts: Iterable[Batch]) -> Generator[Result, None, None]:
@@ -69,7 +69,7 @@ class StagedNetwork(Network):
                 del step, outcome
 
     def _step(self, step: Step) -> tuple[Outcome, int]:
-        """Queue a step; return its losses and its number of samples."""
+        """Queue a step; return its outcome with the losses, and its number of samples."""
         micro = self.setup.micro_batches
         self.adam.zero_grad()
 
@@ -91,7 +91,10 @@ class StagedNetwork(Network):
         return self.finish(rows, batch, losses), batch.step_rows
 
     def score(self, parts: Iterable[Batch]) -> Scored:
-        """Yield the logits and the batch of each local micro-batch; the logits are None if empty or elsewhere."""
+        """Yield the logits of each of this rank's micro-batches, and the micro-batch.
+
+        The logits are None if the micro-batch has no samples, or if another rank has the logits.
+        """
         loop = self.setup.runtime.predict(parts, **self._reading, micro_batches=self.setup.micro_batches.here)
         with closing(loop):
             for step in loop:
@@ -102,7 +105,7 @@ class StagedNetwork(Network):
                     yield None if scores is None else scores.float().cpu().numpy(), batch
 
     def state(self) -> DenseState:
-        """Return the whole network's and its optimizer's state on rank 0, and an empty state on other ranks."""
+        """Return the state of the whole network and its optimizer on rank 0, and an empty state on other ranks."""
         return self._staged.state(self.adam)
 
     def load(self, model: Any, optimizer: Any) -> None:

@@ -16,7 +16,7 @@ from hostdev.distributed.process_group import Ranks
 from hostdev.train.config import TrainConfig
 from hostdev.train.trainer import Trainer
 
-_REMEDY = "prepare the data with preprocess ... --vocabulary FROM, where FROM is the data set of the checkpoint"
+_REMEDY = "prepare the data with preprocess ... --vocabulary FROM, where FROM is the checkpoint's data set"
 
 
 class Origin(NamedTuple):
@@ -36,11 +36,11 @@ class Origin(NamedTuple):
 
 
 def find(settings: TrainConfig, root: Path, data: Manifest) -> Origin:
-    """Return the checkpoint that --start-from names, or the newest valid one in that folder.
+    """Return the checkpoint that --start-from names; in a folder of checkpoints, this is the newest valid one.
 
     Raises:
-        UserError: There is no checkpoint, its model differs, or its ids, columns or scaled numbers do not mean the same
-            as the data's.
+        UserError: There is no checkpoint, it is from another model, or ids, columns or scaled numbers have different
+            meanings in the checkpoint and in the data.
     """
     assert settings.start_from is not None
     if not settings.start_from.exists():
@@ -51,7 +51,7 @@ def find(settings: TrainConfig, root: Path, data: Manifest) -> Origin:
     if isinstance(more, dict) and more["settings"]["model"] != settings.model:
         raise UserError(
             f"{origin.path} was trained with --model {more['settings']['model']}, not --model {settings.model}; give "
-            "the checkpoint's model"
+            f"--model {more['settings']['model']}"
         )
     layers = Layers(origin.chain)
     file = find_file(layers, f"data/{FILE_NAME}")
@@ -72,7 +72,8 @@ def find_together(settings: TrainConfig, root: Path, data: Manifest, ranks: Rank
 def load(origin: Origin, trainer: Trainer) -> list[str]:
     """Load rows, layers and optimizer state into a new run; return lines that describe what was loaded.
 
-    Steps count from 0, learning rates are this run's, and rows that the checkpoint lacks keep their initial values.
+    Steps count from 0, learning rates are those of the new run, and rows that the checkpoint lacks keep their initial
+    values.
 
     Raises:
         UserError: The checkpoint is from another model; no table was changed.
@@ -87,14 +88,14 @@ def load(origin: Origin, trainer: Trainer) -> list[str]:
             group["lr"] = lr
         layers = "dense layers and their optimizer state are loaded"
     else:
-        layers = "dense layers have their initial values: the checkpoint has none written by hostdev train"
+        layers = "dense layers have their initial values, as the checkpoint has no layers saved by hostdev train"
     load_shared(chain, trainer.tables, fit)
     step = chain[-1].manifest.step
     return [
         *origin.notes,
         f"start    from {origin.path}, after step {step:,}; steps of this run count from 0",
         *(f"start    {line}" for line in fit.lines()),
-        f"start    {layers}; learning rates are this run's",
+        f"start    {layers}; learning rates are those of this run",
     ]
 
 

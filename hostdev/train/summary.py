@@ -15,7 +15,7 @@ from hostdev.train.trainer import Trainer
 
 
 def get_caches(caches: Sequence[EmbeddingCache], ops: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the statistics of the cache or, with several caches, of each cache by the names of its tables.
+    """Return the cache's statistics for summary.json; with several caches, a dictionary by the names of their tables.
 
     Args:
         ops: Durations, as `OpLog.summary` returns them.
@@ -32,16 +32,16 @@ def get_caches(caches: Sequence[EmbeddingCache], ops: Mapping[str, Any]) -> dict
 
 
 def get_host_costs(ops: Mapping[str, Mapping[str, Any]], tables: Sequence[Any]) -> Costs | None:
-    """Return the host's nanoseconds per row that bypasses the cache, is admitted, or is evicted.
+    """Return the host's time, in nanoseconds, for a row that bypasses the cache, is admitted, or is evicted.
 
-    Tables are processed in parallel, so the slowest one counts. If no row was admitted or evicted, that cost is
-    estimated from the lookups' time per byte.
+    Tables are processed in parallel, so the slowest table counts. If no row was admitted, or none was evicted, the time
+    for such a row is estimated from the lookups' time per byte.
 
     Args:
         ops: Durations, as `OpLog.summary` returns them.
 
     Returns:
-        The costs, or None if nothing was looked up or updated on the host.
+        The three times, or None if no row was looked up, or none was updated, on the host.
     """
     looked_up, admitted, evicted = (
         max(_per_row(ops, op, table) for table in tables) for op in (EmbeddingLookup, CacheAdmit, CacheEvict)
@@ -87,7 +87,7 @@ def get_ranks(ranks: Ranks | None, trainer: Trainer, mesh: str | None, sent: Map
 
 
 def get_ops_log(file: RotatedFile | None) -> dict[str, Any]:
-    """Return the number of bytes removed from ops.log; empty if none were."""
+    """Return the size limit of ops.log and the number of bytes removed from it; empty if none were removed."""
     if file is None or not file.dropped_bytes:
         return {}
     return {"ops_log": {"limit_bytes": file.limit, "dropped_bytes": file.dropped_bytes}}

@@ -1,4 +1,4 @@
-"""Scores of all labels: AUC and log loss of those that are 0 or 1, RMSE and MAE of numbers."""
+"""Scores of all labels: AUC and log loss of labels that are 0 or 1, RMSE and MAE of labels that are numbers."""
 
 import math
 from contextlib import ExitStack
@@ -19,10 +19,12 @@ Values = npt.NDArray[np.float32]
 
 
 class Errors:
-    """Sums the errors of predictions in float64; the sums do not depend on how samples are divided into calls of `add`.
+    """Sums the errors of predictions in float64.
+
+    The sums do not depend on how many samples each call of `add` adds.
 
     Args:
-        block: Samples whose errors are summed at once.
+        block: Number of samples whose errors are summed at once.
     """
 
     def __init__(self, block: int = _BLOCK) -> None:
@@ -60,7 +62,7 @@ class Errors:
 
 
 class TargetScores:
-    """Collects the model's outputs and the labels, as a context that closes its files at the end.
+    """Collects the model's outputs and the labels of samples. A context manager that closes its files at the end.
 
     Args:
         labels: Names of all labels.
@@ -89,12 +91,16 @@ class TargetScores:
         self._files.close()
 
     def add(self, outputs: Values, labels: Values) -> None:
-        """Add samples: outputs and labels, each float32 [n], or [n, labels] if there are several."""
+        """Add samples: outputs and labels, each float32 [n], or [n, labels] if there are several labels."""
         for to, each, label in zip(self._each, columns_of(outputs), columns_of(labels), strict=True):
             to.add(each, label)
 
     def add_known(self, outputs: Values, labels: Values) -> list[npt.NDArray[np.bool_]]:
-        """Add the samples of each label that have a finite output and a label; return their masks, bool [n]."""
+        """Add, for each label, the samples with a finite output and a known label.
+
+        Returns:
+            For each label, a mask of the added samples, bool [n].
+        """
         masks = []
         for to, each, label in zip(self._each, columns_of(outputs), columns_of(labels), strict=True):
             masks.append(np.isfinite(each) & ~np.isnan(label))

@@ -13,7 +13,7 @@ _AT_ONCE = 1 << 20  # samples over all ranks after which they are sent to rank 0
 class Together:
     """Collects the scores of all ranks on rank 0, in the order of the samples: by batch, then by rank.
 
-    All ranks must make the same calls, except to `add`. Memory use is bounded.
+    All ranks must make the same calls, except those of `add`. Memory use is bounded.
 
     Args:
         to: Receives the scores on rank 0.
@@ -39,7 +39,7 @@ class Together:
             self._send()
 
     def figures(self) -> list[Figures]:
-        """Return the figures of each label on all samples, on every rank."""
+        """Return, on every rank, the figures of each label over the samples of all ranks."""
         self._send()
         found = self._to.figures() if self._ranks.rank == 0 else None
         return [Figures(*each) for each in self._ranks.control.share(found)[0]]

@@ -48,19 +48,19 @@ class Trainer:
     """Trains, evaluates and saves a model with its tables.
 
     Args:
-        model: Declares its tables and computes logits from dense columns and rows. It is moved to the device.
+        model: Declares its tables, and computes logits from dense columns and rows. The model is moved to the device.
         host_device_mix: Whether to place the tables, and the ops on them, on the host.
         precision: "fp32", or "bf16" for the dense layers' arithmetic over float32 weights.
-        lr: Learning rate of the dense layers' Adam, or None for the model's.
+        lr: Learning rate of the dense layers' Adam; None for the model's `lr`.
         most_uses: Maximum number of ids in a batch, for the memory estimate.
         saves: Whether checkpoints will be saved, for the memory estimate.
         micro_batches: Micro-batches per batch; the order in which gradients are summed depends only on this number.
-        gradients: "mean" weights a micro-batch by its samples; "sum" adds the micro-batches' means.
+        gradients: "mean" to weight each micro-batch's mean loss by its number of samples; "sum" to add the mean losses.
         ranks: Processes that share the micro-batches and the tables' rows, or None for a single process.
         l2: Regularization of the table "deep": "none", "batch" or "table".
-        layout: Stages and slices of the model, if the ranks' mesh has any.
+        layout: Stages and slices of the model; None if each rank has the whole model.
         sample: A batch with the shapes of the model's inputs; required with `layout`.
-        schema: Gives the labels and the weights; None: a single label of 0 or 1.
+        schema: The data's schema, which describes the labels; None for a single label of 0 or 1.
 
     The arguments cache, depth, log, timeline, dense_exchange and hooks are passed to `Runtime`.
     """
@@ -147,7 +147,7 @@ class Trainer:
 
     @property
     def timeline(self) -> Timeline:
-        """The timeline of the stages and passes."""
+        """The timeline of the pipeline's stages and of the forward and backward passes."""
         return self.runtime.pipeline.timeline
 
     @property
@@ -162,11 +162,13 @@ class Trainer:
 
     @property
     def steps(self) -> int:
-        """Number of steps with finished updates."""
+        """Number of steps whose updates are finished."""
         return self.runtime.pipeline.steps
 
     def train(self, batches: Iterable[Batch]) -> Generator[Result, None, None]:
-        """Take a step per batch and yield its result, with the losses before the update; closing finishes queued steps.
+        """Take a step per batch and yield the step's result, with the losses before the update.
+
+        Closing the generator finishes the steps that are queued.
 
         Raises:
             NonFiniteLossError: A loss or gradient is not finite. This step and later ones update nothing.
@@ -177,7 +179,7 @@ class Trainer:
     def evaluate(
         self, batches: Iterable[Batch], progress: Callable[[], object] = lambda: None, folder: Path | None = None
     ) -> Evaluation | None:
-        """Return the quality of the predictions of batches; None if there are none. The training mode is kept.
+        """Return the quality of the predictions for batches; None if they have no samples. Keep the training mode.
 
         Args:
             progress: Called after each batch.
@@ -242,7 +244,10 @@ class Trainer:
         return to.save(self.tables.values(), step, content, state_sha256=state_sha256)
 
     def load(self, chain: Chain, *, check: bool = False) -> Any:
-        """Load a checkpoint and return its `more`; `check` verifies the row checksums, as in `load_tables`.
+        """Load a checkpoint, and return the values that `save` received as `more`.
+
+        Args:
+            check: Whether to verify the checksums of rows, as in `load_tables`.
 
         Raises:
             UserError: The checkpoint is from another model, and no table was changed; or a file is damaged.
@@ -268,20 +273,21 @@ class Trainer:
 def _require_options(model: Model, l2: str, *, cached: bool, micro_batches: int) -> None:
     """Raise UserError for options that cannot be combined with the model, or with each other."""
     if l2 != "none" and DEEP not in model.tables:
-        raise UserError(f"--l2 {l2} requires Wide & Deep's table 'deep', which this model lacks; leave it out")
+        raise UserError(f"--l2 {l2} requires Wide & Deep's table 'deep', which this model lacks; leave out --l2")
     if cached and l2 == "table":
         raise UserError(
-            "--l2 table reads the whole table in every step, so --cache-rows would write all rows back each time; use "
-            "--l2 batch, or leave out --cache-rows"
+            "--l2 table reads the whole table in every step, so with --cache-rows all cached rows would be written "
+            "back each time; use --l2 batch, or leave out --cache-rows"
         )
     if l2 == "table" and micro_batches > 1:
         raise UserError(
-            "--l2 table cannot be combined with --micro-batches: each would add the L2 term; use --l2 batch"
+            "--l2 table cannot be combined with --micro-batches: each micro-batch would add the L2 term of the whole "
+            "table; use --l2 batch"
         )
 
 
 def _bind(feature: Feature, tables: Mapping[str, Table], precision: str) -> Feature:
-    """Replace a feature's table names with the tables; embeddings have the dense layers' precision."""
+    """Return the feature with tables instead of their names; embeddings have the dense layers' precision."""
     names = (feature.tables,) if feature.is_single else tuple(feature.tables)
     found = tuple(tables[name] for name in names)
     dtypes = tuple("bfloat16" if precision == "bf16" and table.dim > 1 else "float32" for table in found)
@@ -300,7 +306,7 @@ def _has_generator(device: torch.device) -> bool:
 
 
 def _get_random_states(device: torch.device) -> dict[str, Tensor]:
-    """Return the states of torch's generators, for layers such as dropout."""
+    """Return the states of torch's random generators, which layers such as dropout use."""
     states = {"cpu": torch.get_rng_state()}
     if _has_generator(device):
         states[device.type] = torch.get_device_module(device).get_rng_state(device)

@@ -52,7 +52,8 @@ def test_a_run_directory_has_one_run(trained, run_dir, small_data, tmp_path, sav
     code, _, err = trained(*small(small_data, path, *MIX, *options, "--max-steps", 6, "--resume"))
     assert (code, err) == (
         2,
-        f"hostdev.train: error: --run-dir {path} is in use: another process trains there; wait for it, or end it\n",
+        f"hostdev.train: error: --run-dir {path} is in use: another process trains there; wait for that process, or "
+        "end it\n",
     )
     assert _files(path) == before
     first.close()

@@ -55,7 +55,7 @@ def test_it_is_trained_on_and_predicted(data, trained, tmp_path, capsys):
     assert trained(*flags, "--resume", "--epochs", 3)[0] == 0
     code, _, error = trained(*small(data, "other", *MIX), "--early-stop", 1, "--epochs", 3)
     assert code == 2
-    assert f"--early-stop 1 needs validation or test rows, and {data} has none; omit it" in error
+    assert f"--early-stop 1 needs validation or test rows, and {data} has none; leave out --early-stop" in error
     arguments = ["--checkpoint", "run", "--data", str(data), "--out", "p.parquet"]
     assert cli.run("p", predict.main, arguments) == 2
     assert f"--data {data} has no test rows; give --split train" in capsys.readouterr().err

@@ -148,7 +148,7 @@ def test_a_named_checkpoint_and_a_folder_of_its_own(trained, small_data, tmp_pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--resume"], "--resume looks for checkpoints in --checkpoint-dir, or in the --run-dir"),
+        (["--resume"], "--resume without a folder looks for checkpoints in --checkpoint-dir or --run-dir"),
         (["--resume", "nowhere"], "--resume nowhere: there is no such checkpoint"),
         (["--keep-checkpoints", 2], "--keep-checkpoints has no effect without --checkpoint-every"),
         (["--checkpoint-dir", "x"], "--checkpoint-dir has no effect without --checkpoint-every"),
@@ -226,7 +226,7 @@ def test_another_model_or_data_set_is_refused(trained, small_data, own_data, tmp
         (["--table-lr", 0.5], "was trained with no --table-lr, not --table-lr 0.5"),
         (["--model", "deepfm"], "was trained with --model wide_deep, not --model deepfm"),
         (["--data", own_data], "was trained on a data set other than"),
-        (["--max-steps", 4], "was saved after step 5, and this run ends after 4"),
+        (["--max-steps", 4], "was saved after step 5, and this run ends after step 4"),
     ):
         code, _, error = trained(*options, "--resume", *more)
         assert (code, error.count("\n")) == (2, 1)
@@ -240,7 +240,7 @@ def test_a_run_without_checkpoints_is_not_overwritten(trained, small_data, tmp_p
     before = (tmp_path / "run/loss.log").read_text()
     code, _, error = trained(*options, "--resume")
     assert (code, error.count("\n")) == (2, 1)
-    assert "--run-dir run holds a finished run, without checkpoints" in error
+    assert "--run-dir run holds a finished run, but no checkpoint to resume from" in error
     (tmp_path / "run/summary.json").unlink()
     code, _, error = trained(*options, "--resume", "--seed", 1)
     assert code == 2
@@ -321,7 +321,7 @@ def test_the_exit_code_where_the_last_one_was_not_saved(trained, small_data, tmp
     code, printed, error = trained(*small(small_data, "run", *MIX), "--checkpoint-every", 6)
     assert code == 3
     assert error.splitlines()[-1].startswith("hostdev.train: error: the last checkpoint was not saved: run/checkpoints")
-    assert error.splitlines()[-1].endswith("; no earlier one exists")
+    assert error.splitlines()[-1].endswith("; there is no earlier checkpoint")
     assert "state_sha256" in printed
     assert names(tmp_path / "run/checkpoints") == []
 
@@ -339,7 +339,7 @@ def test_a_folder_that_is_removed_or_a_file(trained, small_data, tmp_path, monke
     code, _, error = trained(*small(small_data, "run", *MIX), "--checkpoint-every", 5)
     assert code == 0
     assert error.count("warning") == 1
-    assert "step-0000000005 was removed; the checkpoint of step 10 holds all rows" in error
+    assert "step-0000000005 was removed, so the checkpoint of step 10 is saved with all rows" in error
     assert folder.read_chain(tmp_path / "run/checkpoints/step-0000000010")
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)

@@ -94,7 +94,7 @@ def test_two_days(days, first, trained, tmp_path, capsys):
                 f"{two - one:,} new rows have their initial values"
                 for table in ("first_order", "vectors")
             ),
-            "start    dense layers and their optimizer state are loaded; learning rates are this run's",
+            "start    dense layers and their optimizer state are loaded; learning rates are those of this run",
         ]
     assert len(set(found.values())) == 1
     assert found["depth"] != digest(first)
@@ -284,7 +284,7 @@ def others(days):
         ),
         ("scaled", [], "scaled does not fit .* scaling of numbers: max, .* in the checkpoint, log, .* in the data set"),
         ("hashed", [], "hashed does not fit .* different hash buckets: none in the checkpoint, 300 in the data set"),
-        ("two", ["--model", "dcn"], "was trained with --model deepfm, not --model dcn; give the checkpoint's model"),
+        ("two", ["--model", "dcn"], "was trained with --model deepfm, not --model dcn; give --model deepfm"),
         ("two", ["--emb-dim", 8], "table 'vectors' has 4 columns, but 8 in the program"),
         (
             "two",
@@ -292,7 +292,7 @@ def others(days):
             r"table 'first_order' has optimizer LazyAdam\(b.*, but SGD in the program",
         ),
         ("two", ["--table-dtype", "bf16"], "the weights of table 'first_order' are fp32, but bf16 in the program"),
-        ("two", ["--resume", "x"], "--start-from has no effect with --resume x; leave one of them out"),
+        ("two", ["--resume", "x"], "--start-from has no effect with --resume x; leave out one of the two"),
         ("two", ["--start-from", "nowhere"], "--start-from nowhere: there is no such checkpoint"),
     ],
 )
@@ -352,8 +352,8 @@ def test_a_checkpoint_of_a_program_of_its_own_with_one_of_the_tables(days, train
         f"start    table vectors: 50 rows with their slots; {schema.rows - 50} new rows have their initial values",
         "start    table first_order: not in the checkpoint; all rows have their initial values",
         "start    table other: only in the checkpoint; not loaded",
-        "start    dense layers have their initial values: the checkpoint has none written by hostdev train; learning "
-        "rates are this run's",
+        "start    dense layers have their initial values, as the checkpoint has no layers saved by hostdev train; "
+        "learning rates are those of this run",
     ]
 
 

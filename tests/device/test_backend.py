@@ -43,7 +43,7 @@ def test_an_accelerator_has_an_index(monkeypatch, name, index):
     assert backend.free_bytes(device) == 5
     assert machine.asked == [device]
     assert backend.describe(device) == f"cuda:{index} (Product {index})"
-    with pytest.raises(UserError, match="--device cuda:3: this machine has 3 such devices, numbered from 0"):
+    with pytest.raises(UserError, match="--device cuda:3: this machine has only 3 of these devices, numbered from 0"):
         backend.select("cuda:3")
 
 
@@ -82,7 +82,7 @@ def test_tf32_is_on_or_ieee(monkeypatch, precision):
 
 def test_tf32_that_is_not_there(monkeypatch, precision):
     before = precision.fp32_precision
-    with pytest.raises(UserError, match="--tf32 has no effect on cpu; leave it out"):
+    with pytest.raises(UserError, match="--tf32 has no effect on cpu; leave out --tf32"):
         backend.set_tf32(torch.device("cpu"), True)
     backend.set_tf32(torch.device("cpu"), False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))

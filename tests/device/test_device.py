@@ -176,7 +176,7 @@ def test_an_accelerator_by_its_number(device):
         one = backend.select(f"{device.type}:{number}")
         assert DeviceTable(3, 2, SGD(), one, name="t").block.device.index == number
         assert torch.accelerator.current_device_index() == number
-    with pytest.raises(UserError, match=f"this machine has {count} such devices, numbered from 0"):
+    with pytest.raises(UserError, match=f"this machine has only {count} of these devices, numbered from 0"):
         backend.select(f"{device.type}:{count}")
     assert backend.free_bytes(device) > 0
     assert backend.describe(device).startswith(f"{device} (")

@@ -85,7 +85,8 @@ def test_meshes_cuts_and_schedules(refused, as_one_of, options, words):
 def test_more_stages_than_micro_batches(refused, as_one_of):
     as_one_of(4)
     words = (
-        "--mesh data=2,pipe=2 has 2 stages, which need at least as many micro-batches; give --micro-batches 4 or more"
+        "--mesh data=2,pipe=2 has 2 stages, so each process needs at least 2 micro-batches; give --micro-batches 4 or "
+        "more"
     )
     assert words in refused(*MIX, "--micro-batches", 2, "--mesh", "data=2,pipe=2")
 
@@ -100,7 +101,7 @@ def test_tables_on_the_device(refused, as_one_of):
 def test_spawn_under_a_launcher(refused, as_one_of):
     as_one_of(2)
     error = refused(*MIX, "--micro-batches", 2, "--spawn", 2)
-    assert "--spawn has no effect in a process that a launcher started as one of several; leave it out" in error
+    assert "--spawn has no effect in a process that a launcher started as one of several; leave out --spawn" in error
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,7 @@ def test_spawn_under_a_launcher(refused, as_one_of):
     ids=lambda flags: flags[0],
 )
 def test_what_has_no_effect_in_one_process(refused, flags):
-    assert f"{flags[0]} has no effect in one process; omit it, or start several" in refused(*MIX, *flags)
+    assert f"{flags[0]} has no effect in one process; leave out {flags[0]}, or start several" in refused(*MIX, *flags)
 
 
 @pytest.mark.parametrize(

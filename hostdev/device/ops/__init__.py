@@ -1,6 +1,7 @@
 """Operations on rows on the device: one module per implementation, all with the same functions.
 
-Their results are identical, except that CUDA adds many terms in a different order (see `sum_uses`).
+All implementations give identical results, except that on CUDA many terms are added in a different order (see
+`sum_uses`).
 
 Shapes: N occurrences in B bags, U unique rows, D columns. A block [any, 1 + S, D] holds rows with S optimizer state
 columns of D values; row_slots [any, R] holds their per-row state. A batch's rows are in this order: H hits, A admitted,
@@ -27,10 +28,10 @@ class Ops(Protocol):
     """The functions of an implementation."""
 
     def lookup(self, block: Tensor, ids: Tensor) -> Tensor:
-        """Return a copy of the weights of rows: ids int32 or int64 [U] -> float32 [U, D]."""
+        """Return a copy of the weights of rows, float32 [U, D]; `ids` are int32 or int64 [U]."""
 
     def clip_rows(self, grads: Tensor, limit: Any) -> Tensor:
-        """Return gradients float32 [U, D], rows clipped to a mean square of at most `limit`, as in `kernels.clip`."""
+        """Return gradients float32 [U, D]; rows with a mean square above `limit` are scaled, as in `kernels.clip`."""
 
     def assemble(self, block: Tensor, hit_slots: Tensor, admitted: Tensor, passed: Tensor) -> Tensor:
         """Return the weights of a batch's rows in a new tensor, float32 [H + A + M, D].
@@ -70,7 +71,7 @@ class Ops(Protocol):
         """
 
     def expand_many(self, features: Sequence[Expansion]) -> list[Tensor]:
-        """Return the results of `pool` or `gather` for each feature; the host's threads share the pooled ones."""
+        """Return the result of `pool` or `gather` for each feature; on the CPU, host threads share the pooling."""
 
     def stack(self, features: Sequence[Expansion]) -> Tensor:
         """Return the results of `pool` or `gather` for F features in one tensor, [B, F, D].
@@ -84,8 +85,8 @@ class Ops(Protocol):
 
         Args:
             features: The features of a group, at least one.
-            rows: U.
-            in_order: Whether each row occurs, and rows are numbered by first occurrence over the concatenated features.
+            rows: U, the number of unique rows.
+            in_order: Whether each row occurs, and rows are numbered by first occurrence in the concatenated features.
         """
 
     def sum_uses(self, grads: Sequence[Tensor], uses: Any) -> Tensor:
@@ -99,7 +100,7 @@ class Ops(Protocol):
 
         Args:
             grads: For each feature, float32 or bfloat16 [B, D], or [N, D] if it is not pooled.
-            uses: From `uses_of`.
+            uses: The result of `uses_of` for the same features.
         """
 
     def sum_many(self, calls: Sequence[tuple[Sequence[Tensor], Any]]) -> list[Tensor]:
@@ -131,7 +132,7 @@ class Ops(Protocol):
             skip: float32 []; if it is not 0, nothing changes; None means 0.
             admitted: The admitted rows, float32 [A, 1 + S, D]; None for no rows.
             admitted_row_slots: Their per-row state, float32 [A, R].
-            clock: Brings the rows up to date first; None if they already are.
+            clock: Used to bring the rows up to date before the step; None if they are up to date.
             clocks: The table's clocks on the device; required with `clock`.
         """
 
@@ -157,7 +158,7 @@ class Ops(Protocol):
         admitted: Tensor,
         admitted_row_slots: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Swap admitted rows in, and return the E rows that they evict, [E, 1 + S, D], and their per-row state [E, R].
+        """Write admitted rows to slots; return the E evicted rows, [E, 1 + S, D], and their per-row state [E, R].
 
         Args:
             block: The rows in the cache's C slots, float32 [C, 1 + S, D].

@@ -41,7 +41,7 @@ class Clocks:
         self._held: _OnDevice | None = None
 
     def get(self, clock: Clock, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return a clock's inverse, recent, frozen and powers on the device."""
+        """Return the arrays `inverse`, `recent`, `frozen` and `powers` of a clock, on the device."""
         held, needed = self._held, int(clock.now) + 1
         if held is None or held.source is not clock.inverse:
             inverse, frozen, powers = (
@@ -59,12 +59,12 @@ class Clocks:
 
 
 def pack(block: Tensor, row_slots: Tensor, moments: bool) -> Tensor:
-    """Return packed rows, float32 [N, W], of rows float32 [N, 1 + S, D] and their per-row state [N, R]."""
+    """Pack rows float32 [N, 1 + S, D] and their per-row state [N, R]; return float32 [N, W]."""
     return torch.cat([block[:, : packed_planes(moments)].flatten(1), row_slots[:, -1:]], 1)
 
 
 def unpack(packed: Tensor, dim: int, clock: Clock, clocks: Clocks) -> Tensor:
-    """Return the weights, float32 [N, D], of packed rows [N, W], brought up to date."""
+    """Return the weights of packed rows [N, W] as they are after the last step, float32 [N, D]."""
     if packed.device.type == "cpu":
         out = torch.empty((len(packed), dim), dtype=torch.float32)
         run_tasks(unpack_tasks(packed.contiguous().numpy(), clock, out.numpy()))
@@ -84,7 +84,7 @@ def bring(block: Tensor, row_slots: Tensor, clock: Clock, clocks: Clocks) -> Non
 
 
 def _bring(rows: Tensor, last: Tensor, clock: Clock, clocks: Clocks) -> None:
-    """Bring rows [N, planes, D], last written at steps float32 [N], up to date in place."""
+    """Bring rows [N, planes, D], which were last written at the steps `last`, float32 [N], up to date in place."""
     if not len(rows):
         return
     inverse, recent, frozen, powers = clocks.get(clock, rows.device)

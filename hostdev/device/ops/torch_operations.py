@@ -45,7 +45,7 @@ def gather(rows: Tensor, inverse: Tensor, weights: Tensor | None, dtype: torch.d
 def pool(
     rows: Tensor, inverse: Tensor, offsets: Tensor, weights: Tensor | None, mean: bool, dtype: torch.dtype
 ) -> Tensor:
-    """See `Ops`, and `sum_uses` for the order on CUDA."""
+    """See `Ops`; `sum_uses` describes the order of additions on CUDA."""
     terms = gather(rows, inverse, weights, torch.float32)
     sums = _sum(terms, get_bags(offsets, len(inverse)).long(), len(offsets) - 1)
     if mean:
@@ -84,8 +84,9 @@ def uses_of(features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> Us
 def sum_uses(grads: Sequence[Tensor], uses: Uses) -> Tensor:
     """See `Ops`.
 
-    On CUDA the order is fixed, without atomics. For D = 1 and rows with 32 or more occurrences, torch sets the order;
-    otherwise it is the order of occurrence. Host and device tables get the same sums, since both use this function.
+    On CUDA the order of the additions is fixed, without atomics. It is the order of occurrence, except that torch sets
+    it for rows with 32 or more occurrences if D = 1. Host and device tables get the same sums, because both use this
+    function.
     """
     terms = []
     for grad, (sizes, bags, weights) in zip(grads, uses.features, strict=True):

@@ -31,7 +31,7 @@ def stack(features: Sequence[Expansion]) -> Tensor:
 
 
 class Uses(NamedTuple):
-    """A batch's occurrences of rows in several features, whose gradients are concatenated."""
+    """A batch's occurrences of rows in several features; the features' gradients are concatenated."""
 
     by_row: fused.Uses
     source: Tensor | None  # int32, each occurrence's row of the gradients; None if occurrence i has row i

@@ -13,7 +13,7 @@ class FeatureUses(NamedTuple):
     Attributes:
         inverse: int32 [N], the unique row of each occurrence.
         offsets: int32 [B + 1], the first occurrence of each bag; None if not pooled.
-        weights: float32 [N], the factors of the rows; None for 1.
+        weights: float32 [N], the weight of each occurrence; None for 1.
         mean: Whether to divide a bag's sum by its size.
         dtype: torch.float32 or torch.bfloat16, the dtype of the model's input, to which results are rounded once.
     """
@@ -26,7 +26,7 @@ class FeatureUses(NamedTuple):
 
 
 class Expansion(NamedTuple):
-    """A feature's rows, to be expanded to bags by `Ops.pool`, or without offsets to occurrences by `Ops.gather`."""
+    """A feature's rows, which `Ops.pool` expands to bags or, if there are no offsets, `Ops.gather` to occurrences."""
 
     rows: Tensor
     inverse: Tensor
@@ -42,7 +42,7 @@ class Expansion(NamedTuple):
 
 
 def expand(one: Expansion, gather: Callable[..., Tensor], pool: Callable[..., Tensor]) -> Tensor:
-    """Return an expansion by an implementation's `gather` or `pool`."""
+    """Return the expanded rows of a feature, by `pool` if it has offsets, otherwise by `gather`."""
     rows, inverse, offsets, weights, mean, dtype = one
     if offsets is None:
         return gather(rows, inverse, weights, dtype)
@@ -50,7 +50,7 @@ def expand(one: Expansion, gather: Callable[..., Tensor], pool: Callable[..., Te
 
 
 def get_bags(offsets: Tensor, uses: int) -> Tensor:
-    """Return the bag of each of N = `uses` occurrences, int32 [N], from offsets int32 [B + 1]."""
+    """Return the number of each occurrence's bag, int32 [N], from offsets int32 [B + 1]; `uses` is N."""
     places = torch.arange(uses, dtype=torch.int32, device=offsets.device)
     return torch.searchsorted(offsets, places, right=True, out_int32=True) - 1
 
@@ -61,5 +61,5 @@ def get_bag_sizes(offsets: Tensor) -> Tensor:
 
 
 def concatenate(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate the features' tensors; a single one is not copied."""
+    """Concatenate the features' tensors; a single tensor is returned without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))

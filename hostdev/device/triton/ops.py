@@ -83,7 +83,7 @@ _OPS: Any = torch.ops.hostdev
 
 
 class Uses(NamedTuple):
-    """A batch's occurrences sorted by unique row, stably; shared by all tables of a group."""
+    """A batch's occurrences, stably sorted by unique row; all tables of a group share them."""
 
     order: Tensor  # int32 [N], the occurrences
     keys: Tensor  # int32 [N], their rows
@@ -145,7 +145,7 @@ def pool(
 def exchange(
     block: Tensor, row_slots: Tensor, admitted_slots: Tensor, leaving: int, admitted: Tensor, admitted_row_slots: Tensor
 ) -> None:
-    """Swap admitted rows into their slots, and the rows of the last E slots out, in place.
+    """Write admitted rows to their slots, in place; the rows of the last E slots replace the last E admitted rows.
 
     Args:
         block: The rows in the slots, [C, 1 + S, D].
@@ -153,7 +153,7 @@ def exchange(
         admitted_slots: The slots of the admitted rows, [A], all different.
         leaving: E, at most A.
         admitted: The admitted rows, [A, 1 + S, D]; afterwards admitted[A - E:] are the evicted rows.
-        admitted_row_slots: Their per-row state, [A, R]; afterwards its last E rows belong to the evicted rows.
+        admitted_row_slots: Their per-row state, [A, R]; afterwards admitted_row_slots[A - E:] belong to evicted rows.
     """
     _OPS.exchange(block, row_slots, admitted_slots, leaving, admitted, admitted_row_slots)
 
@@ -163,7 +163,7 @@ def sort_uses(inverse: Tensor, rows: int) -> Uses:
 
     Args:
         inverse: The row of each occurrence, in [0, rows), int32 [N].
-        rows: U.
+        rows: U, the number of unique rows.
     """
     keys, order = torch.sort(inverse, stable=True)
     starts = torch.searchsorted(keys, torch.arange(rows + 1, dtype=keys.dtype, device=keys.device), out_int32=True)

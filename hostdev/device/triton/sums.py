@@ -2,9 +2,9 @@
 
 A row's occurrences, in order, are cut into segments of 64. Each segment is summed from first to last, and the segments'
 sums are added in order. Aligned windows of 64 sorted occurrences find the segments without a list. At most one segment
-that is not its row's first begins in each window, and it belongs to the row of the window's first occurrence. (That
-row's next segment begins 64 places later, in another window; so does the second segment of a row that begins inside.)
-Conversely, a row whose k-th segment (k > 0) begins in the window began before the window.
+that is not its row's first begins in each window, and it belongs to the row of the window's first occurrence. (The next
+segment of that row begins 64 places later, in another window; so does the second segment of a row that begins inside
+the window.) Conversely, a row whose segment k (k > 0, counted from 0) begins in the window began before the window.
 """
 
 import torch
@@ -66,7 +66,10 @@ def _sum_segments(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum each row's first segment into `out` (programs below FIRST), and others, one per window, into `partial`."""
+    """Sum each row's first segment into `out`, and the other segments, at most one per window, into `partial`.
+
+    Programs below FIRST sum the first segments.
+    """
     program = tl.program_id(0)
     if program < FIRST:
         target, column, inside = tile(D, ROWS, BLOCK, program)

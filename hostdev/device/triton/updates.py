@@ -55,7 +55,7 @@ def _momentum(w, buffer, g, lr, decay, NESTEROV: tl.constexpr):
 
 @triton.jit
 def _rows(program, FIRST, H, A, skip):
-    """Return a program's tile in the block or the admitted rows, and the number of rows there; 0 skips the step."""
+    """Return a program's tile number in the block or in the admitted rows, and how many rows to update there."""
     rows = H
     if program >= FIRST:
         program -= FIRST
@@ -88,7 +88,7 @@ def _update(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Programs below FIRST update rows of `block`, the others rows of `admitted`."""
+    """Update rows of `block` in the programs below FIRST, and rows of `admitted` in the other programs."""
     program, rows = _rows(tl.program_id(0), FIRST, H, A, skip)
     row, column, inside = tile(D, ROWS, BLOCK, program)
     inside = inside & (row < rows)

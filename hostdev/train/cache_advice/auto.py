@@ -1,4 +1,4 @@
-"""--cache-rows auto: the cache that `advise` would choose, from the first batches and the memory left by a step."""
+"""--cache-rows auto: the cache that `advise` would choose for the first batches and the memory a step leaves free."""
 
 import itertools
 from collections.abc import Sequence
@@ -51,9 +51,9 @@ Sampled = list[tuple[npt.NDArray[Any], npt.NDArray[np.int32]]]  # unique ids of 
 def choose_cache(
     settings: TrainConfig, data: Path, found: Manifest, ranks: Ranks | None
 ) -> tuple[TrainConfig, list[str]]:
-    """Return the settings with a cache's rows and policy instead of auto, and lines that explain the choice.
+    """Replace --cache-rows auto in the settings by a number of rows and a policy; return also lines that explain them.
 
-    All ranks must call it. Rank 0 chooses, for the device with the least free memory.
+    All ranks must call this. Rank 0 chooses, for the device with the least free memory.
     """
     if settings.cache_rows != AUTO:
         return settings, []
@@ -83,7 +83,7 @@ def choose_cache(
 
 
 def _sample(model: Model, groups: Sequence[Group], reader: ShardReader, settings: TrainConfig) -> list[Sampled]:
-    """Return the ids of the first training batches for each group."""
+    """Return, for each group, the unique ids of the first training batches and how often they occur."""
     assert settings.batch_size is not None
     sampled: list[Sampled] = [[] for _ in groups]
     ids = 0
@@ -126,7 +126,7 @@ def _room(
     left = measure_free_after_step(model, sample, samples, device, autocast)
     if left is None:
         raise UserError(
-            f"--cache-rows auto: torch does not report the free memory of {describe(device)}; give a number"
+            f"--cache-rows auto: torch does not report the free memory of {describe(device)}; give a number of rows"
         )
     step = sum(
         group.passing * max((len(ids) for ids, _ in mine), default=0)
@@ -143,7 +143,10 @@ def _simulate(
     room: int,
     device: torch.device,
 ) -> Curves:
-    """Simulate the caches that fit, on the sampled batches, one at a time: each plan takes memory for all rows."""
+    """Simulate the caches that fit, on the sampled batches.
+
+    Only one cache is simulated at a time, because each plan takes memory for all rows.
+    """
     policies = [settings.cache_policy] if settings.cache_policy is not None else [POLICIES[0], "static"]
     policies = [policy for policy in policies if policy != "static" or all(each is not None for each in counts)]
     window = WINDOW if settings.cache_window is None else settings.cache_window
@@ -176,7 +179,7 @@ def _simulate(
 
 
 def _size(point: Point, ranks: Ranks | None) -> str:
-    """Return a value for --cache-rows; a share for several processes, because each has a part of the rows."""
+    """Return a value for --cache-rows: a number of rows, or a share if each of several processes has only some rows."""
     if ranks is None:
         return format_size(point)
     return f"{100 * point.rows / sum(group.rows for group in point.groups):.4g}%"

@@ -28,7 +28,7 @@ from hostdev.train.cache_advice.rates import host_costs
 SHARES = ("0.1%", "0.5%", "1%", "2%", "5%", "10%", "20%", "50%", "100%")
 _WORTH = 1.05  # a smaller cache is preferred up to this multiple of the least time
 _UNKNOWN = Costs(0, 0, 0)
-_PLANS_PART, _MOST_BYTES = 4, 3 << 30  # plans take at most 1/4 of the free memory; plans and counts, 3 GiB
+_PLANS_PART, _MOST_BYTES = 4, 3 << 30  # at most 1/4 of the free memory for plans; 3 GiB with counts
 _RATED = 9  # batches to measure the host's work
 
 
@@ -40,7 +40,7 @@ class Group:
     rows: int
     tables: tuple[TableShape, ...]
     host: Costs = _UNKNOWN  # nanoseconds per row on the host
-    unique: int = 0  # most unique ids in a batch
+    unique: int = 0  # maximum number of unique ids in a batch
 
     @classmethod
     def of(cls, model: Model, names: Sequence[str]) -> "Group":
@@ -50,7 +50,7 @@ class Group:
 
     @property
     def passing(self) -> int:
-        """Bytes of a row that bypasses the cache, in each direction."""
+        """Bytes that are copied in each direction for a row that bypasses the cache."""
         return row_bytes(self.tables)[0]
 
     @property
@@ -60,15 +60,15 @@ class Group:
 
     @property
     def costs(self) -> Costs:
-        """Bytes that a row moves when it bypasses, is admitted or is evicted."""
+        """Bytes that are copied for a row that bypasses the cache, is admitted, or is evicted."""
         return Costs.of(self.passing, self.whole)
 
 
 @dataclass
 class Point:
-    """Caches of one policy and size, one for each group, simulated over the batches and measured in their second half.
+    """Caches of one policy and size, one for each group, simulated over all batches; the second half is measured.
 
-    A point of the optimum holds lower bounds for this size; different caches may attain different bounds.
+    A point of the optimum holds lower bounds for caches of this size; no single cache has to reach all of them.
     """
 
     sizes: list[int]
@@ -88,12 +88,12 @@ class Point:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device."""
+        """Bytes that the caches take on the device."""
         return sum(size * group.whole for size, group in zip(self.sizes, self.groups, strict=True))
 
     @property
     def bytes(self) -> tuple[float, float]:
-        """Bytes per step to the device, and to the host."""
+        """Bytes copied per step to the device, and to the host."""
         pairs = zip(self.parts, self.groups, strict=True)
         both = [(part.bytes_moved(group.passing, group.whole), part.batches) for part, group in pairs]
         down, up = (sum(moved[way] / max(1, batches) for moved, batches in both) for way in (0, 1))
@@ -101,18 +101,18 @@ class Point:
 
     @property
     def moved(self) -> float:
-        """Bytes per step in both directions."""
+        """Bytes copied per step, in both directions together."""
         return self._least(0) if self.is_optimum else sum(self.bytes)
 
     @property
     def without(self) -> float:
-        """Bytes per step in both directions without caches."""
+        """Bytes copied per step without caches, in both directions together."""
         pairs = zip(self.parts, self.groups, strict=True)
         return sum(2 * group.passing * part.unique / max(1, part.batches) for part, group in pairs)
 
     @property
     def host(self) -> float:
-        """Seconds per step on the host: for bypassing, admitted and evicted rows, and for the plan."""
+        """Seconds per step of the host's work: for bypassing, admitted and evicted rows, and for the plan."""
         if self.is_optimum:
             return self._least(1) / 1e9
         pairs = zip(self.caches, self.groups, strict=True)
@@ -127,24 +127,24 @@ class Point:
 
     @property
     def host_without(self) -> float:
-        """Seconds per step on the host without caches."""
+        """Seconds per step of the host's work without caches."""
         pairs = zip(self.parts, self.groups, strict=True)
         return sum(group.host.passed * part.unique / max(1, part.batches) for part, group in pairs) / 1e9
 
     @property
     def planning(self) -> float:
-        """Seconds per step for the plan."""
+        """Seconds per step for the cache's plan."""
         return sum(one.planning / max(1, one.statistics.batches) for one in self.caches)
 
     @property
     def seconds(self) -> float:
-        """Seconds per step, host plus bus."""
+        """Seconds per step for the host's work and the copies."""
         down, up = self.bytes
         return self.host + down / self.bus.down + up / self.bus.up
 
     @property
     def seconds_without(self) -> float:
-        """Seconds per step, host plus bus, without caches."""
+        """Seconds per step for the host's work and the copies, without caches."""
         each_way = self.without / 2
         return self.host_without + each_way / self.bus.down + each_way / self.bus.up
 
@@ -160,7 +160,7 @@ class Point:
 
     @property
     def is_optimum(self) -> bool:
-        """Whether this point holds lower bounds instead of caches."""
+        """Whether this point holds the optimum's lower bounds instead of the results of caches."""
         return all(cache.least for cache in self.caches)
 
     def _least(self, number: int) -> float:
@@ -171,10 +171,10 @@ Curves = dict[str, list[Point]]  # by policy; a point for each size
 
 
 def recommend(curves: Curves, memory: int) -> tuple[str, Point] | None:
-    """Return the policy and size of the smallest cache that is within 5% of the fastest one.
+    """Choose the smallest cache whose time per step is within 5% of the fastest cache's.
 
     Returns:
-        Policy and caches, or None if no cache that fits is faster than no cache.
+        The policy and the caches, or None if no cache that fits makes steps faster.
     """
     options = [
         (point.seconds, point.rows, policy, point)
@@ -198,14 +198,14 @@ def flags(chosen: tuple[str, Point]) -> str:
 
 
 def format_size(point: Point) -> str:
-    """Return a value for --cache-rows: the rows, or a share of all rows if there are several groups."""
+    """Return a value for --cache-rows: the number of rows, or a share of all rows if there are several groups."""
     if len(point.groups) == 1:
         return str(point.rows)
     return f"{100 * point.rows / sum(group.rows for group in point.groups):.4g}%"
 
 
 def gains(point: Point) -> str:
-    """Describe what a cache saves."""
+    """Return as text what a cache saves per step, and its hit rate."""
     return (
         f"{point.moved / 2**20:.2f} MiB per step instead of {point.without / 2**20:.2f}, "
         f"{point.host * 1e3:.2f} ms of host time instead of {point.host_without * 1e3:.2f}, "
@@ -226,7 +226,10 @@ def measure_groups(model: Model, reader: ShardReader, size: int, seed: int) -> l
 
 
 def choose_sizes(groups: Sequence[Group], memory: int) -> list[list[int]]:
-    """Return sizes to try for each group, in lists of equal length: shares of its rows, and the largest that fits."""
+    """Return a list of cache sizes to try for each group, all of equal length.
+
+    The sizes are shares of the group's rows, and the largest size with which all groups' caches fit in `memory` bytes.
+    """
     tried = {tuple(max(1, rows_of(share, group.rows)) for group in groups) for share in SHARES}
     fitting = min(1.0, memory / sum(group.rows * group.whole for group in groups))
     if all(exact := tuple(int(fitting * group.rows) for group in groups)):
@@ -248,8 +251,8 @@ def simulate(
 ) -> Curves:
     """Simulate caches of every policy and size over the training samples, in batches of `size`.
 
-    One of the sizes is the largest that fits in `memory` bytes. The plans' memory determines the number of passes:
-    plans take at most a quarter of the free memory, and 3 GiB together with the counts.
+    One of the sizes is the largest that fits in `memory` bytes. The samples are read in several passes if the plans of
+    all simulations would take more than a quarter of the free memory, or more than 3 GiB together with the counts.
     """
     groups, steps = measure_groups(model, reader, size, seed), reader.steps(size)
     sizes = choose_sizes(groups, memory)
@@ -300,9 +303,12 @@ def simulate(
 def _passes(
     groups: Sequence[Group], sizes: Sequence[Sequence[int]], steps: int, window: int, room: int
 ) -> list[list[tuple[str, int, int]]]:
-    """Divide all combinations of policy, size index and group index into passes with plans of at most `room` bytes.
+    """Return all combinations of policy, size index and group index, in passes with at most `room` bytes of plans each.
 
-    A larger plan gets a separate pass; raises UserError if that plan does not fit in memory.
+    A plan of more bytes gets a separate pass.
+
+    Raises:
+        UserError: A plan does not fit in memory.
     """
     passes: list[list[tuple[str, int, int]]] = [[]]
     left = room
@@ -320,7 +326,7 @@ def _passes(
 
 
 def _optima(group: Group, sizes: Sequence[int], steps: int, window: int) -> Simulation:
-    """Return a simulation that computes the optimum's bounds for caches of these sizes."""
+    """Return a simulation that computes only the optimum's lower bounds, for caches of these sizes."""
     others = group.costs, group.host
     return Simulation(group.rows, sizes, steps, None, window, group.costs, policies=(), others=others)
 

@@ -23,13 +23,13 @@ _ROUNDS = 7
 def host_costs(
     rows: int, tables: Sequence[tuple[int, SparseOptimizer] | TableShape], batches: Sequence[npt.NDArray[Any]]
 ) -> Costs:
-    """Measure the nanoseconds, over all tables, for a row that bypasses a cache, is admitted, or is evicted.
+    """Measure the host's time for a row that bypasses a cache, is admitted, or is evicted, in nanoseconds.
 
-    A bypassing row is looked up and updated; an admitted row is read, and an evicted row written, with its optimizer
-    state.
+    The times are for a row of each table together. A bypassing row is looked up and updated. An admitted row is read
+    with its optimizer state, and an evicted row is written with its state.
 
     Args:
-        rows: V; tables above 512 MiB or a quarter of the free memory are measured with fewer rows.
+        rows: V, the number of rows. Tables above 512 MiB or a quarter of the free memory are measured with fewer rows.
         tables: Dimension, optimizer and dtypes of each table.
         batches: Unique ids [U] of some batches.
     """
@@ -71,7 +71,7 @@ def host_costs(
 def _measure_row(
     make_tasks: Callable[[npt.NDArray[Any]], list[list[Task]]], batches: Sequence[npt.NDArray[Any]]
 ) -> float:
-    """Return the median time per row over the batches in turn, after two rounds that load kernels and pages."""
+    """Return the median nanoseconds per row over batches, after two rounds that only load kernels and memory pages."""
     times = []
     for number in range(_ROUNDS + 2):
         ids = batches[number % len(batches)]
