@@ -62,7 +62,7 @@ def _compare_tables(a: Layers, b: Layers, mine: Table, theirs: Table) -> list[st
 
 
 def _zip_rows(ours: Iterator[Rows], theirs: Iterator[Rows]) -> Iterator[tuple[Rows, Rows]]:
-    """Yield pairs of equally long chunks of two columns, whose own chunks may differ in length."""
+    """Yield pairs of equally long chunks of two columns, each given in chunks of any length."""
     x = y = np.empty((0, 0), np.float32)
     while True:
         try:

@@ -45,13 +45,13 @@ Chain = list[Checkpoint]  # the full checkpoint first; each parent precedes its 
 
 
 class Found(NamedTuple):
-    """A valid checkpoint with its parents (`chain`), and the errors of newer checkpoints (`broken`)."""
+    """A valid checkpoint with its parents (`chain`), and the errors of newer, damaged checkpoints (`broken`)."""
 
     chain: Chain
     broken: list[str]
 
     def notes(self) -> list[str]:
-        """Return a line for each error of a newer checkpoint."""
+        """Return a line for each error in `broken`."""
         return [f"{line}; using an older one: {self.chain[-1].path}" for line in self.broken]
 
 
@@ -101,7 +101,7 @@ def read_chain(path: Path) -> Chain:
 
     Raises:
         BrokenCheckpointError: A manifest is missing or damaged, or a file is missing or has the wrong size.
-        UserError: `path` is a file, or a manifest has another format version.
+        UserError: `path` is a file, or a manifest has an unsupported format version.
     """
     chain = [Checkpoint(path, manifest.read(path))]
     while (parent := chain[0].manifest.parent) is not None:
@@ -123,7 +123,7 @@ def read_chain(path: Path) -> Chain:
 
 
 def _find_difference(parent: Manifest, child: Manifest) -> str | None:
-    """Return how a checkpoint's tables differ from its parent's, as the start of a message, or None if they agree."""
+    """Return how a checkpoint's tables differ from its parent's, or None; in messages, "its parent ..." follows."""
     if {table.name for table in parent.tables} != {table.name for table in child.tables}:
         return "its tables differ from those of"
     for table in child.tables:
@@ -147,7 +147,10 @@ def _require_there(path: Path, file: manifest.File) -> None:
 
 
 def newest(path: Path) -> Found:
-    """Return the checkpoint at `path`, or the newest one in it that `read_chain` accepts; raise errors as it does."""
+    """Return the checkpoint at `path`, or the newest one in the folder `path`, that `read_chain` accepts.
+
+    If it accepts none, raise its error for the newest.
+    """
     broken: dict[str, BrokenCheckpointError] = {}  # by message: several checkpoints may share a broken parent
     for each in candidates(path):
         try:
@@ -265,7 +268,7 @@ def prune(path: Path, keep: int, best_steps: Sequence[int] = ()) -> None:
         path: The folder.
         keep: Number of valid checkpoints to keep.
         best_steps: Steps in order of preference. The newest valid checkpoint of the first step that has one is also
-            kept.
+            kept, with its parents.
     """
     kept: set[str] = set()
     chains: dict[str, Chain] = {}

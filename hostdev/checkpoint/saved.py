@@ -87,7 +87,7 @@ class SavedModel(Mapping[str, SavedTable]):
         return len(self.tables)
 
     def lookup(self, ids: Mapping[str, npt.ArrayLike]) -> dict[str, Rows]:
-        """Return the rows of ids for each table, as `SavedTable.lookup` does."""
+        """Return, for each named table, the rows of its ids; see `SavedTable.lookup`."""
         return {name: self[name].lookup(values) for name, values in ids.items()}
 
     look_up = lookup  # the former name, kept for one release
@@ -163,7 +163,7 @@ def open(path: Path | str, *, tables: Sequence[str] | None = None, verify: bool 
 
 
 def _require_inside(path: Path, name: str) -> None:
-    """Raise BrokenCheckpointError for a file name outside the checkpoint's folder."""
+    """Raise BrokenCheckpointError if a file name leads outside the checkpoint's folder."""
     place = PurePosixPath(name)
     if place.is_absolute() or ".." in place.parts or not place.parts:
         raise BrokenCheckpointError(f"{path} is broken (it names the file {name[:100]!r} outside its folder)")

@@ -31,10 +31,10 @@ def state_digest(
 
     Args:
         layers: The checkpoint's rows.
-        names: The names of the dense arrays, in the digest and in the file.
-        tensors: Their values, by name in the file.
+        names: For each dense array, its name in the digest and its name in the file.
+        tensors: The dense arrays, by name in the file.
         version: The format version that defines the digest.
-        known: Digests of rows that need not be computed, by table.
+        known: By table, digests of rows, which need not be computed again.
     """
     digest = StateDigest1() if version == 1 else StateDigest()
     for table in sorted(layers.manifest.tables, key=lambda table: table.name):

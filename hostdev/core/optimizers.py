@@ -1,7 +1,8 @@
 """Table optimizers: hyperparameters, recurrences and slots. The arithmetic is in kernels/ and device/.
 
-Scalars are computed in float64 and rounded to float32 once, except 1 - beta: the decay and its complement must add up
-to 1 in float32, or a moment of constant gradients drifts (1e-5 for beta2 = 0.999); MindSpore's kernel does the same.
+Scalars are computed in float64 and rounded to float32 once, except 1 - beta, which is computed in float32, as in
+MindSpore's kernel: beta and 1 - beta must add up to 1 in float32, or a moment of constant gradients drifts (1e-5 for
+beta2 = 0.999).
 """
 
 import math

@@ -18,7 +18,7 @@ _mark = _Mark()
 
 @contextmanager
 def reading_ahead() -> Iterator[None]:
-    """Set the flag for this thread within a block that runs further ahead than at depth 0 without a cache."""
+    """Set the flag for this thread within the block."""
     before, _mark.is_set = _mark.is_set, True
     try:
         yield

@@ -55,7 +55,7 @@ class Timeline:
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """Count the time within the block as wall time."""
+        """Add the block's duration to the wall time."""
         start = time.perf_counter_ns()
         try:
             yield
@@ -183,5 +183,5 @@ _profiler_range: Any = record_function  # untyped
 
 
 def _profiling() -> bool:
-    """Return whether torch.profiler is on; without it, a range would still cost up to 0.1 ms with cold caches."""
+    """Return whether torch.profiler is on; when it is off, a range would still cost up to 0.1 ms with cold caches."""
     return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", True))
