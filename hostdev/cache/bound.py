@@ -32,7 +32,7 @@ _DEFLECTION = 1.5  # a parameter of the modified gradient (Camerini et al.)
 
 
 class Uses(NamedTuple):
-    """The batches that use each row: batches[starts[i]:starts[i + 1]] for the i-th used row, ascending."""
+    """The batches that use each row: for the i-th used row, batches[starts[i]:starts[i + 1]], in ascending order."""
 
     starts: npt.NDArray[np.int64]
     batches: npt.NDArray[np.int32]

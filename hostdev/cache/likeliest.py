@@ -1,7 +1,7 @@
 """The C rows with the largest counts of uses, found without copying the counts, which may be in a large file.
 
 A row's key is the probability that a batch uses the row, or the count itself. A radix search over histograms of the
-keys' digits finds the C-th largest key; among the rows with that key, the first win.
+keys' digits finds the C-th largest key; of the rows with exactly that key, the first are taken.
 """
 
 from typing import Any, NamedTuple

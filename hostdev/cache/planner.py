@@ -246,7 +246,7 @@ class Planner:
         )
 
     def _learn(self, ids: Ids, now: PlanContext) -> None:
-        """Weigh counts against recent uses by how well either predicted the rows of the batch announced last."""
+        """Weigh counts against recent uses by how well each predicted the rows of the last announced batch."""
         if now.latest > 0:
             self._scores *= _FORGOTTEN
             known = self._make_context(now.latest - 1)._replace(latest=now.latest)  # with the rates before this batch

@@ -286,7 +286,7 @@ def likely(some: Any, now: Any, rows: Any, values: Any, decays: Any, out: Any) -
 
 @kernel
 def exchanges(newcomers: Any, residents: Any, margin: Any) -> Any:
-    """Return the number of swaps: the k-th best newcomer replaces the k-th worst resident if its key is high enough.
+    """Return the number of swaps: the k-th best newcomer replaces the k-th worst resident if it has a higher key.
 
     Args:
         newcomers: Counts by key, int64 [KEYS]; rows of key 0 do not enter.

@@ -8,8 +8,8 @@ the whole future is known, this is the linear program of offline caching.
 Let x(s) be the future cost if the row is not cached minus the cost if it is, where a slot costs p per batch. The
 sequence s says which of the known batches use the row, the next batch first:
 
-    x(used, s)     = p' + clip(x(s), -evicted, admitted - passed) + passed      p' = -p
-    x(not used, s) = p' + max(x(s), -evicted)
+    x(used, s)     = clip(x(s), -evicted, admitted - passed) + passed - p
+    x(not used, s) = max(x(s), -evicted) - p
 
 because an uncached row enters only when it is used, and a cached row may leave at any batch. Beyond the known batches,
 x is the mean of both formulas, weighted by the probability of a use; after `HORIZON` batches it is 0. A cached row

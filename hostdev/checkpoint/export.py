@@ -121,9 +121,9 @@ def _write_table(out: Path, layers: Layers, table: Table, options: Options, prog
 def _write_parquet(path: Path, layers: Layers, table: Table, columns: list[str], progress: Progress) -> None:
     """Write a table to a Parquet file with the columns `id`, `weights` and, if chosen, the optimizer state.
 
-    The values of these columns are lists of D numbers, except for `id` and per-row state, where they are numbers. If
-    the table has a row for each id of the data set, the columns `column` and `value` follow `id`; they say which value
-    of which column of the data set has the id.
+    `weights` and the optimizer state have a list of D numbers per row; `id` and per-row state have one number. If the
+    table has a row for each id of the data set, the columns `column` and `value` follow `id`; they say which value of
+    which column of the data set has the id.
     """
     names = _read_vocabulary(layers)
     named = names is not None and len(names) == table.rows

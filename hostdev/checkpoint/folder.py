@@ -56,12 +56,12 @@ class Found(NamedTuple):
 
 
 def name_of(step: int, number: int = 1) -> str:
-    """Return the name of a checkpoint's folder, such as step-0000000300; a second one at that step ends in .2."""
+    """Return the name of a checkpoint's folder, such as step-0000000300; for a second one at a step, it ends in .2."""
     return f"step-{step:010d}" + (f".{number}" if number > 1 else "")
 
 
 def names_in(path: Path) -> list[str]:
-    """Return the names of a folder's checkpoints, oldest first, unreadable ones last; [] if `path` is missing."""
+    """Return the names of the checkpoints in a folder, oldest first and unreadable ones last; [] if it is missing."""
     try:
         found = [(match, each.name) for each in path.iterdir() if (match := _NAME.fullmatch(each.name))]
     except (FileNotFoundError, NotADirectoryError):
@@ -123,7 +123,7 @@ def read_chain(path: Path) -> Chain:
 
 
 def _find_difference(parent: Manifest, child: Manifest) -> str | None:
-    """Return how a checkpoint's tables differ from its parent's, or None; in messages, "its parent ..." follows."""
+    """Return None if a checkpoint's tables agree with its parent's, or else text that the parent's path follows."""
     if {table.name for table in parent.tables} != {table.name for table in child.tables}:
         return "its tables differ from those of"
     for table in child.tables:
@@ -162,7 +162,7 @@ def newest(path: Path) -> Found:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[IO[Any]]:
-    """Lock a folder against other writers and yield the lock file; raise UserError if it is locked or not writable."""
+    """Lock a folder against other writers and yield the lock file; raise UserError if the folder cannot be locked."""
     try:
         file = (path / _LOCK).open("a")
     except OSError as error:

@@ -128,7 +128,7 @@ def load_rows(chain: Chain, tables: Mapping[str, Any], *, check: bool = False) -
     Args:
         chain: The checkpoint, with its parents.
         tables: A subset of the checkpoint's tables, by name.
-        check: Whether to verify checksums while reading, because `verify` has not done so.
+        check: Whether to verify checksums while reading; needed unless `verify` has done so.
 
     Raises:
         BrokenCheckpointError: A file is damaged; the tables then hold some of the checkpoint's rows.

@@ -133,7 +133,7 @@ class Manifest:
 
 
 def read_serial(path: Path) -> int | None:
-    """Return the serial number of the checkpoint at `path`, even from a damaged manifest, or None if unreadable."""
+    """Return the serial number of the checkpoint at `path`, even from a damaged manifest, or None if that fails."""
     try:
         serial = json_files.read(path / FILE_NAME)["serial"]
     except (OSError, ValueError, KeyError, TypeError):

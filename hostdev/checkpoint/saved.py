@@ -142,7 +142,7 @@ def open(path: Path | str, *, tables: Sequence[str] | None = None, verify: bool 
         path: A checkpoint, a folder of checkpoints, or a run directory. A folder's newest valid checkpoint is opened,
             with a warning if a newer one is damaged.
         tables: Names of tables to open, or None for all.
-        verify: Verify all checksums now. Otherwise only manifests, sizes and file structures are checked.
+        verify: Whether to verify all checksums now. Otherwise only manifests, sizes and file structures are checked.
 
     Raises:
         UserError: There is no checkpoint, or a named table is missing.

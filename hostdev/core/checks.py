@@ -83,5 +83,5 @@ def require_gradients(table: str, ids: npt.NDArray[Any], grads: Rows, limit: flo
     wrong = ~(np.abs(grads) <= limit)
     row = int(np.flatnonzero(wrong.any(1))[0])
     value = grads[row][wrong[row]][0]
-    what = f"more than {limit:.3g}, the largest that its optimizer accepts" if np.isfinite(value) else "not finite"
+    what = f"more than {limit:.3g}, its optimizer's limit" if np.isfinite(value) else "which is not finite"
     raise ValueError(f"table {table!r}: a gradient of row {ids[row]} is {value}, {what}; no row was updated")

@@ -141,7 +141,7 @@ class StateDigest:
 
 
 def ranges_of(rows: Any, length: int, numbers: Sequence[int]) -> Iterator[Fetch]:
-    """Yield, for each number of a range of `length` rows, a function that returns its rows by slicing `rows`."""
+    """Yield, for each range number, a function that slices the range out of `rows`; a range has `length` rows."""
     for number in numbers:
         yield partial(rows.__getitem__, slice(number * length, (number + 1) * length))
 
@@ -168,7 +168,7 @@ def ranges_in_order(pieces: Callable[[], Iterable[Any]], length: int, _: Sequenc
 
 
 def pieces_of(rows: Any, fetch: Callable[[Any], Any]) -> Iterator[Any]:
-    """Yield the results of `fetch` for non-empty chunks, of a few MiB each, of rows [n, ...]."""
+    """Split rows [n, ...] into chunks of up to 16 MiB, and yield fetch(chunk) for each; chunks are never empty."""
     step = max(1, _PIECE_BYTES // max(1, rows[:1].nbytes))
     for start in range(0, len(rows), step):
         yield fetch(rows[start : start + step])
@@ -192,7 +192,7 @@ def _batched(items: Iterable[Fetch], n: int) -> Iterator[list[Fetch]]:
 
 
 def _sha256(rows: Any) -> bytes:
-    """Return the SHA-256 of rows; rows that are not contiguous are copied a few at a time, to stay in the CPU cache."""
+    """Return the SHA-256 of rows; if they are not contiguous, copy only a few at a time, to stay in the CPU's cache."""
     values = np.asarray(rows)
     if values.flags.c_contiguous:
         return sha256(values.data).digest()

@@ -50,10 +50,10 @@ def started(environment: Mapping[str, str] | None = None) -> tuple[int, str]:
 
 
 def require_alone(what: str, joining: str) -> None:
-    """Raise UserError if `what`, such as a table, would train alone in one of several processes, without `alone`.
+    """Raise UserError if this is one of several processes, unless `alone` was called.
 
     Args:
-        what: What would train, for the message.
+        what: What is about to train without ranks, for the message.
         joining: What to do after `hostdev.join`, for the message.
     """
     if _alone:

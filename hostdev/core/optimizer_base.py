@@ -132,7 +132,7 @@ class Optimizer:
         return largest if self.clip_norm is None else min(largest, SQUARED)
 
     def clip_limit(self, dim: int) -> np.float32 | None:
-        """Return c^2 / D, the mean square above which a row's gradient is clipped, or None for no clipping."""
+        """Return clip_norm^2 / D, the mean square above which a row's gradient is clipped, or None for no clipping."""
         return None if self.clip_norm is None else np.float32(self.clip_norm * self.clip_norm / dim)
 
 
@@ -153,7 +153,7 @@ _NEEDED: dict[str, Callable[[float], bool]] = {
 
 
 def check(name: str, value: float, needed: str, why: str = "") -> None:
-    """Raise ValueError unless a value is finite and satisfies `needed`, both in float64 and rounded to float32."""
+    """Raise ValueError unless a value is finite and satisfies the condition `needed`, in float64 and in float32."""
     holds = _NEEDED[needed]
     if not (math.isfinite(value) and holds(value)):
         raise ValueError(f"{name} must be {needed}, not {value}{why}")

@@ -56,7 +56,7 @@ class LazyAdam(Optimizer):
 
     @property
     def largest_gradient(self) -> float:
-        """2^58, about 2.9e17: its square bounds the moments, which are averages, with room for sums over ranks."""
+        """2^58, about 2.9e17: moments are averages, at most its square 2^116, which leaves room for sums over ranks."""
         return self._within(2.0**58)
 
     def scalars(self, step: int, dim: int) -> Scalars:
@@ -77,8 +77,8 @@ class Adam(Optimizer):
         w <- w - lr_t * m / (sqrt(v) + eps)
 
     These are the results of a dense Adam, up to rounding: a row that was not used for k steps is brought up to date by
-    one operation when it is next read, with 4 bytes of state (`last`). `LazyAdam` leaves such rows unchanged. With
-    weight_decay above 0, this is AdamW.
+    one operation when it is next read, which takes 4 bytes of state per row (`last`). `LazyAdam` leaves such rows
+    unchanged. With weight_decay above 0, this is AdamW.
 
     Source: Kingma & Ba, 2015, as for `LazyAdam`; Loshchilov & Hutter, 2019; `kernels.catch_up`.
     """

@@ -1,7 +1,7 @@
 """New files and folders that commands write: each gets its name when it is complete; only one process may write it.
 
-The content is written to a hidden sibling, on which the process holds a lock; leftovers of a killed process are
-removed. A file or folder that another process creates meanwhile is never overwritten.
+The content is written to a hidden file or folder beside the final one; the process holds a lock on the hidden one. What
+a killed process has left is removed. A file or folder that another process creates meanwhile is never overwritten.
 """
 
 import errno

@@ -280,12 +280,12 @@ class Primitive:
         return result
 
     def in_parts(self) -> "PartialCall":
-        """Return a call of this op on the host that runs in parts and is timed as one call."""
+        """Return a call of this op that runs on the host in parts, and is timed as one call."""
         return PartialCall(self)
 
 
 class PartialCall:
-    """A call of an op that runs in parts, in any threads, and is timed as one call."""
+    """One call of an op, run in parts, which may be in different threads, and timed as one call."""
 
     def __init__(self, op: Primitive) -> None:
         self._op = op

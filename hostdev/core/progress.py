@@ -39,7 +39,7 @@ def bar(
 ) -> Progress:
     """Return a progress display: a bar on standard error if it is a terminal, else lines on standard output.
 
-    A bar always disappears at the end. Lines start after ten seconds; a final line follows only if there were others.
+    A bar always disappears at the end. Lines start after ten seconds; without them, there is no final line either.
 
     Args:
         total: The amount of work, of which `begin` is already done.

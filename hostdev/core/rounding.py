@@ -35,7 +35,8 @@ def get_rounding(
 def initial_slots(optimizer: SparseOptimizer, slots_dtype: str) -> npt.NDArray[np.float32]:
     """Return the initial values of an optimizer's S slots, float32 [S].
 
-    bfloat16 values are rounded to nearest. 8-bit slots store equal values exactly, but magnitudes below 2^-90 as 0.
+    bfloat16 values are rounded to nearest. An 8-bit slot stores equal values exactly, except that magnitudes below
+    2^-90 become 0.
     """
     values = np.array(list(optimizer.slots.values()), np.float32)
     if slots_dtype == FP32:

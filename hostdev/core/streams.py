@@ -1,4 +1,4 @@
-"""Safe printing if standard output or error is closed, has a limited encoding, or has lost its terminal."""
+"""Safe printing if standard output or standard error is closed, has a limited encoding, or has lost its terminal."""
 
 import codecs
 import io

@@ -138,7 +138,7 @@ def initial_seed(seed: int | None) -> int:
 
 
 def _was_set(torch: Any, seed: int) -> bool:
-    """Return whether the program has set torch's seed; a seed below 2^32 is never one that torch drew at random."""
+    """Return whether the program has set torch's seed, rather than torch at random, which gives a seed of 64 bits."""
     if seed < 1 << 32:
         return True
     tracker = getattr(torch.cuda, "_lazy_seed_tracker", None)  # holds the call until CUDA is initialized
