@@ -97,7 +97,7 @@ class Planner:
     ) -> None:
         kind = _kind(policy)
         if not 0 <= capacity <= rows <= MOST_ROWS:
-            raise ValueError(f"a cache needs 0 <= capacity <= rows <= {MOST_ROWS}, not {capacity} and {rows}")
+            raise ValueError(f"a cache needs 0 <= capacity <= rows <= {MOST_ROWS}, not {capacity=} and {rows=}")
         if not isinstance(window, int | np.integer) or not 0 <= window <= MOST_WINDOW:
             raise ValueError(f"the window must be in 0..{MOST_WINDOW} batches, not {window!r}")
         if counts is not None and np.shape(counts) != (rows,):

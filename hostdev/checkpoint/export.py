@@ -190,7 +190,7 @@ def _read_vocabulary(layers: Layers) -> pa.Table | None:
     try:
         table = arrow_files.read_table(path)
         if table.schema.names[:2] != ["field", "value"]:
-            raise ValueError(f"its columns must begin with field, value, not {', '.join(table.schema.names[:10])}")
+            raise ValueError(f"its first columns must be field and value, not {', '.join(table.schema.names[:10])}")
     except ValueError as error:
         raise BrokenCheckpointError(f"{path} is broken ({in_words(error)})") from None
     return table

@@ -179,7 +179,7 @@ def is_locked_here(path: Path, file: IO[Any]) -> bool:
 @contextlib.contextmanager
 def _lock(file: IO[Any], path: Path) -> Iterator[None]:
     if not locks.try_lock(file):
-        raise FolderInUseError(f"{path} is in use: another process writes checkpoints there; end it first")
+        raise FolderInUseError(f"{path} is in use: another process writes checkpoints there; end that process first")
     try:
         yield
     finally:

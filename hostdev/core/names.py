@@ -49,7 +49,7 @@ def inside(root: Path, name: str) -> Path:
     if is_linked:
         try:
             if not path.resolve().is_relative_to(root.resolve()):
-                raise ValueError(f"{path} is a link to outside its folder")
+                raise ValueError(f"{path} is a link that leads outside its folder")
             mode = path.stat().st_mode
         except FileNotFoundError:
             return path
