@@ -100,7 +100,7 @@ class Simulation:
             self._at_half[key] = Simulated(replace(self._planners[key].statistics), self._seconds[key])
 
     def end(self) -> dict[str, list[Simulated]]:
-        """Return the results of each policy by size, and of the optimum if its batches fit in memory."""
+        """Return, by policy, the results for each size; and those of the optimum if host memory suffices to find it."""
         for key, planner in self._planners.items():
             while len(planner):
                 self._plan(key)

@@ -56,7 +56,7 @@ class Found(NamedTuple):
 
 
 def name_of(step: int, number: int = 1) -> str:
-    """Return the name of a checkpoint's folder, such as step-0000000300; for a second one at a step, it ends in .2."""
+    """Return the name of a checkpoint's folder: step-0000000300, or step-0000000300.2 for a second one at the step."""
     return f"step-{step:010d}" + (f".{number}" if number > 1 else "")
 
 

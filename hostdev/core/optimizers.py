@@ -182,7 +182,7 @@ class FTRL(Optimizer):
 
     def __post_init__(self) -> None:
         if self.weight_decay:
-            raise TypeError("FTRL has no weight_decay, as each update computes the weights from the state; use l2")
+            raise TypeError("FTRL has no weight_decay: each update computes the weights from the state; use l2")
         check("lr", self.lr, "positive", "; FTRL divides by lr, so a warm-up cannot start at 0")
         check("l1", self.l1, "at least 0")
         check("l2", self.l2, "at least 0")

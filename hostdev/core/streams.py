@@ -46,7 +46,7 @@ def _is_closed(number: int) -> bool:
 
 
 def _printed(error: UnicodeError) -> tuple[str | bytes, int]:
-    r"""Encode unencodable characters: undecoded bytes of a file name unchanged, others as \xe4, \u20ac, ..."""
+    r"""Encode characters not in the encoding: undecoded bytes of a file name unchanged, others as \xe4, \u20ac, ..."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     made = bytearray()
