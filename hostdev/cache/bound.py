@@ -3,7 +3,7 @@
 Between two uses of a row, a cache either keeps the row, which takes a slot in every batch in between, or evicts it and
 pays again; with C slots, it keeps at most C rows at a time. Once a slot has a price in each batch, every row can be
 decided independently, by dynamic programming over its uses. The sum of the rows' costs minus the price of the C slots
-is a lower bound for every cache, and the largest such bound is the program's value.
+is a lower bound on the cost of every cache. The largest such bound, over all prices, is the program's value.
 
 Rows may be cached before the first batch, at the cost of admission, or for free if earlier batches are not counted.
 Rows that are cached after the last batch are not written back.
@@ -32,7 +32,7 @@ _DEFLECTION = 1.5  # a parameter of the modified gradient (Camerini et al.)
 
 
 class Uses(NamedTuple):
-    """The batches that use each row: batches[starts[i]:starts[i + 1]] for the i-th used row, ascending."""
+    """The batches that use each row: for the i-th used row, batches[starts[i]:starts[i + 1]], in ascending order."""
 
     starts: npt.NDArray[np.int64]
     batches: npt.NDArray[np.int32]
@@ -73,7 +73,7 @@ def least_cost(
     visits: float = VISITS,
     progress: Callable[[], object] = lambda: None,
 ) -> float:
-    """Return a lower bound on the cost of these uses with `capacity` slots, within about 0.3% of the program's value.
+    """Return a lower bound on the cost of these uses with `capacity` slots, at most about 0.3% below the highest bound.
 
     Subgradient steps find the slots' prices, starting from the best price that is equal for all batches.
 
@@ -153,8 +153,8 @@ def _pay(
 
     Args:
         until: float64 [T + 2] for T batches, cumulative prices of a slot.
-        entry: The cost of being cached before the first batch.
-        choices: Scratch, bool [pieces, most uses of a row + 1, 2].
+        entry: The cost of caching a row before the first batch.
+        choices: Scratch space, bool [pieces, most uses of a row + 1, 2].
         kept: Output, int64 [pieces, T + 2]: changes from batch to batch in the number of rows that are kept.
         totals: Output, float64 [pieces]: the total cost of each piece's rows.
     """

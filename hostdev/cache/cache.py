@@ -52,10 +52,10 @@ class EmbeddingCache:
         policy: "lookahead", "lru", "lfu" or "static"; see `hostdev.cache.planner.Planner`.
         device: The device that holds the slots.
         window: Number of batches to look ahead.
-        counts: How often each row is used, [V], in any unit: required by "static"; helps "lookahead" to move fewer
-            bytes.
-        record: Keep the ids of the first batches, for the offline optimum in `summary`: at most 16 million unique ids,
-            and fewer if the search would otherwise take minutes.
+        counts: How often each row is used, one number per row, in any unit: required by "static"; helps "lookahead" to
+            move fewer bytes.
+        record: Whether to keep the ids of the first batches, for the offline optimum in `summary`: at most 16 million
+            unique ids, and fewer if the search would otherwise take minutes.
         log: Receives the durations of planning.
 
     Raises:
@@ -86,7 +86,7 @@ class EmbeddingCache:
         needed, free = planner_bytes(self.rows, capacity), available_bytes()
         if needed > free:
             raise UserError(
-                f"the cache's plan needs {format_bytes(needed)}, but {format_bytes(free)} of host memory are free; use "
+                f"the cache's plan needs {format_bytes(needed)} of host memory, but {format_bytes(free)} are free; use "
                 "a smaller cache"
             )
         self._row_bytes = row_bytes((table.dim, table.optimizer) for table in self.tables)
@@ -122,7 +122,7 @@ class EmbeddingCache:
         return self.planner.window
 
     def announce(self, ids: Ids, inverse: Positions) -> None:
-        """Announce the next batch: ids, each in [0, rows) (not checked), and inverse, as `unique` returns them."""
+        """Announce the next batch: `ids` and `inverse`, as `unique` returns them; ids must be in 0..rows - 1."""
         if not self._recording and self.planner.policy == POLICIES[LOOKAHEAD]:  # needs only the sum of uses
             self.announcing(ids, len(inverse))
             return
@@ -144,12 +144,13 @@ class EmbeddingCache:
         return plan
 
     def stepped(self, plan: Plan, table: int, bring_back: Callable[[], None]) -> None:
-        """Record that a plan's swap has been done in the slots of table number `table`.
+        """Record that, in the slots of table number `table`, a plan's admitted rows have replaced its evicted rows.
 
         Args:
             plan: The plan.
             table: The table's number.
-            bring_back: Writes the evicted rows to the host; called if an error occurs before `left` is called.
+            bring_back: Called without arguments if an error occurs before `left` is called; writes the evicted rows to
+                the host.
         """
         self._leaving[id(plan), table] = plan, bring_back
         self._exchanged.append((plan, table))  # applied later: a step must not wait
@@ -160,13 +161,13 @@ class EmbeddingCache:
         self._leaving.pop((id(plan), table), None)
 
     def _bring_back(self) -> None:
-        """Write to the host, in order of eviction, the evicted rows that `left` has not reported."""
+        """Write to the host, in order of eviction, the evicted rows for which `left` has not been called."""
         for key, (_, bring_back) in list(self._leaving.items()):
             bring_back()
             self._leaving.pop(key, None)
 
     def _settle(self) -> None:
-        """Apply the swaps of the steps so far to `_resident`."""
+        """Update `_resident`, the row in each slot, with the swaps of the steps so far."""
         with self._settling:
             while self._exchanged:
                 plan, table = self._exchanged[0]
@@ -175,15 +176,15 @@ class EmbeddingCache:
                 self._exchanged.popleft()
 
     def write_back(self) -> None:
-        """Write the cached rows to the host tables; they stay cached.
+        """Write the cached rows to the host tables; the rows stay cached.
 
-        Batches that were announced or planned but not stepped are discarded.
+        Batches that were announced or planned, but whose step is not finished, are discarded.
         """
         self.write_back_rows()
         self._forget()
 
     def _forget(self) -> None:
-        """Reset the planner to the slots' content, and discard batches that were announced but not stepped."""
+        """Reset the planner to the slots' content, and discard announced batches whose step is not finished."""
         self._settle()
         if any(not np.array_equal(other, self._resident[0]) for other in self._resident[1:]):
             self.write_back_rows()  # an error occurred after only some tables were swapped
@@ -236,7 +237,7 @@ class EmbeddingCache:
 
     @property
     def optimum_steps(self) -> int:
-        """The maximum number of times that `summary` calls `progress`."""
+        """Maximum number of times that `summary` calls its argument `progress`."""
         return len(self._recorded) + 2 * bound.most_steps(self._unique)
 
     @property
@@ -261,9 +262,9 @@ class EmbeddingCache:
         rate, the fewest bytes in both directions, and the most time saved; each may come from a different cache.
 
         Args:
-            optimum: Add the optimum, which takes up to a minute; if that is not possible, `no_optimum` gives the
-                reason.
-            host: Host nanoseconds to bypass, admit or evict a row; without it, saved times are None.
+            optimum: Whether to search for the optimum, which takes up to a minute; if it cannot be found, `no_optimum`
+                gives the reason.
+            host: Host nanoseconds to bypass, admit or evict a row; without `host`, saved times are None.
             progress: Called during the search; its exceptions propagate.
         """
         total = self.planner.statistics
@@ -332,5 +333,5 @@ def _require(capacity: int, tables: Sequence[CachedTable], device: torch.device)
         raise CacheTooLargeError(
             f"a cache of {capacity} rows needs {needed} bytes ({format_bytes(needed)}), but {room} "
             f"bytes ({format_bytes(room)}) of "
-            f"{device} memory are free{kept}; use fewer rows"
+            f"{device} memory are free{kept}; use a cache of fewer rows"
         )

@@ -2,7 +2,7 @@
 
 A directory is an open-addressing hash table of positions, with linear probing. It holds the rows that have a slot or
 occur in an announced batch, and as many other recently used rows as fit. A row keeps its position while it is in the
-directory. A forgotten row starts from zero when it returns, including its count of uses under lfu.
+directory. A forgotten row starts from zero when it returns, even its count of uses with the policy "lfu".
 """
 
 from typing import Any
@@ -57,7 +57,7 @@ class AllRows:
         return ids
 
     def look(self, ids: Positions) -> tuple[Positions, npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        """Return the positions of the rows' data, and the arrays that they index: the data as int32 and as float32."""
+        """Return the positions of the rows' data, and the arrays that these index: the data as int32 and as float32."""
         return ids, self.rows, self.values
 
     def ids_of(self, positions: Positions) -> Positions:
@@ -83,7 +83,7 @@ class AllRows:
         return least
 
     def choose(self, counts: npt.NDArray[Any]) -> None:
-        """Set the word COUNT of the C rows with the largest counts to 1; ties go to the first rows."""
+        """Set the word COUNT of the C rows with the largest counts to 1; among equal counts, the first rows win."""
         self.rows[np.argsort(-np.asarray(counts, np.float64), kind="stable")[: self._capacity], COUNT] = 1
 
 
@@ -91,13 +91,13 @@ class Directory:
     """Planner data of the rows that currently matter: 32 bytes per row plus 7 to 14 for the index; see `AllRows`.
 
     There is room for the pinned rows (those that have a slot or occur in an announced batch), for a quarter as many
-    others, and for two batches. Unused space takes no memory.
+    other rows, and for the rows of two batches. Unused space takes no memory.
 
     Args:
         rows: V.
         capacity: Number of slots.
         window: Number of batches announced in addition to the next one.
-        least: Number of rows up to which none is forgotten.
+        least: No row is forgotten while the directory has at most this many rows.
     """
 
     def __init__(self, rows: int, capacity: int, window: int, least: int = 0) -> None:
@@ -119,7 +119,7 @@ class Directory:
 
     @property
     def rows(self) -> npt.NDArray[np.int32]:
-        """The data of rows, by position."""
+        """The rows' data, indexed by position."""
         return self.values.view(np.int32)
 
     @property
@@ -129,7 +129,7 @@ class Directory:
 
     @property
     def known(self) -> npt.NDArray[np.int32]:
-        """The data of rows, int32 [n, 8]; `ID` is -1 for free positions."""
+        """The data at the n positions used so far, int32 [n, 8]; the word ID is -1 at free positions."""
         return self.rows[: self._state[_USED]]
 
     @property
@@ -137,7 +137,7 @@ class Directory:
         return np.uint64(65 - len(self._index).bit_length())
 
     def place(self, ids: Ids, planned: int) -> Positions:
-        """Return the positions of rows, int32 [U]; insert missing rows, and possibly forget unpinned rows."""
+        """Return the positions of rows, int32 [U]; insert missing rows, for which unpinned rows may be forgotten."""
         self._make_room(len(ids), planned)
         positions = self._find(ids)
         expected, chosen = self._get_probabilities(ids, positions)
@@ -196,7 +196,7 @@ class Directory:
     def _get_probabilities(
         self, ids: Ids, positions: Positions
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
-        """Return the count-based probabilities, and membership in `Likeliest`, of the rows without a position."""
+        """For rows without a position, return the probability of use by count, and whether `Likeliest` has the row."""
         expected, chosen = scratch("expected", (len(ids),), np.float32), scratch("chosen", (len(ids),), np.bool_)
         if self._likeliest is None:
             expected.fill(0)
@@ -241,7 +241,7 @@ class Directory:
         self._sound = True
 
     def _settle(self) -> None:
-        """Rebuild the hash table if its size does not fit or it has too many tombstones."""
+        """Rebuild the hash table if it has the wrong size or too many tombstones."""
         bits = _get_hash_bits(self._room)
         crowded = self._room + self._state[_DEAD] > _MOST_LOAD * len(self._index)
         if self._sound and len(self._index) == 1 << bits and not crowded:
@@ -324,7 +324,7 @@ def _insert(
     Args:
         positions: int32 [U], negative for missing ids, whose new positions are written here.
         chances: float32 [U], probabilities of the ids.
-        chosen: bool [U], written to the word `flag` of the inserted rows.
+        chosen: bool [U], written to word number `flag` of the inserted rows.
     """
     mask, one, stop = np.uint64(len(index) - 1), np.uint64(1), np.uint64(len(ids))
     for i in range(stop):
@@ -351,7 +351,7 @@ def _insert(
 
 @kernel
 def _ages(start: Any, stop: Any, rows: Any, planned: Any, histograms: Any, piece: Any) -> None:
-    """Count rows at positions [start, stop) by age, in batches planned since the last use; pinned rows have age 512."""
+    """Count rows at positions [start, stop) by age: batches planned since the last use, or 512 for a pinned row."""
     for p in range(np.uint64(start), np.uint64(stop)):
         age = np.int64(_AGES) if _is_pinned(rows, p, planned) else min(planned - 1 - rows[p, LAST], _AGES - 1)
         histograms[piece, np.uint64(age)] += rows[p, ID] >= 0

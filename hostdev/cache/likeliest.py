@@ -1,7 +1,7 @@
-"""The most used rows by count, found without copying the counts, which may be in a large file.
+"""The C rows with the largest counts of uses, found without copying the counts, which may be in a large file.
 
-A row's key is the probability that a batch uses it, or the count itself. A radix search over histograms of the keys'
-digits finds the C-th largest key; ties at that key go to the first rows.
+A row's key is the probability that a batch uses the row, or the count itself. A radix search over histograms of the
+keys' digits finds the C-th largest key; of the rows with exactly that key, the first are taken.
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ _PIECES, _PIECE = 16, 1 << 18  # chunks at a time, and rows per chunk
 
 
 class Likeliest(NamedTuple):
-    """The C rows with the largest keys: all with a larger key than `key`, and those with this key up to row `last`."""
+    """The C rows with the largest keys: all rows with a key above `key`, and those up to row `last` with this key."""
 
     counts: npt.NDArray[Any]  # [V], one per row
     per_use: np.float32  # a batch's uses divided by the sum of counts; 0: the count itself is the key
@@ -30,7 +30,7 @@ class Likeliest(NamedTuple):
 def likeliest(
     counts: npt.NDArray[Any], capacity: int, per_use: np.float32 = _BY_COUNT, *, above: float = -np.inf
 ) -> Likeliest:
-    """Return the `capacity` > 0 rows with the largest keys; arguments as in `Likeliest`."""
+    """Return the `capacity` > 0 rows with the largest keys; see `Likeliest` for the arguments."""
     key, left = 0, capacity
     for shift in range(_KEY_BITS - _DIGIT_BITS, _CHANCE_BITS - 1 if per_use > 0 else -1, -_DIGIT_BITS):
         histograms = np.zeros((_PIECES, 1 << _DIGIT_BITS), np.int64)
@@ -114,11 +114,11 @@ def told(
     chances: Any,
     members: Any,
 ) -> None:
-    """Write probabilities, and membership in `Likeliest`, for each of ids[start:stop] that has no position.
+    """Write, for each of ids[start:stop] that has no position, its probability of use, and whether `Likeliest` has it.
 
     Args:
-        chances: Output, float32 [U]: the probabilities.
-        members: Output, bool [U]: the membership.
+        chances: Output, float32 [U]: the probability that a batch uses the row, by its count.
+        members: Output, bool [U]: whether the row is one of `Likeliest`.
     """
     for i in range(np.uint64(start), np.uint64(stop)):
         if positions[i] < 0:
@@ -132,7 +132,7 @@ def told(
 def _digits(
     start: Any, stop: Any, counts: Any, per_use: Any, key: Any, shift: Any, histograms: Any, piece: Any
 ) -> None:
-    """Count the digits at bit `shift` of the keys of rows [start, stop) whose higher digits equal those of `key`."""
+    """Of rows [start, stop) whose key has the same higher digits as `key`, count the keys' digits at bit `shift`."""
     histogram = histograms[piece]
     for row in range(np.uint64(start), np.uint64(stop)):
         digit = (_key_of(counts[row], per_use) ^ key) >> shift

@@ -12,7 +12,10 @@ _VISITS_A_BATCH = 1000  # the fixed cost of a batch, in visits to rows
 
 
 def fits(batches: Sequence[tuple[Ids, Positions]], rows: int, capacity: int) -> bool:
-    """Return whether host memory suffices for `optimal`: 9 bytes per row, 8 per id of a batch, 48 per candidate."""
+    """Return whether host memory suffices for `optimal`.
+
+    It needs 9 bytes per row, 8 per unique id of each batch, and 48 per slot and per unique id of the largest batch.
+    """
     sizes = [len(ids) for ids, _ in batches]
     needed = 9 * rows + 8 * sum(sizes) + 48 * (min(capacity, rows) + max(sizes, default=0))
     return needed <= available_bytes()
@@ -33,9 +36,9 @@ def optimal(
 ) -> Statistics:
     """Return the offline optimum's statistics: Belady with bypass over all batches, weighted by uses.
 
-    After each batch it keeps those cached rows and rows of the batch that have the highest density: a row's uses in the
-    next batch that uses it, divided by the number of batches until then. Over 90 batches of Criteo and of Zipf ids, its
-    hit rate was within 0.001 of the linear program's dual bound (sources in `bound`).
+    After each batch, the cache keeps those of its rows and the batch's rows that have the highest density: a row's uses
+    in the next batch that uses it, divided by the number of batches until then. Over 90 batches of Criteo and of Zipf
+    ids, the hit rate was within 0.001 of the linear program's dual bound (sources in `bound`).
 
     Args:
         batches: Unique ids [U] and their uses int32 [U], in order.
@@ -71,7 +74,7 @@ def optimal(
 
 
 def _next_uses(batches: Sequence[tuple[Ids, Positions]], rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return, for each batch from last to first, the next batch that uses each id, and how often that batch does."""
+    """Return, for each batch from last to first, the next batch that uses each id, and how often it uses the id."""
     next_batch, next_uses = np.full(rows, _NEVER), np.zeros(rows, np.float32)
     found = []
     for number in range(len(batches) - 1, -1, -1):

@@ -17,9 +17,9 @@ _GRAIN = 1 << 14
 
 
 class Plan(NamedTuple):
-    """The plan for a batch's unique ids [U]; each id's position is in one of three groups, each ascending.
+    """The plan for a batch's unique ids [U], whose positions are in three groups: `hits`, `admitted` and `passed`.
 
-    On the device, the batch's rows are in the order of these groups: hits, admitted, passed.
+    On the device, the batch's rows are in the order of these groups; within a group, positions ascend.
     """
 
     ids: Ids  # [U]

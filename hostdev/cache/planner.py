@@ -1,7 +1,8 @@
 """The planner of a cache: it decides, from the ids of batches in order, which rows to admit, evict and bypass.
 
-A row enters when a batch uses it, and leaves when a better row needs its slot; any row may take any slot. Both happen
-after the batch's step, so even rows of the batch may leave. Rows that are not worth their transfers bypass the cache.
+A row may enter when a batch uses it, and leaves when a better row needs its slot; any row may take any slot. Rows enter
+and leave after the batch's step, so even rows of the batch may leave. Rows that are not worth their transfers bypass
+the cache.
 """
 
 import itertools
@@ -64,23 +65,23 @@ class Planner:
     """A planner that decides which of a table's rows a cache of `capacity` slots holds.
 
     Memory: 32 bytes per row and 4 per slot. If there are too many rows for the budget: 4 bytes per slot, 4 per id of an
-    announced batch, and about 40 for each row whose data is kept. These are the rows that have a slot or occur in an
-    announced batch, a quarter as many others, and the rows of two batches; or 3 million rows, if these are more. The
-    planner refers to `counts`, which may be in a file, and to the ids of announced batches, without copying them.
+    announced batch, and about 40 for each row whose data is kept. Data is kept for the rows that have a slot or occur
+    in an announced batch, for a quarter as many other rows, and for the rows of two batches; but for at least 3 million
+    rows. The planner does not copy `counts`, which may be in a file, or the ids of announced batches.
 
     Args:
         rows: V, at most 2^31 - 1.
         capacity: Number of slots, in 0..V.
         policy: "lookahead" minimizes the cost, given the uses within the window and the probability of later uses;
             "lru" keeps the rows used last, "lfu" the rows used most so far, cached or not, and "static" the rows with
-            the largest `counts`. With more than 8,192 occupied slots, a batch may search only some for evictions.
+            the largest `counts`. If more than 8,192 slots are occupied, a batch may search only some for evictions.
         window: Number of batches announced in addition to the one that is planned, at most 32; only for lookahead.
             Only the first 16 batches are considered individually, but all of them count for probabilities.
         counts: How often each row is used, [V], in any unit: required by "static". Lookahead weighs counts against
             recent uses by how well each predicts; "lru" and "lfu" ignore counts.
         costs: Costs of a bypass, an admission and an eviction; only for lookahead.
-        budget: Bytes for the data of all rows. If this is too small, the data of only some rows is kept, in half of
-            the budget or more if needed.
+        budget: Bytes that the data of all rows may take. If these are too few, the data of only some rows is kept, in
+            half of the budget, or more if needed.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Planner:
     ) -> None:
         kind = _kind(policy)
         if not 0 <= capacity <= rows <= MOST_ROWS:
-            raise ValueError(f"a cache needs 0 <= capacity <= rows <= {MOST_ROWS}, not {capacity} and {rows}")
+            raise ValueError(f"a cache needs 0 <= capacity <= rows <= {MOST_ROWS}, not {capacity=} and {rows=}")
         if not isinstance(window, int | np.integer) or not 0 <= window <= MOST_WINDOW:
             raise ValueError(f"the window must be in 0..{MOST_WINDOW} batches, not {window!r}")
         if counts is not None and np.shape(counts) != (rows,):
@@ -219,9 +220,10 @@ class Planner:
         return plan
 
     def renumber(self, inverse: Positions, plan: Plan, places: Positions) -> Positions:
-        """Return the inverse, int32 [N], for rows in the order of a plan; `places` is that plan's property.
+        """Return places[inverse], int32 [N]: for each of a batch's N ids, its row's position in the plan's order.
 
-        It counts the hits of a batch that was announced without the uses of each id. Call it once, for the last plan.
+        This also counts the hits if the batch was announced without the uses of each id. Call this once, for the last
+        plan; `places` is that plan's property.
         """
         found, hits = take(inverse, places, len(plan.hits))
         if not self._has_hits:
@@ -229,7 +231,7 @@ class Planner:
         return found
 
     def _make_context(self, latest: int) -> PlanContext:
-        """Return the context for valuing rows; `latest` is the last announced batch."""
+        """Return the context for valuing rows; `latest` is the number of the last announced batch."""
         by_counts = self._counted and self._believed >= planning.SURE
         return PlanContext(
             number=self._planned,
@@ -244,7 +246,7 @@ class Planner:
         )
 
     def _learn(self, ids: Ids, now: PlanContext) -> None:
-        """Weigh counts against recent uses by how well each predicted the rows of the new batch."""
+        """Weigh counts against recent uses by how well each predicted the rows of the last announced batch."""
         if now.latest > 0:
             self._scores *= _FORGOTTEN
             known = self._make_context(now.latest - 1)._replace(latest=now.latest)  # with the rates before this batch
@@ -275,9 +277,9 @@ class Planner:
         self._gate = _get_gate(self._least, _GATE)
 
     def restore(self, slot_ids: Positions) -> None:
-        """Discard announced batches, and set the row in each slot, [C]; free slots are -1 and come last.
+        """Discard announced batches, and set the row in each slot to `slot_ids` [C]; free slots are -1 and come last.
 
-        Usage statistics of planned batches are kept.
+        What the planner knows of rows' uses in planned batches is kept.
         """
         taken = np.flatnonzero(slot_ids >= 0)
         if len(taken) and taken[-1] >= len(taken):
@@ -307,7 +309,10 @@ class Planner:
     def _choose(
         self, known: tuple[Any, ...], newcomers: npt.NDArray[np.int64]
     ) -> tuple[Positions, Positions, tuple[int, int]]:
-        """Return the slots of admitted and of evicted rows, and the threshold key with its number of admitted ties."""
+        """Return the slots of admitted rows, the slots of evicted rows, and (key, ties), by which rows are admitted.
+
+        These are the rows with a larger key, and the first `ties` rows with this key.
+        """
         willing = int(newcomers[1:].sum())
         free = min(self.capacity - self.filled, willing)
         leaving = np.empty(0, np.int32)
@@ -349,7 +354,7 @@ class Planner:
 
 
 def _get_least_rows(budget: int) -> int:
-    """Return the number of rows up to which a directory forgets no row."""
+    """Return the number of rows that a directory may have before it forgets any."""
     return budget // 2 // ROW
 
 
@@ -392,7 +397,7 @@ def _join_parts(values: Positions, starts: Iterable[int], stops: Iterable[int]) 
 
 
 def warm_up(id_dtype: npt.DTypeLike) -> None:
-    """Compile all kernels of a planner for ids of this dtype, or load them from numba's cache."""
+    """Compile all kernels that a planner uses for ids of this dtype, or load the kernels from numba's cache."""
     for policy, counts, budget in itertools.product(
         ("lookahead", "lru"), (None, np.arange(8)), (BUDGET, 0)
     ):  # with lru, every batch swaps rows

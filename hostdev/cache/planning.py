@@ -9,9 +9,9 @@ V rows, C slots, U unique ids of a batch. A row's data takes half a cache line:
     values  float32 [V, 8], a view of `rows`: word 4 is the row's decayed number of uses as of the last one; 5 the
             probability that a batch uses it, by its count
 
-A row's value is a 12-bit key, so that a histogram gives ranks. Lookahead's key is a Whittle index (`prices`), looked up
-by the known batches and the probability of a use beyond them, followed by bits of that probability. Other policies
-encode a number with 64 steps per octave.
+A row's value is a 12-bit key, so that a histogram gives ranks. The key of lookahead is a Whittle index (`prices`),
+looked up by the known batches and the probability of a use beyond them, followed by bits of that probability. The keys
+of other policies encode a number with 64 steps per octave.
 """
 
 from typing import Any, NamedTuple
@@ -52,14 +52,14 @@ class PlanContext(NamedTuple):
 
 @inline
 def _key_of(value: Any) -> Any:
-    """Return the key of a float32 >= 0; 0 for 0."""
+    """Return the key of a float32 number >= 0; the key of 0 is 0."""
     steps: Any = np.int64(np.float32(value).view(np.uint32)) >> _DROPPED_BITS
     return np.uint16(min(max(steps - _LOWEST, 0), KEYS - 1))
 
 
 @inline
 def _coming(rows: Any, row: Any, now: Any) -> Any:
-    """Return a row's position in the index table: a bit per announced batch that uses it, the nearest batch highest."""
+    """Return a row's position in the index table: a bit per announced batch, 1 if it uses the row, nearest highest."""
     later: Any = min(max(np.int64(rows[row, LAST]) - np.int64(now.number), 0), 32)
     used = np.uint64(np.uint32(rows[row, BEFORE])) & ((np.uint64(1) << np.uint64(later)) - np.uint64(1))
     return (used << np.uint64(32)) >> np.uint64(later + 32 - now.bits)
@@ -67,7 +67,7 @@ def _coming(rows: Any, row: Any, now: Any) -> Any:
 
 @inline
 def _mean(counted: Any, of_late: Any, believed: Any, per_batch: Any) -> Any:
-    """Return the weighted mean of two probabilities; the first has the weight of `believed` recent uses."""
+    """Return the weighted mean of two probabilities, where `counted` has the weight of `believed` recent uses."""
     weight = believed / (believed + max(counted, of_late) / per_batch)
     return of_late + (counted - of_late) * weight
 
@@ -98,8 +98,8 @@ def _value(
     """Write the probabilities and the keys of the first `count` rows of a block.
 
     A key is the row's Whittle index from `table`, uint8 [RATES << bits], followed by the 4 bits of the probability
-    below those that select its class. Separate loops read rows in random order, compute (vectorized), and read the
-    table, which is larger than the L1 cache.
+    below those that select its class. There are separate loops for reading rows in random order, for computing
+    (vectorized), and for reading the table, which is larger than the L1 cache.
     """
     believed, per_batch, per_announced, bits = now.believed, now.per_batch, now.per_announced, np.uint32(now.bits)
     last: Any = np.int64(now.latest)
@@ -157,8 +157,8 @@ def announce(start: Any, stop: Any, ids: Any, uses: Any, now: Any, rows: Any, va
 def judge(watched: Any, now: Any, rows: Any, values: Any, decays: Any, weights: Any, scores: Any) -> None:
     """Add to scores[k] the log-likelihood of batch `now.latest` if counts have the weight weights[k].
 
-    It is the Poisson likelihood of the batch's uses of the rows `watched`. The batch has already been announced, but
-    `now` has the rates from before it.
+    This is the Poisson likelihood of the batch's uses of the rows `watched`. The batch has already been announced, but
+    `now` has the rates from before its announcement.
     """
     decay = decays[1]
     for i in range(len(watched)):
@@ -201,7 +201,7 @@ def classify(
         missed: Output from `start` on, int32 [U]: positions of ids without a slot, ascending.
         keys: Output from `start` on, uint16 [U]: their keys; 0 for a bypass.
         histograms: int32 [pieces, KEYS]; the counts of these keys are added to histograms[piece].
-        totals: Output, int64 [pieces, 3]: ids with a slot, their uses, all uses.
+        totals: Output, int64 [pieces, 3]: the numbers of ids with a slot, of their uses, and of all uses.
     """
     histogram, end, block, entering = histograms[piece], np.uint64(stop), np.uint64(_BLOCK), indices[ENTER]
     some, chances, of_late, places, block_keys = _block()
@@ -253,7 +253,7 @@ def score(
 ) -> None:
     """Write the keys of the rows in slots [start, stop) to keys[start:stop], uint16; count them in histograms[piece].
 
-    A row is evicted if a newcomer's key exceeds its own by more than the margin.
+    A row may be evicted if a newcomer's key exceeds the row's key by more than a margin (see `exchanges`).
     """
     histogram, end, block, staying = histograms[piece], np.uint64(stop), np.uint64(_BLOCK), indices[STAY]
     some, chances, of_late, places, block_keys = _block()
@@ -286,7 +286,7 @@ def likely(some: Any, now: Any, rows: Any, values: Any, decays: Any, out: Any) -
 
 @kernel
 def exchanges(newcomers: Any, residents: Any, margin: Any) -> Any:
-    """Return the number of swaps: the k-th best newcomer replaces the k-th worst resident while its key is higher.
+    """Return the number of swaps: the k-th best newcomer replaces the k-th worst resident if it has a higher key.
 
     Args:
         newcomers: Counts by key, int64 [KEYS]; rows of key 0 do not enter.
@@ -310,7 +310,7 @@ def exchanges(newcomers: Any, residents: Any, margin: Any) -> Any:
 
 @kernel
 def worst(threshold: Any, ties: Any, keys: Any, out: Any) -> None:
-    """Write the positions of keys below the threshold, and of the first `ties` at it, to `out`.
+    """Write the positions of keys below the threshold, and of the first `ties` keys equal to it, to `out`.
 
     `out` must be one element longer than needed.
     """
@@ -326,13 +326,15 @@ def worst(threshold: Any, ties: Any, keys: Any, out: Any) -> None:
 def divide(
     threshold: Any, ties: Any, missed: Any, keys: Any, starts: Any, ends: Any, admitted: Any, passed: Any
 ) -> None:
-    """Split `missed` into the positions with a key above the threshold or among the first `ties` at it, and the rest.
+    """Divide positions of ids without a slot: admit those with a key above the threshold, and the first `ties` at it.
 
     Args:
+        missed: The positions.
+        keys: Their keys.
         starts: int64 [pieces], starts of the valid ranges of `missed` and `keys`.
         ends: int64 [pieces], ends of the valid ranges.
-        admitted: Output, one element longer than needed.
-        passed: Output, one element longer than needed.
+        admitted: Output, one element longer than needed: the admitted positions.
+        passed: Output, one element longer than needed: the other positions.
     """
     a, m, left = np.uint64(0), np.uint64(0), np.int64(ties)
     for piece in range(len(starts)):
@@ -349,7 +351,7 @@ def exchange(start: Any, stop: Any, ids: Any, admitted: Any, into: Any, evicted:
     """Assign the slots into[start:stop] to the ids at the positions admitted[start:stop].
 
     Args:
-        evicted: Output [E]: the rows that held the last E of these slots.
+        evicted: Output [E]: the rows that held the last E slots of `into`.
     """
     end, free = np.uint64(stop), np.uint64(len(into) - len(evicted))
     for i in range(np.uint64(start), end):

@@ -8,12 +8,12 @@ the whole future is known, this is the linear program of offline caching.
 Let x(s) be the future cost if the row is not cached minus the cost if it is, where a slot costs p per batch. The
 sequence s says which of the known batches use the row, the next batch first:
 
-    x(used, s)     = p' + clip(x(s), -evicted, admitted - passed) + passed      p' = -p
-    x(not used, s) = p' + max(x(s), -evicted)
+    x(used, s)     = clip(x(s), -evicted, admitted - passed) + passed - p
+    x(not used, s) = max(x(s), -evicted) - p
 
-because an uncached row enters only when it is used, and a cached one may leave at any batch. Beyond the known batches x
-is the weighted mean of both, and 0 after `HORIZON` batches. A cached row stays if x > -evicted, and a row that was used
-enters if x > admitted - passed.
+because an uncached row enters only when it is used, and a cached row may leave at any batch. Beyond the known batches,
+x is the mean of both formulas, weighted by the probability of a use; after `HORIZON` batches it is 0. A cached row
+stays if x > -evicted, and a row that was used enters if x > admitted - passed.
 
 Sources: Whittle, "Restless Bandits: Activity Allocation in a Changing World", J. Applied Probability 25A (1988);
 Albers, Arora & Khanna, "Page Replacement for General Caching Problems", SODA 1999 (the program).
@@ -51,8 +51,8 @@ class Costs(NamedTuple):
         Args:
             passing: Bytes of a bypassing row, in each direction.
             whole: Bytes of a row with its optimizer state.
-            down: Cost of a byte to the device; 1 counts bytes.
-            up: Cost of a byte to the host.
+            down: Cost of sending a byte to the device; with 1, costs are numbers of bytes.
+            up: Cost of sending a byte to the host.
             host: Costs of the host's work, in the same unit.
         """
         bus = cls((down + up) * passing, down * whole, up * whole)
@@ -65,7 +65,7 @@ class Costs(NamedTuple):
 
 @lru_cache(maxsize=4)
 def prices(costs: Costs, bits: int) -> npt.NDArray[np.uint8]:
-    """Return the Whittle indices [2, RATES, 2 ** bits] for staying and for entering; 0 means not worth any price.
+    """Return the Whittle indices [2, RATES, 2 ** bits], for staying and for entering; 0 means worth no price at all.
 
     The position along the last axis has a bit per known batch, set if it uses the row; the nearest batch is the highest
     bit. Index i stands for a price proportional to 2 ** (i / 16).
@@ -90,7 +90,7 @@ def get_rate_middle(rate: int) -> float:
 
 
 def get_price_index(price: float) -> int:
-    """Return the index of a slot's price per batch, in units in which a bypass costs 2."""
+    """Return the index that stands for this price of a slot per batch; in the same unit, a bypass costs 2."""
     return int(np.clip(np.ceil(PRICES + 16 * np.log2(max(price, 1e-9) / 2.02)), 0, PRICES))
 
 

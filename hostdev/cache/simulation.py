@@ -22,11 +22,11 @@ _VISITS = 1e8  # uses visited for each bound
 
 
 class Simulated(NamedTuple):
-    """Results of a cache, or of the optimum, whose figures may each come from a different cache."""
+    """Results of a cache, or of the optimum; each figure of the optimum may come from a different cache."""
 
     statistics: Statistics
     planning: float = 0.0  # seconds, over the same batches
-    least: tuple[float, ...] = ()  # for the optimum: the lowest cost under each of `others`
+    least: tuple[float, ...] = ()  # for the optimum: the lowest cost for each of `others`
 
 
 class Simulation:
@@ -41,8 +41,8 @@ class Simulation:
         costs: Costs of moving a row, which lookahead minimizes.
         told: Whether lookahead also gets the counts.
         policies: A subset of `POLICIES`.
-        optimum: Also find the optimum: the most hits, and the lowest cost under each of `others`.
-        others: Further costs of moving a row, for example in bytes or nanoseconds.
+        optimum: Whether to find the optimum, too: the most hits, and the lowest cost for each of `others`.
+        others: Other costs of moving a row, for example in bytes or nanoseconds, for which the optimum is found.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Simulation:
             self._at_half[key] = Simulated(replace(self._planners[key].statistics), self._seconds[key])
 
     def end(self) -> dict[str, list[Simulated]]:
-        """Return the results of each policy by size, and of the optimum if its batches fit in memory."""
+        """Return, by policy, the results for each size; and those of the optimum if host memory suffices to find it."""
         for key, planner in self._planners.items():
             while len(planner):
                 self._plan(key)
@@ -120,7 +120,7 @@ class Simulation:
         return bound.fits(unique, self._steps) and fits(self._recorded, self._rows, max(self._sizes, default=0))
 
     def _optimum(self) -> list[Simulated]:
-        """Return the best caches' results over the second half; for lowest costs, a cache may start with any rows."""
+        """Return the best caches' results over the second half; for lowest costs, they may begin it with any rows."""
         uses = bound.uses_of([ids for ids, _ in self._recorded[self._half :]])
         return [
             Simulated(

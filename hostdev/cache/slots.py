@@ -83,11 +83,11 @@ class DeviceSlots:
         self._moments = None if how is None else how.betas is not None
 
     def rows(self, at: Places, passed: Tensor, admitted: Tensor, admitted_row_slots: Tensor) -> Tensor:
-        """Return a batch's unique rows in a new tensor: their weights, or packed rows if steps change all rows.
+        """Return a batch's unique rows in a new tensor: their weights, or rows as from `pack` if steps change all rows.
 
         Args:
             at: The plan's slots.
-            passed: Bypassing rows from the host, float32 [M, D]; or packed rows [M, W].
+            passed: Bypassing rows from the host, float32 [M, D]; or rows as from `pack`, [M, W].
             admitted: Admitted rows from the host, float32 [A, 1 + S, D].
             admitted_row_slots: float32 [A, R].
 
@@ -123,8 +123,8 @@ class DeviceSlots:
             grads: Summed gradients of the batch's rows, float32 [U, D].
             admitted: float32 [A, 1 + S, D], updated in place.
             admitted_row_slots: float32 [A, R], updated in place.
-            step: The table's step.
-            skip: float32 []; if not 0, the step is skipped and nothing changes; None means 0.
+            step: The arguments of the table's step.
+            skip: float32 []. If it is 0, or `skip` is None, the step is taken; otherwise nothing changes.
         """
         if step.clip is not None:
             grads = self._ops.clip_rows(grads, step.clip)

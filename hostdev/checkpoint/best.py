@@ -10,13 +10,13 @@ from hostdev.core.errors import HostdevError
 
 
 class Best(NamedTuple):
-    """A run's best evaluation so far, on the validation rows or else on the test rows.
+    """A run's best evaluation so far, on the validation rows, or on the test rows if there are no validation rows.
 
-    It is the first with the highest AUC, or with the lowest RMSE if all labels are numbers.
+    This is the earliest evaluation with the highest AUC or, if all labels are numbers, with the lowest RMSE.
 
     Attributes:
         metric: "AUC" or "RMSE".
-        stops_early: Whether the run has --early-stop, which keeps the checkpoint of this step.
+        stops_early: Whether the run has --early-stop, for which this step's checkpoint is kept.
     """
 
     step: int
@@ -27,7 +27,7 @@ class Best(NamedTuple):
 
 
 def of_run(newest: Checkpoint) -> Best | None:
-    """Return the best evaluation recorded in a checkpoint of the command `train`, or None."""
+    """Return the best evaluation recorded in a checkpoint of the command `train`, or None if there is none."""
     state = newest.manifest.state
     more = state.get("more") if isinstance(state, dict) else None
     if not isinstance(more, dict) or not isinstance(more.get("quality"), list):
@@ -61,7 +61,7 @@ def names_of(path: Path, best: Best | None) -> list[str]:
 
 
 def find_best_chain(path: Path, best: Best) -> Chain | None:
-    """Return a folder's best checkpoint, with its parents, or None if it is missing or damaged."""
+    """Return the newest valid checkpoint at the best step, with its parents, or None if there is none."""
     for name in names_of(path, best):
         try:
             return read_chain(path / name)

@@ -1,4 +1,4 @@
-"""The commands `checkpoint info|verify|...`, which run after their flags are parsed."""
+"""The commands `checkpoint info|verify|...`; another module has parsed their flags."""
 
 import argparse
 from pathlib import Path
@@ -97,7 +97,7 @@ def _digests(chain: folder.Chain) -> list[str]:
     """Return a line with a checkpoint's digest and, for an old format version, a line with that version's digest.
 
     Raises:
-        BrokenCheckpointError: The manifest has a different digest.
+        BrokenCheckpointError: The manifest has a different digest than the checkpoint's content.
     """
     newest, layers = chain[-1], Layers(chain)
     state, noted, version = newest.manifest.state, newest.manifest.state_sha256, newest.manifest.version

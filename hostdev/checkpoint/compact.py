@@ -75,7 +75,7 @@ def compact(chain: Chain, keep: int | None = None) -> str:
 
 
 def merge(chain: Chain, path: Path) -> Path:
-    """Write a checkpoint and its parents as one full checkpoint into `path`; return the new checkpoint's path."""
+    """Write a checkpoint and its parents as one full checkpoint into the folder `path`; return the new path."""
     layers = Layers(chain)
     items = [
         Item(replace(table, files=[]), _MergedRows(layers, table.name), True, lambda: None, lambda saved: None)
@@ -85,7 +85,7 @@ def merge(chain: Chain, path: Path) -> Path:
 
 
 def write_anew(layers: Layers, items: Sequence[Item], path: Path) -> Path:
-    """Write a full checkpoint of `items` and a chain's other content into `path`; return the new checkpoint's path."""
+    """Write a full checkpoint of the tables `items` and a chain's other content into `path`; return the new path."""
     newest = layers.manifest
     others = {
         file.file: checkpoint.path / file.file

@@ -81,7 +81,7 @@ def open_table(chain: Chain, name: str) -> MappedTable | CurrentTable:
 
 
 class CurrentLayers(Layers):
-    """A chain's tables, with `columns_of_ids` brought up to date with the last step."""
+    """A chain's tables; `columns_of_ids` returns rows brought up to date with the last step."""
 
     def __init__(self, chain: Chain) -> None:
         super().__init__(chain)

@@ -14,7 +14,8 @@ class DeviceRows:
 
     Args:
         table: A `DeviceTable`.
-        at_once: Maximum bytes to copy. A larger table is read, and must not change, while the checkpoint is written.
+        at_once: Maximum bytes to copy. A larger table is not copied, so it must not change until the checkpoint is
+            written.
     """
 
     def __init__(self, table: Any, at_once: int) -> None:

@@ -62,7 +62,7 @@ def _compare_tables(a: Layers, b: Layers, mine: Table, theirs: Table) -> list[st
 
 
 def _zip_rows(ours: Iterator[Rows], theirs: Iterator[Rows]) -> Iterator[tuple[Rows, Rows]]:
-    """Yield pairs of equally long chunks of two columns, whose own chunks may differ in length."""
+    """Yield pairs of equally long chunks of two columns, each given in chunks of any length."""
     x = y = np.empty((0, 0), np.float32)
     while True:
         try:
@@ -82,7 +82,7 @@ def _compare_tensors(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
         if x is None or y is None:
             lines.append(f"{name}: only in {'the other' if x is None else 'the first'} checkpoint")
         elif x.shape != y.shape or x.dtype != y.dtype:
-            lines.append(f"{name}: shape and dtype {list(x.shape)} {x.dtype} and {list(y.shape)} {y.dtype}")
+            lines.append(f"{name}: shape and dtype are {list(x.shape)} {x.dtype} and {list(y.shape)} {y.dtype}")
         elif not torch.equal(_bits(x), _bits(y)):
             most = (x.double() - y.double()).abs().max().item() if x.is_floating_point() else None
             lines.append(f"{name}: differs" + (f" by at most {most:.3g}" if most is not None else ""))

@@ -33,7 +33,7 @@ IDS, DENSE = "ids.parquet", "dense.pt"
 
 
 class Options(NamedTuple):
-    """The options of `checkpoint export`; `slots` also exports optimizer state, steps, settings and `extra`."""
+    """The options of `checkpoint export`; `slots` is whether to export optimizer state, steps, settings and `extra`."""
 
     out: Path
     format: str
@@ -52,7 +52,7 @@ def make_options(arguments: argparse.Namespace) -> Options:
 
 
 def export(chain: Chain, options: Options) -> Iterator[str]:
-    """Write a checkpoint's tables and dense layers into a new folder; yield a line for each file or omission.
+    """Write a checkpoint's tables and dense layers into a new folder; yield a line for each file or part left out.
 
     Raises:
         UserError: `options.out` exists.
@@ -119,9 +119,11 @@ def _write_table(out: Path, layers: Layers, table: Table, options: Options, prog
 
 
 def _write_parquet(path: Path, layers: Layers, table: Table, columns: list[str], progress: Progress) -> None:
-    """Write the columns `id`, weights and optimizer state: lists of D values, or numbers for per-row state.
+    """Write a table to a Parquet file with the columns `id`, `weights` and, if chosen, the optimizer state.
 
-    If the table has a row for each id of the data set, `column` and `value` follow `id`.
+    `weights` and the optimizer state have a list of D numbers per row; `id` and per-row state have one number. If the
+    table has a row for each id of the data set, the columns `column` and `value` follow `id`; they say which value of
+    which column of the data set has the id.
     """
     names = _read_vocabulary(layers)
     named = names is not None and len(names) == table.rows
@@ -181,14 +183,14 @@ def _write_values(file: IO[bytes], values: Any, dtype: str) -> None:
 
 
 def _read_vocabulary(layers: Layers) -> pa.Table | None:
-    """Return the data set's columns and values by id, memory-mapped, or None if the checkpoint has none."""
+    """Return the data set's column and value of each id, in a memory-mapped table; None if the checkpoint has none."""
     path = find_file(layers, VOCABULARY)
     if path is None:
         return None
     try:
         table = arrow_files.read_table(path)
         if table.schema.names[:2] != ["field", "value"]:
-            raise ValueError(f"its columns must begin with field, value, not {', '.join(table.schema.names[:10])}")
+            raise ValueError(f"its first columns must be field and value, not {', '.join(table.schema.names[:10])}")
     except ValueError as error:
         raise BrokenCheckpointError(f"{path} is broken ({in_words(error)})") from None
     return table

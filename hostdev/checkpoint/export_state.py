@@ -15,7 +15,7 @@ STATE, OPTIMIZER, EXTRA = "state.json", "optimizer.pt", "extra.pt"
 
 
 def write_state(out: Path, layers: Layers) -> None:
-    """Write state.json, and optimizer.pt (checkpoint of hostdev.train) or extra.pt (checkpoint of `Runtime.save`).
+    """Write state.json, and optimizer.pt for a checkpoint of hostdev.train, or extra.pt for one of `Runtime.save`.
 
     state.json has the checkpoint's step, and each table's step, optimizer with hyperparameters, names of optimizer
     state, and training dtypes. `torch.load` reads the other files without hostdev; NumPy arrays in `extra` become

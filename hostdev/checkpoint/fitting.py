@@ -1,4 +1,4 @@
-"""Partial loading of a checkpoint that has other tables than the program, or tables with fewer rows."""
+"""Partial loading of a checkpoint whose tables differ from the program's, or have fewer rows."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -45,23 +45,23 @@ Chain = list[Checkpoint]  # the full checkpoint first; each parent precedes its 
 
 
 class Found(NamedTuple):
-    """A valid checkpoint with its parents (`chain`), and the errors of newer checkpoints (`broken`)."""
+    """A valid checkpoint with its parents (`chain`), and the errors of newer, damaged checkpoints (`broken`)."""
 
     chain: Chain
     broken: list[str]
 
     def notes(self) -> list[str]:
-        """Return a line for each error of a newer checkpoint."""
+        """Return a line for each error in `broken`."""
         return [f"{line}; using an older one: {self.chain[-1].path}" for line in self.broken]
 
 
 def name_of(step: int, number: int = 1) -> str:
-    """Return the name of a checkpoint's folder, such as step-0000000300; a second one at that step ends in .2."""
+    """Return the name of a checkpoint's folder: step-0000000300, or step-0000000300.2 for a second one at the step."""
     return f"step-{step:010d}" + (f".{number}" if number > 1 else "")
 
 
 def names_in(path: Path) -> list[str]:
-    """Return the names of a folder's checkpoints, oldest first, unreadable ones last; [] if `path` is missing."""
+    """Return the names of the checkpoints in a folder, oldest first and unreadable ones last; [] if it is missing."""
     try:
         found = [(match, each.name) for each in path.iterdir() if (match := _NAME.fullmatch(each.name))]
     except (FileNotFoundError, NotADirectoryError):
@@ -101,7 +101,7 @@ def read_chain(path: Path) -> Chain:
 
     Raises:
         BrokenCheckpointError: A manifest is missing or damaged, or a file is missing or has the wrong size.
-        UserError: `path` is a file, or a manifest has another format version.
+        UserError: `path` is a file, or a manifest has an unsupported format version.
     """
     chain = [Checkpoint(path, manifest.read(path))]
     while (parent := chain[0].manifest.parent) is not None:
@@ -123,7 +123,7 @@ def read_chain(path: Path) -> Chain:
 
 
 def _find_difference(parent: Manifest, child: Manifest) -> str | None:
-    """Return how a checkpoint's tables differ from its parent's, as the start of a message, or None if they agree."""
+    """Return None if a checkpoint's tables agree with its parent's, or else text that the parent's path follows."""
     if {table.name for table in parent.tables} != {table.name for table in child.tables}:
         return "its tables differ from those of"
     for table in child.tables:
@@ -147,7 +147,10 @@ def _require_there(path: Path, file: manifest.File) -> None:
 
 
 def newest(path: Path) -> Found:
-    """Return the checkpoint at `path`, or the newest one in it that `read_chain` accepts; raise errors as it does."""
+    """Return the checkpoint at `path`, or the newest one in the folder `path`, that `read_chain` accepts.
+
+    If it accepts none, raise its error for the newest.
+    """
     broken: dict[str, BrokenCheckpointError] = {}  # by message: several checkpoints may share a broken parent
     for each in candidates(path):
         try:
@@ -159,7 +162,7 @@ def newest(path: Path) -> Found:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[IO[Any]]:
-    """Lock a folder against other writers and yield the lock file; raise UserError if it is locked or not writable."""
+    """Lock a folder against other writers and yield the lock file; raise UserError if the folder cannot be locked."""
     try:
         file = (path / _LOCK).open("a")
     except OSError as error:
@@ -176,7 +179,7 @@ def is_locked_here(path: Path, file: IO[Any]) -> bool:
 @contextlib.contextmanager
 def _lock(file: IO[Any], path: Path) -> Iterator[None]:
     if not locks.try_lock(file):
-        raise FolderInUseError(f"{path} is in use: another process writes checkpoints there; end it first")
+        raise FolderInUseError(f"{path} is in use: another process writes checkpoints there; end that process first")
     try:
         yield
     finally:
@@ -265,7 +268,7 @@ def prune(path: Path, keep: int, best_steps: Sequence[int] = ()) -> None:
         path: The folder.
         keep: Number of valid checkpoints to keep.
         best_steps: Steps in order of preference. The newest valid checkpoint of the first step that has one is also
-            kept.
+            kept, with its parents.
     """
     kept: set[str] = set()
     chains: dict[str, Chain] = {}

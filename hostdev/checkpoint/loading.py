@@ -62,11 +62,12 @@ def find_newest_valid(path: Path, check: Callable[[Chain], None] = verify) -> Fo
 
     Args:
         path: A checkpoint, a folder of checkpoints, or a run directory.
-        check: Raises BrokenCheckpointError for a damaged checkpoint; called after the manifests are checked.
+        check: Called with a checkpoint and its parents, whose manifests are valid; raises BrokenCheckpointError if a
+            file is damaged.
 
     Raises:
-        BrokenCheckpointError: The checkpoint at `path` is damaged, or all checkpoints are.
-        UserError: There is no checkpoint, or one has another format version.
+        BrokenCheckpointError: The checkpoint at `path` is damaged, or all checkpoints in the folder are.
+        UserError: There is no checkpoint, or one has an unsupported format version.
     """
     broken: dict[str, Path | None] = {}  # damaged files by message, once each, as checkpoints may share a parent
     found = candidates(path)
@@ -111,7 +112,7 @@ def require_tables(chain: Chain, tables: Mapping[str, Any]) -> None:
 
 
 def load_tables(chain: Chain, tables: Mapping[str, Any], *, check: bool = False) -> None:
-    """Load tables' rows, steps, learning rates and seeds, after `require_tables`; raise the errors of `load_rows`."""
+    """Load tables' rows, steps, learning rates and seeds; call `require_tables` first. Errors are as in `load_rows`."""
     load_rows(chain, tables, check=check)
     for name, table in tables.items():
         about = chain[-1].manifest.table(name)
@@ -127,7 +128,7 @@ def load_rows(chain: Chain, tables: Mapping[str, Any], *, check: bool = False) -
     Args:
         chain: The checkpoint, with its parents.
         tables: A subset of the checkpoint's tables, by name.
-        check: Verify checksums while reading, if `verify` has not done so.
+        check: Whether to verify checksums while reading; needed unless `verify` has done so.
 
     Raises:
         BrokenCheckpointError: A file is damaged; the tables then hold some of the checkpoint's rows.
@@ -164,7 +165,7 @@ class _Memory(threading.local):
         self._held: dict[str, Any] = {}
 
     def array(self, what: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Return an uninitialized array, valid until the next call with the same `what`."""
+        """Return an uninitialized array, valid until the thread's next call with the same `what`."""
         n = math.prod(shape)
         if what not in self._held or self._held[what].size < n:
             self._held[what] = np.empty(n, dtype)
@@ -206,7 +207,7 @@ def _map_rows(about: Table, numbers: Any, table: Any) -> tuple[Any, Any]:
 
     Args:
         about: The table's entry in the manifest.
-        numbers: The file's rows: ascending ids, or positions if the rows were divided among processes.
+        numbers: The file's rows: ascending ids, or ascending positions if the rows were divided among processes.
         table: The table to load into.
     """
     part = getattr(table, "part", None)

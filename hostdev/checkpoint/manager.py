@@ -20,7 +20,7 @@ SAVING_BYTES = COPIES_BYTES + BUFFERS * FILE_BYTES  # total memory for saving
 
 
 class CheckpointManager:
-    """A manager that saves a training run's tables to a folder, as full checkpoints or increments of the last one.
+    """A manager that saves a training run's tables to a folder, each time as a full or an incremental checkpoint.
 
     Args:
         path: The folder; created if it is missing.
@@ -31,7 +31,7 @@ class CheckpointManager:
 
     def __init__(self, path: Path, *, keep: int = 3, hold: bool = False, ranks: Any = None) -> None:
         self.path, self.keep, self._hold, self._ranks = path, keep, hold, ranks
-        self.best_steps: list[int] = []  # in order of preference; the first step with a checkpoint keeps it
+        self.best_steps: list[int] = []  # by preference: one checkpoint, of the first step that has one, is kept
         self.last: Checkpoint | None = None  # the tables' changes are tracked since this checkpoint
         self._increments = 0  # bytes of rows in the chain of `last`, not counting the full checkpoint
         self._writer: AsyncWriter | None = None
@@ -99,8 +99,8 @@ class CheckpointManager:
     ) -> AsyncWriter:
         """Start writing a checkpoint of the tables' current state; training may continue once this returns.
 
-        This waits for the last checkpoint and locks the folder. Device tables are copied; if a table is too large to
-        copy, this also waits until the new checkpoint is written.
+        This first waits until the previous checkpoint is written, and locks the folder. Device tables are copied; if a
+        device table is too large to copy, this also waits until the new checkpoint is written.
 
         Args:
             tables: The tables. They must not be written until this returns; cached rows must have been written back.
@@ -160,7 +160,7 @@ class CheckpointManager:
         return writer
 
     def _parent(self, tables: Sequence[Any]) -> Checkpoint | None:
-        """Return the parent of the next checkpoint, or None if it should be full."""
+        """Return the parent of the next checkpoint, or None if the next checkpoint should be full."""
         known = self.last is not None and folder.is_on_disk(self.last) and self._is_of(self.last, tables)
         full = sum(table.rows * _row_bytes(describe_table(table)) for table in tables)
         new = sum(self._changed_rows(table) * _row_bytes(describe_table(table)) for table in tables) if known else 0
@@ -172,7 +172,7 @@ class CheckpointManager:
 
     @staticmethod
     def _is_of(last: Checkpoint, tables: Sequence[Any]) -> bool:
-        """Return whether a checkpoint has the same tables, with the same row counts and row orders."""
+        """Return whether a checkpoint has exactly these tables, with their row counts and row orders."""
         mine = [describe_table(table) for table in tables]
         return {(table.name, table.rows, table.order) for table in last.manifest.tables} == {
             (table.name, table.rows, table.order) for table in mine
@@ -220,7 +220,7 @@ class CheckpointManager:
         self._lock.close()
 
     def take_ended(self) -> AsyncWriter | None:
-        """Return the last writer once it has ended, or None while it runs or if it was already taken."""
+        """Return the last writer once it has ended, or None while it runs or if an earlier call has returned it."""
         if self.is_saving:
             return None
         ended, self._untaken = self._untaken, None

@@ -43,7 +43,7 @@ class File:
 
 @dataclass(frozen=True, kw_only=True)
 class RangeFile(File):
-    """A file with `rows` of a table's rows, all in [start, stop)."""
+    """A file with `rows` rows of a table, all of them in [start, stop)."""
 
     start: int
     stop: int
@@ -116,7 +116,7 @@ class Manifest:
 
     @property
     def checksum(self) -> str:
-        """The checksum of all other fields of checkpoint.json."""
+        """The last field of checkpoint.json: the checksum of all other fields."""
         return json_checksum(self._content())
 
     def _content(self) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class Manifest:
 
 
 def read_serial(path: Path) -> int | None:
-    """Return the serial number of the checkpoint at `path`, even from a damaged manifest, or None if unreadable."""
+    """Return the serial number of the checkpoint at `path`, even from a damaged manifest, or None if that fails."""
     try:
         serial = json_files.read(path / FILE_NAME)["serial"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -151,7 +151,7 @@ def read(path: Path) -> Manifest:
 
     Raises:
         BrokenCheckpointError: The manifest is damaged or missing.
-        UserError: `path` is a file, or the manifest has another format version.
+        UserError: `path` is a file, or the manifest has an unsupported format version.
     """
     file = path / FILE_NAME
     try:

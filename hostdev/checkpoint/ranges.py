@@ -1,7 +1,7 @@
 """Files with table rows: Arrow IPC, one record batch each, at most 64 MiB.
 
-Columns: `id` (int64, ascending; absent if the file has all rows of its range), `weights` and optimizer state by name,
-lists of D float32 values, then per-row state, float32.
+Columns: `id`, int64, ascending, absent if the file has all rows of its range; then `weights` and each optimizer state
+of D values per row, as lists of D float32 values; then each optimizer state of one value per row, as float32.
 """
 
 import os
@@ -96,7 +96,7 @@ def parse_range(path: Path, content: Any, table: Table, file: RangeFile) -> RowC
     """Return the rows of a file as views of its content, a buffer such as a memory map.
 
     Raises:
-        BrokenCheckpointError: The rows do not match the manifest; kernels read them by address.
+        BrokenCheckpointError: The rows do not match the manifest. (Kernels read them by address, without a check.)
     """
     values = file.rows * (table.dim * (1 + len(table.slots)) + len(table.row_slots))
     if file.bytes < 4 * values:  # checked first, since a compressed file could need too much memory
@@ -151,7 +151,7 @@ def require_covered(chain: Chain, name: str) -> list[tuple[int, int]]:
     ends = [0, *(stop for _, stop in found)]
     is_gap = any(file.rows != file.stop - file.start for file in chain[0].manifest.table(name).files)
     if is_gap or [start for start, _ in found] != ends[:-1] or ends[-1] != chain[-1].manifest.table(name).rows:
-        raise BrokenCheckpointError(f"{chain[0].path} is broken (table {name!r} has gaps)")
+        raise BrokenCheckpointError(f"{chain[0].path} is broken (rows of table {name!r} are missing)")
     return found
 
 
@@ -170,7 +170,7 @@ def check_file(path: Path, file: File, content: memoryview | None = None) -> Non
 
 
 def _wrong(path: Path, file: File, content: memoryview | None) -> str | None:
-    """Return what is wrong with a file, as text, or None if it is valid."""
+    """Return what is wrong with a file, as text that follows its path in a message, or None if it is valid."""
     digest, size = sha256(), 0
     piece = memoryview(bytearray(_PIECE)) if content is None else content
     try:

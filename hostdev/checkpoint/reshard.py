@@ -20,7 +20,7 @@ Rows = npt.NDArray[np.float32]
 
 
 class _Rows:
-    """A `writer.Source` of a table's rows, read from files in id order, or in position order if `spread`."""
+    """A `writer.Source` of a table's rows, by id, or, with `spread`, by the positions at which ranks divide them."""
 
     def __init__(self, layers: Layers, table: Table, *, spread: bool) -> None:
         self._layers, self._table, self._spread = layers, table, spread

@@ -87,7 +87,7 @@ class SavedModel(Mapping[str, SavedTable]):
         return len(self.tables)
 
     def lookup(self, ids: Mapping[str, npt.ArrayLike]) -> dict[str, Rows]:
-        """Return the rows of ids for each table, as `SavedTable.lookup` does."""
+        """Return, for each named table, the rows of its ids; see `SavedTable.lookup`."""
         return {name: self[name].lookup(values) for name, values in ids.items()}
 
     look_up = lookup  # the former name, kept for one release
@@ -142,7 +142,7 @@ def open(path: Path | str, *, tables: Sequence[str] | None = None, verify: bool 
         path: A checkpoint, a folder of checkpoints, or a run directory. A folder's newest valid checkpoint is opened,
             with a warning if a newer one is damaged.
         tables: Names of tables to open, or None for all.
-        verify: Verify all checksums now. Otherwise only manifests, sizes and file structures are checked.
+        verify: Whether to verify all checksums now. Otherwise only manifests, sizes and file structures are checked.
 
     Raises:
         UserError: There is no checkpoint, or a named table is missing.
@@ -163,7 +163,7 @@ def open(path: Path | str, *, tables: Sequence[str] | None = None, verify: bool 
 
 
 def _require_inside(path: Path, name: str) -> None:
-    """Raise BrokenCheckpointError for a file name outside the checkpoint's folder."""
+    """Raise BrokenCheckpointError if a file name leads outside the checkpoint's folder."""
     place = PurePosixPath(name)
     if place.is_absolute() or ".." in place.parts or not place.parts:
         raise BrokenCheckpointError(f"{path} is broken (it names the file {name[:100]!r} outside its folder)")

@@ -31,10 +31,10 @@ def state_digest(
 
     Args:
         layers: The checkpoint's rows.
-        names: The names of the dense arrays, in the digest and in the file.
-        tensors: Their values, by name in the file.
+        names: For each dense array, its name in the digest and its name in the file.
+        tensors: The dense arrays, by name in the file.
         version: The format version that defines the digest.
-        known: Digests of rows that need not be computed, by table.
+        known: By table, digests of rows, which need not be computed again.
     """
     digest = StateDigest1() if version == 1 else StateDigest()
     for table in sorted(layers.manifest.tables, key=lambda table: table.name):
@@ -73,7 +73,7 @@ def read_values(layers: Layers, tree: Tree) -> Any:
 
 
 def find_file(layers: Layers, name: str) -> Path | None:
-    """Return the path of a file listed in `Manifest.others`, from a chain's newest checkpoint that has it, or None."""
+    """Return the path of a file in `Manifest.others`, of the newest checkpoint that has it, or None if none has it."""
     for checkpoint in reversed(layers.chain):
         if checkpoint.manifest.other(name) is not None:
             return checkpoint.path / name

@@ -82,7 +82,7 @@ class Channel(Protocol):
 
 
 class Item(NamedTuple):
-    """A table to save, or this process's part of it. `end(saved)` is called when writing has ended."""
+    """A table to save, or this process's part of a table; `end(saved)` is called when writing has ended."""
 
     table: Table
     source: Source
@@ -101,7 +101,7 @@ class Content(NamedTuple):
         state: A JSON-compatible dict, from `tree.to_tree`.
         tensors: The tensors in `state`.
         others: Files by their names in the checkpoint; written to full checkpoints only.
-        digest: For each dense array in the state's digest, its name in the digest and its tensor's name.
+        digest: For each dense array in the state's digest, its name in the digest, and its name in `tensors`.
     """
 
     state: dict[str, Any]
@@ -114,7 +114,8 @@ class AsyncWriter:
     """A writer of one checkpoint in background threads, as returned by `Runtime.save`.
 
     Attributes:
-        range_digests: Digests of the saved rows by table, for a full checkpoint whose `state_sha256` was not known.
+        range_digests: Digests of the saved rows, by table, if they were computed: for a full checkpoint of one process
+            whose `state_sha256` was not known.
 
     Args:
         path: The folder of checkpoints.
@@ -226,7 +227,7 @@ class AsyncWriter:
                 pass  # the next checkpoint's clean-up tries again
 
     def _save_together(self, channel: Channel) -> Checkpoint:
-        """Write a checkpoint together with other processes; each writes the files with its rows, rank 0 the rest."""
+        """Write a checkpoint together with other processes: each writes its rows, and rank 0 writes all else."""
         partial: Path | None = None
 
         def begin() -> list[str]:
@@ -351,7 +352,7 @@ def _join_digests(files: list[dict[str, Digests]]) -> RangeDigests:
 
 
 def _agree(channel: Channel, work: Callable[[], Any] | None) -> list[Any]:
-    """Do this process's part of the work, and return all processes' results; if one fails, all raise."""
+    """Call `work`, if any, and return its results in all processes, by rank; if it fails in one, raise in all."""
     error: BaseException | None = None
     found = None
     try:

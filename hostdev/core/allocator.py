@@ -5,18 +5,19 @@ import os
 import platform
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
-_SETTINGS = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES"}  # set by the user
+_SETTINGS = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES"}  # variables
 
 
 def keep_freed_memory(*, one_arena: bool = False) -> None:
     """Have glibc keep freed memory for the next step instead of returning large blocks to the kernel.
 
     Each step on the CPU allocates its activations anew, and page faults on fresh memory would take a fifth of the step.
-    Settings made by the user are kept.
+    Nothing is changed if the user has set an allocator variable in the environment.
 
     Args:
-        one_arena: Let threads that start after this call share one heap, unless a thread already has its own. Heaps per
-            thread hold 64 MiB each, serve larger requests with fresh pages, and return freed memory to the kernel.
+        one_arena: Whether threads that start after this call share one heap, which is possible only while no thread has
+            its own heap. A thread's own heap holds 64 MiB; it serves larger requests with fresh pages, and returns
+            freed memory to the kernel.
     """
     if platform.libc_ver()[0] != "glibc" or _SETTINGS & os.environ.keys():
         return

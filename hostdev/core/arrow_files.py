@@ -1,4 +1,4 @@
-"""Reading of Arrow files from untrusted sources, which are memory-mapped and validated before use."""
+"""Reading of Arrow files, which may come from untrusted sources: they are memory-mapped, and validated before use."""
 
 import os
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> Any:
 def as_numpy(array: Any) -> npt.NDArray[Any]:
     """Return a read-only NumPy view of a numeric Arrow array that has no missing values.
 
-    `to_numpy` would import pandas if it is installed, which is slow.
+    Arrow's own `to_numpy` is avoided because it imports pandas, if installed, which is slow.
     """
     dtype = np.dtype(array.type.to_pandas_dtype())
     data = array.buffers()[1]

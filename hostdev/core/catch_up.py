@@ -10,15 +10,15 @@ from hostdev.kernels.clock import FEW_TERMS, MOST_TERMS
 LAST = "last"  # name of the per-row state that holds the table's step count at the row's last write
 SMALL = 2.0**-26  # a moment below this fraction of its value at the last write no longer moves a weight
 _TRUNCATED = 2.0**-24  # largest relative error of the sum of the terms
-_MOST_SUMMED = 1 << 15  # most steps for which a moment may move a weight
+_MOST_SUMMED = 1 << 15  # maximum number of steps in which a decaying moment may move a weight
 
 
 class CatchUp(NamedTuple):
     """The effect of an optimizer's step on rows without a gradient.
 
     Attributes:
-        weight_decay: Weights are multiplied by 1 - lr * weight_decay.
-        betas: Adam's (beta1, beta2) if its decaying moments move the weights, or None otherwise.
+        weight_decay: A step multiplies the weights by 1 - lr * weight_decay.
+        betas: (beta1, beta2) of Adam, whose decaying moments move the weights, or None for other optimizers.
         eps: Adam's eps.
     """
 
@@ -33,13 +33,13 @@ def adam_rate(lr: float, beta1: float, beta2: float, step: int) -> np.float32:
 
 
 def get_terms(beta1: float, beta2: float) -> int:
-    """Return how many terms of the series, 4 or 10, sum a row's missed steps to float32 precision.
+    """Return the number of terms, 4 or 10, with which a row's missed steps are summed to float32 precision.
 
-    For a constant learning rate, the relative error is the largest omitted term, 1 / C(r + P, P) for P terms and
-    r = 2 * ln(beta1) / ln(beta2), where C is the binomial coefficient.
+    `kernels.catch_up` defines the series. For a constant learning rate, the relative error is the largest omitted term,
+    1 / C(r + P, P) for P terms and r = 2 * ln(beta1) / ln(beta2), where C is the binomial coefficient.
 
     Raises:
-        ValueError: More terms would be needed, or beta1 is too close to 1.
+        ValueError: More than 10 terms would be needed, or beta1 is too close to 1.
     """
     if beta1 == 0:
         return FEW_TERMS

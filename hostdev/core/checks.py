@@ -30,7 +30,7 @@ def require_size(rows: int, dim: int, table: str) -> None:
 
 
 def require_finite(table: str, ids: npt.NDArray[Any], *values: Rows) -> None:
-    """Raise ValueError if a value is not finite; the message names the first such row.
+    """Raise ValueError if a value is not finite; the message names the first row with such a value.
 
     Args:
         table: The table's name.
@@ -49,7 +49,7 @@ def require_finite(table: str, ids: npt.NDArray[Any], *values: Rows) -> None:
 
 
 def require_last(table: str, ids: npt.NDArray[Any], last: Rows, steps: int) -> None:
-    """Raise ValueError unless the steps of the rows' last writes, float32 [N], are integers in 0..`steps`."""
+    """Raise ValueError unless `last`, float32 [N], the step of each row's last write, has integers in 0..`steps`."""
     wrong = ~((last >= 0) & (last <= steps) & (last == np.floor(last)))
     if wrong.any():
         row = int(np.flatnonzero(wrong)[0])
@@ -60,14 +60,14 @@ def require_last(table: str, ids: npt.NDArray[Any], last: Rows, steps: int) -> N
 
 
 def require_gradients(table: str, ids: npt.NDArray[Any], grads: Rows, limit: float, *, summed: bool) -> None:
-    """Raise ValueError if a gradient is not finite or exceeds `limit`; the message names the first such row.
+    """Raise ValueError if a gradient is not finite or exceeds `limit`; the message names the first row with one.
 
     Args:
         table: The table's name.
         ids: [N], the row of each gradient.
         grads: float32 [N, D].
         limit: Largest absolute value that the optimizer accepts.
-        summed: Whether each id occurs once; if not, the sum of each id's gradients is checked, too.
+        summed: Whether each id occurs only once; otherwise the sum of each id's gradients is checked, too.
     """
     most = largest(grads)
     if most * (1 if summed else max(1, len(ids))) <= limit:
@@ -83,5 +83,5 @@ def require_gradients(table: str, ids: npt.NDArray[Any], grads: Rows, limit: flo
     wrong = ~(np.abs(grads) <= limit)
     row = int(np.flatnonzero(wrong.any(1))[0])
     value = grads[row][wrong[row]][0]
-    what = f"more than {limit:.3g}, the largest that its optimizer accepts" if np.isfinite(value) else "not finite"
+    what = f"more than {limit:.3g}, its optimizer's limit" if np.isfinite(value) else "which is not finite"
     raise ValueError(f"table {table!r}: a gradient of row {ids[row]} is {value}, {what}; no row was updated")

@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
             return ""
         given = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
         near = [found for word in given for found in get_close_matches(word, self._all_options(), n=1, cutoff=0.7)]
-        near = [found for found in near if found not in given]  # an option that was given belongs to another command
+        near = [found for found in near if found not in given]  # known, but to another command
         return f"; did you mean {' '.join(near)}?" if near else ""
 
     def _all_options(self) -> list[str]:
@@ -51,9 +51,9 @@ class Parser(argparse.ArgumentParser):
 
 
 class StrictParser(Parser):
-    """A parser that rejects two different values for one option; argparse would silently use the last.
+    """A parser that rejects two different values for one option; argparse would silently use the last value.
 
-    It is for commands where some options may be repeated to name several columns, and others name only one.
+    It is for commands that have both options that may be repeated, to name several columns, and options that may not.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -94,10 +94,10 @@ def add_debug(to: argparse.ArgumentParser) -> None:
 def run(prog: str, main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: the result of `main` (0 for None), or a code for an exception.
 
-    Exceptions give 2 for an error (or its `exit_code`), 130 for Ctrl-C, and 141 if the reader of the output has exited.
-    Exceptions other than HostdevError, OSError and MemoryError are bugs and propagate. Without `argv`, the process
-    runs only this command, and this function ends it after Ctrl-C: the interpreter's own exit takes seconds on a busy
-    machine, and running threads may abort it.
+    The code is 2, or the exception's `exit_code`, for a HostdevError, an OSError or a MemoryError; 130 for Ctrl-C; and
+    141 if the program that reads the output has exited. Other exceptions are bugs and propagate. Without `argv`, the
+    process must run only this command, and this function ends the process after Ctrl-C: the interpreter's own exit
+    takes seconds on a busy machine, and may be aborted by running threads.
     """
     if argv is not None:
         return _run(prog, main, list(argv), InterruptGuard())
@@ -126,7 +126,7 @@ def _run(
         return EXIT_BROKEN_PIPE
     except (Exception, KeyboardInterrupt) as error:
         guard.handled()
-        if isinstance(error, KeyboardInterrupt) or guard.is_interrupted:  # the interrupt may have become another error
+        if isinstance(error, KeyboardInterrupt) or guard.is_interrupted:  # Ctrl-C may have become another error
             interrupt = error if isinstance(error, KeyboardInterrupt) else KeyboardInterrupt()
             code = int(getattr(interrupt, "exit_code", EXIT_INTERRUPTED))
             print(printable(f"{prog}: interrupted{_detail(interrupt)}"), file=sys.stderr)
@@ -160,7 +160,7 @@ def run_module(name: str, prog: str) -> int:
 def _without_garbage_collection() -> Iterator[None]:
     """Disable garbage collection while the block imports modules; then exempt all existing objects from it.
 
-    This saves a sixth of the time to import torch. It is skipped if the process runs more than the command.
+    This saves a sixth of the time to import torch. In a process that runs more than the command, nothing is changed.
     """
     if not _is_own or not gc.isenabled():
         yield
@@ -177,7 +177,7 @@ def _without_garbage_collection() -> Iterator[None]:
 def importing(prog: str) -> Iterator[None]:
     """Let Ctrl-C end the command at once while the block imports modules, which may take seconds.
 
-    The handling of Ctrl-C is unchanged if the process runs more than the command, as a test does.
+    In a process that runs more than the command, such as a test, the handling of Ctrl-C is unchanged.
     """
     with leaving(lambda: _interrupted(prog)) if _is_own else contextlib.nullcontext(), _without_garbage_collection():
         import_module("numpy")  # before torch, which reports a broken numpy as missing
@@ -187,7 +187,7 @@ def importing(prog: str) -> Iterator[None]:
 
 
 def _interrupted(prog: str) -> NoReturn:
-    """Exit at once after Ctrl-C, as there is nothing to clean up."""
+    """Exit at once after Ctrl-C, without Python's cleanup."""
     write_stderr(f"{prog}: interrupted")
     _leave(EXIT_INTERRUPTED)
 

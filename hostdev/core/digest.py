@@ -35,10 +35,10 @@ Fetch = Callable[[], Any]  # returns rows, float32
 
 
 class Column(NamedTuple):
-    """An array of a table, and a function that yields requested ranges of its rows in order.
+    """A column of a table: weights or optimizer state.
 
-    `ranges` takes ascending range numbers. Each range that it yields is a function that returns the rows; another
-    thread calls it.
+    `ranges` is called with ascending numbers of row ranges. For each number it yields a function that returns the rows
+    of that range; another thread calls this function.
     """
 
     name: str
@@ -47,7 +47,12 @@ class Column(NamedTuple):
 
 
 class RangeDigests(NamedTuple):
-    """SHA-256 digests of a table's row ranges: uint8 [ranges, 32] per column; `known` [ranges] is True where valid."""
+    """SHA-256 digests of a table's row ranges.
+
+    Attributes:
+        by_column: Digests, uint8 [ranges, 32], by column.
+        known: [ranges], whether the range's digests are valid.
+    """
 
     by_column: dict[str, Digests]
     known: npt.NDArray[np.bool_]
@@ -87,7 +92,7 @@ class StateDigest:
             name: The table's name.
             step: Its number of steps.
             columns: The weights, then the optimizer state in any order.
-            known: Digests that need not be computed.
+            known: Digests of ranges, which need not be computed again.
         """
         self._digest.update(f"table {name} step {step}\n".encode())
         length = rows_per_range(columns[0].shape[1])
@@ -96,7 +101,7 @@ class StateDigest:
             self._digest.update(self._column(column, length, known).data)
 
     def array(self, name: str, dtype: str, shape: Iterable[int], pieces: Iterable[Any]) -> None:
-        """Add an array of the dense part, in chunks."""
+        """Add an array of the dense part, whose content `pieces` yields in chunks."""
         self._digest.update(f"{name} {dtype} {list(shape)}\n".encode())
         for piece in pieces:
             self._digest.update(np.ascontiguousarray(piece).data)
@@ -136,15 +141,16 @@ class StateDigest:
 
 
 def ranges_of(rows: Any, length: int, numbers: Sequence[int]) -> Iterator[Fetch]:
-    """Yield the ranges of `length` rows with these numbers; `rows` is an array or another object that can be sliced."""
+    """Yield, for each range number, a function that slices the range out of `rows`; a range has `length` rows."""
     for number in numbers:
         yield partial(rows.__getitem__, slice(number * length, (number + 1) * length))
 
 
 def ranges_in_order(pieces: Callable[[], Iterable[Any]], length: int, _: Sequence[int]) -> Iterator[Fetch]:
-    """Yield all ranges of `length` rows of an array that `pieces` yields in order, in chunks of any length.
+    """Yield, for each range of `length` rows of an array, a function that returns its rows.
 
-    The chunks may be memory-mapped; their pages are then mapped one range at a time.
+    `pieces` yields the array in order, in chunks of any length. Pages of memory-mapped chunks are mapped one range at a
+    time.
     """
     parts: list[Any] = []
     have = 0
@@ -162,7 +168,7 @@ def ranges_in_order(pieces: Callable[[], Iterable[Any]], length: int, _: Sequenc
 
 
 def pieces_of(rows: Any, fetch: Callable[[Any], Any]) -> Iterator[Any]:
-    """Yield the results of `fetch` for non-empty chunks, of a few MiB each, of rows [n, ...]."""
+    """Split rows [n, ...] into chunks of up to 16 MiB, and yield fetch(chunk) for each; chunks are never empty."""
     step = max(1, _PIECE_BYTES // max(1, rows[:1].nbytes))
     for start in range(0, len(rows), step):
         yield fetch(rows[start : start + step])
@@ -186,7 +192,7 @@ def _batched(items: Iterable[Fetch], n: int) -> Iterator[list[Fetch]]:
 
 
 def _sha256(rows: Any) -> bytes:
-    """Return the SHA-256 of rows; rows that are not contiguous are copied a few at a time, to stay in the CPU cache."""
+    """Return the SHA-256 of rows; if they are not contiguous, copy only a few at a time, to stay in the CPU's cache."""
     values = np.asarray(rows)
     if values.flags.c_contiguous:
         return sha256(values.data).digest()

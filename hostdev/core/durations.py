@@ -77,7 +77,7 @@ def _histogram(nanoseconds: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def _percentiles(histogram: npt.NDArray[np.int64], of: list[int]) -> list[float]:
-    """Return percentiles in microseconds, computed from the buckets' midpoints like np.percentile."""
+    """Return the percentiles `of` in microseconds, as np.percentile does, with the buckets' midpoints as values."""
     until = np.cumsum(histogram)
     found = []
     for each in of:

@@ -1,6 +1,7 @@
-"""Settings for the C libraries that torch uses in a training process; import before torch, which reads them once.
+"""Settings for the C libraries that torch uses in a training process.
 
-Environment variables that the user has set are kept.
+Import this module before torch: the libraries read the settings only once. Environment variables that the user has set
+are kept.
 """
 
 import os

@@ -61,7 +61,7 @@ def raise_if_transient(error: BaseException) -> None:
 
 @contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Add this file's name to an OSError that the block raises without one, as a write to a full disk does."""
+    """Add this file's name to an OSError raised in the block without a file name, such as for a full disk."""
     try:
         yield
     except OSError as error:

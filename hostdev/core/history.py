@@ -28,7 +28,7 @@ class _Run(NamedTuple):
 class History:
     """A table's steps so far: learning rates, decays, and the sums that bring rows up to date.
 
-    It takes 24 bytes per step with Adam, 48 with Adam and an unusually small beta2, and 8 otherwise.
+    Memory per step: 24 bytes with Adam, 48 with Adam and an unusually small beta2, and 8 with other optimizers.
 
     Args:
         how: The effect of a step on rows without a gradient.
@@ -57,7 +57,7 @@ class History:
         self._clock: Clock | None = None
 
     def record(self, lr: float, step: int, table: str) -> Clock:
-        """Record a step; return the clock for its updates, which bring rows up to date with the previous step.
+        """Record a step; return the clock for its updates, which first bring rows up to date with the step before it.
 
         Args:
             lr: The learning rate.
@@ -84,7 +84,7 @@ class History:
             runs.append(_Run(lr, step, 1))
         self._extend([self._rate(lr, step)], [decays])
         frozen = self._frozen if before.moments else before.frozen
-        return before._replace(product=self._product[0], inverse=self._inverse, frozen=frozen)  # these grow together
+        return before._replace(product=self._product[0], inverse=self._inverse, frozen=frozen)  # one scale and size
 
     def _rate(self, lr: float, step: int) -> float:
         return 0.0 if self.how.betas is None else float(adam_rate(lr, *self.how.betas, step))
@@ -119,14 +119,14 @@ class History:
         rates, decays = np.array(added_rates), np.array(added_decays)
         while len(rates):
             done = record(rates, decays, first, self._weights, self._product, self._sums, self._inverse, self._frozen)
-            if self._product[0] < LEAST:  # a power of 2, so the quotients stay the same
+            if self._product[0] < LEAST:  # a power of 2: product * inverse keeps its bits
                 self._inverse = self._inverse * LEAST
                 self._product[0] /= LEAST
             rates, decays, first = rates[done:], decays[done:], first + done
         self._clock = None
 
     def clock(self) -> Clock:
-        """Return the clock that brings rows up to date."""
+        """Return the clock, from which kernels bring rows up to date with the last step."""
         if self._clock is None:
             recent = self._sums.astype(np.float32) if self._weights.size else np.empty((0, 0), np.float32)
             frozen = self._frozen if self._weights.size else np.empty((0, 0), np.float32)
@@ -135,7 +135,7 @@ class History:
         return self._clock
 
     def packed(self) -> str:
-        """Return all steps as text for a checkpoint; a run of steps at one learning rate is one entry."""
+        """Return all steps as text for a checkpoint; successive steps with one learning rate are one entry."""
         content = np.array(self._runs, np.float64).reshape(-1, 3).T.tobytes()
         return base64.b64encode(zlib.compress(content, 6)).decode()
 

@@ -27,7 +27,7 @@ def to_int64(given: Any, padding: int | None = None) -> npt.NDArray[Any]:
 
     Raises:
         BeyondInt64Error: An integer other than `padding` does not fit; the error names the first such integer.
-        ValueError: `given` cannot be converted to an array, such as nested lists of different lengths.
+        ValueError: `given` cannot be converted to an array, for example because nested lists differ in length.
     """
     array = np.asarray(given)
     if array.dtype.kind in "fO" and array.size and not hasattr(given, "dtype"):
@@ -75,7 +75,7 @@ def checked_ids(ids: npt.ArrayLike, rows: int, table: str) -> npt.NDArray[Any]:
 
 
 def checked_positions(positions: Any, n: int, rows: int, table: str) -> npt.NDArray[Any] | None:
-    """Check positions [n], indices into an array of `rows` rows; return them C-contiguous, or None if not given.
+    """Check positions [n], indices into an array of `rows` rows; return them as a C-contiguous array, or None for None.
 
     Raises:
         TypeError, ValueError: The positions have a wrong dtype or shape, or one is outside the array.

@@ -74,9 +74,9 @@ class Uniform:
 
 
 class Given:
-    """Weights given as a float32 array [rows, dim], or as data that numpy can convert to it; do not modify it later.
+    """Weights given as a float32 array [rows, dim], or as data that numpy can convert to one.
 
-    Pass the whole array on every rank, even if a rank holds only a part of the table.
+    Do not modify the array later. Pass the whole array on every rank, even if a rank holds only a part of the table.
     """
 
     def __init__(self, values: npt.ArrayLike) -> None:
@@ -88,7 +88,7 @@ class Given:
             raise ValueError(f"initial values must be finite; row {row} contains NaN or infinity")
 
     def __repr__(self) -> str:
-        """Return text that ranks can compare: it has the checksum of the values, not their address."""
+        """Return text with a checksum of the values, by which ranks can check that their values are equal."""
         rows, dim = self._values.shape
         return f"Given({rows} x {dim}, CRC-32 {zlib.crc32(self._values.data):08x})"
 
@@ -142,7 +142,7 @@ def _require_finite(name: str, value: float) -> None:
 
 
 def initial_array(shape: tuple[int, ...], init: Initializer, seed: int, name: str) -> Rows:
-    """Return initial values, float32 [*shape], equal to the first row of a table `name` with prod(shape) columns."""
+    """Return initial values, float32 [*shape]: those of row 0 of a table with this name and prod(shape) columns."""
     block = np.empty((1, 1, max(1, int(np.prod(shape)))), np.float32)
     init.fill(block, seed, name, np.empty(0, np.float32))
     return block.reshape(shape)

@@ -19,7 +19,7 @@ _AGAIN_SECONDS = 0.02
 
 @contextmanager
 def leaving(leave: Callable[[], object]) -> Iterator[None]:
-    """On Ctrl-C within the block, call `leave`, which ends the process: imports need no cleanup."""
+    """On Ctrl-C within the block, which only imports modules, call `leave`, which ends the process without cleanup."""
     if not (_is_main() and callable(signal.getsignal(signal.SIGINT))):
         yield
         return
@@ -90,13 +90,13 @@ class InterruptGuard:
         raise _Interrupt(self)
 
     def _raise_again(self) -> None:
-        """Raise the interrupt again soon: here, in a finalizer, it would get lost again."""
+        """Raise the interrupt again after a short delay: at once, in this finalizer, it would get lost again."""
         if not self._is_handled and not sys.is_finalizing():
             signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS)  # not a thread: starting one may wait for a lock
 
 
 def _ignore() -> None:
-    """Ignore Ctrl-C during the rest of Python's exit; it would otherwise kill the process by the signal."""
+    """Ignore Ctrl-C during the rest of Python's exit; otherwise the signal would kill the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

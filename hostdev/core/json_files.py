@@ -44,8 +44,8 @@ def read(path: Path, most: int = MOST_BYTES) -> Any:
 def parse(kind: type[T], content: Any, where: str = "") -> T:
     """Return a value of type `kind`, such as a dataclass, from JSON content; values are checked, not converted.
 
-    Supported types: dataclasses (objects with their fields; those with defaults may be missing), lists, tuples of any
-    length, dicts with string keys, unions, int, float, str, bool, None and Any.
+    Supported types: dataclasses (JSON objects with the same fields, where fields with defaults may be missing), lists,
+    tuples of any length, dicts with string keys, unions, int, float, str, bool, None and Any.
 
     Raises:
         ValueError: The content does not fit `kind`; the message says where.

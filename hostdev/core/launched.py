@@ -26,15 +26,15 @@ _alone = False
 def alone() -> None:
     """Declare that this process trains its own tables, although a launcher has started several processes.
 
-    Otherwise a `Runtime`, a `HostTable` or a `Network` that trains in one of several processes without `ranks` raises
-    UserError. The declaration holds until the process ends, and has no effect in a single process.
+    Without this declaration, a `Runtime`, a `HostTable` or a `Network` that trains without `ranks` in one of several
+    processes raises UserError. The declaration holds until the process ends, and has no effect in a single process.
     """
     global _alone
     _alone = True
 
 
 def started(environment: Mapping[str, str] | None = None) -> tuple[int, str]:
-    """Return the number of processes started together and where it was found, or (1, "") for a single process.
+    """Return the number of processes started together, and text on where it was found; (1, "") for a single process.
 
     If `environment` is given, it replaces the process's environment variables, and torch.distributed is not consulted.
     """
@@ -50,7 +50,12 @@ def started(environment: Mapping[str, str] | None = None) -> tuple[int, str]:
 
 
 def require_alone(what: str, joining: str) -> None:
-    """Raise UserError if `what` would train alone in one of several processes; `joining` tells how to join them."""
+    """Raise UserError if this is one of several processes, unless `alone` was called.
+
+    Args:
+        what: What is about to train without ranks, for the message.
+        joining: What to do after `hostdev.join`, for the message.
+    """
     if _alone:
         return
     count, why = started()
@@ -68,7 +73,7 @@ def _number(env: Mapping[str, str], name: str) -> int:
 
 
 def _count_ranks(path: Path) -> int:
-    """Return the number of devices in a rank table, or 1 if it cannot be read, which `hostdev.join` reports."""
+    """Return the number of devices in a rank table, or 1 if it cannot be read; `hostdev.join` reports such a file."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return sum(len(server["device"]) for server in json.loads(path.read_text())["server_list"])
     return 1

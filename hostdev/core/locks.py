@@ -53,7 +53,7 @@ def unlock(file: IO[Any]) -> None:
 
 
 def is_same_file(path: Path, file: IO[Any]) -> bool:
-    """Return whether an open file is still the file at `path`: neither it nor its folder was removed or replaced."""
+    """Return whether an open file is still the file at `path`: neither file nor folder was removed or replaced."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except OSError:

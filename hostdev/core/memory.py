@@ -102,7 +102,7 @@ def peak_rss_bytes() -> int:
 def table_bytes(rows: int, dim: int, slots: int, row_slots: int = 0, dtype: str = FP32, slots_dtype: str = FP32) -> int:
     """Return a table's size in bytes: rows x (dim x w + slots x s + 4 x row_slots).
 
-    w is 4, or 2 for bf16. s is dim x 4, or dim x 2 for bf16, or for 8 bits dim rounded up to a multiple of 4, plus 4.
+    w is 4, or 2 for bf16. s is dim x 4; for bf16, it is dim x 2; for 8 bits, dim rounded up to a multiple of 4, plus 4.
     """
     return rows * (dim * weight_bytes(dtype) + slot_bytes(slots_dtype, dim) * slots + 4 * row_slots)
 
@@ -122,7 +122,7 @@ class TableShape(NamedTuple):
 
 
 def row_bytes(tables: Iterable[tuple[int, SparseOptimizer] | TableShape]) -> tuple[int, int]:
-    """Return the bytes to transfer one float32 row of every table, without and with the slots.
+    """Return the bytes to transfer one row of every table as float32: first without, then with the slots.
 
     Each table is given as (dim, optimizer) or as a `TableShape`.
     """
@@ -140,8 +140,8 @@ def copied_bytes(passing: int, changing: int, uses: int, row: int, whole: int) -
         passing: Number of rows sent and returned. Each direction counts twice, for extra copies of conflicting rows.
         changing: Number of rows that a cache admits or evicts; their copies include the slots.
         uses: Number of row occurrences; each takes 16 bytes for a position, a weight, etc.
-        row: Bytes of one row of every table, weights only.
-        whole: Bytes of one row of every table, with its slots.
+        row: Total bytes of one row of each table, weights only.
+        whole: Total bytes of one row of each table, with its slots.
     """
     return 4 * passing * row + 2 * changing * whole + 16 * uses
 
@@ -183,7 +183,7 @@ def require_table(
 
 
 def cache_room(free: int, beside: int = 0) -> int:
-    """Return how many of an accelerator's `free` bytes a cache may take if `beside` bytes are still to be allocated.
+    """Return how many of an accelerator's `free` bytes a cache may take if other uses will still need `beside` bytes.
 
     A tenth of `free`, and at least 256 MiB, is reserved for uses that are not known in advance: library workspaces,
     fragmentation, the user's model.
@@ -194,8 +194,8 @@ def cache_room(free: int, beside: int = 0) -> int:
 def dense_bytes(batch_size: int, inputs: int, layers: Sequence[int]) -> int:
     """Estimate the bytes of float32 memory that dense layers take in a step with Adam.
 
-    This counts each parameter, its gradient and its two moments; per sample the inputs, before and after scaling, and
-    their gradient; and per sample each hidden layer's output and activation, and their gradients.
+    This counts each parameter, its gradient and its two moments. For each sample, it counts the inputs before and after
+    scaling, and their gradient; and each hidden layer's output and activation, and the gradients of both.
     """
     parameters = sum(a * b + b for a, b in itertools.pairwise([inputs, *layers, 1]))
     return 16 * parameters + 4 * batch_size * (3 * inputs + 4 * sum(layers))

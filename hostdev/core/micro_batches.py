@@ -15,7 +15,7 @@ EXCHANGES = ("tree", "all-reduce")  # how ranks sum gradients; the library choos
 
 
 def cut(rows: int, parts: int) -> list[tuple[int, int]]:
-    """Return each part's (begin, end) in a batch; parts are as equal as possible, and empty if samples are too few."""
+    """Return each part's (begin, end) in a batch; parts are as equal as possible, some empty if samples are too few."""
     return [(rows * part // parts, rows * (part + 1) // parts) for part in range(parts)]
 
 

@@ -8,7 +8,7 @@ _LONGEST = 4096  # characters of a path
 
 
 def wrong_name(name: Any) -> str | None:
-    """Return what is wrong with a manifest's file name, to follow the name in a message, or None if it is valid."""
+    """Return None if a manifest may contain this file name, or else text that follows the name in a message."""
     if not isinstance(name, str) or not name:
         return "is empty or not a string"
     if len(name) > _LONGEST:
@@ -33,7 +33,8 @@ def inside(root: Path, name: str) -> Path:
     """Return the path of a file that a manifest in the folder `root` names.
 
     Raises:
-        ValueError: The name is not plain, a link leads outside the folder, or the file is a pipe or a device.
+        ValueError: The name is not a plain relative path, a link leads outside the folder, or the file is a pipe or a
+            device.
     """
     path, mode, is_linked = root, 0, False
     for part in require_name(name).split("/"):
@@ -48,7 +49,7 @@ def inside(root: Path, name: str) -> Path:
     if is_linked:
         try:
             if not path.resolve().is_relative_to(root.resolve()):
-                raise ValueError(f"{path} is a link to outside its folder")
+                raise ValueError(f"{path} is a link that leads outside its folder")
             mode = path.stat().st_mode
         except FileNotFoundError:
             return path

@@ -46,7 +46,7 @@ class SparseOptimizer(Protocol):
         """Return the mean square above which a row's gradient (`dim` columns) is clipped, or None for no clipping."""
 
     def scalars(self, step: int, dim: int) -> Scalars:
-        """Return the kernel's scalars at the table's step 1, 2, 3, ... for rows of `dim` columns."""
+        """Return the kernel's scalars for rows of `dim` columns at a step of the table: 1, 2, 3, ..."""
 
 
 @dataclass(kw_only=True, unsafe_hash=True, repr=False)
@@ -62,9 +62,10 @@ class Optimizer:
     Source: Pascanu, Mikolov & Bengio, "On the difficulty of training recurrent neural networks", ICML 2013, algorithm
     1, applied to each row.
 
-    Each except `FTRL` takes `weight_decay`, a number c: each step multiplies the weights of all rows by 1 - lr * c and
-    then updates the rows of its batch. A row that a batch does not use is brought up to date when it is next read, so
-    a step costs no time for unused rows. This takes 4 bytes of state per row (`last`, the step of its last write).
+    Each optimizer except `FTRL` takes `weight_decay`, a number c: each step multiplies the weights of all rows by
+    1 - lr * c and then updates the rows of its batch. Rows that a batch does not use are brought up to date when they
+    are next read, so a step costs no time for unused rows. This takes 4 bytes of state per row (`last`, the step at
+    which the row was last written).
 
     Source: Loshchilov & Hutter, "Decoupled Weight Decay Regularization", ICLR 2019; `kernels.catch_up`.
     """
@@ -120,17 +121,18 @@ class Optimizer:
     def largest_gradient(self) -> float:
         """2^46, about 7e13: a sum of squares of such gradients cannot become infinite.
 
-        A finite float32 number plus 2^102, a quarter of the largest gap between such numbers, stays finite. Squares, at
-        most 2^92, leave room for sums over ranks. Optimizers therefore need not check the values that they write.
+        A finite float32 number stays finite if 2^102, a quarter of the largest gap between float32 numbers, is added.
+        Squares are at most 2^92, which leaves room for sums over ranks. Optimizers therefore need not check the values
+        that they write.
         """
         return SQUARED
 
     def _within(self, largest: float) -> float:
-        """Return `largest`, or at most 2^46 if gradients are clipped, since clipping sums their squares."""
+        """Return `largest`, reduced to 2^46 if gradients are clipped, since clipping sums their squares."""
         return largest if self.clip_norm is None else min(largest, SQUARED)
 
     def clip_limit(self, dim: int) -> np.float32 | None:
-        """Return c^2 / D, the mean square above which a row's gradient is clipped, or None for no clipping."""
+        """Return clip_norm^2 / D, the mean square above which a row's gradient is clipped, or None for no clipping."""
         return None if self.clip_norm is None else np.float32(self.clip_norm * self.clip_norm / dim)
 
 
@@ -151,7 +153,7 @@ _NEEDED: dict[str, Callable[[float], bool]] = {
 
 
 def check(name: str, value: float, needed: str, why: str = "") -> None:
-    """Raise ValueError unless a value is finite and satisfies `needed`, both in float64 and rounded to float32."""
+    """Raise ValueError unless a value is finite and satisfies the condition `needed`, in float64 and in float32."""
     holds = _NEEDED[needed]
     if not (math.isfinite(value) and holds(value)):
         raise ValueError(f"{name} must be {needed}, not {value}{why}")

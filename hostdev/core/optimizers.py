@@ -1,7 +1,8 @@
 """Table optimizers: hyperparameters, recurrences and slots. The arithmetic is in kernels/ and device/.
 
-Scalars are computed in float64 and rounded to float32 once, except 1 - beta: the decay and its complement must add up
-to 1 in float32, or a moment of constant gradients drifts (1e-5 for beta2 = 0.999); MindSpore's kernel does the same.
+Scalars are computed in float64 and rounded to float32 once, except 1 - beta, which is computed in float32, as in
+MindSpore's kernel: beta and 1 - beta must add up to 1 in float32, or a moment of constant gradients drifts (1e-5 for
+beta2 = 0.999).
 """
 
 import math
@@ -55,7 +56,7 @@ class LazyAdam(Optimizer):
 
     @property
     def largest_gradient(self) -> float:
-        """2^58, about 2.9e17: its square bounds the moments, which are averages, with room for sums over ranks."""
+        """2^58, about 2.9e17: moments are averages, at most its square 2^116, which leaves room for sums over ranks."""
         return self._within(2.0**58)
 
     def scalars(self, step: int, dim: int) -> Scalars:
@@ -76,8 +77,8 @@ class Adam(Optimizer):
         w <- w - lr_t * m / (sqrt(v) + eps)
 
     These are the results of a dense Adam, up to rounding: a row that was not used for k steps is brought up to date by
-    one operation when it is next read, with 4 bytes of state (`last`). `LazyAdam` leaves such rows unchanged. With
-    weight_decay above 0, this is AdamW.
+    one operation when it is next read, which takes 4 bytes of state per row (`last`). `LazyAdam` leaves such rows
+    unchanged. With weight_decay above 0, this is AdamW.
 
     Source: Kingma & Ba, 2015, as for `LazyAdam`; Loshchilov & Hutter, 2019; `kernels.catch_up`.
     """
@@ -181,7 +182,7 @@ class FTRL(Optimizer):
 
     def __post_init__(self) -> None:
         if self.weight_decay:
-            raise TypeError("FTRL has no weight_decay: each update computes its weights from its state; use l2")
+            raise TypeError("FTRL has no weight_decay: each update computes the weights from the state; use l2")
         check("lr", self.lr, "positive", "; FTRL divides by lr, so a warm-up cannot start at 0")
         check("l1", self.l1, "at least 0")
         check("l2", self.l2, "at least 0")

@@ -14,7 +14,7 @@ _madvise: Any = None
 def populate(array: npt.NDArray[Any]) -> None:
     """Map the pages of a memory-mapped array, and read those that are not in memory from the file.
 
-    Do nothing on systems without this call, or if the array is not contiguous.
+    Do nothing on systems other than Linux 5.14 or later, or if the array is not C-contiguous.
     """
     global _madvise
     if not sys.platform.startswith("linux") or not array.flags.c_contiguous or not array.nbytes:

@@ -111,7 +111,7 @@ class OpLog:
         return self._clocks.get(target) or HostClock()
 
     def register(self, target: str, scope: str, name: str) -> OpTimes:
-        """Add an op, numbered from 1, and return the object that collects its durations."""
+        """Add an op, and return the object that collects its durations; ops.log numbers the ops from 1."""
         where = "cpu" if target == "CPU" else "device"
         full = "/".join(part for part in ("Default", scope, name) if part)
         with self._registering:
@@ -175,7 +175,7 @@ class OpLog:
                 self._thread.join()
 
     def summary(self) -> dict[str, dict[str, Any]]:
-        """Return bytes and duration statistics in microseconds per op name, and per scope if a name has several."""
+        """Return bytes and statistics of durations (in microseconds) by op name; and by scope if a name has several."""
         by_name: dict[str, dict[str, list[OpTimes]]] = {}
         for op in self._ops:
             if len(op.durations()):
@@ -204,7 +204,8 @@ class Primitive:
     Args:
         name: The op's name, such as "EmbeddingLookup".
         run: The implementation.
-        nbytes: Returns the bytes that a call with these arguments reads and writes; the default is the class's method.
+        nbytes: Called with the op's arguments; returns the bytes that the op reads and writes. By default, the class's
+            method `nbytes` is called.
         scope: The part of the model that the op belongs to, such as "deep".
         log: Collects the durations; the default is a new log.
     """
@@ -279,12 +280,12 @@ class Primitive:
         return result
 
     def in_parts(self) -> "PartialCall":
-        """Return a call of this op on the host that runs in parts and is timed as one call."""
+        """Return a call of this op that runs on the host in parts, and is timed as one call."""
         return PartialCall(self)
 
 
 class PartialCall:
-    """A call of an op that runs in parts, in any threads, and is timed as one call."""
+    """One call of an op, run in parts, which may be in different threads, and timed as one call."""
 
     def __init__(self, op: Primitive) -> None:
         self._op = op
@@ -301,7 +302,7 @@ class PartialCall:
         return result
 
     def tasks(self, *args: Any) -> list[Task]:
-        """Return a part's tasks for `run_tasks`; the part's time is from the first start to the last end of a task."""
+        """Return a part's tasks for `run_tasks`; the part's time runs from its first task's start to its last's end."""
         span: list[tuple[int, int]] = []
         self._spans.append(span)
         self._nbytes += self._op.nbytes(*args)

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from hostdev.core.printable import printable
 
-_LOG_SECONDS, _MOST_LOG_SECONDS = 10.0, 60.0  # between two lines; 60 if less than 1/50 of the work was done in between
+_LOG_SECONDS, _MOST_LOG_SECONDS = 10.0, 60.0  # between lines; 60 if < 1/50 of the work was done meanwhile
 _LOG_PARTS = 50
 
 
@@ -39,13 +39,13 @@ def bar(
 ) -> Progress:
     """Return a progress display: a bar on standard error if it is a terminal, else lines on standard output.
 
-    A bar always disappears at the end. Lines start after ten seconds; a final line follows only if there were others.
+    A bar always disappears at the end. Lines start after ten seconds; without them, there is no final line either.
 
     Args:
         total: The amount of work, of which `begin` is already done.
         unit: The unit of the amounts, such as "steps", or "B" for bytes.
-        unit_scale: Write large amounts as 1.2k or 3.4M.
-        left: For a part of a larger task: returns the seconds left for the whole task, or None if unknown.
+        unit_scale: Whether to write large amounts as 1.2k or 3.4M.
+        left: If the work is a part of a larger task: returns the seconds left for the whole task, or None if unknown.
     """
     if not sys.stderr.isatty():
         return _Lines(total, description, unit, unit_scale, begin, left)
@@ -89,7 +89,7 @@ class _Bar(tqdm):  # type: ignore[misc]
 
 
 class _Lines:
-    """Progress as lines on standard output, used if standard error is not a terminal and should contain only errors."""
+    """Progress as lines on standard output, used if standard error is not a terminal, so that only errors go there."""
 
     def __init__(
         self, total: int, description: str, unit: str, scale: bool, begin: int, left: Callable[[], float | None] | None

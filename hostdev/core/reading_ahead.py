@@ -1,7 +1,7 @@
 """A flag for user code that runs ahead of the loop's body: the loader, `ids` and `send`.
 
-How far ahead such code runs depends on the pipeline's depth and the cache, and so would the values it reads from a
-table. Tables therefore refuse reads and writes while the flag is set.
+How far ahead such code runs depends on the pipeline's depth and the cache; the values that it reads from a table would
+then depend on them, too. Tables therefore refuse reads and writes while the flag is set.
 """
 
 import threading
@@ -18,7 +18,7 @@ _mark = _Mark()
 
 @contextmanager
 def reading_ahead() -> Iterator[None]:
-    """Set the flag for this thread within a block that runs further ahead than at depth 0 without a cache."""
+    """Set the flag for this thread within the block."""
     before, _mark.is_set = _mark.is_set, True
     try:
         yield

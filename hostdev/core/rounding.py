@@ -11,7 +11,7 @@ from hostdev.kernels.plane_formats import BFLOAT16, FLOAT32, SIGNED_8, UNSIGNED_
 
 
 def rounding_key(seed: int, table: str, step: int) -> int:
-    """Return the key for rounding a table's values at its step 1, 2, 3, ...; step 0 is for the initial weights."""
+    """Return the random number key for rounding at a table's step: 1, 2, 3, ..., or 0 for the initial weights."""
     return key64(seed, "bfloat16", table) ^ int(mix64(np.array([step]))[0])
 
 
@@ -35,7 +35,8 @@ def get_rounding(
 def initial_slots(optimizer: SparseOptimizer, slots_dtype: str) -> npt.NDArray[np.float32]:
     """Return the initial values of an optimizer's S slots, float32 [S].
 
-    bfloat16 values are rounded to nearest. 8-bit slots store equal values exactly, but magnitudes below 2^-90 as 0.
+    bfloat16 values are rounded to nearest. An 8-bit slot stores equal values exactly, except that magnitudes below
+    2^-90 become 0.
     """
     values = np.array(list(optimizer.slots.values()), np.float32)
     if slots_dtype == FP32:

@@ -9,7 +9,7 @@ from typing import Any
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Defer SIGINT and SIGTERM to the end of the block in Python's main thread; a second signal is not deferred."""
+    """In the main thread, defer a SIGINT or SIGTERM to the end of the block; a second signal is handled at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""Safe printing to standard output and error that are closed, have a limited encoding, or have lost their terminal."""
+"""Safe printing if standard output or standard error is closed, has a limited encoding, or has lost its terminal."""
 
 import codecs
 import io
@@ -33,7 +33,7 @@ def silence(numbers: list[int]) -> None:
 
 
 def terminals() -> list[int]:
-    """Return the file descriptors of standard output and error, if they are terminals."""
+    """Return the file descriptors of standard output and standard error, each only if it is a terminal."""
     return [number for number in (1, 2) if not _is_closed(number) and os.isatty(number)]
 
 
@@ -46,7 +46,7 @@ def _is_closed(number: int) -> bool:
 
 
 def _printed(error: UnicodeError) -> tuple[str | bytes, int]:
-    r"""Encode unencodable characters: undecoded bytes of a file name unchanged, others as \xe4, \u20ac, ..."""
+    r"""Encode characters not in the encoding: undecoded bytes of a file name unchanged, others as \xe4, \u20ac, ..."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     made = bytearray()

@@ -16,7 +16,7 @@ class Rounding(NamedTuple):
 
     Attributes:
         key: 64-bit key of the random numbers.
-        formats: The stored format of each plane of a row (0: the weights; 1, ...: the slots), one of
+        formats: The stored format of each plane of a row (0: the weights; 1, ...: the slots); see
             `kernels.plane_formats`.
     """
 

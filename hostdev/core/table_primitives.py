@@ -11,7 +11,7 @@ from hostdev.kernels.pool import Task, run_tasks
 
 
 class _TablePrimitive(Primitive):
-    """An op on a table, which must have the op's target."""
+    """An op on a table; the table's `primitive_target` must equal the op's."""
 
     # Any, below: tables and arrays of NumPy or torch, which this module does not import.
 
@@ -24,7 +24,7 @@ class _TablePrimitive(Primitive):
 
 
 class EmbeddingLookup(_TablePrimitive):
-    """Row lookup: `(table, ids [U]) -> float32 [U, D]`; ids and rows are numpy or torch arrays, like the table.
+    """Row lookup: `(table, ids [U]) -> float32 [U, D]`, in NumPy for a host table, or torch for a device table.
 
     Host tables also take `out` and `positions`, as in `HostTable.lookup`.
     """
@@ -125,7 +125,7 @@ class CacheEvict(_WholeRows):
 
 
 class ForwardRead(_WholeRows):
-    """A read of rows that are also updated on the device for the next step (`pipeline.forwarding`)."""
+    """A read, from the host table, of rows that the device then updates for the next step (`pipeline.forwarding`)."""
 
     name, method = "ForwardRead", "read_rows"
 

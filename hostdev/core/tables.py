@@ -82,7 +82,7 @@ class Owned:
         return TableStep(scalars, rounding, clip, clock)
 
     def clock(self) -> Clock | None:
-        """Return the clock that brings rows up to date, or None if only updates change rows."""
+        """Return the clock that brings rows up to date, or None if a step changes only the rows of its batch."""
         return None if self.history is None else self.history.clock()
 
     def uncount_steps(self, steps: int) -> None:
@@ -105,7 +105,10 @@ class Owned:
 
     def _require_no_writing(self) -> None:
         if self._is_writing:
-            raise ValueError(f"table {self.name!r}: its writing() block is open; end it first, or write through it")
+            raise ValueError(
+                f"table {self.name!r}: a `with table.writing()` block is open; end the block first, or change the "
+                "copies that it yields"
+            )
 
     def _before_write(self) -> None:
         self._require_no_writing()
@@ -135,7 +138,7 @@ def initial_seed(seed: int | None) -> int:
 
 
 def _was_set(torch: Any, seed: int) -> bool:
-    """Return whether the program has set torch's seed; a random seed has 64 bits."""
+    """Return whether the program has set torch's seed, rather than torch at random, which gives a seed of 64 bits."""
     if seed < 1 << 32:
         return True
     tracker = getattr(torch.cuda, "_lazy_seed_tracker", None)  # holds the call until CUDA is initialized

@@ -55,7 +55,7 @@ class Timeline:
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """Count the time within the block as wall time."""
+        """Add the block's duration to the wall time."""
         start = time.perf_counter_ns()
         try:
             yield
@@ -88,7 +88,11 @@ class Timeline:
         self.device_busy_ns += nanoseconds
 
     def summary(self) -> dict[str, Any]:
-        """Return microseconds per stage, and overlap_efficiency: max(host, device busy) / wall (None if wall is 0)."""
+        """Return all times in microseconds, and their overlap efficiency.
+
+        This is the busy time of the host or of the device, whichever is longer, divided by the wall time; None if the
+        wall time is 0.
+        """
         most = max(self.host_busy_ns, self.device_busy_ns)
         return {
             "stall_us": {stage: ns // 1000 for stage, ns in self.stall_ns.items()},
@@ -183,5 +187,5 @@ _profiler_range: Any = record_function  # untyped
 
 
 def _profiling() -> bool:
-    """Return whether torch.profiler is on; without it, a range would still cost up to 0.1 ms with cold caches."""
+    """Return whether torch.profiler is on; if it is off, a profiler range still costs up to 0.1 ms with cold caches."""
     return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", True))

@@ -1,4 +1,4 @@
-"""Background threads that accept work even while the interpreter exits, unlike those of concurrent.futures."""
+"""Background threads that, unlike those of concurrent.futures, accept work even while the interpreter exits."""
 
 import sys
 import threading

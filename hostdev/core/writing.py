@@ -1,4 +1,4 @@
-"""Writable copies of a table's weights and slots, as yielded by `writing`."""
+"""Writable copies of a table's weights and slots, which the `with table.writing()` block yields."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -59,7 +59,9 @@ class Copies:
     def column(self, name: str) -> Any:
         """Return the copy of a column; raise ValueError after the end of the `with` block."""
         if self._is_over:
-            raise ValueError(f"table {self.table!r}: its writing() has ended; write within the `with` block")
+            raise ValueError(
+                f"table {self.table!r}: the `with table.writing()` block has ended; use its copies only in the block"
+            )
         if name not in self._held:
             self._held[name] = self._copied(name)
         return self._held[name]

@@ -110,7 +110,7 @@ def test_memory_of_the_slots(optimizer, width):
 def test_slots_that_do_not_fit_are_refused(monkeypatch):
     monkeypatch.setattr(backend, "free_bytes", lambda device: 1000)
     with pytest.raises(
-        UserError, match="a cache of 50 rows needs 9600 bytes .* of cpu memory are free; use fewer rows"
+        UserError, match="a cache of 50 rows needs 9600 bytes .* of cpu memory are free; use a cache of fewer rows"
     ):
         EmbeddingCache(HostTable(ROWS, 16, LazyAdam(), name="t"), 50)
 

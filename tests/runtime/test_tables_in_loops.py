@@ -238,11 +238,11 @@ def test_a_table_is_written_in_one_way_at_a_time():
                 lambda: users.erase([1]),
                 users.reset,
             ):
-                with pytest.raises(ValueError, match="table 'users': its writing\\(\\) block is open; end it first"):
+                with pytest.raises(ValueError, match="table 'users': a `with table.writing\\(\\)` block is open"):
                     act()
             np.testing.assert_array_equal(users.weights, before)
         assert (users.weights[3] == 1).all()
-        with pytest.raises(ValueError, match="its writing\\(\\) has ended"):
+        with pytest.raises(ValueError, match="writing\\(\\)` block has ended"):
             w.weights  # noqa: B018
         with pytest.raises(ZeroDivisionError), users.writing() as w:
             w.weights[:] = 5
