@@ -67,7 +67,7 @@ def test_micro_batches_that_processes_cannot_share_out_equally(refused, as_one_o
         ("--mesh pipe=2 --stage-cut deep.2,deep.4", "makes 3 stages, but --mesh pipe=2 needs 2"),
         (
             "--mesh pipe=2 --schedule interleaved --stage-cut deep.2",
-            "makes 2 stages, but --schedule interleaved needs an equal number",
+            "makes 2 stages, but --schedule interleaved needs the same number",
         ),
         ("--mesh pipe=2 --model tests.own_models:FewRows", "FewRows cannot be cut into stages"),
         ("--mesh pipe=2 --dense-exchange tree", "--dense-exchange tree has no effect with --mesh pipe=2"),
