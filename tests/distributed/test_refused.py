@@ -208,7 +208,7 @@ def test_a_rank_that_asks_for_rows_beyond_the_part():
 
     first, second = with_ranks(2, work)
     assert isinstance(first, ValueError)
-    assert str(first).startswith("rank 1 asks rank 0 for its local row ")
+    assert str(first).startswith("rank 1 requests local row ")
     assert "but that rank has 10 of the tables' 20 rows;" in str(first)
     assert not isinstance(second, ValueError)
     [(ids, _)], _ = with_ranks(2, lambda ranks: Exchange(ranks, [9], [[1]]).ids([np.arange(9)]))
@@ -217,5 +217,5 @@ def test_a_rank_that_asks_for_rows_beyond_the_part():
 
 def test_a_rank_that_asks_for_a_negative_number_of_rows():
     exchange = Exchange(with_ranks(1, lambda ranks: ranks)[0], [9], [[1]])
-    with pytest.raises(ValueError, match="rank 1 asks for a negative number of rows: -7"):
+    with pytest.raises(ValueError, match="rank 1 requests a negative number of rows: -7"):
         exchange._require_all(np.array([[3], [-7]]))

@@ -208,7 +208,7 @@ def test_what_was_saved_and_is_damaged_is_named(tmp_path):
         assert str(its.state_dict()) == str(adam.state_dict())
         with pytest.raises(UserError, match="exists; choose another folder"):
             network.save(folder, adam, integrated=integrated)
-        with pytest.raises(UserError, match=r"another network: 0.weight has shape \[5, 4\] in the state, but \[4, 4\] in"):
+        with pytest.raises(UserError, match=r"another network: 0.weight has shape \[5, 4\] in the state"):
             wide, optimizer = made(5)
             wide.save(tmp_path / f"wide{integrated}", optimizer, integrated=integrated)
             other.restore(tmp_path / f"wide{integrated}", its)
@@ -399,7 +399,7 @@ def test_gradients_are_added_up_and_clipped_as_torch_does_it():
 def test_a_state_of_another_optimizer_is_named(tmp_path):
     network = Network(nn.Linear(4, 4), (torch.zeros(2, 4),))
     network.save(tmp_path / "saved", torch.optim.SGD(network.parameters, lr=0.1))
-    with pytest.raises(UserError, match="saved belongs to another network: the saved optimizer lacks the options amsgrad"):
+    with pytest.raises(UserError, match="another network: the saved optimizer lacks the options amsgrad"):
         network.restore(tmp_path / "saved", torch.optim.Adam(network.parameters))
     groups = torch.optim.SGD([{"params": network.parameters[:1]}, {"params": network.parameters[1:]}], lr=0.1)
     for integrated in (True, False):
