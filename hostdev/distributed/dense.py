@@ -195,7 +195,7 @@ class DenseGradients:
         return self._summed(self._submit(self._small, parts))
 
     def finish(self, given: Sequence[int]) -> None:
-        """Set each parameter's grad to the sum over all ranks, or to None where `given` is 0: no rank has a gradient."""
+        """Set each parameter's grad to the sum over all ranks, or to None where `given` is 0: no rank has a grad."""
         for bucket, total in zip(self._buckets, self._totals, strict=True):
             flat, at = self._summed(total), 0
             for number in bucket:

@@ -79,8 +79,8 @@ def announce(store: Any, env: RankEnvironment, values: Values | None = None) -> 
     store.set(f"values/{env.rank}", json.dumps(dict(values or {})))
     if ranks != f"{env.ranks}":  # not counted as present, or others would think that all have joined
         wrong = (
-            f"rank {env.rank} ({me}) was started as one of {env.ranks} ranks, another as one of {ranks}; start all with "
-            "the same number of ranks"
+            f"rank {env.rank} ({me}) was started as one of {env.ranks} ranks, another as one of {ranks}; start all "
+            "with the same number of ranks"
         )
     elif (first := store.compare_set(f"here/{env.rank}", "", me).decode(errors="replace")) != me:
         wrong = f"two processes were started as rank {env.rank}: {first} and {me}; give each a different rank"

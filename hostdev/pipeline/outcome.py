@@ -18,7 +18,7 @@ class Outcome:
         tensors: Small tensors on the device.
         read: Called with the copies in host memory; returns the value that `get` returns, or raises.
         staging: Copies the tensors to the host.
-        memory: The batch's host memory, to which they are copied.
+        memory: The batch's host memory, to which the tensors are copied.
     """
 
     def __init__(

@@ -112,7 +112,7 @@ def end_step(context: Context, batch: StepBatch, gradients: Gradients | None) ->
 
 
 def abandon_step(batch: StepBatch) -> None:
-    """End the span of a step whose batch is abandoned."""
+    """End the timeline's span of a step, which may be abandoned."""
     batch.span.__exit__(None, None, None)
 
 
