@@ -40,7 +40,7 @@ def compare(each: Sequence[Values], where: str = "") -> None:
 
 
 def shown(value: Any, text: str) -> list[Any]:
-    """Return a value that `compare` shows as `text`."""
+    """Return a value for `compare`, which compares `value` and shows `text` in its message."""
     return [value, text]
 
 

@@ -66,7 +66,7 @@ class Tree:
 class TreeAllReduce(Tree):
     """A `Tree` in which each rank exchanges slices with all others.
 
-    On an accelerator's channel all work is queued on the current stream.
+    If the channel's device is an accelerator, all work is queued on the device's current stream.
     """
 
     def __init__(self, channel: Channel, nodes: Sequence[Nodes], n: int) -> None:

@@ -75,7 +75,7 @@ class Calls:
             raise UserError(f"rank {self._rank} of {self._ranks} {self.wrong}")
 
     def catch_up(self, number: int) -> None:
-        """Raise the current call's number to `number`, the largest on any rank, and forget earlier calls."""
+        """Increase the current call's number to `number`, the largest on any rank, and forget earlier calls."""
         self.recent = (self.last._replace(number=max(number, self.last.number)),)
 
 
@@ -93,5 +93,5 @@ def find_mismatch(mine: Sequence[Call], others: Sequence[Call]) -> tuple[Call, C
 
 
 def describe_mismatch(mine: Call, rank: int, other: Call) -> str:
-    """Return text that follows the name of a rank in a message; `mine` is the call of the rank so named."""
+    """Return text such as "is in A, and rank 1 in B", for a message that begins with the rank whose call is `mine`."""
     return f"is in {mine.text}, and rank {rank} in {other.text}: {ADVICE}"

@@ -87,7 +87,7 @@ class Channel(LocalChannel):
         dist.all_to_all_single(out, values, list(receive), list(counts), group=self.group)
 
     def try_out(self) -> str:
-        """Exchange one number with each rank, so that device memory is allocated; return an error message, or ""."""
+        """Exchange one number with each rank, so that device memory is allocated; return an error message or ""."""
         try:
             one = torch.ones(self.ranks, device=self.device)
             received = torch.empty_like(one)
@@ -114,7 +114,7 @@ class Channel(LocalChannel):
             raise PeerLostError(f"another rank stopped answering ({_short(error)})") from None
 
     def exchange_counts(self, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Send counts[rank] to each rank; return what each rank sent to this one. Both are int64 [W, any]."""
+        """Send counts[rank] to each rank; return what each rank sent to this rank. Both are int64 [W, any]."""
         flat = torch.from_numpy(np.ascontiguousarray(counts)).view(-1)
         each = [counts.shape[1]] * self.ranks
         return self.all_to_all(flat, each, each).numpy().reshape(counts.shape)

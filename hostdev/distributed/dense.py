@@ -34,7 +34,7 @@ def add_lists(left: Grads, right: Grads) -> Grads:
 
 
 class DenseGradients:
-    """Sums the gradients of a fixed list of parameters, step by step.
+    """Sums the gradients of a fixed list of parameters over all micro-batches and ranks, step by step.
 
     Args:
         channel: Connects the ranks that have the same parameters.
@@ -231,7 +231,7 @@ class DenseExchange:
         return self._others is None
 
     def reduce_flags(self, has: Sequence[bool]) -> list[bool]:
-        """Return which parameters have a gradient on any rank that has these parameters."""
+        """Return, for each parameter, whether any of the ranks with the same parameters has a gradient of it."""
         assert self._others is not None
         [found] = np.max([self._others[0].gather(np.array(has, np.int64))], axis=1)
         return [bool(one) for one in found]
@@ -299,7 +299,7 @@ def _new_stream(device: torch.device) -> Any:
 
 
 def _buckets(parameters: Sequence[Tensor]) -> list[list[int]]:
-    """Group parameters into buckets of their numbers, the last first, as a backward pass produces the gradients."""
+    """Group the parameters' numbers into buckets, the last first, as a backward pass produces their gradients."""
     buckets: list[list[int]] = []
     have = BUCKET_BYTES
     for number in reversed(range(len(parameters))):

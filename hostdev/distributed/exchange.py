@@ -177,7 +177,7 @@ class Exchange:
                 be called.
             buffer: Called with (U, D); allocates rows [U, D] of a table.
             before: `Asked` of the previous batch, by group; empty on all ranks or on none.
-            shared: By group, which rows that other ranks requested in `before` this rank now sends late, [any]. The
+            shared: By group, which of the rows requested from this rank in `before` are now sent late, [any]. The
                 previous batch's gradients of these rows are exchanged first.
         """
         incoming = Incoming(
@@ -216,7 +216,10 @@ class Exchange:
         return [np.flatnonzero(mask).astype(np.int32) for mask in received], out
 
     def _exchange_masks(self, asked: Sequence[Asked], wanted: Sequence[Mask]) -> list[Mask]:
-        """Tell the other ranks which of their rows this rank sends early; return which of this rank's arrive early."""
+        """Tell each rank which of its requested rows this rank sends early.
+
+        Returns which of the rows that this rank requested arrive early.
+        """
         W = self.ranks.size
         cut = [np.split(mask, np.cumsum(one.wanted)[:-1]) for mask, one in zip(wanted, asked, strict=True)]
         bits = [np.packbits(np.concatenate([parts[rank] for parts in cut])) for rank in range(W)]

@@ -247,7 +247,10 @@ class HostExchange:
         _send(self._links[index - 1], [places], [] if descriptor is None else [descriptor])
 
     def _receive(self, link: int) -> tuple[Bytes, int | None]:
-        """Return a message and its descriptor, if any; raise RuntimeError if none arrives or its exchange differs."""
+        """Return a message, and its descriptor or None.
+
+        Raises RuntimeError if no message arrives, or if the message belongs to a different exchange.
+        """
         most = 8 * (2 + 2 * self._ranks) + _ATTACHED_BYTES
         try:
             message, descriptors, *_ = socket.recv_fds(self._links[link], most, 1)
@@ -298,7 +301,7 @@ def _keep_first(sizes: Sizes) -> Sizes:
 
 
 def _copy(target: Bytes, to: Sizes, source: Bytes, at: Sizes, sizes: Sizes) -> None:
-    """Copy parts of these sizes with the host threads; parts that are contiguous in both buffers are merged."""
+    """Copy parts of a buffer to another buffer with the host threads; merge parts that are contiguous in both."""
     used = np.flatnonzero(sizes)
     if not len(used):
         return

@@ -54,7 +54,7 @@ def have_levels(hosts: Sequence[Sequence[int]]) -> bool:
 
 
 def require_two_levels(hosts: Sequence[Sequence[int]]) -> None:
-    """Raise UserError unless two levels of exchange make a difference."""
+    """Raise UserError if two levels of exchange have no effect."""
     if not have_levels(hosts):
         where = "all ranks are on one host" if len(hosts) == 1 else "each rank is on a different host"
         raise UserError(f"--exchange-levels 2 has no effect, because {where}; leave out --exchange-levels")

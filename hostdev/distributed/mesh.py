@@ -48,7 +48,10 @@ class Mesh(NamedTuple):
         return place.pipe == 0 and place.model == 0
 
     def nodes(self, micro_batches: int) -> list[list[tuple[int, int]]]:
-        """Return each rank's nodes (start, size) of row gradients; each index along data has `micro_batches`."""
+        """Return each rank's nodes (start, size) of row gradients.
+
+        `micro_batches` is the number of micro-batches for each index along data.
+        """
         shares = [
             range(self.place(rank).data * micro_batches, (self.place(rank).data + 1) * micro_batches)
             for rank in range(self.size)

@@ -227,7 +227,7 @@ class Ranks(World):
         self.calls.begin(kind, text)
 
     def agree(self, kind: str, text: str, values: Values | None = None) -> None:
-        """Count a call that all ranks must make with equal values; if they do not, raise UnlikeError on all ranks.
+        """Count a call that all ranks must make with equal values; raise UnlikeError on all ranks if anything differs.
 
         Args:
             kind: Kind of the `Call`.

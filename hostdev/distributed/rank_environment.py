@@ -29,7 +29,7 @@ class RankEnvironment(NamedTuple):
         launcher: Name of the launcher that set the variables.
         hosted: Whether the launcher itself serves the store.
         attempt: Number of restarts by the launcher.
-        device: Index of the device that this rank is assigned; None if the launcher assigns none.
+        device: Index of the device assigned to this rank; None if the launcher assigns no device.
         token: Secret that all ranks of a run share.
     """
 
@@ -73,7 +73,7 @@ def find_rank_environment(environment: Mapping[str, str] | None = None) -> RankE
         if rank in env or ranks in env:
             found.append(_read_launcher(env, launcher, rank, ranks, local_rank, local_ranks))
     if "PMI_PORT" in env and "PMI_RANK" not in env:
-        raise UserError("MPICH does not set ranks with -pmi-port; omit this option")
+        raise UserError("MPICH does not set ranks with -pmi-port; omit -pmi-port")
     if _TABLE[0] in env:
         found.append(_read_rank_table(env))
     elif _TABLE[1] in env:

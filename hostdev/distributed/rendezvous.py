@@ -91,7 +91,10 @@ def announce(store: Any, env: RankEnvironment, values: Values | None = None) -> 
 
 
 def share_texts(store: Any, env: RankEnvironment, name: str, text: str) -> list[str]:
-    """Return the texts that the ranks passed, by rank. Rank 0, which may serve the store, waits until all have read."""
+    """Return the texts that the ranks passed, by rank.
+
+    Rank 0, which may serve the store, waits until all ranks have read the texts.
+    """
     store.set(f"{name}/{env.rank}", text)
     keys, read = ([f"{prefix}/{rank}" for rank in range(env.ranks)] for prefix in (name, f"{name}-read"))
     store.wait(keys)
@@ -177,9 +180,9 @@ def _open(env: RankEnvironment, seconds: float) -> Any:
 
 
 def _listen(env: RankEnvironment) -> socket.socket | None:
-    """Return a socket that listens only at the rendezvous address, or None if that is not enough or not possible.
+    """Return a socket that listens only at the rendezvous address; None if ranks run on several hosts or it fails.
 
-    With None, torch listens on all interfaces, because ranks run on several hosts, or reports what is wrong.
+    If None is returned, torch itself listens, on all interfaces, or reports what is wrong.
     """
     inherited = os.environ.pop(LISTEN_VARIABLE, "")
     if inherited.isdecimal():

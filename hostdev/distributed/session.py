@@ -116,7 +116,7 @@ def leave_together(ranks: Ranks, alike: tuple[type[BaseException], ...] = ()) ->
 
 @contextmanager
 def _leave_at_end(ranks: Ranks, alike: tuple[type[BaseException], ...]) -> Iterator[None]:
-    """A context at whose end all ranks leave together, also after an exception that all ranks raise."""
+    """A context at whose end all ranks leave together, even after an exception if all ranks raise it."""
     try:
         yield
     except SystemExit as error:

@@ -1,4 +1,4 @@
-"""The ranks of a run with one process, whose collectives return their input. `process_group` has several processes."""
+"""A run with one process, whose collectives return their input. `process_group.Ranks` is a run with several."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol

@@ -54,7 +54,7 @@ class Averages:
                 self._restore(at)
 
     def _before_forward(self, at: int) -> None:
-        """Set a layer's averages to 0 and its momentum to 1, so that they become the micro-batch's statistics."""
+        """Set a layer's averages to 0 and its momentum to 1: the averages then become the micro-batch's statistics."""
         layer = self._layers[at]
         if self._number is None or not layer.training:
             return
@@ -157,7 +157,7 @@ def averaging(module: nn.Module) -> list[Any]:
 
 
 def require_own_averages(module: nn.Module) -> None:
-    """Raise UserError for a SyncBatchNorm layer: it exchanges statistics itself, even with ranks without the layer."""
+    """Raise UserError for a SyncBatchNorm layer, which would wait for statistics of ranks that do not run the layer."""
     for name, layer in module.named_modules():
         if isinstance(layer, nn.SyncBatchNorm):
             raise UserError(

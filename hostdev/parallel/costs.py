@@ -86,7 +86,7 @@ def measure_profile(
     """Measure the costs of a network's pieces on this rank.
 
     The network is moved to `device`; its parameters and buffers keep their values. `inputs` is called with a number of
-    samples and returns zeros in place of the network's inputs. `looked_up` is an argument of `auto.choose`.
+    samples and returns zeros in place of the network's inputs. For `looked_up`, see `auto.choose`.
     """
     buffers = [(one, one.clone()) for one in network.buffers()]
     training = network.training

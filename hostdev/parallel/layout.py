@@ -46,9 +46,10 @@ class ResolvedLayout(NamedTuple):
 def resolve_layout(
     network: nn.Module, layout: Layout, mesh: Mesh, inputs: Inputs, *, searched: bool = False
 ) -> ResolvedLayout:
-    """Return a network's layout on a mesh, found on fake tensors; raise UserError if the layout does not fit.
+    """Return a network's layout on a mesh; raise UserError if the layout does not fit.
 
-    If `searched`, no layer needs a strategy yet, because a search will choose strategies.
+    The network runs only on fake tensors, which have shapes but no values. If `searched`, no layer needs a strategy
+    yet, because a search will choose strategies.
     """
     pieces: list[Piece] = []
     begins: list[str] = []

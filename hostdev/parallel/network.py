@@ -57,8 +57,8 @@ class Network:
         precision: "fp32", or "bf16" for bfloat16 arithmetic over float32 parameters.
         seed: With several micro-batches, the draws of layers such as dropout depend only on this seed, the step and the
             micro-batch's number. With a single micro-batch, layers draw from torch's generators, which are not seeded.
-        auto: Number of samples of a batch for which the fastest mesh and layout are searched for; None for no search.
-            The search keeps a given mesh, plan and stage cut. The attribute `choice` lists the candidates.
+        auto: If given, search for the fastest mesh and layout for batches of this many samples. The search keeps a
+            given mesh, plan and stage cut. The attribute `choice` then lists the candidates.
 
     Raises:
         UserError: The layout does not fit the network or the ranks.
@@ -167,8 +167,8 @@ class Network:
 
         Args:
             samples: Number of samples in the whole batch, the same on all ranks.
-            inputs: Called on the first stage with a slice of the batch's samples; returns their network inputs.
-            loss: Called on the last stage with the network's output and that slice; returns their mean loss, [].
+            inputs: Called on the first stage with a slice of the batch's samples; returns the network's inputs for it.
+            loss: Called on the last stage with the network's output and that slice; returns the slice's mean loss, [].
         """
         if samples < 1:
             raise ValueError(f"a step needs at least one sample, not {samples}")
@@ -224,7 +224,7 @@ class Network:
 
         Args:
             samples: Number of samples in the whole batch, the same on all ranks.
-            inputs: Called on the first stage with a slice of the batch's samples; returns their network inputs.
+            inputs: Called on the first stage with a slice of the batch's samples; returns the network's inputs for it.
             measure: Called on the last stage with the network's output and that slice; returns numbers, [] or [k].
         """
         self._begin("evaluate")
@@ -254,7 +254,7 @@ class Network:
         """Write the state of the network and the optimizer to a new folder. All ranks must call this method.
 
         Args:
-            folder: The new folder, at a path that is the same folder on all ranks.
+            folder: Path of the new folder, in a file system that all ranks share.
             optimizer: The optimizer, with one parameter group.
             integrated: Whether rank 0 gathers everything into one file. If not, each rank writes its slices and stages.
 

@@ -131,7 +131,7 @@ class Parts:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes sent to other stages and slices in training."""
+        """Bytes that this rank has sent to ranks with other stages and slices in training."""
         return round(self._traffic.sent) + sum(channel.sent_bytes for channel in self._channels)
 
     @property

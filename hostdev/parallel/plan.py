@@ -56,10 +56,10 @@ Strategies = dict[str, Sliced]  # by layer name
 def resolve_strategies(
     network: nn.Module, plan: Plan, ranks: int, stages: Sequence[Sequence[Piece]], inputs: Callable[[], tuple[Any, ...]]
 ) -> Strategies:
-    """Return how each layer in a plan is sliced, found on fake tensors; raise UserError if the plan does not fit.
+    """Return how each layer in a plan is sliced; raise UserError if the plan does not fit.
 
-    `stages` has the network's pieces by stage; it is empty if the network is not cut into stages. `inputs` returns
-    zeros in place of the network's inputs.
+    The network runs only on fake tensors. `stages` has the network's pieces by stage; it is empty if the network is not
+    cut into stages. `inputs` returns zeros in place of the network's inputs.
     """
     wanted = {name: strategy for name, strategy in matched(network, plan).items() if strategy != "replicate"}
     modules = dict(network.named_modules())
@@ -312,7 +312,7 @@ def get_shared_layers(network: nn.Module) -> set[str]:
 
 
 def pairable(network: nn.Module, inputs: Callable[[], tuple[Any, ...]]) -> set[tuple[str, str]]:
-    """Return pairs of Linear layers of which the first can be sliced colwise and the second rowwise as a pair.
+    """Return the pairs of Linear layers that can be sliced together, the first colwise and the second rowwise.
 
     Only the second layer consumes the first layer's output, directly or through elementwise layers.
     """

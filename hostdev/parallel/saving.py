@@ -123,7 +123,7 @@ def load(folder: Path, wants: Callable[[str], bool]) -> tuple[dict[str, Tensor |
 
 
 def call_on_all(ranks: World, call: Callable[[], T]) -> T:
-    """Run `call` on each rank, and return its result; if it raises UserError on any rank, raise that on all ranks.
+    """Run `call` on each rank, and return its result; if it raises UserError on any rank, raise it on all ranks.
 
     All ranks must call this function.
     """

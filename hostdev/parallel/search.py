@@ -6,9 +6,10 @@ A step of M micro-batches on a mesh of D x T x P ranks (axes data, model, pipe) 
     + the additions of gradients, their exchange along data, and the optimizer's step
 
 Here t is the time of the rank's pieces, minus the time that slices save, plus the exchanges with other stages and
-between slices; P - 1 is halved if each rank has two stages (Narayanan et al., SC 2021, derive the same bubble). Stages
-are cut so that the slowest takes the least time. The layers' strategies are the shortest path through the layers, as in
-Jia et al., "Beyond Data and Model Parallelism", MLSys 2019. `costs` measures all quantities in the cost model.
+between slices; P - 1 is halved if each rank has two stages (Narayanan et al., SC 2021, derive the same bubble). The
+network is cut so that the slowest stage takes the least time. The layers' strategies are the shortest path through the
+layers, as in Jia et al., "Beyond Data and Model Parallelism", MLSys 2019. `costs` measures all quantities in the cost
+model.
 """
 
 from collections.abc import Callable, Mapping, Sequence

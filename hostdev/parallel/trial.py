@@ -94,7 +94,7 @@ def _make_trial(
     device: torch.device,
     autocast: torch.dtype | None,
 ) -> _Trial | None:
-    """Return a trial, or, on all ranks, None if the layout does not fit the network."""
+    """Return a trial, or None if the layout does not fit the network. All ranks get the same result."""
     from hostdev.parallel.network import Network  # here to avoid a circular import
 
     ranks.mesh = mesh

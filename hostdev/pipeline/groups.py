@@ -46,7 +46,7 @@ class Embedding:
         return rows if clock is None else unpack(rows, self.table.dim, clock, self._clocks)
 
     def uncount_unfinished(self) -> None:
-        """Correct the table's count of steps after in-flight batches are abandoned: subtract those not finished."""
+        """After in-flight batches are abandoned, subtract the steps that did not finish from the table's count."""
         self.table.uncount_steps(self.begun - self.steps)
         self.begun = self.steps
 

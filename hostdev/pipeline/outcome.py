@@ -16,7 +16,7 @@ class Outcome:
 
     Args:
         tensors: Small tensors on the device.
-        read: Called with the copies in host memory; returns the value that `get` returns, or raises.
+        read: Called with the copies in host memory; returns the value that `get` returns, or raises an error.
         staging: Copies the tensors to the host.
         memory: The batch's host memory, to which the tensors are copied.
     """

@@ -144,7 +144,7 @@ class Leaving(NamedTuple):
 
 
 def send_gradients(context: Context, batch: StepBatch, gradients: Gradients) -> Leaving:
-    """Copy gradients to host memory for the owners of the rows; with a cache, exchange them immediately."""
+    """Copy a step's gradients to host memory, to be sent to the rows' owners; with a cache, exchange them at once."""
     if not gradients.parts:  # no rank has gradients
         return Leaving(gradients, None, None)
     flat = [part for group in gradients.parts for table in group for part in table or ()]

@@ -42,7 +42,7 @@ class Gradients(NamedTuple):
     check: Any = None  # an `Outcome` whose `get` raises an error if the host rows must not change
     parts: Sequence[Sequence[Sequence[Tensor] | None]] = ()  # with other ranks, instead of grads: a sum per tree node
     micro_batches: int = 1  # the step's number of micro-batches on this rank
-    in_two: bool = False  # whether gradients of rows for which the next batch waits are sent first (all ranks know them)
+    in_two: bool = False  # whether gradients of rows for which the next batch waits, known to all ranks, are sent first
 
 
 class ReadBatch(NamedTuple):

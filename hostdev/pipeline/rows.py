@@ -79,7 +79,10 @@ class BatchRows:
         self._evicted: tuple[list[Tensor], Any] = ([], None)  # the evicted rows and their event
 
     def fetch(self, subset: RowSubset) -> list[Task]:
-        """Return tasks that look up rows for `send`; `subset` selects from the bypassing, then the admitted ids."""
+        """Return tasks that look up rows for `send`.
+
+        `subset` selects from the bypassing ids followed by the admitted ids.
+        """
         passed, admitted = subset.split(self.passed)
         return self._fetch_into(self._host, passed, admitted)
 
@@ -330,7 +333,7 @@ def count_bytes(group: Group, unique: int, plan: Plan | None, uses: int) -> int:
 def find_on_device(
     plan: Plan, slots: Sequence[DeviceSlots], rows: Sequence[BatchRows]
 ) -> Iterator[tuple[npt.NDArray[Any], list[tuple[Tensor, Tensor]]]]:
-    """Yield ids of rows that are on the device before `leave`; for each table, their memory and positions therein."""
+    """Yield ids of rows that are on the device before `leave`, and for each table, their memory and positions in it."""
     at = torch.from_numpy(plan.hit_slots)
     yield plan.ids[plan.hits], [(held.block, at) for held in slots]
     new = torch.arange(len(plan.admitted))

@@ -135,7 +135,7 @@ WRONG = [
     (without(MPICH, "PMI_RANK"), "(MPICH): PMI_RANK is not set"),
     (
         {"PMI_PORT": "a:1", "PMI_ID": "0", "MPI_LOCALNRANKS": "2"},
-        "MPICH does not set ranks with -pmi-port; omit this option",
+        "MPICH does not set ranks with -pmi-port; omit -pmi-port",
     ),
     (LOOP | {"RANK": "one"}, "RANK is 'one', not a number"),
     (LOOP | {"RANK": ""}, "RANK is '', not a number"),

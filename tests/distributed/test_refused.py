@@ -209,7 +209,7 @@ def test_a_rank_that_asks_for_rows_beyond_the_part():
     first, second = with_ranks(2, work)
     assert isinstance(first, ValueError)
     assert str(first).startswith("rank 1 requests local row ")
-    assert "but that rank has 10 of the tables' 20 rows;" in str(first)
+    assert "rank 0, which has only 10 of the tables' 20 rows;" in str(first)
     assert not isinstance(second, ValueError)
     [(ids, _)], _ = with_ranks(2, lambda ranks: Exchange(ranks, [9], [[1]]).ids([np.arange(9)]))
     assert sorted(ids) == [0, 1, 2, 3]

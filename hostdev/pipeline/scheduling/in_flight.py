@@ -148,7 +148,10 @@ class InFlightBatches:
             return next((batch for batch in self.by_number.values() if batch.ready), None)
 
     def begin_delivery(self, batch: InFlight) -> RowSubset | None:
-        """Return conflicting rows of a batch to look up, or None. After rows, `end_delivery` must be called."""
+        """Return conflicting rows of a batch to look up now, or None.
+
+        If rows are returned, `end_delivery` must be called after their lookup.
+        """
         with self.changed:
             if self._delivering or not batch.ready:
                 return None
