@@ -64,8 +64,8 @@ class Layout(NamedTuple):
 
     sends: Sizes  # [L, W], where each rank writes its bytes for each rank of the channel
     reads: Sizes  # [L, W], where each rank reads the bytes from each rank of the channel
-    give: list[int]  # bytes of the messages to each host, 0 for this one
-    take: list[int]  # bytes of the messages from each host, 0 for this one
+    give: list[int]  # bytes of the messages to each host, 0 for this host
+    take: list[int]  # bytes of the messages from each host, 0 for this host
     start: int  # beginning of the messages from other hosts
     size: int
 
@@ -189,7 +189,7 @@ class HostExchange:
             else:
                 self._lead(given, taken, between, same=same)
         except BaseException:
-            self.close()  # an exchange cannot resume in the middle; the other ranks notice this at once
+            self.close()  # an exchange cannot resume in the middle; the other ranks notice closed sockets at once
             raise
 
     def _follow(self, given: Part, taken: Part, *, same: bool) -> None:

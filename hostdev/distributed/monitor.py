@@ -16,7 +16,7 @@ from hostdev.distributed.calls import LEFT, Call, Calls, describe_mismatch, find
 from hostdev.distributed.rank_environment import RankEnvironment
 from hostdev.distributed.rendezvous import connect
 
-HUNG_SECONDS = 24.0  # a rank hangs if it sends no heartbeat for so long; a lack of memory may stall it for seconds
+HUNG_SECONDS = 24.0  # a rank without a heartbeat for so long counts as hung; a lack of memory may stall it for seconds
 LOST_SECONDS = 3.0  # the same after a connection has broken
 _UNLIKE_SECONDS = 1.2  # time that ranks may wait in different calls before they are ended
 _LEFT_SECONDS = 4.0  # the same after a rank has left a loop, because its error would explain more

@@ -33,7 +33,7 @@ class Outcome:
         self._results: list[npt.NDArray[Any]] | None = None
         self._value: Any = None
         self._done = False
-        self.has_raised = False  # `read` has raised an error to a caller of `get`
+        self.has_raised = False  # whether `read` has raised an error in `get`
         self._reading = threading.Lock()
 
     def arrive(self) -> None:

@@ -39,13 +39,13 @@ class InFlight:
         self.number = number
         self.writes: ConcatenatedIds | None = None  # host rows that its update writes
         self.rows: FetchedRows | None = None  # set once they are looked up
-        self.first: list[SelectedRows] | None = None  # rows that the next batch waits for, if other ranks know them
+        self.first: list[SelectedRows] | None = None  # rows for which the next batch waits, if all ranks know them
         self.missing = 0  # number of subsets of its rows that are not fetched yet
         self.ready: list[RowSubset] = []  # conflicting rows that may be looked up now
         self.shared: SharedRows | None = None  # rows that the next batch waits for
         self.after: list[tuple[InFlight, RowSubset]] = []  # later batches, with the rows that they wait for
-        self.updating = False  # the update has begun: it is too late to request rows first
-        self.pinned = False  # the state of some of its rows is being read for the next batch: no update meanwhile
+        self.updating = False  # whether the update has begun; from then on, `shared` is not set any more
+        self.pinned = False  # whether rows are being read to forward them; the update must not begin meanwhile
         self.forwarded: Forwarded | None = None  # rows that the previous batch forwards to it
         self.awaits = 0  # number of the last batch whose update must precede the lookup of its late rows; 0 for none
         self.claimed = True  # whether the batch is recorded as the last writer of its rows

@@ -38,12 +38,12 @@ class PipelineQueues:
         self.finished = updated  # number of the last batch that has been stepped
         self.stopping = False
         self.closing = False  # threads continue until they would have to wait, which is the same point on all ranks
-        self.read_all = False  # the reader has ended
+        self.read_all = False  # whether the reader has ended
         self.update_error: BaseException | None = None
         self.alone = False  # the caller's step runs alone: the fetcher works only while the caller waits for it
         self._caller_waits = False
-        self._lookups = 0  # threads that are looking rows up
-        self._looking_up_again = False  # the caller repeats the lookup of rows that may have changed
+        self._lookups = 0  # number of threads in `looking_up`
+        self._looking_up_again = False  # whether the caller is in `looking_up_again`
 
     @contextmanager
     def looking_up(self) -> Iterator[None]:
