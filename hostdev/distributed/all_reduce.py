@@ -55,7 +55,7 @@ class Tree:
         return torch.cat([part[start:stop] for start, stop in pairwise(edges) for part in parts], out=self._send)
 
     def _free(self) -> Tensor:
-        """Return memory for a sum."""
+        """Return memory for a sum: that of the last sum, unless it is still in use."""
         if self._channel.device.type != "cpu":
             return torch.empty(self.n, device=self._channel.device)  # torch caches device memory
         if sys.getrefcount(self._memory) > _FREE:  # still in use; otherwise reuse avoids page faults of new memory

@@ -63,7 +63,7 @@ class Calls:
         self._count(kind, text)
 
     def leave(self, text: str) -> None:
-        """Record that this rank leaves a loop early, which all ranks must do."""
+        """Record that this rank leaves a loop early; all ranks must leave the loop together."""
         self._count(LEFT, text)
 
     def _count(self, kind: str, text: str) -> None:

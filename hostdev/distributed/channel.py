@@ -25,7 +25,7 @@ class PeerLostError(RankError):
 
 
 class Channel(LocalChannel):
-    """A process group. Only one thread at a time may call its collectives, in the same order on every rank.
+    """A process group. Its collectives must be called by one thread at a time, in the same order on every rank.
 
     Args:
         rank: This rank within the group.

@@ -199,7 +199,8 @@ class Exchange:
     ) -> tuple[list[Places], list[list[Rows]]]:
         """Exchange the rows that `early_rows` left out; return their positions in each group, [L], and the rows.
 
-        `buffer` is called with (L, D) and allocates the received rows; with None, they are written to `incoming.rows`.
+        `buffer` is called with (L, D) and allocates the received rows. If it is None, the received rows are written to
+        `incoming.rows`.
         """
         assert incoming.given is not None and incoming.received is not None
         given, received = [~mask for mask in incoming.given], [~mask for mask in incoming.received]

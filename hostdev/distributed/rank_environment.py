@@ -24,7 +24,7 @@ class RankEnvironment(NamedTuple):
         ranks: Number of ranks.
         local_rank: The process's number among the ranks of this host.
         local_ranks: Number of ranks of this host.
-        address: Host of rank 0.
+        address: Name or address of the host of rank 0.
         port: Port of the rendezvous.
         launcher: Name of the launcher that set the variables.
         hosted: Whether the launcher itself serves the store.
