@@ -7,19 +7,19 @@ from hostdev.core.errors import UserError
 from hostdev.core.printable import printable
 
 Values = Mapping[str, Any]  # by name: JSON values, or results of `shown`
-_MOST_SHOWN = 160  # characters of a value in a message
+_MOST_SHOWN = 160  # maximum number of characters of a value in a message
 
 
 class UnlikeError(UserError):
-    """Raised on all ranks, with the same message, if they differ in a value that must be equal."""
+    """Raised on all ranks, with the same message, if a value that must be equal differs between ranks."""
 
 
 def compare(each: Sequence[Values], where: str = "") -> None:
     """Raise UnlikeError unless all ranks have the same values.
 
     Args:
-        each: The values of each rank, decoded from JSON. A list [value, text] is compared by its value and shown as its
-            text.
+        each: The values of each rank, decoded from JSON. Of a list [value, text], the value is compared, and the text
+            is shown.
         where: The call that begins the message, such as "hostdev.Runtime(...)".
     """
     names = list(dict.fromkeys(name for values in each for name in values))
@@ -31,8 +31,8 @@ def compare(each: Sequence[Values], where: str = "") -> None:
     for rank, values in enumerate(each):
         ranks.setdefault(_shown(values.get(first)), []).append(rank)
     values_text = "; ".join(f"{value} on {format_ranks(mine)}" for value, mine in ranks.items())
-    also = f", and so {'does' if len(others) == 1 else 'do'} {', '.join(others[:4])}" if others else ""
-    also += ", ..." * (len(others) > 4)
+    more = ", ".join(others[:4]) + ", ..." * (len(others) > 4)
+    also = f"; {more} also differ{'s' * (len(others) == 1)}" if others else ""
     begin = f"{where}: " if where else ""
     raise UnlikeError(
         printable(f"{begin}{first} differs between processes: {values_text}{also}; give every process the same value")
@@ -40,7 +40,7 @@ def compare(each: Sequence[Values], where: str = "") -> None:
 
 
 def shown(value: Any, text: str) -> list[Any]:
-    """Return a value that `compare` shows as `text`."""
+    """Return a value for `compare`, which compares `value` and shows `text` in its message."""
     return [value, text]
 
 

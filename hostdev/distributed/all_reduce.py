@@ -1,8 +1,8 @@
-"""All-reduce of a vector over all ranks, summed in the order of a tree or in an order that the library chooses.
+"""All-reduce of a vector over all ranks, summed in the order of a tree or in an order that torch's backend chooses.
 
 In the tree, each rank owns a slice of the elements: it receives that slice of every node, adds the slices, and sends
 the sum to all ranks. This moves as many bytes as a ring all-reduce, and the order of the additions does not depend on
-the ranks.
+the number of ranks. `core.micro_batches` defines nodes.
 """
 
 import sys
@@ -23,11 +23,11 @@ Nodes = Sequence[tuple[int, int]]
 
 
 class Tree:
-    """Sums the nodes of all ranks in the tree's order; the result is bit-identical on all ranks.
+    """Sums the values of all ranks' nodes in the tree's order; the result is bit-identical on all ranks.
 
     Args:
         channel: Connects the ranks.
-        nodes: (start, size) of each rank's nodes.
+        nodes: For each rank, (start, size) of its nodes.
         n: Number of values of each node.
     """
 
@@ -41,10 +41,10 @@ class Tree:
     def sum(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the sum, float32 [n].
 
-        The next call overwrites it unless a part of it is still referenced.
+        The next call overwrites the sum unless a view of it is still referenced.
 
         Args:
-            parts: A tensor for each node of this rank, float32 [n], on the device of the channel's buffers.
+            parts: For each node of this rank, its values, float32 [n], on the device of the channel's buffers.
         """
         raise NotImplementedError
 
@@ -55,7 +55,7 @@ class Tree:
         return torch.cat([part[start:stop] for start, stop in pairwise(edges) for part in parts], out=self._send)
 
     def _free(self) -> Tensor:
-        """Return memory for a sum."""
+        """Return memory for a sum: that of the last sum, unless it is still in use."""
         if self._channel.device.type != "cpu":
             return torch.empty(self.n, device=self._channel.device)  # torch caches device memory
         if sys.getrefcount(self._memory) > _FREE:  # still in use; otherwise reuse avoids page faults of new memory
@@ -66,7 +66,7 @@ class Tree:
 class TreeAllReduce(Tree):
     """A `Tree` in which each rank exchanges slices with all others.
 
-    On an accelerator's channel all work is queued on the current stream.
+    If the channel's device is an accelerator, all work is queued on the device's current stream.
     """
 
     def __init__(self, channel: Channel, nodes: Sequence[Nodes], n: int) -> None:
@@ -120,7 +120,7 @@ class TreeAllReduce(Tree):
 
 
 class AllReduce:
-    """Sums over all micro-batches, in an order that depends on the ranks; otherwise like `Tree`."""
+    """Sums like `Tree`, but in an order that depends on the number of ranks."""
 
     def __init__(self, channel: Channel, nodes: Sequence[Nodes], n: int) -> None:
         self._channel, self.flat = channel, torch.empty(0, device=channel.device)
@@ -135,15 +135,15 @@ class AllReduce:
 
 
 class TwoLevelTree(Tree):
-    """A `Tree` that sums within each host first; a host sends other hosts only the nodes that its own ranks fill.
+    """A `Tree` that first sums within each host, so that hosts exchange only sums.
 
-    The L ranks of a host divide the elements among themselves, and sum their slices over the host's nodes. Then the
-    ranks with the same index on all hosts divide each such slice among themselves. A host therefore sends as many bytes
-    to other hosts as one rank would. The tree's order is kept, because a host's ranks have neighbouring micro-batches.
+    First, each of the L ranks of a host sums one of L slices of the elements over the host's nodes. Then the ranks with
+    the same slice, one on each host, each sum a part of it over all hosts. A host therefore sends as many bytes to
+    other hosts as one rank would. The tree's order is kept, because a host's ranks have neighbouring micro-batches.
 
     Args:
         channel: Connects the ranks; each host has the same number of ranks, in order.
-        nodes: (start, size) of each rank's nodes.
+        nodes: For each rank, (start, size) of its nodes.
         n: Number of values of each node, at least the number of ranks.
     """
 
@@ -205,7 +205,10 @@ class TwoLevelTree(Tree):
 
 
 def make_tree(channel: Channel, nodes: Sequence[Nodes], n: int) -> Tree:
-    """Return a `Tree` for the nodes of all ranks; it has two levels if the channel has them and hosts are equal."""
+    """Return a `Tree` for the nodes of all ranks.
+
+    It is a `TwoLevelTree` if the channel has two levels, each host has the same number of ranks, and n is large enough.
+    """
     if isinstance(channel, TwoLevelChannel) and n >= max(channel.ranks, _LEAST_VALUES):
         each = len(channel.local)
         if channel.hosts == [list(range(first, first + each)) for first in range(0, channel.ranks, each)]:
@@ -214,7 +217,7 @@ def make_tree(channel: Channel, nodes: Sequence[Nodes], n: int) -> Tree:
 
 
 def _join_nodes(nodes: Sequence[Nodes]) -> list[tuple[int, int]]:
-    """Return the nodes that the ranks of a host fill together."""
+    """Return the nodes that remain after a host's ranks have summed their nodes."""
     tree: TreeSum[None] = TreeSum(lambda left, right: None)
     for start, size in (node for each in nodes for node in each):
         tree.put(Node(start, size, None))

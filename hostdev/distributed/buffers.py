@@ -12,7 +12,10 @@ Mask = npt.NDArray[np.bool_]
 
 
 def count_values(counts: Sequence[Sequence[int]], dims: Sequence[Sequence[int]]) -> list[int]:
-    """Return the number of values for each rank: counts[group][rank] rows of each table, whose dims are dims[group]."""
+    """Return the number of values for each rank, which has counts[group][rank] rows of each table in a group.
+
+    dims[group] lists D of each table in the group.
+    """
     widths = [sum(each) for each in dims]
     return [sum(n * width for n, width in zip(each, widths, strict=True)) for each in zip(*counts, strict=True)]
 

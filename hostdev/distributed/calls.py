@@ -58,12 +58,12 @@ class Calls:
         return self.recent[-1]
 
     def begin(self, kind: str, text: str) -> None:
-        """Begin a call that all ranks make; raise UserError if ranks were already found in different calls."""
+        """Count a call that all ranks must make; raise UserError if ranks were already found in different calls."""
         self.require_same_calls()
         self._count(kind, text)
 
     def leave(self, text: str) -> None:
-        """Record that this rank leaves a loop early, which all ranks must do."""
+        """Record that this rank leaves a loop early; all ranks must leave the loop together."""
         self._count(LEFT, text)
 
     def _count(self, kind: str, text: str) -> None:
@@ -75,12 +75,12 @@ class Calls:
             raise UserError(f"rank {self._rank} of {self._ranks} {self.wrong}")
 
     def catch_up(self, number: int) -> None:
-        """Set the current call's number to the largest on any rank, and forget earlier calls."""
+        """Increase the current call's number to `number`, the largest on any rank, and forget earlier calls."""
         self.recent = (self.last._replace(number=max(number, self.last.number)),)
 
 
 def find_mismatch(mine: Sequence[Call], others: Sequence[Call]) -> tuple[Call, Call] | None:
-    """Return the first calls of two ranks with the same number but different kinds, or None if there are none.
+    """Return the first two calls, one of each rank, with equal numbers but different kinds; None if there are none.
 
     The caller must also check that both ranks have been waiting in these calls.
     """
@@ -93,5 +93,5 @@ def find_mismatch(mine: Sequence[Call], others: Sequence[Call]) -> tuple[Call, C
 
 
 def describe_mismatch(mine: Call, rank: int, other: Call) -> str:
-    """Return the text that follows a rank's name in a message; `mine` is that rank's call."""
+    """Return text such as "is in A, and rank 1 in B", for a message that begins with the rank whose call is `mine`."""
     return f"is in {mine.text}, and rank {rank} in {other.text}: {ADVICE}"

@@ -25,7 +25,7 @@ class PeerLostError(RankError):
 
 
 class Channel(LocalChannel):
-    """A process group. One thread at a time calls its collectives, in the same order on every rank.
+    """A process group. Its collectives must be called by one thread at a time, in the same order on every rank.
 
     Args:
         rank: This rank within the group.
@@ -33,8 +33,8 @@ class Channel(LocalChannel):
         group: The group of torch.distributed.
         lost: Called when a rank stops answering.
         backend: Name of torch.distributed's backend.
-        device: Device of the buffers of `all_to_all` and `all_reduce`; None for host memory. On an accelerator both
-            are queued on the current stream, and are the group's only collectives.
+        device: Device of the buffers of `all_to_all` and `all_reduce`; None for host memory. On an accelerator, these
+            two are queued on the current stream, and the other collectives must not be called.
         hosts: The ranks of each host, in the order of their first ranks; None if all are on one host.
     """
 
@@ -53,7 +53,7 @@ class Channel(LocalChannel):
         self.hosts = [list(range(ranks))] if hosts is None else [list(each) for each in hosts]
         self.here = next(number for number, each in enumerate(self.hosts) if rank in each)
         self.sent_bytes = 0  # bytes sent to other ranks
-        self.network_bytes = 0  # of these, bytes sent to other hosts
+        self.network_bytes = 0  # the part of sent_bytes that went to other hosts
         self._end = weakref.finalize(self, _close, group)
         self._end.atexit = False  # at exit, the operating system closes the sockets
 
@@ -69,8 +69,8 @@ class Channel(LocalChannel):
 
         Args:
             values: A tensor of any dtype, 1-dimensional, C-contiguous.
-            counts: Number of rows for each rank.
-            receive: Number of rows from each rank.
+            counts: Number of rows to send to each rank.
+            receive: Number of rows to receive from each rank.
             row: Number of values per row.
             out: Receives the values; None for new memory.
         """
@@ -87,7 +87,7 @@ class Channel(LocalChannel):
         dist.all_to_all_single(out, values, list(receive), list(counts), group=self.group)
 
     def try_out(self) -> str:
-        """Exchange one number with each rank, which allocates device memory; return an error message, or "" if none."""
+        """Exchange one number with each rank, so that device memory is allocated; return an error message or ""."""
         try:
             one = torch.ones(self.ranks, device=self.device)
             received = torch.empty_like(one)
@@ -114,7 +114,7 @@ class Channel(LocalChannel):
             raise PeerLostError(f"another rank stopped answering ({_short(error)})") from None
 
     def exchange_counts(self, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Send counts[rank] to each rank; return what each rank sent to this one. Both are int64 [W, any]."""
+        """Send counts[rank] to each rank; return what each rank sent to this rank. Both are int64 [W, any]."""
         flat = torch.from_numpy(np.ascontiguousarray(counts)).view(-1)
         each = [counts.shape[1]] * self.ranks
         return self.all_to_all(flat, each, each).numpy().reshape(counts.shape)
@@ -126,7 +126,7 @@ class Channel(LocalChannel):
         return np.split(self.all_to_all(flat, [len(values)] * self.ranks, lengths).numpy(), np.cumsum(lengths)[:-1])
 
     def share(self, value: Any) -> list[Any]:
-        """Return the JSON values that all ranks pass, by rank."""
+        """Return the values that the ranks passed, by rank. A value is sent as JSON."""
         text = np.frombuffer(json.dumps(value).encode(), np.uint8)
         return [json.loads(each.tobytes()) for each in self.gather(text)]
 

@@ -2,8 +2,8 @@
 
 Each rank owns a slice of a bucket's elements: it receives that slice of every node, adds the slices, and sends the sum
 to all ranks. This moves as many bytes as a ring all-reduce, and the order of the additions does not depend on the
-ranks. A bucket is sent once the last micro-batch's backward pass has produced all of its gradients, as in
-torch.nn.parallel.DistributedDataParallel (Li et al., VLDB 2020).
+number of ranks. A bucket is sent once the last micro-batch's backward pass has produced all gradients in the bucket, as
+in torch.nn.parallel.DistributedDataParallel (Li et al., VLDB 2020).
 """
 
 import weakref
@@ -34,7 +34,7 @@ def add_lists(left: Grads, right: Grads) -> Grads:
 
 
 class DenseGradients:
-    """Sums the gradients of a fixed list of parameters, step by step.
+    """Sums the gradients of a fixed list of parameters over all micro-batches and ranks, step by step.
 
     Args:
         channel: Connects the ranks that have the same parameters.
@@ -64,7 +64,7 @@ class DenseGradients:
             parameter.register_post_accumulate_grad_hook(partial(_on_gradient, this, number))  # type: ignore[no-untyped-call]
             for number, parameter in enumerate(self.parameters)
         ]
-        self._may_lead = False  # whether no parameter got more than one gradient in the previous micro-batch
+        self._may_lead = False  # whether each parameter got at most one gradient in the previous micro-batch
         self._counts = [0] * len(self.parameters)
         self._begin()
 
@@ -98,7 +98,10 @@ class DenseGradients:
                 self._send(len(self._totals))
 
     def put(self) -> list[bool] | None:
-        """Take a micro-batch's gradients; for the step's last micro-batch, return which parameters have gradients."""
+        """Take a micro-batch's gradients; return, for each parameter, whether it got a gradient in the step.
+
+        For all but the step's last micro-batch, returns None.
+        """
         self._may_lead = max(self._counts, default=0) <= 1
         last = self._next == self._first + self._count - 1
         for bucket in range(len(self._totals), len(self._buckets)):
@@ -192,7 +195,7 @@ class DenseGradients:
         return self._summed(self._submit(self._small, parts))
 
     def finish(self, given: Sequence[int]) -> None:
-        """Set each parameter's grad to its sum, or to None where `given` is 0 because no rank had a gradient."""
+        """Set each parameter's grad to the sum over all ranks, or to None where `given` is 0: no rank has a grad."""
         for bucket, total in zip(self._buckets, self._totals, strict=True):
             flat, at = self._summed(total), 0
             for number in bucket:
@@ -205,7 +208,7 @@ class DenseGradients:
 
 
 class DenseExchange:
-    """Holds the `DenseGradients` of the parameters that a loop reduces.
+    """Holds the `DenseGradients` for the parameters of a training loop, which may change from step to step.
 
     Args:
         channel: Connects the ranks that have the same parameters; None if this rank has no parameters.
@@ -220,7 +223,7 @@ class DenseExchange:
     ) -> None:
         self._channel, self._count, self._kind, self._others = channel, count, kind, others
         self._current: DenseGradients | None = None
-        self._sums: dict[int, Tree] = {}  # over all ranks, by the number of values
+        self._sums: dict[int, Tree] = {}  # trees over all ranks, by the number of values
 
     @property
     def is_of_all(self) -> bool:
@@ -228,7 +231,7 @@ class DenseExchange:
         return self._others is None
 
     def reduce_flags(self, has: Sequence[bool]) -> list[bool]:
-        """Return which parameters have a gradient on any rank that has these parameters."""
+        """Return, for each parameter, whether any of the ranks with the same parameters has a gradient of it."""
         assert self._others is not None
         [found] = np.max([self._others[0].gather(np.array(has, np.int64))], axis=1)
         return [bool(one) for one in found]
@@ -296,7 +299,7 @@ def _new_stream(device: torch.device) -> Any:
 
 
 def _buckets(parameters: Sequence[Tensor]) -> list[list[int]]:
-    """Return buckets of parameter numbers in reverse order, in which a backward pass produces the gradients."""
+    """Group the parameters' numbers into buckets, the last first, as a backward pass produces their gradients."""
     buckets: list[list[int]] = []
     have = BUCKET_BYTES
     for number in reversed(range(len(parameters))):

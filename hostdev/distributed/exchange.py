@@ -1,7 +1,7 @@
 """Exchange of embedding rows between ranks: ids go to the rows' owners, rows come back, and gradients go to the owners.
 
-Each rank looks up the rows of its own samples, and owns a part of every table. All ranks call the same collectives for
-every batch, even with nothing to send: no collective depends on the data.
+Each rank requests the rows of its own samples, and owns a part of every table. All ranks call the same collectives for
+every batch, even if they have nothing to send.
 
 Shapes: W ranks, G groups of tables that share ids, U unique ids of a group on this rank.
 """
@@ -35,8 +35,8 @@ class Asked(NamedTuple):
     """The rows of a group that this rank requests for a batch, and those that all ranks request from this rank."""
 
     places: Positions  # int32 [U], position of each unique id's row among the rows sorted by owner
-    counts: list[int]  # rows requested from each rank
-    wanted: list[int]  # rows that each rank requests from this one
+    counts: list[int]  # number of rows that this rank requests from each rank
+    wanted: list[int]  # number of rows that each rank requests from this rank
     inverse: Positions  # int32 [sum(wanted)], index of each wanted row among the distinct wanted rows
 
     @property
@@ -48,10 +48,10 @@ class Asked(NamedTuple):
 class Incoming(NamedTuple):
     """A batch's rows in transit from their owners."""
 
-    rows: list[list[Rows]]  # by group and table, float32 [U, D]; late rows are not yet written
+    rows: list[list[Rows]]  # by group and table, float32 [U, D]; rows that arrive late are not yet written
     given: list[Mask] | None = None  # by group, which rows requested from this rank have been sent; None if all
     received: list[Mask] | None = None  # by group, which rows that this rank requested have arrived
-    shared: Sequence[Mask] = ()  # by group, which rows of the previous batch's requests are sent late
+    shared: Sequence[Mask] = ()  # by group, which rows that this rank requested for the previous batch are sent late
 
 
 def _list_positions(counts: Sequence[int], mask: Mask | None) -> list[Places]:
@@ -63,19 +63,19 @@ def _list_positions(counts: Sequence[int], mask: Mask | None) -> list[Places]:
 
 
 class Exchange:
-    """All-to-all exchanges for the batches of one pass at a time; all ranks must make them in the same order.
+    """All-to-all exchanges for the batches of one pass at a time. All ranks must make them in the same order.
 
     Args:
         ranks: The ranks of this run.
-        rows: Total rows of each group's tables.
-        dims: Values per row of each group's tables.
+        rows: For each group, the number of rows of its tables on all ranks.
+        dims: For each group, D of each of its tables.
     """
 
     def __init__(self, ranks: Ranks, rows: Sequence[int], dims: Sequence[Sequence[int]]) -> None:
         self.ranks, self._rows, self._dims = ranks, list(rows), [list(each) for each in dims]
         self._here = [stop - start for start, stop in (range_of(each, *ranks.part()) for each in rows)]  # by group
         self._channels = self._ids, self._values, self._late, self._gradients = [ranks.channel() for _ in range(4)]
-        self.least_bytes = 0  # lower bound of the bytes sent: ids, rows and gradients once
+        self.least_bytes = 0  # lower bound of the bytes sent: each id, row and gradient once
         self._counting = threading.Lock()  # guards `least_bytes`: several threads exchange
         self._dtype = np.dtype(np.int32 if max(rows) < 2**31 else np.int64)
 
@@ -86,7 +86,7 @@ class Exchange:
 
     @property
     def network_bytes(self) -> int:
-        """Of these, bytes sent to other hosts."""
+        """Bytes sent to other hosts so far; a part of `sent_bytes`."""
         return sum(channel.network_bytes for channel in self._channels)
 
     def ids(self, groups: Sequence[Ids]) -> list[tuple[Ids, Asked]]:
@@ -118,7 +118,7 @@ class Exchange:
         ]
 
     def _require_here(self, received: Ids, pieces: Sequence[Ids]) -> None:
-        """Raise ValueError if a rank requests rows that this one does not own; kernels do not check ids.
+        """Raise ValueError if a rank requests rows that this rank does not own, because kernels do not check ids.
 
         Args:
             received: All requested ids.
@@ -131,8 +131,9 @@ class Exchange:
             if len(ids) and not (ids.min() >= 0 and ids.max() < self._here[group]):
                 wrong = ids[(ids < 0) | (ids >= self._here[group])][0]
                 raise ValueError(
-                    f"rank {rank} asks rank {self.ranks.rank} for its local row {wrong}, but that rank has "
-                    f"{self._here[group]:,} of the tables' {self._rows[group]:,} rows; give both ranks equal tables"
+                    f"rank {rank} requests local row {wrong} from rank {self.ranks.rank}, which has only "
+                    f"{self._here[group]:,} of the tables' {self._rows[group]:,} rows; give both ranks tables with "
+                    "equal numbers of rows"
                 )
 
     def end(self) -> None:
@@ -145,7 +146,7 @@ class Exchange:
         have_ended = wanted[:, 0] == _END
         if (wanted < _END).any():
             rank = int(np.flatnonzero((wanted < _END).any(1))[0])
-            raise ValueError(f"rank {rank} asks for a negative number of rows: {wanted[rank].min()}")
+            raise ValueError(f"rank {rank} requests a negative number of rows: {wanted[rank].min()}")
         if have_ended.all() if ended else not have_ended.any():
             return
         done, going = np.flatnonzero(have_ended).tolist(), np.flatnonzero(~have_ended).tolist()
@@ -164,17 +165,20 @@ class Exchange:
         before: Sequence[Asked] = (),
         shared: Sequence[Mask] = (),
     ) -> "Incoming":
-        """Send the rows that are ready, and receive such rows from other ranks; `late_rows` must follow for the rest.
+        """Send the rows that are ready, and receive those that are ready on other ranks.
+
+        `late_rows` must then be called for the remaining rows.
 
         Args:
             asked: Result of `ids`, by group.
             values: The distinct rows requested from this rank, by group and table, float32 [any, D]; None for a group
                 without early rows.
-            early: By group, which rows are ready, [any]; None means all rows of all groups, so that no `late_rows`
-                follows.
-            buffer: Allocates rows [U, D] of a table.
-            before: The previous batch's requests, given on all ranks or on none.
-            shared: By group, which rows of `before` this rank now sends late; their gradients are exchanged first.
+            early: By group, which rows are ready, [any]. None means all rows of all groups; `late_rows` must then not
+                be called.
+            buffer: Called with (U, D); allocates rows [U, D] of a table.
+            before: `Asked` of the previous batch, by group; empty on all ranks or on none.
+            shared: By group, which of the rows requested from this rank in `before` are now sent late, [any]. The
+                previous batch's gradients of these rows are exchanged first.
         """
         incoming = Incoming(
             [[buffer(one.size, dim) for dim in dims] for one, dims in zip(asked, self._dims, strict=True)]
@@ -195,7 +199,8 @@ class Exchange:
     ) -> tuple[list[Places], list[list[Rows]]]:
         """Exchange the rows that `early_rows` left out; return their positions in each group, [L], and the rows.
 
-        `buffer` allocates the received rows [L, D]; None writes them to their positions among the early rows.
+        `buffer` is called with (L, D) and allocates the received rows. If it is None, the received rows are written to
+        `incoming.rows`.
         """
         assert incoming.given is not None and incoming.received is not None
         given, received = [~mask for mask in incoming.given], [~mask for mask in incoming.received]
@@ -212,7 +217,10 @@ class Exchange:
         return [np.flatnonzero(mask).astype(np.int32) for mask in received], out
 
     def _exchange_masks(self, asked: Sequence[Asked], wanted: Sequence[Mask]) -> list[Mask]:
-        """Announce which requested rows this rank sends early; return which rows it requested arrive early."""
+        """Tell each rank which of its requested rows this rank sends early.
+
+        Returns which of the rows that this rank requested arrive early.
+        """
         W = self.ranks.size
         cut = [np.split(mask, np.cumsum(one.wanted)[:-1]) for mask, one in zip(wanted, asked, strict=True)]
         bits = [np.packbits(np.concatenate([parts[rank] for parts in cut])) for rank in range(W)]
@@ -243,8 +251,8 @@ class Exchange:
     ) -> None:
         """Send the `given` rows of `values` that are requested, and write received rows to `out` at positions `taking`.
 
-        `given` has a mask of requested rows for each group, or is None for all. `taking` has positions by group and
-        rank.
+        `given` has a mask of the requested rows of each group; None means all rows. `taking` has positions by group and
+        sending rank.
         """
         W, own = self.ranks.size, self.ranks.rank
         giving = [_list_positions(one.wanted, None if given is None else given[g]) for g, one in enumerate(asked)]
@@ -296,5 +304,5 @@ class Exchange:
 
 
 def _list_incoming(asked: Sequence[Asked], received: Sequence[Mask] | None) -> list[list[Any]]:
-    """Return the positions, among the requested rows, of the rows that arrive, by group and rank."""
+    """Return the positions, among the requested rows, of the rows that arrive, by group and sending rank."""
     return [_list_positions(one.counts, None if received is None else received[g]) for g, one in enumerate(asked)]

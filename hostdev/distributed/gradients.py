@@ -1,4 +1,4 @@
-"""Sends row gradients to the rows' owners, which sum them, either all at once or some rows first."""
+"""Sends row gradients to the rows' owners, which sum them: for all rows at once, or for some rows first."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -42,13 +42,13 @@ def give_gradients(
 
     Args:
         channel: Carries the gradients.
-        asked: By group, this rank's requests and the requests to it (`exchange.Asked`).
-        grads: By group and table, gradients of this rank's nodes (`core.micro_batches`), float32 [U, D]; None if no
-            rank has any.
+        asked: By group, the rows that this rank requested and those requested from this rank (`exchange.Asked`).
+        grads: By group and table, a list of gradients, float32 [U, D], one for each node of this rank
+            (`core.micro_batches`); None if no rank has gradients.
         nodes: (start, size) of each rank's nodes; an empty list for a rank that requests nothing.
-        sums: By group and table, receives the sums, float32 [any, D]; None for a table without gradients. Only chosen
-            rows are written.
-        chosen: The rows to exchange, by group; None means all rows.
+        sums: By group and table, the array into which the sums are written, float32 [any, D]; None for a table without
+            gradients. Only chosen rows are written.
+        chosen: By group, the rows whose gradients are exchanged; None means all rows.
 
     Returns:
         A lower bound on the bytes sent: one gradient for each row that another rank owns.
@@ -57,7 +57,7 @@ def give_gradients(
     dims = [[0 if out is None else out.shape[1] for out in each] for each in sums]
     giving = [find_positions(one.counts, None if chosen is None else chosen[g].asked) for g, one in enumerate(asked)]
     taking = [_counts(one.wanted, None if chosen is None else chosen[g].wanted) for g, one in enumerate(asked)]
-    # Rows that stay on this rank are summed in place.
+    # The gradients of rows that this rank owns are not sent.
     counts = [[len(at) * len(nodes[mine]) * (rank != mine) for rank, at in enumerate(each)] for each in giving]
     wanted = [[n * len(nodes[rank]) * (rank != mine) for rank, n in enumerate(each)] for each in taking]
     sizes = count_values(counts, dims)

@@ -64,8 +64,8 @@ class Layout(NamedTuple):
 
     sends: Sizes  # [L, W], where each rank writes its bytes for each rank of the channel
     reads: Sizes  # [L, W], where each rank reads the bytes from each rank of the channel
-    give: list[int]  # bytes of the messages to each host, 0 for this one
-    take: list[int]  # bytes of the messages from each host, 0 for this one
+    give: list[int]  # bytes of the messages to each host, 0 for this host
+    take: list[int]  # bytes of the messages from each host, 0 for this host
     start: int  # beginning of the messages from other hosts
     size: int
 
@@ -96,8 +96,8 @@ class Layouts:
         Args:
             gives: Bytes that each rank of this host sends each rank, [L, W]; 0 to itself.
             takes: Bytes that each rank of this host receives from each rank, [L, W]; 0 from itself.
-            same: Whether each rank sends the same bytes to every rank that it sends any to, and sends nothing to other
-                hosts. The bytes are then stored once.
+            same: Whether each rank sends the same bytes to all its receivers, which are then all on this host. The
+                bytes are stored once.
 
         Raises:
             RuntimeError: Two ranks of this host expect different sizes.
@@ -143,12 +143,12 @@ class Part(NamedTuple):
 class HostExchange:
     """Exchanges among a channel's ranks on one host, through shared memory that the first rank allocates.
 
-    The other ranks send the first rank the sizes of their parts, and it replies with the positions. Once all ranks have
-    written, it exchanges messages with other hosts, and notifies the other ranks when these have arrived. Notifications
-    pass through sockets, so a waiting rank sleeps, and notices if the process that it waits for ends.
+    The other ranks send the first rank the sizes of their parts, and the first rank replies with the positions. Once
+    all ranks have written, the first rank exchanges messages with other hosts, and then notifies the other ranks.
+    Notifications pass through sockets, so a waiting rank sleeps, and notices if the process that it waits for ends.
 
     Args:
-        hosts: The channel's ranks of each host.
+        hosts: The channel's ranks on each host.
         here: Index of this host.
         mine: Index of this rank on this host.
         links: Result of `connect_host`.
@@ -169,17 +169,17 @@ class HostExchange:
     def run(
         self, given: Part, taken: Part, between: Callable[[Bytes, Layout], None] | None, *, same: bool = False
     ) -> None:
-        """Send and receive the parts of all ranks of this host; all of them call it.
+        """Exchange bytes between the ranks of this host, which must all call this method.
 
         Args:
-            given: What this rank sends.
-            taken: Receives what the others send to this rank.
-            between: Exchanges the messages between hosts; called on the first rank. None if ranks send nothing to other
+            given: The bytes that this rank sends.
+            taken: The buffer into which the bytes for this rank are written.
+            between: Called on the first rank; exchanges the messages between hosts. None if ranks send nothing to other
                 hosts.
             same: See `Layouts.make`.
 
         Raises:
-            RuntimeError: A rank has ended, does not answer in time, or makes another call.
+            RuntimeError: A rank has ended, does not answer in time, or is in a different call.
             TransientError: There is not enough memory.
         """
         self._number += 1
@@ -189,7 +189,7 @@ class HostExchange:
             else:
                 self._lead(given, taken, between, same=same)
         except BaseException:
-            self.close()  # an exchange cannot resume in the middle; the other ranks notice this at once
+            self.close()  # an exchange cannot resume in the middle; the other ranks notice closed sockets at once
             raise
 
     def _follow(self, given: Part, taken: Part, *, same: bool) -> None:
@@ -247,7 +247,10 @@ class HostExchange:
         _send(self._links[index - 1], [places], [] if descriptor is None else [descriptor])
 
     def _receive(self, link: int) -> tuple[Bytes, int | None]:
-        """Return a message and its descriptor, if any; raise RuntimeError if it belongs to another exchange."""
+        """Return a message, and its descriptor or None.
+
+        Raises RuntimeError if no message arrives, or if the message belongs to a different exchange.
+        """
         most = 8 * (2 + 2 * self._ranks) + _ATTACHED_BYTES
         try:
             message, descriptors, *_ = socket.recv_fds(self._links[link], most, 1)
@@ -298,7 +301,7 @@ def _keep_first(sizes: Sizes) -> Sizes:
 
 
 def _copy(target: Bytes, to: Sizes, source: Bytes, at: Sizes, sizes: Sizes) -> None:
-    """Copy parts of these sizes with the host threads; parts that are contiguous in both buffers are merged."""
+    """Copy parts of a buffer to another buffer with the host threads; merge parts that are contiguous in both."""
     used = np.flatnonzero(sizes)
     if not len(used):
         return

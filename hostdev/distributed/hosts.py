@@ -22,10 +22,10 @@ Links = list[socket.socket]
 
 
 def get_identity(rank: int) -> str:
-    """Return text that is equal for two ranks if they run on one host and can share memory.
+    """Return text that is equal on two ranks if they run on the same host and can share memory.
 
-    This requires the same running kernel, network namespace, user namespace and user. On systems other than Linux, no
-    two ranks have equal texts.
+    Such ranks have the same running kernel, network namespace, user namespace and user. On systems other than Linux,
+    the text is different on each rank.
     """
     try:
         spaces = [str(Path(f"/proc/self/ns/{name}").readlink()) for name in _SPACES]
@@ -54,24 +54,24 @@ def have_levels(hosts: Sequence[Sequence[int]]) -> bool:
 
 
 def require_two_levels(hosts: Sequence[Sequence[int]]) -> None:
-    """Raise UserError unless two levels of exchange make a difference."""
+    """Raise UserError if two levels of exchange have no effect."""
     if not have_levels(hosts):
         where = "all ranks are on one host" if len(hosts) == 1 else "each rank is on a different host"
-        raise UserError(f"--exchange-levels 2 has no effect, because {where}; leave it out")
+        raise UserError(f"--exchange-levels 2 has no effect, because {where}; leave out --exchange-levels")
 
 
 def connect_host(store: Any, key: str, mine: int, count: int, seconds: float) -> Links:
-    """Connect a channel's ranks on this host to the first of them; all of them call it.
+    """Connect a channel's ranks on this host to the first of them. All of them must call this function.
 
     Args:
         store: The store of the run.
-        key: Where the first rank announces its address.
+        key: The store's key under which the first rank announces its address.
         mine: Index of this rank among the host's ranks.
         count: Number of the host's ranks.
         seconds: Timeout of the call and of the returned sockets.
 
     Returns:
-        On the first rank, its sockets to the others, in order. On each other rank, its socket to the first.
+        On the first rank, its sockets to the other ranks, in order. On each other rank, its socket to the first rank.
 
     Raises:
         RuntimeError: A rank does not connect in time.

@@ -1,7 +1,7 @@
-"""The mesh: ranks divide a network's work by samples (data), stages (pipe) and slices of layers (model).
+"""The mesh: a network's work is split among ranks by samples (data), stages (pipe) and slices of layers (model).
 
-Ranks are numbered as in torch.distributed.device_mesh, with the last axis fastest. Neighbours along `model` are
-neighbouring ranks, because they exchange most; stages are farthest apart.
+Ranks are numbered as in torch.distributed.device_mesh: the index along the last axis varies fastest. Neighbours along
+`model` have consecutive ranks, because they exchange most; neighbours along `pipe` are farthest apart.
 """
 
 from typing import NamedTuple
@@ -43,12 +43,15 @@ class Mesh(NamedTuple):
         return list(found.values())
 
     def leads(self, rank: int) -> bool:
-        """Return whether a rank looks up its samples' rows, which only the first slice of the first stage does."""
+        """Return whether a rank looks up its samples' rows: only ranks with the first slice of the first stage do."""
         place = self.place(rank)
         return place.pipe == 0 and place.model == 0
 
     def nodes(self, micro_batches: int) -> list[list[tuple[int, int]]]:
-        """Return each rank's nodes (start, size) of row gradients, with `micro_batches` for each index along data."""
+        """Return each rank's nodes (start, size) of row gradients.
+
+        `micro_batches` is the number of micro-batches for each index along data.
+        """
         shares = [
             range(self.place(rank).data * micro_batches, (self.place(rank).data + 1) * micro_batches)
             for rank in range(self.size)
@@ -79,7 +82,7 @@ def parse_mesh(text: str) -> Mesh:
                 "with several processes, such as data=2,pipe=2"
             )
         if axis in sizes:
-            raise UserError(f"--mesh {text}: {axis} is given twice; give it once")
+            raise UserError(f"--mesh {text}: {axis} is given twice; give each axis once")
         if not (number.isascii() and number.isdigit() and int(number) > 0):
             raise UserError(f"--mesh {text}: {axis}={number} must be a number of processes, 1 or more")
         sizes[axis] = int(number)

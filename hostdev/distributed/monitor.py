@@ -16,8 +16,8 @@ from hostdev.distributed.calls import LEFT, Call, Calls, describe_mismatch, find
 from hostdev.distributed.rank_environment import RankEnvironment
 from hostdev.distributed.rendezvous import connect
 
-HUNG_SECONDS = 24.0  # without a heartbeat; a machine short of memory may stall a process for seconds
-LOST_SECONDS = 3.0  # without a heartbeat after a connection has broken
+HUNG_SECONDS = 24.0  # a rank without a heartbeat for so long counts as hung; a lack of memory may stall it for seconds
+LOST_SECONDS = 3.0  # the same after a connection has broken
 _UNLIKE_SECONDS = 1.2  # time that ranks may wait in different calls before they are ended
 _LEFT_SECONDS = 4.0  # the same after a rank has left a loop, because its error would explain more
 _EVERY = 0.5  # seconds between heartbeats
@@ -42,7 +42,7 @@ class Monitor:
         env: The rank environment of this process.
         prefix: Prefix of the store's keys.
         calls: The calls of this rank.
-        on_fault: Called once, in a thread of the monitor, with the failed rank and the cause; must end the process.
+        on_fault: Called once, in a thread of the monitor, with the failed rank and the cause. It must end the process.
     """
 
     def __init__(self, env: RankEnvironment, prefix: str, calls: Calls, on_fault: Callable[[int, str], None]) -> None:
@@ -73,11 +73,14 @@ class Monitor:
             thread.join(HUNG_SECONDS)
 
     def lost(self) -> None:
-        """Watch all ranks, with a shorter timeout, because a connection has broken."""
+        """Watch all ranks, with a shorter timeout, from now on. Called after a connection has broken."""
         self._lost = True
 
     def fail(self, why: str) -> None:
-        """Report this rank's failure; wait briefly for an answer: a launcher may kill all ranks once this rank ends."""
+        """Report this rank's failure, and wait briefly until another rank acknowledges it.
+
+        A launcher may kill all ranks once this rank ends.
+        """
         self._stop.set()
 
         until = time.monotonic() + _ANSWER_SECONDS
@@ -95,7 +98,7 @@ class Monitor:
         run_within(1.0, lambda: self._store.set("answer", ""))
 
     def absent(self) -> str | None:
-        """Describe the ranks that have not reached this rank's call; return None if none is late or one may be dead.
+        """Return text about the ranks that have not reached this rank's call; None if none is late or one may be dead.
 
         This takes about two seconds, and at most ten.
         """
@@ -184,7 +187,7 @@ class Monitor:
         return self._unlike(seen)
 
     def _unlike(self, seen: dict[int, _Seen]) -> tuple[int, str] | None:
-        """Return one of two ranks that are in different calls, with a message; return None if no two differ."""
+        """Return one of two ranks that are in different calls, with a message; None if no rank's call differs."""
         now, recent = time.monotonic(), self._calls.recent
         if self._mine[0] != recent:
             self._mine = recent, now

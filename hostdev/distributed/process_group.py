@@ -52,7 +52,7 @@ class Ranks(World):
         mesh: How the ranks share the network; None means that each has the whole network and its share of the samples.
         values: Further values, by name, that must be equal on all ranks; see `compare`.
         levels: With 1, every rank exchanges with every other. With 2, ranks exchange within their host, and one rank of
-            each host exchanges with other hosts. None means 2 if there are several hosts, one with several ranks.
+            each host exchanges with other hosts. None means 2 if there are several hosts and one has several ranks.
 
     Raises:
         UserError: The rendezvous failed, or two levels have no effect.
@@ -117,7 +117,7 @@ class Ranks(World):
 
     @property
     def have_parted(self) -> bool:  # type: ignore[override]
-        """Return whether ranks no longer wait for each other: all have left, or one failed or is in another call."""
+        """Return whether ranks no longer wait for each other: all have left, one failed, or their calls differ."""
         return self.failed or self.have_left or self.calls.wrong is not None
 
     def note_loop(self, loop: Closable) -> None:
@@ -125,22 +125,23 @@ class Ranks(World):
         self._loops = [*(known for known in self._loops if known() is not None), weakref.ref(loop)]
 
     def channel(self, axis: str | None = None) -> Channel:
-        """Return a new channel; all ranks must create theirs in the same order.
+        """Return a new channel; all ranks must create their channels in the same order.
 
         Each thread that calls collectives needs its own channel, so that the order of calls is the same on every rank.
 
         Args:
-            axis: Connect the ranks along this axis of the mesh; None connects all ranks.
+            axis: The axis of the mesh along which the channel connects ranks; None connects all ranks.
         """
         return self._channel(HOST_BACKEND, None, axis, one_level=axis in _ONE_LEVEL)
 
     def device_channel(self, device: torch.device, axis: str | None = None, *, one_level: bool = False) -> Channel:
-        """Return a new channel for tensors on a device; all ranks must create theirs in the same order.
+        """Return a new channel for tensors on a device; all ranks must create their channels in the same order.
 
-        Its buffers are on the device if torch has a backend for this kind of device, such as NCCL, and each rank has
-        its own device. Otherwise they are in host memory. Raises UserError if the requested backend is not possible.
+        The channel's buffers are on the device if torch has a backend for this kind of device, such as NCCL, and each
+        rank has its own device. Otherwise they are in host memory. Raises UserError if the requested backend is not
+        possible.
 
-        With `one_level`, the channel's group connects all of its ranks, even in host memory.
+        With `one_level`, a single process group connects all ranks of the channel, even if `levels` is 2.
         """
         own = _get_backend(device)
         said = self.control.share([self._backend, own, _get_device_name(device)])
@@ -151,11 +152,11 @@ class Ranks(World):
                 continue
             where = f"rank {rank}'s dense layers are on {names[rank]}"
             why = (
-                "which another rank also uses, or other ranks use another kind of device"
+                "which another rank also uses, or not all ranks use this kind of device"
                 if name == backends[rank]
                 else (f"for which this torch has {backends[rank] or 'no backend but ' + HOST_BACKEND}")
             )
-            raise UserError(f"--dist-backend {name}: {where}, {why}; leave it out, or use {HOST_BACKEND}")
+            raise UserError(f"--dist-backend {name}: {where}, {why}; leave out --dist-backend, or use {HOST_BACKEND}")
         if own is None or not possible or HOST_BACKEND in wanted:
             return self._channel(HOST_BACKEND, None, axis, one_level=one_level or axis in _ONE_LEVEL)
         # If a rank is gone, the monitor ends all ranks and names it; NCCL's watchdog would abort this process earlier.
@@ -170,9 +171,10 @@ class Ranks(World):
         return channel
 
     def slices(self, device: torch.device, axis: str | None = None) -> tuple[Channel, Any]:  # Any: a DeviceMesh
-        """Return a channel for tensors on a device and its torch DeviceMesh; all ranks call it in the same order.
+        """Return a channel for tensors on a device, and the channel's torch DeviceMesh.
 
-        Both are cached for each set of groups, because DTensor treats two meshes of the same ranks as one.
+        All ranks must call this method in the same order. The channel and the DeviceMesh are cached for each set of
+        groups of ranks, because DTensor treats two meshes of the same ranks as one.
         """
         from torch.distributed.device_mesh import DeviceMesh  # its import takes a second
 
@@ -205,7 +207,7 @@ class Ranks(World):
         return mine
 
     def _make_two_levels(self, members: list[int], hosts: list[list[int]]) -> Channel | None:
-        """Return this rank's channel between `members`, or None if it is not a member; all ranks call it."""
+        """Return this rank's channel between `members`, or None if it is not a member. All ranks must call this."""
         first = [members[indices[0]] for indices in hosts]
         group = dist.new_group(first, backend=HOST_BACKEND, timeout=self._within)
         if self.rank not in members:
@@ -221,11 +223,11 @@ class Ranks(World):
         return self.rank, self.size
 
     def begin(self, kind: str, text: str) -> None:
-        """Begin a call that all ranks make: see `Calls.begin`."""
+        """Count a call that all ranks must make: see `Calls.begin`."""
         self.calls.begin(kind, text)
 
     def agree(self, kind: str, text: str, values: Values | None = None) -> None:
-        """Begin a call that all ranks make with equal values; raise UnlikeError on all ranks otherwise.
+        """Count a call that all ranks must make with equal values; raise UnlikeError on all ranks if anything differs.
 
         Args:
             kind: Kind of the `Call`.
@@ -266,7 +268,7 @@ class Ranks(World):
 
 
 def _get_backend(device: torch.device) -> str | None:
-    """Return torch's collective backend for this kind of device, or None if this build has none."""
+    """Return torch's collective backend for this kind of device, or None if this build of torch has none."""
     if device.type == "cpu":
         return None
     backend = dist.Backend.default_device_backend_map.get(device.type)
@@ -274,7 +276,7 @@ def _get_backend(device: torch.device) -> str | None:
 
 
 def _get_device_name(device: torch.device) -> str:
-    """Return a device's name that is unique among all hosts; an index may mean different devices in two processes."""
+    """Return a device's name that is unique among all hosts. An index may mean different devices in two processes."""
     if device.type == "cpu":
         return f"the CPU of {socket.gethostname()}"
     module = torch.get_device_module(device)

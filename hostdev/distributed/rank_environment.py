@@ -11,7 +11,7 @@ from hostdev.core.errors import UserError
 from hostdev.core.launched import LAUNCHERS, RANK_TABLE, SLURM
 
 DEFAULT_PORT = 29500
-# `start` passes both to its processes: a shared secret, and rank 0's listening socket.
+# Variables that `start` sets for its processes: a secret that all share, and, for rank 0, its listening socket.
 TOKEN_VARIABLE = "HOSTDEV_TOKEN"
 LISTEN_VARIABLE = "HOSTDEV_LISTEN_FD"
 
@@ -24,12 +24,12 @@ class RankEnvironment(NamedTuple):
         ranks: Number of ranks.
         local_rank: The process's number among the ranks of this host.
         local_ranks: Number of ranks of this host.
-        address: Host of rank 0.
+        address: Name or address of the host of rank 0.
         port: Port of the rendezvous.
         launcher: Name of the launcher that set the variables.
         hosted: Whether the launcher itself serves the store.
         attempt: Number of restarts by the launcher.
-        device: Index of the device that this rank is assigned; None if the launcher assigns none.
+        device: Index of the device assigned to this rank; None if the launcher assigns no device.
         token: Secret that all ranks of a run share.
     """
 
@@ -73,11 +73,11 @@ def find_rank_environment(environment: Mapping[str, str] | None = None) -> RankE
         if rank in env or ranks in env:
             found.append(_read_launcher(env, launcher, rank, ranks, local_rank, local_ranks))
     if "PMI_PORT" in env and "PMI_RANK" not in env:
-        raise UserError("MPICH does not set ranks with -pmi-port; omit this option")
+        raise UserError("MPICH does not set ranks with -pmi-port; omit -pmi-port")
     if _TABLE[0] in env:
         found.append(_read_rank_table(env))
     elif _TABLE[1] in env:
-        raise UserError("RANK_ID is set, but RANK_TABLE_FILE is not; set both or none")
+        raise UserError("RANK_ID is set, but RANK_TABLE_FILE is not; set both variables or neither")
     if not found:
         _require_no_other(env)
         return ALONE
@@ -104,7 +104,9 @@ def _require_no_other(env: Mapping[str, str]) -> None:
 
 def _number(env: Mapping[str, str], name: str, launcher: str) -> int:
     if name not in env:
-        raise UserError(f"rank variables are incomplete ({launcher}): {name} is not set; set it, or unset the others")
+        raise UserError(
+            f"rank variables are incomplete ({launcher}): {name} is not set; set {name}, or unset the others"
+        )
     try:
         value = int(env[name])
     except ValueError:
@@ -161,7 +163,7 @@ def _find_rendezvous(env: Mapping[str, str], launcher: str, *, all_here: bool) -
     if not all_here:
         raise UserError(
             f"{launcher} has started ranks on several hosts, but MASTER_ADDR is not set: where is rank 0? Give mpirun "
-            "-x MASTER_ADDR=HOST (MPICH: -genv MASTER_ADDR HOST) with the first host of its list"
+            "-x MASTER_ADDR=HOST (MPICH: -genv MASTER_ADDR HOST) with the first host of mpirun's list"
         )
     if "MASTER_PORT" in env:
         return "127.0.0.1", _port(env, launcher)
@@ -181,7 +183,7 @@ def _starter() -> str:
 
 
 def _derive_port(job: str) -> int:
-    """Return a port derived from the job's id, below the ephemeral range; it is the same in all the job's processes."""
+    """Return a port derived from a job's id, the same in all processes of the job and below the ephemeral range."""
     import hashlib
 
     return 10_000 + int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "little") % 20_000
@@ -232,7 +234,9 @@ def _read_rank_table(env: Mapping[str, str]) -> RankEnvironment:
     table = read_table(Path(env[_TABLE[0]]))
     rank = _number(env, _TABLE[1], "RANK_TABLE_FILE")
     if rank >= table.ranks:
-        raise UserError(f"RANK_ID is {rank}, but the rank table {env[_TABLE[0]]} has {table.ranks} ranks, from 0")
+        raise UserError(
+            f"RANK_ID is {rank}, but the rank table {env[_TABLE[0]]} has {table.ranks} ranks, counted from 0"
+        )
     server, local_rank = table.find_server(rank)
     device = server["device"][local_rank]
     if "DEVICE_ID" in env and str(device.get("device_id", env["DEVICE_ID"])) != env["DEVICE_ID"]:
@@ -256,7 +260,7 @@ def _read_rank_table(env: Mapping[str, str]) -> RankEnvironment:
 
 
 def is_first_on_host() -> bool:
-    """Return whether this process reports command-line errors, which all processes of a host detect."""
+    """Return whether this process is the one on its host that reports command-line errors, which all processes find."""
     with contextlib.suppress(UserError):  # if the environment is wrong, every process reports that
         return find_rank_environment().local_rank == 0
     return True

@@ -26,7 +26,7 @@ _GRACE_SECONDS = 2.0  # wait beyond torch's own timeout
 
 
 def make_key_prefix(env: RankEnvironment) -> str:
-    """Return the prefix of this run's keys; the attempt separates restarts, and the token keeps other programs out."""
+    """Return the prefix of this run's keys in the store, different for each restart and unknown to other programs."""
     return f"hostdev-{env.token}-{env.attempt}"
 
 
@@ -69,15 +69,21 @@ def meet(env: RankEnvironment, seconds: float, values: Values | None = None) -> 
 
 
 def announce(store: Any, env: RankEnvironment, values: Values | None = None) -> None:
-    """Announce this rank in the store; raise UserError on all ranks present if it contradicts another rank."""
+    """Announce this rank in the store.
+
+    Raises UserError on all ranks that have joined, if another process has the same rank or a different number of ranks.
+    """
     me = f"{socket.gethostname()} pid {os.getpid()}"
     wrong = None
     ranks = store.compare_set("ranks", "", f"{env.ranks}").decode(errors="replace")
     store.set(f"values/{env.rank}", json.dumps(dict(values or {})))
     if ranks != f"{env.ranks}":  # not counted as present, or others would think that all have joined
-        wrong = f"rank {env.rank} ({me}) was started as one of {env.ranks}, another as one of {ranks}; they must agree"
+        wrong = (
+            f"rank {env.rank} ({me}) was started as one of {env.ranks} ranks, another as one of {ranks}; start all "
+            "with the same number of ranks"
+        )
     elif (first := store.compare_set(f"here/{env.rank}", "", me).decode(errors="replace")) != me:
-        wrong = f"two processes were started as rank {env.rank}: {first} and {me}; give each its own rank"
+        wrong = f"two processes were started as rank {env.rank}: {first} and {me}; give each a different rank"
     if wrong is not None:
         store.set("wrong", wrong)
         time.sleep(NOTICE_SECONDS)
@@ -85,7 +91,10 @@ def announce(store: Any, env: RankEnvironment, values: Values | None = None) -> 
 
 
 def share_texts(store: Any, env: RankEnvironment, name: str, text: str) -> list[str]:
-    """Return the texts that all ranks pass; rank 0, which may serve the store, waits until all ranks have read them."""
+    """Return the texts that the ranks passed, by rank.
+
+    Rank 0, which may serve the store, waits until all ranks have read the texts.
+    """
     store.set(f"{name}/{env.rank}", text)
     keys, read = ([f"{prefix}/{rank}" for rank in range(env.ranks)] for prefix in (name, f"{name}-read"))
     store.wait(keys)
@@ -104,7 +113,7 @@ def versions() -> Values:
 
 
 def connect(env: RankEnvironment, seconds: float, **how: Any) -> Any:
-    """Return a TCPStore; raise UserError if the listener does not answer within the timeout.
+    """Return a TCPStore at the rendezvous address; raise UserError if no answer comes within `seconds`.
 
     torch waits forever for a listener that accepts the connection and stays silent, so a separate thread connects.
     """
@@ -165,15 +174,15 @@ def _open(env: RankEnvironment, seconds: float) -> Any:
                 f"rank 0 cannot listen at {where}: {get_first_line(error)}; choose another MASTER_PORT"
             ) from None
         raise UserError(
-            f"rank {env.rank} of {env.ranks} cannot reach rank 0 at {where} within {seconds:g} s; is it running, "
-            "and are MASTER_ADDR and MASTER_PORT right?"
+            f"rank {env.rank} of {env.ranks} cannot reach rank 0 at {where} within {seconds:g} s; is rank 0 "
+            "running, and are MASTER_ADDR and MASTER_PORT right?"
         ) from None
 
 
 def _listen(env: RankEnvironment) -> socket.socket | None:
-    """Return a socket that listens at the rendezvous address only, if all ranks run on this host.
+    """Return a socket that listens only at the rendezvous address; None if ranks run on several hosts or it fails.
 
-    If it returns None, torch listens on all interfaces for ranks of other hosts, or reports the problem.
+    If None is returned, torch itself listens, on all interfaces, or reports what is wrong.
     """
     inherited = os.environ.pop(LISTEN_VARIABLE, "")
     if inherited.isdecimal():

@@ -39,7 +39,7 @@ def join(
         meeting: Seconds until the rendezvous must be complete.
         backend: torch.distributed backend between devices; None for the devices' default.
         levels: With 1, every rank exchanges with every other. With 2, the ranks of a host share memory, and one rank of
-            each host exchanges with other hosts. None means 2 if there are several hosts, one with several ranks.
+            each host exchanges with other hosts. None means 2 if there are several hosts and one has several ranks.
 
     Raises:
         UserError: The mesh has the wrong size, the rendezvous failed, two levels have no effect, or torch.distributed
@@ -59,8 +59,8 @@ def join(
         if env.rank:
             raise SystemExit(2)  # rank 0 reports it
         raise UserError(
-            f"the mesh {mesh} needs {wanted.size} processes, but {there}; start them, for example with torchrun "
-            f"--nproc-per-node {wanted.size}"
+            f"the mesh {mesh} needs {wanted.size} processes, but {there}; start {wanted.size}, for example with "
+            f"torchrun --nproc-per-node {wanted.size}"
         )
     if env.alone:
         yield None
@@ -81,7 +81,7 @@ def join(
 
 
 def take_host_share(env: RankEnvironment) -> None:
-    """Take this process's share of the host's devices, memory and CPUs."""
+    """Restrict this process to its share of the host's devices, memory and CPUs."""
     assign_device(env.local_rank if env.device is None else env.device)
     share_memory(env.local_ranks)
     set_host_threads(max(1, host_threads() // env.local_ranks))
@@ -93,7 +93,7 @@ def leave_together(ranks: Ranks, alike: tuple[type[BaseException], ...] = ()) ->
 
     Args:
         ranks: The ranks of this run.
-        alike: Types of exceptions that all ranks raise after the same step.
+        alike: Types of exceptions that all ranks raise after the same step. The ranks then leave together.
     """
     try:
         with _leave_at_end(ranks, (UnlikeError, *alike)):
@@ -116,7 +116,7 @@ def leave_together(ranks: Ranks, alike: tuple[type[BaseException], ...] = ()) ->
 
 @contextmanager
 def _leave_at_end(ranks: Ranks, alike: tuple[type[BaseException], ...]) -> Iterator[None]:
-    """A context that leaves with the other ranks at its end, or after an exception that all ranks raise."""
+    """A context at whose end all ranks leave together, even after an exception if all ranks raise it."""
     try:
         yield
     except SystemExit as error:

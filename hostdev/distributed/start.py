@@ -64,7 +64,7 @@ def _start(
 
 
 def listen_at(address: Any, *how: int) -> socket.socket:
-    """Return a socket that listens at one address; `how` has the arguments of `socket.socket`."""
+    """Return a socket that listens at one address; `how` is passed to `socket.socket`."""
     made = socket.socket(*how)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -84,9 +84,9 @@ def die_with_parent() -> None:
 
 
 def wait_for(processes: "list[subprocess.Popen[bytes]]") -> int:
-    """Wait until all processes have ended, and return the first failure's exit code, or 0.
+    """Wait until all processes have ended; return the exit code of the first that failed, or 0.
 
-    After a failure the others are killed unless they end within 8 s. Stop signals are forwarded to all processes.
+    Processes that still run 8 s after a failure are killed. Stop signals are forwarded to all processes.
     """
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # unless ignored, as under nohup

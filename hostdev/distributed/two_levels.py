@@ -59,11 +59,11 @@ class TwoLevelChannel(Channel):
         """Exchange with the ranks of this host only.
 
         Args:
-            values: As in `all_to_all`; with `same`, each rank with a nonzero count gets all of them.
-            counts: Number of values for each rank of this host.
-            receive: Number of values from each rank of this host.
-            out: Receives the values.
-            same: Whether each rank gets the same values.
+            values: As in `all_to_all`. With `same`, each rank with a nonzero count gets all values.
+            counts: Number of values to send to each rank of this host.
+            receive: Number of values to receive from each rank of this host.
+            out: The tensor into which received values are written.
+            same: Whether to send the same values to several ranks.
         """
         self.sent_bytes += (sum(counts) - counts[self.local.index(self.rank)]) * values.element_size()
         with self.answering():

@@ -1,4 +1,4 @@
-"""A world of one process, in which collectives return their input; `process_group` has worlds of several processes."""
+"""A run with one process, whose collectives return their input. `process_group.Ranks` is a run with several."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ class LocalChannel:
     rank, ranks, sent_bytes, network_bytes = 0, 1, 0, 0
 
     def answering(self) -> AbstractContextManager[None]:
-        """Return a context in which no other rank can be lost."""
+        """Return a context that does nothing, because no other rank can be lost."""
         return nullcontext()
 
     def gather(self, values: Any) -> list[Any]:
@@ -32,7 +32,7 @@ class LocalChannel:
         return [value]
 
     def broadcast(self, values: Any) -> None:
-        """Overwrite values with those of the first rank, which is this one."""
+        """Overwrite values with those of the first rank: here, leave them unchanged."""
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -78,14 +78,14 @@ class World:
         return self.control
 
     def slices(self, device: Any, axis: str | None = None) -> tuple[Any, Any]:  # Any: torch's types; see `control`
-        """Return a channel and a DeviceMesh, which is None here, since a single rank slices no layers."""
+        """Return a channel, and None in place of a DeviceMesh, because a single rank slices no layers."""
         return self.control, None
 
     def begin(self, kind: str, text: str) -> None:
-        """Count a call that all ranks make."""
+        """Count a call that all ranks must make."""
 
     def agree(self, kind: str, text: str, values: Values | None = None) -> None:
-        """Begin a call that all ranks make with equal values."""
+        """Count a call that all ranks must make with equal values."""
 
     def note_loop(self, loop: Closable) -> None:
         """Register an open loop, which must be closed before the ranks leave."""

@@ -1,4 +1,4 @@
-"""Networks divided into stages and slices over several processes. Experimental: names may change.
+"""Networks whose stages and slices run in several processes. Experimental: names may change.
 
 `__init__.pyi` lists the public names. A name is imported at its first use.
 """

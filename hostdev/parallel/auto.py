@@ -19,7 +19,7 @@ from hostdev.parallel.search import Candidate, Layers, SearchOptions, candidates
 from hostdev.parallel.trial import can_be_copied, time_steps
 
 _SHOWN = 8  # maximum number of candidates in the table
-_FINALISTS = 4  # maximum number of candidates that are measured
+_FINALISTS = 4  # maximum number of candidates whose steps are timed
 _NEAR = 2.0  # a finalist's expected time is at most this multiple of the best candidate's
 _ALIKE = 1.05  # among finalists within this multiple of the shortest measured time, the expected time decides
 
@@ -31,8 +31,8 @@ class LayoutChoice(NamedTuple):
         mesh: The chosen mesh.
         layout: The chosen layout.
         tried: All candidates, the chosen one first.
-        profile: Costs of the network.
-        machine: Speed of exchanges and of memory.
+        profile: Measured costs of the network.
+        machine: Measured speed of exchanges and of memory.
     """
 
     mesh: Mesh
@@ -71,10 +71,10 @@ def describe_candidate(one: Candidate) -> str:
 
 
 def reason(tried: list[Candidate], machine: Machine) -> str:
-    """Return the reason for choosing the first candidate."""
+    """Return text that says why the first candidate is chosen."""
     best, others = tried[0], [one for one in tried[1:] if one.memory <= machine.available]
     if best.memory > machine.available:
-        return f"the fastest layout, but none fits into {format_bytes(machine.available)} of free memory"
+        return f"the fastest layout, although no layout fits into {format_bytes(machine.available)} of free memory"
     if not others:
         return "the only possible layout" if len(tried) == 1 else "the only layout that fits"
     other = others[0]
@@ -84,11 +84,11 @@ def reason(tried: list[Candidate], machine: Machine) -> str:
             return f"because steps with --mesh {other.mesh} took about as long and are not expected to be faster"
         return f"because steps with --mesh {other.mesh} took {longer:.0f}% longer{_explain_difference(best, other)}"
     longer = (other.seconds / best.seconds - 1) * 100
-    return f"because --mesh {other.mesh} would take {longer:.0f}% longer{_explain_difference(best, other)}"
+    return f"because steps with --mesh {other.mesh} would take {longer:.0f}% longer{_explain_difference(best, other)}"
 
 
 def _explain_difference(best: Candidate, other: Candidate) -> str:
-    """Return text that names the largest extra cost of `other` in the cost model, or "" if `other` has none."""
+    """Return text that names the largest extra cost of `other` in the cost model; "" if `other` is not slower there."""
     costs = {
         "compute": other.compute - best.compute,
         "waiting for stages": other.waiting - best.waiting,
@@ -112,19 +112,20 @@ def choose(
     autocast: torch.dtype | None = None,
     looked_up: bool = False,
 ) -> LayoutChoice:
-    """Measure for a few seconds, and return the fastest layout for batches of `samples`; all ranks call it.
+    """Measure costs for a few seconds, and return the fastest layout. All ranks must call this function.
 
     Args:
-        network: The whole network; it moves to the device, and its values stay unchanged.
-        inputs: Returns zeros in place of the network's inputs, for a given number of samples.
+        network: The whole network. It is moved to `device`; its parameters and buffers keep their values.
+        inputs: Called with a number of samples; returns zeros in place of the network's inputs.
         ranks: The ranks of this run.
         samples: Number of samples in a batch over all ranks.
         micro_batches: Number of micro-batches in a step over all ranks.
-        given: Fixed parts of the layout: the schedule, and optionally the stage cuts and strategies.
+        given: The parts of the layout that are fixed: the schedule, and optionally the stage cuts and strategies.
         mesh: A fixed mesh; None searches for a mesh.
         device: Where the network will run.
         autocast: Dtype of autocast, or None.
-        looked_up: Whether the network's inputs are rows that one rank sends to the ranks with the other slices.
+        looked_up: Whether the network's inputs are rows of tables, which one rank looks up and sends to the ranks with
+            the other slices.
 
     Raises:
         UserError: No layout is possible, or `given` does not fit the network.
@@ -190,14 +191,14 @@ def choose(
 
 
 def _order_measured(taken: list[Candidate]) -> list[Candidate]:
-    """Return the measured candidates: the one to choose first, then the others by time."""
+    """Return the measured candidates: first the one to choose, then the others in the order of measured time."""
     order = sorted(taken, key=lambda one: one.measured or 0.0)
     alike = [one for one in order if (one.measured or 0.0) <= _ALIKE * (order[0].measured or 0.0)]
     return sorted(order, key=lambda one: one is not min(alike, key=lambda each: each.seconds))
 
 
 def _pick_finalists(tried: list[Candidate], machine: Machine) -> list[Candidate]:
-    """Return the best candidates that fit into memory together; they are measured, since the model may be wrong."""
+    """Return the best candidates that fit into memory together; `choose` times them, as the cost model may be wrong."""
     found: list[Candidate] = []
     for one in tried[:_FINALISTS]:
         fits = one.memory + sum(each.memory for each in found) <= machine.available

@@ -1,7 +1,8 @@
 """Running averages of BatchNorm layers: equal on all ranks, updated in the order of the micro-batches.
 
 A layer normalises each micro-batch by that micro-batch's mean and variance. After a step, all ranks with the layer
-exchange these statistics, and update the averages with each in turn, as one process would (Ioffe & Szegedy, ICML 2015).
+exchange these statistics, and update the averages with those of one micro-batch after another, as a single process
+would (Ioffe & Szegedy, ICML 2015).
 """
 
 import weakref
@@ -19,7 +20,7 @@ from hostdev.distributed.world import LocalChannel
 
 
 class Averages:
-    """The layers with running averages in a rank's modules.
+    """Updates the running averages of the layers in this rank's modules.
 
     Args:
         modules: The modules of this rank.
@@ -39,7 +40,11 @@ class Averages:
 
     @contextmanager
     def watching(self, number: int) -> Iterator[None]:
-        """A context in which layers in training mode record a micro-batch's statistics and keep their averages."""
+        """A context in which layers in training mode record their statistics but leave their averages unchanged.
+
+        Args:
+            number: Number of the micro-batch whose statistics are recorded.
+        """
         self._number = number
         try:
             yield
@@ -49,7 +54,7 @@ class Averages:
                 self._restore(at)
 
     def _before_forward(self, at: int) -> None:
-        """Give a layer averages of 0 and a momentum of 1, so that its averages become the micro-batch's statistics."""
+        """Set a layer's averages to 0 and its momentum to 1: the averages then become the micro-batch's statistics."""
         layer = self._layers[at]
         if self._number is None or not layer.training:
             return
@@ -74,7 +79,7 @@ class Averages:
         self._layers[at]._buffers.update(zip(_NAMES, buffers, strict=True))
 
     def move(self) -> None:
-        """Update the averages with the statistics of a step's micro-batches; all ranks of the channel call it."""
+        """Update the averages with the statistics recorded in a step. All the channel's ranks must call this method."""
         if not self._layers:
             return
         seen = [sorted(each, key=lambda one: one[0]) for each in self._seen]
@@ -88,7 +93,7 @@ class Averages:
                 torch._foreach_add_([mean, variance], [value.to(mean), other.to(mean)], alpha=by)
 
     def _of_all(self, seen: list[list[tuple[int, Tensor, Tensor]]]) -> list[list[tuple[Tensor, Tensor]]]:
-        """Return the statistics of all ranks' layers in the order of the micro-batches."""
+        """Return, for each layer, (mean, variance) of each micro-batch of all ranks, in the order of micro-batches."""
         if self._channel.ranks == 1:
             return [[(mean, variance) for _, mean, variance in each] for each in seen]
         dtype = torch.float32  # wide enough for all layers, so that nothing is rounded; the same on all ranks
@@ -115,7 +120,7 @@ def _mean_of(layer: nn.Module) -> Tensor:
 
 
 class _KeptBuffers(NamedTuple):
-    """A layer's own averages, kept here while zeros replace them in the layer."""
+    """A layer's averages and momentum, kept here while the layer's forward pass uses other values."""
 
     mean: Any
     variance: Any
@@ -127,7 +132,10 @@ _NAMES = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class _Hook:
-    """A layer's hook that calls a method of an `Averages` while that exists; a copied layer's hook does nothing."""
+    """A layer's hook, which calls a method of an `Averages` object as long as the object exists.
+
+    In a copy of the layer, the hook does nothing.
+    """
 
     def __init__(
         self, averages: Averages | None = None, method: Callable[[Averages, int], None] | None = None, at: int = 0
@@ -149,7 +157,7 @@ def averaging(module: nn.Module) -> list[Any]:
 
 
 def require_own_averages(module: nn.Module) -> None:
-    """Raise UserError for layers that exchange statistics themselves and would wait for ranks with other layers."""
+    """Raise UserError for a SyncBatchNorm layer, which would wait for statistics of ranks that do not run the layer."""
     for name, layer in module.named_modules():
         if isinstance(layer, nn.SyncBatchNorm):
             raise UserError(

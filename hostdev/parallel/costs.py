@@ -17,9 +17,9 @@ from hostdev.parallel.plan import cut_layers, cuttable, resolve_strategies
 
 _REPEATS = 4  # timed runs of each piece
 _BLOCK = 1 << 22  # bytes exchanged to measure the bandwidth
-_ADDED = 1 << 20, 1 << 26  # the parameters' bytes are clamped to this range to measure additions
+_ADDED = 1 << 20, 1 << 26  # least and greatest size, in bytes, of the arrays added to measure additions
 _ROW = 4  # calls that are timed together, since ranks do not begin at the same moment
-_PASSES = 7  # passes of Adam over the parameters: it reads four arrays and writes three
+_PASSES = 7  # arrays of the parameters' size that a step of Adam reads (four) or writes (three)
 
 
 class PieceCost(NamedTuple):
@@ -38,7 +38,7 @@ class LayerCost(NamedTuple):
 
     name: str
     piece: int  # index of its piece
-    share: float  # its share of the piece's operations
+    share: float  # its share of the piece's floating-point operations
     parameters: int  # bytes of its parameters
     taken: int  # bytes of its input
     given: int  # bytes of its output
@@ -47,22 +47,22 @@ class LayerCost(NamedTuple):
 class Machine(NamedTuple):
     """The speed of exchanges and of memory on the slowest rank, and the least free memory of a rank."""
 
-    bandwidth: float  # bytes per second from one rank to others, while all ranks exchange
-    latency: float  # seconds of an exchange of almost no data
-    memory: float  # bytes per second read and written by additions
+    bandwidth: float  # bytes per second that one rank sends to the others, while all ranks exchange
+    latency: float  # seconds that an exchange of almost no data takes
+    memory: float  # bytes per second that additions read and write
     slicing: float  # extra seconds of a sliced layer per micro-batch, forward and backward, without its exchanges
-    available: int  # bytes of free memory for each rank
+    available: int  # bytes of free memory on each rank
 
     def exchange(self, size: float) -> float:
-        """Return the seconds of an exchange of `size` bytes."""
+        """Return how many seconds an exchange of `size` bytes takes."""
         return self.latency + size / self.bandwidth
 
     def update(self, parameters: float) -> float:
-        """Return the seconds of an optimizer step over `parameters` bytes."""
+        """Return how many seconds an optimizer step over `parameters` bytes of parameters takes."""
         return _PASSES * parameters / self.memory
 
     def add(self, parameters: float) -> float:
-        """Return the seconds for adding one array of `parameters` bytes to another."""
+        """Return how many seconds it takes to add one array of `parameters` bytes to another."""
         return 3 * parameters / self.memory
 
 
@@ -71,7 +71,7 @@ class Profile(NamedTuple):
 
     pieces: list[PieceCost]  # costs of each piece
     layers: list[LayerCost]  # costs of each layer that can be sliced
-    inputs: int  # bytes of a micro-batch's inputs that one rank looks up and sends to the ranks with the other slices
+    inputs: int  # bytes of a micro-batch's inputs, if one rank sends them to the ranks with other slices; otherwise 0
 
 
 def measure_profile(
@@ -83,7 +83,11 @@ def measure_profile(
     autocast: torch.dtype | None,
     looked_up: bool,
 ) -> Profile:
-    """Measure a network's pieces on this rank; the network moves to the device, and its values stay unchanged."""
+    """Measure the costs of a network's pieces on this rank.
+
+    The network is moved to `device`; its parameters and buffers keep their values. `inputs` is called with a number of
+    samples and returns zeros in place of the network's inputs. For `looked_up`, see `auto.choose`.
+    """
     buffers = [(one, one.clone()) for one in network.buffers()]
     training = network.training
     network.train()
@@ -108,7 +112,7 @@ def measure_profile(
 
 
 def take_slowest(ranks: World, profile: Profile) -> Profile:
-    """Return the profile with each piece's seconds on the slowest rank, the same on all ranks."""
+    """Return the profile with each piece's time on the slowest rank. All ranks call this and get the same times."""
     received = ranks.control.share([piece.seconds for piece in profile.pieces])
     slowest = [max(each) for each in zip(*received, strict=True)]
     return profile._replace(
@@ -117,7 +121,7 @@ def take_slowest(ranks: World, profile: Profile) -> Profile:
 
 
 def measure_machine(ranks: World, available: int, parameters: int, *, slices: bool) -> Machine:
-    """Measure exchanges and additions while all ranks do the same; all ranks call it.
+    """Measure exchanges and additions on all ranks at the same time. All ranks must call this function.
 
     Args:
         ranks: The ranks of this run.
@@ -153,7 +157,7 @@ def measure_machine(ranks: World, available: int, parameters: int, *, slices: bo
 
 
 def _measure_slicing(ranks: World) -> float:
-    """Return the extra seconds per layer for slicing a tiny pair of layers, including one exchange."""
+    """Return how many more seconds a tiny layer takes if it is sliced, including one exchange."""
     channel, mesh = ranks.slices(torch.device("cpu"))
     W = channel.ranks
     plain, cut = (nn.Sequential(nn.Linear(W, W), nn.Linear(W, W)) for _ in range(2))
@@ -165,7 +169,7 @@ def _measure_slicing(ranks: World) -> float:
 
 
 def _median_seconds(channel: Channel, call: Callable[[], object]) -> float:
-    """Return the median seconds of a call over several rounds that all ranks begin together."""
+    """Return a call's median duration in seconds over several rounds, which all ranks begin together."""
     found = []
     for _ in range(9):
         channel.barrier()
@@ -177,7 +181,7 @@ def _median_seconds(channel: Channel, call: Callable[[], object]) -> float:
 
 
 def filled(values: Any, device: torch.device) -> Any:
-    """Return zero inputs on a device, with random numbers in place of floating-point zeros."""
+    """Return the inputs on a device, with random numbers in all floating-point tensors."""
 
     def drawn(one: Tensor) -> Tensor:
         if not one.is_floating_point():
@@ -190,7 +194,10 @@ def filled(values: Any, device: torch.device) -> Any:
 def _time_pieces(
     pieces: Sequence[Piece], given: Any, device: torch.device, autocast: torch.dtype | None, *, looking: bool = False
 ) -> tuple[list[float], list[tuple[int, int]]]:
-    """Return each piece's seconds (forward and backward), and the bytes it saves (0 unless `looking`) and returns."""
+    """Return each piece's duration in seconds, forward and backward, and a pair of sizes.
+
+    The sizes are the bytes that the piece saves for its backward pass (0 unless `looking`), and those of its output.
+    """
     seconds, about, values = [], [], given
     for piece in pieces:
         values = values if isinstance(values, tuple) else (values,)

@@ -1,4 +1,4 @@
-"""The layout of a network on a mesh: where it is cut into stages, and which layers are sliced."""
+"""The layout of a network on a mesh: where the network is cut into stages, and which layers are sliced."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from hostdev.parallel.pieces import balanced, count_flops, cut, get_pieces
 from hostdev.parallel.plan import Strategies, get_slice_dim, resolve_strategies
 from hostdev.parallel.plan_text import Plan
 
-Inputs = Callable[[int], tuple[Any, ...]]  # returns zero inputs for a given number of samples
+Inputs = Callable[[int], tuple[Any, ...]]  # called with a number of samples; returns zeros as a network's inputs
 
 
 class Layout(NamedTuple):
@@ -21,8 +21,9 @@ class Layout(NamedTuple):
 
     Attributes:
         schedule: Order of micro-batches through the stages, one of `mesh.SCHEDULES`.
-        begins: Names of the first pieces of the second and later stages; None balances the stages' costs.
-        plan: Strategies of layers, by name or pattern: see `plan`.
+        begins: Names of the first pieces of the second and later stages; None cuts the network into stages of
+            similar cost.
+        plan: Pairs of a layer's name, or a pattern of names, and the strategy by which it is sliced: see `plan`.
     """
 
     schedule: str = SCHEDULES[0]
@@ -33,22 +34,22 @@ class Layout(NamedTuple):
 class ResolvedLayout(NamedTuple):
     """A layout that fits a network."""
 
-    pieces: list[Piece]  # pieces of the network; empty without stages
+    pieces: list[Piece]  # pieces of the network; empty if the network is not cut into stages
     begins: list[str]  # names of the first pieces of the second and later stages
     strategies: Strategies  # strategies of the sliced layers
 
     def stages(self, pieces: Sequence[Piece]) -> list[list[Piece]]:
-        """Divide pieces among the stages."""
+        """Return the pieces of each stage."""
         return cut(pieces, self.begins)
 
 
 def resolve_layout(
     network: nn.Module, layout: Layout, mesh: Mesh, inputs: Inputs, *, searched: bool = False
 ) -> ResolvedLayout:
-    """Return a network's layout on a mesh, without computing anything; raise UserError if the layout does not fit.
+    """Return a network's layout on a mesh; raise UserError if the layout does not fit.
 
-    `inputs` returns zeros in place of the network's inputs. If `searched`, strategies may still be missing, since a
-    search will add them.
+    The network runs only on fake tensors, which have shapes but no values. If `searched`, no layer needs a strategy
+    yet, because a search will choose strategies.
     """
     pieces: list[Piece] = []
     begins: list[str] = []
@@ -56,9 +57,11 @@ def resolve_layout(
         pieces = get_pieces(network)
         begins = _begins(pieces, layout, mesh.pipe, lambda: inputs(2))
     elif layout.begins is not None:
-        raise UserError(f"--stage-cut {','.join(layout.begins)} has no effect without --mesh pipe=N; leave it out")
+        raise UserError(
+            f"--stage-cut {','.join(layout.begins)} has no effect without --mesh pipe=N; leave out --stage-cut"
+        )
     if layout.plan and mesh.model == 1:
-        raise UserError("--plan has no effect without --mesh model=N; leave it out")
+        raise UserError("--plan has no effect without --mesh model=N; leave out --plan")
     stages = cut(pieces, begins) if pieces else []
     strategies = resolve_strategies(network, layout.plan, mesh.model, stages, lambda: inputs(2))
     whole = all(get_slice_dim(one) is None for one in network.parameters())
@@ -78,8 +81,8 @@ def _begins(pieces: Sequence[Piece], layout: Layout, pipe: int, inputs: Callable
     stages = len(layout.begins) + 1
     if several and (stages % pipe or stages == pipe):
         raise UserError(
-            f"--stage-cut {','.join(layout.begins)} makes {stages} stages, but --schedule interleaved needs an equal "
-            f"number, two or more, on each of {pipe} processes; give {2 * pipe - 1} names, or {3 * pipe - 1}, ..."
+            f"--stage-cut {','.join(layout.begins)} makes {stages} stages, but --schedule interleaved needs the same "
+            f"number, at least two, on each of {pipe} processes; give {2 * pipe - 1} names, or {3 * pipe - 1}, ..."
         )
     if not several and stages != pipe:
         raise UserError(

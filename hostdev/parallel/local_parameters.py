@@ -9,7 +9,7 @@ from hostdev.parallel.plan import Sliced, sliced
 
 
 class LocalParameters:
-    """Each parameter's local tensor: the parameter itself, or this rank's slice of a DTensor, which shares its memory.
+    """The local tensor of each parameter: for a DTensor, this rank's slice, in the same memory; else the parameter.
 
     Args:
         network: The network, with its layers sliced.
@@ -58,7 +58,7 @@ class LocalParameters:
                 leaf.grad, parameter.grad = grad.to_local(), None
 
     def keep(self, parameters: Iterable[Tensor]) -> None:
-        """Release the local tensors of all other parameters."""
+        """Keep the local tensors of these parameters, and release all others."""
         ids = {id(one) for one in parameters}
         self._leaves = {key: leaf for key, leaf in self._leaves.items() if key in ids}
         self._cut = [(parameter, leaf) for parameter, leaf in self._cut if id(parameter) in ids]

@@ -1,4 +1,4 @@
-"""A network without embedding tables on any number of processes, for the user's own training loop."""
+"""Trains a network without embedding tables on any number of processes, in the user's own training loop."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,7 +26,7 @@ Inputs = Callable[[slice], tuple[Any, ...]]
 
 
 class Network:
-    """A network or this rank's part of it, with its training steps.
+    """A network, or this rank's part of it, and the training steps through it.
 
     ::
 
@@ -40,13 +40,13 @@ class Network:
                 sgd.step()
                 sgd.zero_grad()
 
-    Losses and parameters are bit-identical for any sizes of the axes data and pipe, given the number of micro-batches;
-    with slices (model) they agree up to rounding.
+    With the same number of micro-batches, losses and parameters are bit-identical for all sizes of the axes data and
+    pipe, and equal up to rounding for all sizes of the axis model (slices).
 
     Args:
-        module: The whole network; the parts of other ranks are released.
+        module: The whole network; the memory of the other ranks' parts is freed.
         example: Example inputs for a few samples: tensors [B, ...], or containers of such tensors.
-        ranks: Result of `join`; None for a single process, or after `hostdev.alone()`.
+        ranks: The result of `hostdev.join`; None for a single process, or after `hostdev.alone()`.
         micro_batches: Number of micro-batches in a batch.
         gradients: "mean" for gradients of the batch's mean loss; "sum" for gradients of the micro-batches' summed
             losses.
@@ -55,10 +55,10 @@ class Network:
         plan: Same as --plan of hostdev.train.
         device: Where the network runs.
         precision: "fp32", or "bf16" for bfloat16 arithmetic over float32 parameters.
-        seed: With several micro-batches, the draws of layers such as dropout are a function of this seed, the step and
-            the micro-batch's number. A single micro-batch uses torch's generators without seeding them.
-        auto: If given, search for the fastest mesh and layout for batches of this many samples; a given mesh,
-            strategies and cuts stay fixed, and `choice` lists the candidates.
+        seed: With several micro-batches, the draws of layers such as dropout depend only on this seed, the step and the
+            micro-batch's number. With a single micro-batch, layers draw from torch's generators, which are not seeded.
+        auto: If given, search for the fastest mesh and layout for batches of this many samples. The search keeps a
+            given mesh, plan and stage cut. The attribute `choice` then lists the candidates.
 
     Raises:
         UserError: The layout does not fit the network or the ranks.
@@ -123,13 +123,13 @@ class Network:
         shares, stages = ranks.mesh.data, ranks.mesh.pipe
         if micro_batches < 1 or micro_batches % shares:
             raise UserError(
-                f"{micro_batches} micro-batches cannot be divided equally among {shares} ranks; give a multiple of "
-                f"{shares}"
+                f"{micro_batches} micro-batches cannot be divided equally among {shares} ranks; set micro_batches to "
+                f"a multiple of {shares}"
             )
         if micro_batches < shares * stages:
             raise UserError(
-                f"each rank needs at least {stages} micro-batches, one per stage; give {shares * stages} or more, not "
-                f"{micro_batches}"
+                f"each rank needs at least {stages} micro-batches, one per stage; set micro_batches to "
+                f"{shares * stages} or more, not {micro_batches}"
             )
         for name, value, known in (
             ("gradients", gradients, ("mean", "sum")),
@@ -163,12 +163,12 @@ class Network:
         inputs: Inputs,
         loss: Callable[[Any, slice], Tensor],  # Any: the module's output
     ) -> float:
-        """Run a batch forward and backward, add its gradients to the parameters' gradients, and return the loss.
+        """Run a batch forward and backward, add its gradients to the parameters' gradients, and return its loss.
 
         Args:
             samples: Number of samples in the whole batch, the same on all ranks.
-            inputs: Returns the network's inputs for a slice of the samples; called on the first stage.
-            loss: Returns the mean loss, [], from the network's output and the slice; called on the last stage.
+            inputs: Called on the first stage with a slice of the batch's samples; returns the network's inputs for it.
+            loss: Called on the last stage with the network's output and that slice; returns the slice's mean loss, [].
         """
         if samples < 1:
             raise ValueError(f"a step needs at least one sample, not {samples}")
@@ -202,9 +202,9 @@ class Network:
         return float(sum(value * weight for value, weight in zip(values.tolist(), weights, strict=True)))
 
     def clip_grad_norm(self, most: float) -> float:
-        """Scale the gradients so that their 2-norm is at most `most`; return the original norm. All ranks call it.
+        """Scale the gradients so that their 2-norm is at most `most`; return the norm before scaling.
 
-        torch.nn.utils.clip_grad_norm_ would see only this rank's slices and stages.
+        All ranks must call this method. torch.nn.utils.clip_grad_norm_ would see only this rank's slices and stages.
         """
         self._begin("clip_grad_norm")
         norm = self._parts.norm()
@@ -220,12 +220,12 @@ class Network:
         inputs: Inputs,
         measure: Callable[[Any, slice], Tensor],  # Any: the module's output
     ) -> list[float]:
-        """Run a batch forward in evaluation mode; return the sums of a measure over all micro-batches.
+        """Run a batch forward in evaluation mode, and return the sums of `measure`'s numbers over all micro-batches.
 
         Args:
             samples: Number of samples in the whole batch, the same on all ranks.
-            inputs: Returns the network's inputs for a slice of the samples; called on the first stage.
-            measure: Returns numbers, [] or [k], from the network's output and the slice; called on the last stage.
+            inputs: Called on the first stage with a slice of the batch's samples; returns the network's inputs for it.
+            measure: Called on the last stage with the network's output and that slice; returns numbers, [] or [k].
         """
         self._begin("evaluate")
         training = self.module.training
@@ -243,15 +243,18 @@ class Network:
         return self._of_all(values).double().sum(0).tolist()
 
     def state(self, optimizer: torch.optim.Optimizer) -> DenseState:
-        """Return the whole network's and the optimizer's state in host memory on rank 0; all ranks call it."""
+        """Return the state of the whole network and the optimizer, in host memory; an empty state on all but rank 0.
+
+        All ranks must call this method.
+        """
         self._begin("state")
         return self._parts.state(optimizer)
 
     def save(self, folder: Path | str, optimizer: torch.optim.Optimizer, *, integrated: bool = True) -> None:
-        """Write the network's and the optimizer's state to a new folder, which all ranks must see; all ranks call it.
+        """Write the state of the network and the optimizer to a new folder. All ranks must call this method.
 
         Args:
-            folder: The new folder.
+            folder: Path of the new folder, in a file system that all ranks share.
             optimizer: The optimizer, with one parameter group.
             integrated: Whether rank 0 gathers everything into one file. If not, each rank writes its slices and stages.
 
@@ -262,7 +265,7 @@ class Network:
         self._parts.save(Path(folder), optimizer, self._steps, integrated=integrated)
 
     def restore(self, folder: Path | str, optimizer: torch.optim.Optimizer) -> None:
-        """Load this rank's part from a folder of `save`, on any mesh; all ranks call it.
+        """Load this rank's part from a folder that `save` wrote on any mesh. All ranks must call this method.
 
         Raises UserError on all ranks, before any change, if the folder is damaged or belongs to another network.
         """
@@ -270,7 +273,7 @@ class Network:
         self._steps = self._parts.restore(Path(folder), optimizer)
 
     def load(self, state: DenseState, optimizer: torch.optim.Optimizer) -> None:
-        """Load this rank's part of a whole state, saved on any mesh; all ranks call it.
+        """Load this rank's part of a whole state, which `state` returned on any mesh. All ranks must call this method.
 
         Raises UserError if the state belongs to another network.
         """
@@ -278,7 +281,7 @@ class Network:
         self._parts.load(dict(state.model), optimizer, dict(state.optimizer))
 
     def _begin(self, name: str, text: str | None = None) -> None:
-        """Announce a call that all ranks make."""
+        """Count a call that all ranks must make."""
         self.ranks.begin(f"network.{name}", text or f"network.{name}()")
 
     def _spans(self, samples: int) -> list[tuple[int, int]]:
@@ -297,7 +300,7 @@ class Network:
         dense.finish(self._exchange.reduce_flags(dense.put_nodes(ran.nodes)))
 
     def _of_all(self, values: Sequence[Tensor | None]) -> Tensor:
-        """Return the values of the step's micro-batches on all ranks, float32 [M, k], 0 for empty micro-batches."""
+        """Return the values of the M micro-batches of all ranks, float32 [M, k]; an empty micro-batch has zeros."""
         k = next((one.numel() for one in values if one is not None), 0)
         mine = torch.zeros(self._count, k)
         for number, one in enumerate(values):

@@ -30,7 +30,7 @@ class StepResult(NamedTuple):
 
     parameters: list[Tensor]  # this rank's parameters, in the order of each node's gradients
     nodes: list[Node[Grads]]  # nodes of the summation tree: sums of gradients over this rank's micro-batches
-    values: list[Tensor | None]  # values of each micro-batch; None if it has no samples or another rank reports it
+    values: list[Tensor | None]  # values of each micro-batch; None if it is empty or another rank reports the values
 
 
 class Parts:
@@ -39,13 +39,14 @@ class Parts:
     Args:
         network: The whole network.
         layout: The requested layout.
-        ranks: The ranks of this run; None if there are no others.
-        inputs: Returns zeros in place of the network's inputs, for a given number of samples.
+        ranks: The ranks of this run; None for a single process.
+        inputs: Called with a number of samples; returns zeros in place of the network's inputs.
         device: Where the part runs.
         autocast: Dtype of autocast, or None.
-        aside: Whether there is an additional last input, float32 [], which is returned unchanged with the output.
+        aside: Whether an additional last input, float32 [], bypasses the network and is returned with its output.
         timeline: Records the micro-batches' forward and backward passes.
-        ops: Two functions that time forward and backward passes; each calls its first argument with the remaining ones.
+        ops: Two functions that time a forward and a backward pass. Each calls its first argument with the remaining
+            arguments.
 
     Raises:
         UserError: The layout does not fit the network or the devices.
@@ -122,7 +123,7 @@ class Parts:
         if channel.device.type != self._device.type:
             raise UserError(
                 f"--mesh {self._mesh} sends values between devices along {axis}: each process needs its own "
-                "device, with a torch.distributed backend; use --device cpu, or only the axis data"
+                "device, with a torch.distributed backend; use --device cpu, or a mesh with only the axis data"
             )
 
     def _watching(self, number: int) -> AbstractContextManager[None]:
@@ -130,7 +131,7 @@ class Parts:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes sent to other stages and slices in training."""
+        """Bytes that this rank has sent to ranks with other stages and slices in training."""
         return round(self._traffic.sent) + sum(channel.sent_bytes for channel in self._channels)
 
     @property
@@ -149,12 +150,12 @@ class Parts:
         """Run a step's micro-batches forward and backward.
 
         Args:
-            number: The step's number, for the trace.
+            number: The step's number, for the timeline.
             sizes: Number of samples in each micro-batch on this rank; may be 0.
-            inputs: Returns the network's arguments for a micro-batch.
-            loss: Returns the scalar to differentiate and the values to report, from a micro-batch's number and the
-                network's output.
-            on_gradients: Called on the first stage with a micro-batch's number once its inputs have gradients.
+            inputs: Called with a micro-batch's number; returns the network's arguments.
+            loss: Called with a micro-batch's number and the network's output; returns the scalar to differentiate and
+                the values to report.
+            on_gradients: Called on the first stage with a micro-batch's number when its inputs have gradients.
         """
         count = len(sizes)
         numbers = [number for number, size in enumerate(sizes) if size]
@@ -196,12 +197,15 @@ class Parts:
         return StepResult(parameters, nodes, values)
 
     def finish(self) -> None:
-        """Copy shared parameters' gradients to all their stages, after `step`'s gradients are summed over all ranks."""
+        """Copy the gradients of shared parameters to all stages that use them.
+
+        Called after the gradients that `step` returned are summed over all ranks.
+        """
         if self._tied is not None:
             self._tied.spread()
 
     def _by_stage(self) -> tuple[list[list[nn.Parameter]], list[list[nn.Parameter]]]:
-        """Return two lists by stage: trained parameters of that stage alone, and those shared with other stages."""
+        """Return two lists by stage: trained parameters that only that stage uses, and those that others use too."""
         own, tied = [], []
         for module in self._passes.modules:
             trained = [one for one in self.leaves.of(module.parameters()) if one.requires_grad]
@@ -219,11 +223,14 @@ class Parts:
         return list(zip(numbers, found, strict=False)) if self.speaks else []
 
     def norm(self) -> Tensor:
-        """Return the 2-norm, [], of the whole network's gradients; all ranks call it."""
+        """Return the 2-norm, [], of the whole network's gradients. All ranks must call this method."""
         return self._state.norm(self.leaves)
 
     def state(self, optimizer: torch.optim.Optimizer) -> DenseState:
-        """Return the whole dense state in host memory on rank 0, and an empty state on others; all ranks call it."""
+        """Return the state of the network and the optimizer in host memory; an empty state on all but rank 0.
+
+        All ranks must call this method.
+        """
         return self._state.whole(self.leaves, optimizer)
 
     def save(self, folder: Path, optimizer: torch.optim.Optimizer, steps: int, *, integrated: bool) -> None:
@@ -237,16 +244,16 @@ class Parts:
         save(folder, f"rank{self._ranks.rank}.safetensors", own, about, self._ranks)
 
     def restore(self, folder: Path, optimizer: torch.optim.Optimizer) -> int:
-        """Load the state from a folder, and return the number of steps taken: see `network.Network.restore`."""
+        """Load the state from a folder, and return the saved number of steps: see `network.Network.restore`."""
         return int(self._state.read(self.leaves, folder, optimizer)["steps"])
 
     def load(self, model: dict[str, Any], optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Load this rank's part of the whole dense state; raise UserError if it belongs to another network."""
+        """Load this rank's part of a state that `state` returned; raise UserError if it belongs to another network."""
         self._state.load(self.leaves, model, optimizer, state)
 
 
 def broadcast_parameters(network: nn.Module, ranks: World) -> None:
-    """Overwrite tensors with rank 0's; a slice made by hand comes from the first rank that has it."""
+    """Overwrite all tensors with those of rank 0, but a slice made by hand with that of the first rank that has it."""
     if ranks.size == 1:
         return  # avoids copies to and from the host
     along_data = ranks.channel("data")
@@ -266,7 +273,7 @@ def _release_others(network: nn.Module, modules: Sequence[nn.Module]) -> None:
 
 
 class _OrderedSum:
-    """The tree sum of a stage's gradients; micro-batches may finish in any order."""
+    """Sums a stage's gradients over micro-batches, as a tree. The micro-batches may finish in any order."""
 
     def __init__(self, first: int, count: int, numbers: Sequence[int], parameters: int) -> None:
         self._first = first  # number of this rank's first micro-batch, which positions the tree's nodes

@@ -1,4 +1,4 @@
-"""The pieces of a network, at which stages may begin, and the tensors that cross between stages."""
+"""The pieces of a network, at which stages may begin, and the tensors that pass from one stage to the next."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -58,12 +58,12 @@ def get_pieces(network: nn.Module) -> list[Piece]:
         if any(id(parameter) not in own for parameter in piece.parameters):
             raise UserError(
                 f"piece {piece.name!r} of {type(network).__name__} holds a parameter that the network does not have; "
-                "register it in the network"
+                "register the parameter in the network"
             )
     left = [name for name, parameter in network.named_parameters() if id(parameter) not in held]
     if left:
         raise UserError(
-            f"no piece of {type(network).__name__} holds its parameter {left[0]}; add it to the `holds` of a piece"
+            f"no piece of {type(network).__name__} holds parameter {left[0]}; add {left[0]} to the `holds` of a piece"
         )
     return pieces
 
@@ -79,7 +79,7 @@ def _sequential(network: nn.Sequential, prefix: str = "") -> list[Piece]:
 
 
 def cut(pieces: Sequence[Piece], begins: Sequence[str]) -> list[list[Piece]]:
-    """Divide pieces into stages; each named piece begins a new stage. Raise UserError for wrong names."""
+    """Return each stage's pieces; each piece named in `begins` begins a stage. Raise UserError for wrong names."""
     names = [piece.name for piece in pieces]
     at = [0]
     for name in begins:
@@ -109,7 +109,7 @@ class Shape(NamedTuple):
     slopes: tuple[int, ...]
     constants: tuple[int, ...]
     dtype: torch.dtype
-    trained: bool  # whether gradients flow back to it
+    trained: bool  # whether gradients flow back to the tensor
 
     def of(self, samples: int) -> list[int]:
         """Return the shape for a number of samples."""
@@ -121,7 +121,7 @@ class Traced(NamedTuple):
 
     Attributes:
         shapes: The shapes of the distinct tensors.
-        places: For each value that the stage returns, its index among these tensors; a tensor may be returned twice.
+        places: For each value that the stage returns, its index in `shapes`; a tensor may be returned several times.
         draws: Whether the stage draws from torch's generator, as dropout does.
     """
 
@@ -149,7 +149,7 @@ def trace(
 
     Args:
         stages: Pieces of each stage.
-        inputs: Returns the first stage's arguments for a given number of samples.
+        inputs: Called with a number of samples; returns the first stage's arguments.
         device: Device type on which the stages will run.
         autocast: Dtype of autocast, or None.
 
@@ -189,7 +189,7 @@ def _require_crossing(name: str, values: Sequence[Any]) -> None:
         )
     if not all(value.is_contiguous() for value in values):
         raise UserError(
-            f"piece {name!r} returns a value that is not contiguous; call contiguous() in it, or cut elsewhere"
+            f"piece {name!r} returns a value that is not contiguous; call contiguous() on the value, or cut elsewhere"
         )
     if len({value.dim() for value in values}) > 1:
         raise UserError(
@@ -199,7 +199,7 @@ def _require_crossing(name: str, values: Sequence[Any]) -> None:
 
 
 def count_flops(pieces: Sequence[Piece], inputs: tuple[Any, ...]) -> list[int]:
-    """Return the floating-point operations of each piece's forward pass, without computing anything."""
+    """Return the floating-point operations of each piece's forward pass, counted on fake tensors."""
     from torch.utils.flop_counter import FlopCounterMode  # imports triton, which takes time at each start
 
     found = []
@@ -213,9 +213,10 @@ def count_flops(pieces: Sequence[Piece], inputs: tuple[Any, ...]) -> list[int]:
 
 
 def balanced(pieces: Sequence[Piece], costs: Sequence[float], count: int) -> list[str]:
-    """Return the names of the first pieces of stages 1, 2, ..., which minimize the cost of the costliest stage.
+    """Cut pieces into `count` stages so that the costliest stage costs as little as possible.
 
-    Among equal cuts, stages whose first piece has parameters are preferred. Raises UserError for too few pieces.
+    Among equally good cuts, those whose stages begin with pieces that have parameters are preferred. Returns the names
+    of the pieces at which the second and later stages begin. Raises UserError for too few pieces.
     """
     if len(pieces) < count:
         raise UserError(f"the network has {len(pieces)} pieces, too few for {count} stages; use fewer stages")
@@ -226,18 +227,21 @@ def balanced(pieces: Sequence[Piece], costs: Sequence[float], count: int) -> lis
 def best_cut(
     costs: Sequence[float], crossing: Sequence[float], count: int, unwanted: Sequence[bool] | None = None
 ) -> list[int]:
-    """Return where `count` parts of a sequence begin, so that the costliest part costs as little as possible.
+    """Cut a sequence into `count` parts so that the costliest part costs as little as possible.
 
     Args:
         costs: The cost of each element.
-        crossing: Cost added to both parts if one ends with this element.
+        crossing: For each element, the cost that a cut after it adds to both parts beside the cut.
         count: Number of parts.
-        unwanted: Whether each element should not begin a part if another cut costs the same.
+        unwanted: For each element, whether cuts before it are avoided among cuts of equal cost.
+
+    Returns:
+        The index of each part's first element.
     """
     n, sums = len(costs), [0, *accumulate(costs)]
     ends = [0.0, *crossing[:-1], 0.0]
     bad = unwanted or [False] * n
-    # best[k][i], for the first i elements in k parts: highest cost, number of unwanted beginnings, last beginning
+    # best[k][i], for the first i elements in k parts: cost of the costliest part, number of unwanted cuts, last cut
     best: list[list[tuple[float, int, int]]] = [[(float("inf"), 0, 0)] * (n + 1) for _ in range(count + 1)]
     best[0][0] = (0, 0, 0)
     for k in range(1, count + 1):
@@ -268,10 +272,13 @@ def with_extra_value(pieces: Sequence[Piece]) -> list[Piece]:
 
 @contextmanager
 def fake_mode(held: Iterable[Any]) -> Iterator[Callable[[Any], Any]]:
-    """A context that runs modules on fake tensors, which have shapes but no values; yields a function that makes them.
+    """A context in which modules run on fake tensors, which have shapes but no values.
 
     Args:
-        held: Modules that are run; their buffers are left unchanged.
+        held: The modules that will run, among other objects. Their buffers are left unchanged.
+
+    Yields:
+        A function that replaces the tensors in a nested structure by fake ones.
     """
     modules = [module for one in held if isinstance(one, nn.Module) for module in one.modules()]
     # without momentum, a layer reads its counter's value, which a fake tensor lacks

@@ -47,7 +47,7 @@ class Sliced(NamedTuple):
 
     strategy: str  # "colwise" or "rowwise"
     dims: Mapping[str, int | None]  # the sliced dimension of each of its parameters; None if replicated
-    joined: bool  # whether a colwise layer's slices are gathered immediately, or a rowwise layer slices its whole input
+    joined: bool  # colwise: whether output slices are gathered immediately; rowwise: whether the input arrives whole
 
 
 Strategies = dict[str, Sliced]  # by layer name
@@ -56,9 +56,10 @@ Strategies = dict[str, Sliced]  # by layer name
 def resolve_strategies(
     network: nn.Module, plan: Plan, ranks: int, stages: Sequence[Sequence[Piece]], inputs: Callable[[], tuple[Any, ...]]
 ) -> Strategies:
-    """Return how each layer is sliced, without computing anything; raise UserError if the plan does not fit.
+    """Return how each layer in a plan is sliced; raise UserError if the plan does not fit.
 
-    `stages` has the network's pieces by stage, or is empty. `inputs` returns tensors in place of the network's inputs.
+    The network runs only on fake tensors. `stages` has the network's pieces by stage; it is empty if the network is not
+    cut into stages. `inputs` returns zeros in place of the network's inputs.
     """
     wanted = {name: strategy for name, strategy in matched(network, plan).items() if strategy != "replicate"}
     modules = dict(network.named_modules())
@@ -66,11 +67,15 @@ def resolve_strategies(
         for parameter, dim in _CUTS[type(modules[name])][strategy].items():
             value = getattr(modules[name], parameter)
             if value is not None and get_slice_dim(value) is not None:
-                raise UserError(f"--plan {name}={strategy}: its {parameter} is sliced by hand; omit the layer")
+                raise UserError(
+                    f"--plan {name}={strategy}: {name}.{parameter} is already sliced by hand; leave the layer out of "
+                    "the plan"
+                )
             if dim is not None and value is not None and value.shape[dim] % ranks:  # as in `divides`
                 raise UserError(
-                    f"--plan {name}={strategy}: its {parameter} is {list(value.shape)}, but {value.shape[dim]} cannot "
-                    f"be cut into {ranks} equal slices; use another --mesh, or {name}=replicate"
+                    f"--plan {name}={strategy}: {name}.{parameter} has shape {list(value.shape)}, but "
+                    f"{value.shape[dim]} cannot be cut into {ranks} equal slices; use another --mesh, or "
+                    f"{name}=replicate"
                 )
     _require_same_cut(network, wanted)
     pairs = _find_pairs(network, wanted, stages, inputs) if "colwise" in wanted.values() else set()
@@ -92,7 +97,7 @@ def matched(network: nn.Module, plan: Plan) -> dict[str, str]:
         if exact and pattern not in able:
             raise UserError(
                 f"--plan {pattern}={strategy}: {pattern} is a {type(modules[pattern]).__name__}; only Linear and "
-                "Embedding layers can be cut"
+                "Embedding layers can be sliced"
             )
         if not names:
             raise UserError(f"--plan {pattern}={strategy}: no layer has such a name; the layers are {', '.join(able)}")
@@ -102,7 +107,7 @@ def matched(network: nn.Module, plan: Plan) -> dict[str, str]:
                 found[name] = (pattern, strategy)
             elif before[0] != name and before[1] != strategy:
                 raise UserError(
-                    f"--plan: {before[0]}={before[1]} and {pattern}={strategy} both match {name}; give its full name"
+                    f"--plan: {before[0]}={before[1]} and {pattern}={strategy} both match {name}; add {name}=STRATEGY"
                 )
     return {name: found[name][1] for name in able if name in found}
 
@@ -130,15 +135,17 @@ def _find_pairs(
     stages: Sequence[Sequence[Piece]],
     inputs: Callable[[], tuple[Any, ...]],
 ) -> set[tuple[str, str]]:
-    """Return pairs (colwise layer, rowwise layer) in one stage, where only the second consumes the first's output.
+    """Return the pairs (colwise layer, rowwise layer) that can compute on slices without gathering them in between.
 
-    Only elementwise layers may lie between the two.
+    Both layers are in one stage. Only the rowwise layer consumes the colwise layer's output, directly or through
+    elementwise layers.
     """
     names = {id(module): name for name, module in network.named_modules() if name in wanted}
     calls: dict[str, int] = dict.fromkeys(wanted, 0)
-    # By a value's id: the colwise layer, the tensors since then, and the last tensor's version, which writes change.
+    # By a value's id: the colwise layer that it comes from, the tensors from that layer's output to the value, and the
+    # value's version, which every write to it changes.
     source: dict[int, tuple[str, list[Tensor], int]] = {}
-    found: dict[str, tuple[str, list[Tensor]]] = {}  # by rowwise layer: the colwise layer, the tensors in between
+    found: dict[str, tuple[str, list[Tensor]]] = {}  # by rowwise layer: its colwise layer, the tensors between the two
     hooks, uses = [], _UseCounter()
 
     def after(module: nn.Module, given: tuple[Any, ...], result: Any) -> None:
@@ -208,14 +215,14 @@ class _UseCounter(TorchFunctionMode):
 
 
 def sliced(parameter: nn.Parameter, dim: int = 0) -> nn.Parameter:
-    """Mark a parameter as this rank's slice of a parameter that is cut along a dimension over the model axis.
+    """Mark a parameter as this rank's slice of a larger parameter, which is sliced over the ranks of the model axis.
 
     Checkpoints save the slices as one parameter, and any mesh can load them; the gradient is summed over the ranks with
     the same slice. The network itself must exchange the values that its computation needs.
 
     Args:
         parameter: This rank's slice.
-        dim: The dimension that is cut.
+        dim: The dimension along which the larger parameter is sliced.
     """
     parameter._hostdev_slice = dim  # type: ignore[attr-defined]
     return parameter
@@ -228,7 +235,7 @@ def get_slice_dim(parameter: Tensor) -> int | None:
 
 
 class Traffic:
-    """Counts the bytes that this rank sends to other slices in training, assuming ring collectives."""
+    """Counts the bytes that this rank sends to ranks with other slices in training, assuming ring collectives."""
 
     def __init__(self, ranks: int) -> None:
         self._away = (ranks - 1) / ranks
@@ -254,7 +261,8 @@ class Traffic:
 def cut_layers(network: nn.Module, strategies: Mapping[str, Sliced], mesh: Any) -> Traffic:
     """Slice layers over a DeviceMesh with torch's parallelize_module; return the counter of exchanged bytes.
 
-    Their parameters become DTensors. `LocalParameters` has the local slices, marked by `sliced`, in the same memory.
+    The layers' parameters become DTensors. A `LocalParameters` made afterwards holds this rank's slices of them, marked
+    by `sliced`, in the same memory.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -304,9 +312,9 @@ def get_shared_layers(network: nn.Module) -> set[str]:
 
 
 def pairable(network: nn.Module, inputs: Callable[[], tuple[Any, ...]]) -> set[tuple[str, str]]:
-    """Return pairs of Linear layers where only the second consumes the first's output.
+    """Return the pairs of Linear layers that can be sliced together, the first colwise and the second rowwise.
 
-    Only elementwise layers may lie between the two.
+    Only the second layer consumes the first layer's output, directly or through elementwise layers.
     """
     names = [name for name, module in network.named_modules() if type(module) is nn.Linear]
     found: set[tuple[str, str]] = set()

@@ -19,6 +19,6 @@ def parse_plan(text: str) -> Plan:
                 f"{', '.join(STRATEGIES)}; give, for example, deep.0=colwise,deep.2=rowwise"
             )
         if name in dict(found):
-            raise UserError(f"--plan {text}: {name} is given twice; give it once")
+            raise UserError(f"--plan {text}: {name} is given twice; give each layer once")
         found.append((name, strategy))
     return found

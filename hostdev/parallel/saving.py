@@ -1,8 +1,8 @@
-"""A network's state in a folder, in one file or in one file per rank; any mesh can load either.
+"""Saves a network's state in a folder, as one file or as one file per rank, and loads it on any mesh.
 
     manifest.json            steps, parameters, the optimizer's options, each tensor's parts, each file's SHA-256
-    state.safetensors        everything, if integrated
-    rank<k>.safetensors      otherwise, the part of rank k; the first of several ranks with the same part writes it
+    state.safetensors        the whole state, if saved with integrated=True
+    rank<k>.safetensors      otherwise, the part of rank k; of several ranks with the same tensor, the first writes it
 
 The folder gets its final name in one rename, when it is complete.
 """
@@ -37,18 +37,21 @@ class Part(NamedTuple):
     dim: int | None
 
 
-Own = Mapping[str, tuple[Tensor, int | None]]  # tensors of a rank, each with the dimension that is cut, or None
+Own = Mapping[str, tuple[Tensor, int | None]]  # tensors of a rank by name, each with the dimension it is cut along
 
 
 def save(folder: Path, name: str, own: Own, about: Mapping[str, Any], ranks: World) -> None:
-    """Write a folder; all ranks call it. Raise UserError on all ranks if the folder exists or cannot be written.
+    """Write a network's state to a new folder. All ranks must call this function.
 
     Args:
         folder: The new folder.
-        name: This rank's file, written if the rank has tensors.
-        own: Tensors of this rank, by name.
+        name: Name of this rank's file, which is written if `own` has tensors.
+        own: The tensors that this rank writes, by name.
         about: Additional entries of the manifest.
         ranks: The ranks of this run.
+
+    Raises:
+        UserError: The folder exists or cannot be written; raised on all ranks.
     """
     temporary = folder.with_name(f".{folder.name}.part")
     _require_all(ranks, _make_folder(folder, temporary) if ranks.rank == 0 else "")
@@ -79,7 +82,10 @@ def save(folder: Path, name: str, own: Own, about: Mapping[str, Any], ranks: Wor
 
 
 def load(folder: Path, wants: Callable[[str], bool]) -> tuple[dict[str, Tensor | None], dict[str, Any]]:
-    """Return a folder's tensors by name (None if unwanted) and its manifest; raise UserError for a damaged folder."""
+    """Return a folder's tensors by name and its manifest; raise UserError if the folder is damaged.
+
+    A tensor for whose name `wants` returns False is not loaded, and is None.
+    """
     if not is_text(folder):
         raise UserError(f"{folder}: {_NO_TEXT}; rename the folder")
     try:
@@ -90,8 +96,8 @@ def load(folder: Path, wants: Callable[[str], bool]) -> tuple[dict[str, Tensor |
         ) from None
     if manifest.get("version") != VERSION:
         raise UserError(
-            f"{folder} has format version {manifest.get('version')}, but this hostdev reads {VERSION}; load it with "
-            "the hostdev version that wrote it"
+            f"{folder} has format version {manifest.get('version')}, but this hostdev reads version {VERSION}; load "
+            "the folder with the hostdev version that wrote it"
         )
     try:
         tensors = {key: [Part(*one) for one in parts] for key, parts in manifest["tensors"].items()}
@@ -117,7 +123,10 @@ def load(folder: Path, wants: Callable[[str], bool]) -> tuple[dict[str, Tensor |
 
 
 def call_on_all(ranks: World, call: Callable[[], T]) -> T:
-    """Return a call's result; if it raises UserError on any rank, all ranks raise it. All ranks call it."""
+    """Run `call` on each rank, and return its result; if it raises UserError on any rank, raise it on all ranks.
+
+    All ranks must call this function.
+    """
     found, problem = None, ""
     try:
         found = call()

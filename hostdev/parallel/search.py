@@ -1,14 +1,15 @@
-"""Layout search: enumerates meshes and orders them by a cost model; `trial` measures the best.
+"""Layout search: enumerates layouts and sorts them by a cost model. `trial` then times the best.
 
-A step of M micro-batches on a mesh of D x T x P (data, model, pipe), M / D of them on each rank, takes
+A step of M micro-batches on a mesh of D x T x P ranks (axes data, model, pipe) takes
 
     (M / D + P - 1) * t        for the micro-batches, where t is the slowest rank's time for one
     + the additions of gradients, their exchange along data, and the optimizer's step
 
 Here t is the time of the rank's pieces, minus the time that slices save, plus the exchanges with other stages and
-between slices; P - 1 is halved if each rank has two stages (Narayanan et al., SC 2021, derive the same bubble). Stages
-are cut so that the slowest takes the least time. The layers' strategies are the shortest path through the layers, as in
-Jia et al., "Beyond Data and Model Parallelism", MLSys 2019. `costs` measures all inputs of the model.
+between slices; P - 1 is halved if each rank has two stages (Narayanan et al., SC 2021, derive the same bubble). The
+network is cut so that the slowest stage takes the least time. The layers' strategies are the shortest path through the
+layers, as in Jia et al., "Beyond Data and Model Parallelism", MLSys 2019. `costs` measures all quantities in the cost
+model.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -58,7 +59,7 @@ class Candidate(NamedTuple):
     exchange: float  # seconds of exchanges
     update: float  # seconds of additions and of the optimizer
     memory: int  # bytes on the fullest rank: parameters, gradients, two optimizer states, saved activations
-    measured: float | None = None  # measured seconds of a step; None if it was not measured
+    measured: float | None = None  # measured seconds of a step; None if no step was timed
 
     @property
     def seconds(self) -> float:
@@ -67,18 +68,18 @@ class Candidate(NamedTuple):
 
 
 class _Sliced(NamedTuple):
-    """The effect of strategies on one micro-batch of a stage."""
+    """The effect of slicing a stage's layers on one micro-batch."""
 
     plan: list[tuple[str, str]]
-    saved: float  # seconds of computation that are saved
-    exchange: float  # seconds of exchanges that are added
-    parameters: float  # bytes of parameters that other ranks hold instead
+    saved: float  # seconds of computation that this rank saves
+    exchange: float  # seconds of additional exchanges
+    parameters: float  # bytes of parameters that other ranks hold instead of this rank
 
 
 def candidates(profile: Profile, machine: Machine, layers: Layers, wanted: SearchOptions) -> list[Candidate]:
-    """Return a candidate for each possible mesh; raise UserError if there is none.
+    """Return the best candidate of each possible mesh; raise UserError if no mesh is possible.
 
-    Candidates that fit into memory come first. Within each group, candidates are sorted by time.
+    The candidates that fit into memory come first, then the others, each sorted by expected time.
     """
     found = []
     for mesh in [wanted.mesh] if wanted.mesh is not None else meshes(wanted.ranks):
@@ -198,7 +199,7 @@ def _candidate(
 
 
 def _in_flight(wanted: SearchOptions, mesh: Mesh, count: int, rank: int) -> int:
-    """Return the number of micro-batches whose activations a stage holds."""
+    """Return the number of micro-batches whose activations a rank's stage holds at the same time."""
     if mesh.pipe == 1:
         return 1
     return count if wanted.gpipe else min(count, mesh.pipe - rank + (mesh.pipe if wanted.interleaved else 0))
@@ -213,7 +214,7 @@ def _strategies(
     mesh: Mesh,
     count: int,
 ) -> _Sliced:
-    """Return the fastest strategies of a stage's layers."""
+    """Return the fastest strategies for a stage's layers, and their effect."""
     T = mesh.model
     if T == 1:
         return _Sliced([], 0.0, 0.0, 0.0)
@@ -265,6 +266,6 @@ def _strategies(
             less = sum(held(one) for one in own[: at + 1] if one.name in dict(sliced.plan))
             made.append((sliced.exchange - sliced.saved - less, sliced))
         if not made:
-            raise UserError(f"--plan: layer {layer.name} cannot be sliced that way over {T} processes; omit it")
+            raise UserError(f"--plan: layer {layer.name} cannot be sliced that way over {T} processes; leave it out")
         best.append(min(made, key=lambda one: one[0]))
     return best[-1][1]

@@ -1,4 +1,4 @@
-"""A network without stages, with the interface of `stages.Stages`: micro-batches run one after the other."""
+"""A network that is not cut into stages, with the interface of `stages.Stages`: runs micro-batches in turn."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,18 +13,23 @@ from hostdev.distributed.world import LocalChannel
 
 
 def called(call: Callable[..., Any], *values: Any, **named: Any) -> Any:
-    """Call the first argument with the remaining ones."""
+    """Call the first argument with the remaining arguments."""
     return call(*values, **named)
 
 
 class SingleStage:
-    """A network with all layers, or slices of them, on each rank; other arguments are those of `stages.Stages`.
+    """A network of which each rank has all layers, whole or sliced.
 
     Args:
+        network: The network.
         channel: Connects the ranks that have slices of the same layers.
-        ops: Two functions that time forward and backward passes; each calls its first argument with the remaining ones.
-        watching: Returns a context for a forward pass, from the micro-batch's number.
-        aside: Whether the last input bypasses the network, and is returned with the output.
+        device: The network's device.
+        autocast: Dtype of autocast, or None.
+        timeline: Records the micro-batches' forward and backward passes.
+        ops: Two functions that time a forward and a backward pass. Each calls its first argument with the remaining
+            arguments.
+        watching: Called with a micro-batch's number; returns a context for its forward pass.
+        aside: Whether the last input bypasses the network and is returned with its output.
     """
 
     numbers = (0,)

@@ -2,7 +2,8 @@
 
 GPipe (Huang et al., NeurIPS 2019): all forward passes, then all backward passes. 1F1B (Narayanan et al., SOSP 2019): a
 backward pass as soon as possible after each forward pass, so that a stage holds the activations of only as many
-micro-batches as there are stages from it to the last. Interleaved (Narayanan et al., SC 2021): several stages per rank.
+micro-batches as there are stages from this one to the last. Interleaved (Narayanan et al., SC 2021): several stages per
+rank.
 
 Unlike torch's stages, these allow micro-batches of different sizes, and know all shapes before the first step. They
 also pass on the state of torch's generator, so that dropout draws the same values as in one process.
@@ -31,10 +32,10 @@ class Ops(NamedTuple):
     """Hooks around a micro-batch's passes through a stage.
 
     Attributes:
-        timeline: Records a span of each pass.
-        forward: Calls its first argument, a forward pass, and times it.
-        backward: Calls its first argument, a backward pass, and times it.
-        watching: Returns a context manager for the forward pass of the micro-batch with a given number.
+        timeline: Records a span for each pass.
+        forward: Calls its first argument, a forward pass, with the remaining arguments, and times the call.
+        backward: Calls its first argument, a backward pass, with the remaining arguments, and times the call.
+        watching: Called with a micro-batch's number; returns a context manager for its forward pass.
     """
 
     timeline: Timeline
@@ -101,12 +102,12 @@ class Stages:
 
     @property
     def first(self) -> bool:
-        """Return whether the network begins on this rank."""
+        """Return whether this rank has the network's first stage."""
         return self.numbers[0] == 0
 
     @property
     def last(self) -> bool:
-        """Return whether the network ends on this rank."""
+        """Return whether this rank has the network's last stage."""
         return self.numbers[-1] == self.count - 1
 
     def train(
@@ -120,13 +121,13 @@ class Stages:
         """Run micro-batches forward and backward.
 
         Args:
-            batch: The batch's number, for the trace.
+            batch: The batch's number, for the timeline.
             sizes: Number of samples in each micro-batch, at least 1.
-            inputs: Returns the network's arguments for a micro-batch; called on the first stage.
-            loss: Returns the scalar to differentiate, from a micro-batch's number and the network's output; called on
-                the last stage.
-            on_gradients: Called with the number of one of this rank's stages and the number of a micro-batch, once the
-                stage's gradients of that micro-batch are complete.
+            inputs: Called on the first stage with a micro-batch's number; returns the network's arguments.
+            loss: Called on the last stage with a micro-batch's number and the network's output; returns the scalar to
+                differentiate.
+            on_gradients: Called with a stage's number and a micro-batch's number when this rank's stage has computed
+                all its gradients for the micro-batch.
         """
         if not sizes:
             return
@@ -210,7 +211,7 @@ def _call_network(call: Callable[..., Any], *values: Any) -> Any:
 
 
 class _StageBody(nn.Module):
-    """A stage that takes and returns distinct tensors, and the state of torch's generator if needed."""
+    """A stage that takes and returns each tensor once, and the state of torch's generator if a stage draws from it."""
 
     def __init__(
         self,
@@ -288,7 +289,7 @@ class _SizedStage(PipelineStage):
         *,
         backward: bool,
     ) -> None:
-        """Prepare for micro-batches of these sizes."""
+        """Prepare for a batch of micro-batches of these sizes."""
         self.has_backward = backward
         self.clear_runtime_states()
         self.chunks = len(sizes)  # torch would keep the first schedule's number
@@ -343,7 +344,7 @@ class _SizedStage(PipelineStage):
         return output
 
     def _require_known(self, values: Sequence[Tensor], samples: int) -> None:
-        """Raise UserError for an output of an untraced shape, dtype or layout, which the next stage would misread."""
+        """Raise UserError if an output's shape, dtype or layout is not the traced one, which the next stage expects."""
         for value, shape in zip(values, self._gives, strict=True):
             if list(value.shape) != shape.of(samples) or value.dtype != shape.dtype or not value.is_contiguous():
                 raise UserError(

@@ -1,4 +1,4 @@
-"""The whole dense state, gathered from all ranks when saved and divided among them when loaded."""
+"""The state of a network and its optimizer, gathered from all ranks when saved and split among them when loaded."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ from hostdev.parallel.saving import Own, call_on_all, load
 
 
 class DenseState(NamedTuple):
-    """A whole dense state in the format of torch's `state_dict`s."""
+    """The whole state of dense layers and their optimizer, in the format of torch's `state_dict()`."""
 
     model: Mapping[str, Any]
     optimizer: Mapping[str, Any]
@@ -25,7 +25,7 @@ class DenseState(NamedTuple):
 
 
 def get_dense_state(network: nn.Module, optimizer: torch.optim.Optimizer) -> DenseState:
-    """Return the state of dense layers that are all on this rank."""
+    """Return the state of a network that is whole on this rank, and of its optimizer."""
     names = {id(parameter): name for name, parameter in network.named_parameters()}
     numbered = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     return DenseState(network.state_dict(), optimizer.state_dict(), numbered, get_buffer_names(network))
@@ -40,12 +40,15 @@ def get_buffer_names(network: nn.Module) -> list[str]:
 
 
 class State:
-    """The state of a network that is divided among ranks; raises UserError if it has state other than tensors.
+    """Gathers and loads the state of a network whose parts are on several ranks.
 
     Args:
         network: The whole network.
-        stages: The network's pieces by stage; empty without stages.
+        stages: The network's pieces by stage; empty if the network is not cut into stages.
         ranks: The ranks that hold the parts.
+
+    Raises:
+        UserError: The network has state other than tensors.
     """
 
     def __init__(self, network: nn.Module, stages: Sequence[Sequence[Piece]], ranks: World) -> None:
@@ -57,13 +60,14 @@ class State:
         self._buffers = get_buffer_names(network)
         if any(key not in every and key not in self._buffers for key in self._keys):
             raise UserError(
-                "the network has state other than tensors (get_extra_state), which ranks cannot gather; use buffers"
+                "the network has state other than tensors (get_extra_state), which ranks cannot gather; use buffers "
+                "instead"
             )
-        self._owners = dict.fromkeys([*self._order, *self._buffers], 0)  # rank of the first slice
+        self._owners = dict.fromkeys([*self._order, *self._buffers], 0)  # first rank with a slice, or with the tensor
         self._owners |= _owners(network, stages, ranks)
 
     def whole(self, leaves: LocalParameters, optimizer: torch.optim.Optimizer) -> DenseState:
-        """Return the whole state in host memory on rank 0, and an empty state on others; all ranks call it."""
+        """Return the whole state in host memory on rank 0, and an empty state on others. All ranks must call this."""
         _require_one_group(optimizer)
         mine = leaves.named()
         state, numbers = optimizer.state_dict()["state"], _numbers(optimizer)
@@ -90,7 +94,7 @@ class State:
         return dict(self._network.named_buffers(remove_duplicate=False))[name]
 
     def _gather_value(self, name: str, values: dict[str, Any], dim: int | None) -> dict[str, Any]:
-        """Gather values from their owners on rank 0, with slices concatenated; return {} on other ranks."""
+        """Gather a parameter's or buffer's values on rank 0, where slices are joined; return {} on other ranks."""
         if self._ranks.size == 1:
             return {key: value.detach().cpu() for key, value in values.items()}
         control, ranks, first = self._ranks.control, self._ranks, self._owners[name]
@@ -144,10 +148,10 @@ class State:
         return {key: (value, None) for key, value in found.items()}
 
     def norm(self, leaves: LocalParameters) -> Tensor:
-        """Return the 2-norm of all gradients, [], the same on all ranks; all ranks call it.
+        """Return the 2-norm of the whole network's gradients, [], on all ranks. All ranks must call this method.
 
-        The parameters' norms are combined in the network's order, as in torch.nn.utils.get_total_norm. Stages therefore
-        do not change the result.
+        The parameters' norms are combined in the network's order, as in torch.nn.utils.get_total_norm. The result is
+        therefore the same for any number of stages.
         """
         mine = {
             name: float(torch.linalg.vector_norm(leaf.grad))
@@ -166,13 +170,13 @@ class State:
         return self._ranks.rank == self._owners[name] + model
 
     def about(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the manifest's description of the state; raise UserError for several parameter groups."""
+        """Return the manifest's entries about the state; raise UserError for several parameter groups."""
         _require_one_group(optimizer)
         group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
         return {"parameters": self._order, "buffers": self._buffers, "optimizer": group}
 
     def read(self, leaves: LocalParameters, folder: Path, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Load this rank's part from a folder, and return its manifest; all ranks call it.
+        """Load this rank's part from a folder, and return the folder's manifest. All ranks must call this method.
 
         Raises UserError on all ranks, before any change, if the folder is damaged or belongs to another network.
         """
@@ -209,7 +213,7 @@ class State:
         optimizer: torch.optim.Optimizer,
         state: Mapping[str, Any],
     ) -> None:
-        """Load this rank's part of the whole state; all ranks call it.
+        """Load this rank's part of a whole state. All ranks must call this method.
 
         Raises UserError on all ranks, before any change, if the state belongs to another network.
         """
@@ -232,10 +236,12 @@ class State:
         parts = {name: self._slice_for_rank(model[name], value) for name, value in here.items()}
         for name, value in here.items():
             if parts[name].shape != value.shape:
-                raise UserError(f"the state's {name} has shape {list(parts[name].shape)}, not {list(value.shape)}")
+                raise UserError(
+                    f"{name} has shape {list(parts[name].shape)} in the state, but {list(value.shape)} in the network"
+                )
         lacking = sorted({*optimizer.param_groups[0]} - {"params", *state["param_groups"][0]})
         if mine and lacking:
-            raise UserError(f"the saved optimizer lacks {', '.join(lacking)}")
+            raise UserError(f"the saved optimizer lacks the options {', '.join(lacking)}")
         numbers, slots = _numbers(optimizer), {}
         for number, name in enumerate(self._order):
             if name in mine and number in state["state"] and id(mine[name]) in numbers:
@@ -289,7 +295,7 @@ def _numbers(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 
 
 def _owners(network: nn.Module, stages: Sequence[Sequence[Piece]], ranks: World) -> dict[str, int]:
-    """Return the first rank that has each parameter and buffer."""
+    """Return, for each parameter and buffer in the stages, the first rank that has it."""
     names = {id(parameter): name for name, parameter in network.named_parameters()}
     found: dict[str, int] = {}
     for number, stage in enumerate(stages):

@@ -1,7 +1,7 @@
-"""Parameters that several stages share: their gradients are summed, and their copies stay equal.
+"""Parameters that several stages share: sums their gradients over the stages, so that all copies stay equal.
 
 For each micro-batch, gradients of later stages are added first, as in the backward pass of a single process. The
-result is therefore bit-identical to a single process's result, unless a stage uses such a parameter twice.
+sum is therefore bit-identical to that of a single process, unless one stage uses such a parameter more than once.
 """
 
 from collections.abc import Sequence
@@ -49,18 +49,21 @@ class Tied:
         return stage % self._channel.ranks
 
     def owned(self) -> list[Tensor]:
-        """Return the parameters whose gradients this rank sums because it has the first stage that uses them."""
+        """Return the parameters whose gradients this rank sums: those whose first stage is on this rank."""
         return [
             self._parameters[name] for name, users in self.users.items() if self._rank(users[0]) == self._channel.rank
         ]
 
     def put(self, stage: int, number: int, parameter: Tensor) -> None:
-        """Store a parameter's gradient for a micro-batch from one of this rank's stages."""
+        """Store the gradient that one of this rank's stages computed for a parameter and a micro-batch."""
         self._gradients[self._ids[id(parameter)]][stage, number] = parameter.grad
         parameter.grad = None
 
     def gathered(self, count: int) -> list[list[Tensor | None]]:
-        """Return, for each owned parameter, its gradient for each micro-batch; all ranks of the axis call it."""
+        """Return, for each parameter of `owned`, its gradient for each micro-batch, summed over the stages.
+
+        All ranks of the pipe axis must call this method.
+        """
         found = []
         for name, users in self.users.items():
             owner, parameter = self._rank(users[0]), self._parameters[name]
@@ -78,7 +81,7 @@ class Tied:
         return found
 
     def _send_to_owner(self, parameter: Tensor, received: Gradients, stage: int, owner: int, count: int) -> Gradients:
-        """Send a stage's gradients to the owner; return them there, and {} on other ranks."""
+        """Send a stage's gradients of a parameter to the rank that sums them; return {} on all other ranks."""
         mine, source, n = self._channel.rank, self._rank(stage), parameter.numel()
         has = [int(received.get((stage, number)) is not None) for number in range(count)]
         has_gradient = self._channel.share(has if mine == source else None)[source]
@@ -100,7 +103,10 @@ class Tied:
         }
 
     def spread(self) -> None:
-        """Copy the owner's gradient sums to all stages that use the parameters; all ranks of the axis call it."""
+        """Copy the sums of the gradients to all stages that use the parameters.
+
+        All ranks of the pipe axis must call this method.
+        """
         for name, users in self.users.items():
             owner, parameter = self._rank(users[0]), self._parameters[name]
             ranks = {self._rank(stage) for stage in users}

@@ -1,4 +1,4 @@
-"""Trials: a few steps of each of the best layouts, measured in turn."""
+"""Trials: time a few steps of each of the best layouts, in turn."""
 
 import copy
 import statistics
@@ -20,7 +20,7 @@ _ROUNDS = 3, 25  # minimum and maximum number of measured steps of a layout
 
 
 def can_be_copied(network: nn.Module, ranks: World) -> bool:
-    """Return whether all ranks can copy a network; a network sliced by hand cannot, because it fits only one mesh."""
+    """Return whether all ranks can copy a network; False if it is sliced by hand, since it then fits only one mesh."""
     possible = all(get_slice_dim(one) is None for one in network.parameters())
     if possible:
         try:
@@ -42,10 +42,10 @@ def time_steps(
     device: torch.device,
     autocast: torch.dtype | None,
 ) -> list[float | None]:
-    """Return each layout's seconds per step with Adam, or None for a layout that does not fit. All ranks call it.
+    """Return each layout's seconds per step with Adam, or None for a layout that does not fit the network.
 
-    The network is left unchanged; copies for all layouts are in memory together. `expected` has the expected seconds of
-    each layout, the same on all ranks.
+    All ranks must call this function. The network is left unchanged; one copy for each layout is in memory at the same
+    time. `expected` has the expected seconds per step of each layout, the same on all ranks.
     """
     before = ranks.mesh
     kind = None if device.type == "cpu" else device.type
@@ -67,7 +67,7 @@ def time_steps(
 
 
 class _Trial:
-    """A copy of a network in one layout."""
+    """A copy of a network in one layout, with an optimizer."""
 
     def __init__(self, network: Any, ranks: World, mesh: Mesh, device: torch.device) -> None:
         self._network, self._ranks, self._mesh, self._device = network, ranks, mesh, device
@@ -94,7 +94,7 @@ def _make_trial(
     device: torch.device,
     autocast: torch.dtype | None,
 ) -> _Trial | None:
-    """Return a trial, or None if the layout does not fit (the same on all ranks)."""
+    """Return a trial, or None if the layout does not fit the network. All ranks get the same result."""
     from hostdev.parallel.network import Network  # here to avoid a circular import
 
     ranks.mesh = mesh

@@ -18,7 +18,7 @@ from hostdev.pipeline.scheduling.turns import Turns
 
 
 class Context:
-    """Objects that all stages share: tables, copies to and from the device, clocks, hooks.
+    """Objects that all stages share: tables, copies to and from the device, recorded durations, hooks.
 
     Args:
         groups: The tables.
@@ -26,8 +26,8 @@ class Context:
         last_writers: For each host row of all groups, the last batch that will write it.
         timeline: Records the stages' durations.
         log: Records the ops' durations.
-        exchanges: Exchanges with the ranks that have the other parts of the tables: one for passes that update (True),
-            and one for other passes (False). Empty if this rank has all rows.
+        exchanges: Exchanges with the ranks that have the other parts of the tables: under True for passes that update,
+            under False for other passes. Empty if this rank has all rows.
         hooks: Hooks for tests.
         depth: The pipeline's depth.
     """
@@ -60,4 +60,4 @@ class Context:
         self.forwarding = Forwarding(groups) if forwards and depth else None
         self.turns = Turns(shares=on_cpu and not exchanges and hooks == PipelineHooks(), depth=depth)
         self.steps = 0  # steps whose updates are finished
-        self.asked_before: tuple[int, list[Asked]] = 0, []  # last training batch, and its `Asked` by group
+        self.asked_before: tuple[int, list[Asked]] = 0, []  # number of the last training batch, its `Asked` by group

@@ -1,11 +1,12 @@
 """Forwarding: rows that a batch shares with the previous batch reach its step on the device, not through the host.
 
-The device computes them from the earlier step's gradients, as the host does for its table, with bit-identical results.
-So a step waits neither for the gradients' copy to the host, nor for the update there, nor for the rows' copy back.
+The device updates these rows with the earlier step's gradients, as the host updates its table, with bit-identical
+results. So a step does not wait until the gradients are copied to the host, the table is updated there, and the rows
+are copied back.
 
 For this, the device needs the rows with their optimizer state as they were before the earlier step. A row that was
-forwarded to the earlier step is already on the device. The other rows are read from the host's table, whose update by
-the earlier step must wait for this read.
+forwarded to the earlier step is already on the device. The other rows are read from the host's table, before the table
+is updated with the earlier step's gradients.
 """
 
 from collections.abc import Sequence
@@ -25,27 +26,27 @@ from hostdev.kernels.pool import Task, run_tasks
 from hostdev.pipeline.groups import Group
 from hostdev.pipeline.row_ids import ConcatenatedIds, Ids, Positions, RowOffsets, RowSubset
 
-_POSITION_BYTES = 24  # bytes of a row's positions and id
+_POSITION_BYTES = 24  # bytes of a forwarded row's positions and id
 
 
 class Forwarded(NamedTuple):
     """The rows that the previous batch forwards to a batch: F rows of all groups, in the previous batch's order."""
 
-    source: Positions  # [F], among the rows that the earlier batch writes; ascending
-    target: Positions  # [F], among the rows that this batch reads
-    held: Positions  # [F], among the rows that were forwarded to the earlier batch; -1 for other rows
-    starts: list[int]  # [G + 1], where each group's rows begin
-    source_starts: list[int]  # [G + 1], where they begin among the rows that `source` refers to
-    held_starts: list[int]  # [G + 1], where they begin among the rows that `held` refers to
+    source: Positions  # [F], positions among the rows that the previous batch writes; ascending
+    target: Positions  # [F], positions among the rows that this batch reads
+    held: Positions  # [F], positions among the rows that were forwarded to the previous batch; -1 for other rows
+    starts: list[int]  # [G + 1], where each group's rows begin among the F rows
+    source_starts: list[int]  # [G + 1], where each group's rows begin among the rows that the previous batch writes
+    held_starts: list[int]  # [G + 1], where each group's rows begin among the rows forwarded to the previous batch
 
 
 def find_forwarded(written: ConcatenatedIds, conflicting: RowSubset, earlier: Forwarded | None) -> Forwarded:
     """Return the rows that the previous batch forwards to a batch.
 
     Args:
-        written: The rows that the earlier batch writes.
-        conflicting: The rows to forward, all among `written`, as a subset of the rows that this batch reads.
-        earlier: The rows that are forwarded to the earlier batch, or None if there are none.
+        written: The rows that the previous batch writes.
+        conflicting: The rows to forward, all among `written`, as a subset of the rows that the batch reads.
+        earlier: The rows that are forwarded to the previous batch, or None if there are none.
     """
     source, chosen = join(written.ids, conflicting.ids)
     assert conflicting.positions is not None
@@ -63,10 +64,10 @@ class ForwardedRows:
     Args:
         group: The group's tables, on the host.
         ids: The rows, int32 or int64 [F].
-        source: Their positions among the earlier batch's rows, int32 [F].
-        target: Their positions among this batch's rows, int32 [F].
-        held: Their positions among the rows that were forwarded to the earlier batch, int32 [F]; -1 for new rows.
-        held_rows: The number of rows that were forwarded to the earlier batch.
+        source: The rows' positions among the previous batch's rows, int32 [F].
+        target: The rows' positions among this batch's rows, int32 [F].
+        held: The rows' positions among those that were forwarded to the previous batch, int32 [F]; -1 for new rows.
+        held_rows: The number of rows that were forwarded to the previous batch.
         staging: Copies to the device.
         memory: The batch's host memory.
     """
@@ -89,7 +90,7 @@ class ForwardedRows:
         arrays = [source, target, held, *([group.row_ids(ids)] if group.rounds else [])]
         self._places = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
         self._host: list[Tensor] = []  # by table: block [A, 1 + S, D] and row_slots [A, R]
-        self._sent: list[Tensor] = []  # on the device: places, then `_host`
+        self._sent: list[Tensor] = []  # on the device: copies of `_places`, then of `_host`
         self._marks: list[Any] = []
 
     @property
@@ -102,7 +103,7 @@ class ForwardedRows:
         return any(embedding.table is table for embedding in self._group.embeddings)
 
     def read_tasks(self) -> list[Task]:
-        """Return tasks that read the new rows from the tables, which must not change meanwhile; `send` must follow."""
+        """Return tasks that read the new rows from the tables, which must not change meanwhile; then call `send`."""
         self._host = []
         tasks: list[Task] = []
         for embedding in self._group.embeddings:
@@ -114,7 +115,7 @@ class ForwardedRows:
         return tasks
 
     def send(self) -> None:
-        """Send the rows to the device."""
+        """Send the rows that were read, and the positions, to the device."""
         self._sent, mark = self._staging.send([*self._places, *self._host], self._memory)
         self._marks.append(mark)
 
@@ -130,7 +131,7 @@ class ForwardedRows:
                 self.send()
 
     def arrived(self) -> tuple[ForwardedPlaces, list[RowState]]:
-        """Return the places and each table's new rows on the device, whose current stream waits for them."""
+        """Return the positions and each table's new rows on the device; its current stream waits for the copies."""
         self._staging.await_sent(self._marks, self._sent)
         sent, self._sent, self._host = self._sent, [], []
         count = len(self._places)
@@ -184,7 +185,7 @@ def count_forwarded_bytes(groups: Sequence[Group], forwarded: Forwarded) -> int:
 
 
 class Forwarding:
-    """Forwards rows from each step of a pass to the next; used in the caller's thread only."""
+    """Forwards rows from each step of a pass to the next step; used in the caller's thread only."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._groups = groups
@@ -192,18 +193,19 @@ class Forwarding:
 
     def clear(self) -> None:
         """Drop the last step's state, at the end of a pass."""
-        # By group and table.
-        self._taken: dict[tuple[int, int], StepGradients] = {}  # gradients of the last step, once it has ended
-        self._states: dict[tuple[int, int], RowState] = {}  # of rows forwarded to the last step, from before that step
-        self._ids: dict[int, Ids] = {}  # by group, the ids of these rows
-        self._written: set[int] = set()  # groups whose tables were written after the last step had ended
+        # By group and table: the last step's gradients, once it has ended, and the state, from before the last step, of
+        # the rows that were forwarded to it.
+        self._taken: dict[tuple[int, int], StepGradients] = {}
+        self._states: dict[tuple[int, int], RowState] = {}
+        self._ids: dict[int, Ids] = {}  # by group, the ids of the rows in `_states`
+        self._written: set[int] = set()  # groups whose tables the caller wrote after the last step had ended
 
     def begin(self, forwarded: Sequence[ForwardedRows | None], values: Sequence[Sequence[Tensor]]) -> None:
-        """Write the forwarded rows of a batch, at the beginning of its step.
+        """Write a batch's forwarded rows into its rows, at the beginning of its step.
 
         Args:
-            forwarded: By group; empty if no rows are forwarded.
-            values: By group and table, the batch's rows, float32 [U, D].
+            forwarded: The forwarded rows by group; empty if no rows are forwarded.
+            values: By group and table, the batch's rows, float32 [U, D]; the forwarded rows are written here.
         """
         states: dict[tuple[int, int], RowState] = {}
         found = {number: rows for number, rows in enumerate(forwarded) if rows is not None}
@@ -220,11 +222,11 @@ class Forwarding:
         self._taken, self._written = {}, set()
 
     def end(self, group: int, table: int, taken: StepGradients) -> None:
-        """Keep a table's gradients at the end of a step."""
+        """Keep a table's gradients at the end of a step, until the next step begins."""
         self._taken[group, table] = taken
 
     def reload(self, table: Any, ids: npt.NDArray[Any] | None) -> None:
-        """Use new values of a table that was written in the loop's body, before or after the last step's end.
+        """Use the new values of a table that the loop's body has written, before or after the last step's end.
 
         Args:
             table: The table.
@@ -249,7 +251,7 @@ class Forwarding:
 
 
 def _read(table: Any, ids: Ids, like: RowState) -> RowState:
-    """Read rows from a host table; return them on the device of `like`."""
+    """Read rows from a host table; return them on the device of `like`, in its layout."""
     values = [torch.empty((len(ids), *held.shape[1:])) for held in like]
     run_tasks(table.read_rows_tasks(ids, *(value.numpy() for value in values)))
     return RowState(*(value.to(like.block.device) for value in values))

@@ -1,6 +1,7 @@
-"""Groups of tables that the same features look up, and that therefore get the same ids.
+"""Groups of tables in which the same features look up rows, with the same ids in each table.
 
-All tables of a group share the deduplication, the plan and the cache. Every stage processes all groups at once.
+The ids are deduplicated once per group, and the tables share a cache and its plan. Every stage processes all groups at
+once.
 """
 
 from collections.abc import Sequence
@@ -40,17 +41,17 @@ class Embedding:
         self.forward_update = Primitive("ForwardUpdate", forward, nbytes=forwarded_bytes, scope=self.name, log=log)
 
     def current(self, rows: Tensor) -> Tensor:
-        """Return the weights of fetched rows, float32 [U, D], as of all steps that have begun."""
+        """Return the weights of fetched rows, float32 [U, D], after all steps that have begun."""
         clock = self.table.clock()
         return rows if clock is None else unpack(rows, self.table.dim, clock, self._clocks)
 
     def uncount_unfinished(self) -> None:
-        """Subtract steps whose updates did not finish from the table's count, after in-flight batches are abandoned."""
+        """After in-flight batches are abandoned, subtract the steps that did not finish from the table's count."""
         self.table.uncount_steps(self.begun - self.steps)
         self.begun = self.steps
 
     def use_cache(self, slots: Any, log: OpLog | None = None) -> None:
-        """Add the ops of a cache; its `slots`, a `DeviceSlots`, hold the table's hot rows."""
+        """Add the ops of a cache, which holds the table's hot rows in `slots`, a `DeviceSlots`."""
         self.cache_admit = CacheAdmit(scope=self.name, log=log).add_prim_attr("primitive_target", "CPU")
         self.cache_evict = CacheEvict(scope=self.name, log=log).add_prim_attr("primitive_target", "CPU")
         about: Any = {"scope": self.name, "log": log}
@@ -84,7 +85,7 @@ class Group:
 
     @property
     def rounds(self) -> bool:
-        """Whether new values of a table are rounded, which depends on the rows' ids."""
+        """Whether any table's format rounds new values; how a row is rounded depends on its id."""
         return any((one.table.dtype, one.table.slots_dtype) != (FP32, FP32) for one in self.embeddings)
 
     def row_ids(self, rows: Ids) -> Ids:

@@ -1,8 +1,8 @@
-"""Read-after-write hazards: finds the rows of a batch that an unfinished batch will write.
+"""Read-after-write hazards: finds a batch's conflicting rows, which an unfinished batch will write.
 
 Conflicting rows form two subsets. Rows that the previous batch writes are forwarded on the device if possible.
-Otherwise they are updated first, as soon as that batch's gradients arrive. Rows that only older batches write are
-updated even earlier.
+Otherwise the previous batch's update begins with them, as soon as its gradients arrive. Rows that only older batches
+write are ready even earlier.
 """
 
 from collections.abc import Sequence
@@ -25,15 +25,15 @@ def find_conflicts(
     staleness: int = 0,
     ignored: Sequence[int] = (),
 ) -> Conflicts:
-    """Make a batch the last writer of its rows, and find the rows that an unfinished batch will write.
+    """Find a batch's rows that an unfinished batch will write, and make the batch the last writer of its rows.
 
     Args:
-        unfinished: The batch, and the batches that it may have to wait for.
+        unfinished: The batch, and the unfinished batches for which it may have to wait.
         reads: The host rows that the batch reads.
         written: The rows whose last writer the batch becomes: first the rows that it reads, then others.
-        last_writers: The last writer of each row; this batch is recorded here.
-        staleness: Number of preceding batches whose writes this batch does not wait for.
-        ignored: Groups whose hazards are ignored, to test that the checks detect this.
+        last_writers: The last writer of each row; the batch is recorded here.
+        staleness: Number of preceding batches whose writes the batch does not wait for.
+        ignored: Groups whose hazards are ignored, to test that checks find the wrong results.
     """
     batch, before, updated, pin = unfinished
     number = batch.number
@@ -65,7 +65,7 @@ def find_conflicts(
 
 
 def record_writer(batch: InFlight, last_writers: Claims) -> None:
-    """Make a batch the last writer of its rows; it has no conflicts, because it was planned after all updates."""
+    """Make a batch, which was planned after all earlier updates and has no conflicts, the last writer of its rows."""
     assert batch.writes is not None
     claim(batch.writes.ids, last_writers, batch.number, batch.number, batch.number - 1)
     batch.claimed = True

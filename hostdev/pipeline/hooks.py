@@ -15,12 +15,12 @@ class PipelineHooks:
     Attributes:
         before_stage: Called in a stage's thread before it works on a batch, with the stage's name and the batch's
             number.
-        after_update: Called when rows of a batch have been updated, before a later batch changes them. Its arguments
-            are the batch's number, the group's number, the rows' ids, and for each table the memory that holds the
-            rows, [any, 1 + S, D], and their positions in it.
+        after_update: Called when rows of a batch have been updated, before a later batch changes them. Called with the
+            batch's number, the group's number, the rows' ids and, for each table, a pair: the memory that holds the
+            rows, [any, 1 + S, D], and the rows' positions in this memory.
         ignore_hazards: Numbers of groups whose read-after-write hazards are ignored, which makes results wrong.
-        forward: Whether rows are also forwarded on a device without copies, such as the CPU.
-        staleness: Number of earlier batches whose updates a lookup may miss. Results are **not exact** unless it is 0.
+        forward: Whether to forward rows even if rows are not copied to the device, as on the CPU.
+        staleness: Number of preceding batches whose updates a lookup may miss. Results are exact only with 0.
     """
 
     before_stage: BeforeStage | None = None

@@ -16,9 +16,9 @@ class Outcome:
 
     Args:
         tensors: Small tensors on the device.
-        read: Called with the copies in host memory; returns the value that `get` returns, or raises.
+        read: Called with the copies in host memory; returns the value that `get` returns, or raises an error.
         staging: Copies the tensors to the host.
-        memory: The batch's host memory, to which they are copied.
+        memory: The batch's host memory, to which the tensors are copied.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Outcome:
         self._results: list[npt.NDArray[Any]] | None = None
         self._value: Any = None
         self._done = False
-        self.has_raised = False  # `read` has raised an error to a caller of `get`
+        self.has_raised = False  # whether `read` has raised an error in `get`
         self._reading = threading.Lock()
 
     def arrive(self) -> None:

@@ -35,9 +35,9 @@ class Pipeline:
     Args:
         groups: The tables, grouped by shared ids.
         staging: Copies between host and device.
-        depth: Number of batches that are looked up ahead. At most depth + 2 are alive: being looked up, in the step, or
-            being updated. With depth 0, the stages run one after the other in the caller's thread; this is the
-            reference for other depths.
+        depth: Number of batches that are looked up ahead. At most depth + 2 batches are being looked up, in the step,
+            or being updated. With depth 0, the stages run one after the other in the caller's thread; the results of
+            other depths must equal those of depth 0.
         timeline: Records the stages' durations.
         log: Records the ops' durations.
         ranks: The processes that have the other parts of the tables; None for a single process.
@@ -77,7 +77,7 @@ class Pipeline:
 
     @property
     def steps(self) -> int:
-        """Number of batches whose updates are finished; loading a checkpoint sets it."""
+        """Number of batches whose updates are finished. Loading a checkpoint sets this number."""
         return self._context.steps
 
     @steps.setter
@@ -85,7 +85,10 @@ class Pipeline:
         self._context.steps = steps
 
     def exchanged_bytes(self) -> dict[str, int]:
-        """Return the bytes of ids, rows and gradients sent to other ranks in training, and a lower bound on them."""
+        """Return the bytes that training has sent to other ranks: ids, rows and gradients.
+
+        "rows" has all these bytes, "least" a lower bound on them, and "network" those sent to other hosts.
+        """
         exchange = self._context.exchanges[True]
         return {"rows": exchange.sent_bytes, "least": exchange.least_bytes, "network": exchange.network_bytes}
 
@@ -98,14 +101,14 @@ class Pipeline:
         read_ahead: int | None = None,
         position: int = 0,
     ) -> Iterator[Pass]:
-        """Open a pass whose steps update the tables; at its end the updates of all stepped batches are finished.
+        """Open a pass whose steps update the tables. At its end, the updates of all stepped batches are finished.
 
         Args:
             batches: The requests.
             background: Whether batches are read in a background thread instead of the caller's thread.
-            read_ahead: Maximum number of batches to read beyond the batch in its step; None for as many as the depth
-                and the caches need.
-            position: Position, in the caller's loop, of the batch before the first one.
+            read_ahead: Maximum number of batches to read beyond the batch that is in its step; None for as many as the
+                depth and the caches need.
+            position: Number of batches in the caller's loop before the first batch of this pass.
 
         Raises:
             RuntimeError: Another training pass is open.
@@ -136,13 +139,13 @@ class Pipeline:
     def predict(
         self, batches: Iterable[Request], *, background: bool = True, read_ahead: int | None = None
     ) -> Iterator[Pass]:
-        """Open a pass that updates nothing; the arguments are those of `train`. An open training pass is drained."""
+        """Open a pass that updates nothing; for the arguments, see `train`. An open training pass is drained first."""
         self.write_back()
         with self._open(batches, 0, update=False, background=background, read_ahead=read_ahead) as one:
             yield one
 
     def abandon(self, batch: StepBatch) -> None:
-        """Abandon a batch that was taken and will not be finished, at the end of a pass."""
+        """At the end of a pass, abandon a batch that was taken and will not be finished."""
         abandon_step(batch)
 
     def write_back(self) -> None:
@@ -154,7 +157,7 @@ class Pipeline:
                 group.cache.write_back_rows()
 
     def reload(self, table: Any, ids: Ids | None) -> None:
-        """Refresh rows that were looked up ahead or are cached; call this after `write_back` and a write to the table.
+        """Read rows again that were looked up ahead or are cached, after `write_back` and a write to the table.
 
         Args:
             table: The table that was written.
@@ -206,5 +209,5 @@ class Pipeline:
                         self._number = max(self._number, one.number)
 
     def _are_ranks_gone(self) -> bool:
-        """Return whether other ranks are known to have diverged from this one, and so will not answer."""
+        """Return whether ranks were found in different calls, so that other ranks will not answer."""
         return self.ranks is not None and self.ranks.calls.wrong is not None

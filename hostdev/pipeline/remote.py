@@ -1,7 +1,4 @@
-"""Exchange of rows and their gradients with other ranks, if tables are partitioned over ranks.
-
-Each function runs in the thread of the stage that calls it.
-"""
+"""Exchange of rows and their gradients with other ranks, if tables are partitioned over ranks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -48,15 +45,16 @@ def exchange_early(
     update: bool,
     overlapped: bool,
 ) -> EarlyRows:
-    """Send other ranks the requested rows that need not wait for an update, and receive such rows from them.
+    """Send other ranks their requested rows that need not wait for an update, and receive such rows from other ranks.
 
     Args:
         context: The pipeline's context.
         batch: The batch, with its rows on this rank.
         conflicts: The batch's conflicting rows on this rank.
-        before: The previous batch, if it is unfinished on this rank. Its rows that this batch waits for are recorded.
+        before: The previous batch, if it is unfinished on this rank. Its attribute `first` is set to the rows for which
+            `batch` waits.
         update: Whether the pass updates the tables.
-        overlapped: Whether batches overlap, so that rows may have to wait, on this rank or others.
+        overlapped: Whether batches overlap, so that rows may have to wait on any rank.
     """
     exchange = context.exchanges[update]
     with context.timeline.span("exchange rows", batch.number):
@@ -85,12 +83,12 @@ def exchange_early(
         if not context.staging.copies:
             return EarlyRows(incoming, [])
         flat = [torch.from_numpy(rows) for group in incoming.rows for rows in group]
-        sent, _ = context.staging.send(flat, batch.memory)  # no event needed: the batch's next copy ends later
+        sent, _ = context.staging.send(flat, batch.memory)  # the event of the batch's next copy covers this copy
         return EarlyRows(incoming, sent)
 
 
 def _choose_shared(asked: Sequence[Asked], conflicts: Conflicts | None, before: InFlight | None) -> list[SelectedRows]:
-    """Return, for each group, the previous batch's rows on this rank for which this batch waits."""
+    """Return, for each group, the rows of the previous batch on this rank for which the next batch waits."""
     found = []
     starts, positions = [0] * (len(asked) + 1), _NONE
     if before is not None:
@@ -114,7 +112,7 @@ def exchange_late(context: Context, batch: SentBatch, values: list[list[Tensor]]
     Args:
         context: The pipeline's context.
         batch: The batch; its early rows have been sent.
-        values: This rank's rows that any rank requests, by group and table.
+        values: The rows of this rank that any rank requests, by group and table.
         update: Whether the pass updates the tables.
     """
     assert batch.early is not None
@@ -138,15 +136,15 @@ def exchange_late(context: Context, batch: SentBatch, values: list[list[Tensor]]
 
 
 class Leaving(NamedTuple):
-    """A step's gradients, divided by the owners of the rows."""
+    """A step's gradients after `send_gradients`."""
 
-    gradients: Gradients | None  # for rows on this rank's device
-    outgoing: Outgoing | None  # gradients that the updater sends to the owners
+    gradients: Gradients | None  # gradients with which this rank's rows are updated now; None if the updater does it
+    outgoing: Outgoing | None  # gradients that the updater sends to the rows' owners; None if none are left to send
     received: Any  # the event after which the outgoing gradients are in host memory
 
 
 def send_gradients(context: Context, batch: StepBatch, gradients: Gradients) -> Leaving:
-    """Copy gradients to host memory for the owners of the rows; with a cache, exchange them immediately."""
+    """Copy a step's gradients to host memory, to be sent to the rows' owners; with a cache, exchange them at once."""
     if not gradients.parts:  # no rank has gradients
         return Leaving(gradients, None, None)
     flat = [part for group in gradients.parts for table in group for part in table or ()]
@@ -185,7 +183,7 @@ def exchange_gradients(
 ) -> list[list[Tensor | None]]:
     """Send gradients to the owners of the rows; return the sums for this rank's rows, in host memory.
 
-    If the gradients of some rows are sent first, only these are exchanged; `exchange_rest` must follow.
+    If the gradients of some rows are sent first, only these are exchanged, and `exchange_rest` must be called later.
     """
     if outgoing.chosen is None:
         _exchange(context, batch, outgoing, None)
@@ -196,7 +194,7 @@ def exchange_gradients(
 
 
 def exchange_rest(context: Context, batch: SteppedBatch) -> None:
-    """Exchange the remaining gradients after `exchange_gradients`, and complete the sums."""
+    """Exchange the gradients that `exchange_gradients` left out, and complete its sums."""
     if batch.outgoing is not None and batch.outgoing.chosen is not None:
         _exchange(context, batch, batch.outgoing, [one.others() for one in batch.outgoing.chosen])
 

@@ -27,22 +27,22 @@ class Request(NamedTuple):
     """A batch as the caller requests it."""
 
     batch: Any  # the caller's batch
-    rows: int  # number of samples, for the trace
+    rows: int  # number of samples, for the timeline
     ids: Sequence[Sequence[Ids]]  # by group, by feature: int32 or int64 [N], C-contiguous, all in the table
     tensors: Sequence[Tensor] = ()  # other tensors that the step needs on the device
     note: Any = None  # the caller's own data
-    check: Callable[[], None] | None = None  # called before ids are used; raises for ids outside the table
+    check: Callable[[], None] | None = None  # called before ids are used; raises an error for ids outside the table
 
 
 class Gradients(NamedTuple):
     """A step's gradients."""
 
     grads: Sequence[Sequence[Tensor | None]]  # by group and table: float32 [U, D]; None if the table takes no step
-    skip: Tensor | None = None  # float32 [] on the device; if it is not 0, no row may change
-    check: Any = None  # an `Outcome`; reading it raises if the host rows must not change
-    parts: Sequence[Sequence[Sequence[Tensor] | None]] = ()  # with other ranks, in place of grads: a sum per tree node
+    skip: Tensor | None = None  # float32 [] on the device: 0 if rows may change, otherwise no row may change
+    check: Any = None  # an `Outcome` whose `get` raises an error if the host rows must not change
+    parts: Sequence[Sequence[Sequence[Tensor] | None]] = ()  # with other ranks, instead of grads: a sum per tree node
     micro_batches: int = 1  # the step's number of micro-batches on this rank
-    in_two: bool = False  # whether they are sent in two parts; then all ranks know the rows that the next batch awaits
+    in_two: bool = False  # whether gradients of rows for which the next batch waits, known to all ranks, are sent first
 
 
 class ReadBatch(NamedTuple):
@@ -56,15 +56,15 @@ class UniqueGroup(NamedTuple):
     """A group's unique ids; with other ranks, the ids of this rank's rows that any rank requests."""
 
     ids: Ids  # unique [U]
-    inverse: Inverse  # [N], the unique row of each of the batch's own ids
-    asked: Asked | None = None  # this rank's requests to others, and their requests to it
+    inverse: Inverse  # [N], for each id in the batch, the index of its row among the unique rows
+    asked: Asked | None = None  # with other ranks: the rows that this rank requests, and those requested from it
 
 
 class UniqueBatch(NamedTuple):
     """A deduplicated batch."""
 
     number: int
-    position: int  # the batch's position in its loop, from 1
+    position: int  # the batch's position in the caller's loop, counted from 1
     request: Request
     groups: list[UniqueGroup]
 
@@ -75,27 +75,27 @@ class PlannedGroup(NamedTuple):
     ids: Ids  # unique [U]
     asked: Asked | None
     plan: Plan | None  # None without a cache, or in a pass that updates nothing
-    places: Positions | None  # where the ids' rows are on the device, int32 [U]; None if in the order of the ids
+    places: Positions | None  # for each id, the position of its row on the device, int32 [U]; None for the ids' order
 
     @property
     def reads(self) -> Ids:
-        """Rows that are read on the host: bypassing rows, then admitted rows."""
+        """Ids of rows that are read on the host: rows that bypass the cache, then rows that it admits."""
         return self.ids if self.plan is None else self.plan.reads
 
     @property
     def writes(self) -> Ids:
-        """Rows that the update writes on the host: bypassing rows, then evicted rows."""
+        """Ids of rows that the update writes on the host: rows that bypass the cache, then rows that it evicts."""
         return self.ids if self.plan is None else self.plan.writes
 
 
 class PlannedBatch(NamedTuple):
-    """A planned batch: which rows come from the cache, which from the host, and which host rows conflict."""
+    """A planned batch: which rows come from the cache and which from the host, and which an unfinished batch writes."""
 
     number: int
     position: int
     request: Request
     groups: list[PlannedGroup]
-    inverses: list[Inverse]  # by group, int32 [N]; in the plan's order of rows
+    inverses: list[Inverse]  # by group, for each id, the position of its row on the device, int32 [N]
     reads: ConcatenatedIds  # rows that are read on the host
     writes: ConcatenatedIds  # rows that the update writes on the host
     conflicts: Conflicts | None
@@ -109,7 +109,7 @@ class EarlyRows(NamedTuple):
 
 
 class LookedUpBatch(NamedTuple):
-    """A looked-up batch; its rows that need not wait are in host memory."""
+    """A looked-up batch: all its rows that need not wait for an update are in host memory."""
 
     number: int
     position: int
@@ -136,8 +136,8 @@ class SentBatch(NamedTuple):
     inverses: list[Tensor]  # by group, int32 [N] on the device
     device_ids: list[Tensor | None]  # by group, for tables on the device
     tensors: list[Tensor]  # the request's tensors, on the device
-    sent: list[Tensor]  # all the tensors above
-    mark: Any  # the copy's event
+    sent: list[Tensor]  # all tensors in `inverses`, `device_ids` and `tensors`
+    mark: Any  # the event after which these tensors are on the device
 
 
 class StepGroup(NamedTuple):
@@ -161,13 +161,13 @@ class StepGroup(NamedTuple):
 
     @property
     def own_size(self) -> int:
-        """Number of rows that the step gets, including rows from other ranks."""
+        """Number of rows that this rank's step gets, including rows from other ranks."""
         asked = self.planned.asked
         return len(self.planned.ids) if asked is None else asked.size
 
     @property
     def own_places(self) -> Positions | None:
-        """Positions of the batch's rows among the step's rows, int32; None if they are in the order of the ids."""
+        """For each unique id, the position of its row among the step's rows, int32; None for the order of the ids."""
         asked = self.planned.asked
         return self.planned.places if asked is None else asked.places
 
@@ -189,21 +189,21 @@ class StepBatch(NamedTuple):
 
     @property
     def first(self) -> list[SelectedRows] | None:
-        """The rows that the next batch waits for, if other ranks know them; None if not yet known."""
+        """The rows for which the next batch waits, by group, as known to all ranks; None if they are not known yet."""
         return self.in_flight.first
 
 
 class Outgoing(NamedTuple):
-    """A batch's gradients for the owners of the rows, in host memory."""
+    """A batch's gradients in host memory, which are sent to the owners of the rows."""
 
     grads: Parts
     micro_batches: int
-    chosen: list[SelectedRows] | None  # rows whose gradients are sent first; None if all are sent together
+    chosen: list[SelectedRows] | None  # by group, rows whose gradients are sent first; None to send all together
     sums: list[list[Rows | None]]  # by group and table, the sums for this rank's rows, float32 [any, D]
 
 
 class SteppedBatch(NamedTuple):
-    """A batch after its step: device rows are updated, and the other gradients are being copied to the host."""
+    """A batch after its step: rows on the device are updated, and gradients of other rows are copied to the host."""
 
     number: int
     groups: list[StepGroup]
@@ -211,9 +211,9 @@ class SteppedBatch(NamedTuple):
     writes: ConcatenatedIds
     memory: PinnedBuffer
     outcomes: list[Any]
-    check: Any  # an `Outcome` that raises if the update must not happen
+    check: Any  # an `Outcome` whose `get` raises an error if the update must not happen
     received: Any  # the event after which everything that the host receives has arrived
-    received_first: tuple[SharedRows | None, Any]  # the rows received before the rest, and their event
+    received_first: tuple[SharedRows | None, Any]  # rows whose gradients the host receives first, and their event
     outgoing: Outgoing | None
     clocks: tuple[Any, Any]  # the device's clock at the beginning and at the end of the step
     in_flight: InFlight

@@ -1,4 +1,4 @@
-"""Subsets of a batch's rows, and the concatenated ids of all groups, which are searched for hazards."""
+"""Subsets of a batch's rows, and the concatenated ids of all groups, for the search for hazards."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ class RowSubset(NamedTuple):
         return cls(ids if positions is None else ids[positions], positions)
 
     def split(self, at: int) -> tuple["RowSubset", "RowSubset"]:
-        """Return the ids at positions below `at`, and the others with positions relative to `at`."""
+        """Return two subsets: the ids at positions below `at`, and the others, whose positions then count from `at`."""
         if self.positions is None:
             return RowSubset(self.ids[:at], None), RowSubset(self.ids[at:], None)
         edge = int(np.searchsorted(self.positions, at))
@@ -36,7 +36,7 @@ class RowSubset(NamedTuple):
 
 
 class ConcatenatedIds(NamedTuple):
-    """The ids of all groups in one array; each id is offset by the rows of the groups before its own."""
+    """The ids of all groups in one array; the number of rows of all preceding groups is added to each id."""
 
     ids: Ids  # int32 or int64 [any]
     starts: list[int]  # [G + 1], where each group's ids begin
@@ -65,11 +65,11 @@ class RowOffsets:
         return ConcatenatedIds(joint, starts)
 
     def split(self, subset: RowSubset, starts: Sequence[int]) -> list[RowSubset]:
-        """Return each group's share of a subset of concatenated ids, with the group's own ids and positions.
+        """Split a subset of concatenated ids by group; return subsets with each group's own ids and positions.
 
         Args:
             subset: A subset of the concatenated ids.
-            starts: Where each group's ids begin in the array that the subset's positions refer to.
+            starts: Where each group's ids begin among the concatenated ids.
         """
         if self._alone:
             return [subset]

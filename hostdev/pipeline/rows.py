@@ -21,7 +21,7 @@ from hostdev.pipeline.row_ids import ConcatenatedIds, RowSubset
 
 
 class LateLookup(NamedTuple):
-    """A lookup of rows that had to wait for an update: tasks on the host, then the copy to the device."""
+    """A lookup of rows that had to wait for an update: run `tasks` on the host, then call `send` to copy the rows."""
 
     tasks: list[Task]
     send: Callable[[], None]
@@ -31,8 +31,8 @@ class BatchRows:
     """A batch's unique rows of a host table: fetched in parts, sent to the device, updated in parts.
 
     Rows that bypass the cache (without a cache, all rows) are looked up and updated on the host. Admitted rows are
-    read with their optimizer state, and evicted rows are written with theirs. Methods return the host's work as tasks,
-    so that the tasks of all tables run at once.
+    read, and evicted rows are written, with their optimizer state. Methods return the work on the host as tasks, so
+    that the tasks of all tables run at once.
 
     Args:
         embedding: The table and its ops.
@@ -40,7 +40,7 @@ class BatchRows:
         staging: Copies between host and device.
         memory: The batch's host memory, for its copies.
         plan: The cache's plan, if there is a cache.
-        places: The plan's slots, on the device.
+        places: The cache's slots for the plan's rows, on the device.
         mark: The event of the copy of `places` to the device.
     """
 
@@ -79,7 +79,10 @@ class BatchRows:
         self._evicted: tuple[list[Tensor], Any] = ([], None)  # the evicted rows and their event
 
     def fetch(self, subset: RowSubset) -> list[Task]:
-        """Return tasks that look up rows for `send`; the subset refers to bypassing ids followed by admitted ids."""
+        """Return tasks that look up rows for `send`.
+
+        `subset` selects from the bypassing ids followed by the admitted ids.
+        """
         passed, admitted = subset.split(self.passed)
         return self._fetch_into(self._host, passed, admitted)
 
@@ -91,12 +94,12 @@ class BatchRows:
         return tasks
 
     def send(self) -> None:
-        """Send the rows to the device; `fetch_late` later sends rows that are missing or have changed."""
+        """Send the rows to the device. `fetch_late` later replaces rows that are missing or have changed."""
         self._sent, mark = self._staging.send(self._host, self._memory)
         self._marks.append(mark)
 
     def fetch_late(self, subset: RowSubset) -> LateLookup:
-        """Return the lookup of rows that had to wait, and their copy to the device if `send` has been called."""
+        """Return the lookup of rows that had to wait; it copies them to the device if `send` has been called."""
         if not self._staging.copies or self._sent is self._host:
             return LateLookup(self.fetch(subset), lambda: None)
         passed, whole = subset.split(self.passed)
@@ -113,7 +116,7 @@ class BatchRows:
         return LateLookup(tasks, send)
 
     def reload(self, subset: RowSubset) -> None:
-        """Look rows up again after they were written; must precede `arrived`."""
+        """Look rows up again after they were written; call this before `arrived`."""
         late = self.fetch_late(subset)
         run_tasks(late.tasks)
         late.send()
@@ -136,10 +139,10 @@ class BatchRows:
                 rows.index_copy_(0, at.to(rows.device, torch.int64), value.to(rows.device))
 
     def arrived(self) -> Tensor:
-        """Return the rows on the device; its current stream waits for them. All must have been sent.
+        """Return all rows on the device, whose current stream waits for the copies; all rows must have been sent.
 
-        They are weights, float32 [U, D], or packed rows for `Embedding.current`. They are in the order of the ids or,
-        with a cache, in the order of its plan.
+        The rows are weights, float32 [U, D], or packed rows for `Embedding.current`, in the order of the ids or, with a
+        cache, in the order of its plan.
         """
         self._lookup.end()
         if self._places is not None:
@@ -155,17 +158,22 @@ class BatchRows:
 
     @property
     def host(self) -> npt.NDArray[Any]:
-        """The rows that bypass the cache, in host memory, float32 [M, D] or packed; conflicting rows arrive later."""
+        """The M rows that bypass the cache, in host memory, float32 [M, D] or packed; conflicting rows come later."""
         found: npt.NDArray[Any] = self._host[0].numpy()
         return found
 
     def begin_step(self) -> None:
-        """Count a step of the table; `update` then belongs to this step."""
+        """Begin and count a step of the table, to which the next `update` belongs."""
         self._step = self._table.begin_step()
         self.embedding.begun += 1
 
     def update_cached(self, grads: Tensor, skip: Tensor | None) -> None:
-        """Begin a step, and update the rows in a cache, if any; grads is float32 [U, D], skip as in `Ops.update`."""
+        """Begin a step, and update the rows in the cache, if there is one.
+
+        Args:
+            grads: Gradients of the rows, float32 [U, D].
+            skip: float32 [] on the device; 0 if rows may change, otherwise no row may change. None means 0.
+        """
         self.begin_step()
         if self._places is not None:
             self.embedding.cache_update(self._places, grads, *self._sent[1:], self._step, skip)
@@ -181,7 +189,7 @@ class BatchRows:
         return self._sent[1]
 
     def leave(self, grads: Tensor | None) -> list[Tensor | None]:
-        """Swap evicted and admitted rows on the device; return the tensors that the host needs for `update`."""
+        """Replace evicted rows by admitted rows in the cache; return the tensors that the host needs for `update`."""
         if self._places is None:
             return [grads]
         passed = None if grads is None else self.embedding.cache_passed(self._places, grads)
@@ -203,17 +211,17 @@ class BatchRows:
         self._sent = []
 
     def bring_back(self, evicted: npt.NDArray[Any]) -> None:
-        """Write the evicted rows, whose ids are `evicted` [E], to the host if an error prevents the update."""
+        """Write the evicted rows to the host table. Called with their ids [E] if an error prevents the update."""
         values, mark = self._evicted
         self._staging.await_event(mark)
         block, row_slots = (tensor.cpu().numpy() for tensor in values)
         self.embedding.cache_evict(self._table, evicted, block, row_slots)
 
     def update(self, subset: RowSubset, *, first: bool = False) -> list[Task]:
-        """Return tasks that update rows with their gradients and write evicted rows back; all parts form one step.
+        """Return tasks that update rows with their gradients and write evicted rows back. All calls form one step.
 
         Args:
-            subset: A subset of the bypassing ids followed by the evicted ids.
+            subset: Selects from the bypassing ids followed by the evicted ids.
             first: Whether this is the subset whose gradients were received first.
         """
         passed, evicted = subset.split(self.passed)
@@ -243,7 +251,7 @@ class FetchedRows(NamedTuple):
 
     ids: ConcatenatedIds  # the rows that are read
     groups: list[list[BatchRows]]  # by group, by table; `release` empties the lists
-    forwarded: list[ForwardedRows | None]  # by group, or empty: the rows that the previous step forwards
+    forwarded: list[ForwardedRows | None]  # by group, the rows that the previous step forwards; empty if there are none
 
 
 def make_rows(group: Group, unique: int, plan: Plan | None, staging: Staging, memory: PinnedBuffer) -> list[BatchRows]:
@@ -264,7 +272,7 @@ def make_rows(group: Group, unique: int, plan: Plan | None, staging: Staging, me
 
 
 def fetch_late(rows: Sequence[tuple[BatchRows, RowSubset]]) -> None:
-    """Look up and send rows of several tables that had to wait for an update."""
+    """Look up rows of several tables that had to wait for an update, and send them to the device."""
     late = [table.fetch_late(subset) for table, subset in rows if len(subset)]
     run_tasks([task for one in late for task in one.tasks])
     for one in late:
@@ -277,13 +285,13 @@ def receive_rows(
     """Copy tensors from the device to the host.
 
     Args:
-        rows: For each table, its rows, the tensors returned by their `leave`, and the ids that another batch waits for.
+        rows: For each table: its rows, the tensors that `leave` returned, and the ids for which another batch waits.
             The gradients of these ids are copied before the rest.
         staging: Copies to the host.
         memory: The batch's host memory.
 
     Returns:
-        An event for the tensors that are copied first, and one for all, in the same stream.
+        The event after which the tensors copied first have arrived, and the event after which all have.
     """
     grads = [leaving[0] for _, leaving, _ in rows]
     others = [tensor for _, leaving, _ in rows for tensor in leaving[1:] if tensor is not None]
@@ -311,7 +319,7 @@ def receive_rows(
 
 
 def count_bytes(group: Group, unique: int, plan: Plan | None, uses: int) -> int:
-    """Estimate the bytes of host memory for the copies of a group's rows in a batch."""
+    """Estimate the bytes of host memory that the copies of a batch's rows in a group need."""
     passing, whole = row_bytes((part.table.dim, part.table.optimizer) for part in group.embeddings)
     if any(part.table.history is not None for part in group.embeddings):
         passing = whole

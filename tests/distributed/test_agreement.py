@@ -27,7 +27,7 @@ def test_what_differs_is_named_with_its_values_and_the_ranks():
         "b differs between processes: 2 on ranks 0, 2; 3 on rank 1; give every process the same value"
     )
     assert words([{"a": 1, "b": 2}, {"a": 5, "b": 3}], "here").startswith("here: a differs between processes: 1 on")
-    assert ", and so does b; give" in words([{"a": 1, "b": 2}, {"a": 5, "b": 3}])
+    assert "; b also differs; give" in words([{"a": 1, "b": 2}, {"a": 5, "b": 3}])
     assert "not given on rank 0; 7 on rank 1" in words([{}, {"a": 7}])
     assert "one on rank 0; two on rank 1" in words([{"a": shown(1, "one")}, {"a": shown(2, "two")}])
     assert len(words([{"a": "x" * 10**5}, {"a": "\x1b[31m" * 10**5}])) <= 500
@@ -125,7 +125,7 @@ def test_flipped_labels_and_another_rate(processes, own_data):
     assert first.startswith("the data set differs between processes: ")
     assert first.count("checksum ") == 2
     assert f"({processes.folder / 'other'}) on rank 0; checksum" in first
-    assert first.endswith(" on rank 1, and so does --table-lr; give every process the same value")
+    assert first.endswith(" on rank 1; --table-lr also differs; give every process the same value")
     assert not (processes.folder / "run").exists()
 
 

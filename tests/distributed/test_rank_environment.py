@@ -129,13 +129,13 @@ def test_two_launchers_that_agree():
 
 WRONG = [
     (without(LOOP, "MASTER_ADDR"), "MASTER_ADDR is not: where is rank 0"),
-    (without(LOOP, "RANK"), "(RANK and WORLD_SIZE): RANK is not set; set it"),
+    (without(LOOP, "RANK"), "(RANK and WORLD_SIZE): RANK is not set; set RANK"),
     (without(LOOP, "WORLD_SIZE"), "WORLD_SIZE is not set"),
     (without(OPEN_MPI, "OMPI_COMM_WORLD_SIZE"), "(Open MPI): OMPI_COMM_WORLD_SIZE is not set"),
     (without(MPICH, "PMI_RANK"), "(MPICH): PMI_RANK is not set"),
     (
         {"PMI_PORT": "a:1", "PMI_ID": "0", "MPI_LOCALNRANKS": "2"},
-        "MPICH does not set ranks with -pmi-port; omit this option",
+        "MPICH does not set ranks with -pmi-port; omit -pmi-port",
     ),
     (LOOP | {"RANK": "one"}, "RANK is 'one', not a number"),
     (LOOP | {"RANK": ""}, "RANK is '', not a number"),
@@ -299,4 +299,4 @@ def test_wrong_places_in_a_rank_table(written, rank, more, words):
 def test_a_rank_table_without_a_rank(written):
     env = written(ONE, 0)
     del env["RANK_ID"]
-    assert "(RANK_TABLE_FILE): RANK_ID is not set; set it" in refused(env)
+    assert "(RANK_TABLE_FILE): RANK_ID is not set; set RANK_ID" in refused(env)

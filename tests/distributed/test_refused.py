@@ -67,7 +67,7 @@ def test_micro_batches_that_processes_cannot_share_out_equally(refused, as_one_o
         ("--mesh pipe=2 --stage-cut deep.2,deep.4", "makes 3 stages, but --mesh pipe=2 needs 2"),
         (
             "--mesh pipe=2 --schedule interleaved --stage-cut deep.2",
-            "makes 2 stages, but --schedule interleaved needs an equal number",
+            "makes 2 stages, but --schedule interleaved needs the same number",
         ),
         ("--mesh pipe=2 --model tests.own_models:FewRows", "FewRows cannot be cut into stages"),
         ("--mesh pipe=2 --dense-exchange tree", "--dense-exchange tree has no effect with --mesh pipe=2"),
@@ -209,8 +209,8 @@ def test_a_rank_that_asks_for_rows_beyond_the_part():
 
     first, second = with_ranks(2, work)
     assert isinstance(first, ValueError)
-    assert str(first).startswith("rank 1 asks rank 0 for its local row ")
-    assert "but that rank has 10 of the tables' 20 rows;" in str(first)
+    assert str(first).startswith("rank 1 requests local row ")
+    assert "rank 0, which has only 10 of the tables' 20 rows;" in str(first)
     assert not isinstance(second, ValueError)
     [(ids, _)], _ = with_ranks(2, lambda ranks: Exchange(ranks, [9], [[1]]).ids([np.arange(9)]))
     assert sorted(ids) == [0, 1, 2, 3]
@@ -218,5 +218,5 @@ def test_a_rank_that_asks_for_rows_beyond_the_part():
 
 def test_a_rank_that_asks_for_a_negative_number_of_rows():
     exchange = Exchange(with_ranks(1, lambda ranks: ranks)[0], [9], [[1]])
-    with pytest.raises(ValueError, match="rank 1 asks for a negative number of rows: -7"):
+    with pytest.raises(ValueError, match="rank 1 requests a negative number of rows: -7"):
         exchange._require_all(np.array([[3], [-7]]))

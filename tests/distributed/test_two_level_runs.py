@@ -150,5 +150,5 @@ def test_two_levels_on_one_host_are_refused(processes, small_data):
     start_on(processes, [0, 0], *TRAIN, *flags)
     for one in processes.ended():
         assert one.code == 2
-        assert "--exchange-levels 2 has no effect, because all ranks are on one host; leave it out" in one.err
+        assert "--exchange-levels 2 has no effect, because all ranks are on one host; leave out" in one.err
         assert "Traceback" not in one.err

@@ -69,7 +69,7 @@ def test_a_parameter_that_no_piece_holds_is_named():
         def pieces(self):
             return [Piece("first", self.first, (self.first,)), Piece("scale", lambda x: x * self.scale)]
 
-    with pytest.raises(UserError, match="no piece of Forgets holds its parameter scale"):
+    with pytest.raises(UserError, match="no piece of Forgets holds parameter scale"):
         get_pieces(Forgets())
 
 

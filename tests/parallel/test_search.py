@@ -177,7 +177,8 @@ def test_the_lines():
     assert " ".join(lines[1].split()) == "ms/step expected compute waiting exchange update memory layout"
     assert all(line.split()[0] == "-" for line in lines[2:-1])
     assert re.match(
-        r"chosen: --mesh pipe=2 --stage-cut 1, because --mesh .* would take \d+% longer, mostly due to", lines[-1]
+        r"chosen: --mesh pipe=2 --stage-cut 1, because steps with --mesh .* would take \d+% longer, mostly due",
+        lines[-1],
     )
     assert len(lines) == 3 + len(found)
 

@@ -39,16 +39,16 @@ class InFlight:
         self.number = number
         self.writes: ConcatenatedIds | None = None  # host rows that its update writes
         self.rows: FetchedRows | None = None  # set once they are looked up
-        self.first: list[SelectedRows] | None = None  # rows that the next batch waits for, if other ranks know them
+        self.first: list[SelectedRows] | None = None  # rows for which the next batch waits, if all ranks know them
         self.missing = 0  # number of subsets of its rows that are not fetched yet
         self.ready: list[RowSubset] = []  # conflicting rows that may be looked up now
         self.shared: SharedRows | None = None  # rows that the next batch waits for
         self.after: list[tuple[InFlight, RowSubset]] = []  # later batches, with the rows that they wait for
-        self.updating = False  # the update has begun: it is too late to request rows first
-        self.pinned = False  # the state of some of its rows is being read for the next batch: no update meanwhile
+        self.updating = False  # whether the update has begun; from then on, `shared` is not set any more
+        self.pinned = False  # whether rows are being read to forward them; the update must not begin meanwhile
         self.forwarded: Forwarded | None = None  # rows that the previous batch forwards to it
-        self.awaits = 0  # the last batch whose update must precede the lookup of its late rows; 0 for none
-        self.claimed = True  # False while it is not recorded as the last writer of its rows
+        self.awaits = 0  # number of the last batch whose update must precede the lookup of its late rows; 0 for none
+        self.claimed = True  # whether the batch is recorded as the last writer of its rows
         self.held = True  # False once the caller or the updater has released the batch
 
 
@@ -64,7 +64,7 @@ class SharedRows(NamedTuple):
 class Conflicts(NamedTuple):
     """Rows of a batch that unfinished batches will write (read-after-write hazards)."""
 
-    rows: Positions  # their positions among the rows that the batch reads
+    rows: Positions  # positions of the conflicting rows among the rows that the batch reads
     subsets: list[tuple[RowSubset, int]]  # rows to look up late, each with the batch whose update must come first
     shared: SharedRows | None  # rows shared with the previous batch, if they are looked up late
     forwarded: Forwarded | None  # rows that the previous batch forwards, and that are not looked up late
@@ -75,7 +75,7 @@ class Unfinished(NamedTuple):
 
     batch: InFlight  # the batch that is planned
     before: InFlight | None  # the previous batch, if it is unfinished
-    updated: int  # the last batch whose update is finished
+    updated: int  # number of the last batch whose update is finished
     pin: Callable[[], bool] | None  # delays the update of `before`, or returns False; None if rows are not forwarded
 
 
@@ -91,8 +91,8 @@ class InFlightBatches:
         self.changed = changed
         self.by_number: dict[int, InFlight] = {}
         self.updated = updated
-        self.gathered: tuple[int, Any] = (updated, None)  # the last batch whose rows the step has taken, and its event
-        self._delivering = False  # a thread is fetching conflicting rows
+        self.gathered: tuple[int, Any] = (updated, None)  # last arguments of `gather`
+        self._delivering = False  # whether a thread is looking up conflicting rows
 
     def add(self, number: int) -> None:
         """Add a batch that has been read."""
@@ -118,7 +118,7 @@ class InFlightBatches:
             self.changed.notify_all()
 
     def request(self, batch: InFlight, conflicts: Conflicts) -> list[RowSubset]:
-        """Register a batch with the writers of its conflicting rows; return the rows that are already updated."""
+        """Register a batch with the writers of its conflicting rows; return those rows that are already updated."""
         found = []
         with self.changed:
             for rows, number in conflicts.subsets:
@@ -148,7 +148,10 @@ class InFlightBatches:
             return next((batch for batch in self.by_number.values() if batch.ready), None)
 
     def begin_delivery(self, batch: InFlight) -> RowSubset | None:
-        """Return conflicting rows of a batch to look up, or None if none are left; `end_delivery` must follow."""
+        """Return conflicting rows of a batch to look up now, or None.
+
+        If rows are returned, `end_delivery` must be called after their lookup.
+        """
         with self.changed:
             if self._delivering or not batch.ready:
                 return None
@@ -183,13 +186,13 @@ class InFlightBatches:
             self.changed.notify_all()
 
     def gather(self, number: int, mark: Any) -> None:
-        """Record that a batch's step takes its rows; the device has done so once it passes the event `mark`."""
+        """Record that a batch's step takes its rows; the device has taken them after the event `mark`."""
         with self.changed:
             self.gathered = number, mark
             self.changed.notify_all()
 
     def release(self, number: int) -> None:
-        """Drop a batch once both the caller and the updater have released it; then another batch may be read."""
+        """Release a batch for the caller or the updater; drop the batch once both have released it."""
         with self.changed:
             if self.by_number[number].held:
                 self.by_number[number].held = False

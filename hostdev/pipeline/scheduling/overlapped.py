@@ -1,19 +1,20 @@
-"""The overlapped pass: stages of neighbouring batches run concurrently; results equal the serial pass bit for bit.
+"""The overlapped pass: stages of neighbouring batches run concurrently, with results bit-identical to the serial pass.
 
 The in-flight rule: a batch sees a row only after every earlier batch's update of it. Planning a batch finds its rows
 that an unfinished batch will write. Rows shared with the previous batch are updated first, as soon as that batch's
-gradients arrive, and then looked up. Rows shared with an older batch are looked up after that batch's update, and all
-others immediately. Only the updater writes the tables, in the order of the batches, so no row is locked.
+gradients arrive, and then looked up. Rows shared with an older batch are looked up after that batch's update. All other
+rows are looked up immediately. Only the updater writes the tables, in the order of the batches, so no row is locked.
 
 Threads: a fetcher (deduplicate, plan, look up, send), the caller's thread (read and step) and an updater; also a
 reader, if batches may be read in the background. They share their state under one condition variable. A batch carries
-its own results, and an exception takes the path of its batch.
+its own results. An exception is passed on in place of the batch that caused it.
 
 On a CPU, a step may run alone if this is faster (`turns`): the fetcher then works only while the caller waits for a
 batch, after the previous batch's update, so that no row is in conflict.
 
-Reading calls the user's code. In the caller's thread it never runs at the same time as the loop's body, so both may use
-the same objects. How far reading runs ahead depends only on the depth and the caches' windows, not on timing.
+Reading a batch calls the user's code. If batches are read in the caller's thread, this code never runs at the same time
+as the loop's body, so both may use the same objects. How far reading runs ahead then depends only on the depth and the
+caches' windows, not on timing.
 """
 
 import threading
@@ -57,7 +58,7 @@ from hostdev.pipeline.stages.send import send
 from hostdev.pipeline.stages.step import begin_step, end_step
 from hostdev.pipeline.stages.update import await_step, receive_sums, release, update, update_first
 
-_POLL_SECONDS = 0.2  # between checks that other ranks still run, while a thread waits for them
+_POLL_SECONDS = 0.2  # seconds between checks that other ranks still run, while a thread waits for them
 LONGEST_JOIN = 0.8  # seconds to wait for a thread that may be inside the user's code or wait for a failed rank
 
 
@@ -76,7 +77,7 @@ class Workers:
     ) -> None:
         self._context, self._queues, self._update = context, queues, options.update
         self._timeline = context.timeline
-        self._most = options.depth + 2  # batches that are looked up but not updated
+        self._most = options.depth + 2  # maximum number of batches that are looked up but not updated
         self._most_read = options.depth + 2 + (options.window if options.update else 0)
         self.number = options.number  # number of the last batch that was read
         batches = look_ahead(context, self._take_read, options)
@@ -161,7 +162,7 @@ class Workers:
         return more
 
     def _fetch(self, batch: UniqueBatch) -> SentBatch:
-        """Plan a batch; look up and send the rows that need not wait, and conflicting rows that may be read by now."""
+        """Plan a batch; look up and send its rows, except conflicting rows that still wait for an update."""
         context, queues, update = self._context, self._queues, self._update
         in_flights, number = queues.in_flight, batch.number
         in_flight, before = in_flights.by_number[number], in_flights.by_number.get(number - 1)
@@ -170,7 +171,7 @@ class Workers:
         forwards = context.forwarding is not None
         unfinished: Callable[[], Unfinished] | None = partial(in_flights.get_unfinished, number, forwards=forwards)
         if queues.alone and update and in_flights.updated == number - 1 and not context.cached:
-            unfinished = None  # the next batch is most likely planned after this one's update, too
+            unfinished = None  # the next batch, too, is most likely planned after this batch's update
         try:
             planned = plan(context, batch, update, unfinished)
             in_flight.writes, in_flight.claimed = planned.writes, unfinished is not None
@@ -198,7 +199,7 @@ class Workers:
             if context.exchanges:
                 early = remote.exchange_early(context, looked_up, conflicts, before, update=update, overlapped=True)
                 looked_up = looked_up._replace(early=early)
-            in_flight.missing = 1  # the rows that are sent here
+            in_flight.missing = 1  # the subset of rows that is sent below
             self._await_room(number)
         if forwarded and not read_now and before is not None:
             with self._timeline.stall("lookup"):
@@ -220,7 +221,7 @@ class Workers:
         self._queues.in_flight.unpin(before)
 
     def _await_room(self, number: int) -> None:
-        """Wait until the device has taken the previous batch's rows, because only one batch's rows may wait there."""
+        """Wait until the step has taken the previous batch's rows: only one batch's rows may wait on the device."""
         queues, staging = self._queues, self._context.staging
         if not staging.copies:
             return
@@ -283,7 +284,7 @@ class OverlappedPass:
         context: The pipeline's context.
         source: The requests.
         options: The pass's options.
-        are_ranks_gone: Returns whether other ranks have failed, so that waiting for them is useless.
+        are_ranks_gone: Called without arguments; returns whether other ranks will no longer answer.
     """
 
     def __init__(
@@ -294,10 +295,10 @@ class OverlappedPass:
         self._window, self._ahead = options.window if options.update else 0, options.ahead_of_step
         self._queues = PipelineQueues(options.number)
         self._caller = threading.get_ident()
-        self._given: int | None = None  # the batch that the caller has
+        self._given: int | None = None  # number of the batch that the caller has
         self._closed = False
         self._before_first, self._reads_behind = options.number, options.background
-        self._taken = 0  # batches that the caller has asked for
+        self._taken = 0  # number of batches that the caller has asked for
         self._source: Iterator[Request] | None = None if options.background else iter(source)  # None after its end
         self._workers = Workers(context, self._queues, source if options.background else None, options)
 

@@ -23,16 +23,16 @@ class PassOptions(NamedTuple):
     """Options of a pass: where it begins, and how far it runs ahead."""
 
     depth: int  # the pipeline's depth
-    window: int  # batches that the caches know in advance, in addition to those that are looked up ahead
+    window: int  # number of batches that the caches know in advance, in addition to those that are looked up ahead
     number: int  # number of the batch before the first
     position: int  # position of that batch in the caller's loop
     update: bool  # whether steps update the tables
     background: bool  # whether a background thread reads the batches, instead of the caller's thread
-    ahead_of_step: int  # batches looked up ahead, at most `depth`, if they are read in the caller's thread
+    ahead_of_step: int  # number of batches looked up ahead, at most `depth`, if the caller's thread reads them
 
 
 class Pass(Protocol):
-    """A pass, which yields batches in order for the caller to step. One thread calls `take` and `finish`."""
+    """A pass, which gives the caller batches in order for its steps. A single thread must call `take` and `finish`."""
 
     def take(self) -> StepBatch | None:
         """Return the next batch with its rows on the device, or None after the last, when all updates are finished."""
@@ -73,11 +73,11 @@ def raise_held(held: list[BaseException | None]) -> None:
 def look_ahead(
     context: Context, take: Callable[[], ReadBatch | End], options: PassOptions
 ) -> Iterator[UniqueBatch | End]:
-    """Yield deduplicated batches, announced to the caches a window ahead, and then an `End`.
+    """Yield deduplicated batches in order, and then an `End`. Batches are announced to the caches a window ahead.
 
     Args:
         context: The pipeline's context.
-        take: Returns the next batch that was read, or an `End`.
+        take: Called without arguments; returns the next batch that was read, or an `End`.
         options: The pass's options.
     """
     update, position = options.update, options.position

@@ -23,7 +23,7 @@ class Stopped(Exception):  # noqa: N818  (not an error: a thread is asked to end
 
 
 class PipelineQueues:
-    """The queues between the stages, and the in-flight batches.
+    """The queues between the stages, and the in-flight batches, shared by the threads of a pass.
 
     Args:
         updated: Number of the last batch whose update is finished.
@@ -35,21 +35,22 @@ class PipelineQueues:
         self.read: deque[ReadBatch | End] = deque()
         self.fetched: deque[SentBatch | End] = deque()
         self.stepped: deque[SteppedBatch | End] = deque()
-        self.finished = updated  # the last batch that has been stepped
+        self.finished = updated  # number of the last batch that has been stepped
         self.stopping = False
         self.closing = False  # threads continue until they would have to wait, which is the same point on all ranks
-        self.read_all = False  # the reader has ended
+        self.read_all = False  # whether the reader has ended
         self.update_error: BaseException | None = None
         self.alone = False  # the caller's step runs alone: the fetcher works only while the caller waits for it
         self._caller_waits = False
-        self._lookups = 0  # threads that are looking rows up
-        self._looking_up_again = False  # the caller repeats the lookup of rows that may have changed
+        self._lookups = 0  # number of threads in `looking_up`
+        self._looking_up_again = False  # whether the caller is in `looking_up_again`
 
     @contextmanager
     def looking_up(self) -> Iterator[None]:
-        """A context in which threads look up or send rows; several may be in it, but none during `looking_up_again`.
+        """A context in which a thread looks up or sends rows. Several threads may be in such a context at once.
 
-        It is not a lock: a thread inside may yield to an urgent thread, which would then wait for the lock.
+        No thread is in it during `looking_up_again`. It is not a lock: a thread inside may yield to an urgent thread,
+        which would then wait for the lock.
         """
         with self.changed:
             self.changed.wait_for(lambda: not self._looking_up_again)
@@ -93,8 +94,8 @@ class PipelineQueues:
 
         Args:
             ready: Called under the condition.
-            finish: If `ready()` is true, return even if the pass is stopping.
-            at_close: Keep waiting while the pass is closing.
+            finish: Whether to return if `ready()` is true while the pass is stopping.
+            at_close: Whether to keep waiting while the pass is closing.
         """
         with self.changed:
             self.changed.wait_for(lambda: ready() or self.stopping or (self.closing and not at_close))

@@ -1,15 +1,15 @@
 """Decides whether later batches' stages overlap with the caller's step on a CPU, or take turns with it.
 
-Step and stages share the processors. If a step leaves some idle, overlapping saves time. Otherwise, each takes
-processors and memory bandwidth from the other, and torch's threads wait for the slowest thread. The processor time of a
-step does not show how much it leaves idle, so both modes are tried, and the faster one is kept. The choice affects only
-when stages run, never a result.
+The step and the stages share the processors. If a step leaves some processors idle, overlapping saves time. Otherwise,
+the step and the stages take processors and memory bandwidth from each other, and torch's threads wait for the slowest
+thread. A step's processor time does not show how many processors it leaves idle, so both modes are tried, and the
+faster one is kept. The choice affects only when stages run, never a result.
 """
 
 import statistics
 from time import perf_counter
 
-_FIRST = 4  # steps before the first trial: kernels are compiled, and memory is allocated
+_FIRST = 4  # steps before the first trial, during which kernels are compiled and memory is allocated
 _BLOCKS = (False, True, False, True)  # blocks of a trial: whether their steps run alone
 _COUNTED = 5  # timed steps of a block, after the steps that the previous block still affects
 _SHORTEST_PERIOD, _LONGEST_PERIOD = 512, 16_384  # steps between trials; doubled while the result stays the same
@@ -36,7 +36,7 @@ class Turns:
         self._seconds: tuple[list[float], list[float]] = [], []  # seconds of timed steps: overlapped, alone
 
     def begin_step(self) -> None:
-        """Record that the caller begins a step; this sets `alone`."""
+        """Record that the caller begins a step, and set `alone` for this step."""
         if not self._shares:
             return
         now = perf_counter()

@@ -1,4 +1,4 @@
-"""Look up: read the bypassing and admitted rows from the tables on the host."""
+"""Look up: read rows from the tables on the host: those that bypass the caches, and those that the caches admit."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -32,7 +32,7 @@ def take_memory(context: Context, batch: PlannedBatch) -> PinnedBuffer:
 
 
 def take_forwarded(context: Context, batch: PlannedBatch, memory: PinnedBuffer) -> list[ForwardedRows | None]:
-    """Return the rows that the previous batch forwards to this one, by group and not yet read; [] if there are none."""
+    """Return, by group, the rows that the previous batch forwards to this batch, not read yet; [] if there are none."""
     if batch.conflicts is None or batch.conflicts.forwarded is None:
         return []
     parts = context.groups, context.offsets, batch.reads, batch.conflicts.forwarded
@@ -51,7 +51,7 @@ def read_forwarded(context: Context, number: int, rows: Sequence[ForwardedRows |
 def look_up(
     context: Context, batch: PlannedBatch, memory: PinnedBuffer, forwarded: list[ForwardedRows | None] | None = None
 ) -> LookedUpBatch:
-    """Look up the rows on the host. Conflicting rows are looked up later and, unless there are many, also now."""
+    """Look up the rows on the host. Conflicting rows are looked up again later or, if there are many, only later."""
     number, position, request, groups, inverses, reads, writes, conflicts = batch
     rows: list[list[BatchRows]] = [[] for _ in groups]
     if context.on_host:

@@ -15,13 +15,14 @@ from hostdev.pipeline.scheduling.in_flight import Conflicts, Unfinished
 def plan(
     context: Context, batch: UniqueBatch, update: bool, get_unfinished: Callable[[], Unfinished] | None
 ) -> PlannedBatch:
-    """Return the batch with its caches' plans and the conflicting rows among those read from the host.
+    """Return the batch with the caches' plans, and with the conflicting rows among the rows that it reads on the host.
 
     Args:
         context: The pipeline's context.
         batch: The batch with its unique ids.
         update: Whether the pass updates the tables; otherwise nothing is planned.
-        get_unfinished: Returns the batches that this one may have to wait for; None if the stages run serially.
+        get_unfinished: Called without arguments; returns the unfinished batches. None if all earlier batches are
+            finished.
     """
     number, position, request, unique = batch
     groups = [PlannedGroup(group.ids, group.asked, None, None) for group in unique]

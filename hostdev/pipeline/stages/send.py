@@ -7,7 +7,7 @@ from hostdev.pipeline.results import LookedUpBatch, SentBatch
 
 
 def send(context: Context, batch: LookedUpBatch) -> SentBatch:
-    """Begin to copy a batch to the device, and return it; conflicting rows may follow."""
+    """Begin to copy a batch to the device, and return the batch. Conflicting rows may be copied later."""
     number, position, request, groups, inverses, writes, rows, memory, early = batch
     context.before_stage("send", number)
     with context.timeline.span("send", number):

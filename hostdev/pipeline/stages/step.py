@@ -1,4 +1,4 @@
-"""Step: give the caller a batch's rows on the device, and take its gradients.
+"""Step: give the caller a batch's rows on the device, and take the gradients that the caller computes.
 
 The caller runs forward, backward and its optimizer in between. At the end of the step, rows on the device are updated,
 rows enter and leave the caches, and the gradients of the other rows go to the host.
@@ -112,7 +112,7 @@ def end_step(context: Context, batch: StepBatch, gradients: Gradients | None) ->
 
 
 def abandon_step(batch: StepBatch) -> None:
-    """End the span of a step whose batch is abandoned."""
+    """End the timeline's span of a step, which may be abandoned."""
     batch.span.__exit__(None, None, None)
 
 

@@ -9,7 +9,7 @@ from hostdev.pipeline.scheduling.in_flight import SharedRows
 
 
 def await_step(context: Context, batch: SteppedBatch) -> None:
-    """Wait until the device has finished a step, and record its time; raise if the update must not happen."""
+    """Wait until the device has finished a step, and record its time; raise an error if the update must not happen."""
     for outcome in batch.outcomes:
         outcome.arrive()
     if batch.check is not None:
