@@ -22,7 +22,21 @@ INSTALLS = {
     "torch": [["torch==2.13.0"], ["--no-deps", "fbgemm-gpu-cpu==1.8.0", "numpy"]],
     "recbole": [["torch==2.13.0"], ["recbole==1.2.1", "numpy==1.26.4", "pandas<3", "scipy<1.16"]],
     "fuxictr": [["torch==2.13.0"], ["fuxictr==2.3.10", "polars<1.30", "pandas<3"]],
-    "torchrec": [["torch==2.13.0"], ["torchrec==1.9.2", "fbgemm-gpu-cpu==1.8.0", "numpy"]],
+    "torchrec": [
+        ["torch==2.13.0"],
+        ["--no-deps", "torchrec==1.9.2", "fbgemm-gpu-cpu==1.8.0", "tensordict"],  # with them comes a CUDA build
+        [
+            "numpy",
+            "pandas",
+            "tqdm",
+            "iopath",
+            "pyre-extensions",
+            "typing-inspect",
+            "torchmetrics==1.0.3",
+            "portalocker",
+            "pyvers",
+        ],
+    ],
 }
 COMPUTE_ROWS = 184_965
 
