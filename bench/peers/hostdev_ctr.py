@@ -21,7 +21,7 @@ def main():
     """Prepare, train and evaluate."""
     name, epochs, folder, config = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), json.loads(sys.argv[4])
     data = folder / "data"
-    flags = ["--test", str(folder / "test.csv"), "--threshold", "0", *config["roles"], "--out", str(data)]
+    flags = ["--test", str(folder / "test.csv"), *config["roles"], "--out", str(data)]
     if not data.exists() and cli.run(preprocess.PROG, preprocess.main, ["table", str(folder / "train.csv"), *flags]):
         raise SystemExit("the split could not be prepared")
     found = manifest.read(data)
