@@ -9,6 +9,7 @@ import numpy as np
 
 from hostdev.core import pictures
 from hostdev.data.preprocess.info import PLACES, Information, shortened
+from hostdev.data.schema import Schema
 
 _COLORS = {"train": "C0", "test": "C1", "validation": "C4"}
 _SHOWN = ("train", "test")  # splits that are drawn as bars
@@ -35,7 +36,11 @@ def draw(info: Information, out: Path) -> None:
     panels = figure.subplot_mosaic(rows)
     lines = 2 if len(rows[0]) == 3 else 1
     _draw_labels(panels["labels"], info)
-    _entitle(panels["labels"], "Label mean by position", lines=lines)
+    if info.found.schema.targets.more:
+        panels["labels"].set_title("Label means by position", pad=9 + 15 * lines)
+        _as_they_are(panels["labels"].legend(fontsize=9).get_texts())
+    else:
+        _entitle(panels["labels"], "Label mean by position", lines=lines)
     if "curves" in panels:
         _draw_curves(panels["curves"], info)
         panels["curves"].set_title("Frequency curves", pad=9 + 15 * lines)
@@ -51,37 +56,48 @@ def draw(info: Information, out: Path) -> None:
 
 
 def _draw_labels(axes: Any, info: Information) -> None:
-    train = info.totals["train"]
+    schema, train = info.found.schema, info.totals["train"]
     has = train.rows > 0
     place = (np.flatnonzero(has) + 0.5) / PLACES
-    schema = info.found.schema
-    are_shares = not schema.targets.numeric
-    for number, label in enumerate(schema.labels):
-        of = f"{label}, " if schema.targets.more else ""
-        color = _COLORS["train"] if not number else f"C{number + 3}"
-        mean, whole = train.labels[number, has] / train.rows[has], train.label_mean(number)
-        chance = _DEVIATIONS * train.label_deviation(number) / np.sqrt(train.rows[has])
-        low, high = whole - chance, whole + chance
-        if are_shares:
+    several, is_share = bool(schema.targets.more), not schema.targets.numeric
+    for number, name in enumerate(schema.labels):
+        whole = train.label_mean(number)
+        unit = (abs(whole) or 1.0) if several else 1.0  # several labels are drawn relative to their means
+        mean = train.labels[number, has] / train.rows[has] / unit
+        chance = _DEVIATIONS * train.label_deviation(number) / np.sqrt(train.rows[has]) / unit
+        low, high = whole / unit - chance, whole / unit + chance
+        if is_share and not several:
             low, high = np.maximum(0, low), np.minimum(1, high)
-        axes.fill_between(
-            place, low, high, color="grey", alpha=0.15, linewidth=0, label="95% range by chance" if not number else None
-        )
-        axes.plot(place, mean, color=color, marker=".", linewidth=1, label=f"{of}training, in {has.sum()} parts")
-        for split in info.found.splits:
-            name = "training" if split == "train" else split
-            if not info.found.rows(split):
-                continue
-            share = info.totals[split].label_mean(number)
-            shown = f"{of}{name}: {share:{'.2%' if label not in schema.targets.numeric else '.4g'}}"
-            axes.axhline(share, color=_COLORS[split], linestyle="--", linewidth=1, label=shown)
-    axes.set(xlabel="position in the training rows", ylabel="label mean", xlim=(0, 1))
-    if are_shares:
+        color = f"C{number}" if several else "grey"
+        label = None if several else "95% range by chance"
+        axes.fill_between(place, low, high, color=color, alpha=0.15, linewidth=0, label=label)
+        means = {split: info.totals[split].label_mean(number) for split in info.found.splits if info.found.rows(split)}
+        if several:
+            shown = ", ".join(f"{split} {_mean_text(schema, name, mean)}" for split, mean in means.items())
+            axes.plot(
+                place, mean, color=color, marker=".", linewidth=1, label=f"{shortened(name, _MOST_LETTERS)}: {shown}"
+            )
+            for split in means.keys() - {"train"}:
+                axes.axhline(means[split] / unit, color=color, linestyle="--", linewidth=1)
+            continue
+        axes.plot(place, mean, color=_COLORS["train"], marker=".", linewidth=1, label=f"training, in {has.sum()} parts")
+        for split, found in means.items():
+            title = "training" if split == "train" else split
+            text = f"{title}: {_mean_text(schema, name, found)}"
+            axes.axhline(found, color=_COLORS[split], linestyle="--", linewidth=1, label=text)
+    ylabel = "label mean, relative to all training rows" if several else "label mean"
+    axes.set(xlabel="position in the training rows", ylabel=ylabel, xlim=(0, 1))
+    if is_share and not several:
         bottom, above = axes.get_ylim()
         axes.set_ylim(max(0, bottom), min(1, above))
         _percent(axes.yaxis)
     _percent(axes.xaxis)
     axes.grid(alpha=0.3)
+
+
+def _mean_text(schema: Schema, label: str, mean: float) -> str:
+    """Return a label's mean as text: a share if the label is 0 or 1."""
+    return f"{mean:.4g}" if label in schema.targets.numeric else f"{mean:.2%}"
 
 
 def _draw_curves(axes: Any, info: Information) -> None:
