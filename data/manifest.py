@@ -136,7 +136,9 @@ def read(folder: Path) -> Manifest:
     sha256 = content.pop("sha256", None)
     has_checksum = sha256 is not None or "rejected_sha256" in content
     if has_checksum and sha256 != checksum_there:
-        raise UserError(f"{path} is broken (a wrong checksum: it is damaged or was changed); preprocess the data again")
+        raise UserError(
+            f"{path} is broken (its checksum is wrong, so the file was damaged or changed); preprocess the data again"
+        )
     content.setdefault("rejected_sha256", None)
     content.setdefault("kinds", {})
     content.setdefault("validation", [])

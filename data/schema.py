@@ -176,7 +176,7 @@ class Schema:
 def from_json(content: Any) -> Schema:
     """Parse the result of `as_json`; raise ValueError or TypeError if it is invalid."""
     if not isinstance(content, dict):
-        raise TypeError("the schema is not an object")
+        raise TypeError("the schema is not a JSON object")
     content = dict(content)
     columns = tuple(Column(**column) for column in content.pop("columns", ()))
     spaces = tuple(_space(space) for space in content.pop("spaces", ()))
@@ -194,7 +194,7 @@ def from_json(content: Any) -> Schema:
 def _space(content: Any) -> Space:
     """Parse an id space of a manifest."""
     if not isinstance(content, dict):
-        raise TypeError("an id space of the schema is not an object")
+        raise TypeError("an id space of the schema is not a JSON object")
     more = content.get("more", ())
     if not isinstance(more, list | tuple) or not all(isinstance(one, list | tuple) and len(one) == 2 for one in more):
         raise TypeError("the further segments of an id space are not pairs")

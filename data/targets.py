@@ -33,7 +33,7 @@ SINGLE_LABEL = Targets()
 def from_json(content: Any) -> Targets:
     """Parse the result of `as_json`; raise ValueError or TypeError if it is invalid."""
     if not isinstance(content, dict):
-        raise TypeError("the targets are not an object")
+        raise TypeError("the targets are not a JSON object")
     names = [*content.get("more", ()), *content.get("numeric", ())]
     weight = content.get("weight")
     if not all(isinstance(name, str) for name in names) or not isinstance(weight, str | None):

@@ -16,7 +16,7 @@ _BLOCK = 4096  # rows summed at once
 
 
 class Scaling(Protocol):
-    """A scaling of numbers: `observe` training rows, then `transform` any rows. A missing number (NaN) becomes 0."""
+    """Scales numeric columns: call `observe` with training rows, then `transform` with any rows. NaN becomes 0."""
 
     def observe(self, numbers: Numbers) -> None:
         """Update the statistics with the values of some training rows, float64 [n, columns]."""

@@ -166,9 +166,9 @@ class Encoding:
         return self._encoded(rows, self._no_labels(len(rows)), numbers)
 
     def encode_readable(self, rows: pa.RecordBatch) -> tuple[Batch, Ids]:
-        """Encode the rows whose numbers are all readable; return the batch, and the indices of its rows, int64 [m].
+        """Encode the rows whose numbers are all valid; return them as a batch, and their indices in `rows`, int64 [m].
 
-        Missing or unreadable labels are NaN. Raises the errors of `encode`, except those about unreadable numbers.
+        Missing or unreadable labels are NaN. Raises the same errors as `encode`, except those about numbers.
         """
         self._require_types(rows)
         label = self._labels.read(lambda name: _plain(rows[name]), len(rows), rows.schema.names)
@@ -287,7 +287,7 @@ class Encoding:
         return np.where(ids < 0, oov, ids)
 
     def _hash_few(self, known: HashBuckets, texts: list[str], n: int) -> Ids | None:
-        """Return the ids of hashed values as `_find_few` does."""
+        """Do the work of `_find_few` for a data set whose ids are hash buckets."""
         columns = self.schema.columns
         encoded = [text.encode() for text in texts]
         if self.is_criteo:

@@ -139,7 +139,7 @@ def fixed(
 def largest(
     mode: str, names: tuple[str, ...], own: Mapping[str, Scaled], statistics: Mapping[str, Any]
 ) -> npt.NDArray[np.float64]:
-    """Return the largest valid number of each column, float64 [columns]; see `dense.largest`."""
+    """Return, for each column, the largest number that is accepted, float64 [columns]; see `dense.largest`."""
     found = np.empty(len(names))
     for of, columns, _ in _by_mode(mode, names, own):
         mine = {name: np.array(statistics[name], np.float64)[columns] for name in STATISTICS_OF[of]}

@@ -32,7 +32,7 @@ class Vector(NamedTuple):
 
 
 def elements(vectors: Mapping[str, Vector]) -> tuple[str, ...]:
-    """Return the names of the numeric columns that vectors become."""
+    """Return the names of the numeric columns into which vectors are split."""
     return tuple(part for name, vector in vectors.items() for part in vector.names(name))
 
 

@@ -370,14 +370,17 @@ def _get_gate(least: np.float32, gate: tuple[float, float]) -> int:
 
 
 def _find_key(histogram: npt.NDArray[np.int64], count: int) -> tuple[int, int]:
-    """Return the largest key among the `count` > 0 rows with the smallest keys, and how many of them have it."""
+    """Take the `count` rows with the smallest keys; return their largest key, and how many of these rows have it.
+
+    `count` must be positive.
+    """
     up_to = np.cumsum(histogram)
     key = int(np.searchsorted(up_to, count))
     return key, int(count - (up_to[key] - histogram[key]))
 
 
 def _find_key_from_top(histogram: npt.NDArray[np.int64], count: int) -> tuple[int, int]:
-    """Return the smallest key among the `count` rows with the largest keys, and how many of them have it."""
+    """Take the `count` rows with the largest keys; return their smallest key, and how many of these rows have it."""
     key, ties = _find_key(histogram[::-1], count) if count else (0, 0)
     return KEYS - 1 - key, ties
 

@@ -68,7 +68,7 @@ class Owned:
 
     @property
     def fetched_width(self) -> int:
-        """Number of values per row that a loop looks up."""
+        """Number of values that a loop fetches for each row."""
         return self.dim
 
     def begin_step(self) -> TableStep:

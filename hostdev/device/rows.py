@@ -1,4 +1,7 @@
-"""Expand unique rows to the occurrences and bags of features, and sum gradients back to one per unique row."""
+"""Build each feature's output from a batch's unique rows: a vector for each occurrence, or for each bag.
+
+The backward pass sums the outputs' gradients into one gradient for each unique row.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -121,14 +121,16 @@ def _read_launcher(
 ) -> RankEnvironment:
     mine, all_ranks = _number(env, rank, launcher), _number(env, ranks, launcher)
     if mine >= all_ranks:
-        raise UserError(f"{rank} is {mine}, but {ranks} is {all_ranks}: ranks count from 0")
+        raise UserError(f"{rank} is {mine}, but it must be below {ranks} ({all_ranks}): ranks are numbered from 0")
     # A shell loop that starts processes may omit the number of ranks on this host; then all ranks are on this host.
     mine_here = _number(env, local_rank, launcher) if local_rank in env else mine
     here = _number(env, local_ranks, launcher) if local_ranks in env else None
     if here is None:
         here = all_ranks if mine_here == mine else max(mine_here + 1, 1)
     if mine_here >= here:
-        raise UserError(f"{local_rank} is {mine_here}, but {local_ranks} is {here}: ranks count from 0")
+        raise UserError(
+            f"{local_rank} is {mine_here}, but it must be below {local_ranks} ({here}): ranks are numbered from 0"
+        )
     hosted = env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true" and "MASTER_PORT" in env
     attempt = _number(env, "TORCHELASTIC_RESTART_COUNT", launcher) if "TORCHELASTIC_RESTART_COUNT" in env else 0
     if all_ranks == 1:

@@ -96,8 +96,8 @@ def load(folder: Path, wants: Callable[[str], bool]) -> tuple[dict[str, Tensor |
         ) from None
     if manifest.get("version") != VERSION:
         raise UserError(
-            f"{folder} has format version {manifest.get('version')}, but this hostdev reads version {VERSION}; load "
-            "the folder with the hostdev version that wrote it"
+            f"{folder} has format version {manifest.get('version')}, but this version of hostdev reads "
+            f"version {VERSION}; load the folder with the version of hostdev that wrote it"
         )
     try:
         tensors = {key: [Part(*one) for one in parts] for key, parts in manifest["tensors"].items()}

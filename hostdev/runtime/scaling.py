@@ -59,7 +59,7 @@ class Waiting(Scaled, Protocol):
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The dense optimizers whose parameters have gradients from the same batches."""
+        """The dense optimizers whose parameters have gradients from the same batches as these rows."""
 
 
 class LossRecord(Scaled, Protocol):

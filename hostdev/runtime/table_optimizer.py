@@ -162,9 +162,9 @@ class TableOptimizer(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Mark the batch as stepped: the tables are updated when the loop goes on to the next batch.
+        """Record a step for the current batch; the tables are updated when the loop moves on to the next batch.
 
-        After a loop, apply the gradients that the loop left without a step.
+        After a loop has ended, apply its remaining gradients if no step has used them yet.
 
         Args:
             closure: Computes the loss and its gradients again, as for any optimizer.

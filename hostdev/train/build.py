@@ -78,8 +78,8 @@ def _decay(model: Model, decay: float) -> None:
             raise UserError(f"--table-weight-decay {decay}: {error}") from None
         if optimizer.lr * decay >= 1:
             raise UserError(
-                f"--table-weight-decay {decay} times the learning rate {optimizer.lr} of table {name!r} must be below "
-                "1; give a smaller --table-weight-decay or --table-lr"
+                f"--table-weight-decay ({decay}) multiplied by the learning rate of table {name!r} ({optimizer.lr}) "
+                "must be below 1; give a smaller --table-weight-decay or --table-lr"
             )
         tables[name] = replace(spec, optimizer=optimizer)
     model.tables = tables

@@ -53,7 +53,7 @@ class Evaluation(NamedTuple):
 
     @property
     def has_binary(self) -> bool:
-        """Whether at least one label is 0 or 1, rather than any number."""
+        """Whether at least one label is binary (0 or 1) and not numeric."""
         return math.isfinite(self.logloss) or math.isnan(self.rmse)
 
     def as_values(self) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP in training: finish the step, or end at a deadline, with complete logs."""
+"""Handles Ctrl-C, SIGTERM and SIGHUP in training: finishes the step, or exits at a deadline, and completes the logs."""
 
 import os
 import signal

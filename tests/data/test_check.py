@@ -357,10 +357,10 @@ def test_a_changed_manifest(own_data, in_process, change, name):
     code, out, _ = in_process(preprocess, "check", own_data)
     assert code == 1
     assert out.splitlines() == [
-        f"{path} is broken (a wrong checksum: it is damaged or was changed); preprocess the data again",
+        f"{path} is broken (its checksum is wrong, so the file was damaged or changed); preprocess the data again",
         f"{path}: DAMAGED, 1 finding",
     ]
-    with pytest.raises(UserError, match="a wrong checksum"):
+    with pytest.raises(UserError, match="its checksum is wrong"):
         manifest.read(own_data)
 
 

@@ -152,7 +152,9 @@ def test_the_batch_of_all_is_that_of_each_times_their_number():
 def test_a_place_that_is_none(refused, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "RANK is 3, but WORLD_SIZE is 2: ranks count from 0" in refused(*MIX, "--micro-batches", 2)
+    assert "RANK is 3, but it must be below WORLD_SIZE (2): ranks are numbered from 0" in refused(
+        *MIX, "--micro-batches", 2
+    )
 
 
 def test_ranks_that_do_not_come(refused, as_one_of):

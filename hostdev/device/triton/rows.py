@@ -86,7 +86,7 @@ def _exchange(
 
 @triton.jit
 def _swap(there, slots, here, row, column, inside, STAY, D: tl.constexpr):
-    """Copy rows of `here` to their slots in `there`; from row STAY on, swap them with the slots' rows instead."""
+    """Write each row of `here` to its slot in `there`; rows from index STAY on swap places with the slot's old row."""
     at = there + tl.load(slots + row, mask=inside, other=0).to(tl.int64) * D + column
     own = here + row.to(tl.int64) * D + column
     comes, goes = tl.load(own, mask=inside), tl.load(at, mask=inside & (row >= STAY))
