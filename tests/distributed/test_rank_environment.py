@@ -151,7 +151,7 @@ WRONG = [
     (LOOP | {"RANK": "2"}, "RANK is 2, but it must be below WORLD_SIZE (2): ranks are numbered from 0"),
     ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK is 0, but WORLD_SIZE is 0"),
     (MPICH | {"PMI_RANK": "7"}, "PMI_RANK is 7, but PMI_SIZE is 2"),
-    (TORCHRUN | {"LOCAL_RANK": "2"}, "LOCAL_RANK is 2, but LOCAL_WORLD_SIZE is 2"),
+    (TORCHRUN | {"LOCAL_RANK": "2"}, "LOCAL_RANK is 2, but it must be below LOCAL_WORLD_SIZE (2)"),
     (
         OPEN_MPI | {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "x"},
         "Open MPI says rank 1 of 4, but RANK and WORLD_SIZE says rank 0 of 4; unset the variables of one launcher",
