@@ -297,12 +297,22 @@ def find_format(source: AnyInput) -> str:
     for magic, name, way in _OTHERS:
         if start.startswith(magic):
             raise UserError(f"{source.name}: this is {name}, which is not supported; {way}")
+    if _is_tfrecord(source.head(13)):
+        raise UserError(
+            f"{source.name}: this is TFRecord, which is not supported; write its examples as Parquet, such as "
+            "pandas.DataFrame(...).to_parquet(...)"
+        )
     found = next((name for magic, name in _FORMATS if start.startswith(magic)), "text")
     if found == "Parquet" and _continues_as_text(source, start):
         return "text"
     if found != "text" and not source.plain:
         raise UserError(f"{source.name}: {found} can be read only as a plain file; decompress or unpack it")
     return found
+
+
+def _is_tfrecord(start: bytes) -> bool:
+    """Return whether a file starts with the length and checksum of a record, and with the tag of tf.train.Example."""
+    return len(start) == 13 and 0 < int.from_bytes(start[:8], "little") < 1 << 32 and start[12:] == b"\n"
 
 
 def _continues_as_text(source: AnyInput, start: bytes) -> bool:

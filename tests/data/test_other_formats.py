@@ -67,6 +67,7 @@ def test_formats_that_are_named(tmp_path, refused):
     with sqlite3.connect(tmp_path / "t.db") as connection:
         connection.execute("CREATE TABLE t (y)")
     connection.close()
+    (tmp_path / "t.tfrecord").write_bytes((40).to_bytes(8, "little") + b"\x8a\x01\xf0\x02" + b"\n\x26" + bytes(42))
     for protocol in (2, 3, 4, 5):
         (tmp_path / f"t{protocol}.pkl").write_bytes(pickle.dumps({"a": 1}, protocol))
     for name, what in (
@@ -75,6 +76,7 @@ def test_formats_that_are_named(tmp_path, refused):
             "this is ORC, which is not supported; write it as Parquet, such as pandas.read_orc(...).to_parq",
         ),
         ("t.h5", "this is HDF5"),
+        ("t.tfrecord", "this is TFRecord, which is not supported; write its examples as Parquet"),
         ("t.xls", "this is an Excel workbook, which is not supported; save the sheet as CSV"),
         ("t.npy", "this is a NumPy array"),
         (
