@@ -33,6 +33,7 @@ _BINARY = {
     pa.string_view(): pa.binary_view(),
 }
 TEXT_OR_WHOLE = "text or integers"  # a result of `get_written_form`
+_FEW_LABELS = 20  # up to this many distinct labels are looked at one by one
 _SHOWN = 40  # characters of a wrong value in a message
 
 
@@ -378,6 +379,17 @@ def labels_where_readable(array: pa.Array, positive: Positive | None) -> npt.NDA
         array = array.cast(pa.string())
     codes, values = as_text(array)
     return _parse_labels([text.strip() for text in values.to_pylist()], positive)[codes]
+
+
+def distinct_numbers(array: pa.Array) -> list[Decimal]:
+    """Return the distinct numbers in values [N]; empty unless there are 2 to 20 distinct values."""
+    if classify_type(array.type) == "text":
+        array, _ = cast_where_possible(array, pa.string())
+    values = pc.unique(array)
+    if not 2 <= len(values) <= _FEW_LABELS:
+        return []
+    found = (_parse_exactly(str(value).strip()) for value in values.to_pylist() if value is not None)
+    return [value for value in found if isinstance(value, Decimal)]
 
 
 def _parse_labels(texts: list[str], positive: Positive | None) -> npt.NDArray[np.float32]:

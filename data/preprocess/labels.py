@@ -7,6 +7,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from hostdev.core.errors import UserError
+from hostdev.core.progress import note
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.columns import Positive, WrongValueError
 from hostdev.data.preprocess.reading import Reading
@@ -25,6 +26,8 @@ class Labels:
         rule: Which values are positive (see `Positive`), for labels that are not in `rules`; None: 1 and true.
         rules: Which values are positive, by label.
         readings: Reading settings by the name of a label or the weight.
+        tells: Whether to print a line, once for each label, if a value such as -1 beside 0 and 1 becomes a negative
+            label.
     """
 
     def __init__(
@@ -34,6 +37,8 @@ class Labels:
         rule: str | None,
         rules: Mapping[str, str],
         readings: Mapping[str, Reading],
+        *,
+        tells: bool = False,
     ) -> None:
         self._names, self._targets, self._readings = names, targets, readings
         self._rules = {
@@ -42,6 +47,7 @@ class Labels:
             if name not in targets.numeric
             for text in [rules.get(name, rule)]
         }
+        self._untold = {name for name, one in self._rules.items() if tells and one is not None and one.op == "="}
 
     def column(self, name: str) -> str:
         """Return the name of the column from which a label or the weight is read."""
@@ -90,10 +96,27 @@ class Labels:
         if name not in self._rules:
             return self._numbers(name, get, least=-np.inf)
         found = self._readings[name].label(get(self.column(name)))
+        if name in self._untold:
+            self._tell(name, found)
         try:
             return arrow.as_labels(found, self._rules[name])
         except WrongValueError:
             return arrow.labels_where_readable(found, self._rules[name])
+
+    def _tell(self, name: str, labels: pa.Array) -> None:
+        """Print a line if labels have a number below 0 beside others that are not positive."""
+        rule = self._rules[name]
+        assert rule is not None
+        values = arrow.decoded(labels)
+        if len(values) == 0 or arrow.classify_type(values.type) not in ("text", "number"):
+            return
+        others = [value for value in arrow.distinct_numbers(values) if str(value) != rule.value]
+        if min(others, default=0) < 0 <= max(others, default=-1) and name in self._untold:
+            self._untold.discard(name)
+            note(
+                f"label {name!r}: --positive {rule.value} makes {min(others):g} a negative label, like "
+                f"{max(others):g}; if it means that the label is unknown, give --missing={min(others):g}"
+            )
 
     def _numbers(self, name: str, get: GetColumn, *, least: float) -> Values:
         """Return a column's numbers; NaN where missing, unreadable, less than `least`, or too large for float32."""

@@ -99,7 +99,7 @@ class RowParser:
         self._options, self._files, self._layout = options, files, options.layout()
         self._readings = options.readings()
         rules = options.positive, options.positives
-        self._labels = Labels(options.labels(), options.targets, *rules, self._readings)
+        self._labels = Labels(options.labels(), options.targets, *rules, self._readings, tells=True)
         self._columns = {name: options.column(name) for name in options.roles()}
         self._owners = dict(options.share)
 

@@ -221,3 +221,24 @@ def test_wrong_features_files(in_process, tmp_path, frame, before, after, messag
     assert code == 2
     assert message in error, error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "told"), [("0,1,-1", True), ("0,1,-1.0", True), ("-1,1", False), ("0,1", False), ("5,4,1", False)]
+)
+def test_a_label_below_0_beside_0_is_told(in_process, tmp_path, values, told):
+    """-1 often means that a label is unknown; alone beside 1, it is a negative label."""
+    labels = values.split(",")
+    lines = [f"{labels[i % len(labels)]},{i / 90},u{i % 5}" for i in range(90)]
+    (tmp_path / "t.csv").write_text("\n".join(["click,price,user", *lines]) + "\n")
+    more = ["--label", "click", *ROLES, "--positive", "1"]
+    code, out, error = in_process(preprocess, "table", "t.csv", *more, "--out", "data")
+    assert code == 0
+    below = labels[-1]
+    line = f"label 'click': --positive 1 makes {below} a negative label, like 0; if it means that the label is unknown,"
+    assert (line in error) == told, error
+    assert error.count("label 'click'") == told
+    if told:
+        code, out, error = in_process(preprocess, "table", "t.csv", *more, f"--missing={labels[2]}", "--out", "other")
+        assert "label 'click'" not in error
+        assert (code, "more than 1" in error or "rows" in error) == (2, True), (out, error)
