@@ -121,7 +121,10 @@ def test_an_id_beyond_the_table_names_shard_row_field_and_id(own_data, wrong):
         return table.set_column(2, "cat", pa.FixedSizeListArray.from_arrays(pa.array(cat.ravel()), 26))
 
     rewrite(own_data, change)
-    with pytest.raises(UserError, match=rf"part-00001.arrow, row 17, field C5: id {wrong} is outside 0..{size - 1}"):
+    with pytest.raises(
+        UserError,
+        match=rf"part-00001.arrow, row 17, field C5: id {wrong} is not one of the data set's ids, 0..{size - 1}",
+    ):
         read_all(own_data)
 
 
@@ -130,7 +133,7 @@ def test_a_label_that_is_none_is_named(own_data):
         return table.set_column(0, "label", pa.array([0.0] * 9 + [0.5] + [1.0] * 190, pa.float32()))
 
     rewrite(own_data, change)
-    with pytest.raises(UserError, match=r"part-00001.arrow, row 9: label 0.5 is not 0 or 1"):
+    with pytest.raises(UserError, match=r"part-00001.arrow, row 9, label: 0.5 is not 0 or 1"):
         read_all(own_data)
 
 
@@ -275,7 +278,9 @@ def test_an_id_in_a_bag_beyond_the_table(bag_data, wrong, at):
         rows.append(row if at == 0 else int(np.flatnonzero(offsets < offsets[row])[-1]))  # the last value before it
 
     rewrite_bag(bag_data, change)
-    message = rf"part-00001.arrow, row {rows[0]}, field often: id {wrong} is outside 0..{size - 1}"
+    message = (
+        rf"part-00001.arrow, row {rows[0]}, field often: id {wrong} is not one of the data set's ids, 0..{size - 1}"
+    )
     with pytest.raises(UserError, match=message):
         read_all(bag_data)
 

@@ -380,7 +380,7 @@ def test_an_id_beyond_the_table(trained, own_data, capsys):
 
     rewrite(own_data, change)
     assert trained(*small(own_data, "--batch-size", 50, "--host-device-mix")) == 2
-    assert "part-00001.arrow, row 3, field C26: id 1000000 is outside" in error_of(capsys)
+    assert "part-00001.arrow, row 3, field C26: id 1000000 is not one of" in error_of(capsys)
 
 
 def test_a_run_directory_is_used_once(trained, small_data, tmp_path, capsys):

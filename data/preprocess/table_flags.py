@@ -103,7 +103,7 @@ def _roles(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     for name in features:
         if name not in dict(bags):
-            raise UserError(f"--padding and --last apply to columns of --bag, and {name!r} is not one")
+            raise UserError(f"--padding and --last apply only to --bag columns, but {name!r} is not one")
     for text in arguments.vector or ():
         check_length(f"--vector {text}", _number("--vector", text)[1])
     vectors = {name: Vector(length) for text in arguments.vector or () for name, length in [_number("--vector", text)]}

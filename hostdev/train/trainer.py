@@ -297,7 +297,8 @@ def _bind(feature: Feature, tables: Mapping[str, Table], precision: str) -> Feat
 
 def _get_tensors(batch: Batch) -> tuple[Batch, Tensor, Tensor, Tensor | None]:
     """Return a batch, and its dense columns, labels and weights as tensors to send to the device."""
-    weight = None if batch.weight is None else torch.from_numpy(batch.weight)
+    given = getattr(batch, "weight", None)  # other kinds of batches have none
+    weight = None if given is None else torch.from_numpy(given)
     return batch, torch.from_numpy(batch.dense), torch.from_numpy(batch.label), weight
 
 

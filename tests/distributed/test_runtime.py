@@ -227,7 +227,7 @@ def test_reduce_twice():
 @pytest.mark.parametrize("other", [lambda given: given[:1], lambda given: given[::-1], lambda given: []])
 def test_other_parameters(other):
     case = Case()
-    with pytest.raises(ValueError, match="was given different parameters for micro-batches of the same step"):
+    with pytest.raises(ValueError, match="got different parameters for micro-batches of one step"):
         for label, rows in case.loop(batches_of(2), micro_batches=2):
             step(case, label, rows)
             given = list(case.model.parameters())
@@ -264,7 +264,7 @@ def test_a_step_of_the_optimizer_with_each_micro_batch():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"accumulate": 2, "micro_batches": 2}, "micro_batches and accumulate both set .*; give one"),
+        ({"accumulate": 2, "micro_batches": 2}, "micro_batches and accumulate both set .*; give only one"),
         ({"micro_batches": 0}, "micro_batches must be a number of batches, 1 or more, not 0"),
         ({"accumulate": 0, "micro_batches": 2}, "accumulate must be a number of batches, 1 or more, not 0"),
     ],
@@ -295,7 +295,7 @@ def made(part):
 @pytest.mark.parametrize(
     ("part", "ranks", "words"),
     [
-        (None, Second(), "table 't' holds all rows, but this is rank 1 of 2; create it with part=ranks.part"),
+        (None, Second(), "table 't' holds all rows, but this is rank 1 of 2; create the table with part=ranks.part"),
         ((0, 2), Second(), "table 't' holds part 0 of 2, but this is rank 1 of 2"),
         ((1, 4), Second(), "table 't' holds part 1 of 4, but this is rank 1 of 2"),
         ((1, 2), None, "table 't' holds part 1 of 2, but there are no other ranks"),

@@ -203,7 +203,7 @@ def test_rows_of_frozen_tables_need_no_gradient(device):
         vector, first = rows["item"]
         assert [x.requires_grad for x in (vector, first, rows["history"], rows["user"])] == [False, True, False, True]
         assert len(rows.parameters()) == 3
-    with pytest.raises(ValueError, match="no table 'itmes'; there are users, items, first, words"):
+    with pytest.raises(ValueError, match="no table 'itmes'; the tables are users, items, first, words"):
         case.runtime.freeze("itmes")
 
 
