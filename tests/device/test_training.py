@@ -186,10 +186,10 @@ def test_rows_and_gradients_are_on_the_device(device, monkeypatch):
     made = trainer_of(device=device, depth=2, cache=CACHES[1])
     step = made._network._step
 
-    def watched(rows, batch, dense, label):
+    def watched(rows, batch, dense, label, weight):
         parts = [part for value in rows.values() for part in value]
         seen.update(part.device.type for part in [*parts, dense, label])
-        found = step(rows, batch, dense, label)
+        found = step(rows, batch, dense, label, weight)
         seen.update(grad.device.type for leaf in rows.leaves for grad in leaf.grads())
         seen.add(rows.guarded[0].device.type)
         return found

@@ -149,8 +149,8 @@ WRONG = [
     (LOOP | {"WORLD_SIZE": "-2"}, "WORLD_SIZE is -2; it must be at least 0"),
     (LOOP | {"LOCAL_RANK": "-1"}, "LOCAL_RANK is -1; it must be at least 0"),
     (LOOP | {"RANK": "2"}, "RANK is 2, but it must be below WORLD_SIZE (2): ranks are numbered from 0"),
-    ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK is 0, but WORLD_SIZE is 0"),
-    (MPICH | {"PMI_RANK": "7"}, "PMI_RANK is 7, but PMI_SIZE is 2"),
+    ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK is 0, but it must be below WORLD_SIZE (0)"),
+    (MPICH | {"PMI_RANK": "7"}, "PMI_RANK is 7, but it must be below PMI_SIZE (2)"),
     (TORCHRUN | {"LOCAL_RANK": "2"}, "LOCAL_RANK is 2, but it must be below LOCAL_WORLD_SIZE (2)"),
     (
         OPEN_MPI | {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "x"},
