@@ -107,8 +107,7 @@ class Schema:
     targets: Targets = SINGLE_LABEL
 
     def __post_init__(self) -> None:
-        weight = () if self.targets.weight is None else (self.targets.weight,)
-        names = [*self.labels, *weight, *self.dense, *(column.name for column in self.columns)]
+        names = [*self.targets.names(self.label), *self.dense, *(column.name for column in self.columns)]
         if unknown := set(self.targets.numeric) - set(self.labels):
             raise ValueError(f"the targets name {min(unknown)!r} as numeric, but {min(unknown)!r} is not a label")
         if twice := _twice(names):
@@ -139,7 +138,7 @@ class Schema:
     @property
     def labels(self) -> tuple[str, ...]:
         """Names of all labels, in the order of `Batch.label`."""
-        return (self.label, *self.targets.more)
+        return self.targets.labels(self.label)
 
     @property
     def ids(self) -> tuple[str, ...]:

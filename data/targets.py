@@ -21,6 +21,14 @@ class Targets:
     numeric: tuple[str, ...] = ()
     weight: str | None = None
 
+    def labels(self, first: str) -> tuple[str, ...]:
+        """Return the names of all labels, given the first."""
+        return (first, *self.more)
+
+    def names(self, first: str) -> tuple[str, ...]:
+        """Return the names of all labels, given the first, and of the weight if there is one."""
+        return (*self.labels(first), *(() if self.weight is None else (self.weight,)))
+
     def as_json(self) -> dict[str, Any]:
         """Return the values that differ from the defaults."""
         found = {"more": list(self.more), "numeric": list(self.numeric), "weight": self.weight}

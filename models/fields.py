@@ -50,6 +50,11 @@ def collect_bags(schema: Schema, batch: Batch) -> dict[str, Ids]:
     return {bag_feature(name): Bag(batch.bags[name][0], lengths=batch.bags[name][1]) for name in schema.bags}
 
 
+def concatenate_inputs(dense: Tensor, rows: Rows, features: Iterable[str]) -> Tensor:
+    """Return the dense columns and the rows of all fields side by side, float32 [B, nd + fields * D]."""
+    return torch.cat([dense, concatenate_fields(rows, features).flatten(1).float()], 1)
+
+
 def concatenate_fields(rows: Rows, features: Iterable[str], table: int | None = None) -> Tensor:
     """Return the rows of all fields, [B, fields, D]; `table` is the table's index if features have several tables."""
     parts = [rows[name] if table is None else rows[name][table] for name in features]

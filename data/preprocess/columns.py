@@ -388,19 +388,19 @@ def distinct_numbers(array: pa.Array) -> list[Decimal]:
     values = pc.unique(array)
     if not 2 <= len(values) <= _FEW_LABELS:
         return []
-    found = (_parse_exactly(str(value).strip()) for value in values.to_pylist() if value is not None)
+    found = (parse_exactly(str(value).strip()) for value in values.to_pylist() if value is not None)
     return [value for value in found if isinstance(value, Decimal)]
 
 
 def _parse_labels(texts: list[str], positive: Positive | None) -> npt.NDArray[np.float32]:
     """Return the label of each text, float32 [n], NaN for an invalid text; 5, 5.0 and 5e0 are the same value."""
     if positive is None:
-        return np.array([_TRUE_OR_FALSE.get(_parse_exactly(text.lower()), np.nan) for text in texts], np.float32)
-    value = _parse_exactly(positive.value)
+        return np.array([_TRUE_OR_FALSE.get(parse_exactly(text.lower()), np.nan) for text in texts], np.float32)
+    value = parse_exactly(positive.value)
     missing = {*MISSING_NUMBERS} - {positive.value}
 
     def label(text: str) -> float:
-        found = _parse_exactly(text)
+        found = parse_exactly(text)
         if text in missing or (positive.op == "=" and isinstance(value, Decimal) and isinstance(found, str)):
             return np.nan  # such as ? among numeric labels: unknown, not negative
         return float((found == value) == (positive.op == "="))
@@ -408,7 +408,7 @@ def _parse_labels(texts: list[str], positive: Positive | None) -> npt.NDArray[np
     return np.array([label(text) for text in texts], np.float32)
 
 
-def _parse_exactly(text: str) -> str | Decimal:
+def parse_exactly(text: str) -> str | Decimal:
     """Parse a number exactly; return any other text unchanged."""
     return Decimal(text) if _NUMBER.fullmatch(text) else text
 

@@ -9,7 +9,7 @@ from hostdev.core.errors import UserError
 from hostdev.data.preprocess import scaling
 from hostdev.data.preprocess.earlier_vocabulary import Earlier, read_earlier
 from hostdev.data.preprocess.reading import own_settings
-from hostdev.data.preprocess.vectors import Vector, vectors_in
+from hostdev.data.preprocess.vectors import vectors_in
 
 _MOST = 120  # characters of a column list in a message
 TABLES = ("table", "query")  # commands whose sources have named columns
@@ -91,20 +91,14 @@ def columns(given: Mapping[str, Any], earlier: Earlier) -> dict[str, Any]:
 def _is_same(value: Any, known: Any) -> bool:
     """Return whether a flag's value equals that of the earlier data set."""
     if isinstance(value, Mapping):
-        mine, theirs = (
-            {name: one if isinstance(one, Vector) else one.as_json() for name, one in each.items()}
-            for each in (value, known)
-        )
+        mine, theirs = ({name: one.as_json() for name, one in each.items()} for each in (value, known))
         return mine == theirs
     return bool(value == known if isinstance(value, str) else set(value) == set(known))
 
 
 def _shown(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(
-            f"{name}={one.length}" if isinstance(one, Vector) else f"{name} {one.as_json()}"
-            for name, one in value.items()
-        )
+        return ", ".join(f"{name} {one.as_json()}" for name, one in value.items())
     if isinstance(value, tuple):
         shown = ", ".join("=".join(map(str, one)) if isinstance(one, tuple) else one for one in value)
         return shown if len(shown) <= _MOST else shown[:_MOST] + "..."

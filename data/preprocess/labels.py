@@ -74,7 +74,7 @@ class Labels:
 
     def require(self, get: GetColumn) -> None:
         """Raise WrongLabelError if a label or the weight of a single row cannot be read; `get` returns columns [1]."""
-        for name in (*self._names, *(() if self._targets.weight is None else (self._targets.weight,))):
+        for name in self._targets.names(self._names[0]):
             column = self.column(name)
             try:
                 if name in self._rules:
@@ -110,7 +110,8 @@ class Labels:
         values = arrow.decoded(labels)
         if len(values) == 0 or arrow.classify_type(values.type) not in ("text", "number"):
             return
-        others = [value for value in arrow.distinct_numbers(values) if str(value) != rule.value]
+        positive = arrow.parse_exactly(rule.value)
+        others = [value for value in arrow.distinct_numbers(values) if value != positive]
         if min(others, default=0) < 0 <= max(others, default=-1) and name in self._untold:
             self._untold.discard(name)
             note(

@@ -44,7 +44,7 @@ class Layout:
     @property
     def labels(self) -> tuple[str, ...]:
         """Names of all labels."""
-        return (self.label, *self.targets.more)
+        return self.targets.labels(self.label)
 
     @property
     def columns(self) -> tuple[Column, ...]:

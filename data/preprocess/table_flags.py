@@ -92,10 +92,8 @@ def _roles(arguments: argparse.Namespace) -> dict[str, Any]:
         before = features.get(name, Reading())
         features[name] = replace(before, missing=(*before.missing, value))
     for text in arguments.last or ():
-        name, value = _pair("--last", text)
-        if not value.isdecimal() or int(value) < 1:
-            raise UserError(f"--last {text}: write it as NAME=N, where N is at least 1")
-        features[name] = replace(features.get(name, Reading()), length=int(value))
+        name, length = _number("--last", text)
+        features[name] = replace(features.get(name, Reading()), length=length)
     bags = tuple(
         (name, separator or (None if "=" not in text else ""))
         for text in arguments.bag or ()
@@ -104,9 +102,11 @@ def _roles(arguments: argparse.Namespace) -> dict[str, Any]:
     for name in features:
         if name not in dict(bags):
             raise UserError(f"--padding and --last apply only to --bag columns, but {name!r} is not one")
+    vectors: dict[str, Vector] = {}
     for text in arguments.vector or ():
-        check_length(f"--vector {text}", _number("--vector", text)[1])
-    vectors = {name: Vector(length) for text in arguments.vector or () for name, length in [_number("--vector", text)]}
+        name, length = _number("--vector", text)
+        check_length(f"--vector {text}", length)
+        vectors[name] = Vector(length)
     roles = {
         **named,
         "numeric": (*parse_names(arguments.numeric), *elements(vectors)),
@@ -150,7 +150,7 @@ def _parse_encoding(name: str | None) -> str:
 def _number(flag: str, text: str) -> tuple[str, int]:
     name, value = _pair(flag, text)
     if not value.isdecimal() or int(value) < 1:
-        raise UserError(f"{flag} {text}: write it as NAME=N with a number N from 1")
+        raise UserError(f"{flag} {text}: write it as NAME=N, where N is at least 1")
     return name, int(value)
 
 

@@ -74,7 +74,7 @@ class TableOptions:
 
     def __post_init__(self) -> None:
         with_ids = [*self.categorical, *(name for name, _ in self.bags)]
-        names = [*self.targets_names(), *self.numeric, *with_ids]
+        names = [*self.targets.names(self.label), *self.numeric, *with_ids]
         if twice := next((name for name, count in Counter(names).items() if count > 1), None):
             raise UserError(
                 f"column {twice!r} is named twice among --label, --weight, --numeric, --categorical and --bag; name it "
@@ -146,11 +146,7 @@ class TableOptions:
 
     def labels(self) -> tuple[str, ...]:
         """Return the names of all labels."""
-        return (self.label, *self.targets.more)
-
-    def targets_names(self) -> tuple[str, ...]:
-        """Return the names of all labels and of the weight, if there is one."""
-        return (*self.labels(), *(() if self.targets.weight is None else (self.targets.weight,)))
+        return self.targets.labels(self.label)
 
     def reading(self, name: str) -> Reading:
         """Return the reading settings of a label, the weight or a feature."""
@@ -173,7 +169,7 @@ class TableOptions:
 
     def roles(self) -> tuple[str, ...]:
         """Return the names of all labels, the weight and all features."""
-        return (*self.targets_names(), *self.numeric, *self.categorical, *(name for name, _ in self.bags))
+        return (*self.targets.names(self.label), *self.numeric, *self.categorical, *(name for name, _ in self.bags))
 
     def used(self) -> tuple[str, ...]:
         """Return the names of all columns that are read."""
@@ -193,7 +189,7 @@ class TableOptions:
         found = {**vars(self), "bags": dict(self.bags), "share": dict(self.share)}
         found["features"] = {name: settings for name, one in self.features.items() if (settings := one.as_json())}
         found["targets"] = self.targets.as_json()
-        found["vectors"] = {name: list(vector) for name, vector in self.vectors.items()}
+        found["vectors"] = {name: vector.as_json() for name, vector in self.vectors.items()}
         found.pop("_owners", None)
         found["scaling"] = {name: one.as_json() for name, one in self.scaling.items()}
         return {name: value for name, value in found.items() if name not in _USUAL or value != _USUAL[name]}

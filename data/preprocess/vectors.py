@@ -26,6 +26,10 @@ class Vector(NamedTuple):
     length: int
     separator: str | None = None
 
+    def as_json(self) -> list[Any]:
+        """Return the entry for the manifest; `vectors_in` parses it."""
+        return list(self)
+
     def names(self, name: str) -> list[str]:
         """Return the names of the numeric columns that the feature `name` becomes."""
         return [f"{name}[{i}]" for i in range(self.length)]

@@ -21,6 +21,7 @@ from hostdev.predict.measures import Measures
 from hostdev.predict.output import Output, kept_columns
 from hostdev.predict.predictor import Predictor
 from hostdev.predict.unknown import UnknownValues
+from hostdev.train.target_scores import TargetScores
 
 _AT = 10  # default k of NDCG@k and recall@k
 
@@ -53,10 +54,11 @@ def run(arguments: argparse.Namespace, prog: str) -> None:
     with new_file(out) as partial:  # noqa: SIM117  (an error of new_file names its own file)
         with (
             naming(out),
-            Measures(schema, arguments.by, out.parent) as measures,
+            TargetScores(schema.labels, schema.targets, out.parent) as scores,
             Output(partial, schema, is_csv=out.suffix.lower() == ".csv", more=kept) as output,
             bar(work.total, "predicting", work.unit, unit_scale=True) as progress,
         ):
+            measures = Measures(schema, arguments.by, scores)
             for part in work.parts:
                 logits = predictor.logits_by_batch(part.batch)
                 if unknown is not None:

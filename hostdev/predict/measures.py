@@ -2,10 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack
-from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -23,36 +19,26 @@ Values = npt.NDArray[np.float32]
 
 
 class Measures:
-    """Collects outputs and labels, and reports metrics. Used as a context manager, which closes its files at the end.
+    """Collects outputs and labels, and reports metrics.
 
     Args:
         schema: The data set's schema.
         by: The column whose values group the rows, or None.
-        folder: Folder for files with the scores that do not fit in memory.
+        scores: Receives the outputs and labels.
 
     Raises:
         UserError: `by` is given, but no label is 0 or 1.
     """
 
-    def __init__(self, schema: Schema, by: str | None, folder: Path) -> None:
-        self._schema = schema
+    def __init__(self, schema: Schema, by: str | None, scores: TargetScores) -> None:
+        self._schema, self._scores = schema, scores
         self._binary = [name not in schema.targets.numeric for name in schema.labels]
         if by is not None and not any(self._binary):
             raise UserError(f"--by {by} has no effect on predictions of numbers; leave out --by")
-        self._files = ExitStack()
-        self._scores = self._files.enter_context(TargetScores(schema.labels, schema.targets, folder))
         self._groups = [Groups(by, schema) if by is not None and binary else None for binary in self._binary]
         self._expected: list[list[float]] = [[] for _ in schema.labels]  # sums of the probabilities of labelled rows
         self._positives = [0] * len(schema.labels)
         self.predicted = self.unlabelled = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._files.close()
 
     def add(self, outputs: Values, part: Part) -> None:
         """Add the outputs of a part's rows, float32 [n] or [n, labels]; non-finite outputs count as missing."""

@@ -85,8 +85,7 @@ class Quality:
             "best_epoch": best and best.epoch,
             "best_auc": _finite(best and best.test.auc),
         }
-        any_point = last.test if last is not None else None
-        if any_point is not None and np.isfinite(any_point.rmse):
+        if last is not None and np.isfinite(last.test.rmse):
             found |= {
                 "rmse": _finite(result and result.rmse),
                 "mae": _finite(result and result.mae),

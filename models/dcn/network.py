@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hostdev.core.optimizers import Adagrad, SparseOptimizer
 from hostdev.core.pieces import Piece, run
 from hostdev.data.schema import Schema
-from hostdev.models.fields import collect_ids, concatenate_fields, make_features, require_single_label
+from hostdev.models.fields import collect_ids, concatenate_inputs, make_features, require_single_label
 from hostdev.models.layers import he_normal, in_float32, initialize, pass_through, perceptron, with_zero_biases
 from hostdev.models.model import Batch, Ids, Model, Rows
 from hostdev.runtime.spec import TableSpec
@@ -106,7 +106,7 @@ class DCN(Model):
         return [Piece("input", self._input), *crosses, begin, *deep, end]
 
     def _input(self, dense: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        first = torch.cat([dense, concatenate_fields(rows, self.features).flatten(1).float()], 1)
+        first = concatenate_inputs(dense, rows, self.features)
         return first, first
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hostdev.core.optimizers import LazyAdam, SparseOptimizer
 from hostdev.core.pieces import Piece, run
 from hostdev.data.schema import Schema
-from hostdev.models.fields import collect_ids, concatenate_fields, make_features
+from hostdev.models.fields import collect_ids, concatenate_inputs, make_features
 from hostdev.models.layers import glorot_normal, initialize, perceptron, with_zero_biases
 from hostdev.models.model import Batch, Ids, Model, Rows
 from hostdev.models.towers import Towers
@@ -84,7 +84,7 @@ class MMoE(Model):
         ]
 
     def _input(self, dense: Tensor, rows: Rows) -> Tensor:
-        return torch.cat([dense, concatenate_fields(rows, self.features).flatten(1).float()], 1)
+        return concatenate_inputs(dense, rows, self.features)
 
     def _mixtures(self, inputs: Tensor) -> tuple[Tensor, ...]:
         """Return each label's mixture of the experts' outputs, float32 [B, expert's last width]."""

@@ -8,13 +8,12 @@ Shapes: B samples, nd dense columns, F columns of ids (bags included), D columns
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from hostdev.core.optimizers import LazyAdam, SparseOptimizer
 from hostdev.core.pieces import Piece, run
 from hostdev.data.schema import Schema
-from hostdev.models.fields import collect_ids, concatenate_fields, make_features
+from hostdev.models.fields import collect_ids, concatenate_inputs, make_features
 from hostdev.models.layers import glorot_normal, initialize, perceptron, with_zero_biases
 from hostdev.models.model import Batch, Ids, Model, Rows
 from hostdev.models.towers import Towers
@@ -73,4 +72,4 @@ class SharedBottom(Model):
         return [Piece("input", self._input), *bottom, Piece("towers", self.towers, (self.towers,))]
 
     def _input(self, dense: Tensor, rows: Rows) -> Tensor:
-        return torch.cat([dense, concatenate_fields(rows, self.features).flatten(1).float()], 1)
+        return concatenate_inputs(dense, rows, self.features)

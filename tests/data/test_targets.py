@@ -224,7 +224,8 @@ def test_wrong_features_files(in_process, tmp_path, frame, before, after, messag
 
 
 @pytest.mark.parametrize(
-    ("values", "told"), [("0,1,-1", True), ("0,1,-1.0", True), ("-1,1", False), ("0,1", False), ("5,4,1", False)]
+    ("values", "told"),
+    [("0,1,-1", True), ("0,1,-1.0", True), ("-1,1", False), ("1.0,-1.0", False), ("0,1", False), ("5,4,1", False)],
 )
 def test_a_label_below_0_beside_0_is_told(in_process, tmp_path, values, told):
     """-1 often means that a label is unknown; alone beside 1, it is a negative label."""
