@@ -1,7 +1,7 @@
 """Batches; each holds the samples of one step."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +21,7 @@ class Batch:
             number of ids of each sample, int32 [B].
         whole: Size of the step's full batch if this batch is a slice of it, otherwise None.
         weight: float32 [B], the samples' weights in the loss, or None if all are 1.
+        bag_weights: For each weighted bag, the weights of its ids, float32 [N].
     """
 
     label: npt.NDArray[np.float32]
@@ -29,6 +30,7 @@ class Batch:
     bags: dict[str, tuple[npt.NDArray[Any], npt.NDArray[np.int32]]]
     whole: int | None = None
     weight: npt.NDArray[np.float32] | None = None
+    bag_weights: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         """Return the number of samples, B."""
@@ -47,6 +49,9 @@ class Batch:
                 name: (values[ends[name][start] : ends[name][stop]], lengths[start:stop])
                 for name, (values, lengths) in self.bags.items()
             }
+            bag_weights = {
+                name: values[ends[name][start] : ends[name][stop]] for name, values in self.bag_weights.items()
+            }
             weight = None if self.weight is None else self.weight[start:stop]
             label, dense, ids = self.label[start:stop], self.dense[start:stop], self.ids[start:stop]
-            yield Batch(label, dense, ids, bags, self.step_rows, weight)
+            yield Batch(label, dense, ids, bags, self.step_rows, weight, bag_weights)

@@ -33,7 +33,8 @@ def shard_schema(schema: Schema, id_type: str) -> pa.Schema:
     """Return the Arrow schema of a shard with ids of type "int32" or "int64".
 
     The fields are label (a fixed-size list if there are several labels), weight (if the samples have weights), the
-    fixed-size lists dense (numbers) and cat (ids), each omitted if it would be empty, and "bag:NAME" for each bag.
+    fixed-size lists dense (numbers) and cat (ids), each omitted if it would be empty, and "bag:NAME" for each bag,
+    followed by "weights:NAME" if the bag has weights.
     """
     ids = pa.int32() if id_type == "int32" else pa.int64()
     several = len(schema.labels) > 1
@@ -44,7 +45,10 @@ def shard_schema(schema: Schema, id_type: str) -> pa.Schema:
         columns.append(("dense", pa.list_(pa.float32(), len(schema.dense))))
     if schema.ids:
         columns.append(("cat", pa.list_(ids, len(schema.ids))))
-    columns += [(f"bag:{name}", pa.list_(ids)) for name in schema.bags]
+    for name in schema.bags:
+        columns.append((f"bag:{name}", pa.list_(ids)))
+        if name in schema.weighted_bags:
+            columns.append((f"weights:{name}", pa.list_(pa.float32())))
     return pa.schema(columns)
 
 

@@ -1,7 +1,7 @@
 """Rows of memory-mapped shards, and batches gathered from them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -23,6 +23,7 @@ class Piece:
     ids: npt.NDArray[Any]  # [n, columns with one id]
     bags: dict[str, tuple[npt.NDArray[Any], ragged.Offsets]]
     weight: npt.NDArray[np.float32] | None = None  # [n]
+    bag_weights: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)  # [N] for each weighted bag
 
     def __len__(self) -> int:
         return len(self.label)
@@ -45,6 +46,9 @@ class Rows:
         self.bags = {
             name: tuple(get_addresses([piece.bags[name][part] for piece in pieces]) for part in (0, 1))
             for name in pieces[0].bags
+        }
+        self.bag_weights = {
+            name: get_addresses([piece.bag_weights[name] for piece in pieces]) for name in pieces[0].bag_weights
         }
 
     def places(self, start: int, stop: int) -> npt.NDArray[np.int64]:
@@ -84,16 +88,21 @@ def gathered(ranges: Sequence[Range], whole: int | None) -> Batch:
         for name, (_, offsets) in rows.bags.items():
             tasks += length_tasks(places, offsets, lengths[name][part])
     run_tasks(tasks)
-    bags, tasks = {}, []
+    bags, bag_weights, tasks = {}, {}, []
     for name, each in lengths.items():
         begins = ragged.offsets_of(each)
         bags[name] = np.empty(begins[-1], like.bags[name][0].dtype), each
+        if name in like.bag_weights:
+            bag_weights[name] = np.empty(begins[-1], np.float32)
         for rows, places, part in found:
             values, offsets = rows.bags[name]
             tasks += list_tasks(places, offsets, values, begins[part.start : part.stop + 1], bags[name][0])
+            if name in bag_weights:
+                given = rows.bag_weights[name]
+                tasks += list_tasks(places, offsets, given, begins[part.start : part.stop + 1], bag_weights[name])
     run_tasks(tasks)
     labels = label[:, 0] if like.label.ndim == 1 else label
-    return Batch(labels, dense, ids, bags, whole, None if weight is None else weight[:, 0])
+    return Batch(labels, dense, ids, bags, whole, None if weight is None else weight[:, 0], bag_weights)
 
 
 def _slices(ends: Sequence[int]) -> list[slice]:

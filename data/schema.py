@@ -79,11 +79,15 @@ class Space:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of kind "id" (one id per sample) or "bag" (any number per sample); columns may share an id space."""
+    """A column of kind "id" (one id per sample) or "bag" (any number per sample); columns may share an id space.
+
+    `weighted` says whether each id of a bag has a weight.
+    """
 
     name: str
     kind: str
     space: str
+    weighted: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,8 @@ class Schema:
         for column in self.columns:
             if column.kind not in KINDS:
                 raise ValueError(f"column {column.name!r} is of kind {column.kind!r}, not one of {', '.join(KINDS)}")
+            if column.weighted and column.kind != "bag":
+                raise ValueError(f"column {column.name!r} has weights, but is not a bag")
             if column.space not in spaces:
                 raise ValueError(f"column {column.name!r} names an unknown id space {column.space!r}")
         fixed = len(self.dense) + len(self.spaces)
@@ -151,6 +157,11 @@ class Schema:
         return tuple(column.name for column in self.columns if column.kind == "bag")
 
     @property
+    def weighted_bags(self) -> tuple[str, ...]:
+        """Names of the bags whose ids have weights."""
+        return tuple(column.name for column in self.columns if column.weighted)
+
+    @property
     def id_type(self) -> str:
         """The smallest dtype that can hold all ids: "int32" or "int64"."""
         return "int32" if self.rows <= 2**31 else "int64"
@@ -161,11 +172,14 @@ class Schema:
         return len(self.dense) + len(self.spaces)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the schema as manifests store it; `more` and `targets` are omitted if empty."""
+        """Return the schema as manifests store it; `more`, `targets` and `weighted` are omitted if empty or false."""
         content = asdict(self)
         del content["targets"]
         if targets := self.targets.as_json():
             content["targets"] = targets
+        for column in content["columns"]:
+            if not column["weighted"]:
+                del column["weighted"]
         for space in content["spaces"]:
             if not space["more"]:
                 del space["more"]
@@ -181,10 +195,12 @@ def from_json(content: Any) -> Schema:
     spaces = tuple(_space(space) for space in content.pop("spaces", ()))
     dense = tuple(content.pop("dense", ()))
     targets = parse_targets(content.pop("targets", {}))
-    texts = [content.get("label"), *dense, *(text for column in columns for text in vars(column).values())]
+    texts = [content.get("label"), *dense, *(text for one in columns for text in (one.name, one.kind, one.space))]
     numbers = [content.get("rows"), *(n for space in spaces for n in _numbers(space))]
     if not all(isinstance(text, str) for text in [*texts, *(space.name for space in spaces)]):
         raise TypeError("a name in the schema is not text")
+    if not all(type(column.weighted) is bool for column in columns):
+        raise TypeError("a column's entry `weighted` in the schema is not true or false")
     if not all(type(number) is int for number in numbers):
         raise TypeError("an id or a number of ids in the schema is not an integer")
     return Schema(dense=dense, columns=columns, spaces=spaces, targets=targets, **content)

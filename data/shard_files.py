@@ -14,6 +14,7 @@ from threading import Event
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from hostdev.core.arrow_files import as_numpy
@@ -70,7 +71,12 @@ class ShardFiles:
             raise UserError(f"shard {path} is broken ({error}); preprocess the data again") from None
         if any(chunk.null_count or inside(chunk).null_count for column in table.columns for chunk in column.chunks):
             raise UserError(f"shard {path} has missing values; preprocess the data again")
-        pieces = [piece_of(batch, self._manifest) for batch in table.to_batches()]
+        batches = table.to_batches()
+        for name in filter(None, (find_uneven_weights(batch, expected) for batch in batches)):
+            raise UserError(
+                f"shard {path}: bag {name!r} has rows with more ids than weights, or fewer; preprocess the data again"
+            )
+        pieces = [piece_of(batch, self._manifest) for batch in batches]
         self._check_values(path, pieces)
         self._intact[shard.file] = state
         return pieces
@@ -121,6 +127,14 @@ class ShardFiles:
                 if position >= 0:
                     row = int(np.searchsorted(offsets, position, "right")) - 1
                     raise outside(first + row, name, values[position])
+        for name in schema.weighted_bags:
+            for first, piece in _numbered(pieces):
+                if (place := find_wrong_weight(weights := piece.bag_weights[name])) is not None:
+                    row = first + int(np.searchsorted(piece.bags[name][1], place, "right")) - 1
+                    raise UserError(
+                        f"shard {path}, row {row}, weights of {name}: {weights[place]} is not a finite weight of at "
+                        "least 0; preprocess the data again"
+                    )
         for first, piece in _numbered(pieces):
             if found := find_wrong(piece.label, piece.weight, schema.labels, schema.targets):
                 column, fault, at, values = found
@@ -159,9 +173,25 @@ def piece_of(batch: pa.RecordBatch, found: Manifest) -> Piece:
     for name in schema.bags:
         column = batch[f"bag:{name}"]
         bags[name] = as_numpy(inside(column)), ragged.offsets_of(np.diff(as_numpy(column.offsets)))
+    weights = {name: as_numpy(inside(batch[f"weights:{name}"])) for name in schema.weighted_bags}
     label = as_numpy(inside(batch["label"])).reshape((n, len(schema.labels)) if schema.targets.more else n)
     weight = None if schema.targets.weight is None else as_numpy(batch["weight"])
-    return Piece(label, dense, ids, bags, weight)
+    return Piece(label, dense, ids, bags, weight, weights)
+
+
+def find_uneven_weights(batch: pa.RecordBatch, expected: pa.Schema) -> str | None:
+    """Return the name of a bag that does not have one weight for each id, or None."""
+    for field in expected:
+        name = field.name.removeprefix("weights:")
+        if name != field.name and not batch[field.name].offsets.equals(batch[f"bag:{name}"].offsets):
+            return str(name)
+    return None
+
+
+def find_wrong_weight(weights: npt.NDArray[np.float32]) -> int | None:
+    """Return the index of the first weight [N] that is not finite or below 0, or None."""
+    wrong = np.flatnonzero(~((weights >= 0) & np.isfinite(weights)))
+    return int(wrong[0]) if len(wrong) else None
 
 
 def inside(array: Any) -> Any:

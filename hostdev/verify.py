@@ -186,6 +186,7 @@ def train(
         layout=layout,
         sample=batches[0],
         schema=schema,
+        frozen=settings.frozen_columns,
     )
     for group in trainer.runtime.group_specs:
         names.append([(table.name, ["weights", *table.slots]) for table in group.tables])

@@ -6,6 +6,8 @@ mean pooling, and counts as one more field.
 
 from collections.abc import Iterable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -46,8 +48,24 @@ def collect_ids(schema: Schema, batch: Batch) -> dict[str, Ids]:
 
 
 def collect_bags(schema: Schema, batch: Batch) -> dict[str, Ids]:
-    """Return the ids of a batch for each bag's feature."""
-    return {bag_feature(name): Bag(batch.bags[name][0], lengths=batch.bags[name][1]) for name in schema.bags}
+    """Return the ids of a batch for each bag's feature.
+
+    A weighted bag gets factors with which the feature's mean becomes a weighted mean: weights / mean weight of the bag.
+    """
+    found: dict[str, Ids] = {}
+    for name in schema.bags:
+        values, lengths = batch.bags[name]
+        weights = _normalized(batch.bag_weights[name], lengths) if name in schema.weighted_bags else None
+        found[bag_feature(name)] = Bag(values, lengths=lengths, weights=weights)
+    return found
+
+
+def _normalized(weights: npt.NDArray[np.float32], lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
+    """Divide each weight [N] by the mean weight of its bag; all weights of a bag without a positive weight become 0."""
+    bag = np.repeat(np.arange(len(lengths)), lengths)
+    sums = np.bincount(bag, weights, len(lengths))  # in float64, and in the order of the values
+    factors = np.divide(lengths, sums, out=np.zeros(len(lengths)), where=sums > 0)
+    return (weights * factors[bag]).astype(np.float32)
 
 
 def concatenate_inputs(dense: Tensor, rows: Rows, features: Iterable[str]) -> Tensor:

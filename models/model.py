@@ -27,6 +27,10 @@ class Batch(Protocol):
     def bags(self) -> dict[str, tuple[npt.NDArray[Any], npt.NDArray[np.int32]]]:
         """The columns of kind "bag" by name: concatenated values [N] of all samples, and lengths int32 [B]."""
 
+    @property
+    def bag_weights(self) -> dict[str, npt.NDArray[np.float32]]:
+        """For each weighted bag, the weights of its values, float32 [N]."""
+
 
 class Model(nn.Module):
     """A network over rows of embedding tables.

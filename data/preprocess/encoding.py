@@ -5,7 +5,10 @@ Nothing is learned: a value that was absent or too rare in training gets its id 
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from hostdev.data.manifest import Manifest
 from hostdev.data.manifest_values import check_learned
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import criteo, scaling
+from hostdev.data.preprocess.bag_weights import read_weighted, require_weights
 from hostdev.data.preprocess.columns import WrongValueError
 from hostdev.data.preprocess.dense import LARGEST
 from hostdev.data.preprocess.forms import Written
@@ -113,7 +117,14 @@ class Encoding:
     def separators(self) -> Mapping[str, str | None]:
         """The separator of each bag's text by column, or None for a bag of lists."""
         vectors = (name for name in self.schema.dense if self._readings[name].element is not None)
-        return {self._sources[name]: self._readings[name].separator for name in [*self.schema.bags, *vectors]}
+        found = {self._sources[name]: self._readings[name].separator for name in [*self.schema.bags, *vectors]}
+        return found | {name: self._readings[bag].separator for bag, name in self._weights_columns.items()}
+
+    @cached_property
+    def _weights_columns(self) -> dict[str, str]:
+        """By weighted bag, the column with its weights, if it has one."""
+        readings = ((name, self._readings[name].weights_column) for name in self.schema.weighted_bags)
+        return {name: column for name, column in readings if column is not None}
 
     @property
     def numeric_columns(self) -> set[str]:
@@ -138,7 +149,7 @@ class Encoding:
     def columns(self) -> list[str]:
         """Return the names of the required columns, without the labels."""
         names = (*self.schema.dense, *(column.name for column in self.schema.columns))
-        return list(dict.fromkeys(self._sources[name] for name in names))
+        return list(dict.fromkeys([*(self._sources[name] for name in names), *self._weights_columns.values()]))
 
     def require(self, have: Sequence[Any]) -> None:
         """Raise UserError unless `have` contains each required column once."""
@@ -163,6 +174,11 @@ class Encoding:
             column = self._sources[name]
             if len(large := np.flatnonzero(np.abs(numbers[:, i]) > self._most[i])):
                 raise WrongRowError(int(large[0]), column, f"{numbers[large[0], i]:g} is too large")
+        for name in self.schema.weighted_bags:
+            try:
+                require_weights(self._readings[name], name, lambda column: _plain(rows[column]))
+            except WrongValueError as error:
+                raise WrongRowError(error.row, self._sources[name], str(error)) from None
         return self._encoded(rows, self._no_labels(len(rows)), numbers)
 
     def encode_readable(self, rows: pa.RecordBatch) -> tuple[Batch, Ids]:
@@ -177,6 +193,9 @@ class Encoding:
         large = np.abs(numbers) > self._most
         unreadable |= large.any(axis=1)
         numbers[large] = np.nan
+        for name in self.schema.weighted_bags:
+            with suppress(WrongValueError):  # `_encoded` raises it
+                unreadable |= read_weighted(self._readings[name], name, lambda column: _plain(rows[column])).wrong
         batch = self._encoded(rows, label, numbers)
         kept = np.flatnonzero(~unreadable)
         return (batch if len(kept) == len(rows) else _take_rows(batch, kept)), kept
@@ -198,9 +217,16 @@ class Encoding:
             if column.kind == "bag" and kind != "list" and (kind == "nested" or not separator):
                 raise UserError(f"column {name!r} is of type {found}; expected a list of values per row")
             try:
+                if column.name in self._weights_columns:
+                    self._require_weights_type(rows, self._weights_columns[column.name], separator)
                 require_type(found.value_type if kind == "list" else found, self._written[column.space])
             except WrongTypeError as error:
                 raise UserError(f"column {name!r} {error}") from None
+
+    def _require_weights_type(self, rows: pa.RecordBatch, name: str, separator: str | None) -> None:
+        kind = arrow.classify_type(found := rows.schema.field(name).type)
+        if kind != "list" and (kind == "nested" or not separator):
+            raise UserError(f"column {name!r} is of type {found}; expected a list of weights per row")
 
     def _separator(self, column: Column) -> str | None:
         return self._readings[column.name].separator
@@ -208,7 +234,7 @@ class Encoding:
     def _encoded(self, rows: pa.RecordBatch, label: npt.NDArray[np.float32], numbers: npt.NDArray[Any]) -> Batch:
         """Encode rows with the given labels [n] and numbers [n, dense columns]."""
         ids = np.empty((len(rows), len(self.schema.ids)), np.int64)
-        bags = {}
+        bags, bag_weights = {}, {}
         place = 0
         for column in self.schema.columns:
             name, reading = self._sources[column.name], self._readings[column.name]
@@ -218,18 +244,26 @@ class Encoding:
                     ids[:, place], _ = self._find_ids(column, found)
                     place += 1
                 else:
-                    values, lengths = reading.flat_values(found)
+                    if column.weighted:
+                        weighted = read_weighted(reading, column.name, lambda name: _plain(rows[name]))
+                        values, lengths = weighted.values, weighted.lengths
+                    else:
+                        values, lengths = reading.flat_values(found)
                     try:
                         known, missing = self._find_ids(column, values)
                     except WrongValueError as error:
                         raise WrongValueError(arrow.find_row(error.row, lengths), str(error)) from None
-                    known, lengths = reading.known(known, lengths, ~missing)
-                    bags[column.name] = known.astype(self._type), lengths
+                    known, new_lengths = reading.known(known, lengths, ~missing)
+                    bags[column.name] = known.astype(self._type), new_lengths
+                    if column.weighted:
+                        kept, _ = reading.known(weighted.weights, lengths, ~missing)
+                        bag_weights[column.name] = kept.astype(np.float32)
             except WrongTypeError as error:
                 raise UserError(f"column {name!r} {error}") from None
             except WrongValueError as error:
                 raise WrongRowError(error.row, name, str(error)) from None
-        return Batch(label, self._scaling.transform(numbers), ids.astype(self._type), bags)
+        dense = self._scaling.transform(numbers)
+        return Batch(label, dense, ids.astype(self._type), bags, bag_weights=bag_weights)
 
     def encode_few(self, rows: Mapping[str, Sequence[Any]]) -> Batch | None:
         """Encode a few rows faster than `encode`; return None for rows that only `encode` supports.
@@ -332,6 +366,21 @@ class Encoding:
                 ids[:, i], _ = self._find_ids(column, texts)
         return Batch(rows.label, self._scaling.transform(rows.numbers), ids.astype(self._type), {})
 
+    def source(self, name: str) -> str:
+        """Return the name of the file's column that the label or a feature is read from."""
+        return self._sources[name]
+
+    def find_ids(self, name: str, values: pa.Array) -> Ids:
+        """Return the ids of values [N] of the column `name`, int64 [N]; the out-of-vocabulary id for unknown ones.
+
+        Raises UserError for values that cannot be compared with those of the data set.
+        """
+        [column] = (column for column in self.schema.columns if column.name == name)
+        try:
+            return self._find_ids(column, values)[0]
+        except (WrongTypeError, WrongValueError) as error:
+            raise UserError(f"column {name!r}: {error}") from None
+
     def _find_ids(self, column: Column, values: pa.Array) -> tuple[Ids, npt.NDArray[np.bool_]]:
         """Return the ids of values [N] of any type, and a mask of missing values [N]."""
         codes, some = arrow.distinct(arrow.decoded(values))
@@ -418,16 +467,18 @@ def rows_of(batch: Batch, start: int, stop: int) -> Batch:
     stop = min(stop, len(batch))
     if (start, stop) == (0, len(batch)):
         return batch
-    bags = _take_bags(batch, np.arange(start, stop))
-    return Batch(batch.label[start:stop], batch.dense[start:stop], batch.ids[start:stop], bags)
+    [part] = islice(batch.split([0, start, stop]), 1, 2)
+    return replace(part, whole=None)
 
 
 def _take_rows(batch: Batch, rows: Ids) -> Batch:
     """Return the selected rows of a batch."""
-    return Batch(batch.label[rows], batch.dense[rows], batch.ids[rows], _take_bags(batch, rows))
-
-
-def _take_bags(batch: Batch, rows: Ids) -> dict[str, Any]:
-    return {
-        name: ragged.take(values, ragged.offsets_of(lengths), rows) for name, (values, lengths) in batch.bags.items()
-    }
+    offsets = {name: ragged.offsets_of(lengths) for name, (_, lengths) in batch.bags.items()}
+    return replace(
+        batch,
+        label=batch.label[rows],
+        dense=batch.dense[rows],
+        ids=batch.ids[rows],
+        bags={name: ragged.take(values, offsets[name], rows) for name, (values, _) in batch.bags.items()},
+        bag_weights={name: ragged.take(values, offsets[name], rows)[0] for name, values in batch.bag_weights.items()},
+    )

@@ -31,7 +31,7 @@ _KINDS: dict[str, dict[str, type]] = {
     "numeric": {**_ANY, "scaling": str, "clip": list},
     "categorical": _IDS,
     "vector": {**_ANY, "length": int, "separator": str, "scaling": str},
-    "bag": {**_IDS, "separator": str, "length": int, "end": str},
+    "bag": {**_IDS, "separator": str, "length": int, "end": str, "weights": str, "weights_column": str},
 }
 _TYPES = {str: "a quoted string", int: "an integer", list: 'a list, such as ["NA", "?"]', dict: "a table"}
 
@@ -149,6 +149,8 @@ def _feature(where: str, settings: Any) -> dict[str, Any]:
         raise UserError(f"{where}: end must be one of {', '.join(ENDS)}, not {settings['end']!r}")
     if settings.get("separator") == "":
         raise UserError(f"{where}: the separator is empty; leave out separator for lists in Parquet and Arrow")
+    if "weights" in settings and "weights_column" in settings:
+        raise UserError(f"{where}: both weights and weights_column are given; leave out one of the two")
     clip = settings.get("clip")
     if clip is not None and (len(clip) != 2 or not all(isinstance(q, int | float) for q in clip)):
         raise UserError(f"{where}: clip must be two quantiles, such as [0.001, 0.999], not {clip}")
@@ -162,6 +164,8 @@ def _feature(where: str, settings: Any) -> dict[str, Any]:
         length=settings.get("length") if kind == "bag" else None,
         end=settings.get("end", "last"),
         buckets=settings.get("buckets"),
+        weights=settings.get("weights"),
+        weights_column=settings.get("weights_column"),
     )
     return {**settings, "reading": reading, "scaled": scaled}
 

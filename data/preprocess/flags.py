@@ -52,6 +52,7 @@ def add_roles(to: argparse.ArgumentParser) -> None:
     add("--share", "NAME=OTHER", "give the values of column NAME the ids of column OTHER")
     add("--padding", "NAME=VALUE", "leave VALUE out of the lists of --bag NAME, as it is only padding")
     add("--last", "NAME=N", "keep only the last N values of each list of --bag NAME")
+    add("--bag-weights", "NAME=SEP", "the values of --bag NAME have weights after SEP, such as ':' in red:0.5")
     add("--missing", "VALUES", "missing-value markers in every column, separated by commas, such as '\\N,?'")
     to.add_argument("--decimal", choices=(".", ","), help="the decimal point of numbers in text (default .)")
     to.add_argument(

@@ -87,7 +87,10 @@ def with_known_ids(batch: Batch, schema: Schema, known: int) -> Batch:
 
 def _columns(schema: Schema) -> tuple[str, ...]:
     return tuple(
-        column.name + " (bag)" * (column.kind == "bag") + f" (ids of {column.space})" * (column.space != column.name)
+        column.name
+        + " (bag)" * (column.kind == "bag")
+        + f" (ids of {column.space})" * (column.space != column.name)
+        + " (weighted)" * column.weighted
         for column in schema.columns
     )
 

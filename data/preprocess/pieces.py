@@ -139,6 +139,7 @@ def write_piece(
     if part.weight is not None:
         content["weight"] = part.weight
     content |= {f"lengths {i}": lengths for i, (_, lengths) in enumerate(part.bags)}
+    content |= {f"weights {i}": values for i, values in part.bag_weights.items()}
     if hashed is not None:
         ids, bags = hashed.encode(part)
         codes = [column.astype(hashed.schema.id_type) for column in [*ids.T, *(ids for ids, _ in bags)]]

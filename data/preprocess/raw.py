@@ -82,6 +82,7 @@ class RawRows:
     missing: Mapping[str, int] = field(default_factory=dict)  # by id space, the key of a missing value
     forms: Mapping[str, frozenset[int]] = field(default_factory=dict)  # by column with ids, the forms of its values
     weight: npt.NDArray[np.float32] | None = None  # [n]; None: all are 1
+    bag_weights: Mapping[int, npt.NDArray[np.float32]] = field(default_factory=dict)  # [N], by index in `bags`
 
     def __len__(self) -> int:
         """Return n."""
@@ -100,6 +101,10 @@ class RawRows:
             bags,
             texts=self.texts,
             missing=self.missing,
+            bag_weights={
+                i: ragged.take(values, ragged.offsets_of(self.bags[i][1]), rows)[0]
+                for i, values in self.bag_weights.items()
+            },
             weight=None if self.weight is None else self.weight[rows],
         )
 

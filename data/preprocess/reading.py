@@ -39,6 +39,8 @@ class Reading:
         end: Which values of a longer bag are kept: "first" or "last".
         buckets: Number of hash buckets; each value is replaced with its bucket's number. None to keep the values.
         decimal: Decimal separator of numbers in text.
+        weights: Separator between a bag's value and its weight in text, such as ":"; None if the text has no weights.
+        weights_column: Name of the column with a bag's weights, in the order of its values, or None.
         element: For a numeric column that is an element of a vector, its index; the vector has `length` numbers.
     """
 
@@ -50,7 +52,14 @@ class Reading:
     end: str = "last"
     buckets: int | None = None
     decimal: str = "."
+    weights: str | None = None
+    weights_column: str | None = None
     element: int | None = None
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether the values of this bag have weights."""
+        return self.weights is not None or self.weights_column is not None
 
     def as_json(self) -> dict[str, Any]:
         """Return the settings that differ from the defaults, except those that the manifest stores elsewhere."""

@@ -148,6 +148,7 @@ def build_shard(
     dense = np.empty((n, len(layout.dense)), np.float32)
     ids = np.empty((n, columns), schema.id_type)
     bags: list[list[tuple[Array, Array]]] = [[] for _ in layout.bags]
+    bag_weights: dict[str, list[Array]] = {bag.name: [] for bag in layout.bags if bag.weighted}
     spaces = {space: number for number, space in enumerate(layout.spaces)}
     done = 0
     for one in ranges:
@@ -170,11 +171,14 @@ def build_shard(
             codes = piece.array(f"codes {columns + i}")[begin:end]
             values = codes if known is None else known.array(f"ids {spaces[column.space]}")[codes]
             bags[i].append((values.astype(schema.id_type), lengths[rows]))
+            if column.weighted:
+                bag_weights[column.name].append(piece.array(f"weights {i}")[begin:end])
         done = here.stop
     joined = (tuple(map(np.concatenate, zip(*bag, strict=True))) for bag in bags)
     named = zip(layout.bags, joined, strict=True)
     found = {bag.name: (values, ragged.offsets_of(lengths)) for bag, (values, lengths) in named}
-    return Rows(label if several else label[:, 0], dense, ids, found, weight)
+    weights = {name: np.concatenate(parts) for name, parts in bag_weights.items()}
+    return Rows(label if several else label[:, 0], dense, ids, found, weight, weights)
 
 
 def out_of_vocabulary(rows: Rows, schema: Schema) -> tuple[list[int], list[int]]:

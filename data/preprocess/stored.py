@@ -17,7 +17,7 @@ from hostdev.core.progress import bar, counted
 from hostdev.data.manifest import Manifest, Shard, shard_schema
 from hostdev.data.rows import Piece
 from hostdev.data.schema import Column, Schema
-from hostdev.data.shard_files import inside, piece_of, types
+from hostdev.data.shard_files import find_uneven_weights, find_wrong_weight, inside, piece_of, types
 from hostdev.data.targets import find_wrong
 from hostdev.kernels.pool import host_threads
 
@@ -87,6 +87,8 @@ def read_parts(folder: Path, found: Manifest, shard: Shard, *, known: bool = Fal
     for batch in batches:
         if not known:
             _require_whole(path, batch)
+            if (name := find_uneven_weights(batch, shard_schema(found.schema, found.id_type))) is not None:
+                raise DamagedError(path, f"bag {name!r} has rows with more ids than weights, or fewer")
         for begin in range(0, batch.num_rows, MOST_ROWS):
             piece = batch.slice(begin, MOST_ROWS)
             yield Part(**vars(piece_of(piece, found)), start=start + begin)
@@ -167,6 +169,12 @@ def wrong_values(part: Part, schema: Schema) -> list[Wrong]:
         name, fault, at, values = wrong
         kind = "weight" if name == schema.targets.weight else "label"
         found.append(Wrong(kind, fault, len(at), f"row {part.start + at[0]}: {values[at[0]]}"))
+    for name, weights in part.bag_weights.items():
+        if (position := find_wrong_weight(weights)) is not None:
+            row = part.start + int(np.searchsorted(part.bags[name][1], position, "right")) - 1
+            fault = f"of bag {name!r} not finite or below 0"
+            count = int((~(np.isfinite(weights) & (weights >= 0))).sum())
+            found.append(Wrong("weight", fault, count, f"row {row}: {weights[position]}"))
     finite = np.isfinite(part.dense)
     if not finite.all():
         row, number = np.argwhere(~finite)[0]

@@ -35,6 +35,8 @@ _FEW = 100  # up to this many distinct integers may be categories
 _RARE = 0.01  # one of _MARKS is a missing-value marker if at least this share of the rows has it
 _PADS = 0.5  # a value above this share of a bag's values may be padding
 _VECTORS = 0.99  # minimum share of a column's lists that have the same length for it to be a vector
+_WEIGHTED = r"^(?s:.+):[0-9]*\.?[0-9]+([eE][+-]?[0-9]+)?$"  # a value with its weight, such as red:0.5
+_MARKED = 0.99  # minimum share of a bag's values that must have a weight for all to be read as weighted
 _SHARED = 0.5  # a bag shares the ids of a column that has more than this share of its values
 _SKEWED = 100.0  # a maximum above this many times the median suggests log scaling
 
@@ -212,6 +214,7 @@ def _separator(column: _Column) -> str | None:
         if having < 0.2 * len(texts) or (separator == " " and having < 0.5 * len(texts)):
             continue
         parts = pc.list_flatten(pc.split_pattern(texts, separator))
+        parts = _without_weights(parts) if _are_weighted(parts) else parts
         if pc.count_distinct(parts).as_py() < 0.5 * len(parts) and pc.mean(pc.utf8_length(parts)).as_py() < 30:
             return separator
     return None
@@ -230,9 +233,13 @@ def _vector(column: _Column) -> Suggestion:
 
 
 def _bag(column: _Column, separator: str | None) -> Suggestion:
-    values = _bag_values(column, separator)
+    values = _bag_values(column, separator, weighted=False)
     settings: dict[str, Any] = {"kind": "bag"} | ({} if separator is None else {"separator": separator})
     reasons = {}
+    if _are_weighted(values):
+        settings["weights"] = ":"
+        reasons["weights"] = f"the values have the form of {short(repr(values[0].as_py()))}"
+        values = _without_weights(values)
     lengths = len(values) / max(1, len(column.known))
     if len(values):
         [most] = sorted(pc.value_counts(values).to_pylist(), key=lambda one: -one["counts"])[:1]
@@ -244,10 +251,22 @@ def _bag(column: _Column, separator: str | None) -> Suggestion:
     )
 
 
-def _bag_values(column: _Column, separator: str | None) -> pa.Array:
+def _bag_values(column: _Column, separator: str | None, *, weighted: bool) -> pa.Array:
+    """Return the values of all rows as text, without their weights if they are weighted."""
     if separator is None:
-        return arrow.as_plain_text(arrow.decoded(pc.list_flatten(column.known)))
-    return pc.utf8_trim_whitespace(pc.list_flatten(pc.split_pattern(column.known, separator)))
+        values = arrow.as_plain_text(arrow.decoded(pc.list_flatten(column.known)))
+    else:
+        values = pc.utf8_trim_whitespace(pc.list_flatten(pc.split_pattern(column.known, separator)))
+    return _without_weights(values) if weighted else values
+
+
+def _are_weighted(values: pa.Array) -> bool:
+    """Return whether nearly all values have the form of _WEIGHTED."""
+    return len(values) > 0 and pc.mean(pc.match_substring_regex(values, _WEIGHTED)).as_py() >= _MARKED
+
+
+def _without_weights(values: pa.Array) -> pa.Array:
+    return pc.replace_substring_regex(values, r":[^:]*$", "")
 
 
 def _share(found: Sequence[Suggestion], columns: Mapping[str, _Column]) -> None:
@@ -256,7 +275,9 @@ def _share(found: Sequence[Suggestion], columns: Mapping[str, _Column]) -> None:
     for one in found:
         if one.settings is None or one.settings["kind"] != "bag":
             continue
-        values = pc.unique(_bag_values(columns[one.name], one.settings.get("separator")))
+        settings = one.settings
+        values = _bag_values(columns[one.name], settings.get("separator"), weighted="weights" in settings)
+        values = pc.unique(values)
         for other in ids:
             known = pc.unique(columns[other.name].known)
             both = pc.sum(pc.is_in(values, value_set=known.cast(values.type))).as_py() or 0

@@ -138,6 +138,14 @@ class Table:
             if reason := self._against(name, file.get_type(column)):
                 raise UserError(f"{file.input.name}, column {column!r}: {reason}")
             self._check_type(name, column, file)
+        for name, separator in self._options.bags:
+            weights = self._options.reading(name).weights_column
+            kind = "list" if weights is None else arrow.classify_type(file.get_type(weights))
+            if kind != "list" and (separator is None or kind != "text"):
+                raise UserError(
+                    f"{file.input.name}, column {weights!r}: it is of type {short(file.get_type(weights or ''))}; the "
+                    f"weights of {name!r} must be a list in each row, or text with the separator of the bag"
+                )
 
     def _check_type(self, name: str, column: str, file: TableFile) -> None:
         """Raise UserError if the type of a feature's column would give equal values different ids.
@@ -185,6 +193,9 @@ class Table:
         if name in bags:
             if kind != "list" and bags[name] is None:
                 return f"it is of type {shown}, not a list; give the separator of its values, such as --bag '{name}=|'"
+            marked = self._options.reading(name).weights
+            if marked is not None and arrow.classify_type(value_type(found)) != "text":
+                return f"its values are of type {short(value_type(found))}, not text with weights after {marked!r}"
             return None
         if kind == "list" and name not in elements(self._options.vectors):
             return f"it is of type {shown}, a list; only --bag and --vector take lists"

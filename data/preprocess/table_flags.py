@@ -17,7 +17,16 @@ from hostdev.data.preprocess.vectors import Vector, check_length, elements
 from hostdev.data.targets import Targets
 
 _ESCAPES = {"\\t": "\t", "tab": "\t"}
-_ROLES = ("numeric", "vector", "categorical", "bag", "share", "padding", "last")  # flags that a features file replaces
+_ROLES = (
+    "numeric",
+    "vector",
+    "categorical",
+    "bag",
+    "share",
+    "padding",
+    "last",
+    "bag_weights",
+)  # flags that a features file replaces
 
 
 def parse_table_options(arguments: argparse.Namespace, earlier: Earlier | None = None) -> TableOptions:
@@ -25,7 +34,7 @@ def parse_table_options(arguments: argparse.Namespace, earlier: Earlier | None =
     for name, given in vars(arguments).items():
         for text in given if isinstance(given, list) else [given]:
             if isinstance(text, str) and not is_text(text):
-                raise UserError(f"--{name.replace('_', '-')} {text!r} is not text in UTF-8")
+                raise UserError(f"{_flag(name)} {text!r} is not text in UTF-8")
     is_query = arguments.command == "query"  # the query engine reads the text files
     what = _roles(arguments)
     task = what.pop("task")
@@ -48,7 +57,7 @@ def parse_table_options(arguments: argparse.Namespace, earlier: Earlier | None =
     how = {} if is_query else text_options(arguments)
     for name in ("test_column", "test_after", "validation_column", "validation_after"):
         value = getattr(arguments, name)
-        how[name] = None if value is None else _pair("--" + name.replace("_", "-"), value)
+        how[name] = None if value is None else _pair(_flag(name), value)
     return TableOptions(
         **what,
         test_files=() if is_query else tuple(arguments.test_files or ()),
@@ -74,10 +83,8 @@ def _roles(arguments: argparse.Namespace) -> dict[str, Any]:
     named |= {"weight": arguments.weight, "task": arguments.task}
     named |= {"missing": parse_names(arguments.missing), "decimal": arguments.decimal}
     if arguments.features is not None:
-        if twice := [name for name in _ROLES if getattr(arguments, name)]:
-            raise UserError(
-                f"--{twice[0]} has no effect with --features, whose file defines the columns; leave out --{twice[0]}"
-            )
+        if flag := next((_flag(name) for name in _ROLES if getattr(arguments, name)), None):
+            raise UserError(f"{flag} has no effect with --features, whose file defines the columns; leave out {flag}")
         found = read_features(arguments.features)
         for name in found.given:
             if named[name]:
@@ -94,6 +101,9 @@ def _roles(arguments: argparse.Namespace) -> dict[str, Any]:
     for text in arguments.last or ():
         name, length = _number("--last", text)
         features[name] = replace(features.get(name, Reading()), length=length)
+    for text in arguments.bag_weights or ():
+        name, separator = _pair("--bag-weights", text)
+        features[name] = replace(features.get(name, Reading()), weights=separator)
     bags = tuple(
         (name, separator or (None if "=" not in text else ""))
         for text in arguments.bag or ()
@@ -101,7 +111,7 @@ def _roles(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     for name in features:
         if name not in dict(bags):
-            raise UserError(f"--padding and --last apply only to --bag columns, but {name!r} is not one")
+            raise UserError(f"--padding, --last and --bag-weights apply only to --bag columns, but {name!r} is not one")
     vectors: dict[str, Vector] = {}
     for text in arguments.vector or ():
         name, length = _number("--vector", text)
@@ -145,6 +155,11 @@ def _parse_encoding(name: str | None) -> str:
         return codecs.lookup(name or "utf-8").name
     except LookupError:
         raise UserError(f"--encoding {name}: unknown to Python; give an encoding such as latin-1 or cp1252") from None
+
+
+def _flag(name: str) -> str:
+    """Return the flag whose value argparse stores under a name."""
+    return "--" + name.replace("_", "-")
 
 
 def _number(flag: str, text: str) -> tuple[str, int]:

@@ -103,6 +103,10 @@ class TableOptions:
         for name, separator in self.bags:
             if separator == "":
                 raise UserError(f"--bag {name}=: the separator is empty; leave out = for lists in Parquet and Arrow")
+        for name, reading in self.features.items():
+            if reading.weights is not None and reading.weights in ("", dict(self.bags).get(name)):
+                what = "empty" if not reading.weights else "also the separator of its values"
+                raise UserError(f"bag {name!r}: the separator of weights is {what}; give another, such as ':'")
         if self.columns is not None and len(set(self.columns)) < len(self.columns):
             raise UserError("--columns has the same name twice; give each column a different name")
         for one_of, value in (("--delimiter", self.delimiter), ("--columns", self.columns)):
@@ -132,7 +136,8 @@ class TableOptions:
         owners = dict(self.share)
 
         def of(kind: str, names: Iterable[str]) -> tuple[Column, ...]:
-            return tuple(Column(name, kind, owners.get(name, name)) for name in names)
+            weighted = {name for name, one in self.features.items() if one.is_weighted}
+            return tuple(Column(name, kind, owners.get(name, name), name in weighted) for name in names)
 
         return Layout(
             self.label,
@@ -173,7 +178,8 @@ class TableOptions:
 
     def used(self) -> tuple[str, ...]:
         """Return the names of all columns that are read."""
-        return tuple(dict.fromkeys([*map(self.column, self.roles()), *self.split()]))
+        weights = [one.weights_column for one in self.features.values() if one.weights_column is not None]
+        return tuple(dict.fromkeys([*map(self.column, self.roles()), *weights, *self.split()]))
 
     def split(self) -> tuple[str, ...]:
         """Return the names of the columns that select test or validation rows."""

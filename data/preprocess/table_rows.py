@@ -5,7 +5,8 @@ A row is rejected, like a malformed line of text, if a label, its weight, a numb
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -15,6 +16,7 @@ import pyarrow.compute as pc
 
 from hostdev.core.errors import UserError
 from hostdev.data.preprocess import columns as arrow
+from hostdev.data.preprocess.bag_weights import encode_weighted, read_weighted, require_weights
 from hostdev.data.preprocess.columns import WrongValueError
 from hostdev.data.preprocess.comparing import is_after, is_after_where_readable
 from hostdev.data.preprocess.files import Chunk, TableFile
@@ -120,15 +122,19 @@ class RowParser:
                 kept = np.flatnonzero(~read.wrong)
                 rows, read = rows.take(kept), read.take(kept)
             bags: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]] = []
+            bag_weights: dict[int, npt.NDArray[np.float32]] = {}
             ids, forms = np.empty((len(layout.ids), len(rows.batch)), np.int64), {}
             for i, of in enumerate(layout.ids):
                 column, reading = self._columns[of.name], self._readings[of.name]
                 codes, texts = reading.values(rows.column(column))
                 forms[of.name] = self._forms(of.name, file, codes, texts)
                 ids[i] = keys.find(of.space, codes, reading.in_buckets(texts))
-            for of in layout.bags:
+            for i, of in enumerate(layout.bags):
                 column, reading = self._columns[of.name], self._readings[of.name]
-                codes, texts, lengths = reading.bags(rows.column(column))
+                if of.weighted:
+                    codes, texts, lengths, bag_weights[i] = encode_weighted(reading, of.name, rows.column)
+                else:
+                    codes, texts, lengths = reading.bags(rows.column(column))
                 forms[of.name] = self._forms(of.name, file, None, texts)
                 bags.append((keys.find(of.space, codes, reading.in_buckets(texts)), lengths))
         except WrongValueError as error:
@@ -141,7 +147,8 @@ class RowParser:
                 f"{file.input.name}, column {column!r}: its values, of type {short(file.get_type(column))}, cannot be "
                 f"read ({short(error)}); write them as another type, such as text"
             ) from error
-        return keys.rows(read.label, read.weight, read.numbers, ids, tuple(bags), rejected, read.splits, forms)
+        found = keys.rows(read.label, read.weight, read.numbers, ids, tuple(bags), rejected, read.splits, forms)
+        return replace(found, bag_weights=bag_weights) if bag_weights else found
 
     def _read(self, rows: _Rows, split: int) -> _Read:
         """Read labels, weights, numbers, and each row's split."""
@@ -150,6 +157,10 @@ class RowParser:
         wrong: Mask = np.logical_or.reduce(list(map(np.isnan, columns_of(label))))
         if weight is not None:
             wrong = wrong | np.isnan(weight)
+        for of in self._layout.bags:
+            if of.weighted:
+                with suppress(WrongValueError):  # `parse` reports a column that cannot be read at all
+                    wrong = wrong | read_weighted(self._readings[of.name], of.name, rows.column).wrong
         numbers, unread = read_numbers(options.numeric, self._readings, rows.column, n)
         wrong = wrong | unread
         splits = np.full(n, split, np.uint8)
@@ -184,6 +195,10 @@ class RowParser:
         try:
             self._labels.require(row.column)
             require_numbers(options.numeric, self._readings, row.column, 1)
+            for of in self._layout.bags:
+                if of.weighted:
+                    column = self._columns[of.name]
+                    require_weights(self._readings[of.name], of.name, row.column)
             for number, after in ((2, options.validation_after), (1, options.test_after)):
                 if after is not None:
                     column = after[0]

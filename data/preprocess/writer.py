@@ -51,10 +51,12 @@ def _batches(rows: Piece, kinds: pa.Schema) -> Iterator[pa.RecordBatch]:
         for values in (rows.dense[start:stop], rows.ids[start:stop]):
             if values.shape[1]:
                 columns.append(_fixed_size_list(values))
-        for (values, _), begin in zip(rows.bags.values(), offsets, strict=True):
+        for (name, (values, _)), begin in zip(rows.bags.items(), offsets, strict=True):
             part = begin[start : stop + 1]
-            inside = pa.array(values[part[0] : part[-1]])
-            columns.append(pa.ListArray.from_arrays(pa.array(part - part[0], pa.int32()), inside))
+            for each in (values, rows.bag_weights.get(name)):
+                if each is not None:
+                    inside = pa.array(each[part[0] : part[-1]])
+                    columns.append(pa.ListArray.from_arrays(pa.array(part - part[0], pa.int32()), inside))
         yield pa.record_batch(columns, schema=kinds)
         start = stop
 

@@ -26,6 +26,8 @@ OPTIONS = (
     "batch_size",
     "emb_dim",
     "l2",
+    "initial_vectors",
+    "frozen_vectors",
     "precision",
     "tf32",
     "host_threads",

@@ -1,7 +1,9 @@
 """Initial weights of a table: pure functions of (seed, table name, row, column)."""
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -111,14 +113,51 @@ class Given:
         block[:, 1:] = slots[:, None]
 
 
-Initializer = Normal | Constant | Uniform | Given
+class GivenRows:
+    """Given weights in some rows, and those of another initializer in the others.
+
+    Args:
+        others: Initializer of the other rows.
+        load: Returns the rows' ids, int64 [K], ascending and distinct, and their weights, float32 [K, D]. It is called
+            when the first row is filled, so that a table's shape can be known without its weights.
+    """
+
+    def __init__(self, others: "Initializer", load: Callable[[], tuple[Ids, npt.NDArray[np.float32]]]) -> None:
+        self._others, self._load = others, load
+
+    @cached_property
+    def _rows(self) -> tuple[Ids, npt.NDArray[np.float32]]:
+        return self._load()
+
+    def __repr__(self) -> str:
+        """Return text with a checksum, by which ranks can check that their values are equal."""
+        ids, values = self._rows
+        checksum = zlib.crc32(values.data, zlib.crc32(ids.data))
+        return f"GivenRows({self._others!r}, {len(ids)} rows, CRC-32 {checksum:08x})"
+
+    def fill(
+        self, block: Rows, seed: int, name: str, slots: Rows, *, first_row: int = 0, ids: Ids | None = None
+    ) -> None:
+        """Fill a block with the rows' weights; the arguments are those of `Normal.fill`."""
+        self._others.fill(block, seed, name, slots, first_row=first_row, ids=ids)
+        given, values = self._rows
+        if ids is None:
+            start, stop = np.searchsorted(given, [first_row, first_row + len(block)])
+            block[given[start:stop] - first_row, 0] = values[start:stop]
+        elif len(given):
+            place = np.minimum(np.searchsorted(given, ids), len(given) - 1)
+            here = np.flatnonzero(given[place] == ids)
+            block[here, 0] = values[place[here]]
+
+
+Initializer = Normal | Constant | Uniform | Given | GivenRows
 
 _LARGEST = 1e37  # the largest standard deviation; ten times this is finite in float32
 
 
 def initializer(init: Any, rows: int, dim: int, table: str) -> Initializer:
     """Return the initializer of a table [rows, dim] for a user's `init`, which is an initializer or an array."""
-    if isinstance(init, Normal | Constant | Uniform):
+    if isinstance(init, Normal | Constant | Uniform | GivenRows):
         return init
     if hasattr(init, "detach"):  # a torch tensor
         init = init.detach().cpu().numpy()

@@ -35,6 +35,7 @@ from hostdev.runtime.features import read_ids
 from hostdev.runtime.room import require
 from hostdev.runtime.spec import Bag, CacheSpec, TableSpec
 from hostdev.train.config import TrainConfig
+from hostdev.train.initial_vectors import set_initial_vectors
 from hostdev.train.staged import inputs_like
 
 _COUNTED_ROWS = 1 << 16  # samples per batch of the counting pass
@@ -65,6 +66,8 @@ def model_of(settings: TrainConfig, schema: Schema) -> Model:
         model.tables = {name: replace(spec, dtype=settings.table_dtype) for name, spec in model.tables.items()}
     if settings.table_slots != FP32:
         model.tables = {name: replace(spec, slots=settings.table_slots) for name, spec in model.tables.items()}
+    if settings.initial_vectors is not None:
+        set_initial_vectors(model, settings, schema)
     return model
 
 

@@ -62,6 +62,8 @@ FIXED = (
     "shuffle_window",
     "table_dtype",
     "table_slots",
+    "initial_vectors",
+    "frozen_vectors",
 )
 _BEFORE = {  # values for files that were written before the option existed
     "micro_batches": 1,
@@ -71,6 +73,8 @@ _BEFORE = {  # values for files that were written before the option existed
     "table_dtype": FP32,
     "table_slots": FP32,
     "table_weight_decay": 0.0,
+    "initial_vectors": None,
+    "frozen_vectors": None,
 }
 
 

@@ -46,7 +46,7 @@ class TrainConfig:
     epochs: int | None = _flag("passes over the training samples (default 15; 2 without --data)", kind=int, metavar="N")
     batch_size: int | None = _flag("samples in a step (default 16000; 1000 without --data)", kind=int, metavar="N")
     model: str = _flag(
-        "wide_deep, deepfm, dlrm, dcn, or your own class as package.module:Class",
+        "wide_deep, deepfm, dlrm, dcn, mmoe, shared_bottom, or your own class as package.module:Class",
         default="wide_deep",
         kind=str,
         metavar="NAME",
@@ -193,6 +193,15 @@ class TrainConfig:
     cache_window: int | None = _flag(
         f"batches that the policy lookahead knows in advance (default {WINDOW})", kind=int, metavar="N"
     )
+    initial_vectors: str | None = _flag(
+        "files with a vector for each value of a column, with which its embeddings begin, such as item=items.parquet; "
+        "separate several by commas",
+        kind=str,
+        metavar="NAME=FILE",
+    )
+    frozen_vectors: str | None = _flag(
+        "columns of --initial-vectors whose embeddings do not change, separated by commas", kind=str, metavar="NAMES"
+    )
     early_stop: int | None = _flag(
         "stop when the AUC on the validation samples (test samples if there are none) has not improved for N epochs",
         kind=int,
@@ -306,6 +315,7 @@ class TrainConfig:
             )
         self._check_cache()
         self._check_checkpoints()
+        self._check_vectors()
 
     def _check_checkpoints(self) -> None:
         minutes = self.checkpoint_minutes
@@ -325,6 +335,38 @@ class TrainConfig:
                 "--resume without a folder looks for checkpoints in --checkpoint-dir or --run-dir; give one of these "
                 "two, or name a checkpoint: --resume DIR"
             )
+
+    @property
+    def vector_files(self) -> dict[str, Path]:
+        """The files of --initial-vectors, by column; raises UserError if it is malformed."""
+        found = {}
+        for text in (self.initial_vectors or "").split(",") if self.initial_vectors is not None else ():
+            name, equals, path = text.partition("=")
+            if not (name and equals and path):
+                raise UserError(
+                    f"--initial-vectors {self.initial_vectors}: write it as NAME=FILE or NAME=FILE,NAME=FILE"
+                )
+            found[name] = Path(path)
+        return found
+
+    @property
+    def frozen_columns(self) -> tuple[str, ...]:
+        """The columns of --frozen-vectors."""
+        return () if self.frozen_vectors is None else tuple(self.frozen_vectors.split(","))
+
+    def _check_vectors(self) -> None:
+        files = self.vector_files
+        for name in self.frozen_columns:
+            if name not in files:
+                raise UserError(f"--frozen-vectors {name}: the column has no file; give --initial-vectors {name}=FILE")
+        if files and self.start_from is not None:
+            raise UserError(
+                "--initial-vectors has no effect with --start-from, which sets all rows; leave out one of the two"
+            )
+        if self.frozen_columns and self.l2 != "none":
+            raise UserError(f"--l2 {self.l2} would change the rows of --frozen-vectors; leave out one of the two")
+        if self.frozen_columns and self.table_weight_decay:
+            raise UserError("--table-weight-decay would change the rows of --frozen-vectors; leave out one of the two")
 
     @property
     def ops_log_bytes(self) -> int:

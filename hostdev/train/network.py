@@ -25,6 +25,7 @@ from hostdev.parallel.state import DenseState, get_dense_state
 from hostdev.pipeline.outcome import Outcome
 from hostdev.runtime.rows import Rows
 from hostdev.runtime.runtime import Runtime
+from hostdev.train.frozen import NOTHING_FROZEN, FrozenColumns
 from hostdev.train.lean import Adam
 from hostdev.train.losses import Losses, read_losses
 from hostdev.train.micro_batches import MicroBatches
@@ -47,6 +48,7 @@ class Setup(NamedTuple):
         tables: The tables, by name.
         log: Records the durations of the passes and of the optimizer.
         loss: Computes a micro-batch's loss from the model's outputs, the labels and the samples' weights.
+        frozen: Detaches the rows of frozen columns from the graph.
     """
 
     model: Model
@@ -59,6 +61,7 @@ class Setup(NamedTuple):
     tables: Mapping[str, Table]
     log: OpLog
     loss: TargetLoss
+    frozen: FrozenColumns = NOTHING_FROZEN
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -209,7 +212,7 @@ class WholeNetwork(Network):
 
     def _logits(self, dense: Tensor, rows: Rows) -> Tensor:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.setup.autocast is not None):
-            logits: Tensor = self.setup.model(dense, rows)
+            logits: Tensor = self.setup.model(dense, self.setup.frozen.detach(rows))
         return logits
 
     def score(self, parts: Iterable[Batch]) -> Scored:

@@ -149,6 +149,7 @@ class Run:
                 layout=get_layout(settings) if self.world.has_parts else None,
                 sample=sample,
                 schema=found.schema,
+                frozen=settings.frozen_columns,
             )
             self.progress, self.quality = Progress(), Quality(settings.early_stop, self.watched, found.schema.labels)
             if self.ranks is None:

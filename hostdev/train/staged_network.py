@@ -73,9 +73,10 @@ class StagedNetwork(Network):
         micro = self.setup.micro_batches
         self.adam.zero_grad()
 
-        def given(number: int) -> tuple[Tensor, Rows]:
+        def given(number: int) -> tuple[Tensor, Any]:
             micro.seed_layers(number)
-            return _given(step, number)
+            dense, rows = _given(step, number)
+            return dense, self.setup.frozen.detach(rows)
 
         def loss(number: int, logits: Tensor, extra: Tensor | None) -> tuple[Tensor, Tensor]:
             (batch, _, label, weight), _ = step.micro_batch(number)

@@ -1,6 +1,6 @@
 """Training, evaluation and checkpoints of a model with its tables, on top of `hostdev.Runtime`."""
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +36,7 @@ from hostdev.runtime.digest import names_in_checkpoint, state_sha256
 from hostdev.runtime.runtime import Runtime
 from hostdev.runtime.spec import CacheSpec, Feature
 from hostdev.train.evaluation import Evaluation, evaluation_of
+from hostdev.train.frozen import NOTHING_FROZEN, freeze_columns
 from hostdev.train.micro_batches import MicroBatches
 from hostdev.train.network import DEEP, Result, Setup, Table, WholeNetwork
 from hostdev.train.room import HostBudget, estimate_host_memory, make_host_budget, require_copies, require_room
@@ -61,6 +62,7 @@ class Trainer:
         layout: Stages and slices of the model; None if each rank has the whole model.
         sample: A batch with the shapes of the model's inputs; required with `layout`.
         schema: The data's schema, which describes the labels; None for a single label of 0 or 1.
+        frozen: Columns whose embeddings do not change; requires `schema`.
 
     The arguments cache, depth, log, timeline, dense_exchange and hooks are passed to `Runtime`.
     """
@@ -89,6 +91,7 @@ class Trainer:
         dense_exchange: str = EXCHANGES[0],
         hooks: PipelineHooks | None = None,
         schema: Schema | None = None,
+        frozen: Sequence[str] = (),
     ) -> None:
         _require_options(model, l2, cached=cache is not None, micro_batches=micro_batches)
         require_own_averages(model)
@@ -133,9 +136,10 @@ class Trainer:
             hooks=hooks,
         )
         rate = model.lr if lr is None else lr
+        still = NOTHING_FROZEN if schema is None or not frozen else freeze_columns(model, schema, frozen)
         self._loss = TargetLoss() if schema is None else TargetLoss(schema.labels, schema.targets)
         setup = Setup(
-            model, self.runtime, self._micro_batches, ranks, l2, precision, rate, self.tables, log, self._loss
+            model, self.runtime, self._micro_batches, ranks, l2, precision, rate, self.tables, log, self._loss, still
         )
         reading = {"ids": model.ids, "send": _get_tensors, "background": True}  # neither function draws random numbers
         if layout is None:

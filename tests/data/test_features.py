@@ -359,7 +359,11 @@ def test_a_large_file_with_carriage_returns(tmp_path, prepared, monkeypatch):
         (b"y,u\n1,a\n", ["--skip-lines", "-1"], "--skip-lines must be at least 0"),
         (b"y,u\n1,a\n", ["--skip-lines", "9"], "the file is empty"),
         (b"y,u\n1,a\n", ["--delimiter", r"\xzz"], "write the character's code with two hexadecimal digits"),
-        (b"y,u\n1,a\n", ["--padding", "u=0"], "--padding and --last apply only to --bag columns, but 'u' is not one"),
+        (
+            b"y,u\n1,a\n",
+            ["--padding", "u=0"],
+            "--padding, --last and --bag-weights apply only to --bag columns, but 'u' is not one",
+        ),
         (b"y,u\n1,a\n", ["--bag", "g=|", "--last", "g=x"], "--last g=x: write it as NAME=N"),
     ],
 )
