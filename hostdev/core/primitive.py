@@ -175,7 +175,7 @@ class OpLog:
                 self._thread.join()
 
     def summary(self) -> dict[str, dict[str, Any]]:
-        """Return bytes and statistics of durations (in microseconds) by op name; and by scope if a name has several."""
+        """Return the bytes and duration statistics (in microseconds) of each op name, and of its scopes if several."""
         by_name: dict[str, dict[str, list[OpTimes]]] = {}
         for op in self._ops:
             if len(op.durations()):
@@ -302,7 +302,7 @@ class PartialCall:
         return result
 
     def tasks(self, *args: Any) -> list[Task]:
-        """Return a part's tasks for `run_tasks`; the part's time runs from its first task's start to its last's end."""
+        """Return a part's tasks for `run_tasks`; a part's time is from the start of its first task to the last end."""
         span: list[tuple[int, int]] = []
         self._spans.append(span)
         self._nbytes += self._op.nbytes(*args)

@@ -67,11 +67,13 @@ class ReadableTable(Owned):
     def block(self) -> Rows:
         """A read-only view of all rows, float32 [V, 1 + S, D]: weights, then state columns.
 
-        Raises TypeError if rows are not stored in this form, or are brought up to date only when they are read.
+        Raises TypeError if rows are not stored in this form, or if the optimizer changes all rows in each step: stored
+        rows then lack the steps that they have missed.
         """
         if self.history is not None:
             raise TypeError(
-                f"table {self.name!r} brings rows up to date only when they are read; use read_rows instead of block"
+                f"table {self.name!r}: its optimizer changes all rows in each step, but rows in `block` lack the steps "
+                "that did not use them; use read_rows, which applies these steps"
             )
         if not isinstance(self.storage, Float32):
             what = "weights" if self.dtype == BF16 else "slots"
@@ -206,14 +208,14 @@ class ReadableTable(Owned):
         return block, row_slots
 
     def read_rows_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None = None) -> list[Task]:
-        """Return tasks that copy rows as `read_rows` does, but as they are stored: not brought up to date."""
+        """Return tasks that copy rows as `read_rows` does, but as stored, without the steps that they have missed."""
         self._check_whole(ids, block, row_slots, positions)
         return self.storage.read_tasks(ids, block, row_slots, positions)
 
     def columns(self) -> dict[str, Any]:  # Any: arrays, or columns that are widened as they are read
         """Return the stored weights and optimizer state by name; indexing by slices or row ids yields float32.
 
-        The rows are not brought up to date.
+        With an optimizer that changes all rows in each step, stored rows lack the steps that did not use them.
         """
         self._before_read()
         return self._columns()

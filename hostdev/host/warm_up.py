@@ -61,7 +61,7 @@ def warm_up_table(
     *,
     squares: bool = True,
 ) -> None:
-    """Call each kernel once that a table with these dtypes, this optimizer and this dimension uses."""
+    """Call each kernel that a table with these dtypes, this optimizer and this dimension uses, once."""
     ids, position = np.zeros(2, id_dtype), np.zeros(1, np.int32)
     dtype, slots = table_dtypes
     table = HostTable(1, dim, optimizer, name="warm-up", dtype=dtype, slots=slots)
@@ -122,12 +122,12 @@ def warm_up_batches(id_dtype: npt.DTypeLike) -> None:
 
 
 def _spread(id_dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Return ids so many and so far apart that deduplication splits and hashes them."""
+    """Return so many ids, so far apart, that deduplication splits them into parts and hashes them."""
     return np.arange(1 << 16, dtype=id_dtype) << 8
 
 
 def warm_up_feature(dim: int, *, pooled: bool = False, weighted: bool = False, bfloat16: bool = False) -> None:
-    """Call each kernel once that a feature with these properties uses.
+    """Call each kernel that a feature with these properties uses, once.
 
     The feature's table has `dim` columns. Kernels also depend on the current number of host threads.
     """

@@ -111,7 +111,7 @@ class Dictionary:
         return self._uses[: self._count]
 
     def count(self, keys: Keys, uses: npt.NDArray[Any]) -> None:
-        """Count keys, int64 [N]: keys[i] has uses[i] more occurrences."""
+        """Add uses[i] to the count of keys[i] for each i; `keys` is int64 [N]."""
         done = 0
         while True:
             done, self._count = _add(keys, uses, done, self._slots, self._shift, self._keys, self._uses, self._count)

@@ -111,7 +111,7 @@ class Loop:
         self._begun[_AT] = self.pieces
 
     def work(self, halt: Flag) -> None:
-        """Run ranges until none is left or the flag is set; the main thread regularly returns to Python, for Ctrl-C."""
+        """Run ranges until none is left or the flag is set; the main thread often returns to Python, for Ctrl-C."""
         begun = address_of(self._begun) + 8 * _AT
         most = 1 if threading.current_thread() is threading.main_thread() else self.pieces
         while self.is_left() and not halt:

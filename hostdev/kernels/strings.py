@@ -227,7 +227,7 @@ def scan_quotes(text, delimiter, state, lines, opened):
     Args:
         text: uint8 [N], the chunk.
         delimiter: The byte between fields.
-        state: 0 at the start of a field, 1 in an unquoted field, 2 in quotes, 3 after a quote that was met in quotes.
+        state: 0 at the start of a field, 1 in an unquoted field, 2 in quotes, 3 after a quote character within quotes.
         lines: Number of line ends before the chunk.
         opened: Number, counted from 1, of the line on which the last quoted field before the chunk begins.
 
