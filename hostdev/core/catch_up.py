@@ -33,7 +33,7 @@ def adam_rate(lr: float, beta1: float, beta2: float, step: int) -> np.float32:
 
 
 def get_terms(beta1: float, beta2: float) -> int:
-    """Return how many terms of a series, 4 or 10, sum the steps that a row has missed to float32 precision.
+    """Return how many terms of a series, 4 or 10, suffice to sum a row's missed steps to float32 precision.
 
     `kernels.catch_up` defines the series. For a constant learning rate, the relative error is the largest omitted term,
     1 / C(r + P, P) for P terms and r = 2 * ln(beta1) / ln(beta2), where C is the binomial coefficient.

@@ -142,7 +142,7 @@ class History:
         return base64.b64encode(zlib.compress(content, 6)).decode()
 
     def restore(self, text: str) -> None:
-        """Restore the steps from a result of `packed`; raise ValueError for other text."""
+        """Restore the steps from text that `packed` has returned; raise ValueError if the text is damaged."""
         try:
             content = zlib.decompressobj()
             found = content.decompress(base64.b64decode(text, validate=True), 24 * MOST_STEPS)

@@ -393,5 +393,6 @@ def require_optimizer(optimizer: object, table: str) -> None:
     classes = ", ".join(f"{made.__name__}()" for made in OPTIMIZERS.values() if isinstance(made, type))
     raise TypeError(
         f"table {table!r}: the optimizer must be hostdev's {classes}, or the result of "
-        f"hostdev.core.optimizers.build_optimizer(name) for {', '.join(OPTIMIZERS)}; not {optimizer!r}"
+        f"hostdev.core.optimizers.build_optimizer(name) with one of the names {', '.join(OPTIMIZERS)}; not "
+        f"{optimizer!r}"
     )

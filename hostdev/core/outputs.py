@@ -104,7 +104,7 @@ def _claim(path: Path, what: str, make: Callable[[Path], int], wait: bool) -> tu
             except FileNotFoundError:
                 continue
             except OSError:
-                raise UserError(f"{what}: {path} is in the way; remove it") from None
+                raise UserError(f"{what} is first written to {path}, which already exists; remove it") from None
         try:
             state = locks.lock_state(number, wait=wait and not made)
             if state == "none":  # the file system has no locks: use a unique name
@@ -117,7 +117,7 @@ def _claim(path: Path, what: str, make: Callable[[Path], int], wait: bool) -> tu
                 if made:
                     return number, path
                 if not (stat.S_ISREG(mode := os.fstat(number).st_mode) or stat.S_ISDIR(mode)):
-                    raise UserError(f"{what}: {path} is in the way; remove it")
+                    raise UserError(f"{what} is first written to {path}, which already exists; remove it")
                 _remove(path)  # left by a killed process; not reused, as it may have hard links
         except BaseException:
             os.close(number)

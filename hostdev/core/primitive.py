@@ -285,7 +285,7 @@ class Primitive:
 
 
 class PartialCall:
-    """One call of an op, run in parts, which may be in different threads, and timed as one call."""
+    """One call of an op that runs in parts, possibly in different threads, and is timed as one call."""
 
     def __init__(self, op: Primitive) -> None:
         self._op = op
@@ -302,7 +302,10 @@ class PartialCall:
         return result
 
     def tasks(self, *args: Any) -> list[Task]:
-        """Return a part's tasks for `run_tasks`; a part's time is from the start of its first task to the last end."""
+        """Return a part's tasks for `run_tasks`.
+
+        The part's time is measured from the start of its first task to the end of its last task.
+        """
         span: list[tuple[int, int]] = []
         self._spans.append(span)
         self._nbytes += self._op.nbytes(*args)

@@ -24,7 +24,7 @@ _NAMES = {"optimizer": "dense update"}  # distinguishes it from the tracks of ro
 
 
 class Timeline:
-    """A collector of the spans of a run's stages, from any thread."""
+    """A collector of the time spans in which a run's stages work; any thread may add spans."""
 
     def __init__(self) -> None:
         self.busy_ns = dict.fromkeys(STAGES, 0)

@@ -230,7 +230,7 @@ class ReadableTable(Owned):
         row_slots = self.storage.row_slots
         return found | {name: row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}
 
-    def where(self, ids: Any) -> tuple[Rows, Any]:  # Any: whatever NumPy indexes rows by
+    def where(self, ids: Any) -> tuple[Rows, Any]:  # Any: all that can index an array's rows
         """Return an array of rows with optimizer state, float32 [any, 1 + S, D], and the indices of `ids` in it."""
         if (clock := self.clock()) is not None:
             return current.read(self.storage, clock, ids)[0], np.arange(len(ids))
@@ -239,7 +239,7 @@ class ReadableTable(Owned):
         return self.storage.taken(ids), np.arange(len(ids))
 
     def partial_squares(self) -> npt.NDArray[np.float64]:
-        """Return the sum of squares of the weights in each part and column, as `kernels.norm.partial_squares` does."""
+        """Return the sums of squares of the weights, as `kernels.norm.partial_squares` does."""
         self._before_read()
         if self.history is not None:
             return partial_squares(np.ascontiguousarray(self.weights)[:, None])

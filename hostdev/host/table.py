@@ -305,7 +305,7 @@ class HostTable(ReadableTable):
         self._before_write()
         if self.changes is not None:
             self.changes.await_end()
-            self.note_changes(anew=True)  # no longer since any checkpoint, so that the next checkpoint is full
+            self.note_changes(anew=True)  # forgets the last checkpoint, so that the next one is full
         self.storage.fill(self._shape(self.dim), *self._initial)
         if self.history is not None:
             self.history = History(self.history.how)

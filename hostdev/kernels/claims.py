@@ -143,7 +143,7 @@ def _intersect(ids, others, maybe, claims, tag, out):
 
 
 def intersect(ids: npt.NDArray[Any], others: npt.NDArray[Any], claims: Claims, number: int) -> Positions:
-    """Return the positions, ascending, of those ids [U] that are also in `others`.
+    """Return the positions in `ids` of the ids that are also in `others`, ascending.
 
     Args:
         ids: int32 or int64 [U], the unique ids of the batch before batch `number`.

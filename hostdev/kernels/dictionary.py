@@ -127,7 +127,7 @@ class Dictionary:
 
     def _grow(self) -> None:
         if self._count == _MOST_VALUES:
-            raise OverflowError(f"there are more than {self._count} distinct values, the limit of one dictionary")
+            raise OverflowError(f"cannot number more than {self._count} distinct values")
         room = min(len(self._slots) * _FULL // _OF, _MOST_VALUES)
         if self._count == room:
             self._shift -= 1

@@ -301,7 +301,7 @@ def drop_padding(
     N, B = len(values), len(lengths)
     if offsets[-1] != N or (weights is not None and len(weights) != N):
         raise ValueError(
-            f"the lengths sum to {offsets[-1]}; the number of values ({N}), and of weights, if given, must equal this sum"
+            f"the lengths sum to {offsets[-1]}; the number of values ({N}), and of weights, if any, must equal this sum"
         )
     limits = np.iinfo(values.dtype)
     if not limits.min <= padding <= limits.max:

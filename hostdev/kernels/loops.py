@@ -30,7 +30,7 @@ def loop(begun, halt, most, n, grain, grains, pieces{args}):
     return done
 """
 _WORDS, _AT = 16, 8  # the word that all threads write shares its cache line with no other data
-_VISIT_NS = 5_000_000  # how long the main thread stays in native code; Ctrl-C waits about twice as long, or one range
+_VISIT_NS = 5_000_000  # time of the main thread in native code; Ctrl-C waits up to twice as long, or for one range
 
 
 def is_kernel(function: Any) -> bool:

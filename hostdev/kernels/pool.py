@@ -38,7 +38,7 @@ Task = Call | KernelTask
 
 _RANGES_PER_THREAD = 4  # so that other threads can take over the ranges of threads that the operating system slows down
 _RANGE_BYTES, _LINE = 1 << 18, 64  # 20 to 30 microseconds of work; a scattered row costs at least a cache line
-_MOST_GRAINS = 16  # per range: urgent callers wait about half a millisecond at most
+_MOST_GRAINS = 16  # per range; limits the wait of urgent callers to about half a millisecond
 _MAX_RANGE_BITS = 18  # a range has at most about 2 * 2^18 items, which limits how long Ctrl-C waits
 _WAKES = 2  # helpers that each thread at work wakes
 _LONGEST_JOIN = 1.0  # seconds to wait for busy helpers when the interpreter exits

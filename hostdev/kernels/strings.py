@@ -202,7 +202,7 @@ class TextMap:
     def _grow(self, length: int) -> None:
         if self._count == len(self._known):
             if self._count > _MOST_TEXTS:
-                raise OverflowError(f"there are more than {self._count} distinct texts, the limit of one map")
+                raise OverflowError(f"cannot number more than {self._count} distinct texts")
             if self._count == len(self._table) >> _SPARE_BITS:
                 self._shift -= 1
                 size = 2 * len(self._table)

@@ -166,7 +166,7 @@ class IdMap:
 
     def _grow(self) -> None:
         if self._count > _MAX_DISTINCT // 4:
-            raise OverflowError(f"there are more than {self._count} distinct ids, the limit of one map")
+            raise OverflowError(f"cannot number more than {self._count} distinct ids")
         self._shift -= 2
         self._entries = _entries(len(self._entries) * 4, self._keys.dtype)
         keys = np.empty(len(self._entries) >> _SPARE_BITS, self._keys.dtype)
