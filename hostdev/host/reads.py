@@ -162,8 +162,8 @@ class ReadableTable(Owned):
     def fetch_tasks(self, ids: Ids, out: Rows, positions: Positions | None = None) -> list[Task]:
         """Return tasks that look up rows for a batch while steps of earlier batches may be unfinished.
 
-        If steps change all rows, the tasks copy packed rows, which `kernels.catch_up.unpack_tasks` later brings up to
-        date; otherwise, they copy weights.
+        If steps change all rows, the tasks copy packed rows, from which `kernels.catch_up.unpack_tasks` later computes
+        current weights. Otherwise, they copy weights.
 
         Args:
             ids: As for `lookup`.

@@ -28,7 +28,7 @@ from hostdev.kernels.shards import range_of
 Rows = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int32]
 
-_ERASED = 1 << 16  # rows erased at a time
+_ERASED = 1 << 16  # rows that are erased or rewritten at a time
 
 
 class HostTable(ReadableTable):

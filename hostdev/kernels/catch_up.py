@@ -244,7 +244,7 @@ def _bring(start, stop, block, row_slots, clock):
 
 
 def packed_planes(clock_has_moments: bool) -> int:
-    """Return how many planes of a row (the weights, then the moments) are needed to bring its weights up to date."""
+    """Return how many planes of a row (the weights, then the moments) are needed to compute its current weights."""
     return 3 if clock_has_moments else 1
 
 
@@ -270,7 +270,7 @@ def look_up_tasks(
 def pack_tasks(
     block: Rows | SplitRows, row_slots: Rows, ids: Any, out: Rows, positions: Positions | None, planes: int
 ) -> list[Task]:
-    """Return tasks that copy rows to `out` in packed form, which `unpack_tasks` later brings up to date.
+    """Return tasks that copy rows to `out` in packed form, from which `unpack_tasks` later computes current weights.
 
     Args:
         block: float32 [V, 1 + S, D], or `rounding.SplitRows`.
@@ -293,7 +293,7 @@ def unpack_tasks(packed: Rows, clock: Clock, out: Rows) -> list[Task]:
 
 
 def bring_tasks(block: Rows, row_slots: Rows, clock: Clock) -> list[Task]:
-    """Return tasks that bring all rows of a block up to date, in place.
+    """Return tasks that apply missed steps to all rows of a block, in place.
 
     Args:
         block: float32 [N, 1 + S, D].

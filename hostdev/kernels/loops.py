@@ -90,7 +90,7 @@ class Flag:
 
 
 class Loop:
-    """The ranges of a kernel, which any number of threads run together. Ranges begin in order.
+    """The ranges of a kernel, shared by any number of threads. Ranges begin in order.
 
     Args:
         work: The kernel; n, grain, pieces and args are as in `make_loop`.
@@ -125,7 +125,7 @@ class Loop:
 
 
 class Calls:
-    """Python calls, which any number of threads make together. Calls begin in order."""
+    """Python calls that any number of threads share. Calls begin in order."""
 
     def __init__(self, call: Call) -> None:
         self._calls = deque([call])

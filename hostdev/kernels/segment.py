@@ -104,9 +104,9 @@ def streams() -> bool:
 
 
 def prepare_sums(out: npt.NDArray[np.float32], in_order: bool) -> int:
-    """Prepare `out` [U, D] for sums, and return the initial `seen` for `sum_part`.
+    """Prepare `out` [U, D] for sums, and return the argument `seen` for the first call of `sum_part`.
 
-    `in_order` says whether rows are numbered by first occurrence; if not, the sums begin as -0.
+    `in_order` says whether rows are numbered by first occurrence. If not, all sums begin as -0.
     """
     if in_order:
         return 0
