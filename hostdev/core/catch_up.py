@@ -1,4 +1,4 @@
-"""The effect of optimizer steps on rows without a gradient, and a check that such rows can be brought up to date."""
+"""The effect of optimizer steps on rows without a gradient, and a check that it can be computed when a row is read."""
 
 import math
 from typing import NamedTuple
@@ -33,7 +33,7 @@ def adam_rate(lr: float, beta1: float, beta2: float, step: int) -> np.float32:
 
 
 def get_terms(beta1: float, beta2: float) -> int:
-    """Return the number of terms, 4 or 10, with which a row's missed steps are summed to float32 precision.
+    """Return how many terms of a series, 4 or 10, suffice to sum a row's missed steps to float32 precision.
 
     `kernels.catch_up` defines the series. For a constant learning rate, the relative error is the largest omitted term,
     1 / C(r + P, P) for P terms and r = 2 * ln(beta1) / ln(beta2), where C is the binomial coefficient.
@@ -46,12 +46,15 @@ def get_terms(beta1: float, beta2: float) -> int:
     if math.log(SMALL) / math.log(beta1) > _MOST_SUMMED:
         raise ValueError(f"beta1 = {beta1} is too close to 1: moments of unused rows decay too slowly; reduce beta1")
     if beta2 == 0:
-        raise ValueError(f"beta2 must be above 0 for beta1 = {beta1}, or unused rows cannot be brought up to date")
+        raise ValueError(
+            f"beta2 must be above 0 for beta1 = {beta1}: with beta2 = 0, the effect of steps on unused rows cannot be "
+            "computed later"
+        )
     r = 2 * math.log(beta1) / math.log(beta2)
     for terms in (FEW_TERMS, MOST_TERMS):
         if math.lgamma(r + 1 + terms) - math.lgamma(r + 1) - math.lgamma(terms + 1) >= -math.log(_TRUNCATED):
             return terms
     raise ValueError(
-        f"beta2 = {beta2} is too small for beta1 = {beta1}: unused rows would be brought up to date inaccurately; "
+        f"beta2 = {beta2} is too small for beta1 = {beta1}: the effect of steps on unused rows would be inaccurate; "
         "for beta1 = 0.9, use a beta2 of at least 0.989, or use LazyAdam, which accepts any betas"
     )

@@ -53,7 +53,7 @@ class Parser(argparse.ArgumentParser):
 class StrictParser(Parser):
     """A parser that rejects two different values for one option; argparse would silently use the last value.
 
-    It is for commands that have both options that may be repeated, to name several columns, and options that may not.
+    It is for commands that have some options that may be repeated, to name several columns, and others that may not.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:

@@ -92,7 +92,7 @@ class StateDigest:
             name: The table's name.
             step: Its number of steps.
             columns: The weights, then the optimizer state in any order.
-            known: Digests of ranges, which need not be computed again.
+            known: Digests of ranges that are not computed again, or None to compute all.
         """
         self._digest.update(f"table {name} step {step}\n".encode())
         length = rows_per_range(columns[0].shape[1])

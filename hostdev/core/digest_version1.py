@@ -7,7 +7,7 @@ from hostdev.core.digest import Column, RangeDigests, StateDigest, in_order, row
 
 
 class StateDigest1(StateDigest):
-    """The digest of format version 1: `StateDigest` without the first line, and of columns' bytes, not range digests.
+    """The digest of format version 1: it has no first line, and hashes columns' bytes instead of ranges' digests.
 
     It is computed in the calling thread.
     """

@@ -26,7 +26,7 @@ class _Run(NamedTuple):
 
 
 class History:
-    """A table's steps so far: learning rates, decays, and the sums that bring rows up to date.
+    """A table's steps so far: learning rates, decays, and the sums from which a row's missed steps are computed.
 
     Memory per step: 24 bytes with Adam, 48 with Adam and an unusually small beta2, and 8 with other optimizers.
 
@@ -57,7 +57,7 @@ class History:
         self._clock: Clock | None = None
 
     def record(self, lr: float, step: int, table: str) -> Clock:
-        """Record a step; return the clock for its updates, which first bring rows up to date with the step before it.
+        """Record a step; return the clock for its updates, which first apply the earlier steps that a row has missed.
 
         Args:
             lr: The learning rate.
@@ -74,7 +74,8 @@ class History:
             )
         if self.steps >= MOST_STEPS:
             raise ValueError(
-                f"table {table!r}: {MOST_STEPS:,} steps is the limit of an optimizer that also changes unused rows"
+                f"table {table!r} has taken {MOST_STEPS:,} steps, the limit for Adam and for weight_decay; use an "
+                "optimizer that changes only the rows of a batch, such as LazyAdam without weight_decay"
             )
         before = self.clock()
         runs = self._runs
@@ -84,7 +85,8 @@ class History:
             runs.append(_Run(lr, step, 1))
         self._extend([self._rate(lr, step)], [decays])
         frozen = self._frozen if before.moments else before.frozen
-        return before._replace(product=self._product[0], inverse=self._inverse, frozen=frozen)  # one scale and size
+        # Recording the step may have changed the scale of the product and the size of the arrays.
+        return before._replace(product=self._product[0], inverse=self._inverse, frozen=frozen)
 
     def _rate(self, lr: float, step: int) -> float:
         return 0.0 if self.how.betas is None else float(adam_rate(lr, *self.how.betas, step))
@@ -126,7 +128,7 @@ class History:
         self._clock = None
 
     def clock(self) -> Clock:
-        """Return the clock, from which kernels bring rows up to date with the last step."""
+        """Return the clock, from which kernels apply the steps that a row has missed, up to the last step."""
         if self._clock is None:
             recent = self._sums.astype(np.float32) if self._weights.size else np.empty((0, 0), np.float32)
             frozen = self._frozen if self._weights.size else np.empty((0, 0), np.float32)
@@ -140,7 +142,7 @@ class History:
         return base64.b64encode(zlib.compress(content, 6)).decode()
 
     def restore(self, text: str) -> None:
-        """Restore the steps from a result of `packed`; raise ValueError for other text."""
+        """Restore the steps from text that `packed` has returned; raise ValueError if the text is damaged."""
         try:
             content = zlib.decompressobj()
             found = content.decompress(base64.b64decode(text, validate=True), 24 * MOST_STEPS)

@@ -51,7 +51,7 @@ class Constant:
     def fill(
         self, block: Rows, seed: int, name: str, slots: Rows, *, first_row: int = 0, ids: Ids | None = None
     ) -> None:
-        """Fill a block as `Normal.fill` does."""
+        """Fill a block with the constant and the initial slots; the arguments are those of `Normal.fill`."""
         fill_constant(block, self.value, slots)
 
 
@@ -71,7 +71,7 @@ class Uniform:
     def fill(
         self, block: Rows, seed: int, name: str, slots: Rows, *, first_row: int = 0, ids: Ids | None = None
     ) -> None:
-        """Fill a block as `Normal.fill` does."""
+        """Fill a block with uniform weights and the initial slots; the arguments are those of `Normal.fill`."""
         fill_uniform(block, key64(seed, name, "uniform"), self.low, self.high, slots, first_row=first_row, ids=ids)
 
 
@@ -105,7 +105,10 @@ class Given:
     def fill(
         self, block: Rows, seed: int, name: str, slots: Rows, *, first_row: int = 0, ids: Ids | None = None
     ) -> None:
-        """Fill a block as `Normal.fill` does, but with the given weights; `seed` and `name` are not used."""
+        """Fill a block with the given weights and the initial slots; the arguments are those of `Normal.fill`.
+
+        `seed` and `name` have no effect.
+        """
         if ids is None:
             block[:, 0] = self._values[first_row : first_row + len(block)]
         else:
@@ -181,7 +184,7 @@ def _require_finite(name: str, value: float) -> None:
 
 
 def initial_array(shape: tuple[int, ...], init: Initializer, seed: int, name: str) -> Rows:
-    """Return initial values, float32 [*shape]: those of row 0 of a table with this name and prod(shape) columns."""
+    """Return initial values, float32 [*shape]; they equal row 0 of a table with this name and prod(shape) columns."""
     block = np.empty((1, 1, max(1, int(np.prod(shape)))), np.float32)
     init.fill(block, seed, name, np.empty(0, np.float32))
     return block.reshape(shape)

@@ -34,7 +34,7 @@ def alone() -> None:
 
 
 def started(environment: Mapping[str, str] | None = None) -> tuple[int, str]:
-    """Return the number of processes started together, and text on where it was found; (1, "") for a single process.
+    """Return the number of processes started together, and a text that says how it was found; (1, "") for one process.
 
     If `environment` is given, it replaces the process's environment variables, and torch.distributed is not consulted.
     """

@@ -40,7 +40,7 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
-_sharing = 1  # processes of this run on the host
+_sharing = 1  # processes of this run that share the host's memory
 
 
 def share_memory(processes: int) -> None:
@@ -102,7 +102,8 @@ def peak_rss_bytes() -> int:
 def table_bytes(rows: int, dim: int, slots: int, row_slots: int = 0, dtype: str = FP32, slots_dtype: str = FP32) -> int:
     """Return a table's size in bytes: rows x (dim x w + slots x s + 4 x row_slots).
 
-    w is 4, or 2 for bf16. s is dim x 4; for bf16, it is dim x 2; for 8 bits, dim rounded up to a multiple of 4, plus 4.
+    w is the size of a weight: 4, or 2 for bf16. s is the size of a slot: dim x 4; for bf16, dim x 2; for 8 bits, dim
+    rounded up to a multiple of 4, plus 4.
     """
     return rows * (dim * weight_bytes(dtype) + slot_bytes(slots_dtype, dim) * slots + 4 * row_slots)
 

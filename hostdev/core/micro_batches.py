@@ -1,4 +1,6 @@
-"""The split of a batch into micro-batches, and the order of sums over them, which depends on their number only.
+"""The split of a batch into micro-batches, and the order of sums over micro-batches.
+
+The order depends only on the number of micro-batches.
 
 A sum is a binary tree: pairs of neighbouring values are added, then pairs of these sums, and so on; a node without a
 partner at the end of a level moves up unchanged. A node covers the micro-batches [start, start + size), cut off at the

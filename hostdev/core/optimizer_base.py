@@ -23,7 +23,7 @@ class SparseOptimizer(Protocol):
     """The interface of a table optimizer."""
 
     primitive: ClassVar[str]  # the name of the op that applies it
-    non_negative: ClassVar[frozenset[str]]  # slots of D values that are never negative; 8-bit codes need no sign
+    non_negative: ClassVar[frozenset[str]]  # slots of D values that are never negative: 8 bits need no sign
     lr: float  # may be set between updates
 
     @property
@@ -46,7 +46,7 @@ class SparseOptimizer(Protocol):
         """Return the mean square above which a row's gradient (`dim` columns) is clipped, or None for no clipping."""
 
     def scalars(self, step: int, dim: int) -> Scalars:
-        """Return the kernel's scalars for rows of `dim` columns at a step of the table: 1, 2, 3, ..."""
+        """Return the kernel's scalar arguments for rows of `dim` columns; the table's steps are numbered from 1."""
 
 
 @dataclass(kw_only=True, unsafe_hash=True, repr=False)
@@ -63,9 +63,9 @@ class Optimizer:
     1, applied to each row.
 
     Each optimizer except `FTRL` takes `weight_decay`, a number c: each step multiplies the weights of all rows by
-    1 - lr * c and then updates the rows of its batch. Rows that a batch does not use are brought up to date when they
-    are next read, so a step costs no time for unused rows. This takes 4 bytes of state per row (`last`, the step at
-    which the row was last written).
+    1 - lr * c and then updates the rows of its batch. For a row that batches do not use, the factors are applied
+    together when the row is next read, so a step costs no time for unused rows. This takes 4 bytes of state per row
+    (`last`, the step at which the row was last written).
 
     Source: Loshchilov & Hutter, "Decoupled Weight Decay Regularization", ICLR 2019; `kernels.catch_up`.
     """
@@ -105,7 +105,7 @@ class Optimizer:
 
     @property
     def row_slots(self) -> Mapping[str, float]:
-        """The optimizer's own slots of one value per row, and `last` if unused rows are brought up to date."""
+        """The optimizer's own slots of one value per row, and `last` if a step also changes rows without a gradient."""
         return self._own_row_slots if self.catch_up is None else {**self._own_row_slots, LAST: 0.0}
 
     @property

@@ -1,4 +1,4 @@
-"""Table optimizers: hyperparameters, recurrences and slots. The arithmetic is in kernels/ and device/.
+"""Table optimizers: hyperparameters, formulas and slots. The arithmetic is in kernels/ and device/.
 
 Scalars are computed in float64 and rounded to float32 once, except 1 - beta, which is computed in float32, as in
 MindSpore's kernel: beta and 1 - beta must add up to 1 in float32, or a moment of constant gradients drifts (1e-5 for
@@ -56,7 +56,7 @@ class LazyAdam(Optimizer):
 
     @property
     def largest_gradient(self) -> float:
-        """2^58, about 2.9e17: moments are averages, at most its square 2^116, which leaves room for sums over ranks."""
+        """2^58, about 2.9e17: moments are averages of at most its square, 2^116, with room left for sums over ranks."""
         return self._within(2.0**58)
 
     def scalars(self, step: int, dim: int) -> Scalars:
@@ -76,8 +76,8 @@ class Adam(Optimizer):
         v <- beta2 * v + (1 - beta2) * g^2
         w <- w - lr_t * m / (sqrt(v) + eps)
 
-    These are the results of a dense Adam, up to rounding: a row that was not used for k steps is brought up to date by
-    one operation when it is next read, which takes 4 bytes of state per row (`last`). `LazyAdam` leaves such rows
+    These are the results of a dense Adam, up to rounding. If a row was not used for k steps, one operation applies
+    these k steps when the row is next read. This takes 4 bytes of state per row (`last`). `LazyAdam` leaves such rows
     unchanged. With weight_decay above 0, this is AdamW.
 
     Source: Kingma & Ba, 2015, as for `LazyAdam`; Loshchilov & Hutter, 2019; `kernels.catch_up`.
@@ -93,7 +93,7 @@ class Adam(Optimizer):
 
     def __post_init__(self) -> None:
         _check_adam(self.lr, self.beta1, self.beta2, self.eps)
-        get_terms(self.beta1, self.beta2)  # raises for betas with which rows cannot be brought up to date
+        get_terms(self.beta1, self.beta2)  # raises for betas with which missed steps cannot be applied later
 
     @property
     def slots(self) -> Mapping[str, float]:
@@ -393,5 +393,6 @@ def require_optimizer(optimizer: object, table: str) -> None:
     classes = ", ".join(f"{made.__name__}()" for made in OPTIMIZERS.values() if isinstance(made, type))
     raise TypeError(
         f"table {table!r}: the optimizer must be hostdev's {classes}, or the result of "
-        f"hostdev.core.optimizers.build_optimizer(name) for {', '.join(OPTIMIZERS)}; not {optimizer!r}"
+        f"hostdev.core.optimizers.build_optimizer(name) with one of the names {', '.join(OPTIMIZERS)}; not "
+        f"{optimizer!r}"
     )

@@ -1,7 +1,8 @@
 """New files and folders that commands write: each gets its name when it is complete; only one process may write it.
 
-The content is written to a hidden file or folder beside the final one; the process holds a lock on the hidden one. What
-a killed process has left is removed. A file or folder that another process creates meanwhile is never overwritten.
+The content is written to a hidden file or folder beside the final one; the process holds a lock on the hidden one. A
+hidden file or folder that a killed process has left is removed. If another process creates the final file or folder
+meanwhile, it is never overwritten.
 """
 
 import errno
@@ -80,7 +81,7 @@ def taken_folder(out: Path, option: str = "--out") -> UserError:
 
 @contextmanager
 def _hidden(path: Path, what: str, make: Callable[[Path], int], wait: bool) -> Iterator[Path]:
-    """Create and lock `path` for the block, then remove it; without locks, use a path with random digits appended."""
+    """Create and lock `path` for the block, then remove it; if locks are unsupported, append random digits to it."""
     number, path = _claim(path, what, make, wait)
     try:
         yield path
@@ -103,7 +104,7 @@ def _claim(path: Path, what: str, make: Callable[[Path], int], wait: bool) -> tu
             except FileNotFoundError:
                 continue
             except OSError:
-                raise UserError(f"{what}: {path} is in the way; remove it") from None
+                raise UserError(f"{what} is first written to {path}, which already exists; remove it") from None
         try:
             state = locks.lock_state(number, wait=wait and not made)
             if state == "none":  # the file system has no locks: use a unique name
@@ -116,7 +117,7 @@ def _claim(path: Path, what: str, make: Callable[[Path], int], wait: bool) -> tu
                 if made:
                     return number, path
                 if not (stat.S_ISREG(mode := os.fstat(number).st_mode) or stat.S_ISDIR(mode)):
-                    raise UserError(f"{what}: {path} is in the way; remove it")
+                    raise UserError(f"{what} is first written to {path}, which already exists; remove it")
                 _remove(path)  # left by a killed process; not reused, as it may have hard links
         except BaseException:
             os.close(number)

@@ -175,7 +175,7 @@ class OpLog:
                 self._thread.join()
 
     def summary(self) -> dict[str, dict[str, Any]]:
-        """Return bytes and statistics of durations (in microseconds) by op name; and by scope if a name has several."""
+        """Return the bytes and duration statistics (in microseconds) of each op name, and of its scopes if several."""
         by_name: dict[str, dict[str, list[OpTimes]]] = {}
         for op in self._ops:
             if len(op.durations()):
@@ -285,7 +285,7 @@ class Primitive:
 
 
 class PartialCall:
-    """One call of an op, run in parts, which may be in different threads, and timed as one call."""
+    """One call of an op that runs in parts, possibly in different threads, and is timed as one call."""
 
     def __init__(self, op: Primitive) -> None:
         self._op = op
@@ -302,7 +302,10 @@ class PartialCall:
         return result
 
     def tasks(self, *args: Any) -> list[Task]:
-        """Return a part's tasks for `run_tasks`; the part's time runs from its first task's start to its last's end."""
+        """Return a part's tasks for `run_tasks`.
+
+        The part's time is measured from the start of its first task to the end of its last task.
+        """
         span: list[tuple[int, int]] = []
         self._spans.append(span)
         self._nbytes += self._op.nbytes(*args)

@@ -39,13 +39,14 @@ def bar(
 ) -> Progress:
     """Return a progress display: a bar on standard error if it is a terminal, else lines on standard output.
 
-    A bar always disappears at the end. Lines start after ten seconds; without them, there is no final line either.
+    A bar always disappears at the end. The first line is written after ten seconds; quicker work writes no line.
 
     Args:
         total: The amount of work, of which `begin` is already done.
         unit: The unit of the amounts, such as "steps", or "B" for bytes.
         unit_scale: Whether to write large amounts as 1.2k or 3.4M.
-        left: If the work is a part of a larger task: returns the seconds left for the whole task, or None if unknown.
+        left: If the work is part of a larger task, a function that returns the seconds left for the whole task, or None
+            if they are unknown.
     """
     if not sys.stderr.isatty():
         return _Lines(total, description, unit, unit_scale, begin, left)

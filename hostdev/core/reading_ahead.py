@@ -1,4 +1,4 @@
-"""A flag for user code that runs ahead of the loop's body: the loader, `ids` and `send`.
+"""A flag for user code that runs ahead of a training loop's body: the loader, and the callables `ids` and `send`.
 
 How far ahead such code runs depends on the pipeline's depth and the cache; the values that it reads from a table would
 then depend on them, too. Tables therefore refuse reads and writes while the flag is set.

@@ -33,7 +33,7 @@ def silence(numbers: list[int]) -> None:
 
 
 def terminals() -> list[int]:
-    """Return the file descriptors of standard output and standard error, each only if it is a terminal."""
+    """Return the file descriptors of standard output and standard error, without those that are not terminals."""
     return [number for number in (1, 2) if not _is_closed(number) and os.isatty(number)]
 
 
@@ -46,7 +46,7 @@ def _is_closed(number: int) -> bool:
 
 
 def _printed(error: UnicodeError) -> tuple[str | bytes, int]:
-    r"""Encode characters not in the encoding: undecoded bytes of a file name unchanged, others as \xe4, \u20ac, ..."""
+    r"""Encode characters that the encoding lacks: undecodable bytes of a file name as they are, others as \xe4, ..."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     made = bytearray()

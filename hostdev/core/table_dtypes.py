@@ -28,10 +28,11 @@ class TableStep(NamedTuple):
     """The arguments shared by all updates of a table at one step, on the host and on the device.
 
     Attributes:
-        scalars: The optimizer's scalars.
+        scalars: The scalar arguments of the optimizer's kernel.
         rounding: The rounding of new values to the storage formats, or None if all are float32.
         clip: float32, the mean square above which a row's gradient is clipped, or None for no clipping.
-        clock: Brings rows up to date before the update, or None if a step changes only its batch's rows.
+        clock: The step history, from which each row's missed steps are applied before its update; None if a step
+            changes only its batch's rows.
     """
 
     scalars: tuple[Any, ...]

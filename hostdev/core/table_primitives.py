@@ -24,7 +24,7 @@ class _TablePrimitive(Primitive):
 
 
 class EmbeddingLookup(_TablePrimitive):
-    """Row lookup: `(table, ids [U]) -> float32 [U, D]`, in NumPy for a host table, or torch for a device table.
+    """Row lookup, called with `(table, ids [U])`: returns float32 [U, D], a NumPy array or, on the device, a tensor.
 
     Host tables also take `out` and `positions`, as in `HostTable.lookup`.
     """
@@ -44,7 +44,7 @@ class EmbeddingLookup(_TablePrimitive):
         return tasks
 
     def nbytes(self, table: Any, ids: Any, *some: Any) -> int:
-        """Return the bytes read and written: each row once."""
+        """Return the bytes read and written: each row is read once and written once."""
         return len(ids) * self.row_bytes(table)
 
     @staticmethod
@@ -56,7 +56,7 @@ class EmbeddingLookup(_TablePrimitive):
 
 
 class _Update(_TablePrimitive):
-    """An optimizer step on unique rows: `(table, ids [U], grads float32 [U, D])`.
+    """An optimizer step on unique rows. Arguments: `(table, ids [U], grads float32 [U, D])`.
 
     Host tables also take `scalars` and `positions`, as in `HostTable.update`.
     """
@@ -88,9 +88,10 @@ class _Update(_TablePrimitive):
 
 
 class _WholeRows(_TablePrimitive):
-    """A copy of whole rows of a host table: `(table, ids [N], block float32 [N, 1 + S, D], row_slots float32 [N, R])`.
+    """A copy of rows of a host table, with their optimizer state.
 
-    It also takes `positions`, as in `HostTable.read_rows`.
+    Arguments: `(table, ids [N], block float32 [N, 1 + S, D], row_slots float32 [N, R])`, and optionally `positions`, as
+    in `HostTable.read_rows`.
     """
 
     method: ClassVar[str]  # a method of the table; `<method>_tasks` returns its tasks
@@ -113,19 +114,19 @@ class _WholeRows(_TablePrimitive):
 
 
 class CacheAdmit(_WholeRows):
-    """A read, from the host table, of the rows that a cache admits."""
+    """An op that reads, from the host table, the rows that a cache admits."""
 
     name, method = "CacheAdmit", "read_rows"
 
 
 class CacheEvict(_WholeRows):
-    """A write, to the host table, of the rows that a cache evicts."""
+    """An op that writes, to the host table, the rows that a cache evicts."""
 
     name, method = "CacheEvict", "write_rows"
 
 
 class ForwardRead(_WholeRows):
-    """A read, from the host table, of rows that the device then updates for the next step (`pipeline.forwarding`)."""
+    """An op that reads rows from the host table; the device then updates them (`pipeline.forwarding`)."""
 
     name, method = "ForwardRead", "read_rows"
 
@@ -138,49 +139,52 @@ def _stored_bytes(table: Any) -> tuple[int, int]:
 
 
 class FusedSparseFtrl(_Update):
-    """FTRL on unique rows: `(table, ids [U], grads float32 [U, D])`."""
+    """FTRL on unique rows. Arguments: `(table, ids [U], grads float32 [U, D])`."""
 
     name = "FusedSparseFtrl"
 
 
 class FusedSparseAdam(_Update):
-    """Adam on unique rows, which are brought up to date first: `(table, ids [U], grads float32 [U, D])`."""
+    """Adam on unique rows, after applying the effect of the steps that each row has missed.
+
+    Arguments: `(table, ids [U], grads float32 [U, D])`.
+    """
 
     name = "FusedSparseAdam"
 
 
 class FusedSparseLazyAdam(_Update):
-    """Lazy Adam on unique rows: `(table, ids [U], grads float32 [U, D])`."""
+    """Lazy Adam on unique rows. Arguments: `(table, ids [U], grads float32 [U, D])`."""
 
     name = "FusedSparseLazyAdam"
 
 
 class FusedSparseSGD(_Update):
-    """SGD on unique rows: `(table, ids [U], grads float32 [U, D])`."""
+    """SGD on unique rows. Arguments: `(table, ids [U], grads float32 [U, D])`."""
 
     name = "FusedSparseSGD"
 
 
 class FusedSparseAdagrad(_Update):
-    """Adagrad on unique rows: `(table, ids [U], grads float32 [U, D])`."""
+    """Adagrad on unique rows. Arguments: `(table, ids [U], grads float32 [U, D])`."""
 
     name = "FusedSparseAdagrad"
 
 
 class FusedSparseRowWiseAdagrad(_Update):
-    """Row-wise Adagrad on unique rows: `(table, ids [U], grads float32 [U, D])`."""
+    """Row-wise Adagrad on unique rows. Arguments: `(table, ids [U], grads float32 [U, D])`."""
 
     name = "FusedSparseRowWiseAdagrad"
 
 
 class FusedSparseRowWiseAdam(_Update):
-    """Row-wise Adam on unique rows: `(table, ids [U], grads float32 [U, D])`."""
+    """Row-wise Adam on unique rows. Arguments: `(table, ids [U], grads float32 [U, D])`."""
 
     name = "FusedSparseRowWiseAdam"
 
 
 class FusedSparseMomentum(_Update):
-    """SGD with momentum on unique rows: `(table, ids [U], grads float32 [U, D])`."""
+    """SGD with momentum on unique rows. Arguments: `(table, ids [U], grads float32 [U, D])`."""
 
     name = "FusedSparseMomentum"
 

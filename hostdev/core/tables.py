@@ -23,7 +23,7 @@ class Owner(Protocol):
         """Apply all steps so far to the table; raise ValueError if it cannot be written now."""
 
     def after_write(self, table: Any, ids: Any) -> None:
-        """Refresh prefetched rows: local rows `ids`, int32 or int64 [N], or all rows if `ids` is None."""
+        """Refresh prefetched copies of written rows: the local rows `ids`, int32 or int64 [N], or all rows if None."""
 
 
 class Owned:
@@ -82,7 +82,7 @@ class Owned:
         return TableStep(scalars, rounding, clip, clock)
 
     def clock(self) -> Clock | None:
-        """Return the clock that brings rows up to date, or None if a step changes only the rows of its batch."""
+        """Return the step history, to apply steps that rows have missed; None if a step changes only a batch's rows."""
         return None if self.history is None else self.history.clock()
 
     def uncount_steps(self, steps: int) -> None:
@@ -138,7 +138,7 @@ def initial_seed(seed: int | None) -> int:
 
 
 def _was_set(torch: Any, seed: int) -> bool:
-    """Return whether the program has set torch's seed, rather than torch at random, which gives a seed of 64 bits."""
+    """Return whether the program has set torch's seed; if not, torch has chosen a random seed of 64 bits."""
     if seed < 1 << 32:
         return True
     tracker = getattr(torch.cuda, "_lazy_seed_tracker", None)  # holds the call until CUDA is initialized

@@ -1,4 +1,4 @@
-"""Busy and stalled time of each stage of a run, and a Chrome trace of its spans for Perfetto."""
+"""Busy and stalled time of each stage of a run, and a trace of the stages' work in Chrome's format, for Perfetto."""
 
 import json
 import threading
@@ -24,7 +24,7 @@ _NAMES = {"optimizer": "dense update"}  # distinguishes it from the tracks of ro
 
 
 class Timeline:
-    """A collector of the spans of a run's stages, from any thread."""
+    """A collector of the time spans in which a run's stages work; any thread may add spans."""
 
     def __init__(self) -> None:
         self.busy_ns = dict.fromkeys(STAGES, 0)
@@ -63,9 +63,10 @@ class Timeline:
             self.wall_ns += time.perf_counter_ns() - start
 
     def span(self, stage: str, batch: int, *, flow: str = "t", **args: int) -> "Span":
-        """Return a context that times a stage's work on a batch; it yields a dict to which arguments may be added.
+        """Return a context that times a stage's work on a batch.
 
-        Parts of a step and phases of an epoch appear in the trace only.
+        It yields the dict of the trace event's arguments, to which more may be added. Parts of a step and phases of an
+        epoch appear in the trace only.
 
         Args:
             stage: One of STAGES, EXCHANGES, STEP_PARTS or PHASES.
@@ -88,10 +89,10 @@ class Timeline:
         self.device_busy_ns += nanoseconds
 
     def summary(self) -> dict[str, Any]:
-        """Return all times in microseconds, and their overlap efficiency.
+        """Return all times in microseconds, and the overlap efficiency.
 
-        This is the busy time of the host or of the device, whichever is longer, divided by the wall time; None if the
-        wall time is 0.
+        The overlap efficiency is the busy time of the host or of the device, whichever is longer, divided by the wall
+        time. It is None if the wall time is 0.
         """
         most = max(self.host_busy_ns, self.device_busy_ns)
         return {

@@ -67,5 +67,5 @@ class Copies:
         return self._held[name]
 
     def end(self) -> None:
-        """Refuse further writes."""
+        """Refuse further access to the copies."""
         self._is_over = True

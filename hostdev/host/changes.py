@@ -90,7 +90,7 @@ class Snapshot:
         self._row_bytes = 4 * (planes * D + self.row_slots.shape[1])
 
     def save_before_write(self, ids: Ids) -> None:
-        """Copy aside those of the rows `ids` [N] that have not been read yet, before these rows are overwritten.
+        """Before the rows `ids` [N] are overwritten, copy aside those that the snapshot's reader has still to read.
 
         Wait while the budget is used up.
         """

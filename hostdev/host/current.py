@@ -23,7 +23,8 @@ def read(
 ) -> tuple[Rows, Rows]:
     """Return up-to-date copies of rows: weights and state columns, float32 [N, 1 + S, D], and per-row state, [N, R].
 
-    If `formats`, the storage format of each plane, is not None, values are rounded to the nearest that can be stored.
+    `formats` has the storage format of each plane; values are rounded to the nearest values that can be stored. With
+    None, values are not rounded.
     """
     _, planes, D = storage.shape
     block = np.empty((len(ids), planes, D), np.float32)
@@ -40,7 +41,7 @@ class CurrentColumn:
 
     Args:
         storage: The table's rows.
-        clock: The step history that brings rows up to date.
+        clock: The step history, from which the steps that a row has missed are applied.
         number: 0 for the weights, 1 .. S for the state columns of D values, then one number for each per-row state.
         formats: As for `read`.
     """

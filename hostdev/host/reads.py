@@ -67,11 +67,13 @@ class ReadableTable(Owned):
     def block(self) -> Rows:
         """A read-only view of all rows, float32 [V, 1 + S, D]: weights, then state columns.
 
-        Raises TypeError if rows are not stored in this form, or are brought up to date only when they are read.
+        Raises TypeError if rows are not stored in this form, or if the optimizer changes all rows in each step: stored
+        rows then lack the steps that they have missed.
         """
         if self.history is not None:
             raise TypeError(
-                f"table {self.name!r} brings rows up to date only when they are read; use read_rows instead of block"
+                f"table {self.name!r}: its optimizer changes all rows in each step, but rows in `block` lack the steps "
+                "that did not use them; use read_rows, which applies these steps"
             )
         if not isinstance(self.storage, Float32):
             what = "weights" if self.dtype == BF16 else "slots"
@@ -160,8 +162,8 @@ class ReadableTable(Owned):
     def fetch_tasks(self, ids: Ids, out: Rows, positions: Positions | None = None) -> list[Task]:
         """Return tasks that look up rows for a batch while steps of earlier batches may be unfinished.
 
-        If steps change all rows, the tasks copy packed rows, which `kernels.catch_up.unpack_tasks` later brings up to
-        date; otherwise, they copy weights.
+        If steps change all rows, the tasks copy packed rows, from which `kernels.catch_up.unpack_tasks` later computes
+        current weights. Otherwise, they copy weights.
 
         Args:
             ids: As for `lookup`.
@@ -206,14 +208,14 @@ class ReadableTable(Owned):
         return block, row_slots
 
     def read_rows_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None = None) -> list[Task]:
-        """Return tasks that copy rows as `read_rows` does, but as they are stored: not brought up to date."""
+        """Return tasks that copy rows as `read_rows` does, but as stored, without the steps that they have missed."""
         self._check_whole(ids, block, row_slots, positions)
         return self.storage.read_tasks(ids, block, row_slots, positions)
 
     def columns(self) -> dict[str, Any]:  # Any: arrays, or columns that are widened as they are read
         """Return the stored weights and optimizer state by name; indexing by slices or row ids yields float32.
 
-        The rows are not brought up to date.
+        With an optimizer that changes all rows in each step, stored rows lack the steps that did not use them.
         """
         self._before_read()
         return self._columns()
@@ -228,7 +230,7 @@ class ReadableTable(Owned):
         row_slots = self.storage.row_slots
         return found | {name: row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}
 
-    def where(self, ids: Any) -> tuple[Rows, Any]:  # Any: whatever NumPy indexes rows by
+    def where(self, ids: Any) -> tuple[Rows, Any]:  # Any: all that can index an array's rows
         """Return an array of rows with optimizer state, float32 [any, 1 + S, D], and the indices of `ids` in it."""
         if (clock := self.clock()) is not None:
             return current.read(self.storage, clock, ids)[0], np.arange(len(ids))
@@ -237,7 +239,7 @@ class ReadableTable(Owned):
         return self.storage.taken(ids), np.arange(len(ids))
 
     def partial_squares(self) -> npt.NDArray[np.float64]:
-        """Return the sum of squares of the weights in each part and column, as `kernels.norm.partial_squares` does."""
+        """Return the sums of squares of the weights, as `kernels.norm.partial_squares` does."""
         self._before_read()
         if self.history is not None:
             return partial_squares(np.ascontiguousarray(self.weights)[:, None])

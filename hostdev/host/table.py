@@ -28,7 +28,7 @@ from hostdev.kernels.shards import range_of
 Rows = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int32]
 
-_ERASED = 1 << 16  # rows erased at a time
+_ERASED = 1 << 16  # rows that are erased or rewritten at a time
 
 
 class HostTable(ReadableTable):
@@ -41,8 +41,9 @@ class HostTable(ReadableTable):
     than 32 bits stochastically to one of the two nearest values that can be stored, with a random number that depends
     only on (seed, name, step of the table, row, column, weight or state).
 
-    With an optimizer that changes all rows in each step (`Adam`, or any with weight_decay), a row is brought up to date
-    when it is next read. Reads return rows as they are after the last step, except `row_slots` and `columns`.
+    With an optimizer that changes all rows in each step (`Adam`, or any with weight_decay), the steps that did not use
+    a row are applied when the row is next read or updated. Reads return rows as they are after the last step, except
+    `row_slots` and `columns`, which return rows as they are stored.
 
     Several threads may look up rows at once. While an update writes rows, no other thread may read or write these rows.
 
@@ -60,7 +61,7 @@ class HostTable(ReadableTable):
         dim: Number of columns, at least 1.
         optimizer: LazyAdam, Adam, RowWiseAdam, FTRL, SGD, Momentum, Adagrad or RowWiseAdagrad.
         name: The table's name, used in error messages and to derive the initial values.
-        seed: Seed of the initial values, or None for the seed given to `torch.manual_seed`, or 0.
+        seed: Seed of the initial values. None takes the seed given to `torch.manual_seed`, or 0 if there is none.
         init: The initial weights: Normal(std), Uniform(low, high), Constant(value), or an array [rows, dim]. The table
             keeps the array for `erase` and `reset`, so its values must not be changed. With dtype="bfloat16", initial
             weights are rounded like updates.
@@ -304,7 +305,7 @@ class HostTable(ReadableTable):
         self._before_write()
         if self.changes is not None:
             self.changes.await_end()
-            self.note_changes(anew=True)  # no longer since any checkpoint, so that the next checkpoint is full
+            self.note_changes(anew=True)  # forgets the last checkpoint, so that the next one is full
         self.storage.fill(self._shape(self.dim), *self._initial)
         if self.history is not None:
             self.history = History(self.history.how)
@@ -316,7 +317,8 @@ class HostTable(ReadableTable):
 
         Args:
             history: The step history of the checkpoint, recorded with an equal optimizer.
-            whole: Whether all rows will be loaded. If not, the table's rows are brought up to date first.
+            whole: Whether all rows will be loaded. If not, the steps that the table's rows have missed are applied to
+                them first.
         """
         self._before_write()
         if not whole and self.history is not None:

@@ -61,7 +61,7 @@ def warm_up_table(
     *,
     squares: bool = True,
 ) -> None:
-    """Call each kernel once that a table with these dtypes, this optimizer and this dimension uses."""
+    """Call once each kernel that a table with these dtypes, this optimizer and this dimension uses."""
     ids, position = np.zeros(2, id_dtype), np.zeros(1, np.int32)
     dtype, slots = table_dtypes
     table = HostTable(1, dim, optimizer, name="warm-up", dtype=dtype, slots=slots)
@@ -92,13 +92,13 @@ def warm_up_table(
 
 
 def warm_up_ids(id_dtype: npt.DTypeLike) -> None:
-    """Call each kernel that processes ids once."""
+    """Call once each kernel that processes ids."""
     warm_up_deduplication(id_dtype)
     warm_up_batches(id_dtype)
 
 
 def warm_up_deduplication(id_dtype: npt.DTypeLike) -> None:
-    """Call each deduplication kernel once."""
+    """Call once each kernel that deduplicates ids."""
     ids = np.zeros(2, id_dtype)
     far = _spread(id_dtype)
     unique(far)
@@ -106,7 +106,7 @@ def warm_up_deduplication(id_dtype: npt.DTypeLike) -> None:
 
 
 def warm_up_batches(id_dtype: npt.DTypeLike) -> None:
-    """Call each kernel that checks or compares batches once."""
+    """Call once each kernel that checks or compares batches."""
     ids, far = np.zeros(2, id_dtype), _spread(id_dtype)
     check_groups([([far], 1 << 24), ([ids], 1)])  # enough ids to run the parallel kernel
     for lengths in (np.full(1, 2, np.int32), np.full(1, 2, np.int64)):
@@ -122,12 +122,12 @@ def warm_up_batches(id_dtype: npt.DTypeLike) -> None:
 
 
 def _spread(id_dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Return ids so many and so far apart that deduplication splits and hashes them."""
+    """Return so many ids, so far apart, that deduplication splits them into parts and hashes them."""
     return np.arange(1 << 16, dtype=id_dtype) << 8
 
 
 def warm_up_feature(dim: int, *, pooled: bool = False, weighted: bool = False, bfloat16: bool = False) -> None:
-    """Call each kernel once that a feature with these properties uses.
+    """Call once each kernel that a feature with these properties uses.
 
     The feature's table has `dim` columns. Kernels also depend on the current number of host threads.
     """

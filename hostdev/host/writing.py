@@ -43,10 +43,10 @@ class Writing(Copies):
         return np.array(column[:] if self._ids is None else column[self._ids], np.float32)
 
     def changed(self) -> npt.NDArray[np.int64]:
-        """Return the numbers of the rows of the copies that differ from the table.
+        """Return which rows of the copies differ from the table, as row numbers in the copies, ascending.
 
         Raises:
-            ValueError: Such a row has a value that is not finite.
+            ValueError: A row that differs has a value that is not finite.
         """
         found = []
         width = sum(values.shape[1] for values in self._held.values())

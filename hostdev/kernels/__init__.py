@@ -1,1 +1,1 @@
-"""CPU kernels: functions that depend on nothing but numba, numpy and their arguments."""
+"""CPU kernels, written with numba and NumPy: their results depend only on their arguments."""

@@ -1,6 +1,6 @@
-"""SGD, momentum, Adagrad and row-wise Adagrad on unique rows.
+"""Kernels that update unique rows with SGD, momentum, Adagrad or row-wise Adagrad.
 
-`core.optimizers` has the recurrences; `apply` describes the kernels' arguments.
+`core.optimizers` has the formulas; `apply` describes the kernels' arguments.
 """
 
 from typing import Any
@@ -77,9 +77,9 @@ def _adagrad(start, stop, ids, source, grads, block, row_slots, lr, eps, clock):
 
 @inline
 def mean_square(grad, lanes, columns):
-    """Return the mean square of a row's gradient, added in the order of `core.optimizers.RowWiseAdagrad`.
+    """Return the mean square of a row's gradient; `core.optimizers.RowWiseAdagrad` defines the order of the additions.
 
-    `lanes`, float32 [LANES], is scratch memory; `columns` is D in float32.
+    `lanes`, float32 [LANES], is scratch memory; `columns` is D, the number of columns, as float32.
     """
     whole = np.uint64(len(grad) - len(grad) % LANES)
     lanes[:] = np.float32(0)
@@ -134,5 +134,5 @@ def adagrad(*scalars: Any) -> tuple[Kernel, tuple[Any, ...]]:
 
 
 def row_wise_adagrad(*scalars: Any) -> tuple[Kernel, tuple[Any, ...]]:
-    """Return the row-wise Adagrad kernel and its scalar arguments: lr, eps, and the number of columns D in float32."""
+    """Return the row-wise Adagrad kernel and its scalar arguments: lr, eps, and the number of columns as float32."""
     return _row_wise_adagrad, scalars

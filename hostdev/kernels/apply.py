@@ -4,13 +4,14 @@ An optimizer's kernel is called as `kernel(start, stop, ids, source, grads, bloc
 updates the rows ids[start:stop] in place:
 
     ids: int32 or int64 [U], unique, each in [0, V), where V is the number of rows of the table.
-    source: int32 [U], for each id, the row of `grads` that has its summed gradient.
+    source: int32 [U]: the summed gradient of ids[i] is grads[source[i]].
     grads: float32 [any, D].
-    block: float32 [V, 1 + S, D], for each row, its weights and then its S slots of D values; or `rounding.SplitRows`.
-    row_slots: float32 [V, R], the R slots that have one value per row.
-    scalars: The optimizer's scalars at this step.
-    clock: The step history with which rows are brought up to date before the update (see `catch_up`), or None if only
-        updates change rows.
+    block: float32 [V, 1 + S, D], or `rounding.SplitRows`: each row's weights, followed by its S optimizer slots of D
+        values each.
+    row_slots: float32 [V, R], the R optimizer slots that have one value per row.
+    scalars: The optimizer's scalar arguments at this step, such as the learning rate.
+    clock: The step history, from which each row's missed steps are applied before its update (see `catch_up`); None if
+        a step changes only the rows that it updates.
 """
 
 from collections.abc import Callable
@@ -91,15 +92,15 @@ def apply_rows(
     clip: np.float32 | None = None,
     clock: Clock | None = None,
 ) -> None:
-    """Take one optimizer step on unique rows, in place; the module's docstring describes block, row_slots and ids.
+    """Take one optimizer step on unique rows, in place.
+
+    The module's docstring describes `block`, `row_slots`, `ids`, `scalars` and `clock`.
 
     Args:
         primitive: The name of the optimizer's operation, such as "FusedSparseFtrl".
         grads: float32 [U, D], the summed gradient of each id; with `positions`, [any, D].
-        scalars: The optimizer's scalars at this step.
-        positions: int32 [U], for each id, the row of `grads` that has its gradient; None if ids[i] has grads[i].
+        positions: int32 [U]: the gradient of ids[i] is grads[positions[i]]; None if it is grads[i].
         clip: The mean square above which a row's gradient is clipped, or None to never clip.
-        clock: The step history with which the rows are brought up to date first, or None if only updates change rows.
     """
     run_tasks(apply_tasks(primitive, block, row_slots, ids, grads, scalars, positions, clip, clock))
 

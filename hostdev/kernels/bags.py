@@ -1,9 +1,9 @@
 """Pooling of rows into bags and summation of gradients per row, for several features that share the rows.
 
 A bag is a list of ids, and each of its ids is an occurrence of a row. In the forward pass, the rows of a bag's
-occurrences are summed. In the backward pass, a row's gradient is the sum, over all its occurrences, of the gradient of
-the occurrence's bag, feature by feature. No array with a row per occurrence is built. Each arithmetic operation is
-rounded once.
+occurrences are summed. In the backward pass, each occurrence of a row adds the gradient of its bag to the row's
+gradient, one feature after another. No array with a row per occurrence is built. Each arithmetic operation is rounded
+once.
 
 Shapes: N occurrences of a feature in B bags, U unique rows, D columns.
 """
@@ -41,7 +41,7 @@ class Feature(NamedTuple):
     """The occurrences of one feature.
 
     Attributes:
-        inverse: int32 [N], for each occurrence, the number of its row among the unique rows.
+        inverse: int32 [N], the index of each occurrence's row among the unique rows.
         offsets: int32 [B + 1]: bag b has the occurrences [offsets[b], offsets[b + 1]); None if the feature has no bags.
         weights: float32 [N], the weight of each occurrence, or None if all weights are 1.
         mean: Whether each bag's sum is divided by the number of its occurrences.
@@ -129,9 +129,9 @@ def pool(rows: Rows, feature: Feature, out: npt.NDArray[Any]) -> None:
 
 @kernel
 def _add_bags(start, stop, seen, grads, first, step, inverse, offsets, weights, mean, out):
-    """Add the gradients of the bags [start, stop) to their rows' sums, with `seen` as in `segment.sum_part`.
+    """Add the gradients of the bags [start, stop) to the sums of their rows.
 
-    The gradient of each bag is read only once.
+    `segment.sum_part` describes `seen` and the returned value. The gradient of each bag is read only once.
     """
     first, step = np.uint64(first), np.uint64(step)
     D, seen, one = grads.shape[1], np.uint64(seen), np.uint64(1)
@@ -214,19 +214,19 @@ class Uses:
     Args:
         features: The features that share the rows.
         rows: U, the number of rows.
-        in_order: Whether the rows are numbered in order of first occurrence, one feature after another, and each row
-            occurs.
+        in_order: Whether each row occurs, and the rows are numbered in order of first occurrence, one feature after
+            another.
     """
 
     def __init__(self, features: Sequence[Feature], rows: int, *, in_order: bool = True) -> None:
         self.features, self.rows, self.in_order = features, rows, in_order
 
     def sum(self, grads: Sequence[Strided], out: Rows) -> None:
-        """Write the sum of each row's gradients, added one feature after another, and in order of occurrence.
+        """Write the sum of each row's gradients; they are added one feature after another, in order of occurrence.
 
         Args:
-            grads: For each feature, the gradients of its B bags, or of its N occurrences if it has no bags. They are
-                rows of an array [any, D], float32, or bfloat16 as uint16.
+            grads: For each feature, the gradients of its B bags, or of its N occurrences if it has no bags. Each
+                gradient is a row of an array [any, D], float32, or bfloat16 as uint16.
             out: float32 [U, D], written: the sums; -0 for a row that does not occur.
         """
         if streams() or not len(out):

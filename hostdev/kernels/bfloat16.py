@@ -8,7 +8,7 @@ from numba.extending import overload
 
 
 def to_float32(value: Any) -> Any:
-    """Return a stored number, float32 or bfloat16 as uint16, as float32."""
+    """Convert a stored number, float32 or bfloat16 (as uint16), to float32."""
     raise NotImplementedError("only compiled kernels can call this function")
 
 

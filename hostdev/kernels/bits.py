@@ -37,10 +37,10 @@ def count_bits(bits: Bits) -> int:
 
 
 def any_in_ranges(bits: Bits, rows: int, length: int) -> npt.NDArray[np.bool_]:
-    """Split a table of `rows` rows into ranges of `length` rows, and return which ranges have a row in a set.
+    """Split a table of `rows` rows into ranges of `length` rows, and return which ranges have a row in the set `bits`.
 
     Args:
-        bits: The set.
+        bits: The set of rows.
         rows: The number of rows of the table.
         length: The number of rows per range, a power of two; the last range may be shorter.
 
@@ -74,7 +74,10 @@ def mark(ids: npt.NDArray[Any], bits: Bits) -> None:
 
 @kernel
 def take(ids, bits, out):
-    """Remove ids [N] from a set; write those that the set contained to the start of out [N]; return their number."""
+    """Remove ids [N] from a set; return the number n of ids that were in the set, and write them to out[:n].
+
+    `out` is [N]; items after the first n may be overwritten, too.
+    """
     six, low, one = np.uint64(6), np.uint64(63), np.uint64(1)
     count = np.uint64(0)
     for i in range(np.uint64(0), np.uint64(len(ids))):
@@ -83,7 +86,7 @@ def take(ids, bits, out):
         word = bits[row >> six]
         found = word & bit
         bits[row >> six] = word & ~bit
-        out[count] = ids[i]  # an id outside the set is overwritten by the next one
+        out[count] = ids[i]  # if the set does not have this id, the next id overwrites it
         count += one if found else np.uint64(0)
     return np.int64(count)
 
@@ -108,7 +111,7 @@ def rows_between(first, last, bits, out):
 
 @kernel
 def copy_to_columns(start, stop, first, ids, block, out):
-    """Copy rows to columns: out[s, i] = block[ids[i], s], or block[first + i, s] if `ids` is None, for each row i.
+    """Copy rows to columns: out[s, i] = block[ids[i], s], or block[first + i, s] if `ids` is None.
 
     Args:
         ids: int32 or int64 [N], or None.
@@ -143,13 +146,13 @@ def gather_rows(rows, order, out):
 
 @kernel
 def place_in_columns(rows, ids, wanted, columns):
-    """Write rows into columns: columns[s, k] = rows[i, s] for each i, with the k for which wanted[k] = ids[i].
+    """Write rows into columns: for each i, columns[s, k] = rows[i, s], where k is the index of ids[i] in `wanted`.
 
     Args:
         rows: float32 [n, S, D].
         ids: int32 or int64 [n], ascending, each in `wanted`.
         wanted: int64 [N], ascending.
-        columns: float32 [S, N, D]; the items of the rows in `ids` are overwritten.
+        columns: float32 [S, N, D]; only the values of the rows `ids` are overwritten.
     """
     k = np.uint64(0)
     for i in range(np.uint64(0), np.uint64(len(ids))):

@@ -1,4 +1,4 @@
-"""numba's cache of machine code on disk, extended by checksums and by a hash of all sources of a kernel.
+"""numba's on-disk cache of machine code, extended by checksums and by a hash of all sources of a kernel.
 
 numba does not check its cache files: a damaged index raises an error in every process until the file is removed, and
 damaged code would run. With this module, a kernel whose file has a wrong checksum is compiled again. A kernel that
@@ -78,7 +78,7 @@ class _CheckedFile(_Base):  # type: ignore[misc]
             content = _checked(Path(self._index_path).read_bytes())
             version, rest = _unpickled(content)
             stamp, overloads = pickle.loads(rest) if version == self._version else (None, {})
-        except (OSError, _WrongError, AttributeError, ImportError):  # the last two: a type no longer exists
+        except (OSError, _WrongError, AttributeError, ImportError):  # the last two: a pickled type no longer exists
             return {}
         return overloads if stamp == self._get_stamp() else {}
 
@@ -108,7 +108,7 @@ def _locked(folder: str) -> Iterator[None]:
     other's index, which could then name code for the wrong types. On file systems without locks, `load` rejects such
     code.
     """
-    if os.name != "posix":  # a folder cannot be opened
+    if os.name != "posix":  # only POSIX systems can open, and so lock, a folder
         yield
         return
     number = os.open(folder, os.O_RDONLY)

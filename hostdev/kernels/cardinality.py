@@ -51,7 +51,7 @@ def estimate(registers: Registers) -> float:
 
 
 class Sample(NamedTuple):
-    """The up to 4097 keys of a set with the largest weight / u, where u is a hash of the key, uniform in (0, 1].
+    """A sample of a set: the 4097 keys, or fewer, with the largest weight / u, where u in (0, 1] is a hash of the key.
 
     Attributes:
         keys: uint64 [K], distinct.

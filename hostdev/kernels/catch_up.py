@@ -1,7 +1,7 @@
 """Effects of steps on rows without a gradient: weights decay; with Adam, moments also decay and move the weights.
 
-Each row stores the step of its last write. When the row is next read or updated, one operation brings it up to date
-with all steps since then, so that unused rows cost nothing.
+Each row stores the step of its last write. When the row is next read or updated, one operation applies the effects of
+all steps since then: it brings the row up to date. Steps therefore cost no time for unused rows.
 
 Let a_j be the learning rate of step j (Adam's `lr_t`), d_j the fraction by which step j decays the weights, L the step
 of the row's last write, and T the table's last step::
@@ -103,7 +103,7 @@ def _collect(coefficients, i, last, now, recent, frozen, powers):
 def moved(w, m, v, eps, c0, c1, c2, c3, c4, c5, c6, c7, c8, c9):
     """Return the weight w after its moments m and v have moved it in the missed steps.
 
-    c0, c1, ... are the row's coefficients; those beyond the P in use are 0, which changes no bit of the result.
+    c0, c1, ... are the row's coefficients. From c_P on, they are 0, which changes no bit of the result.
     """
     s = np.sqrt(v)
     r = np.float32(1) / (s + eps)
@@ -131,7 +131,7 @@ def decay(weights, last, product, inverse):
 
 @kernel
 def catch_up(weights, first, second, last, now, product, inverse, recent, frozen, powers, eps):
-    """Bring a row's weights and its first and second moments, each [D], from step `last` to step `now`."""
+    """Apply the steps after `last`, up to `now`, to a row's weights and its first and second moments, each [D]."""
     if now > last and recent.shape[0] > 0:
         k = np.empty((1, _WIDTH), np.float32)
         _collect(k, 0, last, now, recent, frozen, powers)
@@ -191,9 +191,9 @@ def _look_up(start, stop, ids, positions, block, row_slots, clock, out):
 
 @kernel
 def _look_up_flat(start, stop, ids, positions, flat, row_slots, clock, out):
-    """Write up-to-date weights of rows in `flat`, whose planes lie side by side: float32 [V, D or more].
+    """Write up-to-date weights of rows of `flat`, float32 [V, D or more].
 
-    If moments decay, `flat` is [V, 3 * D or more].
+    A row of `flat` begins with its D weights. If moments decay, its D first and D second moments follow.
     """
     now, product, inverse, recent, frozen, _, eps = clock
     D = np.uint64(out.shape[1])
@@ -244,7 +244,7 @@ def _bring(start, stop, block, row_slots, clock):
 
 
 def packed_planes(clock_has_moments: bool) -> int:
-    """Return how many of a row's planes, weights first, are needed to bring its weights up to date."""
+    """Return how many planes of a row (the weights, then the moments) are needed to compute its current weights."""
     return 3 if clock_has_moments else 1
 
 
@@ -270,14 +270,14 @@ def look_up_tasks(
 def pack_tasks(
     block: Rows | SplitRows, row_slots: Rows, ids: Any, out: Rows, positions: Positions | None, planes: int
 ) -> list[Task]:
-    """Return tasks that copy rows to `out` in packed form, which `unpack_tasks` later brings up to date.
+    """Return tasks that copy rows to `out` in packed form, from which `unpack_tasks` later computes current weights.
 
     Args:
         block: float32 [V, 1 + S, D], or `rounding.SplitRows`.
         row_slots: float32 [V, R]; the last column has the step of each row's last write.
         ids: int32 or int64 [N], each in [0, V).
         out: float32 [N, W], written; with `positions`, [any, W]. `packed_width` returns W.
-        positions: int32 [N], for each id, the row of `out` to write; None if this is row i for ids[i].
+        positions: int32 [N]: the row ids[i] is copied to out[positions[i]]; None to copy it to out[i].
         planes: The number of planes in a packed row, from `packed_planes`.
     """
     positions, grain = identity(len(ids)) if positions is None else positions, get_grain(out.strides[0])
@@ -293,5 +293,11 @@ def unpack_tasks(packed: Rows, clock: Clock, out: Rows) -> list[Task]:
 
 
 def bring_tasks(block: Rows, row_slots: Rows, clock: Clock) -> list[Task]:
-    """Return tasks that bring rows up to date in place: block float32 [N, 1 + S, D], row_slots float32 [N, R]."""
+    """Return tasks that apply missed steps to all rows of a block, in place.
+
+    Args:
+        block: float32 [N, 1 + S, D].
+        row_slots: float32 [N, R]; the last column, the step of each row's last write, becomes the clock's step.
+        clock: The step history.
+    """
     return tasks_over(_bring, len(block), block, row_slots, clock, grain=get_grain(block.strides[0]))

@@ -96,14 +96,14 @@ def _forget(start, stop, claims, keep):
 
 
 def claim(ids: npt.NDArray[Any], claims: Claims, number: int, oldest: int, newest: int) -> Late:
-    """Claim the rows of batch `number`; return those that an earlier batch has yet to update.
+    """Claim the rows of batch `number`, and return the conflicting rows, which an earlier batch will still update.
 
     Args:
         ids: int32 or int64 [U], unique, each in [0, V).
         claims: The claims on the table's rows, updated.
         number: The batch's number, larger than in the previous call.
         oldest: The oldest unfinished batch, at most MOST_UNFINISHED before `number`.
-        newest: The newest batch to wait for; rows that a later batch has claimed also get this batch as their owner.
+        newest: The newest batch to wait for. It is also returned as the owner of rows that a later batch has claimed.
     """
     oldest = max(oldest, 1)
     if number - oldest > MOST_UNFINISHED:
@@ -143,13 +143,13 @@ def _intersect(ids, others, maybe, claims, tag, out):
 
 
 def intersect(ids: npt.NDArray[Any], others: npt.NDArray[Any], claims: Claims, number: int) -> Positions:
-    """Return the positions, ascending, of those ids [U] that are also in `others`.
+    """Return the positions in `ids` of the ids that are also in `others`, ascending.
 
     Args:
-        ids: int32 or int64 [U], the unique ids of the previous batch.
-        others: The ids of batch `number` whose rows the previous batch will still update.
-        claims: The claims on the table's rows; the last batch to claim rows was `number`.
-        number: The number of the later batch.
+        ids: int32 or int64 [U], the unique ids of the batch before batch `number`.
+        others: The ids of batch `number` whose rows the batch before it will still update.
+        claims: The claims on the table's rows; batch `number` must be the last batch that claimed rows.
+        number: The number of the later of the two batches.
     """
     maybe = np.zeros(1 << _FILTER_BITS, np.bool_)  # fits the cache, and saves most reads of the tags
     out = np.empty(len(ids), np.int32)

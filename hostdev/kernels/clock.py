@@ -1,4 +1,4 @@
-"""The step history that is needed to bring a table's rows up to date; see `catch_up`."""
+"""The step history, from which the steps that a table's rows have missed are applied to them; see `catch_up`."""
 
 from typing import NamedTuple
 
@@ -12,10 +12,10 @@ Rows = npt.NDArray[np.float32]
 
 
 class Clock(NamedTuple):
-    """The step history that is needed to bring rows up to date; `catch_up` explains the symbols.
+    """The step history, from which the steps that rows have missed are applied; `catch_up` explains the symbols.
 
     Attributes:
-        now: T, the step to which rows are brought up to date.
+        now: T, the last step to apply.
         product: D(0, T), times a power of 2. In the clock of an update, the decay of the update's step is included.
         inverse: float64 [any]: 1 / D(0, L) for L = 0 .. T, divided by the same power of 2.
         recent: float32 [N + 1, P]: M_p(T - k, T) for k = 0 .. N; [0, P] if moments do not decay.

@@ -33,7 +33,7 @@ def place_column(codes: npt.NDArray[Any], values: npt.NDArray[Any] | None, rows:
 
 @kernel
 def _narrow(numbers, short):
-    """Convert numbers to float32 up to the first that float32 cannot represent; return how many it can represent."""
+    """Convert numbers to float32, up to the first that float32 cannot represent; return how many come before it."""
     for i in range(np.uint64(0), np.uint64(len(numbers))):
         number = numbers[i]
         short[i] = np.float32(number)
@@ -43,7 +43,7 @@ def _narrow(numbers, short):
 
 
 def narrowed(numbers: npt.NDArray[np.float64]) -> npt.NDArray[Any]:
-    """Return numbers [N] as float32 if float32 can represent each one exactly, or as NaN; otherwise unchanged."""
+    """Return numbers [N] as float32 if each is NaN or a number that float32 represents exactly; else as they are."""
     short = np.empty(len(numbers), np.float32)
     return short if _narrow(numbers, short) == len(numbers) else numbers
 

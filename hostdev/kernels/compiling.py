@@ -36,8 +36,9 @@ def run_calls(calls: Sequence[Call], processes: int) -> int:
     """Run calls that use kernels, with the help of other processes if kernels must be compiled.
 
     Once a call in this process has compiled a kernel, helper processes take some of the remaining calls, and compile
-    the kernels of these calls. This process then runs the same calls again, and loads their kernels from the cache. So
-    it has all kernels in the end, and it raises any error of a call. Failures of helper processes are ignored.
+    the kernels of these calls. This process runs these calls, too, once the helpers have ended; it then loads the
+    kernels from the cache. In the end, this process has run all calls, has all kernels, and has raised any error of a
+    call. Failures of helper processes are ignored.
 
     Args:
         calls: The calls, the slowest first.

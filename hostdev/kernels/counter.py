@@ -23,7 +23,7 @@ def mix64(x: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
 
 
 def key64(seed: int, *names: str | int) -> int:
-    """Derive a 64-bit key from a seed and names that tell what the key is for; all platforms derive the same key."""
+    """Derive a 64-bit key from a seed and names that say what the key is for; all platforms derive the same key."""
     text = "\0".join([str(seed), *map(str, names)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
@@ -90,9 +90,10 @@ def _sort_by_hash(key, half, order):
 
 
 def permutation(n: int, key: int) -> npt.NDArray[np.int64]:
-    """Return the numbers 0 .. n - 1 in a random order, int64 [n]; this needs another 8 bytes per number meanwhile.
+    """Return the numbers 0 .. n - 1 in a random order, int64 [n].
 
-    The result is `np.argsort(mix64(np.arange(n, dtype=np.uint64) ^ np.uint64(key)))`; all hashes are different.
+    The result is `np.argsort(mix64(np.arange(n, dtype=np.uint64) ^ np.uint64(key)))`; all hashes are different. While
+    it runs, the function needs another 8 bytes per number.
     """
     half, order = np.empty(n, np.int64), np.empty(n, np.int64)
     _sort_by_hash(np.uint64(key & _MASK), half, order)

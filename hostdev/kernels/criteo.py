@@ -27,7 +27,7 @@ def parse_lines(text, digits, label, numbers, keys, odd):
         numbers: float64 [n, D], written: the D integers of each well-formed line, NaN for an empty field.
         keys: int64 [C, n], written: the C categorical values of each well-formed line, EMPTY for an empty field.
         odd: int32 [M, 3], written: for each of the first M malformed lines, the position in `text` at which it begins,
-            the position at which the next line begins, and its line number, counted from 0.
+            the position at which the next line begins, and the malformed line's number, counted from 0.
 
     Returns:
         The numbers of well-formed lines, all lines, and malformed lines.

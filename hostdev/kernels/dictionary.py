@@ -111,7 +111,7 @@ class Dictionary:
         return self._uses[: self._count]
 
     def count(self, keys: Keys, uses: npt.NDArray[Any]) -> None:
-        """Count keys, int64 [N]: keys[i] has uses[i] more occurrences."""
+        """Add uses[i] to the count of keys[i] for each i; `keys` is int64 [N]."""
         done = 0
         while True:
             done, self._count = _add(keys, uses, done, self._slots, self._shift, self._keys, self._uses, self._count)
@@ -127,7 +127,7 @@ class Dictionary:
 
     def _grow(self) -> None:
         if self._count == _MOST_VALUES:
-            raise OverflowError(f"there are more than {self._count} distinct values, the limit of one dictionary")
+            raise OverflowError(f"cannot number more than {self._count} distinct values")
         room = min(len(self._slots) * _FULL // _OF, _MOST_VALUES)
         if self._count == room:
             self._shift -= 1

@@ -39,7 +39,9 @@ Rows = npt.NDArray[np.float32]
 Codes = npt.NDArray[np.uint8]
 Flags = npt.NDArray[np.uint8]  # for each slot, whether it is never negative
 
-LEAST_SCALE = np.float32(2.0**-90)  # below it, Adam's sqrt(v) is far below eps; denormals are far below the least code
+# A slot v with a smaller scale has no effect, since sqrt(v) is far below Adam's eps. With this scale or a larger one,
+# all codes except 0 have values far above the denormal numbers.
+LEAST_SCALE = np.float32(2.0**-90)
 _DECADES = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)  # where each decade begins
 
 # t = (y * slope + offset) * s - base, at least 1, and at most a * near_zero; see `_place`. The first row is for signed

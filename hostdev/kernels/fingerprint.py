@@ -1,4 +1,4 @@
-"""64-bit hashes of rows, by which two runs can be compared to find the first different row, without keeping rows."""
+"""64-bit hashes of rows; comparing the hashes of two runs finds the first row that differs, without storing rows."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Classification of texts by form: integers, decimals, truth values, dates, times, or any other text.
+"""Classification of texts by form: integers, decimals, booleans, dates, times, or any other text.
 
 N texts are passed in Arrow's layout: their bytes end to end, uint8, and offsets, int32 or int64 [N + 1].
 """

@@ -1,6 +1,6 @@
-"""Sparse FTRL-Proximal on unique rows.
+"""Kernels that update unique rows with FTRL-Proximal.
 
-`core.optimizers.FTRL` has the recurrence; `apply` describes the kernels' arguments.
+`core.optimizers.FTRL` has the formula; `apply` describes the kernels' arguments.
 """
 
 from typing import Any

@@ -124,7 +124,8 @@ def _unique_small(start, stop, which, firsts, addresses, ends, keys, inverse, co
         firsts: [G + 1], the number of each group's first feature.
         addresses: [F], the address of each feature's ids.
         ends: [F + 1], where each feature's ids begin among all ids.
-        keys: [N + G], written: the unique ids of group g, from index b + g on, if its ids begin at index b of all ids.
+        keys: [N + G], written: the unique ids of group g begin at index b + g, where b is the index of the group's
+            first id among all ids.
         inverse: int32 [N], written: the position of each id in its group's unique ids.
         counts: [G], written: the number of unique ids of each group.
         places: int32, one item per possible id, for groups with small ids; all items are -1 before and after the call.
@@ -170,7 +171,7 @@ def _run_small(start: int, stop: int, which: npt.NDArray[np.int64], most: int, *
 
 
 def unique_groups(groups: Sequence[Sequence[Ids]]) -> list[tuple[Ids, Positions]]:
-    """Deduplicate the ids of all groups at once, with the result of `unique` for the ids of each group.
+    """Deduplicate the ids of each group as `unique` does, for all groups at once.
 
     Args:
         groups: For each group, the ids of its features, of which there must be at least one: int32 or int64 [N_f],
@@ -300,7 +301,7 @@ def drop_padding(
     N, B = len(values), len(lengths)
     if offsets[-1] != N or (weights is not None and len(weights) != N):
         raise ValueError(
-            f"lengths sum to {offsets[-1]}; there must be as many values (there are {N}), and as many weights, if any"
+            f"the lengths sum to {offsets[-1]}; the number of values ({N}), and of weights, if any, must equal this sum"
         )
     limits = np.iinfo(values.dtype)
     if not limits.min <= padding <= limits.max:

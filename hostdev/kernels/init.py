@@ -1,4 +1,4 @@
-"""Initial rows: a weight is a pure function of (key, row, column), with identical bits on every IEEE machine.
+"""Initial weights: each is a pure function of (key, row, column), with identical bits on every IEEE machine.
 
 Normal numbers are computed by the method of Box & Muller (1958): two 32-bit hashes yield the numbers for a pair of
 columns. Logarithm, sine and cosine are Cephes' polynomials (Moshier: logf.c, sinf.c), written out here because the

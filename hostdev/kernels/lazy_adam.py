@@ -1,6 +1,6 @@
-"""Lazy Adam and row-wise Adam on unique rows.
+"""Kernels that update unique rows with Adam, lazy Adam or row-wise Adam.
 
-`core.optimizers` has the recurrences; `apply` describes the kernels' arguments.
+`core.optimizers` has the formulas; `apply` describes the kernels' arguments.
 """
 
 from typing import Any
@@ -46,7 +46,7 @@ def _lazy_adam(
             load_slot(block, row, 0, scratch),
             load_slot(block, row, 1, scratch),
         )
-        if clock is not None:  # as `catch_up` does, without calls
+        if clock is not None:  # the same as `catch_up`, without calls
             held = row_slots[row, last_column]
             last = np.int64(held) if held >= np.float32(0) and held < np.float32(now) else now
             row_slots[row, last_column] = np.float32(now + 1)
@@ -124,7 +124,7 @@ def _row_wise_adam(
 def row_wise_adam(*scalars: Any) -> tuple[Kernel, tuple[Any, ...]]:
     """Return the row-wise Adam kernel and its scalar arguments.
 
-    They are lr_t, beta1, 1 - beta1, beta2, 1 - beta2, eps, and the number of columns D in float32.
+    The arguments are lr_t, beta1, 1 - beta1, beta2, 1 - beta2, eps, and the number of columns as float32.
     """
     return _row_wise_adam, scalars
 

@@ -30,7 +30,7 @@ def loop(begun, halt, most, n, grain, grains, pieces{args}):
     return done
 """
 _WORDS, _AT = 16, 8  # the word that all threads write shares its cache line with no other data
-_VISIT_NS = 5_000_000  # how long the main thread stays in native code; Ctrl-C waits about twice as long, or one range
+_VISIT_NS = 5_000_000  # time of the main thread in native code; Ctrl-C waits up to twice as long, or for one range
 
 
 def is_kernel(function: Any) -> bool:
@@ -90,7 +90,7 @@ class Flag:
 
 
 class Loop:
-    """The ranges of a kernel, which any number of threads run together. Ranges begin in order.
+    """The ranges of a kernel, shared by any number of threads. Ranges begin in order.
 
     Args:
         work: The kernel; n, grain, pieces and args are as in `make_loop`.
@@ -111,7 +111,7 @@ class Loop:
         self._begun[_AT] = self.pieces
 
     def work(self, halt: Flag) -> None:
-        """Run ranges until none is left or the flag is set; the main thread regularly returns to Python, for Ctrl-C."""
+        """Run ranges until none is left or the flag is set; the main thread often returns to Python, for Ctrl-C."""
         begun = address_of(self._begun) + 8 * _AT
         most = 1 if threading.current_thread() is threading.main_thread() else self.pieces
         while self.is_left() and not halt:
@@ -125,7 +125,7 @@ class Loop:
 
 
 class Calls:
-    """Python calls, which any number of threads make together. Calls begin in order."""
+    """Python calls that any number of threads share. Calls begin in order."""
 
     def __init__(self, call: Call) -> None:
         self._calls = deque([call])

@@ -57,7 +57,7 @@ def _partial_squares(start, stop, block, sums):
 
 
 def partial_squares(block: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """Return the sum of squares of the weights in each part and column of a block, float64 [P, D].
+    """Return the sum of squares of a block's weights for each part and column, float64 [P, D].
 
     Args:
         block: float32 [V, 1 + S, D], or bfloat16 as uint16 [V, 1, D].
@@ -79,5 +79,5 @@ def total(sums: npt.NDArray[np.float64]) -> float:
 
 
 def sum_of_squares(block: npt.NDArray[np.float32]) -> float:
-    """Return the sum of squares of the weights of a block, float32 [V, 1 + S, D]."""
+    """Return the sum of squares of a block's weights; `block` is float32 [V, 1 + S, D]."""
     return total(partial_squares(block))

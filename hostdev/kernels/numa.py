@@ -58,7 +58,7 @@ def nodes() -> list[int]:
 
 
 def bind(array: npt.NDArray[Any], found: list[int]) -> str:
-    """Interleave the whole pages of an array over the nodes `found`; return the reason if that fails, else ""."""
+    """Interleave the pages that lie wholly in an array over the nodes `found`; return why that failed, or ""."""
     numbers = _NUMBERS.get(platform.machine())
     if numbers is None:
         return f"mbind's system-call number is not known on {platform.machine()}"

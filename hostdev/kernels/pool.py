@@ -38,7 +38,7 @@ Task = Call | KernelTask
 
 _RANGES_PER_THREAD = 4  # so that other threads can take over the ranges of threads that the operating system slows down
 _RANGE_BYTES, _LINE = 1 << 18, 64  # 20 to 30 microseconds of work; a scattered row costs at least a cache line
-_MOST_GRAINS = 16  # per range: urgent callers wait about half a millisecond at most
+_MOST_GRAINS = 16  # per range; limits the wait of urgent callers to about half a millisecond
 _MAX_RANGE_BITS = 18  # a range has at most about 2 * 2^18 items, which limits how long Ctrl-C waits
 _WAKES = 2  # helpers that each thread at work wakes
 _LONGEST_JOIN = 1.0  # seconds to wait for busy helpers when the interpreter exits
@@ -133,9 +133,10 @@ class _Job:
                     return
 
     def end(self) -> None:
-        """Drop tasks that have not begun; wait, even if interrupted, for helpers, which write to the caller's memory.
+        """Drop the tasks that have not begun, and wait until no helper is at work, even if interrupted.
 
-        Then drop the tasks' arrays, because a helper that wakes late may refer to the job for longer than the caller.
+        Helpers write to memory that the caller owns, so the caller must not continue before they stop. Then drop the
+        tasks' arrays, because a helper that wakes late may refer to the job for longer than the caller.
         """
 
         def wait() -> None:
@@ -148,7 +149,7 @@ class _Job:
         uninterruptible(wait)
 
     def raise_error(self) -> None:
-        """Raise the error that ended the job, if any, and forget it: the error's stack frames hold arrays."""
+        """Raise the error that ended the job, if any, and forget it, since the error's stack frames hold arrays."""
         if self.error is not None:
             try:
                 raise self.error
@@ -157,7 +158,7 @@ class _Job:
 
 
 class _Urgent:
-    """The threads that are in an `urgent` block, and the job with which other threads help them.
+    """The number of threads in an `urgent` block, and their latest job, which other threads help to finish.
 
     Attributes:
         callers: The number of threads in an `urgent` block.
@@ -256,7 +257,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def get_grain(nbytes: int) -> int:
-    """Return the number of rows per range, for rows of `nbytes`, that outweighs the cost of handing out a range."""
+    """Return how many rows of `nbytes` bytes make a range whose work outweighs the cost of handing it out."""
     return max(1, _RANGE_BYTES // max(nbytes, _LINE))
 
 

@@ -454,13 +454,13 @@ def read_tasks(
     out: Rows,
     positions: npt.NDArray[np.int32] | None = None,
 ) -> list[Task]:
-    """Return tasks that copy rows, weights and slots: out[i], or out[positions[i]], becomes the row ids[i].
+    """Return tasks that copy rows, with weights and slots, to `out`.
 
     Args:
         weights, slots, unsigned: As in `SplitRows`.
         ids: int32 or int64 [N].
         out: float32 [N, 1 + S, D], written; with `positions`, [any, 1 + S, D].
-        positions: int32 [N], for each id, the row of `out` to write; None if this is row i for ids[i].
+        positions: int32 [N]: the row ids[i] is copied to out[positions[i]]; None to copy it to out[i].
     """
     return tasks_over(_read, len(ids), ids, positions, weights, slots, unsigned, out, grain=get_grain(out.strides[0]))
 
@@ -478,7 +478,7 @@ def write_tasks(
     values: Rows,
     positions: npt.NDArray[np.int32] | None = None,
 ) -> list[Task]:
-    """Return tasks that overwrite rows with `values`, the reverse of `read_tasks`.
+    """Return tasks that overwrite the rows `ids` with `values`; arguments have the shapes that `read_tasks` describes.
 
     The formats of weights and slots must be able to represent the values exactly.
     """

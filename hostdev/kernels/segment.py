@@ -1,4 +1,4 @@
-"""Sums of each row's gradients, always added in order of occurrence, for any number of threads.
+"""Sums of each row's gradients, always added in order of occurrence, with any number of threads.
 
 An occurrence is one use of a row, which yields one gradient. There are two ways to sum, with the same additions. With
 few threads, one thread streams through the gradients in order and adds each to its row's sum: one core reads a stream
@@ -25,9 +25,10 @@ _NEVER = 1 << 62  # a value of `seen` for which no occurrence is a row's first
 
 @kernel
 def sum_part(start, stop, seen, grads, first, step, inverse, out):
-    """Add the gradients of the occurrences [start, stop) to their rows' sums, which have all earlier gradients.
+    """Add the gradients of the occurrences [start, stop) to the sums of their rows.
 
-    The gradient of occurrence i is grads[first + i * step]. Rows are numbered in order of first occurrence.
+    The sums must already include all earlier gradients. The gradient of occurrence i is grads[first + i * step]. Rows
+    are numbered in order of first occurrence.
 
     Args:
         seen: Number of rows that occur before `start`.
@@ -103,9 +104,9 @@ def streams() -> bool:
 
 
 def prepare_sums(out: npt.NDArray[np.float32], in_order: bool) -> int:
-    """Prepare `out` [U, D] for sums, and return the initial `seen` for `sum_part`.
+    """Prepare `out` [U, D] for sums, and return the argument `seen` for the first call of `sum_part`.
 
-    `in_order` says whether rows are numbered by first occurrence; if not, the sums begin as -0.
+    `in_order` says whether rows are numbered by first occurrence. If not, all sums begin as -0.
     """
     if in_order:
         return 0

@@ -136,9 +136,9 @@ def partition(ids: Ids, rows: int, ranks: int) -> tuple[Ids, Places, npt.NDArray
         ranks: W, the number of ranks.
 
     Returns:
-        The number of each row within its rank, [U], sorted by rank, and in the order of `ids` for each rank; the dtype
-        is that of `ids`, or int64 if that is too small. The index of each id in this sorted array, int32 [U]. The
-        number of ids of each rank, int64 [W].
+        Three arrays. The number of each row within its rank, [U], sorted by rank, and for each rank in the order of
+        `ids`; the dtype is that of `ids`, or int64 if that is too small. The index of each id in this first array,
+        int32 [U]. The number of ids of each rank, int64 [W].
     """
     most = -(-rows // ranks) - 1  # the largest row number within a rank
     dtype = ids.dtype if most <= np.iinfo(ids.dtype).max else np.dtype(np.int64)

@@ -101,7 +101,7 @@ def apply_stream(update: Kernel, table: tuple[Any, ...], ids: npt.NDArray[Any], 
         rows_added = add_part(start, stop, rows_added, *Strided(grads), inverse, sums)
 
     def update_complete(part: int, piece: int) -> None:
-        """Update a share of the rows whose sums are complete after `part` parts, or, for part 0, that occur once."""
+        """Update a share of the rows whose sums are complete after `part` parts; in part 0, of rows that occur once."""
         found.wait(parts + 1)
         added.wait(part)
         first, rows = ends[part], ends[part + 1] - ends[part]
@@ -119,12 +119,12 @@ def apply_stream(update: Kernel, table: tuple[Any, ...], ids: npt.NDArray[Any], 
 
 @kernel
 def _mark(start, stop, seen, part, inverse, uses):
-    """Record in `uses` where rows occur, from the occurrences [start, stop), which are those of part `part`.
+    """Record in `uses` where rows occur in part `part`, which consists of the occurrences [start, stop).
 
     Args:
         seen: Number of rows that occur before `start`.
-        uses: [N], updated: for each row, its occurrence if it has only one so far, else -1 - p if its last one so far
-            is in part p.
+        uses: [N], updated: for each row, the index of its occurrence if it has occurred once so far; else -1 - p, where
+            p is the part of its last occurrence so far.
 
     Returns:
         The number of rows that occur before `stop`.
@@ -150,7 +150,8 @@ def _order(ids, uses, ends, chosen, source):
         ends: [parts + 2], written: rows that occur once are at [ends[0], ends[1]) of `chosen`, and those whose last
             occurrence is in part p at [ends[p + 1], ends[p + 2]).
         chosen: [U or more], written: the sorted ids.
-        source: [U or more], written: for each sorted id, its occurrence if there is only one, else its row in the sums.
+        source: [U or more], written: for each sorted id, the index of its occurrence if there is only one, else the
+            index of its sum.
     """
     ends[:] = 0
     for row in range(np.uint64(0), np.uint64(len(ids))):

@@ -202,7 +202,7 @@ class TextMap:
     def _grow(self, length: int) -> None:
         if self._count == len(self._known):
             if self._count > _MOST_TEXTS:
-                raise OverflowError(f"there are more than {self._count} distinct texts, the limit of one map")
+                raise OverflowError(f"cannot number more than {self._count} distinct texts")
             if self._count == len(self._table) >> _SPARE_BITS:
                 self._shift -= 1
                 size = 2 * len(self._table)
@@ -227,7 +227,7 @@ def scan_quotes(text, delimiter, state, lines, opened):
     Args:
         text: uint8 [N], the chunk.
         delimiter: The byte between fields.
-        state: 0 at the start of a field, 1 in an unquoted field, 2 in quotes, 3 after a quote that was met in quotes.
+        state: 0 at the start of a field, 1 in an unquoted field, 2 in quotes, 3 after a quote character within quotes.
         lines: Number of line ends before the chunk.
         opened: Number, counted from 1, of the line on which the last quoted field before the chunk begins.
 

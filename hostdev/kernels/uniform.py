@@ -1,4 +1,4 @@
-"""Uniform initial rows; a weight is a pure function of (key, row, column), as in `kernels.init`."""
+"""Uniform initial weights; each is a pure function of (key, row, column), as in `kernels.init`."""
 
 import numpy as np
 import numpy.typing as npt

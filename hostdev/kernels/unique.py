@@ -104,7 +104,7 @@ def _forget(entries, shift, keys, count):
 
 
 def _entries(n: int, dtype: npt.DTypeLike) -> Ids:
-    """Return n empty slots, [n, 2]. A slot has an id and its position, side by side in a cache line; -1 if empty."""
+    """Return n empty slots, [n, 2]. A slot has an id and its position, side by side in a cache line; -1 means empty."""
     entries: npt.NDArray[Any] = aligned_empty((n, 2), dtype)
     entries.fill(_EMPTY)
     return entries
@@ -166,7 +166,7 @@ class IdMap:
 
     def _grow(self) -> None:
         if self._count > _MAX_DISTINCT // 4:
-            raise OverflowError(f"there are more than {self._count} distinct ids, the limit of one map")
+            raise OverflowError(f"cannot number more than {self._count} distinct ids")
         self._shift -= 2
         self._entries = _entries(len(self._entries) * 4, self._keys.dtype)
         keys = np.empty(len(self._entries) >> _SPARE_BITS, self._keys.dtype)
@@ -284,8 +284,8 @@ class Dedupe:
     Args:
         features: The ids, in one or more consecutive arrays: int32 or int64, of one dtype, C-contiguous.
         inverse: int32 [N], written: the position of each id in the unique ids.
-        number: The number of this sequence, from 0, among those that this thread deduplicates at the same time; they
-            must have different numbers, since the memory of each number is reused.
+        number: A number, from 0, that must differ between the sequences that this thread deduplicates at the same time:
+            the next sequence with the same number reuses the memory.
     """
 
     def __init__(self, features: Sequence[npt.NDArray[Any]], inverse: Positions, number: int = 0) -> None:
@@ -325,7 +325,7 @@ class Dedupe:
         return ids
 
     def _add(self, start: int, stop: int, seen: Any) -> None:
-        """Deduplicate the part [start, stop) of the ids in the map `seen`."""
+        """Deduplicate the ids at [start, stop) with the map `seen`."""
         seen.clear(*self._limit)
         ends = [0, *accumulate(map(len, self._features))]
         for ids, (begin, end) in zip(self._features, pairwise(ends), strict=True):

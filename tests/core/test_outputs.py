@@ -122,7 +122,7 @@ def test_links_are_not_followed(tmp_path, kind):
     (tmp_path / "elsewhere").mkdir()
     hidden = {"new_file": ".out.partial", "new_folder": ".out.unfinished"}[kind]
     (tmp_path / hidden).symlink_to(tmp_path / "elsewhere" / "x")
-    with pytest.raises(UserError, match="is in the way; remove it"), getattr(outputs, kind)(tmp_path / "out"):
+    with pytest.raises(UserError, match="which already exists; remove it"), getattr(outputs, kind)(tmp_path / "out"):
         pass
     assert list((tmp_path / "elsewhere").iterdir()) == []
 

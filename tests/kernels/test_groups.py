@@ -185,5 +185,5 @@ def test_padding_of_many_bags(threads):
 def test_a_padding_beyond_the_dtype_is_of_no_use():
     values, lengths = np.array([-1, 0], np.int32), np.array([2], np.int32)
     assert drop_padding(values, lengths, 2**32 - 1, None)[0] is values
-    with pytest.raises(ValueError, match=r"lengths sum to 2; there must be as many values \(there are 3\)"):
+    with pytest.raises(ValueError, match=r"lengths sum to 2; the number of values \(3\)"):
         drop_padding(np.zeros(3, np.int32), lengths, -1, None)
