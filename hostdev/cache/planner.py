@@ -279,7 +279,7 @@ class Planner:
     def restore(self, slot_ids: Positions) -> None:
         """Discard announced batches, and set the row in each slot to `slot_ids` [C]; free slots are -1 and come last.
 
-        What the planner knows of rows' uses in planned batches is kept.
+        The recorded uses of rows in planned batches are kept.
         """
         taken = np.flatnonzero(slot_ids >= 0)
         if len(taken) and taken[-1] >= len(taken):
@@ -309,9 +309,9 @@ class Planner:
     def _choose(
         self, known: tuple[Any, ...], newcomers: npt.NDArray[np.int64]
     ) -> tuple[Positions, Positions, tuple[int, int]]:
-        """Return the slots of admitted rows, the slots of evicted rows, and (key, ties), by which rows are admitted.
+        """Return the slots of admitted rows, the slots of evicted rows, and the pair (key, ties).
 
-        These are the rows with a larger key, and the first `ties` rows with this key.
+        The admitted rows are those with a key above `key`, and the first `ties` rows with a key equal to it.
         """
         willing = int(newcomers[1:].sum())
         free = min(self.capacity - self.filled, willing)

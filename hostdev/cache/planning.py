@@ -59,7 +59,7 @@ def _key_of(value: Any) -> Any:
 
 @inline
 def _coming(rows: Any, row: Any, now: Any) -> Any:
-    """Return a row's position in the index table: a bit per announced batch, 1 if it uses the row, nearest highest."""
+    """Return a row's position in the index table: a bit per announced batch that uses the row, the nearest highest."""
     later: Any = min(max(np.int64(rows[row, LAST]) - np.int64(now.number), 0), 32)
     used = np.uint64(np.uint32(rows[row, BEFORE])) & ((np.uint64(1) << np.uint64(later)) - np.uint64(1))
     return (used << np.uint64(32)) >> np.uint64(later + 32 - now.bits)
@@ -326,10 +326,10 @@ def worst(threshold: Any, ties: Any, keys: Any, out: Any) -> None:
 def divide(
     threshold: Any, ties: Any, missed: Any, keys: Any, starts: Any, ends: Any, admitted: Any, passed: Any
 ) -> None:
-    """Divide positions of ids without a slot: admit those with a key above the threshold, and the first `ties` at it.
+    """Divide the ids without a slot: admit those with a key above the threshold, and the first `ties` equal to it.
 
     Args:
-        missed: The positions.
+        missed: The ids' positions.
         keys: Their keys.
         starts: int64 [pieces], starts of the valid ranges of `missed` and `keys`.
         ends: int64 [pieces], ends of the valid ranges.

@@ -45,7 +45,7 @@ def exchange_early(
     update: bool,
     overlapped: bool,
 ) -> EarlyRows:
-    """Send other ranks their requested rows that need not wait for an update, and receive such rows from other ranks.
+    """Send the requested rows that need not wait for an update to other ranks, and receive such rows from them.
 
     Args:
         context: The pipeline's context.
@@ -138,7 +138,7 @@ def exchange_late(context: Context, batch: SentBatch, values: list[list[Tensor]]
 class Leaving(NamedTuple):
     """A step's gradients after `send_gradients`."""
 
-    gradients: Gradients | None  # gradients with which this rank's rows are updated now; None if the updater does it
+    gradients: Gradients | None  # gradients for updating this rank's rows now; None if the updater does this later
     outgoing: Outgoing | None  # gradients that the updater sends to the rows' owners; None if none are left to send
     received: Any  # the event after which the outgoing gradients are in host memory
 

@@ -158,7 +158,7 @@ class BatchRows:
 
     @property
     def host(self) -> npt.NDArray[Any]:
-        """The M rows that bypass the cache, in host memory, float32 [M, D] or packed; conflicting rows come later."""
+        """The M rows that bypass the cache, on the host, float32 [M, D] or packed. Conflicting rows may be missing."""
         found: npt.NDArray[Any] = self._host[0].numpy()
         return found
 

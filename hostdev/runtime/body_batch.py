@@ -29,12 +29,12 @@ class BodyBatch:
     Attributes:
         flight: The pipeline's batch.
         micros: The loader's batches that belong to `flight` and were not yet yielded.
-        leaves: The unique rows, by group and by table.
-        inverses: For each group, int32 [N]: for each id of the batches in `micros`, the position of its row.
+        leaves: The step's unique rows, by group and by table.
+        inverses: For each group, int32 [N]: for each id in `micros`, the position of its row among the unique rows.
         rows: The `Rows` that were yielded for `flight`.
         reduction: Sums the gradients of the step's micro-batches; None if `Rows.reduce` has nothing to sum.
-        losses: For each loss on which `backward` was called, float32 []: 0 if the loss is finite, else NaN.
-        shares_rows: Whether a batch of the loader may use only some of the unique rows.
+        losses: For each loss on which `backward` was called, a float32 scalar: 0 if the loss is finite, else NaN.
+        shares_rows: Whether one of the loader's batches may use only some of the unique rows: the step has several.
     """
 
     def __init__(

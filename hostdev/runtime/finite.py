@@ -32,7 +32,7 @@ class Flags:
         Args:
             grads: Each table's row gradients, float32 [U, D]; a value too large for the table's optimizer sets `stop`.
             tables: The table of each of `grads`.
-            losses: For each loss on which `backward` was called, float32 []: 0 if the loss is finite, else NaN.
+            losses: For each loss on which `backward` was called, a float32 scalar: 0 if it is finite, else NaN.
         """
         if losses:
             torch._amp_foreach_non_finite_check_and_unscale_(list(losses), self.loss, _power(0, self.loss.device))

@@ -114,7 +114,7 @@ def look_ahead(
 
 
 class SerialPass:
-    """Runs the stages one after the other in the caller's thread; the reference for the overlapped pass.
+    """Runs the stages one after the other in the caller's thread. The overlapped pass must give the same results.
 
     Args:
         context: The pipeline's context.

@@ -1,4 +1,4 @@
-"""Look up: read rows from the tables on the host: those that bypass the caches, and those that the caches admit."""
+"""Look up: read from the tables on the host the rows that bypass the caches, and the rows that the caches admit."""
 
 from collections.abc import Sequence
 from typing import Any
