@@ -57,7 +57,7 @@ class AllRows:
         return ids
 
     def look(self, ids: Positions) -> tuple[Positions, npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        """Return the positions of the rows' data, and the arrays that these index: the data as int32 and as float32."""
+        """Return the positions of the rows' data, and the data as two arrays indexed by position: int32 and float32."""
         return ids, self.rows, self.values
 
     def ids_of(self, positions: Positions) -> Positions:

@@ -152,10 +152,10 @@ class Planner:
         return self._directory.nbytes + self.filled * 4 + beside
 
     def announce(self, ids: Ids, uses: Positions | int) -> None:
-        """Announce the next batch; at most `window` + 1 may wait to be planned.
+        """Announce the next batch; at most `window` + 1 batches may wait to be planned.
 
         Args:
-            ids: Unique, int32 or int64 [U], each in [0, V) (not checked).
+            ids: The unique ids, int32 or int64 [U], each in [0, V) (not checked).
             uses: How often the batch uses each id, int32 [U]. For lookahead, their sum is enough; `renumber` then
                 counts the hits.
         """

@@ -59,7 +59,10 @@ def _key_of(value: Any) -> Any:
 
 @inline
 def _coming(rows: Any, row: Any, now: Any) -> Any:
-    """Return a row's position in the index table: a bit per announced batch that uses the row, the nearest highest."""
+    """Return a row's position in the index table.
+
+    The position has a bit for each announced batch, set if the batch uses the row. The nearest batch's bit is highest.
+    """
     later: Any = min(max(np.int64(rows[row, LAST]) - np.int64(now.number), 0), 32)
     used = np.uint64(np.uint32(rows[row, BEFORE])) & ((np.uint64(1) << np.uint64(later)) - np.uint64(1))
     return (used << np.uint64(32)) >> np.uint64(later + 32 - now.bits)
@@ -137,7 +140,7 @@ def _block() -> Any:
 
 @kernel
 def announce(start: Any, stop: Any, ids: Any, uses: Any, now: Any, rows: Any, values: Any, decays: Any) -> None:
-    """Record that batch `now.latest` uses the rows ids[start:stop]; `uses` is None or int32 [U]."""
+    """Record that batch `now.latest` uses the rows ids[start:stop]; `uses`: how often, int32 [U], or None."""
     end, number = np.uint64(stop), np.int64(now.latest)
     for p in range(np.uint64(start), end):
         if p + np.uint64(_AHEAD) < end:

@@ -1,4 +1,4 @@
-"""Forwarding: rows that a batch shares with the previous batch reach its step on the device, not through the host.
+"""Forwarding: rows shared with the previous batch reach a batch's step on the device, not through the host.
 
 The device updates these rows with the earlier step's gradients, as the host updates its table, with bit-identical
 results. So a step does not wait until the gradients are copied to the host, the table is updated there, and the rows
@@ -193,7 +193,7 @@ class Forwarding:
 
     def clear(self) -> None:
         """Drop the last step's state, at the end of a pass."""
-        # By group and table: `_taken` has the gradients of the last step, once it has ended; `_states`, the rows that were
+        # By group and table. `_taken`: the gradients of the last step, once it has ended. `_states`: the rows that were
         # forwarded to the last step, as they were before it.
         self._taken: dict[tuple[int, int], StepGradients] = {}
         self._states: dict[tuple[int, int], RowState] = {}

@@ -157,7 +157,7 @@ class Pipeline:
                 group.cache.write_back_rows()
 
     def reload(self, table: Any, ids: Ids | None) -> None:
-        """Read rows again that were looked up ahead or are cached, after `write_back` and a write to the table.
+        """After `write_back` and a write to a table, read again its rows that were looked up ahead or are cached.
 
         Args:
             table: The table that was written.

@@ -194,7 +194,7 @@ class StepBatch(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """A batch's gradients in host memory, which are sent to the owners of the rows."""
+    """A batch's gradients in host memory, which are sent to the ranks that have the rows."""
 
     grads: Parts
     micro_batches: int

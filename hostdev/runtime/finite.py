@@ -13,7 +13,7 @@ from hostdev.kernels.finite import largest_of_each
 
 
 class Flags:
-    """Flags on the device, each float32 []: 0 until the flag is set, then more than 0.
+    """Flags on the device, each a float32 scalar: 0 until the flag is set, then more than 0.
 
     Attributes:
         stop: Set if a gradient or a loss is not finite, or a gradient of rows is too large; then no row may change.

@@ -146,7 +146,11 @@ class TrainLoader(RowsLoader[B]):
         return {"given": self._given % len(self), "steps": self._runtime.pipeline.steps}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Make the next epoch skip the batches before the checkpoint; raise UserError if the tables' steps differ."""
+        """Make the next epoch skip the batches that were yielded before the checkpoint.
+
+        Raises:
+            UserError: The tables are at another step than the checkpoint.
+        """
         steps = self._runtime.pipeline.steps
         if state["steps"] != steps:
             raise UserError(
@@ -158,7 +162,7 @@ class TrainLoader(RowsLoader[B]):
 
 
 def close_loaders(loaders: Iterable[RowsLoader[Any]], kind: type[RowsLoader[Any]]) -> None:
-    """Close the loops that frameworks may have left open, of the loaders of type `kind`."""
+    """Close the loops of the loaders of type `kind`: frameworks may have left them open."""
     for loader in list(loaders):
         if isinstance(loader, kind):
             loader.close()
@@ -253,7 +257,7 @@ class FrameworkLoaders:
         return made
 
     def close_loaders(self, kind: type[RowsLoader[Any]] = RowsLoader) -> None:  # Any: any batches
-        """Close the loops that frameworks may have left open, of all loaders or only of those of type `kind`."""
+        """Close the loops of the loaders of type `kind`, by default of all: frameworks may have left them open."""
         close_loaders(self.loaders, kind)
 
     def __copy__(self) -> "FrameworkLoaders":

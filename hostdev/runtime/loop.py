@@ -32,7 +32,7 @@ Item = TypeVar("Item")
 
 
 class TrainLoop(Loop[Item]):
-    """A loop over batches with rows, whose gradients update the tables; the result of `Runtime.train`.
+    """A loop over batches with their rows, whose gradients update the tables; the result of `Runtime.train`.
 
     When the next batch is requested, the gradients of the rows are applied to the tables in the background; a
     batch without gradients is skipped and changes nothing.
@@ -98,7 +98,7 @@ class TrainLoop(Loop[Item]):
         return super()._find_place(reading) or loaded
 
     def _open_pass(self) -> Any:
-        """Open a pass over the remaining batches, or over the first one alone if an earlier loop's gradients wait."""
+        """Open a pass over the remaining batches; if an earlier loop's gradients wait, over the first batch alone."""
         requests: Iterator[Request] = self._wanted
         self.watcher.first = first = self._runtime.loops.carried.first_batch()
         if first is not None:

@@ -57,7 +57,7 @@ class Loops:
 
     @property
     def place(self) -> Place | None:
-        """The open training loop's position in its batches; without one, that of the last one over an iterator."""
+        """The open training loop's position in its batches; if none is open, that of the last loop over an iterator."""
         loop = self.training
         return self.iterators.place if loop is None else loop.place
 

@@ -114,7 +114,7 @@ class OwnGenerators:
 
 
 def repeat(draws: list[Draw]) -> None:
-    """Repeat the loader's draws for a batch that an earlier loop read. Raise ValueError if other draws followed."""
+    """Repeat the draws for a batch that an earlier loop read; raise ValueError if a generator was used since."""
     for draw in draws:
         if _state(draw.generator) != draw.before:
             raise ValueError(_SHARED.format("the code between two loops", type(draw.generator).__name__))
@@ -129,7 +129,7 @@ _SHARED = (
 
 
 def _generators_in(roots: tuple[Any, ...]) -> Iterator[Any]:
-    """Yield the generators to which objects lead: by containers, fields, closures, and globals named in their code."""
+    """Yield the generators reachable from objects: through containers, fields, closures and globals in their code."""
     seen: set[int] = set()
     level = list(roots)
     for _ in range(_DEEPEST):
@@ -156,7 +156,7 @@ def _is_global(generator: Any) -> bool:
 
 
 def _referred(thing: Any) -> list[Any]:
-    """Return the objects that an object refers to and that may have a generator."""
+    """Return the objects to which an object refers, except those that cannot have a generator."""
     if thing is None or isinstance(thing, _LEAVES):
         return []
     if isinstance(thing, dict):

@@ -99,7 +99,7 @@ class Pending:
 
         Args:
             leaves: The batch's rows, by group and by table.
-            places: For each group, int32 [P]: the positions of these rows among the leaves' rows.
+            places: For each group, int32 [P]: the positions of these rows among the batch's rows.
         """
         for rows, group, at in zip(self.groups, leaves, places, strict=True):
             for grad, leaf in zip(rows.grads, group, strict=True):
@@ -154,7 +154,7 @@ def gradients_left(
     Args:
         flight: The batch.
         leaves: The batch's rows, by group and by table.
-        uses: For each batch that the loop yielded, the occurrences of rows by group. Rows without any are left out.
+        uses: For each batch that the loop yielded, the occurrences of rows by group. Other rows are not returned.
         more: For each group, positions of further rows with gradients; None if there are none.
     """
     left = []
@@ -285,8 +285,9 @@ def take_step(pipeline: Any, pending: Pending, frozen: set[str]) -> None:
         flags.check(*zip(*found, strict=True))
         if flags.stop.item():
             raise NonFiniteError(
-                "an earlier loop ended before a step used its gradients, and its gradients of rows are not finite, or "
-                "too large for the table's optimizer; no row was updated"
+                "the gradients of rows that an earlier loop left for this step are not finite, or too large for the "
+                "table's optimizer; no row was updated. Look at the loss before backward(), or use a smaller learning "
+                "rate"
             )
         one.finish(flight, Gradients(grads))
         del flight

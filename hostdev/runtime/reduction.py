@@ -1,4 +1,4 @@
-"""Sums the gradients of a step's micro-batches, of rows and of dense parameters, in the order of a tree."""
+"""Sums the gradients of rows and of dense parameters over a step's micro-batches, in the order of a tree."""
 
 from collections.abc import Iterable, Sequence
 

@@ -164,7 +164,7 @@ class Runtime(FrameworkLoaders):
         return [group.cache for group in groups if group.cache is not None]
 
     def exchanged_bytes(self) -> dict[str, int]:
-        """Return the bytes sent in training: "rows" (at least "least"), "dense", and "network" (to other hosts)."""
+        """Return bytes sent in training: "rows", "least" (minimum for "rows"), "dense", "network" (to other hosts)."""
         assert self.dense_channel is not None
         sent, dense = self.pipeline.exchanged_bytes(), self.dense_channel
         return {**sent, "dense": dense.sent_bytes, "network": sent["network"] + dense.network_bytes}

@@ -156,7 +156,7 @@ class Origin:
 
 
 class _Scale:
-    """A value that a scaler's scale has had, and the number of the last loss that was multiplied by this value."""
+    """One value of a scaler's scale, and the number of the last loss that was multiplied by it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.version = tensor._version  # grows with every change in place

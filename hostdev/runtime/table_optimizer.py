@@ -29,7 +29,7 @@ class LossScaling(Protocol):
         """Raise ValueError if only some gradients come from scaled losses, or if any do and there are several ranks."""
 
     def rows_unscaled(self, found: dict[torch.device, Tensor]) -> None:
-        """Record that a scaler has divided the rows' gradients; fill in `found`, its record of overflows, if empty."""
+        """Record that a scaler has divided the rows' gradients; fill in its record of overflows, `found`, if empty."""
 
 
 class OpenLoop(Protocol):

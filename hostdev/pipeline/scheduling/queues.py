@@ -114,9 +114,9 @@ class PipelineQueues:
                 self._caller_waits = False
 
     def await_turn(self, ready: Callable[[], Any]) -> None:
-        """If the caller's step runs alone, wait until it waits for a batch and `ready()` is true, but at most 2 s.
+        """If the caller's step runs alone, wait until the caller waits for a batch and `ready()` is true.
 
-        The time is limited because the caller's code may itself wait for work in the background.
+        The wait takes at most 2 s, because the caller's code may itself wait for work in the background.
         """
         with self.changed:
             self.changed.wait_for(
