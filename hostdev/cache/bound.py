@@ -1,9 +1,10 @@
 """A lower bound on the cost of any cache on known batches: the Lagrangian dual of offline caching's linear program.
 
 Between two uses of a row, a cache either keeps the row, which takes a slot in every batch in between, or evicts it and
-pays again; with C slots, it keeps at most C rows at a time. Once a slot has a price in each batch, every row can be
-decided independently, by dynamic programming over its uses. The sum of the rows' costs minus the price of the C slots
-is a lower bound on the cost of every cache. The largest such bound, over all prices, is the program's value.
+pays again for the next use. With C slots, it keeps at most C rows at a time. Once a slot has a price in each batch,
+every row can be decided independently, by dynamic programming over its uses. The sum of the rows' costs minus the price
+of the C slots is a lower bound on the cost of every cache. The largest such bound, over all prices, is the program's
+value.
 
 Rows may be cached before the first batch, at the cost of admission, or for free if earlier batches are not counted.
 Rows that are cached after the last batch are not written back.
@@ -40,13 +41,13 @@ class Uses(NamedTuple):
 
 
 def fits(unique: int, batches: int) -> bool:
-    """Return whether host memory suffices for `least_cost` with `unique` unique ids, summed over batches."""
+    """Return whether host memory suffices for `least_cost`; `unique`: number of unique ids, summed over batches."""
     pieces = len(ranges(unique, _GRAIN))
     return 40 * unique + (10 * pieces + 64) * (batches + 2) <= available_bytes()
 
 
 def most_steps(unique: int, visits: float = VISITS) -> int:
-    """Return the maximum number of steps that `least_cost` takes for `unique` unique ids, summed over batches."""
+    """Return the maximum number of steps of `least_cost`; `unique`: number of unique ids, summed over batches."""
     return _SEARCHED + _steepest(unique, visits)
 
 

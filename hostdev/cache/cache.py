@@ -122,7 +122,7 @@ class EmbeddingCache:
         return self.planner.window
 
     def announce(self, ids: Ids, inverse: Positions) -> None:
-        """Announce the next batch: `ids` and `inverse`, as `unique` returns them; ids must be in 0..rows - 1."""
+        """Announce the next batch by the two results of `unique` for its ids, which must be in 0..rows - 1."""
         if not self._recording and self.planner.policy == POLICIES[LOOKAHEAD]:  # needs only the sum of uses
             self.announcing(ids, len(inverse))
             return
@@ -329,7 +329,7 @@ def _require(capacity: int, tables: Sequence[CachedTable], device: torch.device)
     needed = capacity * row_bytes((table.dim, table.optimizer) for table in tables)[1]
     room = get_cache_room(device)
     if room is not None and needed > room:
-        kept = " for it (a tenth, and at least 256 MiB, is reserved)" if is_accelerator(device) else ""
+        kept = " for it (a tenth of the memory, and at least 256 MiB, is reserved)" if is_accelerator(device) else ""
         raise CacheTooLargeError(
             f"a cache of {capacity} rows needs {needed} bytes ({format_bytes(needed)}), but {room} "
             f"bytes ({format_bytes(room)}) of "

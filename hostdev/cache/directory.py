@@ -57,7 +57,7 @@ class AllRows:
         return ids
 
     def look(self, ids: Positions) -> tuple[Positions, npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        """Return the positions of the rows' data, and the arrays that these index: the data as int32 and as float32."""
+        """Return the positions of the rows' data, and the data as two arrays indexed by position: int32 and float32."""
         return ids, self.rows, self.values
 
     def ids_of(self, positions: Positions) -> Positions:
@@ -137,7 +137,7 @@ class Directory:
         return np.uint64(65 - len(self._index).bit_length())
 
     def place(self, ids: Ids, planned: int) -> Positions:
-        """Return the positions of rows, int32 [U]; insert missing rows, for which unpinned rows may be forgotten."""
+        """Return the positions of rows, int32 [U]. Insert missing rows; to make room, forget unpinned rows."""
         self._make_room(len(ids), planned)
         positions = self._find(ids)
         expected, chosen = self._get_probabilities(ids, positions)
@@ -196,7 +196,7 @@ class Directory:
     def _get_probabilities(
         self, ids: Ids, positions: Positions
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
-        """For rows without a position, return the probability of use by count, and whether `Likeliest` has the row."""
+        """For rows without a position, return the probability of use by count, and whether they are in `Likeliest`."""
         expected, chosen = scratch("expected", (len(ids),), np.float32), scratch("chosen", (len(ids),), np.bool_)
         if self._likeliest is None:
             expected.fill(0)
@@ -319,7 +319,7 @@ def _insert(
     values: Any,
     state: Any,
 ) -> None:
-    """Insert those of the distinct ids [U] that have no position; there must be room for them.
+    """Insert the ids that have no position. All ids [U] must be different, and there must be room.
 
     Args:
         positions: int32 [U], negative for missing ids, whose new positions are written here.

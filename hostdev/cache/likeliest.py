@@ -18,7 +18,7 @@ _PIECES, _PIECE = 16, 1 << 18  # chunks at a time, and rows per chunk
 
 
 class Likeliest(NamedTuple):
-    """The C rows with the largest keys: all rows with a key above `key`, and those up to row `last` with this key."""
+    """The C rows with the largest keys: all rows with a key above `key`, and, up to row `last`, those equal to it."""
 
     counts: npt.NDArray[Any]  # [V], one per row
     per_use: np.float32  # a batch's uses divided by the sum of counts; 0: the count itself is the key
@@ -132,7 +132,7 @@ def told(
 def _digits(
     start: Any, stop: Any, counts: Any, per_use: Any, key: Any, shift: Any, histograms: Any, piece: Any
 ) -> None:
-    """Of rows [start, stop) whose key has the same higher digits as `key`, count the keys' digits at bit `shift`."""
+    """Count the digits at bit `shift` of the keys of rows [start, stop) whose higher digits equal those of `key`."""
     histogram = histograms[piece]
     for row in range(np.uint64(start), np.uint64(stop)):
         digit = (_key_of(counts[row], per_use) ^ key) >> shift

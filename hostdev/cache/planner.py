@@ -152,10 +152,10 @@ class Planner:
         return self._directory.nbytes + self.filled * 4 + beside
 
     def announce(self, ids: Ids, uses: Positions | int) -> None:
-        """Announce the next batch; at most `window` + 1 may wait to be planned.
+        """Announce the next batch; at most `window` + 1 batches may wait to be planned.
 
         Args:
-            ids: Unique, int32 or int64 [U], each in [0, V) (not checked).
+            ids: The unique ids, int32 or int64 [U], each in [0, V) (not checked).
             uses: How often the batch uses each id, int32 [U]. For lookahead, their sum is enough; `renumber` then
                 counts the hits.
         """
@@ -279,7 +279,7 @@ class Planner:
     def restore(self, slot_ids: Positions) -> None:
         """Discard announced batches, and set the row in each slot to `slot_ids` [C]; free slots are -1 and come last.
 
-        What the planner knows of rows' uses in planned batches is kept.
+        The recorded uses of rows in planned batches are kept.
         """
         taken = np.flatnonzero(slot_ids >= 0)
         if len(taken) and taken[-1] >= len(taken):
@@ -309,9 +309,9 @@ class Planner:
     def _choose(
         self, known: tuple[Any, ...], newcomers: npt.NDArray[np.int64]
     ) -> tuple[Positions, Positions, tuple[int, int]]:
-        """Return the slots of admitted rows, the slots of evicted rows, and (key, ties), by which rows are admitted.
+        """Return the slots of admitted rows, the slots of evicted rows, and the pair (key, ties).
 
-        These are the rows with a larger key, and the first `ties` rows with this key.
+        The admitted rows are those with a key above `key`, and the first `ties` rows with a key equal to it.
         """
         willing = int(newcomers[1:].sum())
         free = min(self.capacity - self.filled, willing)

@@ -59,7 +59,10 @@ def _key_of(value: Any) -> Any:
 
 @inline
 def _coming(rows: Any, row: Any, now: Any) -> Any:
-    """Return a row's position in the index table: a bit per announced batch, 1 if it uses the row, nearest highest."""
+    """Return a row's position in the index table.
+
+    The position has a bit for each announced batch, set if the batch uses the row. The nearest batch's bit is highest.
+    """
     later: Any = min(max(np.int64(rows[row, LAST]) - np.int64(now.number), 0), 32)
     used = np.uint64(np.uint32(rows[row, BEFORE])) & ((np.uint64(1) << np.uint64(later)) - np.uint64(1))
     return (used << np.uint64(32)) >> np.uint64(later + 32 - now.bits)
@@ -137,7 +140,7 @@ def _block() -> Any:
 
 @kernel
 def announce(start: Any, stop: Any, ids: Any, uses: Any, now: Any, rows: Any, values: Any, decays: Any) -> None:
-    """Record that batch `now.latest` uses the rows ids[start:stop]; `uses` is None or int32 [U]."""
+    """Record that batch `now.latest` uses the rows ids[start:stop]; `uses`: how often, int32 [U], or None."""
     end, number = np.uint64(stop), np.int64(now.latest)
     for p in range(np.uint64(start), end):
         if p + np.uint64(_AHEAD) < end:
@@ -326,10 +329,10 @@ def worst(threshold: Any, ties: Any, keys: Any, out: Any) -> None:
 def divide(
     threshold: Any, ties: Any, missed: Any, keys: Any, starts: Any, ends: Any, admitted: Any, passed: Any
 ) -> None:
-    """Divide positions of ids without a slot: admit those with a key above the threshold, and the first `ties` at it.
+    """Divide the ids without a slot: admit those with a key above the threshold, and the first `ties` equal to it.
 
     Args:
-        missed: The positions.
+        missed: The ids' positions.
         keys: Their keys.
         starts: int64 [pieces], starts of the valid ranges of `missed` and `keys`.
         ends: int64 [pieces], ends of the valid ranges.

@@ -65,7 +65,7 @@ class Costs(NamedTuple):
 
 @lru_cache(maxsize=4)
 def prices(costs: Costs, bits: int) -> npt.NDArray[np.uint8]:
-    """Return the Whittle indices [2, RATES, 2 ** bits], for staying and for entering; 0 means worth no price at all.
+    """Return the Whittle indices [2, RATES, 2 ** bits], for staying and for entering; 0: not worth a slot at any price.
 
     The position along the last axis has a bit per known batch, set if it uses the row; the nearest batch is the highest
     bit. Index i stands for a price proportional to 2 ** (i / 16).

@@ -120,7 +120,10 @@ class Simulation:
         return bound.fits(unique, self._steps) and fits(self._recorded, self._rows, max(self._sizes, default=0))
 
     def _optimum(self) -> list[Simulated]:
-        """Return the best caches' results over the second half; for lowest costs, they may begin it with any rows."""
+        """Return the results of the best caches over the second half of the batches.
+
+        For the lowest costs, a cache may begin the second half with any rows.
+        """
         uses = bound.uses_of([ids for ids, _ in self._recorded[self._half :]])
         return [
             Simulated(

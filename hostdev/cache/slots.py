@@ -30,7 +30,7 @@ class CachedTable(Protocol):
 
     @property
     def slots_dtype(self) -> str:
-        """Dtype in which the host stores the table's slots."""
+        """Dtype in which the host stores the table's optimizer state."""
 
     @property
     def rows(self) -> int:
@@ -83,11 +83,11 @@ class DeviceSlots:
         self._moments = None if how is None else how.betas is not None
 
     def rows(self, at: Places, passed: Tensor, admitted: Tensor, admitted_row_slots: Tensor) -> Tensor:
-        """Return a batch's unique rows in a new tensor: their weights, or rows as from `pack` if steps change all rows.
+        """Return a batch's unique rows in a new tensor: weights, or, if each step changes all rows, packed rows.
 
         Args:
             at: The plan's slots.
-            passed: Bypassing rows from the host, float32 [M, D]; or rows as from `pack`, [M, W].
+            passed: Bypassing rows from the host, float32 [M, D]; or in the format of `pack`, [M, W].
             admitted: Admitted rows from the host, float32 [A, 1 + S, D].
             admitted_row_slots: float32 [A, R].
 

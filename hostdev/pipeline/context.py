@@ -26,8 +26,8 @@ class Context:
         last_writers: For each host row of all groups, the last batch that will write it.
         timeline: Records the stages' durations.
         log: Records the ops' durations.
-        exchanges: Exchanges with the ranks that have the other parts of the tables: under True for passes that update,
-            under False for other passes. Empty if this rank has all rows.
+        exchanges: The exchanges with the ranks that have the other parts of the tables: under the key True, the one for
+            passes that update the tables; under False, the one for other passes. Empty if this rank has all rows.
         hooks: Hooks for tests.
         depth: The pipeline's depth.
     """

@@ -1,4 +1,4 @@
-"""Forwarding: rows that a batch shares with the previous batch reach its step on the device, not through the host.
+"""Forwarding: rows shared with the previous batch reach a batch's step on the device, not through the host.
 
 The device updates these rows with the earlier step's gradients, as the host updates its table, with bit-identical
 results. So a step does not wait until the gradients are copied to the host, the table is updated there, and the rows
@@ -103,7 +103,7 @@ class ForwardedRows:
         return any(embedding.table is table for embedding in self._group.embeddings)
 
     def read_tasks(self) -> list[Task]:
-        """Return tasks that read the new rows from the tables, which must not change meanwhile; then call `send`."""
+        """Return tasks that read the new rows from the tables, which must not change meanwhile. Then call `send`."""
         self._host = []
         tasks: list[Task] = []
         for embedding in self._group.embeddings:
@@ -193,15 +193,15 @@ class Forwarding:
 
     def clear(self) -> None:
         """Drop the last step's state, at the end of a pass."""
-        # By group and table: the last step's gradients, once it has ended, and the state, from before the last step, of
-        # the rows that were forwarded to it.
+        # By group and table. `_taken`: the gradients of the last step, once it has ended. `_states`: the rows that were
+        # forwarded to the last step, as they were before it.
         self._taken: dict[tuple[int, int], StepGradients] = {}
         self._states: dict[tuple[int, int], RowState] = {}
         self._ids: dict[int, Ids] = {}  # by group, the ids of the rows in `_states`
         self._written: set[int] = set()  # groups whose tables the caller wrote after the last step had ended
 
     def begin(self, forwarded: Sequence[ForwardedRows | None], values: Sequence[Sequence[Tensor]]) -> None:
-        """Write a batch's forwarded rows into its rows, at the beginning of its step.
+        """At the beginning of a batch's step, write the forwarded rows into the batch's rows.
 
         Args:
             forwarded: The forwarded rows by group; empty if no rows are forwarded.
@@ -214,7 +214,7 @@ class Forwarding:
             for table, embedding in enumerate(self._groups[number].embeddings):
                 at = number, table
                 held, taken, state = self._states.get(at), self._taken.get(at), new[table]
-                if number in self._written:  # the host's table is up to date, because a write waits for all updates
+                if number in self._written:  # the host's table has all updates, because a write waits for them
                     state = _read(embedding.table, rows.ids, state)
                     held, taken = None, None
                 states[at] = embedding.forward_update(held, state, places, taken, values[number][table])

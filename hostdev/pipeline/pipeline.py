@@ -87,7 +87,7 @@ class Pipeline:
     def exchanged_bytes(self) -> dict[str, int]:
         """Return the bytes that training has sent to other ranks: ids, rows and gradients.
 
-        "rows" has all these bytes, "least" a lower bound on them, and "network" those sent to other hosts.
+        "rows" counts all these bytes, "least" is a lower bound on "rows", and "network" counts bytes to other hosts.
         """
         exchange = self._context.exchanges[True]
         return {"rows": exchange.sent_bytes, "least": exchange.least_bytes, "network": exchange.network_bytes}
@@ -149,7 +149,7 @@ class Pipeline:
         abandon_step(batch)
 
     def write_back(self) -> None:
-        """Bring the host tables up to date: wait for the updates of stepped batches, and write back cached rows."""
+        """Wait for the updates of stepped batches, and write back cached rows: the host tables then have all steps."""
         if self.training is not None:
             self.training.drain()
         for group in self.groups:
@@ -157,7 +157,7 @@ class Pipeline:
                 group.cache.write_back_rows()
 
     def reload(self, table: Any, ids: Ids | None) -> None:
-        """Read rows again that were looked up ahead or are cached, after `write_back` and a write to the table.
+        """After `write_back` and a write to a table, read again its rows that were looked up ahead or are cached.
 
         Args:
             table: The table that was written.

@@ -45,7 +45,7 @@ def exchange_early(
     update: bool,
     overlapped: bool,
 ) -> EarlyRows:
-    """Send other ranks their requested rows that need not wait for an update, and receive such rows from other ranks.
+    """Send the requested rows that need not wait for an update to other ranks, and receive such rows from them.
 
     Args:
         context: The pipeline's context.
@@ -138,13 +138,13 @@ def exchange_late(context: Context, batch: SentBatch, values: list[list[Tensor]]
 class Leaving(NamedTuple):
     """A step's gradients after `send_gradients`."""
 
-    gradients: Gradients | None  # gradients with which this rank's rows are updated now; None if the updater does it
-    outgoing: Outgoing | None  # gradients that the updater sends to the rows' owners; None if none are left to send
+    gradients: Gradients | None  # gradients for updating this rank's rows now; None if the updater does this later
+    outgoing: Outgoing | None  # gradients that the updater sends to the ranks with the rows; None if none are left
     received: Any  # the event after which the outgoing gradients are in host memory
 
 
 def send_gradients(context: Context, batch: StepBatch, gradients: Gradients) -> Leaving:
-    """Copy a step's gradients to host memory, to be sent to the rows' owners; with a cache, exchange them at once."""
+    """Copy a step's gradients to host memory for the ranks that have the rows; with a cache, exchange them at once."""
     if not gradients.parts:  # no rank has gradients
         return Leaving(gradients, None, None)
     flat = [part for group in gradients.parts for table in group for part in table or ()]
@@ -181,7 +181,7 @@ def send_gradients(context: Context, batch: StepBatch, gradients: Gradients) -> 
 def exchange_gradients(
     context: Context, batch: StepBatch | SteppedBatch, outgoing: Outgoing
 ) -> list[list[Tensor | None]]:
-    """Send gradients to the owners of the rows; return the sums for this rank's rows, in host memory.
+    """Send gradients to the ranks that have the rows; return the sums for this rank's rows, in host memory.
 
     If the gradients of some rows are sent first, only these are exchanged, and `exchange_rest` must be called later.
     """

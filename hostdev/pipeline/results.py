@@ -1,7 +1,7 @@
 """The result of each stage, in the order of the stages.
 
-A stage creates its result once and does not change earlier ones, except that `release` empties the lists of rows. The
-state of a batch that threads share is `scheduling.in_flight.InFlight`.
+A stage creates its result once and does not change earlier results, except that `release` empties the lists of rows.
+The state of a batch that threads share is `scheduling.in_flight.InFlight`.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,9 +40,9 @@ class Gradients(NamedTuple):
     grads: Sequence[Sequence[Tensor | None]]  # by group and table: float32 [U, D]; None if the table takes no step
     skip: Tensor | None = None  # float32 [] on the device: 0 if rows may change, otherwise no row may change
     check: Any = None  # an `Outcome` whose `get` raises an error if the host rows must not change
-    parts: Sequence[Sequence[Sequence[Tensor] | None]] = ()  # with other ranks, instead of grads: a sum per tree node
+    parts: Sequence[Sequence[Sequence[Tensor] | None]] = ()  # with other ranks, instead of `grads`: a sum per tree node
     micro_batches: int = 1  # the step's number of micro-batches on this rank
-    in_two: bool = False  # whether gradients of rows for which the next batch waits, known to all ranks, are sent first
+    in_two: bool = False  # whether the gradients of the rows for which the next batch waits are sent first
 
 
 class ReadBatch(NamedTuple):
@@ -194,7 +194,7 @@ class StepBatch(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """A batch's gradients in host memory, which are sent to the owners of the rows."""
+    """A batch's gradients in host memory, which are sent to the ranks that have the rows."""
 
     grads: Parts
     micro_batches: int

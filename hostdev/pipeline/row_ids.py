@@ -53,7 +53,7 @@ class RowOffsets:
         self._alone = len(groups) == 1
 
     def concatenate(self, ids: Sequence[Ids]) -> ConcatenatedIds:
-        """Return the ids of every group, with their offsets."""
+        """Return the ids of all groups in one array, after adding each group's offset to its ids."""
         if self._alone:
             return ConcatenatedIds(ids[0], [0, len(ids[0])])
         starts = [0]

@@ -158,7 +158,7 @@ class BatchRows:
 
     @property
     def host(self) -> npt.NDArray[Any]:
-        """The M rows that bypass the cache, in host memory, float32 [M, D] or packed; conflicting rows come later."""
+        """The M rows that bypass the cache, on the host, float32 [M, D] or packed. Conflicting rows may be missing."""
         found: npt.NDArray[Any] = self._host[0].numpy()
         return found
 
@@ -218,7 +218,7 @@ class BatchRows:
         self.embedding.cache_evict(self._table, evicted, block, row_slots)
 
     def update(self, subset: RowSubset, *, first: bool = False) -> list[Task]:
-        """Return tasks that update rows with their gradients and write evicted rows back. All calls form one step.
+        """Return tasks that update rows with their gradients and write evicted rows back. All calls belong to one step.
 
         Args:
             subset: Selects from the bypassing ids followed by the evicted ids.

@@ -1,4 +1,4 @@
-"""Checks whether tables may be read or written while a loop uses them, and applies the loop's steps before that."""
+"""Checks that the program may read or write a table that a loop uses, and first applies the loop's finished steps."""
 
 import os
 import threading
@@ -59,7 +59,7 @@ class Access:
             loop.wrote(table, ids)
 
     def _require_body(self, table: Any, thread: int) -> None:
-        """Raise ValueError if the caller reads ahead for a loop, is a forked process, or is in another thread."""
+        """Raise ValueError unless the caller is in the loop's body: in its process and thread, not reading ahead."""
         if is_reading_ahead():
             raise ValueError(
                 f"table {table.name!r}: the loader, `ids` or `send` used this table, but they run ahead of the loop's "

@@ -1,4 +1,4 @@
-"""Settings that must be equal on all ranks; otherwise the ranks would diverge, or an exchange would fail."""
+"""Settings that must be equal on all ranks; otherwise the ranks would diverge, or fail to exchange data."""
 
 import zlib
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ def get_settings(
 
     Args:
         bindings: The features.
-        stacks: Lists of features, each of which is returned in one tensor.
+        stacks: The stacks. The features of a stack are returned as one tensor.
         groups: The groups of tables.
         device: The type of the device, such as "cuda".
         depth: Number of batches that are read ahead.
@@ -54,7 +54,7 @@ def get_settings(
 
 
 def get_parameters(parameters: Sequence[Tensor]) -> Mapping[str, Any]:
-    """Describe the parameters whose gradients the ranks sum, with checksums; the result must be equal on all ranks."""
+    """Describe each parameter whose gradients the ranks sum, with a checksum. All ranks must get the same result."""
     found: dict[str, Any] = {"the number of parameters": len(parameters)}
     for number, one in enumerate(parameters):
         values = one.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -65,14 +65,17 @@ def get_parameters(parameters: Sequence[Tensor]) -> Mapping[str, Any]:
 
 
 def make_marks(tables: Sequence[Table], frozen: Sequence[bool]) -> list[int]:
-    """Return numbers whose maxima over the ranks show if all ranks have the same learning rates and frozen tables."""
+    """Return checksums and their negatives, whose maxima over the ranks show whether the ranks' settings are equal.
+
+    The settings are the learning rates of the tables, and which tables are frozen.
+    """
     rates = [float(table.optimizer.lr) for table in tables]
     marks = [zlib.crc32(np.array(values, np.float64).tobytes()) for values in (rates, frozen)]
     return [*marks, *(-mark for mark in marks)]
 
 
 def require_marks(largest: Sequence[int], step: int) -> None:
-    """Raise UnlikeError if `make_marks` differs between ranks; `largest`: the maximum of each mark over the ranks."""
+    """Raise UnlikeError if `make_marks` differs between ranks; `largest`: the maximum of each number over the ranks."""
     whats = "the learning rates of the tables differ", "the frozen tables differ"
     for what, most, least in zip(whats, largest[: len(whats)], largest[len(whats) :], strict=True):
         if most != -least:

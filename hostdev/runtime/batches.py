@@ -77,7 +77,7 @@ class Loop(Generic[Item]):
         self._how: dict[str, Any] = {"background": background, "read_ahead": steps_ahead}
         self._reading: Reading | None = None  # None before the first batch and after the last
         self._runtime, self._reader, self._batches = runtime, reader, batches
-        # A rank that does not lead looks up no rows: another rank does so for the same samples.
+        # If several ranks have the same samples, only one of them looks up the rows.
         self._batch = BodyBatch(runtime, asks=runtime.world.leads, flags=flags, features=features)
         self._stack = ExitStack()  # its callbacks must not keep the loop alive: deleting a loop closes it
         self._pass: Any = None  # None before the first batch and after the last
@@ -144,7 +144,7 @@ class Loop(Generic[Item]):
             self._close_unwatched()
 
     def _close_unwatched(self) -> None:
-        """Close the loop where no code can catch an error: Python prints it, and the runtime's next call raises it."""
+        """Close a deleted loop. No caller can catch an error: Python prints it; the runtime's next call raises it."""
         try:
             self.close()
         except BaseException as error:
@@ -152,7 +152,7 @@ class Loop(Generic[Item]):
             raise
 
     def close(self) -> None:
-        """End the loop early, with all finished steps in the tables; raise the error of an update that has failed."""
+        """End the loop early, after applying all finished steps to the tables; raise the error of a failed update."""
         self._ended = True
         ranks = self._runtime.ranks
         if ranks is not None and self._pass is not None:
@@ -204,7 +204,7 @@ class Loop(Generic[Item]):
         return self._reader.requests(reading)
 
     def _find_place(self, reading: Reading) -> Place | None:
-        """Return where an earlier loop left the iterator, so that its random streams continue there, or None."""
+        """Return the position at which an earlier loop left the iterator, to continue its random streams; else None."""
         return None if reading.kept is None else reading.kept.place
 
     @property
@@ -261,7 +261,7 @@ class Loop(Generic[Item]):
         return self._batch.next()
 
     def _begin_next(self) -> None:
-        """Begin to request the next batch, or step; all ranks do so together."""
+        """Count a request for the next batch, or step. With several ranks, all ranks must make the same request."""
         self._number += 1
         if (ranks := self._runtime.ranks) is None:
             return

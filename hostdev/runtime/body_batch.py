@@ -29,12 +29,12 @@ class BodyBatch:
     Attributes:
         flight: The pipeline's batch.
         micros: The loader's batches that belong to `flight` and were not yet yielded.
-        leaves: The unique rows, by group and by table.
-        inverses: For each group, int32 [N]: for each id of the batches in `micros`, the position of its row.
+        leaves: The step's unique rows, by group and by table.
+        inverses: For each group, int32 [N]: for each id in `micros`, the position of its row among the unique rows.
         rows: The `Rows` that were yielded for `flight`.
         reduction: Sums the gradients of the step's micro-batches; None if `Rows.reduce` has nothing to sum.
-        losses: For each loss on which `backward` was called, float32 []: 0 if the loss is finite, else NaN.
-        shares_rows: Whether a batch of the loader may use only some of the unique rows.
+        losses: For each loss on which `backward` was called, a float32 scalar: 0 if the loss is finite, else NaN.
+        shares_rows: Whether the step has several of the loader's batches; each may use only some of the unique rows.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class BodyBatch:
         return batch, rows
 
     def _look_up(self, flight: StepBatch, micro: MicroBatch) -> tuple[list[GroupUses], dict[str, Value]]:
-        """Return where a micro-batch uses the unique rows, and its rows by feature."""
+        """Return the occurrences of the unique rows in a micro-batch, and the micro-batch's rows by feature."""
         runtime, located = self._runtime, []
         for ids, binding in zip(micro.ids, runtime.bindings, strict=True):
             offsets = self._sent.pop(0) if ids.offsets is not None else None

@@ -10,7 +10,7 @@ from hostdev.runtime.table_settings import TableSettings
 
 
 class CarriedGradients:
-    """Gradients of rows that wait for a step, since their loop ended before it; they come from batches of one step.
+    """Gradients of rows from a step that its loop did not finish; they wait for the next step.
 
     Args:
         groups: The groups of tables.
@@ -41,7 +41,7 @@ class CarriedGradients:
             self._pending.drop()
 
     def first_batch(self) -> FirstBatch | None:
-        """Return the object that adds the gradients to those of a loop's first batch, or None if no gradients wait."""
+        """Return the object that adds kept gradients to those of the next loop's first batch; None if none are kept."""
         pending = self._pending
         if pending is None or not pending.is_kept():
             self.forget()
@@ -49,7 +49,7 @@ class CarriedGradients:
         return FirstBatch(pending, [group.tables for group in self._groups], self._pipeline, self._forget_decided)
 
     def _forget_decided(self, pending: Pending) -> None:
-        if self._pending is pending:  # otherwise the loop has left newer gradients
+        if self._pending is pending:  # otherwise a loop has left newer gradients
             self.forget()
 
     def apply(self, pending: Pending) -> None:

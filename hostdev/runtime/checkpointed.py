@@ -32,6 +32,6 @@ class CheckpointedState:
 
     @property
     def place(self) -> Place | None:
-        """The position of the open loop over `train`, or else of the last one, in its sequence of batches."""
+        """The training loop's position in its sequence of batches; without an open loop, that of the last one."""
         place: Place | None = self._loops.place
         return place

@@ -12,7 +12,7 @@ from hostdev.runtime.waiting import leaves_of, optimizers_of
 
 
 class DenseSteps:
-    """The record of the optimizer steps in a loop: with all its batches, and with the current one.
+    """The record of a loop's optimizer steps, in total and for the current batch.
 
     Attributes:
         any: Whether an optimizer has stepped with an earlier batch of the loop.

@@ -80,7 +80,7 @@ def add_table(digest: StateDigest, table: _Table, ranks: Ranks | None = None) ->
 
 
 def _ranges(rows: Any, length: int) -> Callable[[Sequence[int]], Iterable[Fetch]]:
-    """Return a function that takes the numbers of ranges, and yields these ranges of an array or a tensor."""
+    """Return a function that takes indices of ranges, and yields these ranges of the rows of an array or a tensor."""
     return partial(_device_ranges if isinstance(rows, torch.Tensor) else ranges_of, rows, length)
 
 

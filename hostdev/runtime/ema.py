@@ -161,7 +161,7 @@ class EMA:
             array[...] = state[name].cpu().numpy()
 
     def _at(self, rows: Ids, step: int) -> npt.NDArray[np.float64]:
-        """Return the averages of rows [N] after `step` updates, float64 [N, D]; they must not have changed since."""
+        """Return the averages of rows [N] after `step` updates, float64 [N, D]. The rows must be unchanged since."""
         there = self._rows[rows].astype(np.float64)
         gone = np.power(self.decay, (step - self._last[rows]).astype(np.float64))[:, None]
         return there + gone * (self._average[rows].astype(np.float64) - there)

@@ -54,7 +54,7 @@ def resolve(features: Mapping[str, FeatureTables]) -> tuple[list[FeatureBinding]
     """
     if not isinstance(features, Mapping) or not features:
         raise ValueError(
-            "features must be a dict from names, at least one, each to a table, a tuple of tables or a hostdev.Feature"
+            "features must be a dict from one or more names to a table, a tuple of tables or a hostdev.Feature"
         )
     specs = {str(name): value if isinstance(value, Feature) else Feature(value) for name, value in features.items()}
     users: dict[int, list[int]] = {}  # the numbers of each table's features
@@ -203,7 +203,7 @@ def _lengths(name: str, bag: Bag, values: npt.NDArray[Any]) -> npt.NDArray[np.in
         raise ValueError(f"feature {name!r}: offsets must be of shape [B] and begin with 0")
     lengths = np.diff(offsets, append=len(values))
     if len(lengths) and lengths.min() < 0:
-        raise ValueError(f"feature {name!r}: offsets must not decrease, or exceed {len(values)}, the number of ids")
+        raise ValueError(f"feature {name!r}: offsets must not decrease or be above {len(values)}, the number of ids")
     if not len(lengths) and len(values):
         raise ValueError(f"feature {name!r}: the offsets are empty, but there are {len(values)} ids")
     return lengths.astype(np.int32)
@@ -259,7 +259,7 @@ def check_ranges(
         ids: Each feature's ids, from `read_ids`.
         groups: The groups of tables.
         bindings: The features' bindings.
-        given: The ids as the caller passed them, in which the message gives the position.
+        given: The ids as the caller passed them. The position in the message refers to these.
     """
     found = check_groups(
         [([ids[feature].values for feature in group.features], group.tables[0].total_rows) for group in groups]

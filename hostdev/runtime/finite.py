@@ -13,7 +13,7 @@ from hostdev.kernels.finite import largest_of_each
 
 
 class Flags:
-    """Flags on the device, each float32 []: 0 until the flag is set, then more than 0.
+    """Flags on the device, each a float32 scalar: 0 until the flag is set, then more than 0.
 
     Attributes:
         stop: Set if a gradient or a loss is not finite, or a gradient of rows is too large; then no row may change.
@@ -32,7 +32,7 @@ class Flags:
         Args:
             grads: Each table's row gradients, float32 [U, D]; a value too large for the table's optimizer sets `stop`.
             tables: The table of each of `grads`.
-            losses: For each loss on which `backward` was called, float32 []: 0 if the loss is finite, else NaN.
+            losses: For each loss on which `backward` was called, a float32 scalar: 0 if it is finite, else NaN.
         """
         if losses:
             torch._amp_foreach_non_finite_check_and_unscale_(list(losses), self.loss, _power(0, self.loss.device))

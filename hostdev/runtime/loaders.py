@@ -98,7 +98,7 @@ class RowsLoader(Generic[B]):
             loop.close()
 
     def close(self) -> None:
-        """Close the epoch's loop if it is open, since frameworks do not close loops that they abandon."""
+        """Close the epoch's loop if it is open: a framework does not close a loop that it leaves early."""
         if self._loop is not None:
             self._loop.close()
 
@@ -131,7 +131,7 @@ class TrainLoader(RowsLoader[B]):
         self._runtime.close_loaders()
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position in the epoch and the tables' step, for a framework's checkpoint.
+        """Return the position in the epoch and the tables' number of steps, for a framework's checkpoint.
 
         Warn once if the program does not save the tables.
         """
@@ -146,7 +146,11 @@ class TrainLoader(RowsLoader[B]):
         return {"given": self._given % len(self), "steps": self._runtime.pipeline.steps}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """In the next epoch, skip the batches before the checkpoint; raise UserError if the tables' step differs."""
+        """Make the next epoch skip the batches that were yielded before the checkpoint.
+
+        Raises:
+            UserError: The tables are at another step than the checkpoint.
+        """
         steps = self._runtime.pipeline.steps
         if state["steps"] != steps:
             raise UserError(
@@ -158,7 +162,7 @@ class TrainLoader(RowsLoader[B]):
 
 
 def close_loaders(loaders: Iterable[RowsLoader[Any]], kind: type[RowsLoader[Any]]) -> None:
-    """Close the loops of loaders of type `kind`, which frameworks may have left open."""
+    """Close the loops of the loaders of type `kind`: frameworks may have left them open."""
     for loader in list(loaders):
         if isinstance(loader, kind):
             loader.close()
@@ -253,7 +257,7 @@ class FrameworkLoaders:
         return made
 
     def close_loaders(self, kind: type[RowsLoader[Any]] = RowsLoader) -> None:  # Any: any batches
-        """Close the loops of all loaders, or of those of type `kind`, which frameworks may have left open."""
+        """Close the loops of the loaders of type `kind`, by default of all: frameworks may have left them open."""
         close_loaders(self.loaders, kind)
 
     def __copy__(self) -> "FrameworkLoaders":

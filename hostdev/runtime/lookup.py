@@ -27,14 +27,14 @@ def lookup_rows(
     device: torch.device,
     stacks: Sequence[Stack],
 ) -> dict[str, Value]:
-    """Return the rows of a request by feature, as a loop yields them; the tables must be up to date.
+    """Return a request's rows by feature, as a loop yields them; all steps must have been applied to the tables.
 
     Args:
         request: The request for one batch; its `note` is a list with one `MicroBatch`.
         bindings: The features' bindings.
         groups: The groups of tables.
         device: The device of the returned rows.
-        stacks: Lists of features, each of which is returned in one tensor.
+        stacks: The stacks. The features of a stack are returned as one tensor.
     """
     [micro] = request.note
     found = [_Group(group, given, device) for group, given in zip(groups, request.ids, strict=True)]

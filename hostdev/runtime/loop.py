@@ -32,7 +32,7 @@ Item = TypeVar("Item")
 
 
 class TrainLoop(Loop[Item]):
-    """A loop over batches with rows, whose gradients update the tables; the result of `Runtime.train`.
+    """A loop over batches with their rows, whose gradients update the tables; the result of `Runtime.train`.
 
     When the next batch is requested, the gradients of the rows are applied to the tables in the background; a
     batch without gradients is skipped and changes nothing.
@@ -64,7 +64,7 @@ class TrainLoop(Loop[Item]):
         self._dense = DenseExchange(
             runtime.dense_channel, micro_batches, runtime.dense_exchange, runtime.other_channels
         )
-        self._late: list[RowParameter] = []  # rows of a batch that was finished before the loop continued
+        self._late: list[RowParameter] = []  # rows of a batch that `submit` finished before the loop continued
         self._clipped = False  # whether the batch's rows were clipped with the parameters
 
     @property
@@ -98,7 +98,7 @@ class TrainLoop(Loop[Item]):
         return super()._find_place(reading) or loaded
 
     def _open_pass(self) -> Any:
-        """Open a pass over the remaining batches, or over the first one alone if an earlier loop's gradients wait."""
+        """Open a pass over the remaining batches; if an earlier loop's gradients wait, over the first batch alone."""
         requests: Iterator[Request] = self._wanted
         self.watcher.first = first = self._runtime.loops.carried.first_batch()
         if first is not None:
@@ -241,7 +241,7 @@ class TrainLoop(Loop[Item]):
         return any(rows.guarded is not None and rows.guarded[1].has_raised for rows in self._batch.rows)
 
     def _keep_pending(self, flight: StepBatch) -> None:
-        """If the batch had no step, keep the rows' gradients for the next one, as `.grad` keeps dense gradients."""
+        """If the batch had no step, keep the rows' gradients for the next step, as `.grad` keeps dense gradients."""
         batch, watcher = self._batch, self.watcher
         steps, carried = watcher.steps, self._runtime.loops.carried
         if steps.stepped or batch.reduction is not None or not batch.has_gradients():

@@ -14,14 +14,14 @@ class LossScaling:
     Args:
         batch: The batch in the body.
         device: The rows' device.
-        has_ranks: Whether ranks exchange the gradients.
+        has_ranks: Whether training has several ranks.
     """
 
     def __init__(self, batch: BodyBatch, device: torch.device, *, has_ranks: bool) -> None:
         self._batch, self._device, self._has_ranks = batch, device, has_ranks
         self._since = scaling.losses_scaled()
         self._origin: scaling.Origin | None = None  # None: no loss was scaled
-        self._overflow: Tensor | None = None  # float32 []: 0 if all divided gradients are finite, else more
+        self._overflow: Tensor | None = None  # float32 scalar: 0 if all divided gradients are finite, else more
         self.is_unscaled = False
         self._by_optimizer = False  # whether a scaler divided the gradients through `Runtime.optimizer`
 
@@ -59,7 +59,8 @@ class LossScaling:
         """Divide the rows' gradients by the scale, unless this was done before.
 
         Returns:
-            By device, float32 []: 0 if all divided gradients are finite, else 1. Empty if nothing was divided.
+            A flag for each device, a float32 scalar: 0 if all divided gradients are finite, else 1. There are no flags
+            if nothing was divided.
         """
         if self.is_unscaled or not self.is_scaled():
             return {}
@@ -76,7 +77,7 @@ class LossScaling:
         return {self._device: found}
 
     def require_scaled_alike(self) -> None:
-        """Raise ValueError if only some gradients come from scaled losses, or if any do with several ranks."""
+        """Raise ValueError if only some gradients come from scaled losses, or if any do and there are several ranks."""
         if self.is_scaled():
             self._require_alone()
 
@@ -84,7 +85,7 @@ class LossScaling:
         """Record that a scaler has divided the rows' gradients, which it got from `Runtime.optimizer`.
 
         Args:
-            found: The scaler's record of overflows by device; if it is empty, it is filled in here.
+            found: The scaler's record of overflows by device. If it is empty, this method fills it in.
         """
         if not found:  # the gradients were already divided, or there are none
             found[self._device] = self._scalar(0.0) if self._overflow is None else self._overflow.to(self._device)
@@ -93,7 +94,7 @@ class LossScaling:
             self.overflowed(wrong)
 
     def overflowed(self, found: Tensor) -> None:
-        """Record the result of a check of gradients, float32 []: 0 if all are finite, else more."""
+        """Record the result of a check of gradients: a float32 scalar, 0 if all are finite, else more."""
         self._overflow = found if self._overflow is None else self._overflow + found.to(self._overflow.device)
 
     def skips_step(self, owner: object) -> bool:
@@ -102,7 +103,7 @@ class LossScaling:
         The step is skipped if a gradient is not finite after the division.
 
         Args:
-            owner: An object in place of an optimizer, under whose `id` the scaler records an overflow.
+            owner: An object that stands for an optimizer: the scaler records an overflow under its `id`.
         """
         scaled = scaling.scaler_since(self._since) if self.is_scaled() else None
         if scaled is not None:

@@ -57,7 +57,7 @@ class Loops:
 
     @property
     def place(self) -> Place | None:
-        """The position in its batches of the open loop over `train`, or else of the last such loop over an iterator."""
+        """The open training loop's position in its batches; if none is open, that of the last loop over an iterator."""
         loop = self.training
         return self.iterators.place if loop is None else loop.place
 
@@ -162,7 +162,7 @@ class Loops:
         self.iterators.clear()
 
     def _close_abandoned(self, *, but: AnyTrainLoop | None = None) -> None:
-        """Close all loops except `but` that are finished or ended with an error; a traceback may keep them alive."""
+        """Close each loop, except `but`, that is finished or ended with an error; a traceback may have kept it open."""
         training = [trained_by(table) for table in self._tables.values()]
         for loop in [*training, *self._predict_loops]:
             if loop is not None and (loop.is_abandoned or loop.is_finished) and loop is not but:

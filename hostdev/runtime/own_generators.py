@@ -56,7 +56,7 @@ class OwnGenerators:
         self._elsewhere: set[int] = set()  # generators that other code drew from between two reads
 
     def before_read(self) -> None:
-        """Record the generators that other code drew from since the last read; raise ValueError if reads use one."""
+        """Record the generators that other code used since the last read; raise ValueError if reads use one of them."""
         self._elsewhere |= self._changed().keys()
         self._require_own()
 
@@ -80,7 +80,7 @@ class OwnGenerators:
         self._changed()
 
     def give(self) -> None:
-        """Count a batch as yielded; raise ValueError if the previous body drew from a generator that reads use, too."""
+        """Count a batch as yielded; raise ValueError if the previous body drew from a generator that reads also use."""
         self.before_read()
         self._ahead.popleft()
 
@@ -114,7 +114,7 @@ class OwnGenerators:
 
 
 def repeat(draws: list[Draw]) -> None:
-    """Repeat the loader's draws for a batch that an earlier loop read; raise ValueError if others were made since."""
+    """Repeat the draws for a batch that an earlier loop read; raise ValueError if a generator was used since."""
     for draw in draws:
         if _state(draw.generator) != draw.before:
             raise ValueError(_SHARED.format("the code between two loops", type(draw.generator).__name__))
@@ -129,7 +129,7 @@ _SHARED = (
 
 
 def _generators_in(roots: tuple[Any, ...]) -> Iterator[Any]:
-    """Yield the generators that objects refer to: in containers, fields, closures and globals named in their code."""
+    """Yield the generators reachable from objects: through containers, fields, closures and globals in their code."""
     seen: set[int] = set()
     level = list(roots)
     for _ in range(_DEEPEST):
@@ -147,7 +147,7 @@ def _generators_in(roots: tuple[Any, ...]) -> Iterator[Any]:
 
 
 def _is_global(generator: Any) -> bool:
-    """Return whether a generator is global; for example, `from random import choice` makes Python's reachable."""
+    """Return whether a generator is a global one; for example, `from random import choice` refers to Python's."""
     if isinstance(generator, torch.Generator):
         return generator is torch.default_generator
     if isinstance(generator, np.random.RandomState):
@@ -156,7 +156,7 @@ def _is_global(generator: Any) -> bool:
 
 
 def _referred(thing: Any) -> list[Any]:
-    """Return the objects that an object refers to and that may have a generator."""
+    """Return the objects to which an object refers, except those that cannot have a generator."""
     if thing is None or isinstance(thing, _LEAVES):
         return []
     if isinstance(thing, dict):

@@ -35,7 +35,7 @@ def get_ids_of_some(
     bindings: Sequence[FeatureBinding],
     stacks: Sequence[Stack],
 ) -> Callable[[B], Mapping[str, FeatureInput]]:
-    """Return a function that returns a batch's ids for these features, and no ids for the others.
+    """Return a function that returns a batch's ids for these features, and empty arrays for the others.
 
     Args:
         chosen: The names of features and stacks.

@@ -37,7 +37,7 @@ class GroupGradients(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """A dense parameter's gradient from the batches whose rows have waiting gradients."""
+    """A dense parameter's gradient from the same batches as the waiting gradients of rows."""
 
     optimizer: Optimizer
     parameter: Tensor
@@ -99,7 +99,7 @@ class Pending:
 
         Args:
             leaves: The batch's rows, by group and by table.
-            places: For each group, int32 [P]: the positions of these rows among the leaves' rows.
+            places: For each group, int32 [P]: the positions of these rows among the batch's rows.
         """
         for rows, group, at in zip(self.groups, leaves, places, strict=True):
             for grad, leaf in zip(rows.grads, group, strict=True):
@@ -154,7 +154,7 @@ def gradients_left(
     Args:
         flight: The batch.
         leaves: The batch's rows, by group and by table.
-        uses: For each batch that the loop yielded, the occurrences of rows by group; other rows are left out.
+        uses: For each batch that the loop yielded, the occurrences of rows by group. Other rows are not returned.
         more: For each group, positions of further rows with gradients; None if there are none.
     """
     left = []
@@ -208,12 +208,12 @@ class FirstBatch:
                 self.pending.add_to(leaves, self.places(inverses))
 
     def places(self, inverses: Sequence[Tensor]) -> list[Tensor]:
-        """Return, by group, the positions of the pending rows in the batch; the request ends with their ids."""
+        """Return, for each group, the positions of the pending rows, whose ids come last in the batch's request."""
         groups = self.pending.groups
         return [at[len(at) - len(rows.ids) :] for at, rows in zip(inverses, groups, strict=True)]
 
     def wrote(self, table: Any, ids: Ids | None) -> None:
-        """Make `end` restore the values that the program has just written to a table.
+        """Make `end` restore the values that the program has just written to a table, not earlier ones.
 
         Args:
             table: The table.
@@ -224,7 +224,10 @@ class FirstBatch:
                 self._before[number] = (table, own, *_read(table, own))
 
     def end(self) -> None:
-        """After the batch's update, restore the rows that must not have changed."""
+        """Restore the rows that this object has added to the batch, if their pending gradients were not applied.
+
+        Call this after the batch's update, which has changed these rows.
+        """
         if self.counts is None:
             return
         before, self._before = self._before, []
@@ -238,7 +241,10 @@ class FirstBatch:
 
 
 def _read(table: Any, ids: Ids) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """Return rows' weights and state, [N, 1 + S, D], and per-row state, [N, R]; the table must be up to date."""
+    """Return rows' weights and optimizer state, [N, 1 + S, D], and per-row state, [N, R].
+
+    All steps must have been applied to the table.
+    """
     if table.primitive_target == "DEVICE":
         at = torch.from_numpy(ids).to(table.device)
         block, row_slots = (one.index_select(0, at).cpu().numpy() for one in table.memory)
@@ -279,8 +285,9 @@ def take_step(pipeline: Any, pending: Pending, frozen: set[str]) -> None:
         flags.check(*zip(*found, strict=True))
         if flags.stop.item():
             raise NonFiniteError(
-                "an earlier loop ended before a step used its gradients, and its gradients of rows are not finite, or "
-                "too large for the table's optimizer; no row was updated"
+                "the gradients of rows that an earlier loop left for this step are not finite, or too large for the "
+                "table's optimizer; no row was updated. Look at the loss before backward(), or use a smaller learning "
+                "rate"
             )
         one.finish(flight, Gradients(grads))
         del flight

@@ -53,9 +53,9 @@ class RandomStreams:
     Args:
         device: The runtime's device, whose generator counts as a global one.
         place: Where an earlier loop over the same batches ended, or a checkpoint's position; None for a new sequence.
-        stride: Number of batches of a step, over all processes.
-        each: Number of consecutive batches of a step that this process reads.
-        first: Number of batches of a step that precede those that this process reads.
+        stride: Number of batches per step, over all processes.
+        each: Number of batches per step that this process reads; they are consecutive.
+        first: Index, within a step, of this process's first batch.
 
     Attributes:
         start: Number of batches that this process had yielded when the loop began.
@@ -84,7 +84,7 @@ class RandomStreams:
         """In a `with` block that reads a batch, let the generators draw from the batch's own streams.
 
         Args:
-            position: Number of batches that this process reads before this one.
+            position: Number of batches that this process has read before this one, also in earlier loops.
 
         Yields:
             A list that, after the block, has the names of the generators that were used in it.
@@ -126,7 +126,7 @@ def make_streams(device: torch.device, ranks: Ranks | None, place: Place | None,
         device: The runtime's device.
         ranks: The ranks, each of which reads its share of a step's batches; None for a single process.
         place: The position at which the batches continue; None at the beginning.
-        each: Number of batches of a step that this process reads.
+        each: Number of batches per step that this process reads.
     """
     share, shares = (ranks or ALONE_WORLD).share()
     if shares == 1:

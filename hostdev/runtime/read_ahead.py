@@ -109,10 +109,10 @@ class Iterators:
 
 
 def require_read_ahead(read_ahead: Any, *, background: bool) -> None:
-    """Raise ValueError unless `read_ahead` is None, or a number of batches without `background`."""
+    """Raise ValueError unless `read_ahead` is None or a number of batches; `background` allows only None."""
     if read_ahead is None:
         return
     if isinstance(read_ahead, bool) or not isinstance(read_ahead, int) or read_ahead < 0:
         raise ValueError(f"read_ahead must be a number of batches, 0 or more, not {read_ahead!r}")
     if background:
-        raise ValueError("read_ahead limits reading in the loop's thread; leave out read_ahead with background=True")
+        raise ValueError("read_ahead has no effect with background=True; leave out one of them")

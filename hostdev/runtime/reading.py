@@ -129,7 +129,7 @@ class Reading:
             self._in_flight.after_read(batch, number)
 
     def give(self) -> None:
-        """Count the first prefetched batch as yielded; raise ValueError if reading a later one changed the batch."""
+        """Count the first prefetched batch as yielded; raise ValueError if reading a later batch has changed it."""
         if self.kept is not None:
             self.kept.given()
         if self._in_flight is not None:

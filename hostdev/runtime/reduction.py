@@ -1,4 +1,4 @@
-"""Sums the gradients of a step's micro-batches, of rows and of dense parameters, in the order of a tree."""
+"""Sums the gradients of rows and of dense parameters over a step's micro-batches, in the order of a tree."""
 
 from collections.abc import Iterable, Sequence
 
@@ -26,7 +26,7 @@ class Reduction:
         ranks: The ranks that have the other micro-batches; None if this process has all.
         dense: Exchanges the gradients of parameters with other ranks.
         flight: The step's batch.
-        losses: For each loss on which `backward` was called, float32 []: 0 if the loss is finite, else NaN.
+        losses: For each loss on which `backward` was called, a float32 scalar: 0 if the loss is finite, else NaN.
         steps: The channel to other ranks for small values of each step; None without other ranks.
     """
 
@@ -50,7 +50,7 @@ class Reduction:
         self._next = self._first
         self._parameters: list[Tensor] = []
         self._values: list[Tensor | None] = []
-        self.in_two = False  # whether rows' gradients are sent in two parts, since all ranks know which go first
+        self.in_two = False  # whether rows' gradients are sent in two parts; all ranks know which rows go first
         self.parts: list[list[Tensor] | None] = []  # with ranks, for each leaf: gradients of this rank's nodes, or None
 
     @property
@@ -193,7 +193,7 @@ class Reduction:
 
 
 def _largest(channel: Channel, telling: Sequence[int]) -> list[int]:
-    """Exchange numbers with all ranks; return the maximum of each over the ranks."""
+    """Return the maximum of each number over all ranks."""
     rows = np.repeat(np.array([telling], np.int64), channel.ranks, axis=0)
     found: list[int] = channel.exchange_counts(rows).max(0).tolist()
     return found

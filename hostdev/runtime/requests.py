@@ -104,7 +104,10 @@ class Reader:
             if not micros:
                 return
             if self._whole and len(micros) < self.together:
-                raise ValueError(f"the batches end within a step, after {len(micros)} of {self.together} micro-batches")
+                raise ValueError(
+                    f"the batches end within a step, after {len(micros)} of {self.together} micro-batches; the "
+                    f"number of batches must be a multiple of {self.together}"
+                )
             checks, self._checks = self._checks, []
             yield self._make_request(micros)._replace(check=partial(self._require_in_range, checks))
             del micros

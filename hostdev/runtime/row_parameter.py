@@ -20,7 +20,7 @@ class RowOrder:
     Args:
         places: int32 [U], the position of each id's row.
         staging: Sends the positions to the device.
-        memory: The batch's memory, from which the positions are sent.
+        memory: The batch's host memory, from which the positions are sent.
     """
 
     def __init__(self, places: npt.NDArray[np.int32], staging: Staging, memory: PinnedBuffer) -> None:
@@ -123,7 +123,7 @@ class RowParameter:
         return out
 
     def select(self, places: Tensor) -> Tensor:
-        """Return the rows at positions int64 [P], all different, as a differentiable tensor."""
+        """Return the rows at `places`, int64 [P] without duplicates, as a differentiable tensor."""
         out: Tensor = _Select.apply(self.rows, places)  # type: ignore[no-untyped-call]
         return out
 

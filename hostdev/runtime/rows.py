@@ -134,7 +134,7 @@ class Rows(FeatureRows):
 
     @property
     def leaves(self) -> list[RowParameter]:
-        """The unique rows of every trained table, in an order that does not depend on where the tables are."""
+        """The unique rows of every trained table, in the order of the features, wherever the tables are stored."""
         return [leaf for group, place in self._order if (leaf := self._leaves[group][place]).trained]
 
     def parameters(self) -> list[Tensor]:
@@ -179,7 +179,7 @@ class Rows(FeatureRows):
             values: A small tensor, such as losses, or None. Its shape, [] or [n], is the same in all micro-batches.
 
         Returns:
-            For the last micro-batch, the values of all micro-batches, float32 [M, ...], 0 for missing ones; else None.
+            For the last micro-batch, all micro-batches' values, float32 [M, ...], with 0 for missing values; else None.
 
         Raises:
             ValueError: `reduce` was called twice for a micro-batch, parameters or shapes are wrong, or, with ranks, a
@@ -266,7 +266,7 @@ class Rows(FeatureRows):
 
     @property
     def number(self) -> int:
-        """The batch's number in the trace."""
+        """The batch's number in the timeline."""
         return self._flight.number
 
     @property
@@ -301,7 +301,7 @@ def values_of(
         leaves: The unique rows of each group's tables.
         uses: The occurrences of each group's rows.
         shapes: The shape of each feature's ids; None for a pooled feature.
-        stacks: Lists of features, each of which is returned in one tensor.
+        stacks: The stacks. The features of a stack are returned as one tensor.
     """
     lookups: dict[tuple[int, int], Lookup] = {}
     for group, (mine, group_uses) in enumerate(zip(leaves, uses, strict=True)):

@@ -164,7 +164,7 @@ class Runtime(FrameworkLoaders):
         return [group.cache for group in groups if group.cache is not None]
 
     def exchanged_bytes(self) -> dict[str, int]:
-        """Return bytes sent in training: "rows", "least" (their lower bound), "dense", "network" (to other hosts)."""
+        """Return bytes sent in training: "rows", "least" (minimum for "rows"), "dense", "network" (to other hosts)."""
         assert self.dense_channel is not None
         sent, dense = self.pipeline.exchanged_bytes(), self.dense_channel
         return {**sent, "dense": dense.sent_bytes, "network": sent["network"] + dense.network_bytes}
@@ -495,4 +495,4 @@ class Runtime(FrameworkLoaders):
     def require_open(self) -> None:
         """Raise ValueError if the runtime is closed."""
         if self._closed:
-            raise ValueError("this runtime is closed; create another one with its tables")
+            raise ValueError("this runtime is closed; create a new Runtime with the same tables")

@@ -49,7 +49,10 @@ class Scaled(Protocol):
         """Return whether the gradients come from scaled losses; raise ValueError if only some do."""
 
     def unscale(self, scaler: GradScaler) -> dict[torch.device, Tensor]:
-        """Divide the gradients by the scale; return, by device, float32 []: 0 if all are finite, else 1."""
+        """Divide the gradients by the scale.
+
+        Return a flag for each device, a float32 scalar: 0 if all its gradients are finite, else 1.
+        """
 
 
 class Waiting(Scaled, Protocol):
@@ -69,7 +72,7 @@ class LossRecord(Scaled, Protocol):
         """Record that a scaler has multiplied these losses by its scale."""
 
     def overflowed(self, found: Tensor) -> None:
-        """Record the result of a check of gradients, float32 []: 0 if all are finite, else more."""
+        """Record the result of a check of gradients: a float32 scalar, 0 if all are finite, else more."""
 
 
 class Watcher(Protocol):
@@ -91,7 +94,7 @@ class Watcher(Protocol):
         """Return a number that changes with the rows' gradients: 0 without gradients, None if no batch is open."""
 
     def backward(self, losses: list[Tensor], version: int | None) -> None:
-        """Record that `backward` on losses, each [], has ended; `version` is the `gradients_version` before it."""
+        """Record that `backward` on scalar losses has ended; `version` is the `gradients_version` before it."""
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Prepare for an optimizer's step."""
@@ -153,7 +156,7 @@ class Origin:
 
 
 class _Scale:
-    """A value that a scaler's scale has had, and the number of the last loss that was multiplied by this value."""
+    """One value of a scaler's scale, and the number of the last loss that was multiplied by it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.version = tensor._version  # grows with every change in place
@@ -300,7 +303,7 @@ def _watch_unscale(original: Function) -> Function:
 
 
 def _get_found(scaler: GradScaler, optimizer: Optimizer) -> dict[torch.device, Tensor]:
-    """Return a scaler's record for an optimizer: by device, float32 [], 0 if all gradients are finite, else 1."""
+    """Return a scaler's overflow flags for an optimizer: for each device, 0 if all gradients are finite, else 1."""
     found: dict[torch.device, Tensor] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     return found
 
@@ -391,7 +394,7 @@ def losses_scaled() -> int:
 
 
 def scaler_since(since: int) -> tuple[GradScaler, float] | None:
-    """Return the scaler that scaled the losses after the first `since` ones, and its scale, or None.
+    """Return the scaler of the losses after the first `since` ones, and its scale; None if there are no such losses.
 
     Raises:
         ValueError: These losses had several scalers or scales.

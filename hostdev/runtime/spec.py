@@ -96,7 +96,7 @@ class Bag:
         values: The ids, int32 or int64: with lengths or offsets [N], all samples concatenated; else [B] or [B, k].
         lengths: [B], the number of ids in each sample, 0 or more.
         offsets: [B], where each sample's ids begin, as in torch's EmbeddingBag; an alternative to lengths.
-        weights: Factors of the rows, with the shape of `values`; they get no gradients. None if all are 1.
+        weights: The factor of each id's row, with the shape of `values`; weights get no gradients. None if all are 1.
 
     Raises:
         ValueError: Both lengths and offsets are given.

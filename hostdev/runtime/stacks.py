@@ -54,7 +54,7 @@ def resolve_stacks(stacks: Mapping[str, Sequence[str]] | None, bindings: Sequenc
             if kind != kinds[members[0]]:
                 raise ValueError(
                     f"stack {name!r}: feature {members[0]!r} has {_kind(kinds[members[0]])}, but {member!r} "
-                    f"has {_kind(kind)}; the features of a stack must be alike"
+                    f"has {_kind(kind)}; the features of a stack must have the same dim and dtype"
                 )
         found.append(Stack(str(name), tuple(numbers[member] for member in members)))
     return found

@@ -17,7 +17,7 @@ class Step:
     """The micro-batches of a step that this rank computes, fully or in part.
 
     Args:
-        number: The step's number in the trace.
+        number: The step's number in the timeline.
         sizes: Number of samples in each micro-batch, 0 or more.
         following: Called for each micro-batch; returns the next one with its rows.
         reduction: Sums the micro-batches' gradients; None in a loop that takes no steps.
@@ -64,7 +64,7 @@ class Step:
 
         Args:
             parameters: The dense parameters that this rank has.
-            nodes: The sums of the parameters' gradients over this rank's micro-batches, as nodes of the tree.
+            nodes: The sums of the parameters' gradients over this rank's micro-batches, as nodes of the summation tree.
             values: The values of each micro-batch of this rank, or None if another rank has them.
         """
         assert self._reduction is not None

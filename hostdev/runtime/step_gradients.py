@@ -18,7 +18,7 @@ def make_gradients(batch: BodyBatch, watcher: TrainWatcher, flags: Flags, stagin
         watcher: The loop's watcher.
         flags: The flags that stop a step whose gradients or loss are not finite.
         staging: Copies the flags to the host.
-        owner: An object in place of an optimizer, under whose `id` a scaler records an overflow.
+        owner: An object that stands for an optimizer: a scaler records an overflow under its `id`.
 
     Raises:
         ValueError: The dense parameters and the tables would take different steps.

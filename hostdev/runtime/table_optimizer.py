@@ -26,10 +26,10 @@ class LossScaling(Protocol):
     is_unscaled: bool  # whether the gradients of its rows have been divided by the scale
 
     def require_scaled_alike(self) -> None:
-        """Raise ValueError if only some gradients come from scaled losses, or if any do with several ranks."""
+        """Raise ValueError if only some gradients come from scaled losses, or if any do and there are several ranks."""
 
     def rows_unscaled(self, found: dict[torch.device, Tensor]) -> None:
-        """Record that a scaler has divided the rows' gradients; fill in `found`, its record of overflows, if empty."""
+        """Record that a scaler has divided the rows' gradients; fill in its record of overflows, `found`, if empty."""
 
 
 class OpenLoop(Protocol):
@@ -142,7 +142,7 @@ class TableOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set each table's learning rate from the group of its name; raise ValueError for wrong names or rates."""
+        """Set each table's learning rate from the group with its name; raise ValueError for wrong names or rates."""
         groups = state_dict["param_groups"]
         by_name = {group.get("name"): group for group in groups}
         if len(groups) != len(by_name) or set(by_name) != set(self._names):
@@ -203,7 +203,10 @@ class TableOptimizer(torch.optim.Optimizer):
         """
         self._opt_called = True
         if [group.get("name") for group in self.param_groups] != self._names:
-            raise ValueError(f"runtime.optimizer must keep its groups, one for each of {', '.join(self._names)}")
+            raise ValueError(
+                f"runtime.optimizer must keep its groups, one for each of the tables {', '.join(self._names)}, in "
+                "this order"
+            )
         for group in self.param_groups:
             _require_group(group, group["name"])
         wanted = [float(group["lr"]) for group in self.param_groups]
@@ -229,7 +232,7 @@ def _require_group(group: Mapping[str, Any], table: str) -> None:
         if name in group and not any(group[name] == value for value in same):
             raise ValueError(
                 f"table {table!r}: its group in runtime.optimizer has {name}={group[name]!r}, which has no effect; "
-                "only lr is set there. Give other settings, such as weight_decay, to the table's own optimizer"
+                "only lr can be set there. Give other settings, such as weight_decay, to the table's own optimizer"
             )
     rate = group.get("lr")
     single = isinstance(rate, torch.Tensor) and rate.numel() == 1

@@ -44,7 +44,7 @@ def test_a_runtime_that_is_closed(device, depth, cache):
         lambda: runtime.optimizer,
         runtime.__enter__,
     ):
-        with pytest.raises(ValueError, match="this runtime is closed; create another one with its tables"):
+        with pytest.raises(ValueError, match="this runtime is closed; create a new Runtime with the same tables"):
             call()
     with Runtime(features_of(case.tables), device=device, depth=depth, cache=cache) as case.runtime:
         case.train(batches[2:])

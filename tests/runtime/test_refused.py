@@ -58,12 +58,12 @@ IDS = {
     "offsets that fall": (
         Bag(ARRAY, offsets=[0, 4, 2]),
         ValueError,
-        "offsets must not decrease, or exceed 6, the number of ids",
+        "offsets must not decrease or be above 6, the number of ids",
     ),
     "offsets beyond the ids": (
         Bag(ARRAY, offsets=[0, 7]),
         ValueError,
-        "must not decrease, or exceed 6, the number of ids",
+        "must not decrease or be above 6, the number of ids",
     ),
     "offsets that begin later": (
         Bag(ARRAY, offsets=[1, 2]),

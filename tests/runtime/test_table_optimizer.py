@@ -11,7 +11,7 @@ import hostdev
 from tests.runtime.cases import Case, batches_of, differing, ids, loss_of, send, sgd, tables_of
 
 WRONG = {
-    "weight_decay": (0.1, "table 'items': .* has weight_decay=0.1, which has no effect; only lr is set there"),
+    "weight_decay": (0.1, "table 'items': .* has weight_decay=0.1, which has no effect; only lr can be set there"),
     "momentum": (0.9, "table 'items': .* has momentum=0.9, which has no effect"),
     "betas": ((0.9, 0.999), r"table 'items': .* has betas=\(0.9, 0.999\), which has no effect"),
     "maximize": (True, "table 'items': .* has maximize=True, which has no effect"),
@@ -70,7 +70,7 @@ def test_groups_that_are_added():
     case.train(batches_of(2))
     case.runtime.optimizer.param_groups.append({"params": [], "lr": 0.1, "name": "more"})
     with pytest.raises(
-        ValueError, match="runtime.optimizer must keep its groups, one for each of users, items, first, "
+        ValueError, match="runtime.optimizer must keep its groups, one for each of the tables users, items, first, "
     ):
         case.train(batches_of(1))
 

@@ -47,7 +47,7 @@ class InFlight:
         self.updating = False  # whether the update has begun; from then on, `shared` is not set any more
         self.pinned = False  # whether rows are being read to forward them; the update must not begin meanwhile
         self.forwarded: Forwarded | None = None  # rows that the previous batch forwards to it
-        self.awaits = 0  # number of the last batch whose update must precede the lookup of its late rows; 0 for none
+        self.awaits = 0  # number of the last batch for whose update its conflicting rows wait; 0 for none
         self.claimed = True  # whether the batch is recorded as the last writer of its rows
         self.held = True  # False once the caller or the updater has released the batch
 
@@ -118,7 +118,7 @@ class InFlightBatches:
             self.changed.notify_all()
 
     def request(self, batch: InFlight, conflicts: Conflicts) -> list[RowSubset]:
-        """Register a batch with the writers of its conflicting rows; return those rows that are already updated."""
+        """Register a batch with the writers of its conflicting rows; return the subsets already updated."""
         found = []
         with self.changed:
             for rows, number in conflicts.subsets:

@@ -415,7 +415,7 @@ class OverlappedPass:
             return
         self._closed = True
         queues, threads = self._queues, self._workers.threads
-        queues.put(queues.stepped, [End(None)])  # stepped batches are updated
+        queues.put(queues.stepped, [End(None)])  # the updater ends after the stepped batches
         together = bool(self._context.exchanges)
         if together and not failed and queues.update_error is None:  # each rank finishes what others have begun
             failed = not self._joined(threads[-1:])

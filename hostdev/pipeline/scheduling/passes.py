@@ -44,7 +44,7 @@ class Pass(Protocol):
         """Wait until the updates of all stepped batches are finished."""
 
     def reload(self, table: Any, ids: Ids | None) -> None:
-        """Repeat the lookup of a table's rows that were looked up ahead, after `drain` and a write to the table.
+        """After `drain` and a write to a table, look up again its rows that were looked up ahead.
 
         This has an effect only in the thread that takes the batches.
 
@@ -65,7 +65,7 @@ class Pass(Protocol):
 
 
 def raise_held(held: list[BaseException | None]) -> None:
-    """Remove the error, if any, from a list and raise it; left in the list, it would form a cycle with its frames."""
+    """Remove the error, if any, from a list and raise it; in the list, it would form a reference cycle."""
     if held[0] is not None:
         raise held.pop()  # type: ignore[misc]
 
@@ -114,7 +114,7 @@ def look_ahead(
 
 
 class SerialPass:
-    """Runs the stages one after the other in the caller's thread; the reference for the overlapped pass.
+    """Runs the stages one after the other in the caller's thread. The overlapped pass must give the same results.
 
     Args:
         context: The pipeline's context.

@@ -90,10 +90,10 @@ class PipelineQueues:
         return queue.popleft()
 
     def wait(self, ready: Callable[[], Any], *, finish: bool = False, at_close: bool = False) -> None:
-        """Wait until `ready()`; raise `Stopped` if the pass ends first.
+        """Wait until `ready()` is true; raise `Stopped` if the pass ends first.
 
         Args:
-            ready: Called under the condition.
+            ready: Called while the thread holds the lock of `changed`.
             finish: Whether to return if `ready()` is true while the pass is stopping.
             at_close: Whether to keep waiting while the pass is closing.
         """
@@ -114,9 +114,9 @@ class PipelineQueues:
                 self._caller_waits = False
 
     def await_turn(self, ready: Callable[[], Any]) -> None:
-        """If the caller's step runs alone, wait until the caller waits for a batch and `ready()`, for at most 2 s.
+        """If the caller's step runs alone, wait until the caller waits for a batch and `ready()` is true.
 
-        The time is limited because the caller's code may itself wait for work in the background.
+        The wait takes at most 2 s, because the caller's code may itself wait for work in the background.
         """
         with self.changed:
             self.changed.wait_for(

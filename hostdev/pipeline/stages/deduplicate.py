@@ -1,4 +1,4 @@
-"""Deduplicate: find each group's unique ids, send them to the rows' owners, and announce them to the caches."""
+"""Deduplicate: find each group's unique ids, send them to the ranks with the rows, and announce them to the caches."""
 
 from collections.abc import Sequence
 

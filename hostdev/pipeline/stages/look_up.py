@@ -1,4 +1,4 @@
-"""Look up: read rows from the tables on the host: those that bypass the caches, and those that the caches admit."""
+"""Look up: read from the tables on the host the rows that bypass the caches, and the rows that the caches admit."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -32,7 +32,7 @@ def take_memory(context: Context, batch: PlannedBatch) -> PinnedBuffer:
 
 
 def take_forwarded(context: Context, batch: PlannedBatch, memory: PinnedBuffer) -> list[ForwardedRows | None]:
-    """Return, by group, the rows that the previous batch forwards to this batch, not read yet; [] if there are none."""
+    """Return, by group, the rows that the previous batch forwards to this batch, before they are read; [] if none."""
     if batch.conflicts is None or batch.conflicts.forwarded is None:
         return []
     parts = context.groups, context.offsets, batch.reads, batch.conflicts.forwarded

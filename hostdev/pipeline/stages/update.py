@@ -19,7 +19,7 @@ def await_step(context: Context, batch: SteppedBatch) -> None:
 
 
 def receive_sums(context: Context, batch: SteppedBatch) -> None:
-    """Exchange gradients with the owners of the rows, if there are other ranks."""
+    """With other ranks, send gradients to the ranks that have the rows, and receive the sums for this rank's rows."""
     if batch.outgoing is None:
         return
     context.staging.await_event(batch.received)
