@@ -24,13 +24,13 @@ _SPARE = 4  # 1 / _SPARE of the needed size is allocated in addition
 
 
 class HostMemory:
-    """Anonymous shared memory: it has no name, and the kernel frees it with the last process that has mapped it."""
+    """Anonymous shared memory: it has no name, and the kernel frees it when the last process that maps it ends."""
 
     def __init__(self) -> None:
         self.array: Bytes = np.empty(0, np.uint8)
 
     def grow(self, size: int) -> int | None:
-        """Replace the memory if it is smaller than `size`; return the new descriptor, or None if the memory is kept.
+        """Replace the memory if it is smaller than `size`; return its file descriptor, or None if the memory is kept.
 
         The contents are lost. The caller passes the descriptor to the other ranks and closes it.
         """
@@ -247,7 +247,7 @@ class HostExchange:
         _send(self._links[index - 1], [places], [] if descriptor is None else [descriptor])
 
     def _receive(self, link: int) -> tuple[Bytes, int | None]:
-        """Return a message, and its descriptor or None.
+        """Return a message and the file descriptor sent with it, or None if there is none.
 
         Raises RuntimeError if no message arrives, or if the message belongs to a different exchange.
         """
