@@ -12,7 +12,7 @@ _TF32_CAPABILITY = (8, 0)  # Ampere
 
 
 def select(name: str, option: str = "--device ") -> torch.device:
-    """Return the device of this name; "auto" is the accelerator if there is one with streams, else the CPU.
+    """Return the device of this name; "auto" means the accelerator, or the CPU if there is none with streams.
 
     An accelerator becomes the current device. A name without an index means the current accelerator.
 

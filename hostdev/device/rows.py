@@ -22,7 +22,7 @@ class GroupUses:
     Args:
         features: The features that look up the group's tables.
         rows: U, the number of unique rows.
-        in_order: Whether each row occurs, and rows are numbered by first occurrence in the concatenated features.
+        in_order: Whether every row occurs, and rows are numbered by first occurrence in the concatenated features.
     """
 
     def __init__(self, features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> None:
@@ -79,7 +79,7 @@ class _Pull(torch.autograd.Function):
         *rows: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.uses = uses  # not a saved tensor: the first of several backward passes frees these
+        ctx.uses = uses  # not saved tensors, which the first of several backward passes would free
         ctx.stacks = stacks
         ops = get_ops(rows[0].device)
         every = [
