@@ -33,7 +33,7 @@ IDS, DENSE = "ids.parquet", "dense.pt"
 
 
 class Options(NamedTuple):
-    """The options of `checkpoint export`; `slots` is whether to export optimizer state, steps, settings and `extra`."""
+    """The options of `checkpoint export`. `slots` adds optimizer state, steps, settings and `extra` to the export."""
 
     out: Path
     format: str

@@ -1,4 +1,4 @@
-"""Partial loading of a checkpoint whose tables differ from the program's, or have fewer rows."""
+"""Loading of the tables that a checkpoint and a program share, even if the checkpoint has fewer rows of them."""
 
 from collections.abc import Mapping
 from pathlib import Path

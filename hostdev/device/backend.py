@@ -91,7 +91,7 @@ def _get_current(accelerator: torch.device) -> torch.device:
 
 
 def _find_missing(device: torch.device) -> list[str]:
-    """Return the names that `Staging` needs and torch's module for the device lacks; MPS, for example, lacks Stream."""
+    """Return the attributes that `Staging` needs but torch's module for the device lacks, such as Stream for MPS."""
     module = torch.get_device_module(device)
     return [name for name in ("Stream", "Event", "stream", "current_stream") if not hasattr(module, name)]
 

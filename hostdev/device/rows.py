@@ -137,8 +137,8 @@ def pull(lookups: Sequence[Lookup], stacks: Sequence[Sequence[tuple[int, int]]] 
 
     The row of a bag is the sum or mean of the rows that occur in it, times their weights; the row of an occurrence is
     multiplied by its weight. The gradient of a unique row is the sum over its occurrences, in the order of
-    `Ops.sum_uses`; weights get no gradient. The single graph node survives a backward pass, so that several losses can
-    be differentiated one after another.
+    `Ops.sum_uses`; weights get no gradient. The autograd graph survives a backward pass, so that several losses can be
+    differentiated one after another.
 
     Args:
         lookups: The tables.
@@ -146,8 +146,8 @@ def pull(lookups: Sequence[Lookup], stacks: Sequence[Sequence[tuple[int, int]]] 
             the same B, D and dtype.
 
     Returns:
-        For each table and each of its features, a tensor [B, D] or [N, D] of the feature's dtype, in which the rows of
-        empty bags are 0; and the stacks.
+        The stacks, and for each table and each of its other features, a tensor [B, D] or [N, D] of the feature's dtype.
+        The rows of empty bags are 0.
     """
     found: dict[tuple[int, int], Tensor] = {}
     together: dict[int, Tensor] = {}

@@ -17,7 +17,7 @@ class Writing(Copies):
         table: The table's name, for errors.
         columns: Views of the table's weights and optimizer state by name.
         ids: int64 [N] on the device, all different; None for all rows.
-        current: Called with `ids`; returns the columns of these rows as of the last step. None if `columns` has them.
+        current: Called with `ids`; returns these rows' columns as of the last step. None if `columns` already are.
     """
 
     def __init__(

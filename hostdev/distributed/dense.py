@@ -299,7 +299,7 @@ def _new_stream(device: torch.device) -> Any:
 
 
 def _buckets(parameters: Sequence[Tensor]) -> list[list[int]]:
-    """Group the parameters' indices into buckets in reverse order, in which a backward pass produces gradients."""
+    """Group the parameters' indices into buckets in reverse order, the order in which backward produces gradients."""
     buckets: list[list[int]] = []
     have = BUCKET_BYTES
     for number in reversed(range(len(parameters))):

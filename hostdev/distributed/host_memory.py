@@ -20,7 +20,7 @@ Sizes = npt.NDArray[np.int64]
 _ATTACHED_BYTES = 32 << 10  # a rank with at most this many bytes for others attaches them to its first message
 _STEP_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 20  # bytes that a thread copies at a time
-_SPARE = 4  # 1 / _SPARE of the needed size is allocated in addition
+_SPARE = 4  # new memory has the needed size plus 1 / _SPARE of it
 
 
 class HostMemory:
@@ -82,7 +82,7 @@ class Layouts:
         self.local = np.array(hosts[here])
         self._here = here
         away = [number for number in range(len(hosts)) if number != here]
-        self._order = np.concatenate([*(np.array(hosts[number]) for number in away), self.local])  # receiving ranks
+        self._order = np.concatenate([*(np.array(hosts[number]) for number in away), self.local])  # receivers in order
         pairs = [(index, rank) for number in away for index in range(len(self.local)) for rank in hosts[number]]
         self._receivers, self._senders = np.array(pairs, np.int64).reshape(-1, 2).T
         self._host_of = np.empty(len(self._order), np.int64)

@@ -167,7 +167,7 @@ class Ranks(World):
                 raise UserError(
                     f"rank {rank}: {own} does not work with {names[rank]}: {error}; use --dist-backend gloo"
                 )
-        self._kept.append(channel)  # until `leave`: closing it may wait for other ranks
+        self._kept.append(channel)  # kept until `leave`, because closing it may wait for other ranks
         return channel
 
     def slices(self, device: torch.device, axis: str | None = None) -> tuple[Channel, Any]:  # Any: a DeviceMesh

@@ -262,7 +262,10 @@ def _read_rank_table(env: Mapping[str, str]) -> RankEnvironment:
 
 
 def is_first_on_host() -> bool:
-    """Return whether this process reports command-line errors, which all find but only one per host reports."""
+    """Return whether this process reports command-line errors for its host.
+
+    All processes find the same errors, and one process per host reports them.
+    """
     with contextlib.suppress(UserError):  # if the environment is wrong, every process reports that
         return find_rank_environment().local_rank == 0
     return True

@@ -279,7 +279,7 @@ class _OrderedSum:
     """Sums a stage's gradients over micro-batches, as a tree. The micro-batches may finish in any order."""
 
     def __init__(self, first: int, count: int, numbers: Sequence[int], parameters: int) -> None:
-        self._first = first  # number of this rank's first micro-batch, which positions the tree's nodes
+        self._first = first  # number of this rank's first micro-batch; places its nodes in the tree
         self._tree: TreeSum[Grads] = TreeSum(add_lists)
         self._waiting: dict[int, Grads] = {
             number: [None] * parameters for number in range(count) if number not in numbers

@@ -158,7 +158,7 @@ def _find_pairs(
         if name is not None and wanted[name] == "rowwise" and as_given:
             found[name] = begin, way
         if id(result) != id(value):
-            uses.of.pop(id(result), None)  # counts of an earlier tensor with the same id
+            uses.of.pop(id(result), None)  # forget the count of an earlier tensor with the same id
         if name is not None and wanted[name] == "colwise":
             source[id(result)] = (name, [result], result._version)
         elif type(module) in _ELEMENTWISE and as_given:

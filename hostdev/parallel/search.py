@@ -57,7 +57,7 @@ class Candidate(NamedTuple):
     compute: float  # seconds of a step's computation
     waiting: float  # seconds of waiting for other stages
     exchange: float  # seconds of exchanges
-    update: float  # seconds of additions and of the optimizer
+    update: float  # seconds of gradient additions and of the optimizer
     memory: int  # bytes on the fullest rank: parameters, gradients, two optimizer states, saved activations
     measured: float | None = None  # measured seconds of a step; None if no step was timed
 

@@ -51,7 +51,7 @@ class Clocks:
             held = _OnDevice(inverse, frozen, powers, clock.inverse, needed)
         elif held.known < needed:
             for to, values in ((held.inverse, clock.inverse), (held.frozen, clock.frozen)):
-                # The last step that has become frozen lies N steps back.
+                # Entries of `frozen` become final N steps later than entries of `inverse`.
                 first = max(0, held.known - len(clock.recent)) if to is held.frozen else held.known
                 to[first:needed].copy_(torch.from_numpy(values[first:needed]))
             held = held._replace(known=needed)

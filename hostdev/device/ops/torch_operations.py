@@ -84,9 +84,9 @@ def uses_of(features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> Us
 def sum_uses(grads: Sequence[Tensor], uses: Uses) -> Tensor:
     """See `Ops`.
 
-    On CUDA the order of the additions is fixed, without atomics. It is the order of occurrence, except that torch sets
-    it for rows with 32 or more occurrences if D = 1. Host and device tables get the same sums, because both use this
-    function.
+    On CUDA the order of the additions is fixed, without atomics. It is the order of occurrence, except that torch
+    chooses another order for rows with 32 or more occurrences if D = 1. Host and device tables get the same sums,
+    because both use this function.
     """
     terms = []
     for grad, (sizes, bags, weights) in zip(grads, uses.features, strict=True):
